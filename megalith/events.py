@@ -1,0 +1,160 @@
+"""What happened in a run: an append-only JSON-lines file of typed events, the only thing reports read about it.
+
+Every line is `{"type": ..., "time": seconds since the epoch, ...fields}`. Times are seconds, memory is bytes, rates are per second.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+FILE = "events.jsonl"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events; `kind` is the `type` written to the log."""
+
+    kind: ClassVar[str] = ""
+    time: float = field(default_factory=time.time, kw_only=True)
+
+
+@dataclass(frozen=True)
+class RunStarted(Event):
+    """A generation of ranks begins (a resumed run has several). `spec` is the resolved RunSpec, `versions` of python, torch, megalith."""
+
+    kind: ClassVar[str] = "run_started"
+    spec: dict[str, Any]
+    device: str
+    world: int
+    resumed_step: int
+    versions: dict[str, str]
+    peak_flops: float | None
+    peak_source: str
+    flops_per_token: float
+    flops_convention: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Holding(Event):
+    """Who holds what: one rank's place on the mesh, its parts, and the bytes of its share."""
+
+    kind: ClassVar[str] = "holding"
+    rank: int
+    coordinates: dict[str, int]
+    parts: list[str]
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+
+@dataclass(frozen=True)
+class Step(Event):
+    """One optimizer step. `seconds` is wall time; `breakdown` splits it (data, forward, backward, communication, optimizer, checkpoint, other)."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_seen: int
+    seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    breakdown: dict[str, float]
+    memory: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Spans(Event):
+    """What each pipeline rank did when, in one step: `[rank, action, start, end]` in seconds from the step's start."""
+
+    kind: ClassVar[str] = "spans"
+    step: int
+    spans: list[tuple[int, str, float, float]]
+
+
+@dataclass(frozen=True)
+class Validation(Event):
+    """Held-out loss, over all domains and by domain."""
+
+    kind: ClassVar[str] = "validation"
+    step: int
+    loss: float
+    domains: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Checkpoint(Event):
+    """A checkpoint was committed. `wait_seconds` is how long training stood still for it."""
+
+    kind: ClassVar[str] = "checkpoint"
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+    wait_seconds: float
+
+
+@dataclass(frozen=True)
+class Sample(Event):
+    """Text the model wrote."""
+
+    kind: ClassVar[str] = "sample"
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Problem(Event):
+    """Something a person should know; `severity` is "warning" or "error"."""
+
+    kind: ClassVar[str] = "problem"
+    severity: str
+    message: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class RunFinished(Event):
+    """The ranks stopped. `reason`: "finished", "stopped" (a signal asked, state saved) or "failed"."""
+
+    kind: ClassVar[str] = "run_finished"
+    reason: str
+    step: int
+
+
+class EventLog:
+    """Appends events to a run folder's log; one writer a run. Each event is one write, so a reader never sees half a line for long."""
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, event: Event) -> None:
+        """Append one event."""
+        line = json.dumps({"type": event.kind} | asdict(event), separators=(",", ":"))
+        os.write(self._file, line.encode() + b"\n")
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def read(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The events of a run, oldest first. A torn last line (the writer died in it) is left out."""
+    path = run_dir / FILE
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if not line.endswith("\n"):
+                return
+            yield json.loads(line)

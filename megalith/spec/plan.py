@@ -1,0 +1,56 @@
+"""How the work is split: a value, chosen by a person or by the planner, applied by `parallel/`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt, StringConstraints
+
+from megalith.spec.base import Spec
+
+Zero = Literal[0, 1, 2, 3]
+Recompute = Annotated[str, StringConstraints(pattern=r"^(none|selective|full|sqrt|every:[1-9][0-9]*)$")]
+
+
+class Plan(Spec):
+    """A parallel layout. `data * tensor * pipeline` ranks; the result of training does not depend on it."""
+
+    data: PositiveInt = Field(1, description="data-parallel ranks; each reads its own part of the global batch")
+    replicate: PositiveInt = Field(
+        1, description="groups of data ranks that hold a full copy each (HSDP); divides data; state is sharded inside a group"
+    )
+    zero: Zero = Field(1, description="what data ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights")
+    tensor: PositiveInt = Field(1, description="ranks that split each matrix product")
+    sequence: bool = Field(True, description="with tensor > 1: split norms and residuals along the sequence too")
+    pipeline: PositiveInt = Field(1, description="ranks that hold consecutive runs of layers")
+    schedule: str = Field("1f1b", description="pipeline schedule: a name from the schedule table")
+    chunks: PositiveInt = Field(1, description="stages a pipeline rank holds (interleaved schedules need more than one)")
+    layers: tuple[PositiveInt, ...] | None = Field(
+        None, description="blocks of each stage, in order, for uneven stages; default: as even as possible"
+    )
+    microbatch: PositiveInt = Field(1, description="sequences a data rank computes at once")
+    recompute: Recompute = Field(
+        "none", description="none | selective (the parts in recompute_parts) | full | sqrt (every sqrt(L)-th block kept) | every:N"
+    )
+    recompute_parts: tuple[str, ...] = Field(
+        ("attention.core",), description="selective: the parts of a block computed again in backward"
+    )
+    compile: bool = Field(False, description="compile each block with torch.compile")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole run."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def shards(self) -> int:
+        """Data ranks that share one copy of the state: 1 when nothing is sharded."""
+        return 1 if self.zero == 0 else self.data // self.replicate
+
+    @property
+    def copies(self) -> int:
+        """Copies of the state among the data ranks; `copies * shards == data`."""
+        return self.data // self.shards
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the whole model."""
+        return self.pipeline * self.chunks
