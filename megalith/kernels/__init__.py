@@ -1,0 +1,1 @@
+"""Fast versions of hot operations, each beside its plain definition."""

@@ -1,0 +1,101 @@
+"""Projection onto the vocabulary and cross-entropy in one, a few rows at a time: the fp32 logits of all tokens never exist at once."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Reduce = Callable[[Tensor, str], Tensor]  # (values, "sum" | "max") -> the same, over the ranks that share the vocabulary
+CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full-speed products, small beside the activations
+IGNORE = -100
+
+
+class Loss(NamedTuple):
+    """`objective` is what is differentiated (nll + z-loss); `nll` is the cross-entropy alone. Both summed over valid targets, scaled."""
+
+    objective: Tensor
+    nll: Tensor
+
+
+def cross_entropy_plain(hidden: Tensor, weight: Tensor, targets: Tensor, *, scale: float, z_loss: float = 0.0) -> Loss:
+    """The definition: hidden [tokens, dim], weight [vocab, dim], targets [tokens] (-100: none). Holds all logits; for tests."""
+    logits = (hidden @ weight.T).float()
+    valid = targets != IGNORE
+    nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum") * scale
+    z = (logits.logsumexp(-1).square() * valid).sum() * (scale * z_loss)
+    return Loss(nll + z, nll.detach())
+
+
+def cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    scale: float,
+    z_loss: float = 0.0,
+    offset: int = 0,
+    reduce: Reduce | None = None,
+    chunk: int | None = None,
+) -> Loss:
+    """`cross_entropy_plain` in chunks of `chunk` rows, with the gradients formed in forward, where the logits are at hand
+    (so nothing is computed twice and nothing of size tokens x vocab is kept).
+
+    With `reduce`, `weight` is this rank's rows [offset, offset + len(weight)) of the vocabulary (Megatron-LM, Shoeybi et al. 2019, §3).
+    """
+    rows = chunk or max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    objective, nll = _Chunked.apply(hidden, weight, targets, scale, z_loss, offset, reduce, rows)  # pyright: ignore[reportGeneralTypeIssues]
+    return Loss(objective, nll)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, scale, z_loss, offset, reduce, rows):
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        objective = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        nll = torch.zeros_like(objective)
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            losses, grad = _chunk(hidden[part], weight, targets[part], scale, z_loss, offset, reduce, wants_hidden or wants_weight)
+            objective += losses.objective
+            nll += losses.nll
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[part]
+        ctx.save_for_backward(grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype))
+        ctx.mark_non_differentiable(nll)
+        return objective, nll
+
+    @staticmethod
+    def backward(ctx, grad_objective, _grad_nll):  # pyright: ignore[reportIncompatibleMethodOverride]
+        grads = [None if g is None else g * grad_objective.to(g.dtype) for g in ctx.saved_tensors]
+        return *grads, None, None, None, None, None, None
+
+
+def _chunk(hidden, weight, targets, scale, z_loss, offset, reduce, wants_grad) -> tuple[Loss, Tensor]:
+    """Losses of a few rows, and the gradient of their logits in the dtype of `hidden` (meaningless unless wanted)."""
+    logits = (hidden @ weight.T).float()
+    here = targets - offset
+    mine = (here >= 0) & (here < weight.shape[0])
+    column = here.clamp(0, weight.shape[0] - 1).unsqueeze(-1)
+    top = logits.amax(-1)
+    if reduce is not None:
+        top = reduce(top, "max")
+    hit = logits.gather(-1, column).squeeze(-1) * mine
+    exps = logits.sub_(top.unsqueeze(-1)).exp_()  # reuses the logits' memory: they are the largest thing here
+    total = exps.sum(-1)
+    if reduce is not None:
+        total, hit = reduce(torch.stack((total, hit)), "sum").unbind()
+    valid = (targets != IGNORE).float()
+    logsumexp = top + total.log()
+    nll = ((logsumexp - hit) * valid).sum() * scale
+    objective = nll + (logsumexp.square() * valid).sum() * (scale * z_loss)
+    if not wants_grad:
+        return Loss(objective, nll), exps
+    exps *= (valid * scale * (1 + 2 * z_loss * logsumexp) / total).unsqueeze(-1)
+    exps.scatter_add_(-1, column, (-scale * valid * mine).unsqueeze(-1))
+    return Loss(objective, nll), exps.to(hidden.dtype)

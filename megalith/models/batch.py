@@ -1,0 +1,20 @@
+"""What every part of a model may read about the tokens it works on."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Pieces = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch. Tensors are [batch, seq]; a part that needs none of them ignores it."""
+
+    tokens: Tensor
+    targets: Tensor | None = None  # next tokens, -100 where there is none; None: the head gives logits, not a loss
+    positions: Tensor | None = None  # None: 0, 1, 2, ... in every row
+    pieces: Pieces | None = None  # lengths of each row's documents, summing to seq; None: every row is one document
+    loss_scale: float = 1.0  # 1 / valid targets of the *global* batch, so that losses and gradients simply add up
+    z_loss: float = 0.0
+    rotary: tuple[tuple[Tensor, Tensor], ...] = ()  # cos and sin tables of the stage's distinct rotary embeddings

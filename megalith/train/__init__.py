@@ -1,0 +1,1 @@
+"""Training: from a resolved run to steps, checkpoints and events."""
