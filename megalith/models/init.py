@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megalith.models.norm import RMSNorm
+from megalith.models.stage import TIED
 from megalith.spec.model import ModelSpec
 
 RESIDUAL_OUTPUTS = ("attention.out.weight", "mlp.down.weight")
@@ -25,6 +26,8 @@ def initialise(part: nn.Module, *, name: str, spec: ModelSpec, seed: int) -> Non
     for path, module in part.named_modules():
         for child, parameter in module.named_parameters(recurse=False):
             full_name = ".".join(filter(None, (name, path, child)))
+            if spec.head.tied:
+                full_name = TIED.get(full_name, full_name)
             if isinstance(module, RMSNorm):
                 parameter.fill_(1.0)
                 continue

@@ -1,0 +1,25 @@
+"""When things happened on a device, without making it wait."""
+
+import time
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """Marks moments in a device's own order of work; differences are read later, once the device is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def mark(self) -> Any:
+        """A moment: the host's clock on a CPU, an event in the stream on a GPU."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds between two marks. On a GPU the later one must have happened (synchronise first)."""
+        return start.elapsed_time(end) / 1e3 if self._cuda else end - start

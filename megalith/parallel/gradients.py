@@ -1,0 +1,112 @@
+"""Gradients after the last backward of a step: what is still partial is added up, the global norm is taken, and the norm is clipped.
+
+Which elements a rank counts follows from one rule: an element is counted by the first rank that holds it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from megalith.models.stage import TIED
+from megalith.parallel.groups import Groups
+
+
+class NotFinite(ArithmeticError):
+    """A gradient or the loss is NaN or infinite; the message names the step and the parameters."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's share as a plain tensor that shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Which parameters other ranks hold too, beyond what their DTensors say."""
+
+    partial: tuple[str, ...]  # whole on every tensor rank, each with the gradient of its own part of the sequence
+    tied: tuple[str, ...]  # on the first and on the last pipeline stage
+
+
+def shared(parameters: Mapping[str, nn.Parameter], *, tied: bool, sequence: bool, groups: Groups) -> Shared:
+    """Find them by placement, never by a list of names."""
+    partial = tuple(name for name, p in parameters.items() if sequence and _replicated(p, "tensor") and groups.mesh.tensor > 1)
+    both_ends = tied and groups.mesh.pipeline > 1
+    return Shared(partial, tuple(name for name in TIED.values() if both_ends and name in parameters))
+
+
+def _replicated(tensor: Tensor, axis: str) -> bool:
+    if not isinstance(tensor, DTensor):
+        return False
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return axis in names and isinstance(tensor.placements[names.index(axis)], Replicate)
+
+
+def add_up(parameters: Mapping[str, nn.Parameter], shares: Shared, groups: Groups) -> None:
+    """Sum the partial gradients: over the tensor ranks, and over the two ends that hold a tied embedding."""
+    _sum_bucket([_grad(parameters[name]) for name in shares.partial], groups.tensor)
+    if groups.ends is not None:
+        _sum_bucket([_grad(parameters[name]) for name in shares.tied], groups.ends)
+
+
+def _grad(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return local(parameter.grad)
+
+
+def _sum_bucket(grads: list[Tensor], group: dist.ProcessGroup) -> None:
+    """One all-reduce for all of them."""
+    if not grads:
+        return
+    bucket = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(bucket, group=group)
+    for grad, total in zip(grads, bucket.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
+
+
+def counted(parameters: Mapping[str, nn.Parameter], shares: Shared, groups: Groups) -> list[str]:
+    """The parameters whose share this rank counts in a sum over all ranks."""
+    here = groups.coordinates
+    first_end = here["pipeline"] == 0
+    return [
+        name
+        for name, p in parameters.items()
+        if (first_end or name not in shares.tied)
+        and all(here[axis] == 0 for axis in ("copies", "tensor") if _replicated(p, axis))
+    ]
+
+
+def sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
+    """fp64 scalar; each tensor's own sum is taken in fp32."""
+    shares = [local(grad) for grad in grads]
+    if not shares:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(shares)).double().square().sum()
+
+
+def clip(grads: Iterable[Tensor], *, norm: float, limit: float) -> None:
+    """Scale all gradients so that their global norm is at most `limit` (0: leave them)."""
+    if 0 < limit < norm:
+        torch._foreach_mul_([local(grad) for grad in grads], limit / (norm + 1e-6))
+
+
+def not_finite(parameters: Mapping[str, nn.Parameter], *, step: int, loss: float, norm: float) -> NotFinite:
+    """The error for a step whose loss or gradient norm is not finite. Every rank calls this together."""
+    bad = {name: int((~_grad(p).isfinite()).sum()) for name, p in parameters.items() if p.grad is not None}
+    everywhere: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, {name: count for name, count in bad.items() if count})
+    total: dict[str, int] = {}
+    for found in everywhere:
+        for name, count in found.items():
+            total[name] = total.get(name, 0) + count
+    worst = ", ".join(f"{name} ({count} elements)" for name, count in sorted(total.items())[:5])
+    more = f" and {len(total) - 5} more" if len(total) > 5 else ""
+    where = f"gradients of {worst}{more}" if total else "no single gradient: the sum of their squares overflowed"
+    return NotFinite(
+        f"step {step}: loss {loss}, gradient norm {norm}; NaN or Inf in {where}. No weight was changed. "
+        "Lower optimizer.lr, lengthen optimizer.warmup, or set train.z_loss; the last checkpoint is from before this step."
+    )
