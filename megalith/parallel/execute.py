@@ -14,7 +14,7 @@ from megalith.models.stage import Stage
 from megalith.parallel import data
 from megalith.parallel.clock import Clock
 from megalith.parallel.groups import Groups, group_of
-from megalith.schedule.action import MESSAGES, Action, parts
+from megalith.schedule.action import COMPUTATIONS, MESSAGES, Action, parts
 from megalith.schedule.lower import BACKWARDS, Channel, Program, channel_of
 
 Key = tuple[int, int]  # stage, microbatch
@@ -91,6 +91,9 @@ class Executor:
         for slot in self.program.rows[self.rank]:
             for action in parts(slot):
                 start = self.clock.mark()
+                if work := flight.waiting.pop((_reads(action), *_key(action)), None) if action.kind in COMPUTATIONS else None:
+                    work.wait()
+                    marks.append(("WAIT", start, start := self.clock.mark()))
                 self._handlers[action.kind](action, flight)
                 marks.append((str(action), start, self.clock.mark()))
         start = self.clock.mark()
@@ -98,6 +101,9 @@ class Executor:
             work.wait()
         marks.append(("WAIT", start, self.clock.mark()))
         assert not flight.inputs and not flight.arrived, "a program that leaves work undone"
+        if not torch.is_grad_enabled():  # with gradients, the last backward drops the gathered weights
+            for stage in self.stages.values():
+                data.release(stage)
         nll = torch.stack(flight.losses).sum() if flight.losses else torch.zeros((), device=self.hidden.device)
         return Executed(nll, marks)
 
@@ -107,7 +113,7 @@ class Executor:
         key = _key(action)
         batch = flight.batches[key[1]]
         first, last = action.stage == 0, action.stage == self.program.stages - 1
-        x = batch.tokens if first else self._take("F", key, flight).requires_grad_(torch.is_grad_enabled())
+        x = batch.tokens if first else flight.arrived.pop(("F", *key)).requires_grad_(torch.is_grad_enabled())
         out = self.stages[action.stage](x, batch)
         if last:
             assert isinstance(out, Loss)
@@ -117,15 +123,13 @@ class Executor:
             flight.inputs[key], flight.outputs[key] = x, out
         if not last:
             flight.arrived["F", action.stage + 1, key[1]] = out.detach()  # here for the next stage, or for `_send`
-        elif not torch.is_grad_enabled():
-            data.release(self.stages[action.stage])
 
     def _backward(self, action: Action, flight: _Flight) -> None:
         key = _key(action)
         stage = self.stages[action.stage]
         data.before_backward(stage, zero=self.program.zero, last=self._last_backward[action.stage] == key[1])
         x, out = flight.inputs.pop(key), flight.outputs.pop(key)
-        out.backward(None if action.stage == self.program.stages - 1 else self._take("B", key, flight))
+        out.backward(None if action.stage == self.program.stages - 1 else flight.arrived.pop(("B", *key)))
         if action.stage > 0:
             assert x.grad is not None
             flight.arrived["B", action.stage - 1, key[1]] = x.grad
@@ -134,12 +138,6 @@ class Executor:
         """FSDP gathers and reduces inside the computation next to this action, as `data.before_backward` told it."""
 
     # --- messages ---
-
-    def _take(self, carries: str, key: Key, flight: _Flight) -> Tensor:
-        """What a computation reads, waited for if it is still on its way."""
-        if work := flight.waiting.pop((carries, *key), None):
-            work.wait()
-        return flight.arrived.pop((carries, *key))
 
     def _send(self, action: Action, flight: _Flight) -> None:
         stage, microbatch = _key(action)
@@ -172,6 +170,11 @@ class Executor:
 
 def _lane(channel: Channel) -> tuple[str, bool]:
     return channel.carries, channel.source < channel.destination
+
+
+def _reads(action: Action) -> str:
+    """What a computation reads: activations or gradients."""
+    return "F" if action.kind == "F" else "B"
 
 
 def _key(action: Action) -> Key:

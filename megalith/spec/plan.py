@@ -13,27 +13,29 @@ Recompute = Annotated[str, StringConstraints(pattern=r"^(none|selective|full|sqr
 class Plan(Spec):
     """A parallel layout. `data * tensor * pipeline` ranks; the result of training does not depend on it."""
 
-    data: PositiveInt = Field(1, description="data-parallel ranks; each reads its own part of the global batch")
+    data: PositiveInt = Field(default=1, description="data-parallel ranks; each reads its own part of the global batch")
     replicate: PositiveInt = Field(
-        1, description="groups of data ranks that hold a full copy each (HSDP); divides data; state is sharded inside a group"
+        default=1,
+        description="groups of data ranks that hold a full copy each (HSDP); divides data; state is sharded inside a group",
     )
-    zero: Zero = Field(1, description="what data ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights")
-    tensor: PositiveInt = Field(1, description="ranks that split each matrix product")
-    sequence: bool = Field(True, description="with tensor > 1: split norms and residuals along the sequence too")
-    pipeline: PositiveInt = Field(1, description="ranks that hold consecutive runs of layers")
-    schedule: str = Field("1f1b", description="pipeline schedule: a name from the schedule table")
-    chunks: PositiveInt = Field(1, description="stages a pipeline rank holds (interleaved schedules need more than one)")
+    zero: Zero = Field(default=1, description="what data ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights")
+    tensor: PositiveInt = Field(default=1, description="ranks that split each matrix product")
+    sequence: bool = Field(default=True, description="with tensor > 1: split norms and residuals along the sequence too")
+    pipeline: PositiveInt = Field(default=1, description="ranks that hold consecutive runs of layers")
+    schedule: str = Field(default="1f1b", description="pipeline schedule: a name from the schedule table")
+    chunks: PositiveInt = Field(default=1, description="stages a pipeline rank holds (interleaved schedules need more than one)")
     layers: tuple[PositiveInt, ...] | None = Field(
-        None, description="blocks of each stage, in order, for uneven stages; default: as even as possible"
+        default=None, description="blocks of each stage, in order, for uneven stages; default: as even as possible"
     )
-    microbatch: PositiveInt = Field(1, description="sequences a data rank computes at once")
+    microbatch: PositiveInt = Field(default=1, description="sequences a data rank computes at once")
     recompute: Recompute = Field(
-        "none", description="none | selective (the parts in recompute_parts) | full | sqrt (every sqrt(L)-th block kept) | every:N"
+        default="none",
+        description="none | selective (the parts in recompute_parts) | full | sqrt (every sqrt(L)-th block kept) | every:N",
     )
     recompute_parts: tuple[str, ...] = Field(
-        ("attention.core",), description="selective: the parts of a block computed again in backward"
+        default=("attention.core",), description="selective: the parts of a block computed again in backward"
     )
-    compile: bool = Field(False, description="compile each block with torch.compile")
+    compile: bool = Field(default=False, description="compile each block with torch.compile")
 
     @property
     def ranks(self) -> int:
@@ -54,3 +56,17 @@ class Plan(Spec):
     def stages(self) -> int:
         """Pipeline stages of the whole model."""
         return self.pipeline * self.chunks
+
+    def bounds(self, blocks: int) -> tuple[tuple[int, int], ...]:
+        """First and past-the-last part of each stage; part 0 is the embedding, part `blocks + 1` the head.
+
+        Blocks are dealt as evenly as possible; what is left over goes to the first stages, since the last also has the output
+        projection. `layers` decides otherwise.
+        """
+        each, left = divmod(blocks, self.stages)
+        counts = self.layers or tuple(each + (stage < left) for stage in range(self.stages))
+        assert len(counts) == self.stages and sum(counts) == blocks, (counts, self.stages, blocks)
+        ends = [1 + sum(counts[: stage + 1]) for stage in range(self.stages)]
+        starts = [0, *ends[:-1]]
+        ends[-1] += 1
+        return tuple(zip(starts, ends, strict=True))

@@ -1,0 +1,73 @@
+"""From a place in the environment to a process group and a device."""
+
+import ctypes
+import platform
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megalith.fleet.environment import Place
+from megalith.spec.run import LaunchSpec
+
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """`auto` is a GPU where there is one. Raises RuntimeError if `cuda` is asked for and this rank has none."""
+    gpus = torch.cuda.device_count() if wanted in ("auto", "cuda") and torch.cuda.is_available() else 0
+    if wanted == "cuda" and local_rank >= gpus:
+        raise RuntimeError(f"train.device = cuda: rank {local_rank} of this machine has no GPU ({gpus} found). Use one rank a GPU, or cpu.")
+    if local_rank < gpus:
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> None:
+    """Meet the other ranks. CPU tensors travel by gloo, GPU tensors by NCCL.
+
+    Keys carry the generation: after a restart under torchrun the store still holds the addresses of the dead ranks.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(place.generation, _store(place, timedelta(seconds=launch.start_timeout))),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timedelta(seconds=launch.timeout),
+    )
+
+
+def _store(place: Place, timeout: timedelta) -> dist.Store:
+    kind, _, address = place.store.partition("://")
+    if kind == "file":
+        return dist.FileStore(address, place.world)
+    host, _, port = address.rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=place.serves, timeout=timeout, wait_for_workers=False)
+
+
+def keep_memory() -> None:
+    """Tell glibc to keep freed memory. A step frees and takes gigabytes; given back to the kernel, every page is zeroed and faulted in
+    again, which on a CPU can cost more than the arithmetic. Elsewhere than on glibc this does nothing."""
+    if platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_ARENA_MAX, 1)
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.25) -> float:
+    """FLOP/s of square matrix products on this rank now, the best of several: the peak to hold a CPU against, measured, not guessed."""
+    size = 1024 if device.type == "cpu" else 8192
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out, best, end = a @ b, 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best

@@ -1,0 +1,199 @@
+"""A rank of a training run, from its process to its last step. `main` is what every launcher calls."""
+
+import json
+import platform
+import signal
+import sys
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from megalith import __version__
+from megalith.checkpoint.checkpointer import Checkpointer
+from megalith.data.stream import Stream
+from megalith.events import EventLog, Holding, Problem, RunFinished, RunStarted
+from megalith.fleet import environment
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.heartbeat import Heartbeat
+from megalith.models.flops import CONVENTION, flops_per_token
+from megalith.models.stage import Stage
+from megalith.spec import cluster
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import Trainer, assemble, mesh_groups
+from megalith.train.join import choose_device, join, keep_memory, matmul_rate
+from megalith.train.loop import Loop, Peak
+from megalith.train.restore import restore
+from megalith.train.validate import Validator
+
+
+def main(run_dir: str, profile: str | None = None) -> None:
+    """Train the run described by `run_dir/spec.json` until its last step or a signal, continuing from its newest checkpoint.
+
+    `profile` is "A:B": steps A to B - 1 are traced by torch.profiler into `run_dir/profile/`. Exits with status STOPPED after a
+    signal, once the state is saved.
+    """
+    folder = Path(run_dir)
+    stop = _Stop()
+    heartbeat = Heartbeat.find()
+    heartbeat.beat("joining")
+    spec = RunSpec.model_validate_json((folder / "spec.json").read_text())
+    place = environment.find()
+    assert place is not None, "no rank in the environment: `megalith train` starts ranks"
+    keep_memory()
+    device = choose_device(spec.train.device, place.local_rank)
+    join(place, launch=spec.launch, device=device)
+    log = EventLog(folder) if place.rank == 0 else None
+    try:
+        heartbeat.beat("building")
+        loop = _prepare(spec, folder, log=log, device=device, heartbeat=heartbeat)
+        heartbeat.beat("ready")
+        with _Profile(folder, profile, place.rank) as tick:
+            reason = loop.run(stop=stop, after_step=tick)
+        if log:
+            log.write(RunFinished(reason=reason, step=loop.step))
+    except Exception as error:
+        if log:
+            log.write(Problem("error", f"{type(error).__name__}: {error}", rank=place.rank))
+            log.write(RunFinished(reason="failed", step=-1))
+        raise
+    dist.barrier()
+    dist.destroy_process_group()
+    if reason == "stopped":
+        sys.exit(ExitCode.STOPPED)
+
+
+class _Stop:
+    """Set by SIGTERM and SIGUSR1, whatever the rank is doing; read at the end of a step, where all ranks agree."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.asked = True
+
+    def __bool__(self) -> bool:
+        return self.asked
+
+
+def _prepare(spec: RunSpec, folder: Path, *, log: EventLog | None, device: torch.device, heartbeat: Heartbeat) -> Loop:
+    """Everything up to the first step, on all ranks together."""
+
+    def warn(message: str) -> None:
+        if log:
+            log.write(Problem("warning", message))
+        print(message, file=sys.stderr, flush=True)
+
+    stream = open_stream(spec, "train")
+    held_out = open_stream(spec, "validation") if spec.validation.every else None
+    groups = mesh_groups(spec, device)
+    savers = dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.launch.timeout))
+    checkpointer = Checkpointer(folder / "checkpoints", keep=spec.checkpoint.keep, group=savers, warn=warn)
+    trainer = assemble(spec, groups=groups, device=device)
+    position = restore(trainer, checkpointer, stream, group=savers, warn=warn)
+    peak = _peak(spec, device)
+    _introduce(trainer, peak, resumed=position.step, log=log)
+    validator = Validator(trainer, held_out) if held_out else None
+    return Loop(trainer, stream, checkpointer, position, validator=validator, peak=peak, log=log, heartbeat=heartbeat)
+
+
+def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
+    """The run's data."""
+    return Stream(
+        spec.data.path,
+        split=split,
+        seq_len=spec.train.seq_len,
+        seed=spec.train.seed,
+        weights=spec.data.weights,
+        document_mask=spec.data.document_mask,
+    )
+
+
+def _peak(spec: RunSpec, device: torch.device) -> Peak:
+    """FLOP/s of all ranks together that MFU is a share of: from the catalogue, or measured on a CPU; never guessed."""
+    precision, ranks = spec.train.precision, dist.get_world_size()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    accelerator = cluster.load(spec.cluster).accelerator if spec.cluster != "local" else cluster.find(name)
+    if accelerator is not None and (rate := accelerator.peak.get(precision)):
+        return Peak(rate * ranks, f"{accelerator.title}: {rate / 1e12:.1f} TFLOP/s dense {precision} a device, {ranks} devices")
+    if device.type == "cpu":
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        dist.barrier()  # all ranks measure at once, because all ranks compute at once
+        rate = torch.tensor(matmul_rate(dtype, device), dtype=torch.float64)
+        dist.all_reduce(rate)
+        return Peak(float(rate), f"measured: {precision} matrix products on all {ranks} ranks at once, {float(rate) / 1e9:.0f} GFLOP/s")
+    return Peak(None, f"unknown device {name!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name")
+
+
+def _introduce(trainer: Trainer, peak: Peak, *, resumed: int, log: EventLog | None) -> None:
+    """Tell the log who runs what."""
+    spec, groups = trainer.spec, trainer.groups
+    sizes = trainer.bytes()
+    mine = Holding(
+        rank=groups.rank,
+        coordinates=groups.coordinates,
+        parts=[name for stage in trainer.stages.values() for name in stage.part_names],
+        parameters=sum(p.numel() for p in trainer.parameters.values()),
+        weight_bytes=sizes["weights"],
+        gradient_bytes=sizes["gradients"],
+        optimizer_bytes=sizes["optimizer"],
+    )
+    everyone: list[Holding | None] | None = [None] * dist.get_world_size() if groups.rank == 0 else None
+    dist.gather_object(mine, everyone)
+    if not log or everyone is None:
+        return
+    log.write(
+        RunStarted(
+            spec=json.loads(spec.model_dump_json()),
+            device=torch.cuda.get_device_name() if trainer.device.type == "cuda" else platform.processor() or platform.machine(),
+            world=dist.get_world_size(),
+            resumed_step=resumed,
+            versions={"python": platform.python_version(), "torch": torch.__version__, "megalith": __version__},
+            peak_flops=peak.flops,
+            peak_source=peak.source,
+            flops_per_token=flops_per_token(trainer.model, spec.train.seq_len),
+            flops_convention=CONVENTION,
+            parameters=_all_parameters(trainer),
+        )
+    )
+    for holding in everyone:
+        assert holding is not None
+        log.write(holding)
+
+
+def _all_parameters(trainer: Trainer) -> int:
+    """Parameters of the whole model, counted on the meta device."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in Stage(trainer.model).parameters_by_name().values())
+
+
+class _Profile:
+    """torch.profiler over some steps; gives a function to call after each step."""
+
+    def __init__(self, folder: Path, steps: str | None, rank: int) -> None:
+        self.first, self.last = map(int, steps.split(":")) if steps else (0, 0)
+        self.path = folder / "profile" / f"rank-{rank}.json"
+        self.profiler: torch.profiler.profile | None = None
+
+    def __enter__(self):
+        return self.after_step if self.last > self.first else nullcontext
+
+    def after_step(self, done: int) -> None:
+        """`done` steps are finished."""
+        if done == self.first and self.profiler is None:
+            self.profiler = torch.profiler.profile(record_shapes=True)
+            self.profiler.__enter__()
+        elif self.profiler is not None and done >= self.last:
+            self.__exit__()
+
+    def __exit__(self, *_: object) -> None:
+        if self.profiler is not None:
+            self.profiler.__exit__(None, None, None)
+            self.path.parent.mkdir(exist_ok=True)
+            self.profiler.export_chrome_trace(str(self.path))
+            self.profiler = None

@@ -1,0 +1,57 @@
+"""Held-out loss of each domain."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megalith.data.stream import Batch as Samples
+from megalith.data.stream import Stream
+from megalith.parallel.execute import Executor
+from megalith.schedule.forward_only import forward_only
+from megalith.schedule.lower import lower
+from megalith.train.assemble import Trainer
+from megalith.train.batches import count_valid, indices, to_batch
+
+
+class Validator:
+    """Runs forwards alone on the same stages. Built by all ranks together, since it has message lanes of its own."""
+
+    def __init__(self, trainer: Trainer, stream: Stream) -> None:
+        plan = trainer.spec.plan
+        self.trainer = trainer
+        self.stream = stream
+        self.samples = {name: stream.validation_samples(name, trainer.spec.validation.samples) for name in stream.domains}
+        rows = plan.data * plan.microbatch
+        most = max((len(samples) for samples in self.samples.values()), default=0)
+        self.microbatches = max(1, -(-most // rows))
+        program = lower(forward_only(plan.pipeline, self.microbatches, plan.chunks), plan.zero)
+        self.executor = Executor(program, trainer.stages, groups=trainer.groups, hidden=trainer.executor.hidden)
+
+    @torch.no_grad()
+    def run(self) -> tuple[float, dict[str, float]]:
+        """Mean loss over all held-out targets, and by domain; the same on all ranks."""
+        found = {name: self._domain(samples) for name, samples in self.samples.items() if len(samples)}
+        targets = sum(count for _, count in found.values())
+        return sum(loss * count for loss, count in found.values()) / max(1, targets), {name: loss for name, (loss, _) in found.items()}
+
+    def _domain(self, samples: range) -> tuple[float, int]:
+        """Mean loss over one domain's held-out targets, and how many these are."""
+        trainer = self.trainer
+        batch = trainer.spec.plan.microbatch * trainer.spec.plan.data * self.microbatches
+        spec = trainer.spec.model_copy(update={"train": trainer.spec.train.model_copy(update={"global_batch": batch})})
+        mine = [self._read(samples, numbers) for numbers in indices(spec, first=0, data_rank=trainer.groups.coordinates["data"])]
+        valid = count_valid(mine, group=trainer.groups.data)
+        masked = spec.data.document_mask
+        batches = [to_batch(s, masked=masked, device=trainer.device, loss_scale=1 / valid) for s in mine]
+        loss = self.executor.run(batches).nll.double() * (trainer.groups.coordinates["tensor"] == 0)
+        dist.all_reduce(loss)
+        return float(loss), valid
+
+    def _read(self, samples: range, numbers: range) -> Samples:
+        """Samples by number; numbers past the last one are rows without targets, so every rank has the same shapes."""
+        real = [samples[min(number, len(samples) - 1)] for number in numbers]
+        read = self.stream.batch(real)
+        past = np.array([number >= len(samples) for number in numbers])
+        return replace(read, targets=np.where(past[:, None], -100, read.targets))
