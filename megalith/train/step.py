@@ -1,5 +1,6 @@
 """One optimizer step: batch, program, gradients, norm, update."""
 
+import math
 import resource
 import sys
 import time
@@ -44,52 +45,71 @@ class _Totals:
     resident: int
 
 
-def train_step(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, stop: bool) -> Stepped:
+@dataclass(frozen=True)
+class Computed:
+    """A step up to its gradients, which are complete and unclipped on the parameters."""
+
+    loss: float
+    grad_norm: float
+    resident: int
+    stop: bool
+    executed: Executed
+    marks: dict[str, tuple[Any, Any]]
+
+
+def train_step(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> Stepped:
     """Train on this rank's microbatches of step `step` (0 is the first). All ranks call it together.
 
     `stop`: this rank was asked to stop; every rank learns of it. Raises gradients.NotFinite, before any weight has changed, naming
     step and parameters if the loss or a gradient is NaN or infinite.
     """
-    spec, clock = trainer.spec, trainer.executor.clock
-    began, start = time.perf_counter(), clock.mark()
-    valid = count_valid(microbatches, group=trainer.groups.data)
-    batches = [
-        to_batch(
-            samples, masked=spec.data.document_mask, device=trainer.device, loss_scale=1 / valid, z_loss=spec.train.z_loss
-        )
-        for samples in microbatches
-    ]
-    ready = clock.mark()
-    executed = trainer.executor.run(batches)
-    computed = clock.mark()
-    gradients.add_up(trainer.parameters, trainer.shared, trainer.groups)
-    totals = _totals(trainer, executed, stop=stop)
-    norm = totals.squares**0.5
-    if not _finite(norm) or not _finite(totals.loss):
-        raise gradients.not_finite(trainer.parameters, step=step, loss=totals.loss, norm=norm)
-    reduced = clock.mark()
-    grads = [p.grad for p in trainer.parameters.values() if p.grad is not None]
-    gradients.clip(grads, norm=norm, limit=spec.optimizer.clip)
-    lr = learning_rate(step, spec=spec.optimizer, steps=spec.train.steps)
-    trainer.optimizer.step(step, lr=lr)
-    end = clock.mark()
+    began = time.perf_counter()
+    computed = compute(trainer, microbatches, step=step, stop=stop)
+    start = trainer.executor.clock.mark()
+    lr = update(trainer, computed, step=step)
+    marks = computed.marks | {"optimizer": (start, trainer.executor.clock.mark())}
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)
     return Stepped(
-        loss=totals.loss,
-        grad_norm=norm,
+        loss=computed.loss,
+        grad_norm=computed.grad_norm,
         lr=lr,
-        tokens=spec.train.global_batch * spec.train.seq_len,
+        tokens=trainer.spec.train.global_batch * trainer.spec.train.seq_len,
         seconds=time.perf_counter() - began,
-        breakdown=_breakdown(trainer, executed, {"data": (start, ready), "communication": (computed, reduced), "optimizer": (reduced, end)}),
-        memory=trainer.bytes() | {"resident": totals.resident, "peak": peak_bytes(trainer.device)},
-        stop=totals.stop,
-        spans=[(name, clock.seconds(start, a), clock.seconds(start, b)) for name, a, b in executed.marks],
+        breakdown=_breakdown(trainer, computed.executed, marks),
+        memory=trainer.bytes() | {"resident": computed.resident, "peak": peak_bytes(trainer.device)},
+        stop=computed.stop,
+        spans=_spans(trainer, computed),
     )
 
 
-def _finite(value: float) -> bool:
-    return value - value == 0.0
+def compute(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> Computed:
+    """Forwards, backwards and what adds their gradients up. Raises gradients.NotFinite."""
+    spec, clock = trainer.spec, trainer.executor.clock
+    start = clock.mark()
+    valid = count_valid(microbatches, group=trainer.groups.data)
+    masked, z_loss = spec.data.document_mask, spec.train.z_loss
+    batches = [to_batch(s, masked=masked, device=trainer.device, loss_scale=1 / valid, z_loss=z_loss) for s in microbatches]
+    ready = clock.mark()
+    executed = trainer.executor.run(batches)
+    done = clock.mark()
+    gradients.add_up(trainer.parameters, trainer.shared, trainer.groups)
+    totals = _totals(trainer, executed, stop=stop)
+    norm = totals.squares**0.5
+    if not math.isfinite(norm) or not math.isfinite(totals.loss):
+        raise gradients.not_finite(trainer.parameters, step=step, loss=totals.loss, norm=norm)
+    marks = {"data": (start, ready), "communication": (done, clock.mark())}
+    return Computed(totals.loss, norm, totals.resident, totals.stop, executed, marks)
+
+
+def update(trainer: Trainer, computed: Computed, *, step: int) -> float:
+    """Clip the gradients, update the weights, drop the gradients; the learning rate."""
+    spec = trainer.spec
+    grads = [p.grad for p in trainer.parameters.values() if p.grad is not None]
+    gradients.clip(grads, norm=computed.grad_norm, limit=spec.optimizer.clip)
+    lr = learning_rate(step, spec=spec.optimizer, steps=spec.train.steps)
+    trainer.optimizer.step(step, lr=lr)
+    return lr
 
 
 def _totals(trainer: Trainer, executed: Executed, *, stop: bool) -> _Totals:
@@ -119,6 +139,12 @@ def _breakdown(trainer: Trainer, executed: Executed, parts: dict[str, tuple[Any,
         into = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "WAIT": "bubble"}.get(kind, "communication")
         seconds[into] += clock.seconds(start, end)
     return seconds
+
+
+def _spans(trainer: Trainer, computed: Computed) -> list[tuple[str, float, float]]:
+    """When each action ran, in seconds since the step began."""
+    clock, zero = trainer.executor.clock, computed.marks["data"][0]
+    return [(name, clock.seconds(zero, start), clock.seconds(zero, end)) for name, start, end in computed.executed.marks]
 
 
 def resident_bytes() -> int:

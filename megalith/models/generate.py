@@ -1,0 +1,90 @@
+"""Writing text with a whole model on one device, a token at a time, keys and values kept."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megalith.models.attention import attend
+from megalith.models.batch import Batch
+from megalith.models.block import Block
+from megalith.models.stage import Stage
+
+
+class CachedCore(nn.Module):
+    """Attention over all tokens seen so far. The first call reads the prompt, later ones a token each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if not self.keys:
+            self.keys, self.values = [k], [v]
+            return attend(q, k, v).transpose(1, 2)
+        assert q.shape[2] == 1, q.shape
+        self.keys = [torch.cat((*self.keys, k), dim=2)]
+        self.values = [torch.cat((*self.values, v), dim=2)]
+        out = nn.functional.scaled_dot_product_attention(q, self.keys[0], self.values[0], enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2)
+
+
+@torch.no_grad()
+def generate(
+    model: Stage,
+    prompt: Sequence[int],
+    *,
+    tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop: int | None = None,
+) -> Iterator[int]:
+    """Up to `tokens` token ids after `prompt` (at least one id), one by one; ends early after `stop`. Temperature 0 takes the most
+    likely token each time (greedy). `top_k` and `top_p` (nucleus, Holtzman et al. 2020) limit the choice.
+
+    Raises ValueError for an empty prompt, or for more tokens than the model's context.
+    """
+    if not prompt:
+        raise ValueError("an empty prompt: give at least one token (the end-of-text token begins a new document)")
+    if len(prompt) + tokens > model.spec.context:
+        raise ValueError(
+            f"{len(prompt)} tokens of prompt and {tokens} new ones are more than the model's context of {model.spec.context}; "
+            f"ask for at most {model.spec.context - len(prompt)} new tokens, or shorten the prompt"
+        )
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    cores = [(block.attention, block.attention.core) for block in model.modules() if isinstance(block, Block)]
+    for attention, _ in cores:
+        attention.core = CachedCore()
+    try:
+        ids, start = list(prompt), 0
+        for _ in range(tokens):
+            x = torch.tensor([ids[start:]], device=device)
+            positions = torch.arange(start, len(ids), device=device)[None]
+            logits = model(x, Batch(x, positions=positions))
+            assert isinstance(logits, Tensor)
+            start = len(ids)
+            ids.append(_choose(logits[0, -1].float(), temperature, top_k, top_p, generator))
+            yield ids[-1]
+            if ids[-1] == stop:
+                return
+    finally:
+        for attention, core in cores:
+            attention.core = core
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator) -> int:
+    """One token from [vocab] logits."""
+    if temperature == 0:
+        return int(logits.argmax())
+    values, order = (logits / temperature).sort(descending=True)
+    if top_k is not None:
+        values, order = values[:top_k], order[:top_k]
+    chances = values.softmax(-1)
+    if top_p is not None:  # keep the fewest tokens that hold `top_p` of the probability, at least one
+        chances = chances * (chances.cumsum(-1) - chances < top_p)
+    return int(order[torch.multinomial(chances, 1, generator=generator)])
