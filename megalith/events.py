@@ -24,7 +24,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RunStarted(Event):
-    """A generation of ranks begins (a resumed run has several). `spec` is the resolved RunSpec, `versions` of python, torch, megalith."""
+    """A generation of ranks begins; a resumed run has several. `spec` is the resolved RunSpec."""
 
     kind: ClassVar[str] = "run_started"
     spec: dict[str, Any]
@@ -55,7 +55,8 @@ class Holding(Event):
 
 @dataclass(frozen=True)
 class Step(Event):
-    """One optimizer step. `seconds` is wall time; `breakdown` splits it (data, forward, backward, communication, optimizer, checkpoint, other)."""
+    """One optimizer step. `seconds` is wall time on the first rank; `breakdown` splits it: data, forward, backward, bubble (waiting for a
+    neighbour in the pipeline), communication, optimizer, other. `memory` is the first rank's; `resident` the largest of all ranks."""
 
     kind: ClassVar[str] = "step"
     step: int

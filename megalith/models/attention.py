@@ -24,7 +24,7 @@ class CausalCore(nn.Module):
         batch: Batch,
     ) -> Float[Tensor, "batch seq heads head_dim"]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = attend(q, k, v) if batch.pieces is None else attend_pieces(q, k, v, batch.pieces)
+        out = attend(q, k, v) if batch.pieces is None else attend_pieces(q, k, v, batch.pieces)  # pyright: ignore[reportCallIssue]
         return out.transpose(1, 2)
 
 
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         self.k = nn.Linear(dim, spec.kv_heads * spec.head_dim, bias=False)
         self.v = nn.Linear(dim, spec.kv_heads * spec.head_dim, bias=False)
         self.out = nn.Linear(spec.heads * spec.head_dim, dim, bias=False)
-        self.core = CausalCore()
+        self.core: nn.Module = CausalCore()
 
     def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch) -> Float[Tensor, "batch seq dim"]:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megalith.models.stage import Stage
-from megalith.spec.plan import Plan, Zero
+from megalith.spec.plan import Plan
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -35,7 +35,7 @@ def sum_gradients(stage: Stage) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def before_backward(stage: Stage, *, zero: Zero, last: bool) -> None:
+def before_backward(stage: Stage, *, zero: int, last: bool) -> None:
     """Say what this backward does with weights and gradients; `last`: it is the stage's last one of the step."""
     if isinstance(stage, FSDPModule):
         stage.set_requires_gradient_sync(last or zero >= 2)

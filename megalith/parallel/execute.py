@@ -145,7 +145,8 @@ class Executor:
         target = stage + 1 if carries == "F" else stage - 1
         tensor = flight.arrived.pop((carries, target, microbatch)).contiguous()
         channel = channel_of(action, self.program.placement)
-        work = dist.isend(tensor, self.groups.line[channel.destination], group=self._lanes[_lane(channel)], tag=self._tag(carries, target, microbatch))
+        lane, tag = self._lanes[_lane(channel)], self._tag(carries, target, microbatch)
+        work = dist.isend(tensor, self.groups.line[channel.destination], group=lane, tag=tag)
         flight.leaving = [(w, t) for w, t in flight.leaving if not w.is_completed()] + [(work, tensor)]
 
     def _receive(self, action: Action, flight: _Flight) -> None:
@@ -153,7 +154,8 @@ class Executor:
         carries = action.kind[-1]
         tensor = self.hidden.empty()
         channel = channel_of(action, self.program.placement)
-        work = dist.irecv(tensor, self.groups.line[channel.source], group=self._lanes[_lane(channel)], tag=self._tag(carries, stage, microbatch))
+        lane, tag = self._lanes[_lane(channel)], self._tag(carries, stage, microbatch)
+        work = dist.irecv(tensor, self.groups.line[channel.source], group=lane, tag=tag)
         flight.arrived[carries, stage, microbatch] = tensor
         flight.waiting[carries, stage, microbatch] = work
 

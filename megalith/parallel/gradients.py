@@ -15,7 +15,7 @@ from megalith.models.stage import TIED
 from megalith.parallel.groups import Groups
 
 
-class NotFinite(ArithmeticError):
+class NotFinite(ArithmeticError):  # noqa: N818  # it says what was found
     """A gradient or the loss is NaN or infinite; the message names the step and the parameters."""
 
 
@@ -49,8 +49,7 @@ def _replicated(tensor: Tensor, axis: str) -> bool:
 def add_up(parameters: Mapping[str, nn.Parameter], shares: Shared, groups: Groups) -> None:
     """Sum the partial gradients: over the tensor ranks, and over the two ends that hold a tied embedding."""
     _sum_bucket([_grad(parameters[name]) for name in shares.partial], groups.tensor)
-    if groups.ends is not None:
-        _sum_bucket([_grad(parameters[name]) for name in shares.tied], groups.ends)
+    _sum_bucket([_grad(parameters[name]) for name in shares.tied], groups.ends)
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:

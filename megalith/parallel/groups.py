@@ -19,7 +19,7 @@ class Groups:
     device_mesh: DeviceMesh
     data: dist.ProcessGroup  # copies x shards: the ranks that read different samples
     line: tuple[int, ...]  # the ranks of this rank's pipeline, first stage first
-    ends: dist.ProcessGroup | None  # first and last pipeline rank: both hold a tied embedding; None between them
+    ends: dist.ProcessGroup  # first and last pipeline rank, which both hold a tied embedding; a rank between them alone
 
     @classmethod
     def build(cls, mesh: Mesh, *, device: str) -> "Groups":
@@ -37,7 +37,7 @@ class Groups:
             device_mesh=init_device_mesh(device, mesh.shape, mesh_dim_names=AXES),
             data=group_of(data),
             line=tuple(line),
-            ends=group_of(ends) if rank in ends else None,
+            ends=group_of(ends if rank in ends else [rank]),
         )
 
     @cached_property
@@ -55,5 +55,10 @@ def _data(place: dict[str, int]) -> dict[str, int]:
 
 
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group. Only its members take part: with thousands of ranks, making every group on every rank would take minutes."""
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    """A process group, made by its members alone: with thousands of ranks, making every group on every rank would take minutes.
+
+    All ranks must make equally many, each its own, or those that follow never form: torch names them by their count.
+    """
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "called by a rank outside the group"
+    return group

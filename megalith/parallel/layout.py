@@ -26,7 +26,8 @@ def split_part(part: nn.Module, split: Split) -> nn.Module:
             target = module.get_submodule(child)
             style(target, split)
             covered.add(target)
-    bare = {type(m).__name__ for m in part.modules() if m not in covered and any(True for _ in m.parameters(recurse=False))}
+    bare = {type(m).__name__ for m in part.modules() if m not in covered and list(m.parameters(recurse=False))}
     if bare:
-        raise TypeError(f"no row of parallel.layout.LAYOUT covers the parameters of {', '.join(sorted(bare))}; add one, or use plan.tensor = 1")
+        names = ", ".join(sorted(bare))
+        raise TypeError(f"no row of parallel.layout.LAYOUT covers the parameters of {names}; add one, or use plan.tensor = 1")
     return part

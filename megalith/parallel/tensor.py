@@ -41,7 +41,7 @@ class Split:
 Style = Callable[[nn.Module, Split], None]
 
 
-# --- communication ---------------------------------------------------------------------------------------------------------------
+# --- communication ---
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -118,7 +118,7 @@ class Sum(torch.autograd.Function):
         return grad, None
 
 
-# --- weights ---------------------------------------------------------------------------------------------------------------------
+# --- weights ---
 
 
 class _LocalWeights:
@@ -171,7 +171,7 @@ def whole(module: nn.Module, split: Split) -> None:
     _split_weights(module, split, Replicate())
 
 
-# --- boundaries ------------------------------------------------------------------------------------------------------------------
+# --- boundaries ---
 
 
 def enter(module: nn.Module, split: Split) -> None:
@@ -192,7 +192,7 @@ def boundary(module: nn.Module, split: Split) -> None:
     leave(module, split)
 
 
-# --- vocabulary ------------------------------------------------------------------------------------------------------------------
+# --- vocabulary ---
 
 
 class VocabularyLookup(nn.Module):
@@ -244,4 +244,4 @@ def vocabulary_output(module: nn.Module, split: Split) -> None:
     _split_weights(module, split, Shard(0))
     module.loss = VocabularyCrossEntropy(split)
     enter(module, split)
-    module.register_forward_hook(lambda _, args, out: out if isinstance(out, tuple) else _gather(out, split.group, dim=2))
+    module.register_forward_hook(lambda _, args, out: _gather(out, split.group, dim=2) if isinstance(out, Tensor) else out)

@@ -7,7 +7,7 @@ import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,7 @@ def _prepare(spec: RunSpec, folder: Path, *, log: EventLog | None, device: torch
     held_out = open_stream(spec, "validation") if spec.validation.every else None
     groups = mesh_groups(spec, device)
     savers = dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.launch.timeout))
+    assert isinstance(savers, dist.ProcessGroup)
     checkpointer = Checkpointer(folder / "checkpoints", keep=spec.checkpoint.keep, group=savers, warn=warn)
     trainer = assemble(spec, groups=groups, device=device)
     position = restore(trainer, checkpointer, stream, group=savers, warn=warn)
@@ -143,7 +144,7 @@ def _introduce(trainer: Trainer, peak: Peak, *, resumed: int, log: EventLog | No
         gradient_bytes=sizes["gradients"],
         optimizer_bytes=sizes["optimizer"],
     )
-    everyone: list[Holding | None] | None = [None] * dist.get_world_size() if groups.rank == 0 else None
+    everyone: list[Any] | None = [None] * dist.get_world_size() if groups.rank == 0 else None
     dist.gather_object(mine, everyone)
     if not log or everyone is None:
         return
@@ -162,7 +163,6 @@ def _introduce(trainer: Trainer, peak: Peak, *, resumed: int, log: EventLog | No
         )
     )
     for holding in everyone:
-        assert holding is not None
         log.write(holding)
 
 
