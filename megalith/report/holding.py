@@ -1,0 +1,78 @@
+"""Who holds what: each rank's place on the mesh, the parts of the model it has and what its share of them weighs."""
+
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import groupby
+from textwrap import wrap
+
+from megalith.report import units
+from megalith.report.history import History, Record
+from megalith.report.svg import Cell, grid
+
+MOST_COLUMNS = 16
+"""Ranks beside each other in the picture; further data ranks hold the same parts and are only counted."""
+
+
+def who_holds_what(run: History) -> str:
+    """The grid of ranks: a row for each pipeline rank, a column for each place among data and tensor ranks."""
+    if not run.holdings:
+        return ""
+    order = _order({part for holding in run.holdings for part in holding["parts"]})
+    places = sorted({_column(h) for h in run.holdings})
+    rows = sorted({h["coordinates"].get("pipeline", 0) for h in run.holdings})
+    at = {(h["coordinates"].get("pipeline", 0), _column(h)): h for h in run.holdings}
+    shown = places[:MOST_COLUMNS]
+    shards = run.plan.shards if run.plan else 1
+    share = 1 / (shards * run.plan.tensor) if run.plan else 1.0
+    cells = [[_cell(at.get((row, place)), order, shards, share) for place in shown] for row in rows]
+    svg = grid(cells, [f"pipeline {row}" for row in rows], [f"data {data}, tensor {tensor}" for data, tensor in shown])
+    more = f" {len(places) - len(shown)} more columns hold the same parts." if len(places) > len(shown) else ""
+    words = "Each strip is the model from embedding to head; a blue piece is a part of this rank, filled to its share."
+    natural = svg.replace(
+        "<svg", f'<svg style="min-width:0;width:{100 + 190 * len(shown)}px"', 1
+    )  # a wide mesh scrolls, it does not shrink
+    return f'<figure class="wide"><figcaption>{escape(words + more)}</figcaption>{natural}</figure>'
+
+
+def _column(holding: Record) -> tuple[int, int]:
+    return holding["coordinates"].get("data", 0), holding["coordinates"].get("tensor", 0)
+
+
+def _cell(holding: Record | None, order: Sequence[str], shards: int, share: float) -> Cell:
+    if holding is None:
+        return Cell(units.NOTHING, (), (), "no record of this rank")
+    held = set(holding["parts"])
+    lines = [
+        *wrap(named(holding["parts"]), 27),
+        f"{units.count(holding['parameters'])} parameters",
+        f"weights {units.memory(holding['weight_bytes'])}",
+        f"gradients {units.memory(holding['gradient_bytes'])}",
+        f"optimizer {units.memory(holding['optimizer_bytes'])}",
+    ]
+    place = ", ".join(f"{axis} {i}" for axis, i in holding["coordinates"].items())
+    title = "\n".join([f"rank {holding['rank']}: {place}", *lines, f"1/{round(1 / share)} of each part, {shards} shards a copy"])
+    return Cell(f"rank {holding['rank']}", lines, [share * (part in held) for part in order], title)
+
+
+def _order(parts: Iterable[str]) -> list[str]:
+    """Parts as they follow each other in the model: embedding, blocks by number, head, and anything else."""
+
+    def key(part: str) -> tuple[int, int, str]:
+        found = re.fullmatch(r"blocks\.(\d+)", part)
+        return (1, int(found[1]), "") if found else ({"embedding": 0, "head": 2}.get(part, 3), 0, part)
+
+    return sorted(parts, key=key)
+
+
+def named(parts: Sequence[str]) -> str:
+    """Parts in short: consecutive blocks as a range, so `embedding, blocks 0-3, 8, head` with a dash of its own for ranges."""
+    numbers = sorted(int(part.removeprefix("blocks.")) for part in parts if re.fullmatch(r"blocks\.\d+", part))
+    ranges: list[str] = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
+        ranges.append(str(found[0]) if len(found) == 1 else f"{found[0]}–{found[-1]}")
+    blocks = [f"block{'s' if len(numbers) > 1 else ''} {', '.join(ranges)}"] if numbers else []
+    before = [part for part in parts if part == "embedding"]
+    after = [part for part in parts if part != "embedding" and not re.fullmatch(r"blocks\.\d+", part)]
+    return ", ".join([*before, *blocks, *after]) or "nothing"

@@ -1,0 +1,137 @@
+"""The live line of a run: follows the event log of a run folder while it is written."""
+
+import json
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from megalith import events
+from megalith.report import units
+
+RECENT = 30
+"""Steps whose times the estimate of the remaining time stands on."""
+
+
+class Follow:
+    """Shows how far a run is, from the events written after this was made.
+
+    On a terminal: one line, redrawn at each `poll`, with problems and validations above it. Elsewhere: a plain line at the first
+    step, then every `seconds` seconds, and for the last step when closed.
+    """
+
+    def __init__(self, run_dir: Path, steps: int, console: Console, *, seconds: float = 10.0) -> None:
+        self._path = run_dir / events.FILE
+        self._steps, self._console, self._seconds = steps, console, seconds
+        self._offset = self._path.stat().st_size if self._path.exists() else 0
+        self._half = b""  # the beginning of a line whose end is not written yet
+        self._step: dict[str, Any] | None = None
+        self._validation: dict[str, Any] | None = None
+        self._times: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self._said: tuple[int, float] | None = None  # the step of the last plain line, and when it was written
+        self._live: Live | None = None
+        self._progress = Progress(BarColumn(bar_width=24), TextColumn("{task.description}"), console=console, auto_refresh=False)
+        self._task: TaskID | None = None
+
+    def poll(self) -> None:
+        """Read what was written since the last call and show it."""
+        for record in self._new():
+            self._take(record)
+        if self._step is None:
+            return
+        if self._console.is_terminal:
+            self._redraw()
+        elif self._said is None or (self._new_to_say() and time.monotonic() - self._said[1] >= self._seconds):
+            self._say()
+
+    def close(self) -> None:
+        """Show the last state and leave the line standing."""
+        self.poll()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif self._new_to_say():
+            self._say()
+
+    def __enter__(self) -> "Follow":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _new(self) -> list[dict[str, Any]]:
+        """The complete events written since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            fresh = file.read()
+        self._offset += len(fresh)
+        *lines, self._half = (self._half + fresh).split(b"\n")
+        found: list[dict[str, Any]] = []
+        for line in lines:
+            try:
+                found.append(json.loads(line))
+            except ValueError:  # the rest of a line that a dead writer left torn: the live line can do without it
+                continue
+        return found
+
+    def _take(self, record: dict[str, Any]) -> None:
+        match record["type"]:
+            case "run_started":
+                self._times.clear()
+            case "step":
+                self._step = record
+                self._times.append((record["step"], record["time"]))
+            case "validation":
+                self._validation = record
+            case "problem":
+                where = f" (rank {record['rank']})" if record.get("rank") is not None else ""
+                colour = "red" if record["severity"] == "error" else "yellow"
+                self._print(Text.assemble((record["severity"], colour), f": {record['message']}{where}"))
+
+    def _print(self, line: Text) -> None:
+        """A line above the live one; whole, however long, so that a log keeps it greppable."""
+        self._console.print(line, soft_wrap=True)
+
+    def line(self) -> str:
+        """The newest step in words: step, loss, validation loss, tokens a second, MFU, time left."""
+        assert self._step is not None, "no step yet"
+        step = self._step
+        words = [f"step {step['step']}/{self._steps}", f"loss {step['loss']:.4f}"]
+        words += [f"val {self._validation['loss']:.4f}"] if self._validation else []
+        words.append(f"{units.count(step['tokens_per_second'])} tokens/s")
+        words += [f"MFU {units.percent(step['mfu'])}"] if step["mfu"] is not None else []
+        left = self._left()
+        words += [f"ETA {units.clock(left)}"] if left is not None else []
+        return "  ".join(words)
+
+    def _left(self) -> float | None:
+        """Seconds to the last step: what recent steps took from one to the next, validations and checkpoints between included."""
+        assert self._step is not None, "no step yet"
+        (first, begin), (last, end) = self._times[0], self._times[-1]
+        each = (end - begin) / (last - first) if last > first else self._step["seconds"]
+        return max(self._steps - last, 0) * each
+
+    def _redraw(self) -> None:
+        assert self._step is not None, "no step yet"
+        if self._live is None:
+            self._live = Live(self._progress, console=self._console, auto_refresh=False)
+            self._live.start()
+            self._task = self._progress.add_task("", total=self._steps)
+        assert self._task is not None, self._task
+        self._progress.update(self._task, completed=self._step["step"], description=self.line())
+        self._live.refresh()
+
+    def _new_to_say(self) -> bool:
+        return self._step is not None and (self._said is None or self._said[0] != self._step["step"])
+
+    def _say(self) -> None:
+        assert self._step is not None, "no step yet"
+        self._said = (self._step["step"], time.monotonic())
+        self._print(Text(self.line()))

@@ -1,0 +1,394 @@
+"""The report of a run: one HTML file that needs nothing else, made from the run folder's files."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from itertools import accumulate
+from math import isfinite
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from megalith.report import timeline, units
+from megalith.report.history import History, Record, history
+from megalith.report.holding import who_holds_what
+from megalith.report.style import PAGE
+from megalith.report.svg import Point, Series, line_chart, stacked_columns, stacked_rows
+from megalith.schedule import Timeline, build, lower, simulate
+from megalith.schedule.action import Action, Slot, parts
+
+FILE = "report.html"
+
+BREAKDOWN: Mapping[str, int] = {
+    "forward": 0, "backward": 1, "optimizer": 2, "communication": 3, "data": 4, "checkpoint": 5, "validation": 7, "other": 6
+}  # fmt: skip
+"""Parts of a step -> colour, in the order they are stacked."""
+
+MOST_BARS = 4000
+"""Bars a drawing holds: beyond it, fewer microbatches are drawn."""
+
+
+def write(run_dir: Path) -> Path:
+    """Write the run's report into its folder and return its path. A run with few events, or none, gets a report that says so."""
+    path = run_dir / FILE
+    draft = path.with_suffix(".tmp")  # a browser that reloads meanwhile sees the old page or the new one, never half of one
+    draft.write_text(render(history(run_dir), folder=run_dir), encoding="utf-8")
+    draft.replace(path)
+    return path
+
+
+def render(run: History, *, folder: Path) -> str:
+    """The page as text. `folder` names the run and may hold spec.json, provenance.json and run.toml, shown if they are there."""
+    name = run.spec.get("name") or folder.resolve().name
+    sections: list[tuple[str, Callable[[], str]]] = [
+        ("", lambda: _cards(run)),
+        ("Loss", lambda: _curves(run)),
+        ("Speed", lambda: _speed(run)),
+        ("Memory", lambda: _memory(run)),
+        ("Who holds what", lambda: who_holds_what(run)),
+        ("Pipeline", lambda: _pipeline(run)),
+        ("Samples", lambda: _samples(run)),
+        ("Checkpoints", lambda: _checkpoints(run)),
+        ("Specification", lambda: _specification(run, folder)),
+    ]
+    body = _header(run, name) + _problems(run)
+    for title, section in sections:
+        if inside := section():
+            body += f"<section>{f'<h2>{title}</h2>' if title else ''}{inside}</section>"
+    body += f"<footer>Made by megalith from the events of {escape(folder.resolve().name)}.</footer>"
+    head = (
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(name)}</title>'
+    )
+    return f'<!doctype html><html lang="en"><head>{head}<style>{PAGE}</style></head><body><main>{body}</main></body></html>\n'
+
+
+def _header(run: History, name: str) -> str:
+    bad = "bad" if run.state == "failed" else "good" if run.state == "finished" else ""
+    return f'<header><h1>{escape(name)}</h1><span class="state {bad}">{escape(run.state)}</span><p>{_said(run)}</p></header>'
+
+
+def _said(run: History) -> str:
+    """The run in one line: model, machine, plan."""
+    if not run.starts:
+        return "This folder has no record of a start, so there is little to show yet."
+    start, plan = run.starts[-1], run.plan
+    words = [f"{units.count(start['parameters'])} parameters", f"{start['world']} ranks on {start['device']}"]
+    if plan:
+        words.append(f"data {plan.data}, tensor {plan.tensor}, pipeline {plan.pipeline}, ZeRO {plan.zero}")
+        words += [f"schedule {plan.schedule}"] if plan.pipeline > 1 else []
+        words += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
+        words += ["compiled"] if plan.compile else []
+    words += [f"{k} {v}" for k, v in start["versions"].items()]
+    return escape(" · ".join(words))
+
+
+def _cards(run: History) -> str:
+    """Headline numbers, each with what it stands on."""
+    if not run.steps:
+        return '<p class="none">No step is recorded yet.</p>'
+    last = run.steps[-1]
+    cards = [_card("Step", f"{last['step']:,}", f"of {run.total_steps:,}" if run.total_steps else "")]
+    cards.append(_card("Training loss", f"{_recent_loss(run):.4f}", f"mean of the last {len(run.steps[-10:])} steps"))
+    if run.validations:
+        best = min(run.validations, key=lambda v: v["loss"])
+        cards.append(
+            _card("Validation loss", f"{run.validations[-1]['loss']:.4f}", f"best {best['loss']:.4f} at step {best['step']:,}")
+        )
+    rate = run.usual("tokens_per_second")
+    cards.append(_card("Tokens", units.count(last["tokens_seen"]), f"{units.count(last['tokens'])} a step"))
+    cards.append(_card("Tokens a second", units.count(rate), "median, after warm-up"))
+    cards.append(_card("Time in steps", units.duration(sum(s["seconds"] for s in run.steps)), _lost(run)))
+    cards.append(_mfu_card(run))
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _card(name: str, value: str, note: str, *, wide: bool = False) -> str:
+    inside = f"<b>{escape(name)}</b><strong>{escape(value)}</strong><small>{escape(note)}</small>"
+    return f'<div class="card{" wide" if wide else ""}">{inside}</div>'
+
+
+def _recent_loss(run: History) -> float:
+    return mean(step["loss"] for step in run.steps[-10:])
+
+
+def _mfu_card(run: History) -> str:
+    """MFU with its peak and its FLOP convention: without them the number means nothing."""
+    start = run.starts[-1] if run.starts else {}
+    share = run.usual("mfu")
+    if share is None:
+        return _card("MFU", units.NOTHING, f"no peak known: {start.get('peak_source', 'unknown device')}")
+    peak = units.flops(start.get("peak_flops"))
+    note = f"of {peak} ({start.get('peak_source')}); {units.flops(start.get('flops_per_token'))[:-2]} a token"
+    return _card("MFU", units.percent(share), f"{note}, {start.get('flops_convention')}", wide=True)
+
+
+def _lost(run: History) -> str:
+    words = [f"{units.duration(run.usual('seconds'))} a step"]
+    if len(run.starts) > 1:
+        words.append(f"started {len(run.starts)} times")
+    if run.repeated:
+        words.append(f"{len(run.repeated)} steps done again ({units.duration(sum(s['seconds'] for s in run.repeated))})")
+    return ", ".join(words)
+
+
+def _problems(run: History) -> str:
+    """What a person should know, the newest first, equal ones together."""
+    if not run.problems:
+        return ""
+    counted: dict[tuple[str, str], list[Record]] = {}
+    for problem in reversed(run.problems):
+        counted.setdefault((problem["severity"], problem["message"]), []).append(problem)
+    rows = ""
+    for (severity, message), found in list(counted.items())[:30]:
+        ranks = sorted({p["rank"] for p in found if p.get("rank") is not None})
+        where = f" <small>rank {', '.join(map(str, ranks))}</small>" if ranks else ""
+        times = f" <small>{len(found)} times</small>" if len(found) > 1 else ""
+        rows += f'<li class="{escape(severity)}"><b>{escape(severity)}</b><span>{escape(message)}{where}{times}</span></li>'
+    more = f"<li><span>and {len(counted) - 30} more in the log</span></li>" if len(counted) > 30 else ""
+    return f'<ul class="problems">{rows}{more}</ul>'
+
+
+def _points(records: Sequence[Record], name: str) -> list[Point]:
+    return [(record["step"], record[name]) for record in records if record[name] is not None]
+
+
+def smoothed(points: Sequence[Point], *, reach: int) -> list[Point]:
+    """The mean of each point and its neighbours, up to `reach` on either side; points that are not finite are left out."""
+    kept = [(x, y) for x, y in points if isfinite(y)]
+    sums = list(accumulate((y for _, y in kept), initial=0.0))
+    found: list[Point] = []
+    for i, (x, _) in enumerate(kept):
+        around = min(reach, i, len(kept) - 1 - i)  # the same on both sides, so that the ends of the curve do not lag
+        found.append((x, (sums[i + around + 1] - sums[i - around]) / (2 * around + 1)))
+    return found
+
+
+def _curve(name: str, points: Sequence[Point], colour: int) -> list[Series]:
+    """A curve; a long and noisy one is smoothed, with its raw values faint behind it."""
+    if len(points) < 60:
+        return [Series(name, points, colour)]
+    return [Series(name, points, colour, faint=True), Series(name, smoothed(points, reach=max(len(points) // 60, 3)), colour)]
+
+
+def _figure(caption: str, svg: str, *, wide: bool = False) -> str:
+    return f"<figure{' class=wide' if wide else ''}><figcaption>{escape(caption)}</figcaption>{svg}</figure>"
+
+
+def _figures(*figures: str) -> str:
+    return f'<div class="figures">{"".join(figures)}</div>' if any(figures) else ""
+
+
+def _curves(run: History) -> str:
+    """Losses, and what drives them: learning rate and gradient norm."""
+    if not run.steps:
+        return ""
+    digits: Callable[[float], str] = lambda y: f"{y:.3g}" if abs(y) < 1000 else units.count(y)  # noqa: E731
+    loss = _curve("training loss", _points(run.steps, "loss"), 0)
+    if run.validations:
+        loss.append(Series("validation loss", _points(run.validations, "loss"), 1, dots=True))
+    figures = [_figure("Loss (nats a token)", line_chart(loss, x_label="step", y_format=digits))]
+    domains = sorted({name for v in run.validations for name in v["domains"]})
+    if len(domains) > 1:
+        each = [
+            Series(name, [(v["step"], v["domains"][name]) for v in run.validations if name in v["domains"]], i % 8, dots=True)
+            for i, name in enumerate(domains[:16])
+        ]
+        figures.append(_figure("Validation loss by domain", line_chart(each, x_label="step", y_format=digits)))
+    norm, rate = (
+        _curve("gradient norm", _points(run.steps, "grad_norm"), 2),
+        [Series("learning rate", _points(run.steps, "lr"), 7)],
+    )
+    figures.append(_figure("Gradient norm, before clipping", line_chart(norm, x_label="step", y_format=digits, from_zero=True)))
+    figures.append(
+        _figure("Learning rate", line_chart(rate, x_label="step", y_format=lambda y: f"{y:.2g}" if y else "0", from_zero=True))
+    )
+    return _figures(*figures)
+
+
+def _speed(run: History) -> str:
+    """Throughput, and where the time of a step goes."""
+    if not run.steps:
+        return ""
+    rate = _curve("tokens a second", _points(run.steps, "tokens_per_second"), 0)
+    figures = [_figure("Throughput (tokens a second)", line_chart(rate, x_label="step", from_zero=True))]
+    mfu = _points(run.steps, "mfu")
+    if mfu:
+        figures.append(_figure("MFU", line_chart(_curve("MFU", mfu, 7), x_label="step", y_format=units.percent, from_zero=True)))
+    columns = _buckets([(s["step"], s["breakdown"]) for s in run.steps if s["breakdown"]], most=60)
+    if columns:
+        wide = len(figures) % 2 == 0
+        width = 1180 if wide else 570
+        chart = stacked_columns(columns, _colours(columns), x_label="step", y_format=_seconds, width=width)
+        figures.append(_figure("Where the time of a step goes", chart, wide=wide))
+    return _figures(*figures)
+
+
+def _seconds(value: float) -> str:
+    return "0" if value == 0 else units.duration(value)
+
+
+def _colours(columns: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, int]:
+    """The parts that occur, known ones first, each with its colour."""
+    there = {name for _, values in columns for name, value in values.items() if value > 0}
+    return {name: colour for name, colour in BREAKDOWN.items() if name in there} | {
+        name: i % 8 for i, name in enumerate(sorted(there - set(BREAKDOWN)))
+    }
+
+
+def _buckets(values: Sequence[tuple[int, Mapping[str, float]]], *, most: int) -> list[tuple[float, dict[str, float]]]:
+    """Means over equal runs of steps, at most `most` of them; x is the middle of each."""
+    size = -(-len(values) // most)
+    found: list[tuple[float, dict[str, float]]] = []
+    for i in range(0, len(values), max(size, 1)):
+        some = values[i : i + size]
+        names = dict.fromkeys(name for _, parts_of in some for name in parts_of)
+        found.append((mean(x for x, _ in some), {name: mean(p.get(name, 0.0) for _, p in some) for name in names}))
+    return found
+
+
+def _memory(run: History) -> str:
+    """What each rank's share takes by category, and what was used over time."""
+    figures: list[str] = []
+    if run.holdings:
+        chart = stacked_rows(_shares(run.holdings), {"weights": 0, "gradients": 1, "optimizer state": 2}, form=units.memory)
+        figures.append(_figure("State a rank holds", chart))
+    names = dict.fromkeys(name for step in run.steps for name in step["memory"])
+    most = max((size for step in run.steps for size in step["memory"].values()), default=0)
+    unit, scale = units.memory_unit(most)
+    series = [
+        Series(name.replace("_", " "), [(s["step"], s["memory"][name] / scale) for s in run.steps if name in s["memory"]], i % 8)
+        for i, name in enumerate(names)
+    ]
+    if series:
+        chart = line_chart(series, x_label="step", y_format=lambda size: f"{size:.4g} {unit}", from_zero=True)
+        figures.append(_figure("Memory over the run", chart))
+    return _figures(*figures)
+
+
+def _shares(holdings: Sequence[Record]) -> dict[str, dict[str, float]]:
+    """Bytes by category: a row a rank, or in a large world a row a pipeline rank, that of its fullest rank."""
+    names = {"weights": "weight_bytes", "gradients": "gradient_bytes", "optimizer state": "optimizer_bytes"}
+    rows = {f"rank {h['rank']}": {name: float(h[key]) for name, key in names.items()} for h in holdings}
+    if len(rows) <= 12:
+        return rows
+    groups: dict[int, list[Record]] = {}
+    for holding in holdings:
+        groups.setdefault(holding["coordinates"].get("pipeline", 0), []).append(holding)
+    fullest = {p: max(found, key=lambda h: sum(h[key] for key in names.values())) for p, found in sorted(groups.items())}
+    return {f"pipeline {p}, each of {len(groups[p])}": rows[f"rank {h['rank']}"] for p, h in fullest.items()}
+
+
+def _pipeline(run: History) -> str:
+    """The schedule as it is predicted and, where spans were recorded, as it was."""
+    plan, spans = run.plan, run.spans[-1] if run.spans else None
+    if plan is None or not run.microbatches or (plan.pipeline == 1 and spans is None):
+        return ""
+    foreseen, basis, microbatches = predict(run)
+    groups = {f"predicted from {basis}": timeline.predicted(foreseen)}
+    notes = [f"{plan.schedule}, {plan.pipeline} ranks, {plan.stages} stages, {run.microbatches} microbatches a step."]
+    if microbatches < run.microbatches:
+        notes.append(f"The prediction is drawn for {microbatches} microbatches, to keep it readable.")
+    if spans:
+        bars = timeline.measured(spans["spans"], plan.pipeline)
+        groups[f"measured in step {spans['step']}"] = bars
+        seen = timeline.work_end(bars)
+        if microbatches == run.microbatches and seen:
+            gap = foreseen.end / seen - 1
+            notes.append(f"Predicted {units.duration(foreseen.end)}, measured {units.duration(seen)}: gap {gap * 100:+.1f} %.")
+    notes.append("Numbers are microbatches; paler bars are later chunks of the same rank.")
+    return _figures(_figure(" ".join(notes), timeline.draw(groups, plan.pipeline), wide=True))
+
+
+def predict(run: History) -> tuple[Timeline, str, int]:
+    """The simulated timeline of the plan's schedule, what its costs stand on, and for how many microbatches it is.
+
+    Costs are the measured means of each computation of each stage; without recorded spans, the run's mean forward and backward
+    time shared among microbatches and chunks; without these, 1 and 2.
+    """
+    plan, microbatches = run.plan, run.microbatches
+    assert plan is not None, "predict needs a recorded plan"
+    assert microbatches, "predict needs a recorded batch"
+    while plan.stages * microbatches * 2 > MOST_BARS and microbatches > plan.pipeline:
+        microbatches = max(microbatches // 2, plan.pipeline)
+    schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=microbatches, chunks=plan.chunks)
+    means = timeline.mean_seconds(span for recorded in run.spans for span in recorded["spans"])
+    steps = [step["breakdown"] for step in run.steps if step["breakdown"].get("forward")]
+    if {(kind, stage) for kind in "FB" for stage in range(plan.stages)} <= set(means):
+        table, basis = means, "the mean time of each stage's forward and backward"
+    elif steps:
+        each = {"F": "forward", "B": "backward"}
+        share = {
+            kind: mean(step.get(name, 0.0) for step in steps) / (run.microbatches or 1) / plan.chunks
+            for kind, name in each.items()
+        }
+        table = {(kind, stage): seconds for kind, seconds in share.items() for stage in range(plan.stages)}
+        basis = "the run's mean forward and backward time"
+    else:
+        table = {(kind, stage): seconds for kind, seconds in (("F", 1.0), ("B", 2.0)) for stage in range(plan.stages)}
+        basis = "a forward of 1 s and a backward of 2 s (nothing measured)"
+
+    def cost(slot: Slot) -> float:
+        return sum(table.get((action.kind, action.stage), 0.0) for action in parts(slot) if isinstance(action, Action))
+
+    return simulate(lower(schedule, plan.zero), cost), basis, microbatches
+
+
+def _samples(run: History) -> str:
+    """Text the model wrote, the newest first."""
+    found = ""
+    for sample in reversed(run.samples[-5:]):
+        words = f"<b>{escape(sample['prompt'])}</b>{escape(sample['text'])}"
+        found += f"<blockquote><small>step {sample['step']:,}</small><p>{words}</p></blockquote>"
+    return found
+
+
+def _checkpoints(run: History) -> str:
+    if not run.checkpoints:
+        return ""
+    rows = [
+        (f"{c['step']:,}", units.memory(c["bytes"]), units.duration(c["seconds"]), units.duration(c["wait_seconds"]), c["path"])
+        for c in run.checkpoints[-20:]
+    ]
+    return _table(("step", "size", "written in", "training waited", "path"), rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _specification(run: History, folder: Path) -> str:
+    """Every value of the resolved specification and where it came from; the run file as it was written."""
+    spec, provenance = _json(folder / "spec.json") or run.spec, _json(folder / "provenance.json")
+    found = ""
+    if spec:
+        rows = [(key, value, str(provenance.get(key, ""))) for key, value in flat(spec)]
+        chosen = [row for row in rows if row[2] not in ("", "default")]
+        if chosen:
+            found += f"<p>Set for this run:</p>{_table(('key', 'value', 'from'), chosen)}"
+        found += f"<details><summary>All {len(rows)} values</summary>{_table(('key', 'value', 'from'), rows)}</details>"
+    if (folder / "run.toml").is_file():
+        words = (folder / "run.toml").read_text(encoding="utf-8", errors="replace")
+        found += f"<details><summary>run.toml</summary><pre>{escape(words)}</pre></details>"
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The dictionary in a file, or an empty one: a report is still worth having without it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """The leaves of nested dictionaries as (dotted key, value written as JSON)."""
+    found: list[tuple[str, str]] = []
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found += flat(value, f"{prefix}{key}.")
+        else:
+            found.append((prefix + key, json.dumps(value, ensure_ascii=False)))
+    return found

@@ -1,0 +1,309 @@
+"""Charts as inline SVG: lines, stacked bars, grids. They scale with the page and follow its light or dark colours.
+
+Values show on hover. Colours are classes (`c0` .. `c7`, in STYLE) after Okabe and Ito, whose set people with colour blindness can
+tell apart.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from math import ceil, floor, isfinite, log10
+
+from megalith.report.units import count
+
+Point = tuple[float, float]
+
+STYLE = """
+:root{--bg:#ffffff;--panel:#ffffff;--soft:#f3f5f8;--ink:#1c2430;--muted:#5f6b7a;--line:#e2e6ec;--grid:#eceff3;
+--c0:#0b6fb8;--c1:#d1551a;--c2:#00876a;--c3:#b2559b;--c4:#c28a00;--c5:#3a9fd6;--c6:#8792a2;--c7:#6558c9;color-scheme:light dark}
+@media (prefers-color-scheme:dark){:root{--bg:#0f1319;--panel:#171c24;--soft:#1f2630;--ink:#e8ecf2;--muted:#9aa6b6;--line:#2a323d;
+--grid:#242c36;--c0:#4fa8e8;--c1:#f58a52;--c2:#3cc6a0;--c3:#dc8fc8;--c4:#e8b53c;--c5:#8accf2;--c6:#8d99a9;--c7:#a39af0}}
+svg{display:block;width:100%;height:auto;font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
+svg text{fill:var(--muted);font-size:11px}
+svg .strong{fill:var(--ink);font-weight:600}
+svg .grid{stroke:var(--grid);stroke-width:1}
+svg .axis{stroke:var(--line);stroke-width:1}
+svg .curve{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}
+svg .faint{opacity:.32;stroke-width:1.1}
+svg .strip{fill:transparent}
+svg .strip:hover{fill:var(--muted);fill-opacity:.13}
+svg .box{fill:var(--soft);stroke:var(--line)}
+svg .soft{fill:var(--soft)}
+svg .bar:hover{opacity:.8}
+""" + "".join(f"svg .c{i}{{stroke:var(--c{i})}}svg .f{i}{{fill:var(--c{i})}}\n" for i in range(8))
+"""What the classes look like; a page includes it once, a stand-alone picture through `standalone`."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named curve. `colour` is its class number; `dots` marks each point; `faint` is for raw values behind a smoothed curve,
+    which then have no entry in the legend."""
+
+    name: str
+    points: Sequence[Point]
+    colour: int
+    dots: bool = False
+    faint: bool = False
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The plotting area and the scales of a chart, in units of the picture."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    x: Point
+    y: Point
+
+    def px(self, value: float) -> float:
+        return self.left + (value - self.x[0]) / (self.x[1] - self.x[0]) * (self.right - self.left)
+
+    def py(self, value: float) -> float:
+        return self.bottom - (value - self.y[0]) / (self.y[1] - self.y[0]) * (self.bottom - self.top)
+
+
+def picture(width: float, height: float, body: str, label: str) -> str:
+    """An SVG element of that many units; it takes the width of what it stands in."""
+    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}">{body}</svg>'
+
+
+def standalone(svg: str) -> str:
+    """A picture as a file of its own: its colours come with it."""
+    head = '<svg xmlns="http://www.w3.org/2000/svg"'
+    return svg.replace("<svg", head, 1).replace(">", f"><style>{escape(STYLE, quote=False)}</style>", 1) + "\n"
+
+
+def text(x: float, y: float, words: str, *, anchor: str = "start", style: str = "") -> str:
+    """Words at a place; `anchor` is start, middle or end."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{f" class={style!r}" if style else ""}>{escape(words)}</text>'
+
+
+def width_of(words: str, size: float = 11) -> float:
+    """About how wide words are, so that labels can keep clear of each other."""
+    return len(words) * size * 0.58
+
+
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """At most `most` round numbers that lie in [low, high]."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / max(most - 1, 1)
+    power = 10.0 ** floor(log10(raw))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
+    first = ceil(low / step - 1e-9)
+    return [i * step for i in range(first, floor(high / step + 1e-9) + 1)]
+
+
+def thin(points: Sequence[Point], most: int = 500) -> list[Point]:
+    """The points, or of many the lowest and the highest of each stretch, so that no spike is lost."""
+    if len(points) <= most:
+        return list(points)
+    size = ceil(2 * len(points) / most)
+    kept: list[Point] = []
+    for i in range(0, len(points), size):
+        stretch = points[i : i + size]
+        ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
+        kept += sorted(ends)
+    return kept
+
+
+def legend(entries: Sequence[tuple[str, int]], *, left: float, right: float, top: float) -> tuple[str, float]:
+    """Coloured names in as many lines as they need, and the height that takes."""
+    body, x, y = "", left, top
+    for name, colour in entries:
+        wide = width_of(name) + 30
+        if x + wide > right and x > left:
+            x, y = left, y + 17
+        body += f'<rect x="{x:.1f}" y="{y - 8:.1f}" width="11" height="11" rx="3" class="f{colour}"/>' + text(x + 16, y + 2, name)
+        x += wide
+    return body, (y - top + 22 if entries else 0)
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_format: Callable[[float], str] = count,
+    from_zero: bool = False,
+    width: float = 620,
+    height: float = 270,
+) -> str:
+    """Curves over one x axis. Points that are not finite are left out; without any point it says so."""
+    shown = [Series(s.name, _finite(s.points), s.colour, s.dots, s.faint) for s in series]
+    shown = [s for s in shown if s.points]
+    if not shown:
+        return picture(width, 60, text(width / 2, 34, "no values yet", anchor="middle"), "no values")
+    entries = [(s.name, s.colour) for s in shown if not s.faint]
+    names, tall = legend(entries if len(entries) > 1 else [], left=8, right=width, top=14)  # one curve: the caption names it
+    frame = _frame([p for s in shown for p in s.points], from_zero, y_format, tall + 10, width, height)
+    body = names + _axes(frame, x_label, y_format)
+    for s in shown:
+        place = [f"{frame.px(x):.1f},{frame.py(y):.1f}" for x, y in thin(s.points)]
+        faint = " faint" if s.faint else ""
+        body += f'<polyline class="curve c{s.colour}{faint}" points="{" ".join(place)}"/>'
+        if s.dots or len(place) == 1:
+            radius = 2.6 if len(place) <= 60 else 1.4
+            dots = (f'<circle cx="{p.split(",")[0]}" cy="{p.split(",")[1]}" r="{radius}"/>' for p in place)
+            body += f'<g class="f{s.colour}">{"".join(dots)}</g>'
+    body += _strips(frame, [s for s in shown if not s.faint], x_label, y_format)
+    return picture(width, height, body, ", ".join(s.name for s in shown if not s.faint))
+
+
+def _finite(points: Sequence[Point]) -> list[Point]:
+    return [(x, y) for x, y in points if isfinite(x) and isfinite(y)]
+
+
+def _frame(
+    points: Sequence[Point], from_zero: bool, y_format: Callable[[float], str], top: float, width: float, height: float
+) -> _Frame:
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    low, high = (0.0 if from_zero else min(ys)), max(ys)
+    if high == low:
+        low, high = (0.0, high or 1.0) if from_zero else (low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05)
+    space = (high - low) * 0.06
+    y = (low if from_zero else low - space, high + space)
+    x = (min(xs), max(xs)) if max(xs) > min(xs) else (min(xs) - 0.5, max(xs) + 0.5)
+    left = 16 + max(width_of(y_format(tick)) for tick in ticks(*y, most=5))
+    return _Frame(left, top, width - 14, height - 36, x, y)
+
+
+def _axes(frame: _Frame, x_label: str, y_format: Callable[[float], str]) -> str:
+    body = ""
+    for tick in ticks(*frame.y, most=5):
+        y = frame.py(tick)
+        body += f'<line x1="{frame.left:.1f}" x2="{frame.right:.1f}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
+        body += text(frame.left - 8, y + 4, y_format(tick), anchor="end")
+    body += f'<line x1="{frame.left:.1f}" x2="{frame.right:.1f}" y1="{frame.bottom}" y2="{frame.bottom}" class="axis"/>'
+    for tick in ticks(*frame.x, most=8):
+        body += text(frame.px(tick), frame.bottom + 16, count(tick), anchor="middle")
+    return body + text((frame.left + frame.right) / 2, frame.bottom + 32, x_label, anchor="middle")
+
+
+def _strips(frame: _Frame, series: Sequence[Series], x_label: str, y_format: Callable[[float], str]) -> str:
+    """Invisible columns over the curves; hovering one says the values there."""
+    places = sorted({x for s in series for x, _ in s.points})
+    places = places[:: ceil(len(places) / 120)]
+    edges = [frame.left, *((frame.px(a) + frame.px(b)) / 2 for a, b in pairwise(places)), frame.right]
+    body = ""
+    for x, left, right in zip(places, edges, edges[1:], strict=False):
+        near = [(s.name, _nearest(s.points, x)) for s in series]
+        gap = (frame.x[1] - frame.x[0]) * (right - left) / (frame.right - frame.left)
+        lines = [f"{name} {y_format(p[1])}" for name, p in near if abs(p[0] - x) <= gap]
+        words = escape("\n".join([f"{x_label} {x:g}", *lines]))
+        area = f'x="{left:.1f}" y="{frame.top:.1f}" width="{right - left:.1f}" height="{frame.bottom - frame.top:.1f}"'
+        body += f'<rect class="strip" {area}><title>{words}</title></rect>'
+    return body
+
+
+def _nearest(points: Sequence[Point], x: float) -> Point:
+    i = bisect_left(points, (x, float("-inf")))
+    return min(points[max(i - 1, 0) : i + 1], key=lambda p: abs(p[0] - x))
+
+
+def stacked_columns(
+    columns: Sequence[tuple[float, Mapping[str, float]]],
+    colours: Mapping[str, int],
+    *,
+    x_label: str,
+    y_format: Callable[[float], str] = count,
+    width: float = 620,
+    height: float = 270,
+) -> str:
+    """A column at each x, made of named parts in the order of `colours`."""
+    if not columns:
+        return picture(width, 60, text(width / 2, 34, "no values yet", anchor="middle"), "no values")
+    names, tall = legend(list(colours.items()), left=8, right=width, top=14)
+    xs = [x for x, _ in columns]
+    step = (xs[-1] - xs[0]) / max(len(xs) - 1, 1) or 1.0
+    totals = [(x, sum(values.values())) for x, values in columns]
+    frame = _frame([*totals, (xs[0] - step / 2, 0.0), (xs[-1] + step / 2, 0.0)], True, y_format, tall + 10, width, height)
+    body = names + _axes(frame, x_label, y_format)
+    wide = (frame.right - frame.left) / len(columns)
+    for x, values in columns:
+        base = 0.0
+        lines = [f"{name} {y_format(values[name])}" for name in colours if values.get(name)]
+        bars = ""
+        for name, colour in colours.items():
+            y, tip = frame.py(base), frame.py(base + values.get(name, 0.0))
+            place = f'x="{frame.px(x) - wide * 0.43:.1f}" y="{tip:.1f}" width="{wide * 0.86:.1f}" height="{y - tip:.1f}"'
+            bars += f'<rect {place} class="f{colour}"/>' if y - tip > 0.05 else ""
+            base += values.get(name, 0.0)
+        title = escape("\n".join([f"{x_label} {x:g}", *lines, f"together {y_format(base)}"]))
+        body += f'<g class="bar"><title>{title}</title>{bars}</g>'
+    return picture(width, height, body, f"{', '.join(colours)} by {x_label}")
+
+
+def stacked_rows(
+    rows: Mapping[str, Mapping[str, float]],
+    colours: Mapping[str, int],
+    *,
+    form: Callable[[float], str] = count,
+    width: float = 620,
+) -> str:
+    """A bar for each name, made of named parts in the order of `colours`, with its total at the end."""
+    names, tall = legend(list(colours.items()), left=8, right=width, top=14)
+    most = max((sum(values.values()) for values in rows.values()), default=0) or 1.0
+    left = 18 + max((width_of(name) for name in rows), default=0)
+    right = width - 16 - max((width_of(form(sum(values.values()))) for values in rows.values()), default=0)
+    body, y = names, tall + 12
+    for row, values in rows.items():
+        x, title = left, ""
+        body += text(left - 10, y + 14, row, anchor="end")
+        parts = ""
+        for name, colour in colours.items():
+            wide = values.get(name, 0.0) / most * (right - left)
+            parts += f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="19" class="f{colour}"/>' if wide > 0.05 else ""
+            title += f"\n{name} {form(values.get(name, 0.0))}"
+            x += wide
+        body += f'<g class="bar"><title>{escape(row + title)}</title>{parts}</g>'
+        body += text(x + 7, y + 14, form(sum(values.values())), style="strong")
+        y += 26
+    return picture(width, y + 4, body, f"{', '.join(colours)} of {len(rows)}")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One rank in the grid: a head, lines of text, which of the model's parts it holds and how much of each (0..1)."""
+
+    head: str
+    lines: Sequence[str]
+    held: Sequence[float]
+    title: str
+
+
+def grid(
+    cells: Sequence[Sequence[Cell]], row_names: Sequence[str], column_names: Sequence[str], *, cell_width: float = 190
+) -> str:
+    """Cells in rows and columns. A strip in each cell shows the model's parts in order, filled as far as this cell holds them."""
+    lines = max((len(cell.lines) for row in cells for cell in row), default=0)
+    left, top, tall = 22 + max(map(width_of, row_names), default=0), 30, 56 + 15 * lines
+    body = "".join(
+        text(left + (i + 0.5) * cell_width, 18, name, anchor="middle", style="strong") for i, name in enumerate(column_names)
+    )
+    for r, row in enumerate(cells):
+        y = top + r * (tall + 8)
+        body += text(left - 10, y + tall / 2 + 4, row_names[r], anchor="end", style="strong")
+        for c, cell in enumerate(row):
+            body += _cell(cell, left + c * cell_width + 4, y, cell_width - 8, tall)
+    width, height = left + len(column_names) * cell_width + 4, top + len(cells) * (tall + 8)
+    return picture(width, height, body, "which rank holds which parts of the model")
+
+
+def _cell(cell: Cell, x: float, y: float, width: float, height: float) -> str:
+    body = f'<rect class="box" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="7"/>'
+    body += text(x + 11, y + 19, cell.head, style="strong")
+    for i, line in enumerate(cell.lines):
+        body += text(x + 11, y + 36 + 15 * i, line)
+    step = (width - 22) / max(len(cell.held), 1)
+    bottom, tall = y + height - 9, 14.0
+    for i, share in enumerate(cell.held):
+        place = f'x="{x + 11 + i * step:.1f}" width="{max(step - min(2.0, step * 0.2), 0.5):.1f}"'
+        body += f'<rect {place} y="{bottom - tall:.1f}" height="{tall:.1f}" style="fill:var(--line)"/>'
+        if share > 0:
+            filled = max(tall * share, 2.0)
+            body += f'<rect {place} y="{bottom - filled:.1f}" height="{filled:.1f}" class="f0"/>'
+    return f"<g class='bar'><title>{escape(cell.title)}</title>{body}</g>"

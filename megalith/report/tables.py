@@ -1,0 +1,80 @@
+"""What a run came to, as tables for the terminal."""
+
+from pathlib import Path
+from statistics import mean
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megalith.report import units
+from megalith.report.history import History, history
+
+STATE = {"finished": "green", "stopped": "yellow", "failed": "red"}
+"""How a run ended -> the colour that says so."""
+
+
+def summary(run_dir: Path) -> RenderableType:
+    """The run in one table, and its problems below it; for a folder without events, a sentence that says so."""
+    run = history(run_dir)
+    if not run.starts and not run.steps and not run.problems:
+        return Text(f"{run_dir} has no events: no run has started in it, or it is not a run folder.")
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, value in _facts(run):
+        table.add_row(name, value)
+    return Group(table, *_problems(run)) if run.problems else table
+
+
+def _facts(run: History) -> list[tuple[str, RenderableType]]:
+    """The rows of the summary that the run has something for."""
+    facts: list[tuple[str, RenderableType]] = [("state", Text(run.state, style=STATE.get(run.state, "")))]
+    if run.starts:
+        start, plan = run.starts[-1], run.plan
+        facts.append(
+            ("model", f"{run.spec.get('model', {}).get('name', '')} {units.count(start['parameters'])} parameters".strip())
+        )
+        facts.append(("ranks", f"{start['world']} on {start['device']}"))
+        if plan:
+            facts.append(("plan", f"data {plan.data} · tensor {plan.tensor} · pipeline {plan.pipeline} · ZeRO {plan.zero}"))
+    if run.steps:
+        last = run.steps[-1]
+        facts.append(("steps", f"{last['step']:,}" + (f" of {run.total_steps:,}" if run.total_steps else "")))
+        facts.append(
+            ("training loss", f"{mean(s['loss'] for s in run.steps[-10:]):.4f} (mean of the last {len(run.steps[-10:])})")
+        )
+    if run.validations:
+        last = run.validations[-1]
+        domains = ", ".join(f"{name} {loss:.4f}" for name, loss in last["domains"].items())
+        facts.append(("validation loss", f"{last['loss']:.4f}" + (f" ({domains})" if len(last["domains"]) > 1 else "")))
+    if run.steps:
+        facts.append(("tokens", f"{units.count(run.steps[-1]['tokens_seen'])}"))
+        facts.append(("tokens a second", f"{units.count(run.usual('tokens_per_second'))} (median)"))
+        facts.append(("MFU", _mfu(run)))
+        facts.append(("time in steps", units.duration(sum(step["seconds"] for step in run.steps))))
+    if run.repeated:
+        facts.append(("done again", f"{len(run.repeated)} steps, {units.duration(sum(s['seconds'] for s in run.repeated))}"))
+    if run.checkpoints:
+        newest = run.checkpoints[-1]
+        facts.append(("newest checkpoint", f"step {newest['step']:,}, {units.memory(newest['bytes'])}, {newest['path']}"))
+    return facts
+
+
+def _mfu(run: History) -> str:
+    start = run.starts[-1] if run.starts else {}
+    share = run.usual("mfu")
+    if share is None:
+        return f"unknown: {start.get('peak_source', 'no peak is recorded')}"
+    basis = f"{start.get('peak_source')}; {start.get('flops_convention')}"
+    return f"{units.percent(share)} of {units.flops(start.get('peak_flops'))} ({basis})"
+
+
+def _problems(run: History) -> list[Text]:
+    """The last problems, oldest first, each on a line of its own."""
+    lines = [Text("")]
+    for problem in run.problems[-10:]:
+        colour = "red" if problem["severity"] == "error" else "yellow"
+        where = f" (rank {problem['rank']})" if problem.get("rank") is not None else ""
+        lines.append(Text.assemble((problem["severity"], colour), f" {problem['message']}{where}"))
+    return lines

@@ -1,0 +1,174 @@
+"""Who did what when, drawn: a predicted timeline and a measured one on the same axis, and the same as a trace for Perfetto."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from statistics import mean
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from megalith.report.svg import picture, text, ticks, width_of
+from megalith.report.units import duration, percent
+from megalith.schedule.action import COMPUTATIONS, Action, Overlap, Slot, parse, parts
+from megalith.schedule.simulate import Timeline
+
+FILLS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "F": ("forward", "#1f6fb5", "#ffffff"),
+        "B": ("backward", "#cf5a22", "#ffffff"),
+        "I": ("input gradient", "#e3a83b", "#2b1d00"),
+        "W": ("weight gradient", "#5ab8a5", "#04241e"),
+        "GATHER": ("gather weights", "#8d6cc0", "#ffffff"),
+        "REDUCE": ("reduce gradients", "#8792a2", "#ffffff"),
+        "MESSAGE": ("send and receive", "#5f6b7a", "#ffffff"),
+        "OTHER": ("other", "#a9a18c", "#1c1a14"),
+    }
+)
+"""Kind of bar -> its name, its fill and the colour of the words on it; the same in light and dark."""
+
+
+class Bar(NamedTuple):
+    """Something a rank did, from `start` to `end` in seconds. `kind` is a key of FILLS, `word` what stands on the bar."""
+
+    rank: int
+    name: str
+    kind: str
+    word: str
+    start: float
+    end: float
+    shade: int = 0
+
+
+def predicted(timeline: Timeline) -> list[Bar]:
+    """The bars of a simulated timeline."""
+    return [bar for span in timeline.spans for bar in _bars(span.rank, span.action, span.start, span.end, timeline.ranks)]
+
+
+def measured(spans: Iterable[Sequence[Any]], ranks: int) -> list[Bar]:
+    """The bars of a Spans event (`[rank, action, start, end]`); what is not an action of a schedule keeps its name."""
+    bars: list[Bar] = []
+    for rank, name, start, end in spans:
+        try:
+            slot = parse(name)
+        except ValueError:
+            bars.append(Bar(rank, name, "OTHER", name, start, end))
+        else:
+            bars += _bars(rank, slot, start, end, ranks)
+    return bars
+
+
+def _bars(rank: int, slot: Slot, start: float, end: float, ranks: int) -> list[Bar]:
+    if isinstance(slot, Overlap):  # one above the other would be too flat to read: each takes its half of the time
+        middle = (start + end) / 2
+        return _bars(rank, slot.first, start, middle, ranks) + _bars(rank, slot.second, middle, end, ranks)
+    kind = slot.kind if slot.kind in FILLS else "MESSAGE"
+    word = "" if slot.microbatch is None else str(slot.microbatch)
+    return [Bar(rank, str(slot), kind, word, start, end, slot.stage // ranks)]
+
+
+def mean_seconds(spans: Iterable[Sequence[Any]]) -> dict[tuple[str, int], float]:
+    """Mean seconds of each (kind, stage) among measured spans of `[rank, action, start, end]`."""
+    found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for _, name, start, end in spans:
+        if re.fullmatch(r"\d+[FBIW]\d+", name):
+            action = parse(name)
+            assert isinstance(action, Action), name
+            found[action.kind, action.stage].append(end - start)
+    return {key: mean(values) for key, values in found.items()}
+
+
+def work_end(bars: Sequence[Bar]) -> float:
+    """When the last computation ends."""
+    return max((bar.end for bar in bars if bar.kind in COMPUTATIONS), default=0.0)
+
+
+def bubble(bars: Sequence[Bar], ranks: int) -> float:
+    """Idle time over useful time of all ranks, from the first computation to the end of the last."""
+    work = [bar for bar in bars if bar.kind in COMPUTATIONS]
+    useful = sum(bar.end - bar.start for bar in work)
+    begin = min((bar.start for bar in work), default=0.0)
+    return ((work_end(work) - begin) * ranks - useful) / useful if useful else 0.0
+
+
+def draw(groups: Mapping[str, Sequence[Bar]], ranks: int, *, width: float = 1180) -> str:
+    """Groups of bars (predicted, measured) below each other on one axis of seconds: a row a rank, microbatches as numbers."""
+    bars = [bar for group in groups.values() for bar in group]
+    if not bars:
+        return picture(width, 60, text(width / 2, 34, "nothing to draw yet", anchor="middle"), "no timeline")
+    end = max(bar.end for bar in bars) or 1.0
+    left, right, y = 64.0, width - 30, 30.0
+    body = _legend({bar.kind: None for bar in bars}, left)
+    for name, group in groups.items():
+        last = max((bar.end for bar in group), default=0.0)
+        said = f"{name}: {duration(work_end(group))}, bubble {percent(bubble(group, ranks))} of the useful time"
+        body += text(left, y + 16, said, style="strong")
+        y += 26
+        for rank in range(ranks):
+            body += text(left - 10, y + 17, f"rank {rank}", anchor="end")
+            body += f'<rect x="{left}" y="{y}" width="{(right - left) * last / end:.2f}" height="26" rx="3" class="soft"/>'
+            body += "".join(_rectangle(bar, left, y, (right - left) / end) for bar in group if bar.rank == rank)
+            y += 31
+        y += 8
+    return picture(width, y + 24, body + _seconds(end, left, right, y), "pipeline timeline")
+
+
+def _rectangle(bar: Bar, left: float, y: float, scale: float) -> str:
+    """One bar; collectives and messages are thin, at the foot of the row, since they run beside the computations."""
+    _, fill, ink = FILLS[bar.kind]
+    x, wide = left + bar.start * scale, max((bar.end - bar.start) * scale, 0.6)
+    beside = bar.kind in ("GATHER", "REDUCE", "MESSAGE")
+    top, tall = (y + 21, 5) if beside else (y, 26)
+    opacity = (1.0, 0.78, 0.6, 0.46)[min(bar.shade, 3)]
+    title = escape(f"{bar.name}\n{duration(bar.end - bar.start)}, from {duration(bar.start)} to {duration(bar.end)}")
+    gap = 0.8 if wide > 4 else 0.0
+    body = (
+        f'<rect x="{x:.2f}" y="{y if not beside else top}" width="{wide - gap:.2f}" height="{tall}" rx="{2 if wide > 6 else 0}" '
+    )
+    body += f'fill="{fill}" fill-opacity="{opacity}"/>'
+    if not beside and width_of(bar.word) + 3 < wide:
+        colour = ink if opacity > 0.7 else "var(--ink)"
+        body += f'<text x="{x + wide / 2:.2f}" y="{y + 17}" text-anchor="middle" style="fill:{colour}">{escape(bar.word)}</text>'
+    return f'<g class="bar"><title>{title}</title>{body}</g>'
+
+
+def _legend(kinds: Iterable[str], left: float) -> str:
+    body, x = "", left
+    for kind in (kind for kind in FILLS if kind in set(kinds)):
+        name, fill, _ = FILLS[kind]
+        body += f'<rect x="{x:.1f}" y="6" width="11" height="11" rx="3" fill="{fill}"/>' + text(x + 16, 16, name)
+        x += width_of(name) + 34
+    return body
+
+
+def _seconds(end: float, left: float, right: float, y: float) -> str:
+    body = f'<line x1="{left}" x2="{right}" y1="{y}" y2="{y}" class="axis"/>'
+    for tick in ticks(0, end, most=9):
+        x = left + tick / end * (right - left)
+        body += f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + 4}" class="axis"/>'
+        body += text(x, y + 17, duration(tick) if tick else "0", anchor="middle")
+    return body
+
+
+def chrome_trace(timeline: Timeline | Sequence[Bar]) -> dict[str, Any]:
+    """The timeline in Chrome's trace format, which Perfetto and chrome://tracing open: a thread a rank, times in microseconds."""
+    bars = predicted(timeline) if isinstance(timeline, Timeline) else list(timeline)
+    found: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in sorted({bar.rank for bar in bars})
+    ]
+    found += [_trace_event(bar.rank, bar.name, FILLS[bar.kind][0], bar.start, bar.end, pid=0) for bar in bars]
+    if isinstance(timeline, Timeline):  # messages overlap computations, so they have threads of their own
+        found += [
+            _trace_event(span.rank, str(action), "message", span.start, span.end, pid=1)
+            for span in timeline.transfers
+            for action in parts(span.action)
+        ]
+    names = {0: "ranks", 1: "messages under way"}
+    used = {event["pid"] for event in found}
+    found += [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": names[pid]}} for pid in sorted(used)]
+    return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def _trace_event(rank: int, name: str, category: str, start: float, end: float, *, pid: int) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": rank, "ts": start * 1e6, "dur": (end - start) * 1e6}

@@ -1,0 +1,26 @@
+"""Pipeline schedules as data: pure functions make them; one `Program` is checked, executed, timed and drawn. No torch."""
+
+from megalith.schedule.action import Action, Overlap, Row, Schedule, Slot
+from megalith.schedule.lower import Program, lower
+from megalith.schedule.simulate import Span, Timeline, activations, in_flight, simulate
+from megalith.schedule.table import SCHEDULES, build, refusals
+from megalith.schedule.verify import problems
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Overlap",
+    "Program",
+    "Row",
+    "Schedule",
+    "Slot",
+    "Span",
+    "Timeline",
+    "activations",
+    "build",
+    "in_flight",
+    "lower",
+    "problems",
+    "refusals",
+    "simulate",
+]

@@ -1,0 +1,43 @@
+"""Interleaved 1F1B: several stages a rank, a bubble divided by their number (Narayanan et al. 2021, arXiv:2104.04473)."""
+
+from itertools import chain
+
+from megalith.schedule.action import Action, Computation, Row, Schedule, loop
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """1F1B in which each rank holds `chunks` stages, dealt in turn; microbatches go through them in rounds.
+
+    A round takes its microbatches through one chunk, then the next. Rounds are as equal as they can be and never smaller than
+    `ranks` (unless all microbatches are), so that the pipeline stays full between chunks: any number of microbatches works, and
+    a multiple of `ranks` gives the order of the paper.
+    """
+    sizes = rounds(ranks, microbatches)
+
+    def row(rank: int) -> Row:
+        forwards = _order("F", sizes, [rank + ranks * chunk for chunk in range(chunks)])
+        backwards = _order("B", sizes, [rank + ranks * chunk for chunk in reversed(range(chunks))])
+        # the first backward of a rank needs a whole round through all chunks but the last, and the way there and back
+        warmup = min((chunks - 1) * sizes[0] + (2 if chunks > 1 else 1) * (ranks - 1 - rank), len(forwards))
+        steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+        return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
+
+    rows = tuple(row(rank) for rank in range(ranks))
+    return Schedule("interleaved", rows, ranks * chunks, microbatches, loop(ranks, chunks))
+
+
+def rounds(ranks: int, microbatches: int) -> list[int]:
+    """Sizes of the rounds: as many as fit with at least `ranks` microbatches each, the larger ones first."""
+    count = max(1, microbatches // ranks)
+    size, larger = divmod(microbatches, count)
+    return [size + (i < larger) for i in range(count)]
+
+
+def _order(kind: Computation, sizes: list[int], stages: list[int]) -> Row:
+    """Round by round, stage by stage, microbatch by microbatch."""
+    row: list[Action] = []
+    first = 0
+    for size in sizes:
+        row += [Action(kind, stage, i) for stage in stages for i in range(first, first + size)]
+        first += size
+    return tuple(row)

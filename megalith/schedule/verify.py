@@ -1,0 +1,183 @@
+"""What is wrong with a program, found before anything runs: a missing send is a line of text here, and a hang there."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from megalith.schedule.action import COMPUTATIONS, MESSAGES, Action, Row, Slot, computations, parts
+from megalith.schedule.lower import (
+    WEIGHT_GRADIENTS,
+    WEIGHT_USERS,
+    Channel,
+    Program,
+    channel_of,
+    gives,
+    needs,
+    partner,
+)
+from megalith.schedule.simulate import Wait, blocked, explain
+
+
+def problems(program: Program) -> list[str]:
+    """Everything that would go wrong; empty if the program computes the whole step and ends.
+
+    Each forward and each backward (B, or I and W) of every stage and microbatch happens once, where its stage lives and in a
+    possible order; every message has both ends, on the right ranks, and each channel's sends and receives agree in order; weights
+    are gathered before use and gradients reduced as the ZeRO stage says; and no rank waits for ever.
+    """
+    if outside := list(_outside(program)):
+        return outside
+    found = [*_computed(program), *_messages(program)]
+    for rank, row in enumerate(program.rows):
+        found += _order(rank, row, program.placement)
+        found += _gathers(rank, row, program.zero)
+        found += _reductions(rank, row, program.zero)
+    # a missing or crossed message also blocks its ranks: say the cause, not that it hangs too
+    return found or _deadlocks(blocked(program))
+
+
+def _outside(program: Program) -> Iterator[str]:
+    """Computations of stages and microbatches that are not there; nothing else can be said of them."""
+    for rank, row in enumerate(program.rows):
+        for action in computations(row):
+            if not 0 <= action.stage < program.stages or action.microbatch not in range(program.microbatches):
+                yield f"rank {rank}: {action} is outside {program.stages} stages and {program.microbatches} microbatches"
+
+
+def _computed(program: Program) -> Iterator[str]:
+    """Each computation exactly once, on the rank of its stage."""
+    count: Counter[Action] = Counter()
+    for rank, row in enumerate(program.rows):
+        for action in computations(row):
+            count[action] += 1
+            if program.placement[action.stage] != rank:
+                yield f"rank {rank}: {action} belongs on rank {program.placement[action.stage]}, which holds its stage"
+    for stage in range(program.stages):
+        for i in range(program.microbatches):
+            f, b, half, rest = (count[Action(kind, stage, i)] for kind in ("F", "B", "I", "W"))
+            if f != 1:
+                yield f"{stage}F{i}: forward happens {f} times, not once"
+            if (b, half, rest) not in ((1, 0, 0), (0, 1, 1)):
+                times = f"B {b}, I {half}, W {rest} times"
+                yield f"backward of stage {stage}, microbatch {i}: {times}; either B once, or I and W once"
+
+
+def _order(rank: int, row: Row, placement: tuple[int, ...]) -> Iterator[str]:
+    """Forward before backward, I before W, a receive before its use, a send after its making; all within one rank."""
+    place: dict[Action, int] = {}
+    for i, slot in enumerate(row):
+        for action in parts(slot):
+            place.setdefault(action, i)
+    for action, i in place.items():
+        before: list[Action] = []
+        if action.kind in COMPUTATIONS:
+            own = {"F": (), "B": ("F",), "I": ("F",), "W": ("I",)}[action.kind]
+            before += [Action(kind, action.stage, action.microbatch) for kind in own]
+            if receive := needs(action, placement):
+                before.append(receive)
+        elif action.kind in ("SEND_F", "SEND_B"):
+            kinds = ("F",) if action.kind == "SEND_F" else ("B", "I")
+            before += [a for a in (Action(k, action.stage, action.microbatch) for k in kinds) if a in place]
+        for earlier in before:
+            if place.get(earlier, -1) >= i:
+                yield f"rank {rank}: {action} comes before {earlier}, which it needs"
+
+
+def _messages(program: Program) -> Iterator[str]:
+    """Every message has both ends, once, where the computations are; channels keep one order at both ends."""
+    wanted: dict[Action, int] = {}
+    for rank, row in enumerate(program.rows):
+        for action in computations(row):
+            ends = (needs(action, program.placement), gives(action, program.placement))
+            wanted.update({end: rank for end in ends if end})
+    there: dict[Action, list[int]] = defaultdict(list)
+    for rank, row in enumerate(program.rows):
+        for slot in row:
+            for action in parts(slot):
+                if action.kind in MESSAGES:
+                    there[action].append(rank)
+    for action, rank in wanted.items():
+        if rank not in there[action]:
+            yield f"rank {rank}: {action} is missing; its other end is {partner(action)}"
+    for action, ranks in there.items():
+        for rank in ranks:
+            if wanted.get(action) != rank:
+                yield f"rank {rank}: {action} has no other end; nothing there makes or uses it"
+        if len(ranks) > 1:
+            yield f"{action} stands {len(ranks)} times (ranks {ranks}), not once"
+    if all(wanted.get(action) == ranks[0] and len(ranks) == 1 for action, ranks in there.items() if ranks):
+        yield from _crossed(program)
+
+
+def _crossed(program: Program) -> Iterator[str]:
+    """Channels whose sends and receives stand in different orders."""
+    sends: dict[Channel, list[Action]] = defaultdict(list)
+    receives: dict[Channel, list[Action]] = defaultdict(list)
+    for row in program.rows:
+        for slot in row:
+            for action in parts(slot):
+                if action.kind in MESSAGES:
+                    ends = sends if action.kind.startswith("SEND") else receives
+                    ends[channel_of(action, program.placement)].append(action)
+    for channel, sent in sends.items():
+        for send, receive in zip(sent, receives[channel], strict=False):
+            if partner(send) != receive:
+                yield (
+                    f"channel {channel.source} -> {channel.destination} ({channel.carries}): rank {channel.source} sends {send} "
+                    f"where rank {channel.destination} receives {receive}"
+                )
+                break
+
+
+def _gathers(rank: int, row: Row, zero: int) -> Iterator[str]:
+    """Weights are whole when they are used: gathered once (ZeRO 1, 2) or again for each use (ZeRO 3)."""
+    whole: set[int] = set()
+    for slot in row:
+        users = [action for action in parts(slot) if action.kind in WEIGHT_USERS]
+        for action in users:
+            if zero >= 1 and action.stage not in whole:
+                yield f"rank {rank}: {slot} needs a GATHER of stage {action.stage} before it (ZeRO {zero})"
+        if zero == 3:
+            whole -= {action.stage for action in users}
+        if isinstance(slot, Action) and slot.kind == "GATHER":
+            if zero == 0 or slot.stage in whole:
+                yield f"rank {rank}: {slot} gathers weights that are whole already (ZeRO {zero})"
+            whole.add(slot.stage)
+
+
+def _reductions(rank: int, row: Row, zero: int) -> Iterator[str]:
+    """Gradients are reduced directly after the backward they belong to: each one (ZeRO 2, 3) or the stage's last (ZeRO 0, 1)."""
+    left = Counter(action.stage for action in computations(row) if action.kind in WEIGHT_GRADIENTS)
+    due: list[Action] = []
+    for slot in (*row, None):
+        if isinstance(slot, Action) and slot.kind == "REDUCE":
+            if slot in due:
+                due.remove(slot)
+            else:
+                yield f"rank {rank}: {slot} does not directly follow a backward whose gradients are due (ZeRO {zero})"
+            continue
+        yield from (f"rank {rank}: {action} is missing after the backward of its stage (ZeRO {zero})" for action in due)
+        due = list(_due(slot, left, zero)) if slot else []
+
+
+def _due(slot: Slot, left: Counter[int], zero: int) -> Iterator[Action]:
+    """The reductions that must follow a slot; counts down the backwards that are left of each stage."""
+    stages = [action.stage for action in parts(slot) if action.kind in WEIGHT_GRADIENTS]
+    left.subtract(stages)
+    for stage in dict.fromkeys(stages):
+        if zero >= 2 or left[stage] == 0:
+            yield Action("REDUCE", stage)
+
+
+def _deadlocks(waits: list[Wait]) -> list[str]:
+    """The circle of ranks that wait for each other, if there is one, and else every wait."""
+    by_rank = {wait.rank: wait for wait in waits}
+    for start in by_rank:
+        path: list[int] = []
+        rank = start
+        while rank in by_rank and rank not in path:
+            path.append(rank)
+            rank = by_rank[rank].on
+        if rank in path:
+            circle = path[path.index(rank) :]
+            return ["deadlock: " + "; ".join(explain(by_rank[rank]) for rank in circle)]
+    return [f"stands still: {explain(wait)}" for wait in waits]

@@ -1,0 +1,122 @@
+import re
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from megalith import events
+from megalith.report.live import Follow
+from tests.report.run_folder import start, step
+
+
+def console(terminal: bool) -> Console:
+    return Console(file=StringIO(), force_terminal=terminal, width=120)
+
+
+def text(shown: Console) -> str:
+    return shown.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def log(tmp_path):
+    found = events.EventLog(tmp_path)
+    yield found
+    found.close()
+
+
+def test_a_file_gets_the_first_step_and_the_last_without_escape_codes(tmp_path, log):
+    shown = console(terminal=False)
+    with Follow(tmp_path, 5, shown) as follow:
+        for i in range(1, 6):
+            log.write(step(i, loss=6.0 - i))
+            follow.poll()
+    assert re.findall(r"step (\d)/5  loss ([\d.]+)", text(shown)) == [("1", "5.0000"), ("5", "1.0000")]
+    assert "\x1b" not in text(shown)
+    assert "8.19k tokens/s  MFU 14.7 %" in text(shown)
+
+
+def test_a_file_gets_a_line_at_every_interval(tmp_path, log):
+    shown = console(terminal=False)
+    with Follow(tmp_path, 5, shown, seconds=0.0) as follow:
+        for i in range(1, 6):
+            log.write(step(i))
+            follow.poll()
+    assert re.findall(r"step (\d)/5", text(shown)) == ["1", "2", "3", "4", "5"]
+
+
+def test_a_terminal_gets_one_line_that_is_redrawn(tmp_path, log):
+    shown = console(terminal=True)
+    with Follow(tmp_path, 5, shown) as follow:
+        for i in range(1, 6):
+            log.write(step(i))
+            follow.poll()
+    assert "\x1b" in text(shown)
+    assert "step 5/5" in text(shown)
+
+
+def test_what_was_written_before_is_not_shown(tmp_path, log):
+    log.write(step(1))
+    shown = console(terminal=False)
+    with Follow(tmp_path, 5, shown) as follow:
+        follow.poll()
+        assert text(shown) == ""
+        log.write(step(2))
+    assert re.findall(r"step (\d)/5", text(shown)) == ["2"]
+
+
+def test_a_log_that_does_not_exist_yet_is_waited_for(tmp_path):
+    shown = console(terminal=False)
+    with Follow(tmp_path / "later", 5, shown) as follow:
+        follow.poll()
+        late = events.EventLog(tmp_path / "later")
+        late.write(step(1))
+        late.close()
+    assert "step 1/5" in text(shown)
+
+
+def test_a_line_that_is_half_written_is_shown_when_it_is_whole(tmp_path):
+    shown = console(terminal=False)
+    source = events.EventLog(tmp_path / "whole")
+    source.write(step(3))
+    source.close()
+    line = (tmp_path / "whole" / events.FILE).read_bytes()
+    with Follow(tmp_path, 5, shown) as follow, (tmp_path / events.FILE).open("ab", buffering=0) as file:
+        file.write(line[:30])
+        follow.poll()
+        assert text(shown) == ""
+        file.write(line[30:])
+        follow.poll()
+        assert "step 3/5" in text(shown)
+
+
+def test_a_line_torn_by_a_dead_writer_is_passed_over(tmp_path):
+    (tmp_path / events.FILE).write_bytes(b'{"type":"step","st')
+    shown = console(terminal=False)
+    with Follow(tmp_path, 5, shown):
+        log = events.EventLog(tmp_path)
+        log.write(step(1))
+        log.write(step(2))
+        log.close()
+    assert "step 2/5" in text(shown)
+
+
+def test_validation_and_problems_are_said(tmp_path, log):
+    shown = console(terminal=False)
+    with Follow(tmp_path, 5, shown) as follow:
+        log.write(events.Validation(1, 4.25, {}, 0.1))
+        log.write(events.Problem("warning", "rank 1 is slow", 1))
+        log.write(step(1, mfu=None))
+        follow.poll()
+    assert "warning: rank 1 is slow (rank 1)" in text(shown)
+    assert "val 4.2500" in text(shown)
+    assert "MFU" not in text(shown)
+
+
+def test_the_remaining_time_counts_what_lies_between_steps(tmp_path, log):
+    shown = console(terminal=False)
+    with Follow(tmp_path, 100, shown) as follow:
+        log.write(start())
+        log.write(step(1, time=1000.0))
+        log.write(step(11, time=1020.0))  # steps of 0.5 s, but 2 s from one to the next
+        follow.poll()
+    assert "ETA 2:58" in text(shown)

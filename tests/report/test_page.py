@@ -1,0 +1,181 @@
+import json
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from megalith import events
+from megalith.report.history import history
+from megalith.report.page import flat, predict, smoothed, write
+from megalith.spec.plan import Plan
+from tests.report.run_folder import holdings, spans, start, step, write_run
+
+VOID = {"meta"}
+
+
+class Nesting(HTMLParser):
+    """Fails on a tag that is closed out of turn; keeps the headings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.headings: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+
+
+def parsed(page: str) -> Nesting:
+    nesting = Nesting()
+    nesting.feed(page)
+    assert nesting.open == []
+    for picture in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
+        ElementTree.fromstring(picture)
+    return nesting
+
+
+def log(folder, *written: events.Event):
+    file = events.EventLog(folder)
+    for event in written:
+        file.write(event)
+    file.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> str:
+    folder = write_run(tmp_path_factory.mktemp("run"))
+    (folder / "provenance.json").write_text(json.dumps({"plan.zero": "file run.toml", "optimizer.lr": "command line"}))
+    (folder / "run.toml").write_text("[plan]\nzero = 3 # <shards>\n")
+    return write(folder).read_text(encoding="utf-8")
+
+
+def test_a_full_run_has_every_section(page):
+    assert parsed(page).headings == [
+        "Loss",
+        "Speed",
+        "Memory",
+        "Who holds what",
+        "Pipeline",
+        "Samples",
+        "Checkpoints",
+        "Specification",
+    ]
+
+
+def test_the_page_needs_nothing_from_outside(page):
+    assert not re.search(r"<(script|link|img|iframe)|\bsrc=|@import|url\(|https?://", page)
+
+
+def test_headline_numbers_stand_on_what_they_assume(page):
+    for said in (
+        "first light",
+        "finished",
+        "14.7 %",
+        "2.5 TFLOP/s",
+        "measured matrix product",
+        "6 N + attention",
+        "5 steps done again",
+    ):
+        assert said in page, said
+
+
+def test_text_of_the_run_is_escaped(page):
+    assert "universally &lt;b&gt;acknowledged&lt;/b&gt; &amp; so on" in page
+    assert "rank 3 was killed &lt;9&gt;" in page
+    assert "# &lt;shards&gt;" in page
+
+
+def test_values_say_where_they_came_from(page):
+    assert "<td>plan.zero</td><td>3</td><td>file run.toml</td>" in page
+    assert "<td>optimizer.lr</td><td>0.003</td><td>command line</td>" in page
+
+
+def test_the_pipeline_is_drawn_as_predicted_and_as_measured(page):
+    assert "predicted from the mean time of each stage" in page
+    assert "measured in step 30" in page
+    assert "gap +0.0 %" in page  # the measured spans of the folder are themselves a simulation of the same schedule
+
+
+def test_domains_have_curves_of_their_own(page):
+    assert "Validation loss by domain" in page
+    assert "austen" in page
+
+
+def test_an_empty_folder_says_that_nothing_is_there(tmp_path):
+    page = write(tmp_path).read_text(encoding="utf-8")
+    assert parsed(page).headings == []
+    assert "no record of a start" in page
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        (start(),),
+        (step(1),),
+        (events.Problem("error", "no such file", None),),
+        (start(), step(1, loss=float("nan"), mfu=None, breakdown={}, memory={})),
+        (start(peak=None), events.Validation(0, 9.0, {}, 0.1), step(1, mfu=None)),
+        (start(), *holdings()),
+        (events.Sample(1, "a", "b"), events.Checkpoint(1, "x", 1, 0.1, 0.1), spans(1)),
+    ],
+    ids=lambda written: "+".join(event.kind for event in written[:3]),
+)
+def test_a_run_with_few_events_still_has_a_page(tmp_path, written):
+    parsed(write(log(tmp_path, *written)).read_text(encoding="utf-8"))
+
+
+def test_an_unknown_peak_is_said_and_not_guessed(tmp_path):
+    page = write(log(tmp_path, start(peak=None), step(1, mfu=None))).read_text(encoding="utf-8")
+    assert "no peak known: cpu is not in the catalogue" in page
+
+
+def test_writing_again_replaces_the_page(tmp_path):
+    write(tmp_path)
+    page = write(log(tmp_path, start(), step(1))).read_text(encoding="utf-8")
+    assert "no record of a start" not in page
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "report.html"]
+
+
+def test_the_prediction_stands_on_the_best_costs_there_are(tmp_path):
+    bare = history(log(tmp_path / "a", start()))
+    assert predict(bare)[0].end == 3 * (8 + 1)
+    stepped = history(log(tmp_path / "b", start(), step(1)))
+    assert predict(stepped)[0].end == pytest.approx((0.12 + 0.3) / 8 * (8 + 1))
+    seen = history(log(tmp_path / "c", start(), step(1), spans(1)))
+    assert predict(seen)[0].end == pytest.approx(0.03 * (8 + 1))
+
+
+def test_a_very_long_pipeline_is_drawn_in_part(tmp_path):
+    plan = Plan(pipeline=16, schedule="interleaved", chunks=8)
+    wide = start(plan=plan)
+    wide.spec["train"]["global_batch"] = 512
+    run = history(log(tmp_path, wide))
+    timeline, _, microbatches = predict(run)
+    assert microbatches < 512
+    assert len(timeline.spans) <= 4000 + 2 * 16 * 128
+
+
+def test_smoothing_keeps_a_straight_line_and_its_ends():
+    line = [(i, 4.0 * i) for i in range(50)]
+    assert smoothed(line, reach=5) == line
+
+
+def test_smoothing_leaves_out_what_is_not_finite():
+    assert smoothed([(0, 1.0), (1, float("nan")), (2, 3.0)], reach=1) == [(0, 1.0), (2, 3.0)]
+
+
+def test_leaves_are_named_by_dotted_keys():
+    assert flat({"a": {"b": 1, "c": {}}, "d": [1, "x"]}) == [("a.b", "1"), ("a.c", "{}"), ("d", '[1, "x"]')]

@@ -1,0 +1,39 @@
+from io import StringIO
+
+from rich.console import Console
+
+from megalith import events
+from megalith.report.tables import summary
+from tests.report.run_folder import start, write_run
+
+
+def printed(folder) -> str:
+    console = Console(file=StringIO(), width=120)
+    console.print(summary(folder))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_summary_says_how_the_run_ended_and_how_fast_it_was(tmp_path):
+    text = printed(write_run(tmp_path))
+    for said in (
+        "finished",
+        "40 of 40",
+        "4.0000 (austen 3.9000, python 4.1000)",
+        "8.19k",
+        "14.7 % of 2.5 TFLOP/s",
+        "step 20",
+        "done again",
+    ):
+        assert said in text, (said, text)
+    assert "error rank 3 was killed <9> (rank 3)" in text
+
+
+def test_an_unknown_peak_is_said(tmp_path):
+    log = events.EventLog(tmp_path)
+    log.write(start(peak=None))
+    log.close()
+    assert "running" in printed(tmp_path)
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    assert "has no events" in printed(tmp_path / "elsewhere").replace("\n", " ")

@@ -1,0 +1,99 @@
+from collections import Counter
+from itertools import chain
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalith.schedule.action import MESSAGES, Action, Overlap, Schedule, computations, format_row, parse_row
+from megalith.schedule.lower import channel_of, lower, partner
+from megalith.schedule.table import SCHEDULES, build, refusals
+from megalith.schedule.verify import problems
+
+
+@st.composite
+def schedules(draw):
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    ranks, microbatches, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 12)), draw(st.integers(1, 3))
+    if refusals(name, ranks=ranks, microbatches=microbatches, chunks=chunks):
+        chunks = 1
+    return build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+
+
+@given(schedules(), st.sampled_from([0, 1, 2, 3]), st.integers(0, 3))
+@settings(deadline=None, max_examples=150)
+def test_a_lowered_schedule_has_no_problems(schedule, zero, ahead):
+    assert problems(lower(schedule, zero, ahead=ahead)) == []
+
+
+@given(schedules(), st.sampled_from([0, 1, 2, 3]))
+@settings(deadline=None)
+def test_lowering_keeps_the_computations_and_their_order(schedule, zero):
+    rows = [tuple(computations(row)) for row in lower(schedule, zero).rows]
+    assert rows == [tuple(computations(row)) for row in schedule.rows]
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize(("zero", "gathers", "reduces"), [(0, 0, 1), (1, 1, 1), (2, 1, 5), (3, 10, 5)])
+def test_a_stage_gathers_and_reduces_as_often_as_its_zero_stage_says(zero, gathers, reduces, chunks):
+    program = lower(build("interleaved", ranks=2, microbatches=5, chunks=chunks), zero)
+    for stage in range(program.stages):
+        count = Counter(chain.from_iterable(program.rows))
+        assert (count[Action("GATHER", stage)], count[Action("REDUCE", stage)]) == (gathers, reduces)
+
+
+def test_one_rank_sends_nothing():
+    program = lower(build("gpipe", ranks=1, microbatches=3, chunks=2), 0)
+    assert format_row(program.rows[0]) == "0F0 0F1 0F2 1F0 1F1 1F2 1B0 1B1 1B2 1REDUCE 0B0 0B1 0B2 0REDUCE"
+
+
+def test_a_receive_starts_one_computation_before_its_use():
+    program = lower(build("1f1b", ranks=2, microbatches=2), 0)
+    assert format_row(program.rows[1]) == "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1REDUCE 1SEND_B1"
+
+
+def test_stages_of_one_rank_hand_over_without_messages():
+    v = Schedule("v", (parse_row("0F0 3F0 3B0 0B0"), parse_row("1F0 2F0 2B0 1B0")), 4, 1, (0, 1, 1, 0))
+    program = lower(v, 0)
+    assert problems(program) == []
+    assert Counter(str(slot) for row in program.rows for slot in row if "SEND" in str(slot)) == Counter(
+        ["0SEND_F0", "2SEND_F0", "3SEND_B0", "1SEND_B0"]
+    )
+
+
+def test_a_split_backward_sends_after_its_first_half_and_reduces_after_its_second():
+    split = Schedule("split", (parse_row("0F0 0I0 0W0"), parse_row("1F0 1I0 1W0")), 2, 1, (0, 1))
+    program = lower(split, 3)
+    assert format_row(program.rows[1]) == "1RECV_F0 1GATHER 1F0 1GATHER 1I0 1SEND_B0 1W0 1REDUCE"
+    assert problems(program) == []
+
+
+def test_an_overlap_gets_the_messages_of_both_its_computations():
+    rows = (parse_row("0F0 (0F1;0B0) 0B1"), parse_row("1F0 1B0 1F1 1B1"))
+    program = lower(Schedule("overlap", rows, 2, 2, (0, 1)), 0)
+    overlap = program.rows[0].index(Overlap(Action("F", 0, 1), Action("B", 0, 0)))
+    assert program.rows[0][overlap + 1] == Action("SEND_F", 0, 1)
+    assert problems(program) == []
+
+
+def test_receives_follow_the_senders_order_even_if_they_are_used_in_another():
+    rows = (parse_row("0F0 0F1 0B0 0B1"), parse_row("1F1 1F0 1B0 1B1"))
+    program = lower(Schedule("crossed", rows, 2, 2, (0, 1)), 0)
+    assert format_row(program.rows[1][:2]) == "1RECV_F0 1RECV_F1"
+    assert problems(program) == []
+
+
+@given(schedules())
+@settings(deadline=None)
+def test_both_ends_of_a_message_name_the_same_channel(schedule):
+    program = lower(schedule, 0)
+    messages = [slot for row in program.rows for slot in row if isinstance(slot, Action) and slot.kind in MESSAGES]
+    for message in messages:
+        assert partner(partner(message)) == message
+        assert channel_of(message, program.placement) == channel_of(partner(message), program.placement)
+        assert program.peer(message) == program.placement[partner(message).stage]
+
+
+def test_another_zero_stage_is_refused():
+    with pytest.raises(ValueError, match="zero = 4"):
+        lower(build("1f1b", ranks=1, microbatches=1), 4)

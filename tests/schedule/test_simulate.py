@@ -1,0 +1,126 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalith.schedule.action import Action, Overlap, Schedule, Slot, computations, parse_row, parts
+from megalith.schedule.lower import lower
+from megalith.schedule.simulate import activations, in_flight, simulate
+from megalith.schedule.table import build
+
+COST = {"F": 1.0, "B": 2.0}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 32])
+def test_the_bubble_is_one_pipeline_depth(name, ranks, microbatches):
+    timeline = simulate(lower(build(name, ranks=ranks, microbatches=microbatches), 0), COST)
+    assert timeline.end == 3 * (microbatches + ranks - 1)
+    assert timeline.bubble == pytest.approx((ranks - 1) / microbatches)
+    assert timeline.busy == (3 * microbatches,) * ranks
+
+
+@given(
+    st.sampled_from(["gpipe", "interleaved"]),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.sampled_from([0, 3]),
+    st.randoms(use_true_random=False),
+)
+@settings(deadline=None)
+def test_ranks_do_what_the_schedule_says_one_thing_at_a_time(name, ranks, microbatches, chunks, zero, random):
+    schedule = build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    timeline = simulate(lower(schedule, zero), lambda _: random.random(), transfer=lambda _: random.random())
+    ends: dict[Slot, float] = {}
+    for rank, row in enumerate(schedule.rows):
+        spans = [span for span in timeline.row(rank) if not str(span.action).endswith(("GATHER", "REDUCE"))]
+        assert [span.action for span in spans] == list(computations(row))
+        assert all(before.end <= after.start for before, after in pairwise(spans))
+        ends |= {span.action: span.end for span in spans}
+    for span in timeline.spans:
+        for action in parts(span.action):
+            if action.kind == "F" and action.stage > 0:
+                assert ends[Action("F", action.stage - 1, action.microbatch)] <= span.start
+            if action.kind == "B" and action.stage + 1 < schedule.stages:
+                assert ends[Action("B", action.stage + 1, action.microbatch)] <= span.start
+
+
+def test_a_message_takes_its_time_once_on_the_way_forward_and_once_back():
+    timeline = simulate(lower(build("1f1b", ranks=2, microbatches=1), 0), COST, transfer=0.5)
+    assert timeline.end == 2 * 3 + 2 * 0.5
+    assert [(span.rank, str(span.action), span.end - span.start) for span in timeline.transfers] == [
+        (0, "0SEND_F0", 0.5),
+        (1, "1SEND_B0", 0.5),
+    ]
+
+
+def test_messages_of_one_channel_go_one_after_the_other():
+    timeline = simulate(lower(build("gpipe", ranks=2, microbatches=3), 0, ahead=3), {"F": 1.0, "B": 2.0}, transfer=4.0)
+    forward = [span for span in timeline.transfers if span.rank == 0]
+    assert [span.start for span in forward] == [1.0, 5.0, 9.0]
+
+
+def test_a_receive_started_early_hides_its_transfer():
+    schedule = build("1f1b", ranks=2, microbatches=8)
+    late, early = (simulate(lower(schedule, 0, ahead=ahead), COST, transfer=0.5).end for ahead in (0, 1))
+    assert early < late
+
+
+def test_an_exposed_gather_holds_up_every_computation_of_its_stage():
+    schedule = build("1f1b", ranks=1, microbatches=4)
+    assert simulate(lower(schedule, 3), COST | {"GATHER": 0.25}).end == 4 * 3 + 8 * 0.25
+    assert simulate(lower(schedule, 1), COST | {"GATHER": 0.25}).end == 4 * 3 + 0.25
+
+
+def test_a_reduction_runs_beside_the_computations_that_follow():
+    schedule = build("1f1b", ranks=1, microbatches=4)
+    assert simulate(lower(schedule, 2), COST | {"REDUCE": 0.5}).end == 4 * 3 + 0.5
+
+
+def test_an_overlap_may_cost_less_than_its_two_computations():
+    rows = (parse_row("0F0 (0F1;0B0) 0B1"),)
+    program = lower(Schedule("overlap", rows, 1, 2, (0,)), 0)
+    assert simulate(program, COST).end == 6
+    assert simulate(program, COST | {"OVERLAP": 2.0}).end == 5
+    assert isinstance(simulate(program, COST).spans[1].action, Overlap)
+
+
+def test_half_backwards_let_the_stage_before_go_on():
+    rows = (parse_row("0F0 0I0 0W0"), parse_row("1F0 1I0 1W0"))
+    program = lower(Schedule("split", rows, 2, 1, (0, 1)), 0)
+    assert simulate(program, {"F": 1.0, "I": 1.0, "W": 1.0}).end == 5
+
+
+def test_a_kind_without_seconds_is_refused():
+    with pytest.raises(ValueError, match=r"no seconds for B \(0B0\)"):
+        simulate(lower(build("1f1b", ranks=1, microbatches=1), 0), {"F": 1.0})
+
+
+def test_a_program_that_cannot_finish_is_refused_with_what_it_waits_for():
+    rows = (parse_row("0F0 0B0 0F1 0B1"), parse_row("1F0 1F1 1B0 1B1"))
+    with pytest.raises(ValueError, match="rank 1 at 1F1 waits for 1RECV_F1 of rank 0"):
+        simulate(lower(Schedule("stuck", rows, 2, 2, (0, 1)), 0), COST)
+
+
+def test_memory_is_weighed_by_stage():
+    schedule = build("1f1b", ranks=2, microbatches=4)
+    assert activations(schedule, [100, 7]) == [200, 7]
+    assert in_flight(schedule) == [2, 1]
+
+
+def test_a_split_backward_keeps_memory_until_its_second_half():
+    rows = (parse_row("0F0 0I0 0F1 0I1 0W0 0W1"),)
+    assert in_flight(Schedule("split", rows, 1, 2, (0,))) == [2]
+
+
+def test_both_halves_of_an_overlap_are_in_memory_together():
+    rows = (parse_row("0F0 (0F1;0B0) 0B1"),)
+    assert in_flight(Schedule("overlap", rows, 1, 2, (0,))) == [2]
+
+
+def test_a_timeline_of_nothing_has_no_bubble():
+    empty = Schedule("none", ((),), 1, 0, (0,))
+    assert (simulate(lower(empty, 0), COST).end, simulate(lower(empty, 0), COST).bubble, in_flight(empty)) == (0.0, 0.0, [0])

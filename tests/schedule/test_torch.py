@@ -1,0 +1,52 @@
+"""torch's own pipeline schedules as an oracle for the order on each rank."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from megalith.schedule.action import format_row
+from megalith.schedule.table import build
+
+torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+
+
+def private(owner: str, method: str):
+    """A private method of torch's: its name may change between versions."""
+    found = getattr(getattr(torch_schedules, owner, None), method, None)
+    return found or pytest.skip(f"this torch has no {owner}.{method}")
+
+
+def texts(actions) -> str:
+    """The computations of torch's row; its text form of them is ours."""
+    return " ".join(str(action) for action in actions if re.fullmatch(r"\d+[FB]\d+", str(action)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [4, 5, 16])
+def test_gpipe_is_torchs(ranks, microbatches):
+    order = private("ScheduleGPipe", "_get_pipeline_order")(SimpleNamespace(_num_stages=ranks, _n_microbatches=microbatches))
+    rows = build("gpipe", ranks=ranks, microbatches=microbatches).rows
+    assert [format_row(row) for row in rows] == [texts(order[rank]) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [4, 5, 16])
+def test_1f1b_is_torchs(ranks, microbatches):
+    order = private("Schedule1F1B", "_get_pipeline_order")(SimpleNamespace(_num_stages=ranks, _n_microbatches=microbatches))
+    *rows, last = [format_row(row) for row in build("1f1b", ranks=ranks, microbatches=microbatches).rows]
+    assert rows == [texts(order[rank]) for rank in range(ranks - 1)]
+    # torch numbers the last rank's forwards from 1 (it has no warm-up to count from), though it runs them from 0
+    assert re.sub(r"F\d+", "F", last) == re.sub(r"F\d+", "F", texts(order[ranks - 1]))
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 8), (4, 3), (4, 8), (4, 10), (3, 9)])
+def test_interleaving_is_torchs(ranks, microbatches, chunks):
+    per_round = microbatches // max(1, microbatches // ranks)
+    stand_in = SimpleNamespace(
+        n_local_stages=chunks, microbatches_per_round=per_round, pp_group_size=ranks, _n_microbatches=microbatches
+    )
+    calculate = private("ScheduleInterleaved1F1B", "_calculate_single_rank_operations")
+    rows = build("interleaved", ranks=ranks, microbatches=microbatches, chunks=chunks).rows
+    assert [format_row(row) for row in rows] == [texts(calculate(stand_in, rank)) for rank in range(ranks)]

@@ -1,0 +1,77 @@
+"""Every kind of mistake is put into a good program and must be found."""
+
+from dataclasses import replace
+
+import pytest
+
+from megalith.schedule.action import Schedule, format_row, parse_row
+from megalith.schedule.lower import Program, lower
+from megalith.schedule.table import build
+from megalith.schedule.verify import problems
+
+
+def program(zero: int = 0, microbatches: int = 3) -> Program:
+    return lower(build("1f1b", ranks=2, microbatches=microbatches), zero)
+
+
+def edited(good: Program, rank: int, old: str, new: str) -> Program:
+    """The program with a run of actions replaced in one row."""
+    text = format_row(good.rows[rank])
+    assert f" {old} " in f" {text} ", (old, text)
+    row = parse_row(f" {text} ".replace(f" {old} ", f" {new} ", 1))
+    return replace(good, rows=(*good.rows[:rank], row, *good.rows[rank + 1 :]))
+
+
+def test_a_good_program_has_no_problems():
+    assert problems(program()) == []
+
+
+@pytest.mark.parametrize(
+    ("zero", "rank", "old", "new", "said"),
+    [
+        (0, 0, "0SEND_F1", "", ["rank 0: 0SEND_F1 is missing; its other end is 1RECV_F1"]),
+        (0, 1, "1RECV_F1", "", ["rank 1: 1RECV_F1 is missing; its other end is 0SEND_F1"]),
+        (0, 1, "1RECV_F1 1B0 1SEND_B0 1F1", "1B0 1SEND_B0 1F1 1RECV_F1", ["rank 1: 1F1 comes before 1RECV_F1"]),
+        (0, 0, "0SEND_F1", "0SEND_F1 0SEND_F1", ["0SEND_F1 stands 2 times"]),
+        (0, 1, "1SEND_B1", "1SEND_B1 1SEND_F1", ["rank 1: 1SEND_F1 has no other end"]),
+        (0, 1, "1F2", "1F2 1F2", ["1F2: forward happens 2 times"]),
+        (0, 1, "1B2", "1I2", ["backward of stage 1, microbatch 2: B 0, I 1, W 0 times"]),
+        (0, 1, "1B2", "1B2 1W2", ["backward of stage 1, microbatch 2: B 1, I 0, W 1 times"]),
+        (0, 1, "1F2", "1F7", ["1F7 is outside 2 stages and 3 microbatches"]),
+        (0, 1, "1F2", "0F2", ["0F2 belongs on rank 0", "1F2: forward happens 0 times"]),
+        (0, 1, "1B0 1SEND_B0", "1SEND_B0 1B0", ["rank 1: 1SEND_B0 comes before 1B0, which it needs"]),
+        (0, 0, "0B2 0REDUCE", "0B2", ["rank 0: 0REDUCE is missing after the backward of its stage"]),
+        (0, 0, "0B1", "0B1 0REDUCE", ["rank 0: 0REDUCE does not directly follow a backward whose gradients are due"]),
+        (2, 1, "1B0 1REDUCE 1SEND_B0", "1B0 1SEND_B0 1REDUCE", ["1REDUCE is missing", "1REDUCE does not directly follow"]),
+        (1, 0, "0GATHER", "", ["rank 0: 0F0 needs a GATHER of stage 0 before it (ZeRO 1)"]),
+        (3, 0, "0GATHER 0B1", "0B1", ["rank 0: 0B1 needs a GATHER of stage 0 before it (ZeRO 3)"]),
+        (0, 0, "0F0", "0GATHER 0F0", ["gathers weights that are whole already (ZeRO 0)"]),
+    ],
+)
+def test_a_mistake_is_found_and_named(zero, rank, old, new, said):
+    found = problems(edited(program(zero), rank, old, new))
+    for text in said:
+        assert any(text in problem for problem in found), (text, found)
+
+
+def test_a_backward_before_its_forward_is_found():
+    rows = (parse_row("0B0 0F0"),)
+    found = problems(lower(Schedule("wrong", rows, 1, 1, (0,)), 0))
+    assert "rank 0: 0B0 comes before 0F0, which it needs" in found
+
+
+def test_crossed_messages_are_found():
+    good = lower(build("gpipe", ranks=2, microbatches=2), 0)
+    found = problems(edited(good, 0, "0SEND_F0 0RECV_B0 0F1 0SEND_F1", "0RECV_B0 0F1 0SEND_F1 0SEND_F0"))
+    assert found == ["channel 0 -> 1 (F): rank 0 sends 0SEND_F1 where rank 1 receives 1RECV_F0"]
+
+
+def test_a_deadlock_is_shown_as_the_circle_of_ranks():
+    rows = (parse_row("0F0 0B0 0F1 0B1"), parse_row("1F0 1F1 1B0 1B1"))  # rank 1 wants 1F1 before it gives back 1B0
+    (found,) = problems(lower(Schedule("stuck", rows, 2, 2, (0, 1)), 0))
+    assert found == "deadlock: rank 0 at 0B0 waits for 0RECV_B0 of rank 1; rank 1 at 1F1 waits for 1RECV_F1 of rank 0"
+
+
+def test_a_rank_that_waits_for_its_own_later_action_is_found():
+    found = problems(lower(Schedule("own", (parse_row("1F0 0F0 1B0 0B0"),), 2, 1, (0, 0)), 0))
+    assert found == ["deadlock: rank 0 at 1F0 waits for 0F0 of rank 0"]
