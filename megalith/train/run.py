@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shutil
 import signal
 import sys
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from megalith.models.stage import Stage
 from megalith.spec import cluster
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
+from megalith.train.generate import TOKENIZER
 from megalith.train.join import choose_device, join, keep_memory, matmul_rate
 from megalith.train.loop import Loop, Peak
 from megalith.train.restore import restore
@@ -90,6 +92,8 @@ def _prepare(spec: RunSpec, folder: Path, *, log: EventLog | None, device: torch
         print(message, file=sys.stderr, flush=True)
 
     stream = open_stream(spec, "train")
+    if log:
+        shutil.copyfile(Path(spec.data.path) / TOKENIZER, folder / TOKENIZER)
     held_out = open_stream(spec, "validation") if spec.validation.every else None
     groups = mesh_groups(spec, device)
     savers = dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.launch.timeout))

@@ -1,0 +1,54 @@
+# Everything runs in .venv, made from uv.lock. `make quickstart` and `make test` need nothing but Python >= 3.11, make and a package index.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
+RUN := .venv/bin/
+export UV_PROJECT_ENVIRONMENT := .venv
+
+.PHONY: help setup quickstart test test-fast test-gpu check format bench clean
+
+help: ## Say what can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+
+setup: .venv/.ready ## Make the locked environment
+
+.uv/bin/uv:
+	$(PYTHON) -m venv .uv
+	.uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+
+.venv/.ready: pyproject.toml uv.lock $(if $(findstring .uv/,$(UV)),.uv/bin/uv)
+	$(UV) sync --locked --quiet --extra tensorboard
+	@touch $@
+
+quickstart: setup ## Prepare real text, train a small Llama on 4 CPU ranks, let it write, make a report
+	$(RUN)megalith tokenizer train bundled:austen --vocab 4096 --out data/quickstart/tokenizer
+	$(RUN)megalith data prepare bundled:austen --tokenizer data/quickstart/tokenizer --validation 0.03 --out data/quickstart/tokens
+	$(RUN)megalith train recipes/quickstart.toml --run-dir runs/quickstart
+	$(RUN)megalith generate runs/quickstart --prompt "It was a truth" --tokens 80
+	$(RUN)megalith report runs/quickstart
+
+test: setup ## Run all tests
+	$(RUN)pytest
+
+test-fast: setup ## Run the tests of an inner loop, under two minutes
+	$(RUN)pytest -m "not slow" --ignore tests/promises
+
+test-gpu: ## Run the tests that one GPU can run, in the environment at hand
+	python3 -m pytest tests/gpu
+
+check: setup ## Format, lint, types
+	$(RUN)ruff format --check .
+	$(RUN)ruff check .
+	$(RUN)pyright
+
+format: setup ## Format the code
+	$(RUN)ruff format .
+	$(RUN)ruff check --fix .
+
+bench: setup ## Measure training speed beside plain Hugging Face transformers
+	$(RUN)python benchmarks/train_speed.py --peer
+
+clean: ## Remove what was made, but runs and data
+	rm -rf .venv .uv .pytest_cache .ruff_cache dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

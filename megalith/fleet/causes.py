@@ -1,0 +1,141 @@
+"""Why ranks ended, and which of many ends came first.
+
+When one rank fails, the others fail after it: their connections break, their collectives time out. A person must see the first
+one, so an error that only says "somebody else went away" never wins over one that says something of its own.
+"""
+
+import json
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalith.fleet.evidence import tail
+from megalith.fleet.exit_codes import ORDERLY, ExitCode
+
+SECONDARY_TYPES = frozenset({"DistNetworkError", "DistStoreError", "DistBackendError", "DistQueueEmptyError"})
+"""Exceptions of torch.distributed that are raised when another rank, or its store, is gone."""
+
+SECONDARY_TEXTS = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)"  # gloo, sockets: "Connection closed by peer"
+    r"|broken pipe|socket (closed|timeout)|peer closed"
+    r"|connectFullMesh failed|pair closure|pair is not connected"  # gloo
+    r"|timed out waiting \d+ ?ms for (recv|send)"  # gloo collectives
+    r"|timed out after \d+ seconds waiting for clients|socket has timed out|waitForInput|wait timeout after"  # stores
+    r"|remote process exited|ncclRemoteError|NCCL communicator was aborted|watchdog caught collective operation timeout"
+    r"|collective operation timeout|failed to recv, got 0 bytes|recvValue failed",
+    re.IGNORECASE,
+)
+"""What the errors of ranks that lost a peer say."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """One rank's end. `code` as in `subprocess`: an exit status, or minus a signal's number. `time`: seconds since the epoch."""
+
+    rank: int
+    code: int
+    time: float
+
+    @property
+    def orderly(self) -> bool:
+        """Whether the rank ended as agreed with the others."""
+        return self.code in ORDERLY
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Something that ended wrongly. `rank` None: the fork server. `error` is one line, empty when there was no Python error.
+
+    `traceback` is the evidence (of the Python error, or the last lines of the log), `code` the exit status it asks for.
+    """
+
+    rank: int | None
+    reason: str
+    error: str
+    traceback: str
+    log: Path
+    time: float
+    code: int
+    secondary: bool = False
+
+    @property
+    def name(self) -> str:
+        """What failed, for a sentence."""
+        return "the fork server" if self.rank is None else f"rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class RankError:
+    """The Python error a rank wrote down before it ended (`rank-R.error.json`)."""
+
+    type: str
+    message: str
+    traceback: str
+    time: float
+    phase: str
+
+    @property
+    def line(self) -> str:
+        """The error in one line."""
+        first = self.message.strip().partition("\n")[0]
+        return f"{self.type}: {first}" if first else self.type
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; real-time signals have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def is_secondary(type_name: str, text: str) -> bool:
+    """Whether an error only says that another rank went away."""
+    return type_name.rpartition(".")[2] in SECONDARY_TYPES or SECONDARY_TEXTS.search(text) is not None
+
+
+def read_error(path: Path) -> RankError | None:
+    """A rank's error file, None when it wrote none."""
+    try:
+        return RankError(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phase: str, oom_kills: int) -> Failure:
+    """What a rank's abnormal end means.
+
+    `output` is what it printed, `phase` its last heartbeat's, `oom_kills` how many processes the kernel's out-of-memory killer
+    ended meanwhile.
+    """
+    if error is not None:
+        reason = f"raised {error.type} in phase `{error.phase}`"
+        code = end.code if end.code > 0 else ExitCode.LOST  # it may have been killed after it wrote the error down
+        secondary = is_secondary(error.type, error.message)
+        return Failure(end.rank, reason, error.line, tail(error.traceback), log, error.time, code, secondary)
+    evidence = tail(output)
+    if end.code > 0:
+        reason = f"exited with status {end.code} and without a Python error in phase `{phase}`"
+        return Failure(end.rank, reason, "", evidence, log, end.time, end.code, is_secondary("", evidence))
+    reason = f"killed by {signal_name(-end.code)} in phase `{phase}`"
+    if end.code == -signal.SIGKILL:
+        reason += (
+            f" (out of memory: the kernel ended {oom_kills} process{'es' * (oom_kills > 1)} for it meanwhile)"
+            if oom_kills
+            else " (out of memory? the kernel counted no such kill meanwhile, so rather kill -9 from outside)"
+        )
+    # A C++ thread of gloo or NCCL that loses its peer ends the process with SIGABRT; the text is in the log only.
+    secondary = end.code == -signal.SIGABRT and is_secondary("", evidence)
+    return Failure(end.rank, reason, "", evidence, log, end.time, ExitCode.LOST, secondary)
+
+
+def first(failures: Iterable[Failure]) -> Failure | None:
+    """The first cause: the earliest failure that is not the consequence of another one; the earliest of all if each is."""
+    return min(failures, key=lambda failure: (failure.secondary, failure.time), default=None)
+
+
+def conclusive(failures: Sequence[Failure]) -> bool:
+    """Whether a first cause is among them already, so that nothing better is to be waited for."""
+    return any(not failure.secondary for failure in failures)

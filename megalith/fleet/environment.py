@@ -1,0 +1,185 @@
+"""This process's place among the ranks of a run, found in what its launcher put into the environment."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+FIRST_PORT, PORTS = 15_000, 15_000  # below the range from which Linux hands out ports for outgoing connections
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank of `world`, the `local_rank`-th of the `local_world` on its machine.
+
+    `store` is where the ranks meet: "file://PATH" (a FileStore; PATH is taken as it stands) or "tcp://HOST:PORT" (a TCPStore,
+    which this rank must serve itself if `serves`). Every key must be prefixed with `generation`: under torchrun the agent's store
+    lives on when the ranks are started again, and with gloo they would read the addresses of dead ranks and never connect (torch
+    2.15 reuses the store and no longer adds a prefix of its own).
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    kind: Literal["local", "torchrun", "slurm", "variables"]
+    store: str
+    generation: str
+    serves: bool = False
+
+
+def find(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """The place that our own supervisor, torchrun, Slurm's `srun` or a launcher that sets RANK gave this process.
+
+    None: nobody started this process as a rank, so it may start ranks of its own. That includes a batch script of Slurm's, a step
+    of one task and a world of one in plain variables, which are machines to run on rather than ranks.
+    Raises ValueError when the environment says only a part of what is needed: each such process would train on its own.
+    """
+    if "MEGALITH_STORE" in environment:
+        return _local(environment)
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return _torchrun(environment)
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return _variables(environment)
+    if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
+        return _slurm(environment)
+    return None
+
+
+def _require(environment: Mapping[str, str], launcher: str, *names: str) -> None:
+    """Raise ValueError with everything that is missing or is no number where one is needed."""
+    problems = [f"{name} is not set" for name in names if name not in environment]
+    numbers = [name for name in names if name not in ("MASTER_ADDR", "MEGALITH_GENERATION")]
+    problems += [f"{name}={environment[name]} is not a number" for name in numbers if not environment.get(name, "0").isdecimal()]
+    if problems:
+        raise ValueError(
+            f"the environment looks like {launcher}'s, but {', '.join(problems)}. "
+            f"Start the ranks with {launcher}, or unset its variables to start them from here"
+        )
+
+
+def _checked(place: Place) -> Place:
+    problems = []
+    if not place.rank < place.world:
+        problems.append(f"rank {place.rank} is not below the {place.world} ranks of the world")
+    if not place.local_rank < place.local_world:
+        problems.append(f"local rank {place.local_rank} is not below the {place.local_world} ranks of this machine")
+    if place.local_world > place.world:
+        problems.append(f"{place.local_world} ranks of this machine are more than the {place.world} of the world")
+    if problems:
+        reason = "; ".join(problems)
+        raise ValueError(f"the environment ({place.kind}) contradicts itself: {reason}. Unset its variables or mend them")
+    return place
+
+
+def _local(environment: Mapping[str, str]) -> Place:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    _require(environment, "megalith", *names, "MEGALITH_GENERATION")
+    rank, world, local_rank, local_world = (int(environment[name]) for name in names)
+    store, generation = environment["MEGALITH_STORE"], environment["MEGALITH_GENERATION"]
+    return _checked(Place(rank, world, local_rank, local_world, "local", store, generation))
+
+
+def _torchrun(environment: Mapping[str, str]) -> Place:
+    """Ranks of TorchElastic. Its agent serves the store, unless it says otherwise.
+
+    TORCHELASTIC_RESTART_COUNT is the agent's own count: the agents of several machines may disagree on it after a restart. With
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 each start gets a store of its own, and no count is needed: set that on several machines.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    _require(environment, "torchrun", *names, "MASTER_ADDR", "MASTER_PORT")
+    rank, world, local_rank, local_world = (int(environment[name]) for name in names)
+    fresh_store = environment.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+    count = "0" if fresh_store else environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    generation = f"{environment['TORCHELASTIC_RUN_ID']}.{count}"
+    agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+    serves = rank == 0 and not agent_serves
+    return _checked(Place(rank, world, local_rank, local_world, "torchrun", _tcp(environment), generation, serves))
+
+
+def _variables(environment: Mapping[str, str]) -> Place | None:
+    """Ranks whose launcher sets the variables of torch's `env://` itself, such as the operators of Kubernetes."""
+    if environment.get("WORLD_SIZE") == "1" and environment.get("RANK", "0") == "0":
+        return None
+    local = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in environment]
+    _require(environment, "a launcher", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *local)
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    local_rank, local_world = int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    place = Place(rank, world, local_rank, local_world, "variables", _tcp(environment), "0", serves=rank == 0)
+    return _checked(place)
+
+
+def _tcp(environment: Mapping[str, str]) -> str:
+    host = environment["MASTER_ADDR"]
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{environment['MASTER_PORT']}"
+
+
+def _slurm(environment: Mapping[str, str]) -> Place | None:
+    """Tasks of one `srun`. They meet on the first machine of the step, at a port that follows from the job and step."""
+    tasks_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    names = ("SLURM_PROCID", tasks_name, "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    _require(environment, "srun", *names)
+    rank, world, local_rank, node, job, step = (int(environment[name]) for name in names)
+    if world == 1:
+        return None
+    nodes = _either(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    tasks = expand_tasks(_either(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    if node >= len(tasks):
+        raise ValueError(f"SLURM_NODEID={node}, but tasks are given for {len(tasks)} machines. Start the ranks with srun")
+    host = environment.get("MASTER_ADDR") or expand_nodes(nodes)[0]
+    port = environment.get("MASTER_PORT") or str(FIRST_PORT + (job * 31 + step) % PORTS)
+    generation = f"{job}.{step}.{environment.get('SLURM_RESTART_COUNT', '0')}"
+    store = _tcp({"MASTER_ADDR": host, "MASTER_PORT": port})
+    return _checked(Place(rank, world, local_rank, tasks[node], "slurm", store, generation, serves=rank == 0))
+
+
+def _either(environment: Mapping[str, str], first: str, second: str) -> str:
+    value = environment.get(first) or environment.get(second)
+    if not value:
+        raise ValueError(f"the environment looks like srun's, but neither {first} nor {second} is set. Start the ranks with srun")
+    return value
+
+
+def expand_tasks(text: str) -> list[int]:
+    """Tasks of each machine from Slurm's short form: "4(x2),3" is [4, 4, 3]. Raises ValueError for anything else."""
+    tasks: list[int] = []
+    for item in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
+        if not found:
+            raise ValueError(f"{item!r} in {text!r} is no number of tasks as Slurm writes it. Use a form such as 4(x2),3")
+        tasks += [int(found[1])] * int(found[2] or 1)
+    return tasks
+
+
+def expand_nodes(text: str) -> list[str]:
+    """The machines of a Slurm node list, in order: "node[01-03,07],gpu5" is node01, node02, node03, node07, gpu5.
+
+    A name may have several brackets (the last one runs fastest); leading zeros give the width. Raises ValueError for other forms.
+    """
+    return [name for item in _split(text) for name in _expand(item, text)]
+
+
+def _split(text: str) -> list[str]:
+    """At the commas outside brackets."""
+    items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    if not items or ",".join(items) != text:
+        raise ValueError(f"{text!r} is no node list as Slurm writes it. Use a form such as node[01-03,07],gpu5")
+    return items
+
+
+def _expand(item: str, text: str) -> list[str]:
+    before, bracket, rest = item.partition("[")
+    if not bracket:
+        return [item]
+    ranges, _, after = rest.partition("]")
+    ends = _expand(after, text)
+    return [f"{before}{number}{end}" for piece in ranges.split(",") for number in _numbers(piece, text) for end in ends]
+
+
+def _numbers(piece: str, text: str) -> list[str]:
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
+    first, last = (found[1], found[2] or found[1]) if found else ("1", "0")
+    if int(last) < int(first):
+        raise ValueError(f"[{piece}] in {text!r} is no range of machines. Use a form such as node[01-03,07],gpu5")
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]

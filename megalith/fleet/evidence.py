@@ -1,0 +1,81 @@
+"""What a rank leaves behind: the end of its output, the stacks it wrote when asked, the kernel's view of its process."""
+
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+STACKS = signal.SIGUSR2
+"""Asks a process of ours to write the stack of every thread into its log; SIGTERM and SIGUSR1 mean "save and stop"."""
+
+TAIL_LINES = 15
+_LOG_BYTES = 1 << 16  # read from the end of a log
+_TURN_SECONDS = 0.02
+
+
+def tail(text: str) -> str:
+    """The last lines of a text."""
+    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
+
+
+def size(path: Path) -> int:
+    """Bytes of a file; 0 when there is none."""
+    return path.stat().st_size if path.exists() else 0
+
+
+def read_from(path: Path, offset: int) -> str:
+    """A file's text from an offset on; empty when there is none."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read().decode(errors="replace")
+
+
+def output(log: Path, generation: str) -> str:
+    """The end of what a rank printed in this generation: all that follows its header line, 64 KiB at most."""
+    text = read_from(log, max(0, size(log) - _LOG_BYTES))
+    _, found, rest = text.rpartition(f"generation {generation}:")
+    return rest.partition("\n")[2] if found else text
+
+
+def is_stopped(process: int | None) -> bool:
+    """Whether the kernel says that a process is stopped (SIGSTOP, or a debugger)."""
+    if process is None:
+        return False
+    try:
+        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in "Tt"
+
+
+def stacks(logs: dict[int, Path], *, ask: Callable[[], None], able: Iterable[int], seconds: float) -> dict[int, str]:
+    """Ask processes for their stacks, wait until the `able` ones have written them to their logs, and read the main threads'."""
+    before = {rank: size(log) for rank, log in logs.items()}
+    ask()
+    expected, end = list(able), time.monotonic() + seconds
+    last: dict[int, int] = {}
+    while time.monotonic() < end:
+        time.sleep(_TURN_SECONDS)
+        now = {rank: size(logs[rank]) for rank in expected}
+        if now == last and all(now[rank] > before[rank] for rank in expected):
+            break
+        last = now
+    return {rank: main_stack(read_from(log, before[rank])) for rank, log in logs.items()}
+
+
+def main_stack(dump: str) -> str:
+    """The main thread's innermost calls in a dump by `faulthandler`: it lists that thread last, and the innermost call first."""
+    sections = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x|Stack \(most recent)", dump)
+    return "\n".join(sections[-1].strip().splitlines()[:TAIL_LINES])
+
+
+def oom_kills() -> int:
+    """Processes the kernel's out-of-memory killer ended since it booted; 0 where the kernel does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

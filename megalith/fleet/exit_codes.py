@@ -1,0 +1,43 @@
+"""What a run's exit status means, and whether running the same command again makes sense. The only table of them."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit status of `megalith train` and of each rank. A rank killed by a signal has none: the supervisor makes that LOST."""
+
+    FINISHED = 0
+    FAILED = 1
+    BAD_SPECIFICATION = 2
+    LOST = 71  # EX_OSERR of sysexits.h
+    STOPPED = 75  # EX_TEMPFAIL of sysexits.h: "the user is invited to retry"
+    INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+    TERMINATED = 143  # 128 + SIGTERM, as shells report it
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """`text` for people; `retry` for schedulers: would the same command, unchanged, get further?"""
+
+    text: str
+    retry: bool
+
+
+MEANINGS: dict[ExitCode, Meaning] = {
+    ExitCode.FINISHED: Meaning("every step was done", retry=False),
+    ExitCode.FAILED: Meaning("the program raised an error; the same command most likely meets it again", retry=False),
+    ExitCode.BAD_SPECIFICATION: Meaning("the run's description is wrong; nothing was started", retry=False),
+    ExitCode.LOST: Meaning("a process was killed or stopped answering; the newest checkpoint is intact", retry=True),
+    ExitCode.STOPPED: Meaning("a signal asked to stop and the state was saved; the same command goes on", retry=True),
+    ExitCode.INTERRUPTED: Meaning("interrupted twice, so ended at once; steps since the newest checkpoint are lost", retry=True),
+    ExitCode.TERMINATED: Meaning("asked to stop before there was a state to save", retry=True),
+}
+
+ORDERLY = frozenset({ExitCode.FINISHED, ExitCode.STOPPED})
+"""Codes with which a rank ends as agreed with the others: no failure."""
+
+
+def retryable(code: int) -> bool:
+    """Whether a scheduler may run the same command again; a code that is not in the table (a program's own) says no."""
+    return code in MEANINGS and MEANINGS[ExitCode(code)].retry

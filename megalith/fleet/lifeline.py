@@ -1,0 +1,50 @@
+"""A process that dies with its parent: by the kernel's parent-death signal where there is one, and by a pipe everywhere.
+
+The pipe's only writing end is held by the supervisor and never written to. Whatever way the supervisor ends, the kernel closes
+that end, and every process that holds the reading end sees the end of the file.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to SIGKILL this process when its parent (process id `parent`) ends; only checks for it outside Linux.
+
+    Must be called again after every fork (a child does not inherit it). If the parent was gone before the kernel was asked, this
+    process ends at once: no signal would ever come.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        arguments = [ctypes.c_ulong(value) for value in (signal.SIGKILL, 0, 0, 0)]
+        if libc.prctl(_PR_SET_PDEATHSIG, *arguments) != 0:
+            reason = os.strerror(ctypes.get_errno())
+            print(f"no parent-death signal ({reason}): the lifeline pipe alone is watched", file=sys.stderr)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _end() -> NoReturn:
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)  # takes along the processes that this one started
+    os._exit(1)
+
+
+def watch(lifeline: int) -> None:
+    """Start a thread that ends this process when `lifeline` (the reading end of the pipe) comes to its end.
+
+    For ranks only: a fork server must stay without threads.
+    """
+
+    def wait() -> None:
+        while os.read(lifeline, 1):
+            pass
+        _end()
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()

@@ -1,0 +1,205 @@
+"""One rank's process, from its first line of Python to its exit status.
+
+`begin` is called by the fork server in a new child; `python -m megalith.fleet.rank JOB RANK PARENT` does the same in a fresh
+process, where a fork is unsafe. Either way the rank calls the job's entry, and whatever that raises is written down for the
+supervisor.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from time import time
+from typing import Any, NoReturn
+
+from megalith.fleet import heartbeat, lifeline
+from megalith.fleet.causes import RankError
+from megalith.fleet.evidence import STACKS
+from megalith.fleet.exit_codes import ORDERLY, ExitCode
+from megalith.fleet.heartbeat import Heartbeat
+
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # a person, a scheduler: stop
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """All a rank must know: the job file as the supervisor wrote it. `path` is Python's module path, `lifeline` a descriptor."""
+
+    entry: str
+    arguments: dict[str, Any]
+    ranks: int
+    threads: int
+    environment: dict[str, str]
+    run_dir: str
+    generation: str
+    path: list[str]
+    lifeline: int
+
+    @classmethod
+    def load(cls, path: Path) -> "Assignment":
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+
+    @property
+    def folder(self) -> Path:
+        """Where the ranks' logs, errors, heartbeats and store lie."""
+        return Path(self.run_dir) / "ranks"
+
+    @property
+    def heartbeats(self) -> Path:
+        return self.folder / "heartbeats"
+
+    @property
+    def store(self) -> Path:
+        """The file through which the ranks of this generation meet (`torch.distributed.FileStore`)."""
+        return self.folder / f"store-{self.generation}"
+
+    @property
+    def server_log(self) -> Path:
+        return self.folder / "server.log"
+
+    def log(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.log"
+
+    def error(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.error.json"
+
+    def variables(self, rank: int) -> dict[str, str]:
+        """What the environment of `rank` says besides what it inherits."""
+        fixed = {
+            "RANK": rank,
+            "WORLD_SIZE": self.ranks,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": self.ranks,
+            "MEGALITH_STORE": f"file://{self.store}",
+            "MEGALITH_GENERATION": self.generation,
+            "MEGALITH_RUN_DIR": self.run_dir,
+            heartbeat.VARIABLE: self.heartbeats,
+        }
+        threads = dict.fromkeys(THREAD_VARIABLES, str(self.threads))
+        return threads | self.environment | {name: str(value) for name, value in fixed.items()}
+
+
+def header(generation: str, what: str) -> bytes:
+    """The dated line that begins a generation in a log; `evidence.output` looks for it."""
+    now = datetime.now().astimezone().isoformat(timespec="milliseconds")
+    return f"==== {now} generation {generation}: {what} ====\n".encode()
+
+
+def open_log(assignment: Assignment, rank: int) -> None:
+    """Send this process's output to the end of the rank's log, line by line, after a header."""
+    file = os.open(assignment.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.write(file, header(assignment.generation, f"rank {rank} of {assignment.ranks}, process {os.getpid()}"))
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # what it is at start-up
+
+
+def set_signals() -> None:
+    """Signals as a rank wants them, whatever the process before did with them."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)  # the entry sets its own handlers; until then there is nothing to save
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the supervisor's, which asks every rank to stop with SIGTERM
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)  # the fork server holds them back
+    faulthandler.enable(2)
+    faulthandler.register(STACKS, file=2, all_threads=True, chain=False)
+
+
+def set_threads(threads: int) -> None:
+    """Compute threads of a torch that is imported already; one imported later reads the environment."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
+
+
+def resolve(entry: str) -> Callable[..., object]:
+    """The function named "module:function". Raises ImportError or AttributeError as Python does."""
+    module, _, function = entry.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _write_error(path: Path, error: BaseException, phase: str) -> None:
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    text = "".join(traceback.format_exception(error))
+    record = RankError(type=name, message=str(error), traceback=text, time=time(), phase=phase)
+    part = path.with_name(path.name + ".new")
+    part.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
+    part.rename(path)
+    print(text, file=sys.stderr, flush=True)
+
+
+def _status(error: BaseException) -> int:
+    """The exit status that an exception asks for."""
+    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", None)
+    if code is None and isinstance(error, SystemExit):
+        return ExitCode.FINISHED
+    return code if isinstance(code, int) and 0 <= code <= 255 else ExitCode.FAILED
+
+
+def call(assignment: Assignment, rank: int, beats: Heartbeat) -> int:
+    """Call the entry; the exit status. Anything it raises is written to the log and to `rank-R.error.json`."""
+    try:
+        beats.beat("import")
+        entry = resolve(assignment.entry)
+        beats.beat("run")
+        entry(**assignment.arguments)
+    except BaseException as error:
+        last, status = beats.read(), _status(error)
+        if status not in ORDERLY:
+            _write_error(assignment.error(rank), error, last.phase)
+        beats.beat("stopped" if status in ORDERLY else "failed", last.step)
+        return status
+    beats.beat("done", beats.read().step)
+    return ExitCode.FINISHED
+
+
+def leave(status: int) -> NoReturn:
+    """End the process without tearing the interpreter down: communication threads may still run, and would crash in it."""
+    if status in ORDERLY:
+        atexit._run_exitfuncs()  # a failed rank is gone at once instead, so that it is seen to fail first
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def begin(assignment: Assignment, rank: int, *, parent: int) -> NoReturn:
+    """Become `rank`: tie its life to the parent's, send its output to its log, call the entry, leave."""
+    status: int = ExitCode.FAILED
+    try:
+        lifeline.die_with_parent(parent)
+        open_log(assignment, rank)
+        set_signals()
+        lifeline.watch(assignment.lifeline)
+        os.environ.update(assignment.variables(rank))
+        set_threads(assignment.threads)
+        status = call(assignment, rank, Heartbeat.find())
+    except BaseException:  # this runs in a fork of the server: nothing may climb back into the server's own loop
+        traceback.print_exc()
+    leave(status)
+
+
+def main() -> NoReturn:
+    """A rank in a fresh process: JOB file, RANK, parent's process id."""
+    assignment, rank, parent = Assignment.load(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+    sys.path[:] = assignment.path
+    begin(assignment, rank, parent=parent)
+
+
+if __name__ == "__main__":
+    main()

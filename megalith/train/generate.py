@@ -1,0 +1,81 @@
+"""Text from a trained run: newest checkpoint, its tokenizer, one device."""
+
+from pathlib import Path
+
+import torch
+
+from megalith.checkpoint import folder, read
+from megalith.data.tokenizer import Tokenizer
+from megalith.data.tokenizer import load as load_tokenizer
+from megalith.events import EventLog, Sample
+from megalith.models import generate as writer
+from megalith.models.stage import Stage
+from megalith.spec.llama import Llama
+from megalith.train.join import choose_device
+
+TOKENIZER = "tokenizer.json"  # a run folder keeps a copy, so that it stands alone
+
+
+def load_model(path: Path, *, device: torch.device) -> Stage:
+    """The whole model of the newest intact checkpoint that `path` means, in fp32."""
+    spec = Llama.model_validate(folder.read_manifest(path).meta["spec"]["model"]).build()
+    with torch.device("meta"):
+        model = Stage(spec)
+    model.to_empty(device=device)
+    if spec.head.tied:
+        model.head.output.weight = model.embedding.weight
+    parameters = model.parameters_by_name()
+    weights = read.read_full(path, [f"weights.{name}" for name in parameters], check=False)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[f"weights.{name}"])
+    return model
+
+
+def find_tokenizer(run_dir: Path, data: str | None) -> Tokenizer:
+    """The tokenizer of a run. Raises FileNotFoundError saying where it was looked for."""
+    places = [place / TOKENIZER for place in (run_dir, *([Path(data)] if data else []))]
+    found = next((path for path in places if path.is_file()), None)
+    if found is None:
+        raise FileNotFoundError(f"no tokenizer: looked for {' and '.join(map(str, places))}. Copy the run's {TOKENIZER} there.")
+    return load_tokenizer(found)
+
+
+def generate(
+    run_dir: Path,
+    prompt: str,
+    *,
+    tokens: int,
+    step: int | None = None,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> str:
+    """What the model writes after `prompt`, up to `tokens` tokens or the end of the text; also added to the run's events.
+
+    An empty prompt begins a new document. Raises ValueError where prompt and tokens are more than the model's context.
+    """
+    checkpoint = folder.find(run_dir if step is None else run_dir / "checkpoints" / folder.name(step))
+    manifest = folder.read_manifest(checkpoint)
+    tokenizer = find_tokenizer(run_dir, manifest.meta["spec"].get("data", {}).get("path"))
+    model = load_model(checkpoint, device=choose_device("auto", 0))
+    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.end_of_text]
+    written = list(
+        writer.generate(
+            model,
+            ids,
+            tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=tokenizer.end_of_text,
+        )
+    )
+    text = tokenizer.decode(written[:-1] if written and written[-1] == tokenizer.end_of_text else written)
+    if (run_dir / "spec.json").is_file():
+        log = EventLog(run_dir)
+        log.write(Sample(step=manifest.step, prompt=prompt, text=text))
+        log.close()
+    return text

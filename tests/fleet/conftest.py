@@ -1,0 +1,77 @@
+"""Jobs for these tests, and a look at what processes they leave behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.fleet.supervisor import Job
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., Job]:
+    """`job("wait", ranks=2, seconds=1.0)` calls an entry of these tests; names of Job's own fields go to the job."""
+
+    def make(entry: str, *, ranks: int = 2, **rest: Any) -> Job:
+        own = {name: rest.pop(name) for name in list(rest) if name in Job.__dataclass_fields__}
+        limits: dict[str, Any] = {"start_timeout": 30.0, "silence_timeout": 30.0, "threads": 1}
+        return Job(entry=f"tests.fleet.entries:{entry}", arguments=rest, ranks=ranks, run_dir=tmp_path, **limits | own)
+
+    return make
+
+
+@pytest.fixture
+def supervise(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a supervisor in a process of its own and wait until its ranks are ready."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(entry: str, *, ranks: int = 2, method: str = "fork", **rest: Any) -> subprocess.Popen[str]:
+        fields = {"entry": f"tests.fleet.entries:{entry}", "arguments": {}, "ranks": ranks, "run_dir": str(tmp_path), **rest}
+        command = [sys.executable, "-m", "tests.fleet.supervise", json.dumps(fields)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "MEGALITH_START": method}
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        started.append(process)
+        until(lambda: all((tmp_path / f"pids-{rank}").exists() for rank in range(ranks)), seconds=20)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def until(true: Callable[[], bool], *, seconds: float) -> None:
+    """Wait for something; raise if it does not come."""
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            raise TimeoutError(f"did not happen within {seconds} s")
+        time.sleep(0.01)
+
+
+def processes(run_dir: Path) -> dict[str, int]:
+    """Process ids that the entries of these tests wrote down: of each rank, and of what started them."""
+    found = {}
+    for file in run_dir.glob("pids-?"):
+        own, parent = file.read_text().split()
+        found |= {file.name: int(own), "parent": int(parent)}
+    return found
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

@@ -1,0 +1,139 @@
+"""What the ranks of these tests do. No torch but where it is named, so that they start in milliseconds."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from megalith.fleet.environment import find
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.heartbeat import Heartbeat
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _start() -> Heartbeat:
+    """Say who this process is, and that it is ready."""
+    folder = Path(os.environ["MEGALITH_RUN_DIR"])
+    part = folder / f"pids-{_rank()}.new"
+    part.write_text(f"{os.getpid()} {os.getppid()}")
+    part.rename(folder / f"pids-{_rank()}")
+    beats = Heartbeat.find()
+    beats.beat("ready")
+    return beats
+
+
+def finish(word: str) -> None:
+    _start()
+    print(f"{word} from rank {_rank()} of {os.environ['WORLD_SIZE']}")
+    assert find() is not None
+
+
+def wait(seconds: float = 60.0) -> None:
+    _start()
+    time.sleep(seconds)
+
+
+def one_raises(own: int, delay: float) -> None:
+    """Rank `own` has an error of its own; the others lose their connections before it could report that."""
+    _start()
+    if _rank() == own:
+        time.sleep(delay)
+        raise ValueError("the token 70000 is not below the vocabulary's 32000")
+    raise ConnectionResetError("[Errno 104] Connection reset by peer")
+
+
+def one_raises_rest_waits(own: int) -> None:
+    _start()
+    if _rank() == own:
+        raise ValueError("mine")
+    time.sleep(60)
+
+
+def kill_yourself(own: int, number: int) -> None:
+    beats = _start()
+    beats.beat("forward", 7)
+    if _rank() == own:
+        if number == signal.SIGSEGV:
+            ctypes.string_at(0)
+        os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
+def never_ready(own: int) -> None:
+    beats = Heartbeat.find()
+    if _rank() == own:
+        sleep_in_a_function_with_this_name()
+    beats.beat("join")
+    time.sleep(60)
+
+
+def sleep_in_a_function_with_this_name() -> None:
+    time.sleep(60)
+
+
+def fall_silent(own: int) -> None:
+    """All beat, until rank `own` stands still in step 3 and the others wait for it in step 4."""
+    beats = _start()
+    for step in range(3 if _rank() == own else 4):
+        beats.beat("step", step + 1)
+        time.sleep(0.02)
+    time.sleep(60)
+
+
+def save_when_asked() -> None:
+    """Stop in an orderly way at SIGTERM."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    _start()
+    asked.wait(60)
+    print("saved")
+    raise SystemExit(ExitCode.STOPPED)
+
+
+def deaf() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    wait()
+
+
+def leave_with(code: int) -> None:
+    _start()
+    error = RuntimeError("asks for a status")
+    error.exit_code = code  # type: ignore[attr-defined]
+    raise error
+
+
+def start_a_process() -> None:
+    """A rank that is killed while a process it started still runs."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    Path(os.environ["MEGALITH_RUN_DIR"], "grandchild").write_text(str(child.pid))
+    _start()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def all_reduce(fail: int | None = None) -> None:
+    """Ranks meet over the file store; then one may fail while the others wait for it."""
+    import torch  # only the tests that preload it pay for it
+    import torch.distributed as dist
+
+    begun = time.monotonic()
+    place = find()
+    assert place is not None
+    store: Any = dist.PrefixStore(place.generation, dist.FileStore(place.store.removeprefix("file://"), place.world))
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == place.world
+    print(f"first all-reduce after {time.monotonic() - begun:.3f} s with {torch.get_num_threads()} threads")
+    Heartbeat.find().beat("ready")
+    if place.rank == fail:
+        raise ValueError("mine")
+    dist.all_reduce(total)
+    dist.destroy_process_group()

@@ -1,0 +1,51 @@
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from megalith.fleet import evidence
+from tests.fleet.conftest import until
+
+DUMP = """loss 3.1
+Thread 0x00007f01 (most recent call first):
+  File "lifeline.py", line 48 in wait
+
+Current thread 0x00007f02 (most recent call first):
+  File "innermost.py", line 1 in deep
+  File "outer.py", line 2 in main
+"""
+
+
+def test_the_main_stack_is_the_last_one_from_the_inside_out():
+    assert evidence.main_stack(DUMP).splitlines()[1] == '  File "innermost.py", line 1 in deep'
+    assert "lifeline" not in evidence.main_stack(DUMP)
+
+
+def test_a_deep_stack_keeps_its_innermost_calls():
+    deep = "Current thread 0x01 (most recent call first):\n" + "\n".join(f"  call {i}" for i in range(100))
+    kept = evidence.main_stack(deep).splitlines()
+    assert len(kept) == evidence.TAIL_LINES
+    assert kept[1] == "  call 0"
+
+
+def test_output_is_that_of_the_generation_only(tmp_path):
+    log = tmp_path / "rank-0.log"
+    log.write_text("==== then generation aa: rank 0 ====\nold\n==== now generation bb: rank 0 ====\nnew\nnewer\n")
+    assert evidence.output(log, "bb") == "new\nnewer\n"
+    assert evidence.output(tmp_path / "none", "bb") == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_stopped_process_is_seen_as_stopped():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        assert not evidence.is_stopped(process.pid)
+        os.kill(process.pid, signal.SIGSTOP)
+        until(lambda: evidence.is_stopped(process.pid), seconds=5)
+    finally:
+        process.kill()
+        process.wait()
+    assert not evidence.is_stopped(None)
+    assert evidence.oom_kills() >= 0

@@ -1,0 +1,35 @@
+import subprocess
+import sys
+
+import pytest
+
+from megalith.fleet.processes import Handle, method
+
+
+def test_ranks_are_forked_on_linux_and_spawned_elsewhere():
+    assert method({}) == ("fork" if sys.platform == "linux" else "spawn")
+    assert method({"MEGALITH_START": "spawn"}) == "spawn"
+
+
+def test_another_word_for_the_way_to_start_is_refused():
+    with pytest.raises(ValueError, match=r"MEGALITH_START=thread .* fork or spawn"):
+        method({"MEGALITH_START": "thread"})
+
+
+def test_macos_refuses_to_fork(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert method({}) == "spawn"
+    with pytest.raises(ValueError, match="macOS"):
+        method({"MEGALITH_START": "fork"})
+
+
+def test_a_handle_follows_a_process_to_its_end_and_not_beyond():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    handle = Handle(process.pid)
+    assert handle.alive()
+    handle.send(9)
+    assert process.wait(timeout=5) == -9
+    assert not handle.alive()
+    handle.send(9)  # the id may be another process's by now: nothing is sent
+    handle.close()
+    assert not Handle(process.pid).alive()
