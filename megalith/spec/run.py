@@ -14,9 +14,9 @@ class DataSpec(Spec):
 
     path: str = Field(description="folder with manifest.json")
     weights: dict[str, NonNegativeFloat] | None = Field(
-        None, description="share of each domain in the mixture; default: in proportion to its tokens"
+        default=None, description="share of each domain in the mixture; default: in proportion to its tokens"
     )
-    document_mask: bool = Field(True, description="a token sees only its own document, and positions restart in each")
+    document_mask: bool = Field(default=True, description="a token sees only its own document, and positions restart in each")
 
 
 class TrainSpec(Spec):
@@ -25,10 +25,12 @@ class TrainSpec(Spec):
     steps: PositiveInt
     global_batch: PositiveInt = Field(description="sequences a step, over all ranks")
     seq_len: PositiveInt
-    precision: Literal["fp32", "bf16"] = Field("bf16", description="bf16 keeps fp32 master weights, moments and reductions")
+    precision: Literal["fp32", "bf16"] = Field(
+        default="bf16", description="bf16 keeps fp32 master weights, moments and reductions"
+    )
     seed: NonNegativeInt = 0
-    z_loss: NonNegativeFloat = Field(0.0, description="weight of mean(logsumexp^2), which keeps logits from drifting")
-    init_from: str | None = Field(None, description="checkpoint folder whose weights the run starts from")
+    z_loss: NonNegativeFloat = Field(default=0.0, description="weight of mean(logsumexp^2), which keeps logits from drifting")
+    init_from: str | None = Field(default=None, description="checkpoint folder whose weights the run starts from")
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
@@ -37,44 +39,46 @@ class OptimizerSpec(Spec):
 
     lr: PositiveFloat = 3e-4
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    warmup: NonNegativeInt = Field(2000, description="steps of linear warm-up")
-    decay: NonNegativeFloat = Field(0.2, le=1.0, description="wsd: share of the steps that decay at the end")
-    min_lr: NonNegativeFloat = Field(0.1, le=1.0, description="lowest learning rate, as a share of lr")
-    beta1: NonNegativeFloat = Field(0.9, lt=1.0)
-    beta2: NonNegativeFloat = Field(0.95, lt=1.0)
+    warmup: NonNegativeInt = Field(default=2000, description="steps of linear warm-up")
+    decay: NonNegativeFloat = Field(default=0.2, le=1.0, description="wsd: share of the steps that decay at the end")
+    min_lr: NonNegativeFloat = Field(default=0.1, le=1.0, description="lowest learning rate, as a share of lr")
+    beta1: NonNegativeFloat = Field(default=0.9, lt=1.0)
+    beta2: NonNegativeFloat = Field(default=0.95, lt=1.0)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
-    clip: NonNegativeFloat = Field(1.0, description="global gradient norm is cut to this; 0 switches clipping off")
+    clip: NonNegativeFloat = Field(default=1.0, description="global gradient norm is cut to this; 0 switches clipping off")
 
 
 class ValidationSpec(Spec):
     """Loss on the held-out part of each domain."""
 
-    every: NonNegativeInt = Field(0, description="steps between validations; 0: never")
-    samples: PositiveInt = Field(64, description="sequences of each domain")
+    every: NonNegativeInt = Field(default=0, description="steps between validations; 0: never")
+    samples: PositiveInt = Field(default=64, description="sequences of each domain")
 
 
 class CheckpointSpec(Spec):
     """When to save and how many to keep."""
 
-    every: NonNegativeInt = Field(0, description="steps between saves; 0: only at the end")
-    keep: PositiveInt = Field(2, description="newest checkpoints kept")
-    asynchronous: bool = Field(True, description="copy, then write while the next steps run")
+    every: NonNegativeInt = Field(default=0, description="steps between saves; 0: only at the end")
+    keep: PositiveInt = Field(default=2, description="newest checkpoints kept")
+    asynchronous: bool = Field(default=True, description="copy, then write while the next steps run")
 
 
 class LaunchSpec(Spec):
     """Ranks and their limits."""
 
-    start_timeout: PositiveFloat = Field(120.0, description="seconds all ranks have to meet at start-up")
-    timeout: PositiveFloat = Field(600.0, description="seconds a collective may wait before the run stops")
-    threads: NonNegativeInt = Field(0, description="compute threads a rank; 0: cores / ranks of this machine")
+    start_timeout: PositiveFloat = Field(default=120.0, description="seconds all ranks have to meet at start-up")
+    timeout: PositiveFloat = Field(default=600.0, description="seconds a collective may wait before the run stops")
+    threads: NonNegativeInt = Field(default=0, description="compute threads a rank; 0: cores / ranks of this machine")
 
 
 class RunSpec(Spec):
     """A whole run. Nothing else decides what is computed."""
 
     name: str = "run"
-    cluster: str = Field("local", description="accelerator this runs on, for MFU: a name from the catalogue, or `local` to find out")
+    cluster: str = Field(
+        default="local", description="accelerator this runs on, for MFU: a name from the catalogue, or `local` to find out"
+    )
     model: Llama
     plan: Plan = Plan()
     data: DataSpec

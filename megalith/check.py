@@ -1,0 +1,613 @@
+"""Every rule of legality, and the field's advice, over a run's description: arithmetic only, no torch, all findings at once.
+
+A rule is a small function from a Case to the problems it sees. RULES lists them; a new rule is a function and a line there.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from megalith.schedule.table import MOST_CHUNKS, SCHEDULES
+from megalith.spec import cluster as clusters
+from megalith.spec.cluster import ClusterSpec
+from megalith.spec.model import BlockSpec, ModelSpec
+from megalith.spec.plan import Plan
+from megalith.spec.problem import Problem, SpecErrors, near
+from megalith.spec.run import RunSpec
+from megalith.spec.toml import dotted, key, literal
+from megalith.spec.validate import leaves
+
+__all__ = ["MAY_CHANGE", "RULES", "Case", "Problem", "check", "check_resume"]
+
+PARTS = ("attention", "attention.core", "attention_norm", "mlp", "mlp_norm")
+"""The parts of a block that selective recomputation can name."""
+
+WIDTH = {"fp32": 4, "bf16": 2}
+"""Bytes of a number, by precision."""
+
+STATE_BYTES = 16
+"""Bytes a parameter: master weight, gradient and AdamW's two moments, each fp32 (Rajbhandari et al. 2019)."""
+
+MAY_CHANGE: dict[str, str] = {
+    "name": "a label",
+    "cluster": "what MFU is measured against",
+    "plan": "where the work happens, never its result",
+    "data.path": "where the data lies; that it is the same data is checked by its manifest's digest",
+    "train.steps": "a run may be made longer",
+    "train.device": "where the work happens",
+    "validation": "looks at the weights and leaves them as they are",
+    "checkpoint": "the same",
+    "launch": "ranks and their limits",
+}
+"""What may differ when a run is resumed, and why: keys, or whole tables."""
+
+Found = Iterator[Problem]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the rules look at. `world`: ranks there are, where known. `files`: whether to look at the disk."""
+
+    spec: RunSpec
+    world: int | None
+    files: bool
+
+    @property
+    def plan(self) -> Plan:
+        return self.spec.plan
+
+    @cached_property
+    def model(self) -> ModelSpec | None:
+        """The model as parts; None when its sizes do not make one (rules about its sizes say why)."""
+        try:
+            return self.spec.model.build()
+        except ValidationError:
+            return None
+
+    @cached_property
+    def blocks(self) -> dict[BlockSpec, str]:
+        """Each distinct block and the name of the first of its kind."""
+        kinds: dict[BlockSpec, str] = {}
+        for number, block in enumerate(self.model.blocks if self.model else ()):
+            kinds.setdefault(block, f"blocks.{number}")
+        return kinds
+
+    @cached_property
+    def cluster(self) -> ClusterSpec | None:
+        """The cluster; None when it is this machine, or unknown."""
+        try:
+            return None if self.spec.cluster == "local" else clusters.load(self.spec.cluster)
+        except SpecErrors:
+            return None
+
+    @cached_property
+    def manifest(self) -> dict[str, Any] | None:
+        """The prepared data's manifest; None when there is none to read."""
+        try:
+            found = json.loads(Path(self.spec.data.path, "manifest.json").read_text(encoding="utf-8")) if self.files else None
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    @cached_property
+    def block_parameters(self) -> int:
+        """Parameters of all blocks."""
+        return sum(_parameters(block, self.model.dim) for block in self.model.blocks) if self.model else 0
+
+
+def check(
+    spec: RunSpec, *, world: int | None = None, files: bool = True, provenance: Mapping[str, str] | None = None
+) -> list[Problem]:
+    """Every problem of a run, errors first. Empty: it is legal and follows the field's advice.
+
+    `world` is the number of ranks there are, where known; with `files=False` nothing on disk is looked at. `provenance` (from
+    `spec.files`) tells where values came from.
+    """
+    case = Case(spec, world, files)
+    found = [problem for rule in RULES for problem in rule(case)]
+    origins = provenance or {}
+    return sorted((replace(p, source=origins.get(p.key, "")) for p in found), key=lambda p: p.severity != "error")
+
+
+def check_resume(saved: RunSpec, asked: RunSpec, *, provenance: Mapping[str, str] | None = None) -> list[Problem]:
+    """What would make the run `asked` for another one than the `saved` run it is to go on with; empty when it may."""
+    before = {dotted(leaf.path): leaf.value for leaf in leaves(saved)}
+    now = {dotted(leaf.path): leaf.value for leaf in leaves(asked)}
+    changed = [name for name in dict.fromkeys([*now, *before]) if now.get(name) != before.get(name)]
+    return [
+        Problem(
+            severity="error",
+            key=name,
+            value=now.get(name),
+            reason=f"the run in this folder has {literal(before.get(name))}, and would no longer be the same run",
+            way_out="Set it back, or start another run with --run-dir.",
+            source=(provenance or {}).get(name, ""),
+        )
+        for name in changed
+        if not {name, name.partition(".")[0]} & set(MAY_CHANGE)
+    ]
+
+
+def _error(name: str, value: Any, reason: str, way_out: str) -> Problem:
+    return Problem("error", name, value, reason, way_out)
+
+
+def _advice(name: str, value: Any, reason: str, way_out: str) -> Problem:
+    return Problem("advice", name, value, reason, way_out)
+
+
+# --- the model
+
+
+def heads_make_up_the_width(case: Case) -> Found:
+    """Attention heads split the width evenly, share keys evenly, and have pairs of channels to rotate."""
+    model = case.spec.model
+    kv_heads = model.kv_heads or model.heads
+    if model.head_dim is None and model.dim % model.heads:
+        way_out = _divisors("heads", model.dim, model.heads)
+        yield _error("model.heads", model.heads, f"does not divide model.dim = {model.dim}", way_out)
+    if model.heads % kv_heads:
+        reason = f"does not divide model.heads = {model.heads}, so groups of heads would share keys unevenly"
+        yield _error("model.kv_heads", kv_heads, reason, _divisors("kv_heads", model.heads, kv_heads))
+    head_dim = model.head_dim or model.dim // model.heads
+    if head_dim % 2:
+        name = "model.heads" if model.head_dim is None else "model.head_dim"
+        reason = f"gives heads of {head_dim} channels, and rotary positions turn channels in pairs"
+        yield _error(name, model.head_dim or model.heads, reason, f"Use an even head_dim, such as {head_dim + 1}.")
+
+
+def sequences_fit_the_context(case: Case) -> Found:
+    """Positions beyond the model's context were never meant."""
+    length, context = case.spec.train.seq_len, case.spec.model.context
+    if length > context:
+        reason = f"goes beyond model.context = {context}, the longest sequence the positions are meant for"
+        yield _advice("train.seq_len", length, reason, f"Use seq_len <= {context}, or set model.context = {length}.")
+
+
+# --- the mesh
+
+
+def replicate_divides_data(case: Case) -> Found:
+    """Copies of the state are groups of equal size."""
+    plan = case.plan
+    if plan.data % plan.replicate:
+        reason = f"does not divide plan.data = {plan.data}"
+        yield _error("plan.replicate", plan.replicate, reason, _divisors("replicate", plan.data, plan.replicate))
+    elif plan.replicate > 1 and plan.zero == 0:
+        reason = "changes nothing with plan.zero = 0, which copies everything"
+        yield _advice("plan.replicate", plan.replicate, reason, "Leave it out.")
+
+
+def ranks_match_the_plan(case: Case) -> Found:
+    """A plan uses every rank there is, and no more."""
+    plan = case.plan
+    need = f"data {plan.data} x tensor {plan.tensor} x pipeline {plan.pipeline} = {plan.ranks} ranks are needed"
+    fixed = plan.tensor * plan.pipeline
+    if case.world is not None and case.world != plan.ranks:
+        fits = case.world % fixed == 0
+        way_out = f"Use plan.data = {case.world // fixed}" if fits else f"Start a multiple of {fixed} ranks"
+        yield _error("plan.data", plan.data, f"{need}, and {case.world} were started", f"{way_out}, or start {plan.ranks} ranks.")
+    if case.cluster and ":" in case.spec.cluster and case.cluster.count < plan.ranks:
+        reason = f"has {case.cluster.count} devices, and {need}"
+        way_out = f"Use {case.cluster.accelerator.name}:{plan.ranks}, or a smaller plan."
+        yield _error("cluster", case.spec.cluster, reason, way_out)
+
+
+def tensor_divides_the_model(case: Case) -> Found:
+    """Tensor parallelism splits heads, hidden channels, vocabulary and (with `sequence`) the sequence evenly."""
+    if case.plan.tensor == 1 or case.model is None:
+        return
+    whole = _split_sizes(case)
+    if case.plan.sequence:
+        whole["seq_len", "train"] = case.spec.train.seq_len
+    legal = gcd(*whole.values())
+    for (what, where), size in whole.items():
+        if size % case.plan.tensor:
+            way_out = _divisors("tensor", legal, case.plan.tensor)
+            way_out += " Or plan.sequence = false." if what == "seq_len" else ""
+            yield _error("plan.tensor", case.plan.tensor, f"does not divide {what} = {size} ({where})", way_out)
+
+
+def rows_divide_over_tensor_and_shards(case: Case) -> Found:
+    """Weights that `tensor` splits by rows are split by rows again among the data ranks that share them, evenly."""
+    plan = case.plan
+    if plan.tensor == 1 or plan.shards == 1 or case.model is None or plan.data % plan.replicate:
+        return
+    rows = {("vocab", "embedding, head"): case.model.embedding.vocab}
+    for block, name in case.blocks.items():
+        attention = block.attention
+        rows["heads * head_dim", f"{name}.attention"] = attention.heads * attention.head_dim
+        rows["kv_heads * head_dim", f"{name}.attention"] = attention.kv_heads * attention.head_dim
+        rows["ffn", f"{name}.mlp"] = block.mlp.hidden
+    pieces = plan.tensor * plan.shards
+    common = gcd(*rows.values())
+    fits = max((s for s in range(1, plan.shards) if plan.data % s == 0 and common % (plan.tensor * s) == 0), default=None)
+    other = f"Use plan.replicate = {plan.data // fits} (shards of {fits})" if fits else "Use a smaller plan.tensor"
+    for (what, where), size in rows.items():
+        if size % pieces and size % plan.tensor == 0:  # the tensor rule speaks of the others
+            reason = f"with tensor = {plan.tensor} and {plan.shards} shards cuts {what} = {size} ({where}) into uneven pieces"
+            way_out = f"{other}, or make {what} a multiple of {pieces}, such as {_up(size, pieces)}."
+            yield _error("plan.data", plan.data, reason, way_out)
+
+
+def batch_divides(case: Case) -> Found:
+    """Every data rank computes equally many whole microbatches."""
+    plan, batch = case.plan, case.spec.train.global_batch
+    unit = plan.data * plan.microbatch
+    if batch % unit:
+        near_ones = " or ".join(str(n) for n in (batch // unit * unit, _up(batch, unit)) if n)
+        reason = f"is no multiple of plan.data {plan.data} x plan.microbatch {plan.microbatch} = {unit}"
+        smaller = max((m for m in range(1, plan.microbatch) if batch % (plan.data * m) == 0), default=None)
+        also = f", or plan.microbatch = {smaller}" if smaller else ""
+        yield _error("train.global_batch", batch, reason, f"Use {near_ones}{also}.")
+
+
+# --- the pipeline
+
+
+def every_stage_has_a_block(case: Case) -> Found:
+    """A stage without a block would only pass messages on."""
+    stages, blocks = case.plan.stages, case.spec.model.layers
+    if stages > blocks:
+        reason = f"with chunks = {case.plan.chunks} makes {stages} stages, and the model has {blocks} blocks"
+        yield _error("plan.pipeline", case.plan.pipeline, reason, f"Use pipeline x chunks <= {blocks}.")
+
+
+def layers_fill_the_stages(case: Case) -> Found:
+    """An explicit split names every stage and places every block."""
+    layers, stages, blocks = case.plan.layers, case.plan.stages, case.spec.model.layers
+    if layers is None or stages > blocks:
+        return
+    share, more = divmod(blocks, stages)
+    way_out = f"Use {[share + (s < more) for s in range(stages)]}, say, or leave it out."
+    if len(layers) != stages:
+        yield _error("plan.layers", layers, f"names {len(layers)} stages, and pipeline x chunks makes {stages}", way_out)
+    if sum(layers) != blocks:
+        yield _error("plan.layers", layers, f"places {sum(layers)} blocks, and the model has {blocks}", way_out)
+
+
+def schedule_is_known(case: Case) -> Found:
+    """The schedule is in the table and can hold as many stages a rank."""
+    plan = case.plan
+    if plan.schedule not in SCHEDULES:
+        nearest = near(plan.schedule, SCHEDULES)
+        hint = f'Did you mean "{nearest}"? ' if nearest else ""
+        yield _error("plan.schedule", plan.schedule, "no schedule has this name", f"{hint}Known: {', '.join(SCHEDULES)}.")
+        return
+    most = MOST_CHUNKS.get(plan.schedule, plan.chunks)
+    if plan.chunks > most:
+        several = ", ".join(f'"{name}"' for name in SCHEDULES if name not in MOST_CHUNKS)
+        reason = f'is more than schedule = "{plan.schedule}" holds a rank, {most}'
+        yield _error("plan.chunks", plan.chunks, reason, f"Use chunks = {most}, or a schedule that holds several: {several}.")
+    if plan.schedule == "interleaved" and plan.chunks == 1 and plan.pipeline > 1:
+        yield _advice("plan.chunks", 1, 'interleaves nothing with schedule = "interleaved"', "Use chunks = 2 or more.")
+
+
+def bubble_is_small(case: Case) -> Found:
+    """Many more microbatches than stages, or ranks wait (Narayanan et al. 2021: (p - 1) / m of the useful time)."""
+    plan, microbatches = case.plan, case.spec.microbatches
+    if plan.pipeline == 1 or not 0 < microbatches < 4 * plan.pipeline:
+        return
+    chunks = plan.chunks if plan.schedule == "interleaved" else 1
+    bubble = (plan.pipeline - 1) / (microbatches * chunks)
+    reason = f"over {microbatches} microbatches leaves each rank idle for {bubble:.1%} of its useful time"
+    more = 4 * plan.pipeline * plan.data * plan.microbatch
+    way_out = f"Use train.global_batch >= {more}, a smaller microbatch or fewer stages."
+    yield _advice("plan.pipeline", plan.pipeline, reason, way_out)
+
+
+def tied_weights_stay_together(case: Case) -> Found:
+    """A tied embedding is kept, and its gradient exchanged, at both ends of a pipeline."""
+    model = case.spec.model
+    if model.tied and case.plan.pipeline > 1:
+        size = _size(4 * model.vocab * model.dim // case.plan.tensor)
+        reason = f"with pipeline = {case.plan.pipeline} keeps the matrix at both ends, which exchange {size} every step"
+        yield _advice("model.tied", True, reason, "Use tied = false, or no pipeline, if that is much beside the model.")
+
+
+# --- memory
+
+
+def recomputation_names_what_exists(case: Case) -> Found:
+    """Recomputation names blocks and parts that there are."""
+    plan, blocks = case.plan, case.spec.model.layers
+    if plan.recompute.startswith("every:") and int(plan.recompute.removeprefix("every:")) > blocks:
+        reason = f"counts past the model's {blocks} blocks"
+        yield _error("plan.recompute", plan.recompute, reason, f"Use every:N with N <= {blocks}.")
+    for part in plan.recompute_parts:
+        if part not in PARTS:
+            nearest = near(part, PARTS)
+            hint = f'Did you mean "{nearest}"? ' if nearest else ""
+            way_out = f"{hint}Known: {', '.join(PARTS)}."
+            yield _error("plan.recompute_parts", plan.recompute_parts, f'"{part}" is no part of a block', way_out)
+    if plan.recompute == "selective" and not plan.recompute_parts:
+        way_out = 'Use ["attention.core"], or recompute = "none".'
+        yield _error("plan.recompute_parts", (), 'names nothing, with recompute = "selective"', way_out)
+    nested = [part for part in plan.recompute_parts if part.rpartition(".")[0] in plan.recompute_parts]
+    if plan.recompute == "selective" and nested:
+        reason = f"{nested[0]} is computed a third time, inside {nested[0].rpartition('.')[0]}"
+        yield _advice("plan.recompute_parts", plan.recompute_parts, reason, "Name the outer part only.")
+
+
+def state_fits(case: Case) -> Found:
+    """Weights, gradients and moments alone fit the device."""
+    memory = case.cluster.accelerator.memory if case.cluster else None
+    if memory is None or case.model is None or case.plan.data % case.plan.replicate:
+        return
+    held = _state_bytes(case, case.plan)
+    if held > memory:
+        sharded = _state_bytes(case, case.plan.model_copy(update={"zero": 3, "replicate": 1}))
+        name = case.cluster.accelerator.name if case.cluster else ""
+        reason = f"keeps at least {_size(held)} of weights, gradients and moments a rank, and {name} has {_size(memory)}"
+        way_out = f"plan.zero = 3 would keep {_size(sharded)}. " if sharded < held else ""
+        yield _error("plan.zero", case.plan.zero, reason, f"{way_out}Use more of tensor, pipeline or data, or a smaller model.")
+
+
+def optimizer_is_sharded(case: Case) -> Found:
+    """ZeRO-1 costs no communication and saves most of the optimizer's memory (Rajbhandari et al. 2019)."""
+    plan = case.plan
+    if plan.zero == 0 and plan.data > 1:
+        moments = 8 * case.block_parameters // (plan.tensor * plan.pipeline)
+        reason = f"keeps {_size(moments)} of optimizer moments on each of {plan.data} data ranks"
+        yield _advice("plan.zero", 0, reason, f"zero = 1 keeps {_size(moments // plan.data)}, for the same bytes exchanged.")
+
+
+def long_sequences_recompute(case: Case) -> Found:
+    """Activations grow with the sequence; recomputing trades them for time."""
+    plan, train = case.plan, case.spec.train
+    if plan.recompute != "none" or case.model is None or case.spec.microbatches == 0:
+        return
+    saved = sum(_saved_numbers(block, case.model.dim) for block in case.model.blocks)
+    in_flight = case.spec.microbatches if plan.schedule == "gpipe" else min(plan.pipeline, case.spec.microbatches)
+    tokens = train.seq_len * plan.microbatch * in_flight
+    held = saved * tokens * WIDTH[train.precision] / (plan.pipeline * plan.tensor)
+    memory = case.cluster.accelerator.memory if case.cluster else None
+    if held > memory / 2 if memory else train.seq_len >= 16_384:
+        reason = f"keeps about {_size(held)} of activations a rank for backward"
+        reason += f", of {_size(memory)}" if memory else f" at seq_len = {train.seq_len}"
+        inputs = _size(
+            held * len(case.model.blocks) * case.model.dim / saved
+        )  # of each block, full recomputation keeps its input
+        yield _advice("plan.recompute", "none", reason, f'"full" keeps about {inputs}, for a third more computation.')
+
+
+# --- the machine
+
+
+def cluster_is_known(case: Case) -> Found:
+    """MFU needs a peak that is in the catalogue."""
+    if case.spec.cluster != "local":
+        try:
+            clusters.load(case.spec.cluster)
+        except SpecErrors as errors:
+            yield from errors.problems
+
+
+def tensor_stays_on_fast_links(case: Case) -> Found:
+    """Tensor parallelism moves activations in every layer: it belongs inside the fastest domain."""
+    if case.cluster is None:
+        return
+    device = case.cluster.accelerator
+    if case.plan.tensor > device.scale_up_domain:
+        slower = case.cluster.scale_out
+        rates = f", from {device.scale_up / 1e9:g} to {slower / 1e9:g} GB/s a device" if device.scale_up and slower else ""
+        reason = f"leaves the {device.scale_up_domain} {device.name} that fast links join{rates}"
+        way_out = f"Use tensor <= {device.scale_up_domain}, and pipeline or data for more."
+        yield _advice("plan.tensor", case.plan.tensor, reason, way_out)
+
+
+def device_suits(case: Case) -> Found:
+    """The device asked for is the cluster's, and computes in the precision asked for."""
+    if case.cluster is None:
+        return
+    train, device = case.spec.train, case.cluster.accelerator
+    if train.device != "auto" and (train.device == "cpu") != (device.name == "cpu"):
+        yield _error("train.device", train.device, f'contradicts cluster = "{case.spec.cluster}"', 'Use "auto".')
+    if device.peak and train.precision not in device.peak:
+        rate = f", at fp32's {device.peak['fp32'] / 1e12:g} TFLOP/s at best" if "fp32" in device.peak else ""
+        known = ", ".join(device.peak)
+        yield _advice("train.precision", train.precision, f"{device.name} only emulates it{rate}", f"It computes in {known}.")
+
+
+# --- the length of the run
+
+
+def warmup_and_decay_fit(case: Case) -> Found:
+    """Warm-up, and decay after it, end before the run does."""
+    steps, optimizer = case.spec.train.steps, case.spec.optimizer
+    if optimizer.warmup > steps:
+        reason = f"is longer than the run's train.steps = {steps}, which would never reach optimizer.lr"
+        yield _error("optimizer.warmup", optimizer.warmup, reason, f"Use warmup <= {steps}, such as {max(1, steps // 20)}.")
+    elif optimizer.schedule == "wsd" and optimizer.warmup + round(optimizer.decay * steps) > steps:
+        reason = f"of {steps} steps overlaps the {optimizer.warmup} of warm-up"
+        way_out = f"Use decay <= {1 - optimizer.warmup / steps:.3g}, or less warm-up."
+        yield _error("optimizer.decay", optimizer.decay, reason, way_out)
+
+
+def long_runs_save(case: Case) -> Found:
+    """A long run that saves only at its end loses everything when it dies."""
+    steps, every = case.spec.train.steps, case.spec.checkpoint.every
+    if every == 0 and steps >= 1000:
+        way_out = f"Use checkpoint.every = {max(1, steps // 20)}, say."
+        yield _advice("checkpoint.every", 0, f"saves nothing before step {steps}; a run that dies starts over", way_out)
+
+
+# --- files
+
+
+def data_is_prepared(case: Case) -> Found:
+    """The data folder exists and holds a manifest."""
+    if not case.files or case.manifest is not None:
+        return
+    path = Path(case.spec.data.path)
+    way_out = f"Make it with: megalith data prepare SOURCE... --out {path}"
+    if not path.is_dir():
+        absolute = f" (looked for {path.absolute()}; relative paths start at the current directory)"
+        yield _error("data.path", str(path), f"no such folder{absolute}", way_out)
+    elif not (path / "manifest.json").exists():
+        yield _error("data.path", str(path), "holds no manifest.json: not prepared, or cut off while it was", way_out)
+    else:
+        yield _error("data.path", str(path), "its manifest.json cannot be read", way_out)
+
+
+def vocabulary_covers_the_tokens(case: Case) -> Found:
+    """Every token id has a row in the embedding."""
+    tokens = _inside(case.manifest, "tokenizer", "vocab_size")
+    vocab = case.spec.model.vocab
+    if isinstance(tokens, int) and tokens > vocab:
+        reason = f"is smaller than the data's vocabulary of {tokens} tokens"
+        unit = case.plan.tensor * case.plan.shards
+        yield _error("model.vocab", vocab, reason, f"Use {_up(tokens, unit)}, or data made with a smaller tokenizer.")
+
+
+def weighted_domains_exist(case: Case) -> Found:
+    """A mixture weighs domains the data has, and gives at least one a share."""
+    weights, domains = case.spec.data.weights, _inside(case.manifest, "domains")
+    if weights is None:
+        return
+    if not any(weights.values()):
+        yield _error("data.weights", weights, "gives no domain a share", "Give one a weight above 0, or leave weights out.")
+    for name in weights if isinstance(domains, dict) else ():
+        if name not in domains:
+            nearest = near(name, domains)
+            way_out = f"{f'Did you mean {nearest}? ' if nearest else ''}It has: {', '.join(domains)}."
+            yield _error(f"data.weights.{key(name)}", weights[name], "the data has no such domain", way_out)
+
+
+def validation_has_text(case: Case) -> Found:
+    """Validation needs held-out tokens."""
+    every, held = case.spec.validation.every, _tokens(case, "validation")
+    if every and held is not None and held < case.spec.train.seq_len:
+        reason = f"the data holds out {held} tokens, less than one sequence of {case.spec.train.seq_len}"
+        yield _error("validation.every", every, reason, "Prepare the data with a larger held-out share, or use every = 0.")
+
+
+def data_is_not_worn_out(case: Case) -> Found:
+    """Up to four passes over the data are nearly as good as new data (Muennighoff et al. 2023, arXiv:2305.16264)."""
+    train, available = case.spec.train, _tokens(case, "train")
+    wanted = train.steps * train.global_batch * train.seq_len
+    if available == 0:
+        yield _error("data.path", case.spec.data.path, "holds no training tokens", "Prepare it again, from sources with text.")
+    elif available and wanted > 4 * available:
+        reason = f"reads {wanted:,} tokens, {wanted / available:.1f} times the data's {available:,}; past 4 little is learnt"
+        way_out = f"Use steps <= {max(1, 4 * available // (train.global_batch * train.seq_len))}, or more data."
+        yield _advice("train.steps", train.steps, reason, way_out)
+
+
+def first_weights_exist(case: Case) -> Found:
+    """The checkpoint to start from is there."""
+    start = case.spec.train.init_from
+    if case.files and start is not None and not Path(start).exists():
+        reason = f"no such checkpoint (looked for {Path(start).absolute()}; relative paths start at the current directory)"
+        yield _error("train.init_from", start, reason, "Give a checkpoint folder, or leave it out.")
+
+
+RULES: tuple[Callable[[Case], Found], ...] = (
+    heads_make_up_the_width,
+    sequences_fit_the_context,
+    replicate_divides_data,
+    ranks_match_the_plan,
+    tensor_divides_the_model,
+    rows_divide_over_tensor_and_shards,
+    batch_divides,
+    every_stage_has_a_block,
+    layers_fill_the_stages,
+    schedule_is_known,
+    bubble_is_small,
+    tied_weights_stay_together,
+    recomputation_names_what_exists,
+    state_fits,
+    optimizer_is_sharded,
+    long_sequences_recompute,
+    cluster_is_known,
+    tensor_stays_on_fast_links,
+    device_suits,
+    warmup_and_decay_fit,
+    long_runs_save,
+    data_is_prepared,
+    vocabulary_covers_the_tokens,
+    weighted_domains_exist,
+    validation_has_text,
+    data_is_not_worn_out,
+    first_weights_exist,
+)
+
+
+# --- arithmetic
+
+
+def _split_sizes(case: Case) -> dict[tuple[str, str], int]:
+    """What tensor parallelism splits, and where it is: (name, part) -> size."""
+    assert case.model is not None
+    sizes = {("vocab", "embedding, head"): case.model.embedding.vocab}
+    for block, name in case.blocks.items():
+        sizes["heads", f"{name}.attention"] = block.attention.heads
+        sizes["kv_heads", f"{name}.attention"] = block.attention.kv_heads
+        sizes["ffn", f"{name}.mlp"] = block.mlp.hidden
+    return sizes
+
+
+def _parameters(block: BlockSpec, dim: int) -> int:
+    """Weights of one block. The trainer counts its own; here there is no torch to count with."""
+    attention = block.attention
+    return dim * (2 * (attention.heads + attention.kv_heads) * attention.head_dim + 3 * block.mlp.hidden + 2)
+
+
+def _saved_numbers(block: BlockSpec, dim: int) -> int:
+    """About how many numbers a token leaves in a block for backward, with fused attention: both norms' inputs and outputs;
+    queries, keys, values and attention's output; the MLP's gate and up, silu(gate) and their product."""
+    attention = block.attention
+    return 4 * dim + 2 * (attention.heads + attention.kv_heads) * attention.head_dim + 4 * block.mlp.hidden
+
+
+def _state_bytes(case: Case, plan: Plan) -> int:
+    """At least what a rank holds of the blocks' state. Below ZeRO-3 it also holds whole weights to compute with."""
+    precision = case.spec.train.precision
+    whole = WIDTH[precision] if plan.zero < 3 and (plan.shards > 1 or precision == "bf16") else 0
+    per_rank = case.block_parameters / (plan.tensor * plan.pipeline)
+    return int(per_rank * (STATE_BYTES / plan.shards + whole))
+
+
+def _tokens(case: Case, split: Literal["train", "validation"]) -> int | None:
+    """Tokens of the domains the run reads; None when the manifest does not say."""
+    domains, weights = _inside(case.manifest, "domains"), case.spec.data.weights
+    if not isinstance(domains, dict):
+        return None
+    counts = [_inside(d, split, "tokens") for name, d in domains.items() if weights is None or weights.get(name)]
+    return sum(counts) if all(isinstance(count, int) for count in counts) else None
+
+
+def _inside(value: Any, *path: str) -> Any:
+    """The value at a path of keys in nested tables, None where there is none."""
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _up(value: int, unit: int) -> int:
+    """The next multiple of `unit`."""
+    return -(-value // unit) * unit
+
+
+def _divisors(name: str, whole: int, near_to: int) -> str:
+    """Advice to use the divisors of `whole` around a value that is none."""
+    legal = [d for d in range(1, whole + 1) if whole % d == 0]
+    below = [d for d in legal if d < near_to][-3:]
+    above = [d for d in legal if d > near_to][:1]
+    *most, last = map(str, below + above)
+    return f"Use {name} = {', '.join(most)} or {last}." if most else f"Use {name} = {last}."
+
+
+def _size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

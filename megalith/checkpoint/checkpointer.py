@@ -1,0 +1,221 @@
+"""A run's checkpoints: save while training goes on, keep the last few, load the newest intact one."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as planned_save
+
+from megalith.checkpoint import folder as files
+from megalith.checkpoint.load import Loaded, Warn, load, silent
+from megalith.checkpoint.party import Party
+from megalith.checkpoint.shares import Held, Place, Share, owners, shares
+from megalith.checkpoint.staging import Staging
+from megalith.checkpoint.storage import FolderWriter, SharesToWrite, Written, describe_error, save_alone
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint. `bytes` are all ranks'; `wait_seconds` is how long the caller stood still for it."""
+
+    step: int
+    path: Path
+    bytes: int
+    seconds: float
+    wait_seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A save that did not become a checkpoint, and why. Older checkpoints are untouched; the next save may well succeed."""
+
+    step: int
+    error: str
+    seconds: float
+    wait_seconds: float
+
+
+Outcome = Saved | Failed
+
+
+@dataclass
+class _Job:
+    """One save under way."""
+
+    step: int
+    began: float
+    wait_seconds: float = 0.0
+    ended: float = 0.0
+    written: Written | None = None
+    thread: threading.Thread | None = None
+
+
+class Checkpointer:
+    """Saves to and loads from `folder`. All ranks make one at the same time and call its methods in the same order.
+
+    `group` carries its own messages; it must be a gloo group that nobody else uses, because an asynchronous save talks while
+    training talks elsewhere. None: made here if torch.distributed is initialised, else there is only this process.
+    `warn` is called on the first rank with what a person should know (a damaged checkpoint, an old one that cannot be removed).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 2,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        warn: Warn = silent,
+    ) -> None:
+        if group is None and dist.is_initialized():
+            group = dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[assignment]
+        self.folder, self.keep = folder, keep
+        self._party, self._warn = Party(group), warn
+        self._job: _Job | None = None
+        self._outcomes: list[Outcome] = []
+        self._planned: tuple[Held, ...] | None = None
+        self._mine: set[Place] = set()
+        self._staging = Staging()
+
+    def reserve(self, state: Mapping[str, Tensor]) -> None:
+        """Agree now who writes what, and get the memory for the copies, so that the first save waits no longer than the others.
+
+        Optional. Raises ValueError on every rank if the state cannot be saved.
+        """
+        self._join()
+        self._staging.reserve(self._claim(state))
+
+    def save(self, step: int, state: Mapping[str, Tensor], meta: Mapping[str, Any], *, asynchronous: bool = True) -> None:
+        """Save what this rank holds of the state, and `meta` (JSON, the same on all ranks), as the checkpoint of `step`.
+
+        Never raises because of the save: its outcome comes out of `poll` or `wait`. Returns when the tensors may change again:
+        once they are copied if `asynchronous`, else when the checkpoint is committed. A save under way is waited for first.
+        """
+        job = _Job(step, began=time.monotonic())
+        self._join()
+        try:
+            mine = self._claim(state)
+            work = self._prepare(job, mine, meta, copy=asynchronous)
+        except Exception as error:  # a save must not end the run, whatever went wrong in it
+            job.written = Written(error=describe_error(error))
+            job.ended = time.monotonic()
+        else:
+            if asynchronous:
+                job.thread = threading.Thread(target=work, name=f"checkpoint-{step}", daemon=True)
+                job.thread.start()
+            else:
+                work()
+        self._job = job
+        job.wait_seconds = time.monotonic() - job.began
+
+    def poll(self) -> list[Outcome]:
+        """The saves that ended since the last call, each once. Does not wait; ranks may see an end at different steps."""
+        if self._job and (self._job.thread is None or not self._job.thread.is_alive()):
+            self._join()
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def wait(self) -> list[Outcome]:
+        """Wait for the save under way, if any; then as `poll`."""
+        if self._job and self._job.thread:
+            began = time.monotonic()
+            self._job.thread.join()
+            self._job.wait_seconds += time.monotonic() - began
+        return self.poll()
+
+    def load(
+        self, state: Mapping[str, Tensor], *, step: int | None = None, partial: bool = False, cast: bool = False
+    ) -> Loaded | None:
+        """Fill the tensors of `state` in place from the newest intact checkpoint, or from that of `step`; None if there is none.
+
+        See `megalith.checkpoint.load.load` for what it raises. With `step`, no other checkpoint takes its place.
+        """
+        self._join()
+        path = self.folder if step is None else self.folder / files.name(step)
+        if not self._party.tell(bool(files.committed(self.folder))) and step is None:
+            return None
+        return load(path, state, group=self._party.group, partial=partial, cast=cast, warn=self._warn)
+
+    # --- one save -----------------------------------------------------------------------------------------------------------
+
+    def _claim(self, state: Mapping[str, Tensor]) -> dict[str, Share]:
+        """The shares this rank is to write: replicas are written once, by ranks chosen together when the layout is first seen."""
+        refused, found = None, {}
+        try:
+            found = shares(state)
+        except Exception as error:  # the other ranks are on their way to the exchange below: meet them there
+            refused = describe_error(error)
+        held = tuple(share.held for share in found.values())
+        if self._party.any(refused is not None or held != self._planned):
+            self._planned = None
+            answers = self._party.gather((refused, held))
+            self._mine, problems = self._party.scatter(_assign(answers) if answers is not None else None)
+            if problems:
+                raise ValueError("; ".join(problems))
+            self._planned = held
+        return {key: share for key, share in found.items() if share.held.place in self._mine}
+
+    def _prepare(self, job: _Job, mine: dict[str, Share], meta: Mapping[str, Any], *, copy: bool) -> Callable[[], None]:
+        """The rest of a save, which may run in a thread. Ranks meet again in it, so one in trouble goes on and says so."""
+        error = None
+        try:
+            meta = json.loads(json.dumps(dict(meta), allow_nan=False))
+            mine = self._staging.copy(mine) if copy else mine
+        except Exception as failure:  # no memory for the copy, or a meta that is not JSON
+            error = describe_error(failure)
+        writer = FolderWriter(self.folder, step=job.step, meta=meta, keep=self.keep, rank=self._party.rank, error=error)
+
+        def work() -> None:
+            try:
+                job.written = self._write(mine, writer)
+            except (Exception, CheckpointException) as failure:  # the latter is no Exception
+                job.written = Written(error=describe_error(failure))
+            job.ended = time.monotonic()
+
+        return work
+
+    def _write(self, mine: dict[str, Share], writer: FolderWriter) -> Written:
+        if self._party.group is None:
+            metadata = save_alone(mine, writer)
+        else:
+            metadata = planned_save(
+                mine,  # type: ignore[arg-type]
+                storage_writer=writer,
+                planner=SharesToWrite(),
+                process_group=self._party.group,
+            )
+        return metadata.storage_data
+
+    def _join(self) -> None:
+        """Wait for the save under way, and put its outcome where `poll` finds it."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        if job.thread:
+            job.thread.join()
+        written = job.written or Written(error="the writing thread died")
+        if self._party.leads:
+            for warning in written.warnings:
+                self._warn(warning)
+        seconds = job.ended - job.began
+        if written.error or written.path is None:
+            self._outcomes.append(Failed(job.step, written.error or "nothing was written", seconds, job.wait_seconds))
+        else:
+            self._outcomes.append(Saved(job.step, written.path, written.bytes, seconds, job.wait_seconds))
+
+
+def _assign(answers: list[tuple[str | None, tuple[Held, ...]]]) -> list[tuple[set[Place], list[str]]]:
+    """For each rank, the boxes it writes, and what keeps all of them from saving."""
+    refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
+    if refused:
+        return [(set(), refused)] * len(answers)
+    mine, problems = owners([held for _, held in answers])
+    return [(places, problems) for places in mine]

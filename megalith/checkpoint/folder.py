@@ -1,0 +1,368 @@
+"""A checkpoint on disk: names, manifest, digests, commit, pruning. No torch, so that tools can look at checkpoints without it.
+
+    checkpoints/step-00000120/
+        manifest.json             meta, and the size and sha256 of every other file; carries its own sha256
+        index.json                every tensor's shape and dtype, and which file holds which part of it
+        rank-00003.safetensors    the parts that rank 3 wrote
+
+A folder of this name is complete: it is written as `step-00000120.tmp-<random>` and renamed once everything is on the disk.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+INDEX = "index.json"
+FORMAT = "megalith-checkpoint-1"
+
+_COMMITTED = re.compile(r"step-(\d{8,})")
+_TEMPORARY = re.compile(r"step-\d{8,}\.tmp-.+")
+
+
+class DamagedCheckpointError(ValueError):
+    """No checkpoint that was asked for is intact; the text names every file that is wrong."""
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """Size and sha256 of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor: where it starts, its sizes, and the file that holds it (under the tensor's own name)."""
+
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A whole tensor: its shape, its dtype as safetensors spells it (F32, BF16, I64 ...), and the chunks that make it up."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+
+Index = dict[str, Entry]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of. `order` counts commits, so that a run sent back to an older step goes on from what it saved
+    since, and not from what it saved before at a later step."""
+
+    step: int
+    order: int
+    meta: dict[str, Any]
+    files: dict[str, FileDigest]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe` found: shape and dtype of every tensor, the meta it was saved with, and what is wrong with it."""
+
+    path: Path
+    step: int
+    bytes: int
+    meta: dict[str, Any]
+    tensors: dict[str, tuple[tuple[int, ...], str]]
+    problems: tuple[str, ...]
+
+
+def name(step: int) -> str:
+    """The folder name of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def temporary(step: int) -> str:
+    """A fresh name to write a step's checkpoint under before it is committed."""
+    return f"{name(step)}.tmp-{secrets.token_hex(4)}"
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint `path`. Raises DamagedCheckpointError if it is missing, altered or of an unknown format."""
+    here = f"{path.name}/{MANIFEST}"
+    try:
+        fields = json.loads((path / MANIFEST).read_bytes())
+        digest = fields.pop("sha256")
+        if digest != _digest(_canonical(fields)):
+            raise DamagedCheckpointError(f"{here} is altered: its sha256 is not the one it carries")
+        if fields["format"] != FORMAT:
+            raise DamagedCheckpointError(f"{here} has format {fields['format']!r}, this version reads {FORMAT!r}")
+        files = {file: FileDigest(**digest) for file, digest in fields["files"].items()}
+        if wrong := [file for file in files if Path(file).name != file]:
+            raise DamagedCheckpointError(f"{here} names files outside its folder: {wrong}")
+        return Manifest(step=fields["step"], order=fields["order"], meta=fields["meta"], files=files)
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{here} is missing") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
+        raise DamagedCheckpointError(f"{here} cannot be read (truncated or altered): {error}") from error
+
+
+def read_index(path: Path, manifest: Manifest) -> Index:
+    """Every tensor of the checkpoint. Raises DamagedCheckpointError if the index is not the one the manifest names."""
+    if problem := check_file(path, INDEX, manifest.files.get(INDEX)):
+        raise DamagedCheckpointError(problem)
+    tensors = json.loads((path / INDEX).read_bytes())["tensors"]
+    index = {
+        key: Entry(
+            shape=tuple(entry["shape"]),
+            dtype=entry["dtype"],
+            chunks=tuple(Chunk(tuple(c["offset"]), tuple(c["sizes"]), c["file"]) for c in entry["chunks"]),
+        )
+        for key, entry in tensors.items()
+    }
+    unknown = {chunk.file for entry in index.values() for chunk in entry.chunks} - set(manifest.files)
+    if unknown:
+        raise DamagedCheckpointError(f"{path.name}/{INDEX} names files that {MANIFEST} does not: {sorted(unknown)}")
+    return index
+
+
+def check_file(path: Path, file: str, expected: FileDigest | None) -> str | None:
+    """What is wrong with one file of the checkpoint `path`; None if it is as it was written. Reads it once, in small pieces."""
+    here = f"{path.name}/{file}"
+    if expected is None:
+        return f"{here} is not in {MANIFEST}"
+    try:
+        with (path / file).open("rb") as content:
+            size = os.fstat(content.fileno()).st_size
+            if size != expected.bytes:
+                return f"{here} has {size} bytes instead of {expected.bytes}"
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+    except FileNotFoundError:
+        return f"{here} is missing"
+    except OSError as error:
+        return f"{here} cannot be read: {error}"
+    if found != expected.sha256:
+        return f"{here} is altered: sha256 {found[:12]}... instead of {expected.sha256[:12]}..."
+    return None
+
+
+def verify(path: Path) -> list[str]:
+    """All that is wrong with the checkpoint `path`, naming the files; empty if it is intact."""
+    try:
+        manifest = read_manifest(path)
+    except DamagedCheckpointError as error:
+        return [str(error)]
+    problems = [check_file(path, file, digest) for file, digest in manifest.files.items()]
+    return [problem for problem in problems if problem]
+
+
+def describe(path: Path, *, check: bool = True) -> Description:
+    """What is in the checkpoint `path` (or in the newest one under it); `check` verifies the digests too.
+
+    Raises FileNotFoundError if there is none, DamagedCheckpointError if manifest or index cannot be read.
+    """
+    path = locate(path)[0]
+    manifest = read_manifest(path)
+    index = read_index(path, manifest)
+    return Description(
+        path=path,
+        step=manifest.step,
+        bytes=manifest.bytes,
+        meta=manifest.meta,
+        tensors={key: (entry.shape, entry.dtype) for key, entry in index.items()},
+        problems=tuple(verify(path)) if check else (),
+    )
+
+
+# --- finding ----------------------------------------------------------------------------------------------------------------
+
+
+def committed(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, last committed first; those without a readable manifest stand at the front."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _COMMITTED.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=_order, reverse=True)
+
+
+def _order(path: Path) -> tuple[float, str]:
+    try:
+        return read_manifest(path).order, path.name
+    except DamagedCheckpointError:
+        return float("inf"), path.name
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint in `folder` that was committed last and whose manifest is readable, or None. Its files are not verified."""
+    return next((path for path in committed(folder) if _order(path)[0] != float("inf")), None)
+
+
+def locate(path: Path) -> list[Path]:
+    """The checkpoints that `path` means, best first: itself, those in it, or those in its `checkpoints/` (a run folder).
+
+    Raises FileNotFoundError if there is none.
+    """
+    if (path / MANIFEST).exists() or _COMMITTED.fullmatch(path.name):
+        if not path.is_dir():
+            raise FileNotFoundError(f"{path}: no such checkpoint; there are {[p.name for p in committed(path.parent)] or 'none'}")
+        return [path]
+    found = committed(path) or committed(path / "checkpoints")
+    if not found:
+        raise FileNotFoundError(nothing_text(path))
+    return found
+
+
+def find(path: Path, *, warn: Callable[[str], None] = lambda message: None) -> Path:
+    """The newest intact checkpoint that `path` means (see `locate`); damaged ones on the way are named to `warn`.
+
+    Raises FileNotFoundError if there is none, DamagedCheckpointError if none is intact.
+    """
+    damaged: list[str] = []
+    for candidate in locate(path):
+        problems = verify(candidate)
+        if not problems:
+            return candidate
+        damaged += problems
+        warn(damaged_text(candidate, problems))
+    raise DamagedCheckpointError(none_intact_text(path, damaged))
+
+
+def nothing_text(path: Path) -> str:
+    """There is no checkpoint, as a person should read it."""
+    return f"{path}: no checkpoint here. Give a checkpoint (step-...), the folder it is in, or a run folder."
+
+
+def damaged_text(path: Path, problems: list[str]) -> str:
+    """One damaged checkpoint, as a person should read it."""
+    return f"checkpoint {path} is damaged and is not used: {'; '.join(problems)}"
+
+
+def none_intact_text(path: Path, problems: list[str]) -> str:
+    """All checkpoints are damaged, as a person should read it."""
+    lines = "\n  ".join(problems)
+    return f"no checkpoint in {path} is intact:\n  {lines}\nRestore one from a copy, or move the folder away to start anew."
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Hold the checkpoint `path` while it is read: another process (a run that keeps its last N) does not prune it meanwhile."""
+    with (path / MANIFEST).open("rb") as manifest:
+        with contextlib.suppress(OSError):  # file systems without locks: pruning cannot be held off there
+            fcntl.flock(manifest, fcntl.LOCK_SH)
+        yield
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------------
+
+
+def write_index(path: Path, index: Mapping[str, Entry]) -> FileDigest:
+    """Write `index.json` into the folder `path`, down to the disk."""
+    return _write(path / INDEX, json.dumps({"tensors": {key: asdict(entry) for key, entry in sorted(index.items())}}).encode())
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write `manifest.json` into the folder `path`, down to the disk. Raises ValueError or TypeError if meta is not JSON."""
+    fields = json.loads(json.dumps({"format": FORMAT} | asdict(manifest), allow_nan=False))  # as it will be read back
+    text = json.dumps(fields | {"sha256": _digest(_canonical(fields))}, indent=1, allow_nan=False)
+    _write(path / MANIFEST, text.encode())
+
+
+def commit(written: Path, step: int) -> Path:
+    """Give the fully written folder `written` its final name; from here on it counts. It replaces one of the same step."""
+    final = written.parent / name(step)
+    _sync(written)
+    aside = written.parent / temporary(step)
+    if final.exists():
+        final.rename(aside)
+    written.rename(final)
+    _sync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+    return final
+
+
+def clean(folder: Path) -> None:
+    """Remove what saves that died have left in `folder`."""
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def next_order(folder: Path) -> int:
+    """The order of the next commit in `folder`."""
+    orders = (_order(path)[0] for path in committed(folder))
+    return 1 + int(max((order for order in orders if order != float("inf")), default=0))
+
+
+def prune(folder: Path, *, keep: int) -> list[str]:
+    """Remove all but the `keep` checkpoints committed last, and those being read; what could not be removed is returned as text.
+
+    Checkpoints without a readable manifest cannot be loaded, so they never take the place of one that can.
+    """
+    found = committed(folder)
+    readable = [path for path in found if _order(path)[0] != float("inf")]
+    kept = set(readable[: max(keep, 1)])
+    problems = []
+    for path in found:
+        if path not in kept:
+            try:
+                _remove(path)
+            except OSError as error:
+                problems.append(f"old checkpoint {path} was not removed: {error}")
+    return problems
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint unless somebody reads it. It loses its name first: a half-removed one must not be taken for whole."""
+    manifest = path / MANIFEST
+    with contextlib.ExitStack() as stack:
+        if manifest.exists():
+            lock = stack.enter_context(manifest.open("rb"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            except OSError:
+                pass  # file systems without locks
+        aside = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+        path.rename(aside)
+        shutil.rmtree(aside)
+
+
+def _write(path: Path, content: bytes) -> FileDigest:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileDigest(len(content), _digest(content))
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _canonical(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

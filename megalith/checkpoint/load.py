@@ -1,0 +1,174 @@
+"""Load a checkpoint into a state laid out by any plan: verify, compare, then read each rank's boxes straight into its tensors."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as planned_load
+
+from megalith.checkpoint import folder as files
+from megalith.checkpoint.party import Party
+from megalith.checkpoint.shares import Share, shares
+from megalith.checkpoint.storage import FolderReader, SharesToRead, load_alone
+
+Warn = Callable[[str], None]
+
+
+class MismatchError(ValueError):
+    """The checkpoint does not hold the state that was asked for; the text lists every difference."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded: from where, its step, and the meta it was saved with."""
+
+    path: Path
+    step: int
+    meta: dict[str, Any]
+
+
+def silent(message: str) -> None:
+    """Warn nobody."""
+
+
+def load(
+    path: Path,
+    state: Mapping[str, Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+    partial: bool = False,
+    cast: bool = False,
+    warn: Warn = silent,
+) -> Loaded:
+    """Fill the tensors of `state` in place from the newest intact checkpoint that `path` means (see `folder.locate`).
+
+    Every rank of `group` (gloo; None: this process alone) calls it with what it holds, in whatever layout. Digests are
+    verified first, each file by one rank. `partial`: the checkpoint may hold more than is asked for. `cast`: convert values
+    to the dtype of their destination. `warn` is called on the first rank.
+
+    Raises FileNotFoundError (no checkpoint), DamagedCheckpointError (none intact), MismatchError, on every rank alike.
+    """
+    party = Party(group)
+    candidates = party.tell(_candidates(path) if party.leads else [])
+    if not candidates:
+        raise FileNotFoundError(files.nothing_text(path))
+    damaged: list[str] = []
+    for candidate in candidates:
+        loaded, problems = _load(candidate, state, party, partial=partial, cast=cast)
+        if loaded:
+            return loaded
+        damaged += problems
+        if party.leads:
+            warn(files.damaged_text(candidate, problems))
+    raise files.DamagedCheckpointError(files.none_intact_text(path, damaged))
+
+
+def _candidates(path: Path) -> list[Path]:
+    try:
+        return files.locate(path)
+    except FileNotFoundError:
+        return []
+
+
+def _load(path: Path, state: Mapping[str, Tensor], party: Party, *, partial: bool, cast: bool) -> tuple[Loaded | None, list[str]]:
+    """Load one checkpoint, or say what is wrong with it. The leading rank holds it against pruning until all ranks have read."""
+    opened = _Opened(path) if party.leads else None
+    try:
+        manifest, index, problems = party.tell((opened.manifest, opened.index, opened.problems) if opened else (None, {}, []))
+        if manifest is None or problems:
+            return None, problems
+        problems = _verify(path, manifest, party)
+        if problems:
+            return None, problems
+        mine, refused = _shares(state)
+        _compare(path, index, mine, set(state), refused, party, partial=partial, cast=cast)
+        _read(FolderReader(path, index), mine, party)
+        return Loaded(path, manifest.step, manifest.meta), []
+    finally:
+        if opened:
+            opened.close()
+
+
+class _Opened:
+    """Manifest and index of a checkpoint, held against pruning until closed; or what is wrong with them."""
+
+    def __init__(self, path: Path) -> None:
+        self.manifest: files.Manifest | None = None
+        self.index: files.Index = {}
+        self.problems: list[str] = []
+        self._reading = files.reading(path)
+        try:
+            self._reading.__enter__()
+        except OSError as error:
+            self.problems.append(f"{path.name}/{files.MANIFEST} cannot be read: {error}")
+            return
+        try:
+            self.manifest = files.read_manifest(path)
+            self.index = files.read_index(path, self.manifest)
+        except files.DamagedCheckpointError as error:
+            self.problems.append(str(error))
+
+    def close(self) -> None:
+        self._reading.__exit__(None, None, None)
+
+
+def _verify(path: Path, manifest: files.Manifest, party: Party) -> list[str]:
+    """What is wrong with the files, agreed by all ranks; each file is read by one of them, bytes spread evenly."""
+    load = [0] * party.size
+    mine: list[str] = []
+    for file, digest in sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0])):
+        rank = load.index(min(load))
+        load[rank] += digest.bytes
+        if rank == party.rank:
+            mine.append(file)
+    found = [files.check_file(path, file, manifest.files[file]) for file in mine]
+    return [problem for problems in party.gather_all(found) for problem in problems if problem]
+
+
+def _shares(state: Mapping[str, Tensor]) -> tuple[dict[str, Share], list[str]]:
+    try:
+        return shares(state), []
+    except ValueError as error:
+        return {}, [str(error)]
+
+
+def _compare(
+    path: Path,
+    index: files.Index,
+    mine: Mapping[str, Share],
+    keys: set[str],
+    refused: list[str],
+    party: Party,
+    *,
+    partial: bool,
+    cast: bool,
+) -> None:
+    """Raise MismatchError, with everything that does not fit on any rank, unless `index` holds what the ranks ask for."""
+    problems = refused + [f"{key} is not in the checkpoint" for key in sorted(keys - set(index))]
+    for key, share in mine.items():
+        entry = index.get(key)
+        if entry and entry.shape != share.held.shape:
+            problems.append(f"{key} has shape {entry.shape} in the checkpoint and {share.held.shape} here")
+        if entry and entry.dtype != share.held.dtype and not cast:
+            problems.append(f"{key} is {entry.dtype} in the checkpoint and {share.held.dtype} here")
+    answers = party.gather_all((problems, keys))
+    found = sorted({problem for problems, _ in answers for problem in problems})
+    if not partial:
+        extra = set(index).difference(*(keys for _, keys in answers))
+        found += [f"{key} is in the checkpoint and not asked for" for key in sorted(extra)]
+    if found:
+        raise MismatchError(f"checkpoint {path} does not hold this state:\n  " + "\n  ".join(found))
+
+
+def _read(reader: FolderReader, mine: dict[str, Share], party: Party) -> None:
+    if party.group is None:
+        load_alone(mine, reader)
+        return
+    try:
+        planned_load(mine, storage_reader=reader, planner=SharesToRead(), process_group=party.group)
+    except CheckpointException as error:  # no Exception, so a caller's `except` would miss it
+        raise OSError(f"checkpoint {reader.path} could not be read: {error}") from error

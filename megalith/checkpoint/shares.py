@@ -1,0 +1,146 @@
+"""What each rank holds of each tensor, as boxes of the whole tensor: the language in which any plan's state meets any other's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megalith.checkpoint.tensors import DTYPES, TORCH_DTYPES
+
+Place = tuple[str, tuple[int, ...]]  # a tensor's name and where a box of it starts: what tells two boxes apart
+
+
+@dataclass(frozen=True)
+class Held:
+    """A box of a tensor that some rank holds. `shape` is the whole tensor's; sizes are in elements."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    bytes: int
+
+    @property
+    def place(self) -> Place:
+        return self.key, self.offset
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's box of a tensor and its values (`data`, of shape `held.sizes`, a view of the tensor itself)."""
+
+    held: Held
+    data: Tensor
+
+
+def shares(state: Mapping[str, Tensor]) -> dict[str, Share]:
+    """This rank's shares of a flat state, by name; empty boxes and tensors of meshes that this rank is not on are left out.
+
+    Raises ValueError naming all tensors that cannot be described: unfinished sums (Partial), unknown dtypes or layouts.
+    """
+    found: dict[str, Share] = {}
+    problems: list[str] = []
+    for key, tensor in state.items():
+        try:
+            share = _share(key, tensor)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        if share is not None:
+            found[key] = share
+    if problems:
+        raise ValueError("state that a checkpoint cannot hold:\n  " + "\n  ".join(problems))
+    return found
+
+
+def _share(key: str, tensor: Tensor) -> Share | None:
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{key} has dtype {tensor.dtype}; a checkpoint holds {', '.join(sorted(TORCH_DTYPES))}")
+    shape = tuple(tensor.shape)
+    data, offset, sizes = tensor.detach(), (0,) * len(shape), shape
+    if isinstance(tensor, DTensor):
+        place = tensor.device_mesh.get_coordinate()
+        if place is None:
+            return None
+        data = tensor.to_local().detach()
+        offset, sizes = _box(key, tensor, place)
+    if tuple(data.shape) != sizes:
+        raise ValueError(f"{key} {shape}: this rank holds {tuple(data.shape)}, its layout {_layout(tensor)} says {sizes}")
+    if prod(sizes) == 0 and prod(shape) > 0:
+        return None
+    return Share(Held(key, shape, DTYPES[tensor.dtype], offset, sizes, prod(sizes) * tensor.element_size()), data)
+
+
+def _box(key: str, tensor: DTensor, place: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and sizes of this rank's part of a DTensor, in the order in which its axes were really split.
+
+    FSDP2 cuts each tensor-parallel part into consecutive chunks. DTensor's own arithmetic (torch 2.11 and 2.15) disagrees where
+    some chunk is empty (7 rows over 2 x 3 ranks), and a checkpoint that believed it would hold rows in the wrong order.
+    """
+    offset, sizes = [0] * tensor.dim(), list(tensor.shape)
+    for axis in _splitting_order(key, tensor):
+        dim, ranks = tensor.placements[axis].dim, tensor.device_mesh.size(axis)  # type: ignore[attr-defined]
+        chunk = -(-sizes[dim] // ranks)  # torch.chunk: equal chunks, the last ones shorter or empty
+        start = min(place[axis] * chunk, sizes[dim])
+        offset[dim] += start
+        sizes[dim] = min(chunk, sizes[dim] - start)
+    return tuple(offset), tuple(sizes)
+
+
+def _splitting_order(key: str, tensor: DTensor) -> list[int]:
+    """Mesh axes in the order in which they cut: left to right, but a strided shard after `split_factor` parts to its right."""
+    orders: dict[int, list[int]] = {}
+    for axis in reversed(range(len(tensor.placements))):
+        placement = tensor.placements[axis]
+        if placement.is_replicate():
+            continue
+        if placement.is_partial():
+            raise ValueError(f"{key} is an unfinished sum ({_layout(tensor)}); reduce it first")
+        factor, order = getattr(placement, "split_factor", 1), orders.setdefault(placement.dim, [])  # type: ignore[attr-defined]
+        before = [prod(tensor.device_mesh.size(other) for other in order[:count]) for count in range(len(order) + 1)]
+        if factor not in before:
+            raise ValueError(f"{key} is laid out as {_layout(tensor)}: no {factor} parts to the right of a strided shard")
+        order.insert(before.index(factor), axis)
+    return [axis for order in orders.values() for axis in order]
+
+
+def _layout(tensor: Tensor) -> str:
+    if not isinstance(tensor, DTensor):
+        return "whole"
+    return f"{tensor.placements} on {tuple(tensor.device_mesh.shape)}"
+
+
+def owners(held: Sequence[Sequence[Held]]) -> tuple[list[set[Place]], list[str]]:
+    """Which rank writes which box, each box once, bytes spread evenly; and all that does not fit together, as text.
+
+    `held[rank]` is what each rank holds. Replicas of a box go to the holder with the least to write so far, largest boxes first.
+    """
+    holders: dict[Place, list[int]] = {}
+    boxes: dict[Place, Held] = {}
+    whole: dict[str, tuple[tuple[int, ...], str]] = {}
+    problems: list[str] = []
+    for rank, items in enumerate(held):
+        for item in items:
+            shape, dtype = whole.setdefault(item.key, (item.shape, item.dtype))
+            if (shape, dtype) != (item.shape, item.dtype) or boxes.setdefault(item.place, item) != item:
+                problems.append(f"{item.key}: rank {rank} holds it as {item}, another as {boxes.get(item.place, (shape, dtype))}")
+                continue
+            holders.setdefault(item.place, []).append(rank)
+    filled = dict.fromkeys(whole, 0)
+    for box in boxes.values():
+        filled[box.key] += prod(box.sizes)
+    problems += [
+        f"{key}: the ranks hold {filled[key]} of its {prod(shape)} elements"
+        for key, (shape, _) in whole.items()
+        if filled[key] != prod(shape)
+    ]
+    load = [0] * len(held)
+    mine: list[set[Place]] = [set() for _ in held]
+    for place in sorted(holders, key=lambda place: (-boxes[place].bytes, place)):
+        rank = min(holders[place], key=lambda rank: load[rank])
+        mine[rank].add(place)
+        load[rank] += boxes[place].bytes
+    return mine, problems

@@ -1,0 +1,281 @@
+"""torch.distributed.checkpoint's planning over our own files: it decides who reads and writes which box, we never write a pickle.
+
+The extension points are public: a planner turns our shares into its items, a storage writer and reader move their bytes.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from megalith.checkpoint import folder as files
+from megalith.checkpoint import tensors
+from megalith.checkpoint.shares import Held, Share
+from megalith.checkpoint.tensors import DTYPES, TORCH_DTYPES
+
+
+class SharesToWrite(DefaultSavePlanner):
+    """Plans the writing of shares (the "state dict" it is given maps names to `Share`)."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_write_item(share.held) for share in self.state_dict.values()])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self.state_dict[write_item.index.fqn]
+
+
+def _write_item(held: Held) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(held.key, held.offset),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(torch.Size(held.offset), torch.Size(held.sizes)),
+            properties=TensorProperties(dtype=TORCH_DTYPES[held.dtype]),
+            size=torch.Size(held.shape),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank, or in the end all of them, did; carried to all ranks as a value, because exceptions do not always travel."""
+
+    path: Path | None = None
+    bytes: int = 0
+    error: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class FolderWriter(StorageWriter):
+    """Writes one checkpoint into `folder`, under a temporary name that the first rank chooses for all and commits at the end.
+
+    `error` is what kept this rank from having its shares ready: it takes part in the collectives, and makes all ranks give up.
+    """
+
+    def __init__(
+        self, folder: Path, *, step: int, meta: Mapping[str, Any], keep: int, rank: int, error: str | None = None
+    ) -> None:
+        self.folder, self.step, self.meta, self.keep, self.rank, self.error = folder, step, meta, keep, rank, error
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to forget: a writer writes one checkpoint."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to open yet: the temporary name comes with the global plan."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the first rank: clear what dead runs left, and choose the name all ranks write under."""
+        temporary = files.temporary(self.step)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            files.clean(self.folder)
+            (self.folder / temporary).mkdir()
+        except OSError as error:
+            self.error = self.error or describe_error(error)
+        return [replace(plan, storage_data=temporary) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        """Write this rank's file. Never raises: a failure is a result like any other."""
+        results: list[Any] = []
+        try:
+            if self.error is None and plan.items:
+                results = self._write(plan, planner)
+        except Exception as error:  # whatever it is, the run goes on and the save is reported as failed
+            self.error = describe_error(error)
+        if self.error is not None:
+            results = [Written(error=f"rank {self.rank}: {self.error}")]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write(self, plan: SavePlan, planner: Any) -> list[WriteResult]:
+        file = f"rank-{self.rank:05d}.safetensors"
+        shares = {item.index.fqn: planner.resolve_data(item).data for item in plan.items}
+        digest = tensors.write(self.folder / plan.storage_data / file, shares)
+        return [WriteResult(item.index, 0, (plan.storage_data, file, digest)) for item in plan.items]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank: index, manifest, commit, pruning. The outcome travels to all ranks as `metadata.storage_data`."""
+        errors = [item.error for items in results for item in items if isinstance(item, Written) and item.error]
+        try:
+            metadata.storage_data = Written(error="; ".join(errors)) if errors else self._commit(metadata, results)
+        except (OSError, ValueError, TypeError) as error:
+            metadata.storage_data = Written(error=f"rank {self.rank}: {describe_error(error)}")
+        if metadata.storage_data.error and self.folder.is_dir():
+            files.clean(self.folder)
+
+    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> Written:
+        written = [item for items in results for item in items]
+        if not written:
+            raise ValueError("the state is empty on every rank")
+        index = _index(metadata, written)
+        temporary = self.folder / written[0].storage_data[0]
+        digests = {files.INDEX: files.write_index(temporary, index)}
+        digests |= {file: digest for _, file, digest in (item.storage_data for item in written)}
+        manifest = files.Manifest(self.step, files.next_order(self.folder), dict(self.meta), dict(sorted(digests.items())))
+        files.write_manifest(temporary, manifest)
+        final = files.commit(temporary, self.step)
+        return Written(path=final, bytes=manifest.bytes, warnings=tuple(files.prune(self.folder, keep=self.keep)))
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception as one line."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _index(metadata: Metadata, written: Sequence[WriteResult]) -> files.Index:
+    """Where every box of every tensor was written."""
+    where = {(item.index.fqn, tuple(item.index.offset or ())): item.storage_data[1] for item in written}
+    index: files.Index = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata), (key, entry)
+        chunks = tuple(
+            files.Chunk(tuple(chunk.offsets), tuple(chunk.sizes), where[key, tuple(chunk.offsets)]) for chunk in entry.chunks
+        )
+        index[key] = files.Entry(tuple(entry.size), DTYPES[entry.properties.dtype], chunks)
+    return index
+
+
+class SharesToRead(LoadPlanner):
+    """Plans the reading of exactly the boxes this rank holds (the "state dict" it is given maps names to `Share`)."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None
+        self.shares: dict[str, Share] = state_dict
+        self.metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for key, share in self.shares.items():
+            entry = self.metadata.state_dict_metadata[key]
+            assert isinstance(entry, TensorStorageMetadata), (key, entry)
+            box = ChunkStorageMetadata(torch.Size(share.held.offset), torch.Size(share.held.sizes))
+            items += create_read_items_for_chunk_list(key, entry, [box])
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise AssertionError(f"a checkpoint holds tensors only, not bytes: {read_item}")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        return box(self.shares[read_item.dest_index.fqn].data, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing to do: the tensor is a view of its destination."""
+
+
+class FolderReader(StorageReader):
+    """Reads the boxes a plan asks for out of the checkpoint `path`, straight into their destinations."""
+
+    def __init__(self, path: Path, index: files.Index) -> None:
+        self.path, self.index = path, index
+        self._files = {(key, chunk.offset): chunk.file for key, entry in index.items() for chunk in entry.chunks}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to forget: a reader reads one checkpoint."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What torch.distributed.checkpoint must know of the tensors; made from `index.json`, never from a pickle."""
+        return Metadata(
+            {
+                key: TensorStorageMetadata(
+                    TensorProperties(dtype=TORCH_DTYPES[entry.dtype]),
+                    torch.Size(entry.shape),
+                    [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.sizes)) for chunk in entry.chunks],
+                )
+                for key, entry in self.index.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to open yet."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy every item to its place; a file is opened once and only the parts asked for are read."""
+        wanted: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            index = item.storage_index
+            wanted.setdefault(self._files[index.fqn, tuple(index.offset or ())], []).append(item)
+        for file, items in sorted(wanted.items()):
+            with safe_open(self.path / file, framework="pt") as content:
+                for item in items:
+                    source = box(content.get_tensor(item.storage_index.fqn), item.storage_offsets, item.lengths)
+                    planner.resolve_tensor(item).copy_(source)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def box(tensor: Tensor, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """The view of `tensor` that starts at `offset` and is `sizes` large."""
+    for dim, (start, length) in enumerate(zip(offset, sizes, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def save_alone(shares: dict[str, Share], writer: FolderWriter) -> Metadata:
+    """What `torch.distributed.checkpoint.save` does, in one process; that one warns if there are no process groups."""
+    planner = SharesToWrite()
+    planner.set_up_planner(shares, is_coordinator=True)  # type: ignore[arg-type]
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    writer.finish(metadata, [writer.write_data(plan, planner).value()])
+    return metadata
+
+
+def load_alone(shares: dict[str, Share], reader: FolderReader) -> None:
+    """What `torch.distributed.checkpoint.load` does, in one process."""
+    planner = SharesToRead()
+    planner.set_up_planner(shares, reader.read_metadata(), is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner)

@@ -1,0 +1,66 @@
+"""Tensors as safetensors files: written as a stream, with their digest, and never a pickle."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.folder import FileDigest
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+PIECE = 4 << 20  # bytes hashed and written at a time: the second reads what the first left in the processor's cache
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
+    """Write tensors (any device, any strides) as one safetensors file, down to the disk; its size and sha256.
+
+    sha256 rather than a quicker checksum: processors have instructions for it (1.7 GB/s a core, twice blake2b), it is computed
+    while the bytes are written, and anyone can check it with `sha256sum`. No second copy of the whole is made in memory.
+    """
+    # the widest elements first keep every tensor aligned to its element size, without the holes the format forbids
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": tuple(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest, total = hashlib.sha256(), 0
+    with path.open("wb", buffering=0) as file:
+        # one at a time: a tensor on an accelerator, or one that is not contiguous, is copied here
+        for content in chain([memoryview(len(text).to_bytes(8, "little") + text)], (_bytes(tensors[name]) for name in names)):
+            for start in range(0, len(content), PIECE):
+                piece = content[start : start + PIECE]
+                digest.update(piece)
+                while piece:  # an unbuffered write may take less than it is given
+                    written = file.write(piece)
+                    total, piece = total + written, piece[written:]
+        os.fsync(file.fileno())
+    return FileDigest(total, digest.hexdigest())
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

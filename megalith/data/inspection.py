@@ -1,0 +1,94 @@
+"""What a prepared folder holds, and whether it is still what was prepared."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megalith.data.errors import DataError
+from megalith.data.manifest import (
+    FILE,
+    TOKENIZER_FILE,
+    Manifest,
+    Split,
+    check_sizes,
+    check_tokenizer,
+    file_digest,
+    read_manifest,
+)
+from megalith.data.progress import bars
+from megalith.data.shards import SplitReader
+from megalith.data.tokenizer import Tokenizer
+
+_QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
+_COUNTED_DOCUMENTS = 1_000_000
+_SAMPLE_TOKENS = 60
+
+
+def inspect(folder: Path | str, *, samples: int = 3) -> dict[str, Any]:
+    """Counts by domain and split, tokens a document, UTF-8 bytes a token, and how `samples` documents of each begin.
+
+    `{"folder", "manifest_sha256", "tokenizer": {...}, "sources": [...], "options": {...}, "domains": {name: {"share", "train",
+    "validation"}}}`, and a split is `{"tokens", "documents", "shards", "bytes", "bytes_per_token", "document_tokens": {"min",
+    "p10", "median", "p90", "max"}, "samples": [text]}`; "share" is the domain's part of all training tokens. Quantiles are over
+    at most a million evenly spaced documents. Raises DataError when the folder is not prepared data, or a file is not whole.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
+    check_tokenizer(folder, manifest)
+    text = (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
+    tokenizer = Tokenizer(text, end_of_text=manifest.tokenizer.end_of_text_token)
+    total = sum(domain.train.tokens for domain in manifest.domains.values())
+    domains: dict[str, dict[str, Any]] = {
+        name: {"share": domain.train.tokens / total} for name, domain in manifest.domains.items()
+    }
+    for name, which, split in manifest.splits():
+        domains[name][which] = _describe(SplitReader(folder, split), split, tokenizer, samples)
+    return {
+        "folder": str(folder),
+        "manifest_sha256": manifest.sha256,
+        "tokenizer": {"kind": tokenizer.kind} | manifest.tokenizer.model_dump(),
+        "sources": [source.model_dump() for source in manifest.sources],
+        "options": manifest.options.model_dump(mode="json"),
+        "domains": domains,
+    }
+
+
+def _describe(reader: SplitReader, split: Split, tokenizer: Tokenizer, samples: int) -> dict[str, Any]:
+    lengths = reader.document_lengths(_COUNTED_DOCUMENTS)
+    quantiles = {name: float(np.quantile(lengths, at)) for name, at in _QUANTILES.items()} if len(lengths) else {}
+    chosen = sorted({round(n * (split.documents - 1) / max(samples - 1, 1)) for n in range(samples)}) if split.documents else []
+    text_tokens = split.tokens - split.documents
+    return {
+        "tokens": split.tokens,
+        "documents": split.documents,
+        "shards": len(split.shards),
+        "bytes": split.bytes,
+        "bytes_per_token": split.bytes / text_tokens if text_tokens else None,
+        "document_tokens": quantiles,
+        "samples": [tokenizer.decode(reader.document(number)[:_SAMPLE_TOKENS]) for number in chosen],
+    }
+
+
+def verify(folder: Path | str, *, progress: bool = False) -> Manifest:
+    """Read every shard again and compare its sha256 with the manifest's. Raises DataError naming every file that differs."""
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
+    check_tokenizer(folder, manifest)
+    expected = {shard.file: shard.sha256 for shard in manifest.shards()}
+    expected |= {shard.index: shard.index_sha256 for shard in manifest.shards()}
+    problems: list[str] = []
+    with bars(progress) as shown:
+        bar = shown.start("verifying", total=sum((folder / name).stat().st_size for name in expected))
+        for name, digest in expected.items():
+            found = file_digest(folder / name, lambda count: shown.advance(bar, count))
+            if found != digest:
+                problems.append(
+                    f"{folder / name} has sha256 {found}, {FILE} says {digest}. Copy it back, or prepare the data again."
+                )
+        shown.finish(bar)
+    if problems:
+        raise DataError.of(problems, title=f"{folder} is not as it was prepared")
+    return manifest

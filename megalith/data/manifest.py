@@ -1,0 +1,194 @@
+"""What a prepared folder holds: `manifest.json`, written last, and the checks that need no more than it.
+
+Equal sources, tokenizer and options give a manifest equal byte for byte: it holds no time, machine or path. So its digest
+says which data a run saw.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+
+from megalith.data.errors import DataError
+from megalith.spec.base import Spec
+
+FILE = "manifest.json"
+TOKENIZER_FILE = "tokenizer.json"
+SPLITS = ("train", "validation")
+SplitName = Literal["train", "validation"]
+Dtype = Literal["uint16", "uint32"]
+
+
+class Reading(Spec):
+    """How files become documents."""
+
+    field: str = Field(default="text", description="JSON lines: the field that holds the text")
+    split: str | None = Field(
+        default=None,
+        description="plain text: blank | line | file | heading:REGEX (a line that starts a document) | "
+        "delimiter:REGEX (a line between documents); default: blank, and chapters for the bundled novels",
+    )
+    minimum: NonNegativeInt = Field(
+        default=2000, description="plain text, blank and heading: a document goes on until it has this many characters"
+    )
+    extensions: tuple[str, ...] | None = Field(
+        default=None, description="folders: only files whose names end so, such as .py; default: every file that holds UTF-8 text"
+    )
+
+
+DEFAULT_READING = Reading()
+
+
+class Options(Spec):
+    """How documents become shards. Same sources and options, same bytes."""
+
+    reading: Reading = DEFAULT_READING
+    shard_tokens: PositiveInt = Field(
+        default=100_000_000, description="a shard is closed before the document that would exceed this"
+    )
+    validation: NonNegativeFloat = Field(default=0.01, lt=1.0, description="share of each domain's documents that is held out")
+    seed: NonNegativeInt = Field(default=0, description="chooses the held-out documents")
+
+
+class SourceRecord(Spec):
+    """One source as it was when it was read: its last path component, files, bytes on disk, and a digest over all of them."""
+
+    domain: str
+    name: str
+    files: NonNegativeInt
+    bytes: NonNegativeInt
+    sha256: str
+
+
+class TokenizerRecord(Spec):
+    """The tokenizer the tokens belong to; `tokenizer.json` lies in the folder."""
+
+    fingerprint: str
+    vocab_size: PositiveInt
+    end_of_text: NonNegativeInt
+    end_of_text_token: str
+
+
+class Shard(Spec):
+    """`file`: little-endian token ids. `index`: int64 offsets of its documents' first tokens, then its number of tokens."""
+
+    file: str
+    index: str
+    dtype: Dtype
+    tokens: NonNegativeInt
+    documents: NonNegativeInt
+    sha256: str
+    index_sha256: str
+
+
+class Split(Spec):
+    """One split of one domain; `bytes` counts its text as UTF-8, without the end-of-text tokens that `tokens` includes."""
+
+    tokens: NonNegativeInt = 0
+    documents: NonNegativeInt = 0
+    bytes: NonNegativeInt = 0
+    shards: tuple[Shard, ...] = ()
+
+
+class Domain(Spec):
+    """One domain's two splits."""
+
+    train: Split
+    validation: Split
+
+
+class Manifest(Spec):
+    """A prepared folder."""
+
+    version: Literal[1] = 1
+    tokenizer: TokenizerRecord
+    options: Options
+    sources: tuple[SourceRecord, ...]
+    domains: dict[str, Domain]
+
+    def splits(self) -> Iterator[tuple[str, SplitName, Split]]:
+        """Every domain's splits, in the manifest's order."""
+        for name, domain in self.domains.items():
+            yield name, "train", domain.train
+            yield name, "validation", domain.validation
+
+    def shards(self) -> Iterator[Shard]:
+        """Every shard."""
+        for _, _, split in self.splits():
+            yield from split.shards
+
+    def text(self) -> str:
+        """What is written to `manifest.json`."""
+        return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the file, and so, through the shards' digests in it, of all the data."""
+        return hashlib.sha256(self.text().encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a prepared folder. Raises DataError when there is none, or it is not one this version reads."""
+    path = folder / FILE
+    again = "Prepare it with `megalith data prepare`."
+    if not path.is_file():
+        what = (
+            "has no manifest.json: it is not prepared data, or preparing it was cut off" if folder.is_dir() else "does not exist"
+        )
+        raise DataError(f"{folder} {what}. {again}")
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise DataError(f"{path} is not a manifest this version reads: {where}: {first['msg']}. {again}") from error
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Every shard is there and as long as the manifest says; contents are not read. Raises DataError naming each that is not."""
+    problems: list[str] = []
+    for shard in manifest.shards():
+        sizes = {shard.file: shard.tokens * int(shard.dtype[4:]) // 8, shard.index: 8 * (shard.documents + 1)}
+        for name, size in sizes.items():
+            path = folder / name
+            if not path.is_file():
+                problems.append(f"{path} is missing ({size} bytes). Copy it back, or prepare the data again.")
+            elif path.stat().st_size != size:
+                found = path.stat().st_size
+                problems.append(f"{path} has {found} bytes, the manifest says {size}. Copy it back, or prepare the data again.")
+    if problems:
+        raise DataError.of(problems, title=f"{folder} is not as it was prepared")
+
+
+def tokenizer_fingerprint(definition: dict[str, Any], end_of_text: int) -> str:
+    """sha256 of a tokenizer.json's canonical form (sorted keys; padding and truncation do not count) and its end-of-text id."""
+    counted = {key: value for key, value in definition.items() if key not in ("padding", "truncation")}
+    canonical = json.dumps({"tokenizer": counted, "end_of_text": end_of_text}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def check_tokenizer(folder: Path, manifest: Manifest) -> None:
+    """The folder's tokenizer.json is the one its tokens were made with. Raises DataError when it is missing or another one."""
+    path = folder / TOKENIZER_FILE
+    mend = "Copy the right one back, or prepare the data again."
+    try:
+        found = tokenizer_fingerprint(json.loads(path.read_bytes()), manifest.tokenizer.end_of_text)
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing. {mend}") from error
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{path} is not a tokenizer.json: {error}. {mend}") from error
+    if found != manifest.tokenizer.fingerprint:
+        raise DataError(f"{path} has fingerprint {found}, but the shards were made with {manifest.tokenizer.fingerprint}. {mend}")
+
+
+def file_digest(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
+    """sha256 of a file's content; `advance` is told of every piece of bytes read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+            advance(len(piece))
+    return digest.hexdigest()

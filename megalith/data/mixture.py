@@ -1,0 +1,87 @@
+"""Which domain a sample comes from: a fixed sequence in which every domain always has its share.
+
+Shares are rounded to 1/65,536, so the sequence repeats after at most that many samples; one period is laid out so that after
+any number n of samples, each domain with share w has had between n w - 1 and n w + 1 of them (Tijdeman 1980, "The chairman
+assignment problem": with k domains the gap stays within 1 - 1/(2k - 2)). Sample n then costs one look-up, and how many earlier
+samples its domain had is whole periods plus a second look-up: no state, the same on any number of ranks.
+"""
+
+import heapq
+from collections.abc import Sequence
+from math import gcd, isfinite
+
+import numpy as np
+import numpy.typing as npt
+
+PERIOD = 1 << 16
+
+
+class Mixture:
+    """Shares of domains, numbered as in `weights` (not negative, not all zero; scaled to add up to 1)."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        if not weights or any(not isfinite(weight) or weight < 0 for weight in weights) or sum(weights) == 0:
+            raise ValueError(f"weights {list(weights)} are no shares: give finite numbers of 0 or more, one of them above 0")
+        if sum(weight > 0 for weight in weights) > PERIOD:
+            raise ValueError(f"{len(weights)} domains are more than a mixture can hold ({PERIOD}). Join some.")
+        counts = _round(weights)
+        divisor = gcd(*counts)
+        self._counts = [count // divisor for count in counts]
+        self.period = PERIOD // divisor
+        self.shares: tuple[float, ...] = tuple(count / PERIOD for count in counts)
+        self._domains = _spread(self._counts)
+        self._earlier = np.zeros(self.period, np.int64)
+        for domain, count in enumerate(self._counts):
+            self._earlier[self._domains == domain] = np.arange(count)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The domain of sample `index`, and how many earlier samples came from it."""
+        periods, position = divmod(index, self.period)
+        domain = int(self._domains[position])
+        return domain, periods * self._counts[domain] + int(self._earlier[position])
+
+    def counts(self, samples: int) -> npt.NDArray[np.int64]:
+        """How many of the first `samples` samples come from each domain, int64 [domains]."""
+        periods, position = divmod(samples, self.period)
+        begun = np.bincount(self._domains[:position], minlength=len(self._counts))
+        return periods * np.array(self._counts, np.int64) + begun
+
+
+def _round(weights: Sequence[float]) -> list[int]:
+    """Whole numbers that add up to PERIOD, by largest remainder; a domain with any weight keeps at least 1."""
+    exact = np.array(weights, np.float64) / sum(weights) * PERIOD
+    counts = np.floor(exact).astype(np.int64)
+    counts[(counts == 0) & (exact > 0)] = 1
+    while (missing := PERIOD - int(counts.sum())) != 0:
+        gaps = np.where(exact > 0, exact - counts, -np.inf) if missing > 0 else np.where(counts > 1, counts - exact, -np.inf)
+        chosen = np.argsort(-gaps, kind="stable")[: min(abs(missing), int((exact > 0).sum()))]
+        chosen = chosen[gaps[chosen] > -np.inf]
+        counts[chosen] += 1 if missing > 0 else -1
+    return counts.tolist()
+
+
+def _spread(counts: Sequence[int]) -> npt.NDArray[np.int32]:
+    """One period of domain numbers, int32 [sum(counts)]: Tijdeman's rule as earliest deadline first.
+
+    A domain's next sample may come once its share is 1/(2k - 2) ahead of its count, and must come before that lead would
+    exceed 1 - 1/(2k - 2). All times are whole numbers of samples, in integer arithmetic.
+    """
+    period, kinds = sum(counts), sum(count > 0 for count in counts)
+    parts = max(2 * kinds - 2, 1)
+    jobs: list[tuple[int, int, int]] = []  # release, deadline, domain
+    for domain, count in enumerate(counts):
+        number = np.arange(count, dtype=np.int64) * parts
+        release = -(-period * (number + 1) // (count * parts)) if count else number
+        deadline = period * (number + parts - 1) // (count * parts) if count else number
+        jobs.extend(zip(release.tolist(), deadline.tolist(), [domain] * count, strict=True))
+    jobs.sort()
+    order = np.empty(period, np.int32)
+    ready: list[tuple[int, int]] = []
+    waiting = iter([*jobs, (period + 1, 0, 0)])
+    job = next(waiting)
+    for position in range(period):
+        while job[0] <= position + 1:
+            heapq.heappush(ready, job[1:])
+            job = next(waiting)
+        order[position] = heapq.heappop(ready)[1]
+    return order

@@ -1,0 +1,267 @@
+"""Documents to a folder of shards: all of it or nothing, and the same bytes for the same sources and options.
+
+Which documents are held out for validation is decided by a hash of (seed, domain, document number). A domain of two or more
+documents always holds out at least one and keeps its first; one of a single document holds out that document's end.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from megalith.data.errors import DataError
+from megalith.data.manifest import (
+    DEFAULT_READING,
+    FILE,
+    Domain,
+    Manifest,
+    Options,
+    Reading,
+    SourceRecord,
+    check_sizes,
+    check_tokenizer,
+    read_manifest,
+)
+from megalith.data.progress import Bars, bars
+from megalith.data.shards import SplitWriter, Tokens, settle
+from megalith.data.sources import Source, documents, parse_sources, record, size
+from megalith.data.tokenizer import Tokenizer
+
+
+def prepare(
+    sources: Sequence[str | Source],
+    *,
+    tokenizer: Tokenizer,
+    out: Path | str,
+    reading: Reading = DEFAULT_READING,
+    shard_tokens: int = 100_000_000,
+    validation: float = 0.01,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Manifest:
+    """Tokenize `sources` (`NAME=PATH`, `PATH`, `bundled:austen`) into the folder `out`, which appears only when it is complete.
+
+    If `out` already holds exactly this, nothing is written. Raises DataError for sources that cannot be read, options out of
+    range, an `out` that holds anything else (unless `overwrite`, and then only other prepared data is replaced), or another
+    `prepare` at work on it.
+    """
+    options = _options(reading=reading, shard_tokens=shard_tokens, validation=validation, seed=seed)
+    found = sorted(parse_sources(sources), key=lambda source: source.domain)  # stable: a domain's sources keep their order
+    out = Path(out)
+    _check_out(out)
+    with bars(progress) as shown:
+        recorded = _record(found, reading, shown)
+        previous = read_manifest(out) if (out / FILE).is_file() else None
+        if previous is not None:
+            differences = _differences(previous, tokenizer, options, recorded)
+            damage = _damage(out, previous)
+            if not (differences or damage):
+                shown.say(f"{out} is already prepared from the same sources, tokenizer and options: nothing to do.")
+                return previous
+            if damage:
+                shown.say(damage)
+            if differences and not overwrite:
+                raise DataError(
+                    f"{out} already holds data prepared otherwise: {'; '.join(differences)}. "
+                    "Choose another folder, or overwrite it (--overwrite)."
+                )
+        with _folder_for(out) as folder:
+            manifest = Manifest(
+                tokenizer=tokenizer.record,
+                options=options,
+                sources=recorded,
+                domains=_write_domains(folder, found, tokenizer, options, shown),
+            )
+            tokenizer.save(folder)
+            with (folder / FILE).open("xb") as file:
+                file.write(manifest.text().encode())
+                settle(file)
+    return manifest
+
+
+def _options(**values: object) -> Options:
+    try:
+        return Options.model_validate(values)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}." for one in error.errors()]
+        raise DataError.of(problems, title="The options cannot be used") from error
+
+
+def _check_out(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise DataError(f"{out} is a file; prepared data is a folder. Choose another name.")
+    if out.is_dir() and not (out / FILE).is_file() and any(out.iterdir()):
+        raise DataError(f"{out} holds files that are not prepared data; they are not touched. Choose a new or empty folder.")
+
+
+def _record(sources: Sequence[Source], reading: Reading, shown: Bars) -> tuple[SourceRecord, ...]:
+    """What the sources hold now; reading them once more than needed is cheap beside tokenizing them."""
+    bar = shown.start("checking sources", total=sum(size(source, reading) for source in sources))
+    recorded = tuple(record(source, reading, lambda count: shown.advance(bar, count)) for source in sources)
+    shown.finish(bar)
+    return recorded
+
+
+def _differences(previous: Manifest, tokenizer: Tokenizer, options: Options, sources: tuple[SourceRecord, ...]) -> list[str]:
+    """How what is asked for differs from what a folder holds, in words."""
+    found: list[str] = []
+    if previous.tokenizer != tokenizer.record:
+        found.append(f"tokenizer {previous.tokenizer.fingerprint[:12]}, now {tokenizer.fingerprint[:12]}")
+    then, now = (value.model_dump() | value.reading.model_dump(exclude_unset=False) for value in (previous.options, options))
+    found += [f"{key} {then[key]!r}, now {now[key]!r}" for key in then if key != "reading" and then[key] != now[key]]
+    if previous.sources != sources:
+        before, after = ([f"{one.domain}={one.name} ({one.sha256[:12]})" for one in some] for some in (previous.sources, sources))
+        found.append(f"sources {', '.join(before)}, now {', '.join(after)}")
+    return found
+
+
+def _damage(out: Path, manifest: Manifest) -> str | None:
+    try:
+        check_sizes(out, manifest)
+        check_tokenizer(out, manifest)
+    except DataError as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def _folder_for(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that takes its name, and its place, when the block ends well and is removed when it does not."""
+    out = out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = out.with_name(f".{out.name}.partial")
+    folder.mkdir(exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(lock, out)
+        for leftover in folder.iterdir():  # of a process that was killed: nobody holds its lock
+            leftover.unlink()
+        try:
+            yield folder
+            os.fsync(lock)
+            _put_in_place(folder, out)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    finally:
+        os.close(lock)
+
+
+def _lock(folder: int, out: Path) -> None:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise DataError(f"{out} is being prepared by another process. Wait for it, or choose another folder.") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF):  # network file systems may have no locks
+            raise
+
+
+def _put_in_place(folder: Path, out: Path) -> None:
+    replaced = out.with_name(f".{out.name}.replaced")
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    if out.exists():
+        out.rename(replaced)
+    folder.rename(out)
+    parent = os.open(out.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def _write_domains(
+    folder: Path, sources: Sequence[Source], tokenizer: Tokenizer, options: Options, shown: Bars
+) -> dict[str, Domain]:
+    domains: dict[str, Domain] = {}
+    for name, group in groupby(sources, key=lambda source: source.domain):
+        members = list(group)
+        bar = shown.start(f"preparing {name}", total=sum(size(source, options.reading) for source in members))
+        sizes: deque[int] = deque()
+        texts = _texts(members, options.reading, sizes, partial(shown.advance, bar))
+        encoded = (_Document(tokens, sizes.popleft()) for tokens in tokenizer.encode_documents(texts))
+        domains[name] = _write_domain(folder, name, encoded, tokenizer=tokenizer, options=options)
+        shown.finish(bar)
+        if domains[name].train.documents == 0:
+            where = ", ".join(source.path for source in members)
+            raise DataError(
+                f"The domain {name} has no documents: {where} holds no text, or no file with the endings asked for "
+                f"(extensions={options.reading.extensions}). Give text, or leave the source out."
+            )
+    return domains
+
+
+def _texts(sources: Sequence[Source], reading: Reading, sizes: deque[int], advance: Callable[[int], None]) -> Iterator[str]:
+    """The documents of one domain; what each weighs goes to `sizes`, as the encoder reads ahead of what it gives."""
+    for source in sources:
+        for text in documents(source, reading, advance):
+            sizes.append(len(text.encode()))
+            yield text
+
+
+@dataclass(frozen=True)
+class _Document:
+    tokens: Tokens
+    bytes: int
+
+
+def _write_domain(folder: Path, name: str, found: Iterator[_Document], *, tokenizer: Tokenizer, options: Options) -> Domain:
+    """Sort the documents into the two splits, with one document held back: only at the end is it known which is the last."""
+    train, validation = (
+        SplitWriter(
+            folder,
+            f"{name}-{split}",
+            dtype=tokenizer.dtype,
+            shard_tokens=options.shard_tokens,
+            end_of_text=tokenizer.end_of_text,
+        )
+        for split in ("train", "validation")
+    )
+    try:
+        held: _Document | None = None
+        number = -1
+        for number, document in enumerate(found):
+            if held is not None:
+                chosen = _held_out(options, name, number - 1)
+                (validation if chosen else train).write(held.tokens, text_bytes=held.bytes)
+            held = document
+        if held is not None:
+            _write_last(held, train, validation, options, chosen=_held_out(options, name, number))
+        return Domain(train=train.close(), validation=validation.close())
+    except BaseException:
+        train.abandon()
+        validation.abandon()
+        raise
+
+
+def _write_last(last: _Document, train: SplitWriter, validation: SplitWriter, options: Options, *, chosen: bool) -> None:
+    """The last document mends what the hash left wanting: a domain without validation, or all of a domain in one document."""
+    if train.documents and (chosen or (options.validation > 0 and validation.documents == 0)):
+        validation.write(last.tokens, text_bytes=last.bytes)
+    elif train.documents or options.validation == 0 or len(last.tokens) < 2:
+        train.write(last.tokens, text_bytes=last.bytes)
+    else:
+        tail = max(1, round(options.validation * len(last.tokens)))
+        tail_bytes = round(last.bytes * tail / len(last.tokens))  # in proportion: a token need not be whole characters
+        train.write(last.tokens[:-tail], text_bytes=last.bytes - tail_bytes)
+        validation.write(last.tokens[-tail:], text_bytes=tail_bytes)
+
+
+def _held_out(options: Options, domain: str, number: int) -> bool:
+    """Whether the hash takes this document; never the first, so that a domain always has something to train on."""
+    digest = hashlib.blake2b(f"{options.seed}/{domain}/{number}".encode(), digest_size=8).digest()
+    return number > 0 and int.from_bytes(digest, "little") < options.validation * 2**64

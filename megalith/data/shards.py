@@ -1,0 +1,164 @@
+"""The shard format, written and read: token ids end to end, and where each document begins.
+
+`x.bin` is little-endian uint16 or uint32, one end-of-text id after every document; `x.idx` is int64: the offset of each
+document's first token, then the number of tokens. A document never spans two shards. Both are read in place (memory map).
+"""
+
+import hashlib
+import os
+from array import array
+from bisect import bisect_right
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megalith.data.manifest import Shard, Split
+
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+
+
+class SplitWriter:
+    """Writes one split of one domain as shards `{name}-00000.bin`, `.idx`, ... in `folder`."""
+
+    def __init__(self, folder: Path, name: str, *, dtype: np.dtype[Any], shard_tokens: int, end_of_text: int) -> None:
+        self._folder, self._name, self._dtype, self._shard_tokens = folder, name, dtype, shard_tokens
+        self._end = np.array([end_of_text], dtype)
+        self._done: list[Shard] = []
+        self._file: IO[bytes] | None = None
+        self._digest = hashlib.sha256()
+        self._offsets = array("q", [0])
+        self._bytes = 0
+
+    @property
+    def documents(self) -> int:
+        """Documents written so far."""
+        return sum(shard.documents for shard in self._done) + len(self._offsets) - 1
+
+    def write(self, tokens: Tokens, *, text_bytes: int) -> None:
+        """Append one document; its end-of-text id is added here."""
+        if self._offsets[-1] and self._offsets[-1] + len(tokens) + 1 > self._shard_tokens:
+            self._close_shard()
+        if self._file is None:
+            self._file = (self._folder / f"{self._stem}.bin").open("xb")
+        content = np.concatenate([tokens.astype(self._dtype, copy=False), self._end]).tobytes()
+        self._file.write(content)
+        self._digest.update(content)
+        self._offsets.append(self._offsets[-1] + len(tokens) + 1)
+        self._bytes += text_bytes
+
+    def close(self) -> Split:
+        """Close the last shard; what was written."""
+        if self._file is not None:
+            self._close_shard()
+        return Split(
+            tokens=sum(shard.tokens for shard in self._done),
+            documents=sum(shard.documents for shard in self._done),
+            bytes=self._bytes,
+            shards=tuple(self._done),
+        )
+
+    def abandon(self) -> None:
+        """Let go of the open file; the folder is thrown away."""
+        if self._file is not None:
+            self._file.close()
+
+    @property
+    def _stem(self) -> str:
+        return f"{self._name}-{len(self._done):05d}"
+
+    def _close_shard(self) -> None:
+        assert self._file is not None
+        settle(self._file)
+        offsets = np.array(self._offsets, "<i8").tobytes()
+        with (self._folder / f"{self._stem}.idx").open("xb") as index:
+            index.write(offsets)
+            settle(index)
+        shard = Shard(
+            file=f"{self._stem}.bin",
+            index=f"{self._stem}.idx",
+            dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
+            tokens=self._offsets[-1],
+            documents=len(self._offsets) - 1,
+            sha256=self._digest.hexdigest(),
+            index_sha256=hashlib.sha256(offsets).hexdigest(),
+        )
+        self._done.append(shard)
+        self._file, self._digest, self._offsets = None, hashlib.sha256(), array("q", [0])
+
+
+class SplitReader:
+    """One split of one domain as one long sequence of tokens. Holds a memory map a shard, opened when it is first read."""
+
+    def __init__(self, folder: Path, split: Split) -> None:
+        self._folder, self._split = folder, split
+        self._starts = list(accumulate((shard.tokens for shard in split.shards), initial=0))
+        self._maps: dict[str, npt.NDArray[Any]] = {}
+        self.tokens: int = split.tokens
+        self.documents: int = split.documents
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens start to stop, int64 [stop - start]."""
+        pieces = [self._tokens(shard)[low:high] for shard, _, low, high in self._overlaps(start, stop)]
+        return np.concatenate(pieces).astype(np.int64) if len(pieces) > 1 else pieces[0].astype(np.int64)
+
+    def documents_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Where documents begin, of those that begin in start to stop, int64 [documents]."""
+        found: list[npt.NDArray[np.int64]] = []
+        for shard, begin, low, high in self._overlaps(start, stop):
+            offsets = self._offsets(shard)[:-1]
+            first, last = np.searchsorted(offsets, (low, high))
+            found.append(offsets[first:last] + begin)
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def document(self, number: int) -> npt.NDArray[np.int64]:
+        """The tokens of one document, its end of text included, int64 [tokens]."""
+        assert 0 <= number < self.documents, (number, self.documents)
+        firsts = self._first_documents
+        which = bisect_right(firsts, number) - 1
+        shard = self._split.shards[which]
+        low, high = self._offsets(shard)[number - firsts[which] : number - firsts[which] + 2]
+        return self._tokens(shard)[low:high].astype(np.int64)
+
+    def document_lengths(self, at_most: int) -> npt.NDArray[np.int64]:
+        """Tokens of every document, or of evenly spaced ones when there are more than `at_most`, int64."""
+        step = max(1, -(-self.documents // at_most))
+        lengths = [np.diff(self._offsets(shard))[::step] for shard in self._split.shards]
+        return np.concatenate(lengths) if lengths else np.empty(0, np.int64)
+
+    @cached_property
+    def _first_documents(self) -> list[int]:
+        return list(accumulate((shard.documents for shard in self._split.shards), initial=0))
+
+    def _overlaps(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
+        """The shards that hold start to stop: shard, where it begins, and the part of it that is asked for."""
+        assert 0 <= start <= stop <= self.tokens, (start, stop, self.tokens)
+        found: list[tuple[Shard, int, int, int]] = []
+        which = bisect_right(self._starts, start) - 1
+        while which < len(self._split.shards) and self._starts[which] < stop:
+            begin, end = self._starts[which], self._starts[which + 1]
+            found.append((self._split.shards[which], begin, max(start - begin, 0), min(stop, end) - begin))
+            which += 1
+        return found
+
+    def _tokens(self, shard: Shard) -> npt.NDArray[Any]:
+        return self._map(shard.file, "<u2" if shard.dtype == "uint16" else "<u4")
+
+    def _offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
+        return self._map(shard.index, "<i8")
+
+    def _map(self, name: str, dtype: str) -> npt.NDArray[Any]:
+        if name not in self._maps:
+            # a plain array over the map: slicing np.memmap itself costs several microseconds
+            self._maps[name] = np.asarray(np.memmap(self._folder / name, dtype, "r"))
+        return self._maps[name]
+
+
+def settle(file: IO[bytes]) -> None:
+    """Have the disk hold what was written, then close: a rename must never be seen before the bytes."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

@@ -1,0 +1,264 @@
+"""Prepared data as numbered samples: sample `i` is a pure function of (folder, seq_len, seed, weights, i).
+
+- Which domain: `mixture` says it, and how many earlier samples came from that domain: the sample's number within it.
+- Which window: a domain's tokens are one long sequence, cut every `seq_len` tokens; window w reads tokens w * seq_len up to and
+  including (w + 1) * seq_len, the last one as a target only. So every token but the domain's first is a target exactly once an
+  epoch. The last window is filled up with end-of-text tokens that are nobody's target.
+- Which order: every epoch of a domain has its own permutation of its windows (`shuffle`).
+
+There is no state here. The caller holds one number, the samples consumed, and any number of ranks that divide the next
+samples among themselves see what one rank would see.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megalith.data.errors import DataError
+from megalith.data.manifest import SPLITS, Domain, SplitName, check_sizes, check_tokenizer, read_manifest
+from megalith.data.mixture import Mixture
+from megalith.data.shards import SplitReader
+from megalith.data.shuffle import Permutation
+
+NO_TARGET = -100  # what torch's cross-entropy, too, leaves out
+
+Ids = npt.NDArray[np.int64]
+
+# What a resumed run must find unchanged -> what brings it back.
+_WAYS_OUT = {
+    "manifest": "Point data.path to the data the run began with, or prepare it again from the same sources with the same options",
+    "tokenizer": "Point data.path to data prepared with the run's tokenizer",
+    "split": "Read the split the run began with",
+    "seq_len": "Set train.seq_len back",
+    "seed": "Set train.seed back",
+    "weights": "Set data.weights back",
+    "document_mask": "Set data.document_mask back",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence. All arrays are int64 [seq_len] and the caller's own.
+
+    `targets` holds the next token, or -100 where there is none: after the data's end and, with document masks, at the last token
+    of a document, since what the next document begins with cannot be known from this one. `pieces` are the lengths of
+    the documents (or parts of documents) in the sequence, padding counting as one; `positions` restart in each. Without
+    document masks there is one piece.
+    """
+
+    tokens: Ids
+    targets: Ids
+    positions: Ids
+    pieces: tuple[int, ...]
+    domain: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples stacked: int64 [samples, seq_len] each, and every sample's pieces and domain."""
+
+    tokens: Ids
+    targets: Ids
+    positions: Ids
+    pieces: tuple[tuple[int, ...], ...]
+    domains: tuple[str, ...]
+
+
+class Stream:
+    """A prepared folder read as samples. Opening checks manifest, tokenizer and file sizes; contents only `verify` checks."""
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        split: SplitName = "train",
+        seq_len: int,
+        seed: int = 0,
+        weights: Mapping[str, float] | None = None,
+        document_mask: bool = True,
+    ) -> None:
+        """`weights` gives every domain's share of the samples (they are scaled to add up to 1; 0 leaves a domain out); by
+        default shares are in proportion to tokens. The validation split is read in order, once, whatever the weights.
+
+        Raises DataError, with all problems at once, for a folder that is not as it was prepared, weights that do not fit
+        its domains, or a split without data.
+        """
+        self._folder = Path(folder)
+        self._manifest = read_manifest(self._folder)
+        check_sizes(self._folder, self._manifest)
+        check_tokenizer(self._folder, self._manifest)
+        domains = self._manifest.domains
+        problems = _problems(domains, split, seq_len, weights)
+        if problems:
+            raise DataError.of(problems, title=f"{self._folder} cannot be read as asked")
+        self.split: SplitName = split
+        self.seq_len = seq_len
+        self.seed = seed
+        self.document_mask = document_mask
+        self.domains: tuple[str, ...] = tuple(domains)
+        self.vocab_size: int = self._manifest.tokenizer.vocab_size
+        self.end_of_text: int = self._manifest.tokenizer.end_of_text
+        self._readers = tuple(SplitReader(self._folder, getattr(domain, split)) for domain in domains.values())
+        self._windows = tuple(_windows(reader.tokens, seq_len) for reader in self._readers)
+        self._firsts = np.cumsum([0, *self._windows])
+        self._mixture = Mixture([_default_weight(domains[name], weights, name) for name in self.domains])
+        self._permutation = lru_cache(maxsize=4 * len(self.domains))(self._new_permutation)
+
+    @property
+    def epoch_samples(self) -> dict[str, int]:
+        """Samples in one pass over each domain."""
+        return dict(zip(self.domains, self._windows, strict=True))
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Each domain's share of the training samples, as it is used (rounded to 1/65,536)."""
+        return dict(zip(self.domains, self._mixture.shares, strict=True))
+
+    def sample(self, index: int) -> Sample:
+        """Sample `index`, from 0. Training has no end; validation ends (IndexError) after every domain's last window."""
+        domain, window = self._place(index)
+        reader, start = self._readers[domain], window * self.seq_len
+        ids = reader.read(start, min(start + self.seq_len + 1, reader.tokens))
+        real = len(ids) - 1  # positions that have a next token; fewer than seq_len only in a domain's last window
+        tokens = np.full(self.seq_len, self.end_of_text, np.int64)
+        targets = np.full(self.seq_len, NO_TARGET, np.int64)
+        tokens[:real], targets[:real] = ids[:-1], ids[1:]
+        positions = np.arange(self.seq_len)
+        pieces: tuple[int, ...] = (self.seq_len,)
+        if self.document_mask:
+            begins = reader.documents_between(start + 1, start + real + 1) - start
+            targets[begins - 1] = NO_TARGET
+            edges = np.unique(np.concatenate(([0], begins, [real, self.seq_len])))
+            lengths = np.diff(edges)
+            positions -= np.repeat(edges[:-1], lengths)
+            pieces = tuple(lengths.tolist())
+        return Sample(tokens, targets, positions, pieces, self.domains[domain])
+
+    def batch(self, indices: Iterable[int]) -> Batch:
+        """Samples `indices`, stacked in that order."""
+        samples = [self.sample(index) for index in indices]
+        return Batch(
+            tokens=np.stack([sample.tokens for sample in samples]),
+            targets=np.stack([sample.targets for sample in samples]),
+            positions=np.stack([sample.positions for sample in samples]),
+            pieces=tuple(sample.pieces for sample in samples),
+            domains=tuple(sample.domain for sample in samples),
+        )
+
+    def valid_targets(self, indices: Iterable[int]) -> int:
+        """Targets in samples `indices` that are not -100: what the loss of a global batch is divided by. Reads no tokens."""
+        total = 0
+        for index in indices:
+            domain, window = self._place(index)
+            reader, start = self._readers[domain], window * self.seq_len
+            real = min(self.seq_len, reader.tokens - 1 - start)
+            total += real - (len(reader.documents_between(start + 1, start + real + 1)) if self.document_mask else 0)
+        return total
+
+    def validation_samples(self, domain: str, limit: int | None = None) -> range:
+        """Indices, for `sample` and `batch`, of a domain's validation samples: all, or `limit` evenly spaced ones, in order."""
+        assert self.split == "validation", "only the validation split is numbered domain by domain"
+        if domain not in self.domains:
+            raise DataError(f"{domain!r} is not a domain of {self._folder}. It holds: {', '.join(self.domains)}.")
+        which = self.domains.index(domain)
+        first, windows = int(self._firsts[which]), self._windows[which]
+        taken = windows if limit is None else min(limit, windows)
+        step = windows // taken if taken else 1
+        return range(first, first + taken * step, step)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What the samples depend on, as JSON holds it: store it with a checkpoint, give it to `check_same` on resume."""
+        return {
+            "manifest": self._manifest.sha256,
+            "tokenizer": self._manifest.tokenizer.fingerprint,
+            "split": self.split,
+            "seq_len": self.seq_len,
+            "seed": self.seed,
+            "weights": self.shares,
+            "document_mask": self.document_mask,
+        }
+
+    def check_same(self, saved: Mapping[str, Any]) -> None:
+        """Raises DataError listing all that differs from a saved `fingerprint`: sample numbers would mean other samples."""
+        now = json.loads(json.dumps(self.fingerprint))
+        problems = [
+            f"{key} was {saved.get(key, 'not saved')!r}, is now {value!r}. {_WAYS_OUT[key]}, or start a new run."
+            for key, value in now.items()
+            if saved.get(key) != value
+        ]
+        problems += [
+            f"{key} was {saved[key]!r}; this version does not know it. Resume with the version that saved it, or start a new run."
+            for key in saved.keys() - now.keys()
+        ]
+        if problems:
+            raise DataError.of(problems, title=f"{self._folder} does not give the samples this run began with")
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The domain (its number) and window of sample `index`."""
+        if index < 0:
+            raise IndexError(f"sample {index}: samples are numbered from 0")
+        if self.split == "validation":
+            if index >= self._firsts[-1]:
+                raise IndexError(f"sample {index} of {self._firsts[-1]} validation samples in {self._folder}")
+            domain = int(np.searchsorted(self._firsts, index, side="right")) - 1
+            return domain, index - int(self._firsts[domain])
+        domain, earlier = self._mixture.place(index)
+        epoch, position = divmod(earlier, self._windows[domain])
+        return domain, self._permutation(domain, epoch)(position)
+
+    def _new_permutation(self, domain: int, epoch: int) -> Permutation:
+        return Permutation.of(self._windows[domain], self.seed, self.domains[domain], epoch)
+
+
+def _windows(tokens: int, seq_len: int) -> int:
+    """Windows of `seq_len` inputs that give every token but the first its turn as a target."""
+    return -(-max(tokens - 1, 0) // seq_len)
+
+
+def _default_weight(domain: Domain, weights: Mapping[str, float] | None, name: str) -> float:
+    return weights[name] if weights is not None else domain.train.tokens
+
+
+def _problems(domains: Mapping[str, Domain], split: str, seq_len: int, weights: Mapping[str, float] | None) -> list[str]:
+    held = ", ".join(domains)
+    problems: list[str] = []
+    if split not in SPLITS:
+        problems.append(f"split={split!r} is not one of: {', '.join(SPLITS)}.")
+    if seq_len < 1:
+        problems.append(f"seq_len={seq_len} is not a length. Use 1 or more.")
+    if weights is not None:
+        problems += _weight_problems(list(domains), weights)
+    if not problems:
+        wanted = [name for name in domains if split == "validation" or weights is None or weights[name] > 0]
+        empty = [name for name in wanted if getattr(domains[name], split).tokens < 2]
+        if split == "validation" and len(empty) == len(domains):
+            problems.append(
+                f"None of the domains ({held}) has validation data. Prepare the data with a validation share above 0."
+            )
+        if split == "train":
+            problems += [f"The domain {name} has fewer than 2 training tokens. Set its weight to 0." for name in empty]
+    return problems
+
+
+def _weight_problems(domains: Sequence[str], weights: Mapping[str, float]) -> list[str]:
+    problems: list[str] = []
+    for name, weight in weights.items():
+        if name not in domains:
+            close = get_close_matches(name, domains, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"The data holds: {', '.join(domains)}."
+            problems.append(f"weights.{name}={weight} names no domain of the data. {hint}")
+        elif not 0 <= weight < float("inf"):
+            problems.append(f"weights.{name}={weight} is no share. Use 0 or more.")
+    missing = [name for name in domains if name not in weights]
+    problems += [f"weights leaves out the domain {name!r}. Give it a share; 0 leaves it out of the mixture." for name in missing]
+    if not problems and sum(weights.values()) == 0:
+        problems.append("weights are all 0. Give at least one domain a share.")
+    return problems

@@ -1,0 +1,287 @@
+"""Text <-> token ids: bytes, or any `tokenizer.json`; and a byte-level BPE trained on one's own text.
+
+Text is text: a document that happens to spell `<|endoftext|>` never gets the id that ends documents.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megalith.data.bulk import byte_characters, reproduce
+from megalith.data.errors import DataError
+from megalith.data.manifest import DEFAULT_READING, TOKENIZER_FILE, Reading, TokenizerRecord, tokenizer_fingerprint
+from megalith.data.progress import bars
+from megalith.data.sources import Source, documents, parse_sources, size
+
+END_OF_TEXT = "<|endoftext|>"
+BYTES = "bytes"
+SMALLEST_VOCABULARY = 257  # every byte, and the end of text
+
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]")
+_CONFIG_FILE = "tokenizer_config.json"
+_BATCH_CHARACTERS = 1 << 22
+_BATCH_DOCUMENTS = 4096
+_COMPARED_CHARACTERS = 1 << 18
+
+Ids = npt.NDArray[np.int64]
+Engine = Literal["auto", "tiktoken", "tokenizers"]
+
+
+class Tokenizer:
+    """One tokenizer. `vocab_size` is one more than the largest id; `end_of_text` is the id that ends every document."""
+
+    def __init__(self, text: str, *, end_of_text: str | None = None, origin: str = TOKENIZER_FILE) -> None:
+        """From the text of a tokenizer.json. `end_of_text` names the token that ends documents; None looks for a usual one.
+
+        Raises DataError when `text` is no tokenizer.json, or has no such token.
+        """
+        self._text = text
+        self._definition = _definition(text, origin)
+        try:
+            self._engine = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(
+                f"{origin} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
+            ) from error
+        self._engine.encode_special_tokens = True  # as text: what a document spells out is no command
+        self._engine.no_padding()
+        self._engine.no_truncation()
+        ids = self._engine.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(ids.values(), default=-1) + 1
+        self.end_of_text_token: str = _end(ids, end_of_text, origin)
+        self.end_of_text: int = ids[self.end_of_text_token]
+        self.fingerprint: str = tokenizer_fingerprint(self._definition, self.end_of_text)
+
+    @cached_property
+    def kind(self) -> str:
+        """`bytes`, or the model's name in tokenizer.json, such as BPE."""
+        return BYTES if self._definition == json.loads(_bytes_text()) else str(self._definition["model"].get("type", "BPE"))
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest unsigned little-endian type that holds every id."""
+        return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<u4")
+
+    @property
+    def record(self) -> TokenizerRecord:
+        """What the manifest of prepared data says about it."""
+        return TokenizerRecord(
+            fingerprint=self.fingerprint,
+            vocab_size=self.vocab_size,
+            end_of_text=self.end_of_text,
+            end_of_text_token=self.end_of_text_token,
+        )
+
+    def encode(self, text: str) -> Ids:
+        """The ids of `text`, int64 [tokens]; no special token is added."""
+        return self._encode(text).astype(np.int64)
+
+    def encode_documents(
+        self, texts: Iterable[str], progress: Callable[[int], None] | None = None, *, engine: Engine = "auto"
+    ) -> Iterator[npt.NDArray[np.unsignedinteger[Any]]]:
+        """The ids of each text in order, [tokens] of `dtype`, in batches on all cores.
+
+        `auto` encodes with tiktoken when it gives ids equal to tokenizers' on the first 256 thousand characters of this very
+        text. `progress` is told of the characters of every batch that is done.
+        """
+        stream = iter(texts)
+        head = _take(stream, characters=_COMPARED_CHARACTERS, documents=_BATCH_DOCUMENTS)
+        encode_batch = self._batch_encoder(engine, head)
+        batches = chain([head], iter(lambda: _take(stream, characters=_BATCH_CHARACTERS, documents=_BATCH_DOCUMENTS), []))
+        for batch in batches:
+            yield from encode_batch(batch)
+            if progress is not None:
+                progress(sum(map(len, batch)))
+
+    def decode(self, ids: Iterable[int] | npt.NDArray[Any]) -> str:
+        """The text of ids, special tokens included; bytes that are no UTF-8 become U+FFFD."""
+        return self._engine.decode([int(number) for number in ids], skip_special_tokens=False)
+
+    def save(self, folder: Path | str) -> Path:
+        """Write tokenizer.json, and a tokenizer_config.json that names the end-of-text token, as transformers reads them."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.end_of_text_token,
+            "clean_up_tokenization_spaces": False,
+        }
+        _write(folder / _CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+        _write(folder / TOKENIZER_FILE, self._text)
+        return folder / TOKENIZER_FILE
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.kind}, vocab_size={self.vocab_size}, fingerprint={self.fingerprint[:12]})"
+
+    def _encode(self, text: str) -> npt.NDArray[np.unsignedinteger[Any]]:
+        if self.kind == BYTES:
+            return np.frombuffer(text.encode(), np.uint8).astype(self.dtype)
+        return np.array(self._engine.encode(text, add_special_tokens=False).ids, self.dtype)
+
+    def _batch_encoder(
+        self, engine: Engine, head: Sequence[str]
+    ) -> Callable[[Sequence[str]], Iterable[npt.NDArray[np.unsignedinteger[Any]]]]:
+        if self.kind == BYTES:
+            return lambda batch: map(self._encode, batch)
+        fast = None if engine == "tokenizers" else reproduce(self._definition)
+        if fast is not None and _equal(fast.encode(head), self._encode_slowly(head)):
+            return lambda batch: [
+                self._encode(text) if ids is None else ids.astype(self.dtype)
+                for text, ids in zip(batch, fast.encode(batch), strict=True)
+            ]
+        if engine == "tiktoken":
+            raise DataError(f"tiktoken does not give the ids of {self!r}. Encode with engine='auto' or 'tokenizers'.")
+        return self._encode_slowly
+
+    def _encode_slowly(self, batch: Sequence[str]) -> list[npt.NDArray[np.unsignedinteger[Any]]]:
+        found = self._engine.encode_batch_fast(list(batch), add_special_tokens=False)
+        return [np.array(encoding.ids, self.dtype) for encoding in found]
+
+
+def load(path_or_name: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
+    """`bytes`, a tokenizer.json, or a folder that holds one. Raises DataError when there is none or it cannot be used.
+
+    The end-of-text token is `end_of_text`, else what tokenizer_config.json beside it calls eos_token, else a usual name.
+    """
+    if str(path_or_name) == BYTES:
+        return Tokenizer(_bytes_text(), end_of_text=end_of_text, origin=BYTES)
+    path = Path(path_or_name)
+    path = path / TOKENIZER_FILE if path.is_dir() else path
+    if not path.is_file():
+        raise DataError(
+            f"The tokenizer {str(path_or_name)!r} was not found ({path.absolute()} does not exist). Give a tokenizer.json, "
+            f"a folder that holds one, or {BYTES!r}; `megalith tokenizer train` makes one."
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not a tokenizer.json: it is not UTF-8 text ({error.reason}).") from error
+    return Tokenizer(text, end_of_text=end_of_text or _configured_end(path.with_name(_CONFIG_FILE)), origin=str(path))
+
+
+def train(
+    sources: Sequence[str | Source],
+    vocab_size: int,
+    out: Path | str,
+    *,
+    reading: Reading = DEFAULT_READING,
+    min_frequency: int = 2,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Tokenizer:
+    """Train a byte-level BPE on the sources' documents and save it in the folder `out`; same sources, same tokenizer.
+
+    Text is split by GPT-2's pattern; the vocabulary holds `<|endoftext|>` (id 0), all bytes, and merges of pairs seen at least
+    `min_frequency` times, so a small text may give fewer than `vocab_size` tokens. Raises DataError for a vocabulary too
+    small, sources that cannot be read, or another tokenizer already in `out`.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise DataError(
+            f"vocab_size={vocab_size} is too small: a byte-level BPE holds 256 bytes and {END_OF_TEXT}. "
+            f"Use {SMALLEST_VOCABULARY} or more (4096 for a few megabytes of text)."
+        )
+    found = parse_sources(sources)
+    engine = tokenizers.Tokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with bars(progress) as shown:
+        reader = shown.start("reading text", total=sum(size(source, reading) for source in found))
+
+        def texts() -> Iterator[str]:
+            for source in found:
+                yield from documents(source, reading, lambda count: shown.advance(reader, count))
+            shown.finish(reader)
+            shown.start("learning merges", total=None)
+
+        engine.train_from_iterator(texts(), trainer)
+    learned = Tokenizer(engine.to_str(pretty=True), end_of_text=END_OF_TEXT)
+    _refuse_another(Path(out), learned, overwrite=overwrite)
+    learned.save(out)
+    return learned
+
+
+def _refuse_another(folder: Path, learned: Tokenizer, *, overwrite: bool) -> None:
+    path = folder / TOKENIZER_FILE
+    if not overwrite and path.exists() and path.read_text(encoding="utf-8") != learned._text:
+        raise DataError(f"{path} already holds another tokenizer. Choose another folder, or overwrite it (--overwrite).")
+
+
+def _definition(text: str, origin: str) -> dict[str, Any]:
+    try:
+        definition = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{origin} is not a tokenizer.json: it is not JSON ({error}).") from error
+    if not isinstance(definition, dict) or not isinstance(definition.get("model"), dict) or "vocab" not in definition["model"]:
+        held = ", ".join(list(definition)[:8]) if isinstance(definition, dict) else type(definition).__name__
+        raise DataError(f"{origin} is not a tokenizer.json: it has no model with a vocab (it holds: {held}).")
+    return definition
+
+
+def _end(ids: dict[str, int], wanted: str | None, origin: str) -> str:
+    if wanted is not None and wanted not in ids:
+        raise DataError(f"{origin} has no token {wanted!r} to end documents with. Its ids go from 0 to {len(ids) - 1}.")
+    found = wanted or next((name for name in _ENDS if name in ids), None)
+    if found is None:
+        raise DataError(
+            f"{origin} has none of the tokens that usually end a document ({', '.join(_ENDS)}). "
+            "Name the one it has with end_of_text (--end-of-text)."
+        )
+    return found
+
+
+def _configured_end(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        token = json.loads(path.read_bytes()).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{path} is not a JSON object: {error}. Mend it or remove it.") from error
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _bytes_text() -> str:
+    """Bytes as a tokenizer.json: id = byte, nothing is merged, 256 ends a document."""
+    ids = dict(sorted(byte_characters().items(), key=lambda item: item[1]))
+    engine = tokenizers.Tokenizer(models.BPE(ids, []))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    engine.decoder = decoders.ByteLevel()
+    engine.add_special_tokens([END_OF_TEXT])
+    return engine.to_str(pretty=True)
+
+
+def _equal(fast: Sequence[npt.NDArray[Any] | None], slow: Sequence[npt.NDArray[Any]]) -> bool:
+    """Some text has the same ids and none has others; texts the fast engine declined do not count."""
+    compared = [np.array_equal(ids, others) for ids, others in zip(fast, slow, strict=True) if ids is not None]
+    return all(compared) and bool(compared)
+
+
+def _take(stream: Iterator[str], *, characters: int, documents: int) -> list[str]:
+    """The next texts: until there are so many characters or documents. Empty at the end."""
+    taken: list[str] = []
+    for text in stream:
+        taken.append(text)
+        characters -= len(text)
+        if characters <= 0 or len(taken) >= documents:
+            break
+    return taken
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,133 @@
+"""What a run runs on: accelerators with sourced figures, and clusters of them."""
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+
+from megalith.spec.base import Spec
+from megalith.spec.problem import Problem, SpecErrors, near
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
+
+
+class Accelerator(Spec):
+    """One device. Rates are per second and per device; links count ONE direction (vendors print the sum of both).
+
+    A figure that nobody published is None, or missing from `peak`: it is never guessed.
+    """
+
+    name: str
+    title: str
+    vendor: str
+    device_names: tuple[str, ...] = Field(default=(), description="what torch calls it, in full")
+    peak: dict[Precision, PositiveFloat] = Field(description="dense FLOP/s by precision, without sparsity")
+    memory: PositiveInt | None = Field(default=None, description="bytes")
+    memory_bandwidth: PositiveFloat | None = Field(default=None, description="bytes/s")
+    scale_up: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over its fast links, one direction")
+    scale_up_domain: PositiveInt = Field(default=1, description="devices that reach each other over the fast links")
+    per_node: PositiveInt = Field(default=1, description="devices of one host")
+    scale_out: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over the network, one direction")
+    power: PositiveFloat | None = Field(default=None, description="watts it is designed for")
+    price_per_hour: NonNegativeFloat | None = Field(default=None, description="US dollars; a default to replace by your own")
+    source: dict[str, str] = Field(description="where peak, memory, links, power and price come from")
+
+
+class ClusterSpec(Spec):
+    """A number of like accelerators, and what joins, breaks and pays for them. None: as the accelerator's own entry says."""
+
+    accelerator: Accelerator
+    count: PositiveInt
+    per_node: PositiveInt
+    scale_out: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over the network, one direction")
+    price_per_hour: NonNegativeFloat | None = Field(default=None, description="US dollars a device")
+    interruptions: NonNegativeFloat = Field(
+        default=419 / (54 * 24 * 16_384),
+        description="unexpected ones a device-hour; default: Llama 3 405B, 419 in 54 days on 16,384 H100 (arXiv:2407.21783)",
+    )
+
+    @property
+    def nodes(self) -> int:
+        """Hosts, the last one perhaps not full."""
+        return -(-self.count // self.per_node)
+
+    @property
+    def fast(self) -> int:
+        """Devices that tensor parallelism may span without leaving the fast links."""
+        return min(self.count, self.accelerator.scale_up_domain)
+
+
+@cache
+def catalogue() -> dict[str, Accelerator]:
+    """Every known accelerator by name, in the order of accelerators.toml."""
+    table = tomllib.loads(files("megalith.spec").joinpath("accelerators.toml").read_text(encoding="utf-8"))
+    return {name: _accelerator(name, row) for name, row in table.items()}
+
+
+def _accelerator(name: str, row: dict[str, Any]) -> Accelerator:
+    memory = row.pop("memory_gib", None)
+    return Accelerator.model_validate({"name": name, "memory": memory and memory * 2**30, **row})
+
+
+def find(device_name: str) -> Accelerator | None:
+    """The accelerator torch calls `device_name`; None for one the catalogue does not know, whose peak is not to be guessed."""
+    wanted = device_name.strip().lower()
+    for accelerator in catalogue().values():
+        if wanted in (name.lower() for name in accelerator.device_names):
+            return accelerator
+    return None
+
+
+def load(text: str) -> ClusterSpec:
+    """The cluster `text` names: "h100" (one node of them), "h100:16384" (so many), or a TOML file (`clusters/mine.toml`).
+
+    The file's keys are those of ClusterSpec, with `accelerator` a name from the catalogue or a table of its own.
+    Raises SpecErrors for a name the catalogue has not, with the nearest it has.
+    """
+    if text.endswith(".toml"):
+        return _read(Path(text))
+    name, colon, count = text.partition(":")
+    accelerator = _named(name, key="cluster")
+    if colon and not (count.isascii() and count.isdigit() and int(count) > 0):
+        raise SpecErrors([_problem("cluster", text, f"{count!r} is not a number of devices", f'Write "{name}:8" for eight.')])
+    return _cluster({"count": int(count) if colon else accelerator.per_node}, accelerator)
+
+
+def _cluster(values: dict[str, Any], accelerator: Accelerator) -> ClusterSpec:
+    own = {key: getattr(accelerator, key) for key in ("per_node", "scale_out", "price_per_hour")}
+    return ClusterSpec.model_validate(own | values | {"accelerator": accelerator})
+
+
+def _named(name: Any, *, key: str) -> Accelerator:
+    known = catalogue()
+    if name in known:
+        return known[name]
+    nearest = near(str(name), known)
+    way_out = f"Did you mean {nearest!r}? " if nearest else ""
+    raise SpecErrors([_problem(key, name, f"no accelerator is called {name!r}", f"{way_out}Known: {', '.join(known)}.")])
+
+
+def _read(path: Path) -> ClusterSpec:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SpecErrors([_problem("cluster", str(path), f"cannot be read: {error}", "Give a TOML file that can.")]) from error
+    given = values.pop("accelerator", None)
+    try:
+        own = isinstance(given, dict)
+        accelerator = Accelerator.model_validate(given) if own else _named(given, key=f"{path}: accelerator")
+        return _cluster(values, accelerator)
+    except ValidationError as error:
+        raise SpecErrors(
+            [
+                _problem(f"{path}: {'.'.join(map(str, e['loc']))}", e["input"], e["msg"], "Correct it, or leave the key out.")
+                for e in error.errors()
+            ]
+        ) from error
+
+
+def _problem(key: str, value: Any, reason: str, way_out: str) -> Problem:
+    return Problem("error", key, value, reason, way_out)

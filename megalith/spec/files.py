@@ -1,0 +1,195 @@
+"""Run files: TOML in, a checked RunSpec out, with where each value came from.
+
+Values are laid over each other in this order: defaults < preset (`[model] preset = "llama3-8b"`) < file < command line
+(`--set train.steps=100`). Tables are laid key by key, anything else is replaced. Paths inside a run file, if relative, start at
+the current directory, as they do on the command line: the same `data.path` means the same folder wherever the run file lies.
+"""
+
+import copy
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalith.spec.presets import presets
+from megalith.spec.problem import Problem, SpecErrors, near
+from megalith.spec.run import RunSpec
+from megalith.spec.toml import dotted, key, literal
+from megalith.spec.validate import Leaf, Tree, leaves, validate
+
+FILE = "run.toml"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run as it will be run. `provenance` names the origin of each value by its dotted key:
+    "default", "preset llama3-8b", "file run.toml" or "command line"."""
+
+    spec: RunSpec
+    provenance: dict[str, str]
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values from one origin."""
+
+    values: Tree
+    source: str
+
+
+def load(path: str | Path, *, overrides: Sequence[str] = ()) -> Resolved:
+    """The run a file describes, with `overrides` ("train.steps=100") laid over it. Raises SpecErrors with every problem."""
+    path = Path(path)
+    problems: list[Problem] = []
+    layers: list[Layer] = []
+    for read, subject in ((_file, path), *((read_setting, text) for text in overrides)):
+        try:
+            layers.append(read(subject))  # type: ignore[operator]
+        except SpecErrors as errors:
+            problems += errors.problems
+    if len(layers) != 1 + len(overrides) and problems[0].source != "command line":
+        raise SpecErrors(problems)  # the file could not be read: nothing else can be said
+    return resolve(layers, path=path, problems=problems)
+
+
+def resolve(layers: Sequence[Layer], *, path: Path | None = None, problems: Sequence[Problem] = ()) -> Resolved:
+    """Lay values over each other, later over earlier, on top of the preset they name; raises SpecErrors (`problems` first)."""
+    problems = list(problems)
+    base, failed = _preset(layers)
+    tree: Tree = {}
+    sources: dict[str, str] = {}
+    for layer in (*base, *layers):
+        _lay(tree, layer.values, source=layer.source, sources=sources)
+    if isinstance(tree.get("model"), dict):
+        tree["model"].pop("preset", None)
+
+    def source(name: str) -> str:
+        while name and name not in sources:  # an item of a list has the origin of the list
+            name = name.rpartition(".")[0]
+        return sources.get(name, "")
+
+    try:
+        spec = validate(tree, source=source, preset_failed=bool(failed))
+    except SpecErrors as errors:
+        raise SpecErrors([*problems, *failed, *errors.problems]) from None
+    if problems or failed:
+        raise SpecErrors([*problems, *failed])
+    return Resolved(spec, {name: sources.get(name, "default") for name in (dotted(leaf.path) for leaf in leaves(spec))}, path)
+
+
+def dump(resolved: Resolved) -> str:
+    """The whole run as TOML, each value with its origin beside it. `load` reads it back to an equal spec.
+
+    A value that is not set is written as "none".
+    """
+    tables: dict[tuple[str, ...], list[Leaf]] = {}
+    for leaf in leaves(resolved.spec):
+        tables.setdefault(leaf.path[:-1], []).append(leaf)
+    # the top level first, a table before the tables inside it: leaves come in the order of the fields
+    first = [section for section in dict.fromkeys(path[:1] for path in tables) if section]
+    order = [(), *(path for section in first for path in sorted((p for p in tables if p[:1] == section), key=len))]
+    text = ["# One run, in full: every value, and where it came from."]
+    for path in order:
+        text += ["", f"[{dotted(path)}]"] if path else []
+        rows = {f"{key(leaf.path[-1])} = {literal(leaf.value)}": resolved.provenance[dotted(leaf.path)] for leaf in tables[path]}
+        width = min(48, max(map(len, rows)))
+        text += [f"{row:<{width}}  # {_printable(origin)}" for row, origin in rows.items()]
+    return "\n".join(text) + "\n"
+
+
+def save(resolved: Resolved, run_dir: Path) -> None:
+    """Write run.toml (for people, and to load again), spec.json and provenance.json (for programs) to the run folder."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    _write(run_dir / "spec.json", json.dumps(resolved.spec.model_dump(mode="json"), indent=1) + "\n")
+    _write(run_dir / "provenance.json", json.dumps(resolved.provenance, indent=1) + "\n")
+    _write(run_dir / FILE, dump(resolved))  # last: whoever finds it finds the others
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: a reader never finds half a file."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _lay(tree: Tree, values: Tree, *, source: str, sources: dict[str, str], path: tuple[str, ...] = ()) -> None:
+    for name, value in values.items():
+        here = (*path, name)
+        if isinstance(value, dict):
+            if not isinstance(tree.get(name), dict):
+                tree[name] = {}
+            _lay(tree[name], value, source=source, sources=sources, path=here)
+        else:
+            tree[name] = copy.deepcopy(value)
+        sources[dotted(here)] = source
+
+
+def _preset(layers: Sequence[Layer]) -> tuple[list[Layer], list[Problem]]:
+    """The layer of the preset that the topmost layer with one names; none, and the problem, if there is no such preset."""
+    for layer in reversed(layers):
+        model = layer.values.get("model")
+        if not isinstance(model, dict) or "preset" not in model:
+            continue
+        name = model["preset"]
+        if isinstance(name, str) and name in presets():
+            return [Layer({"model": presets()[name].values}, f"preset {name}")], []
+        nearest = near(str(name), presets())
+        way_out = f"{f'Did you mean {literal(nearest)}? ' if nearest else ''}Known: {', '.join(presets())}."
+        return [], [Problem("error", "model.preset", name, "no preset has this name", way_out, layer.source)]
+    return [], []
+
+
+def _file(path: Path) -> Layer:
+    def problem(reason: str, way_out: str, line: str = "") -> SpecErrors:
+        return SpecErrors([Problem("error", f"{path}{line}", None, reason, way_out, f"file {path}")])
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        nearest = near(path.name, (p.name for p in _beside(path)))
+        way_out = f"Did you mean {path.with_name(nearest)}?" if nearest else "Relative paths start at the current directory."
+        raise problem(f"no such file (looked in {path.parent.absolute()})", way_out) from None
+    except IsADirectoryError:
+        raise problem("a folder, where a run file is needed", f"Did you mean {path / FILE}?") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise problem(f"cannot be read: {error}", "Give a TOML file that can, in UTF-8.") from error
+    try:
+        return Layer(tomllib.loads(text), f"file {path}")
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"at line (\d+)", str(error))
+        number = int(found[1]) if found else len(text.splitlines())
+        quoted = text.splitlines()[number - 1].strip() if 0 < number <= len(text.splitlines()) else ""
+        way_out = 'Text wants "quotes", lists want [brackets].'
+        raise problem(f"not TOML: {error}: {quoted}", way_out, f":{number}") from error
+
+
+def _beside(path: Path) -> Iterator[Path]:
+    return path.parent.iterdir() if path.parent.is_dir() else iter(())
+
+
+def read_setting(text: str) -> Layer:
+    """What `--set TEXT` says: "a.b=VALUE", a TOML value or else a word. Raises SpecErrors."""
+    name, equals, value = (part.strip() for part in text.partition("="))
+
+    def problem(reason: str, way_out: str) -> SpecErrors:
+        return SpecErrors([Problem("error", f"--set {text}", None, reason, way_out, "command line")])
+
+    if not (name and equals and value):
+        raise problem("a key and a value are needed", "Write --set train.steps=100.")
+    quoted = f"{name} = {literal(value)}"
+    attempts = [quoted] if "\n" in value else [f"{name} = {value}"] if value[0] in "[{\"'" else [f"{name} = {value}", quoted]
+    error: Exception | None = None
+    for attempt in attempts:  # a TOML value, or else a word
+        try:
+            return Layer(tomllib.loads(attempt), "command line")
+        except tomllib.TOMLDecodeError as failed:
+            error = failed
+    raise problem(f"not TOML: {error}", "Write --set a.b=VALUE, all in 'single quotes' if VALUE has quotes or spaces.")

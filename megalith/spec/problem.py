@@ -1,0 +1,46 @@
+"""What is wrong with a specification, said so that a person can act on it: value, reason, way out."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from megalith.spec.toml import literal
+
+Severity = Literal["error", "advice"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding. An "error" stops the run before it starts; an "advice" is said and does not.
+
+    `source` is where the value came from: "file run.toml", "preset tiny", "command line", "default"; "" where no single value is
+    to blame. `value` is None where the key is missing.
+    """
+
+    severity: Severity
+    key: str
+    value: Any
+    reason: str
+    way_out: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        value = "" if self.value is None else f" = {literal(self.value)}"
+        source = f" [{self.source}]" if self.source not in ("", "default") else ""
+        return f"{self.key}{value}: {self.reason}. {self.way_out}{source}"
+
+
+class SpecErrors(Exception):  # noqa: N818  # it holds several errors, and says so
+    """Every problem found in a specification, not only the first."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = list(problems)
+
+
+def near(word: str, known: Iterable[str]) -> str | None:
+    """The known word most like `word`, or None if none is much like it."""
+    spellings = {spelling.lower(): spelling for spelling in known}
+    found = get_close_matches(word.lower(), spellings, n=1)
+    return spellings[found[0]] if found else None

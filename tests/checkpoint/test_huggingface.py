@@ -1,0 +1,227 @@
+"""Weights and configurations travel to transformers and back unchanged."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.huggingface import (
+    ForeignModelError,
+    export,
+    import_,
+    read_config,
+    read_weights,
+    renames,
+    shapes,
+)
+from megalith.checkpoint.read import read_full
+from megalith.models.batch import Batch
+from megalith.models.stage import Stage
+from megalith.spec.llama import Llama
+from megalith.spec.model import RopeScaling
+
+STRETCH = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=32)
+SMALL = Llama(layers=2, dim=32, heads=4, kv_heads=2, ffn=48, vocab=96, context=64)
+SPECS = {
+    "plain": SMALL,
+    "multi-head": SMALL.model_copy(update={"kv_heads": None}),
+    "tied": SMALL.model_copy(update={"tied": True, "norm_eps": 1e-6}),
+    "stretched": SMALL.model_copy(update={"rope_theta": 500_000.0, "rope_scaling": STRETCH, "context": 256}),
+    "wide heads": SMALL.model_copy(update={"head_dim": 16}),
+}
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+
+
+def weights_of(spec: Llama) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes(spec).items()}
+
+
+def stage_of(spec: Llama, weights: dict[str, Tensor]) -> Stage:
+    stage = Stage(spec.build())
+    with torch.no_grad():
+        for name, parameter in stage.parameters_by_name().items():
+            parameter.copy_(weights[name])
+    return stage
+
+
+def same(spec: Llama) -> Llama:
+    """The spec with what transformers spells out."""
+    return spec.model_copy(update={"kv_heads": spec.kv_heads or spec.heads, "head_dim": spec.head_dim or spec.dim // spec.heads})
+
+
+@pytest.fixture
+def transformers():
+    return pytest.importorskip("transformers", reason="transformers is not installed (it is a dependency of the tests only)")
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=90,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=list("abcdefghijklmnopqrstuvwxyz Ġ"),
+        show_progress=False,
+    )
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 4, trainer)
+    made.save(str(tmp_path / "made.json"))
+    return tmp_path / "made.json"
+
+
+@every_spec
+def test_every_parameter_of_the_model_has_one_name_on_either_side(spec):
+    names = renames(spec)
+    assert set(names) == set(shapes(spec))
+    assert len(set(names.values())) == len(names)
+
+
+@every_spec
+def test_transformers_has_the_same_names_and_shapes(spec, transformers):
+    config = transformers.LlamaConfig(
+        vocab_size=spec.vocab,
+        hidden_size=spec.dim,
+        intermediate_size=spec.ffn,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads or spec.heads,
+        head_dim=spec.head_dim or spec.dim // spec.heads,
+        tie_word_embeddings=spec.tied,
+    )
+    with torch.device("meta"):
+        theirs = {name: tuple(p.shape) for name, p in transformers.LlamaForCausalLM(config).named_parameters()}
+    ours = shapes(spec)
+    assert theirs == {their_name: ours[our_name] for our_name, their_name in renames(spec).items()}
+
+
+@every_spec
+def test_a_model_exported_and_read_back_is_the_same_bit_for_bit(spec, tmp_path):
+    weights = weights_of(spec)
+    export(spec, weights, tmp_path / "out", dtype=torch.float32)
+    assert read_config(tmp_path / "out") == same(spec).model_copy(update={"name": "out"})
+    back = read_weights(tmp_path / "out")
+    assert set(back) == set(weights)
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+
+
+@every_spec
+def test_transformers_computes_the_same_logits_and_the_same_greedy_text(spec, tmp_path, transformers):
+    weights = weights_of(spec)
+    export(spec, weights, tmp_path / "out", dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ours = stage_of(spec, weights).eval()
+    tokens = torch.randint(spec.vocab, (2, 48), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(ours(tokens, Batch(tokens)), expected, atol=1e-4, rtol=1e-4)
+        written = theirs.generate(tokens[:1, :4], max_new_tokens=8, do_sample=False, pad_token_id=0)
+        line = tokens[:1, :4]
+        for _ in range(8):
+            line = torch.cat([line, ours(line, Batch(line))[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(line, written)
+
+
+@every_spec
+def test_a_model_that_transformers_wrote_is_read_unchanged(spec, tmp_path, transformers):
+    weights = weights_of(spec)
+    export(spec, weights, tmp_path / "ours", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    assert read_config(tmp_path / "theirs") == same(spec).model_copy(update={"name": "theirs"})
+    back = read_weights(tmp_path / "theirs")
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+
+
+def test_the_tokenizer_goes_along_with_its_special_tokens(tmp_path, tokenizer, transformers):
+    export(SMALL, weights_of(SMALL), tmp_path / "out", tokenizer=tokenizer)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "the quick brown fox"
+    assert theirs.decode(theirs(text)["input_ids"]) == text
+    assert theirs.eos_token == "<|endoftext|>"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == theirs.eos_token_id == 0
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 0
+
+
+def test_large_models_are_split_into_files_that_transformers_and_we_read(tmp_path, transformers):
+    weights = weights_of(SMALL)
+    export(SMALL, weights, tmp_path / "out", dtype=torch.float32, file_bytes=20_000)
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) > 2
+    assert max(file.stat().st_size for file in files) < 20_000 + 2_000  # and a header
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in read_weights(tmp_path / "out").items())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(model.lm_head.weight, weights["head.output.weight"])
+
+
+def test_export_is_in_the_dtype_asked_for(tmp_path):
+    weights = weights_of(SMALL)
+    export(SMALL, weights, tmp_path / "out")
+    assert all(torch.equal(tensor, weights[name].bfloat16()) for name, tensor in read_weights(tmp_path / "out").items())
+
+
+def test_all_weights_that_do_not_fit_are_named_at_once(tmp_path):
+    weights = weights_of(SMALL)
+    del weights["head.norm.weight"]
+    weights["blocks.9.mlp.up.weight"] = torch.zeros(3)
+    weights["embedding.weight"] = torch.zeros(5, 32)
+    with pytest.raises(ValueError, match="cannot export") as error:
+        export(SMALL, weights, tmp_path / "out")
+    assert "head.norm.weight is missing" in str(error.value)
+    assert "blocks.9.mlp.up.weight is not a weight of this model" in str(error.value)
+    assert "embedding.weight has shape (5, 32) instead of (96, 32)" in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_files_is_not_written_over(tmp_path):
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="already holds files"):
+        export(SMALL, weights_of(SMALL), tmp_path)
+
+
+def test_every_setting_we_cannot_represent_is_named_at_once(tmp_path):
+    export(SMALL, weights_of(SMALL), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    wrong = {"attention_bias": True, "hidden_act": "gelu", "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | wrong | {"architectures": ["MixtralForCausalLM"]}))
+    with pytest.raises(ForeignModelError) as error:
+        read_config(tmp_path / "out")
+    for text in ("attention_bias = True", "hidden_act = 'gelu'", "rope_type = 'yarn'", "MixtralForCausalLM"):
+        assert text in str(error.value)
+
+
+def test_older_configurations_are_read_too(tmp_path):
+    spec = SPECS["stretched"]
+    export(spec, weights_of(spec), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    del config["rope_parameters"], config["head_dim"]
+    config["rope_scaling"]["type"] = config["rope_scaling"].pop("rope_type")
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path / "out") == spec.model_copy(update={"name": "out"})
+
+
+def test_pickled_weights_are_refused_with_the_way_out(tmp_path):
+    export(SMALL, weights_of(SMALL), tmp_path / "out")
+    (tmp_path / "out" / "model.safetensors").unlink()
+    torch.save({}, tmp_path / "out" / "pytorch_model.bin")
+    with pytest.raises(ForeignModelError, match=r"pickled weights \(pytorch_model.bin\).*save_pretrained"):
+        read_weights(tmp_path / "out")
+
+
+def test_an_import_is_a_checkpoint_of_step_0(tmp_path, tokenizer):
+    weights = weights_of(SMALL)
+    export(SMALL, weights, tmp_path / "theirs", tokenizer=tokenizer, dtype=torch.bfloat16)
+    path = import_(tmp_path / "theirs", tmp_path / "run")
+    assert path == tmp_path / "run" / "checkpoints" / "step-00000000"
+    whole = read_full(tmp_path / "run")
+    assert set(whole) == {f"weights.{name}" for name in weights}
+    assert all(torch.equal(whole[f"weights.{name}"], weights[name].bfloat16()) for name in weights)
+    meta = json.loads((path / "manifest.json").read_text())["meta"]
+    assert Llama.model_validate(meta["spec"]["model"]) == same(SMALL).model_copy(update={"name": "theirs"})
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    with pytest.raises(FileExistsError, match="already has checkpoints"):
+        import_(tmp_path / "theirs", tmp_path / "run")

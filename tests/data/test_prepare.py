@@ -1,0 +1,205 @@
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from megalith.data.errors import DataError
+from megalith.data.inspection import verify
+from megalith.data.manifest import Reading, read_manifest
+from megalith.data.prepare import prepare
+from megalith.data.shards import SplitReader
+from megalith.data.sources import documents, parse_source
+from megalith.data.tokenizer import load
+
+BYTES = load("bytes")
+
+
+def _lines(path, *texts: str) -> str:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def _texts(folder, domain: str, split: str) -> list[str]:
+    manifest = read_manifest(folder)
+    reader = SplitReader(folder, getattr(manifest.domains[domain], split))
+    tokenizer = load(folder)
+    found = [reader.document(number) for number in range(reader.documents)]
+    assert all(ids[-1] == tokenizer.end_of_text for ids in found)
+    return [tokenizer.decode(ids[:-1]) for ids in found]
+
+
+def _contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_every_document_is_in_one_split_once_and_in_order(prepared, novel, words):
+    for source in (novel, words):
+        expected = list(documents(parse_source(str(source))))
+        train, validation = (_texts(prepared, source.stem, split) for split in ("train", "validation"))
+        assert sorted(train + validation) == sorted(expected)
+        assert train == [text for text in expected if text in set(train)]
+        assert validation == [text for text in expected if text in set(validation)]
+        assert len(validation) >= 1
+
+
+def test_the_manifest_counts_what_lies_there(prepared, tokenizer):
+    manifest = verify(prepared)
+    assert set(manifest.domains) == {"novel", "words"}
+    assert manifest.tokenizer == tokenizer.record
+    assert load(prepared).fingerprint == tokenizer.fingerprint
+    for domain, name, split in manifest.splits():
+        texts = _texts(prepared, domain, name)
+        assert split.documents == len(texts)
+        assert split.bytes == sum(len(text.encode()) for text in texts)
+        assert split.tokens == sum(len(tokenizer.encode(text)) + 1 for text in texts)
+        assert len(split.shards) > 1 or split.tokens <= 1500
+
+
+def test_the_same_is_prepared_byte_for_byte_anywhere(prepared, novel, words, tokenizer, tmp_path):
+    moved = tmp_path / novel.name
+    shutil.copy(novel, moved)
+    prepare([str(words), str(moved)], tokenizer=tokenizer, out=tmp_path / "b", shard_tokens=1500, validation=0.1)
+    assert _contents(tmp_path / "b") == _contents(prepared)
+
+
+def test_preparing_again_writes_nothing_and_says_so(tmp_path, capsys):
+    source = _lines(tmp_path / "a.jsonl", "one", "two")
+    first = prepare([source], tokenizer=BYTES, out=tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    assert prepare([source], tokenizer=BYTES, out=tmp_path / "out", progress=True) == first
+    assert "already prepared" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_folder_prepared_otherwise_is_kept_unless_told(tmp_path, tokenizer):
+    source = _lines(tmp_path / "a.jsonl", "one", "two")
+    prepare([source], tokenizer=BYTES, out=tmp_path / "out")
+    before = _contents(tmp_path / "out")
+    reading = Reading(minimum=5)
+    with pytest.raises(DataError, match=r"tokenizer .* now .*; seed 0, now 3; minimum 2000, now 5.*--overwrite"):
+        prepare([source], tokenizer=tokenizer, out=tmp_path / "out", seed=3, reading=reading)
+    _lines(tmp_path / "a.jsonl", "one", "too")
+    with pytest.raises(DataError, match=r"sources a=a.jsonl .*, now a=a.jsonl"):
+        prepare([source], tokenizer=BYTES, out=tmp_path / "out")
+    assert _contents(tmp_path / "out") == before
+    prepare([source], tokenizer=tokenizer, out=tmp_path / "out", overwrite=True)
+    assert _texts(tmp_path / "out", "a", "train") == ["one"]
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "out"}
+
+
+def test_a_damaged_folder_is_prepared_again(tmp_path):
+    source = _lines(tmp_path / "a.jsonl", "one", "two")
+    prepare([source], tokenizer=BYTES, out=tmp_path / "out")
+    before = _contents(tmp_path / "out")
+    (tmp_path / "out" / "a-train-00000.bin").write_bytes(b"")
+    prepare([source], tokenizer=BYTES, out=tmp_path / "out")
+    assert _contents(tmp_path / "out") == before
+
+
+def test_files_that_are_not_prepared_data_are_never_touched(tmp_path):
+    source = _lines(tmp_path / "a.jsonl", "one", "two")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    for out in (tmp_path / "out", tmp_path / "a.jsonl"):
+        with pytest.raises(DataError, match=r"Choose a"):
+            prepare([source], tokenizer=BYTES, out=out, overwrite=True)
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
+
+
+def test_an_error_in_the_last_document_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "a.jsonl"
+    _lines(path, *(f"text {number}" for number in range(9000)))
+    with path.open("a") as file:
+        file.write("{broken")
+    with pytest.raises(DataError, match=r"a\.jsonl:9001"):
+        prepare([str(path)], tokenizer=BYTES, out=tmp_path / "out", shard_tokens=1000)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_killed_prepare_leaves_no_manifest_and_the_next_one_succeeds(tmp_path):
+    source, out = _lines(tmp_path / "a.jsonl", *("some text " * 3 for _ in range(50))), tmp_path / "out"
+    killed_before_the_last_document = (
+        "import os, signal, sys; from megalith.data import prepare, tokenizer;"
+        "prepare._write_last = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL);"
+        "prepare.prepare(sys.argv[1:2], tokenizer=tokenizer.load('bytes'), out=sys.argv[2], shard_tokens=100)"
+    )
+    child = subprocess.run([sys.executable, "-c", killed_before_the_last_document, source, str(out)], timeout=60, check=False)
+    assert child.returncode == -signal.SIGKILL
+    assert not out.exists()
+    assert list(tmp_path.glob(".out.partial/*.bin"))
+    assert not list(tmp_path.rglob("manifest.json"))
+    prepare([source], tokenizer=BYTES, out=out, shard_tokens=100)
+    verify(out)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "out"}
+
+
+def test_two_processes_do_not_prepare_the_same_folder_at_once(tmp_path):
+    source = _lines(tmp_path / "a.jsonl", "one", "two")
+    (tmp_path / ".out.partial").mkdir()
+    held = os.open(tmp_path / ".out.partial", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(DataError, match="is being prepared by another process"):
+        prepare([source], tokenizer=BYTES, out=tmp_path / "out")
+    os.close(held)
+    prepare([source], tokenizer=BYTES, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("count", [2, 3, 10])
+@pytest.mark.parametrize("validation", [1e-9, 0.5, 0.999])
+def test_two_documents_are_enough_for_both_splits(count, validation, tmp_path):
+    source = _lines(tmp_path / "a.jsonl", *map(str, range(count)))
+    prepare([source], tokenizer=BYTES, out=tmp_path / "out", validation=validation)
+    train, validated = _texts(tmp_path / "out", "a", "train"), _texts(tmp_path / "out", "a", "validation")
+    assert train
+    assert validated
+    assert sorted(train + validated) == sorted(map(str, range(count)))
+
+
+def test_a_single_document_holds_out_its_end(tmp_path):
+    source = _lines(tmp_path / "a.jsonl", "x" * 90 + "y" * 10)
+    prepare([source], tokenizer=BYTES, out=tmp_path / "out", validation=0.1)
+    assert _texts(tmp_path / "out", "a", "train") == ["x" * 90]
+    assert _texts(tmp_path / "out", "a", "validation") == ["y" * 10]
+
+
+def test_no_validation_is_possible(tmp_path):
+    source = _lines(tmp_path / "a.jsonl", "one", "two")
+    manifest = prepare([source], tokenizer=BYTES, out=tmp_path / "out", validation=0)
+    assert manifest.domains["a"].validation.documents == 0
+    assert _texts(tmp_path / "out", "a", "train") == ["one", "two"]
+
+
+def test_the_seed_chooses_about_the_share_asked_for(tmp_path):
+    source = _lines(tmp_path / "a.jsonl", *map(str, range(1000)))
+    held = []
+    for seed in (1, 2):
+        prepare([source], tokenizer=BYTES, out=tmp_path / f"{seed}", validation=0.1, seed=seed)
+        held.append(set(_texts(tmp_path / f"{seed}", "a", "validation")))
+        assert 60 < len(held[-1]) < 140
+    assert held[0] != held[1]
+
+
+def test_sources_of_one_name_are_one_domain(tmp_path):
+    sources = [f"web={_lines(tmp_path / 'b.jsonl', '1', '2')}", f"web={_lines(tmp_path / 'a.jsonl', '3')}"]
+    manifest = prepare(sources, tokenizer=BYTES, out=tmp_path / "out", validation=0)
+    assert list(manifest.domains) == ["web"]
+    assert _texts(tmp_path / "out", "web", "train") == ["1", "2", "3"]
+
+
+def test_all_options_out_of_range_are_named_at_once(tmp_path):
+    with pytest.raises(DataError) as error:
+        prepare(["bundled:austen"], tokenizer=BYTES, out=tmp_path / "out", validation=1.5, shard_tokens=0)
+    assert "validation=1.5" in str(error.value)
+    assert "shard_tokens=0" in str(error.value)
+
+
+def test_a_domain_without_text_is_refused(tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(DataError, match="domain empty has no documents"):
+        prepare([str(tmp_path / "empty.txt")], tokenizer=BYTES, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

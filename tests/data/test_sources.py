@@ -1,0 +1,174 @@
+import bz2
+import gzip
+import json
+import lzma
+
+import pytest
+
+from megalith.data.errors import DataError
+from megalith.data.manifest import Reading
+from megalith.data.sources import Source, documents, parse_source, parse_sources, record, size
+
+
+def _read(path, **reading) -> list[str]:
+    return list(documents(Source("x", str(path)), Reading(**reading)))
+
+
+@pytest.mark.parametrize(
+    ("text", "domain"),
+    [
+        ("books=here/a.txt", "books"),
+        ("here/web.v2.jsonl.gz", "web.v2"),
+        ("here/a.txt.xz", "a"),
+        ("/srv/linux", "linux"),
+        ("bundled:austen", "austen"),
+        ("novels=bundled:austen", "novels"),
+    ],
+)
+def test_a_source_names_its_domain(text, domain):
+    assert parse_source(text).domain == domain
+
+
+def test_an_existing_path_with_an_equals_sign_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "part=1.txt").write_text("x")
+    with pytest.raises(DataError, match=r"Write NAME=part=1\.txt"):
+        parse_source("part=1.txt")
+    assert parse_source("one=part=1.txt") == Source("one", "part=1.txt")
+
+
+def test_all_missing_sources_are_named_at_once():
+    with pytest.raises(DataError) as error:
+        parse_sources(["a=nowhere.txt", "bundled:austen", "nor_here.jsonl"])
+    assert "nowhere.txt" in str(error.value)
+    assert "nor_here.jsonl" in str(error.value)
+    with pytest.raises(DataError, match="No source"):
+        parse_sources([])
+
+
+def test_a_bundled_document_is_a_chapter_with_its_title_page():
+    chapters = list(documents(parse_source("bundled:austen")))
+    assert len(chapters) == 269
+    assert sum("CHAPTER I\n" in chapter or "Chapter 1\n" in chapter or "CHAPTER 1\n" in chapter for chapter in chapters) >= 6
+    assert chapters[0].startswith("EMMA\n")
+    assert all(chapter.lower().count("\nchapter ") <= 1 for chapter in chapters)
+
+
+@pytest.mark.parametrize("ending", ["", ".xz", ".gz", ".bz2"])
+def test_json_lines_give_a_document_a_line_however_packed(ending, tmp_path):
+    texts = ["one\ntwo", "ünï 你好 🙂", "last"]
+    content = "\n".join(json.dumps({"text": text, "id": 1}) for text in texts).encode()
+    pack = {"": bytes, ".xz": lzma.compress, ".gz": gzip.compress, ".bz2": bz2.compress}[ending]
+    path = tmp_path / f"x.jsonl{ending}"
+    path.write_bytes(pack(content))
+    assert _read(path) == texts
+
+
+def test_json_lines_take_the_text_from_the_named_field(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"content": "a"}\n\n{"content": "  "}\n{"content": "b"}\n')
+    assert _read(path, field="content") == ["a", "b"]
+    with pytest.raises(DataError, match=r"x.jsonl:1 has no text in field 'text' \(it holds: content\)"):
+        _read(path)
+
+
+def test_half_a_character_in_json_becomes_a_replacement_character(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a\\ud800b \\ud83d\\ude42"}\n')
+    assert _read(path) == ["a\ufffdb 🙂"]
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(DataError, match=r"x\.jsonl:2 is not a line of JSON"):
+        _read(path)
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("blank", ["a\nb\n", "# c\n", "d\n"]),
+        ("line", ["a", "b", "# c", "d"]),
+        ("file", ["a\nb\n\n# c\n\n\nd\n"]),
+        ("heading:#", ["a\nb\n", "# c\n\n\nd\n"]),
+        ("delimiter:# c", ["a\nb\n", "d\n"]),
+    ],
+)
+def test_plain_text_is_split_as_asked(split, expected, tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_bytes(b"a\r\nb\r\n\r\n# c\r\n\r\n\r\nd")
+    assert _read(path, split=split, minimum=0) == expected
+
+
+def test_blank_lines_end_a_document_only_when_it_is_long_enough(tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_text("\n\n".join(f"paragraph {number:02d}" for number in range(20)))
+    found = _read(path, minimum=100)
+    assert all(len(text) >= 100 for text in found[:-1])
+    assert "\n\n".join(text.rstrip("\n") for text in found) == path.read_text()
+
+
+@pytest.mark.parametrize(("split", "says"), [("words", "is not one of"), ("heading:(", "not a regular expression")])
+def test_a_wrong_split_says_what_is_possible(split, says, tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_text("a")
+    with pytest.raises(DataError, match=says):
+        _read(path, split=split)
+
+
+def test_a_folder_gives_its_text_files_in_order_and_no_binaries(tmp_path):
+    files = {
+        "b.py": "print()\n",
+        "a/z.py": "x = 1\n",
+        "a/doc.md": "# t\n",
+        "config.json": '{\n "a": 1\n}\n',
+        ".git/config": "no\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin1"))
+    (tmp_path / "link.py").symlink_to(tmp_path / "b.py")
+    assert _read(tmp_path) == ["print()\n", '{\n "a": 1\n}\n', "# t\n", "x = 1\n"]
+    assert _read(tmp_path, extensions=(".py",)) == ["print()\n", "x = 1\n"]
+
+
+def test_a_file_that_is_not_utf8_is_refused_with_the_byte(tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(DataError, match="not UTF-8 text: byte 0xe9"):
+        _read(path)
+
+
+@pytest.mark.parametrize(("ending", "pack"), [(".xz", lzma.compress), (".gz", gzip.compress), (".bz2", bz2.compress)])
+def test_a_truncated_or_garbled_archive_is_named(ending, pack, tmp_path):
+    path = tmp_path / f"x.txt{ending}"
+    whole = pack(b"some text, long enough to be cut\n" * 99)
+    for content in (whole[:-20], whole[:20] + b"\xff" * 8 + whole[28:], b"not packed at all"):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"x.txt{ending} does not unpack"):
+            _read(path)
+
+
+def test_progress_adds_up_to_the_size_on_disk(tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "some words"}\n' * 2000)
+    for path in (tmp_path, tmp_path / "a.jsonl"):
+        told: list[int] = []
+        source = Source("x", str(path))
+        list(documents(source, Reading(), told.append))
+        assert sum(told) == size(source, Reading())
+        assert min(told) >= 0
+
+
+def test_a_record_changes_with_contents_and_names_but_not_with_the_place(tmp_path):
+    def made(folder, name="a.py", text="x"):
+        (tmp_path / folder / "src").mkdir(parents=True)
+        (tmp_path / folder / "src" / name).write_text(text)
+        return record(Source("d", str(tmp_path / folder / "src")), Reading())
+
+    assert made("one") == made("two")
+    assert made("three", text="y") != made("four")
+    assert made("five", name="b.py") != made("six")

@@ -1,0 +1,139 @@
+"""The catalogue's figures, how devices are recognised, and clusters."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from megalith.spec.cluster import catalogue, find, load
+from megalith.spec.problem import SpecErrors
+
+
+def test_dense_peaks_are_the_published_ones():
+    assert catalogue()["v100-32gb"].peak["fp16"] == 125e12
+    assert catalogue()["a100-80gb"].peak["bf16"] == 312e12
+    assert catalogue()["h100"].peak["bf16"] == 989.4e12
+    assert catalogue()["b200"].peak["bf16"] == 2250e12
+    assert catalogue()["tpu-v5p"].peak["bf16"] == 459e12
+
+
+def test_peaks_are_dense_so_narrower_numbers_are_twice_as_fast_at_most():
+    for accelerator in catalogue().values():
+        rates = [accelerator.peak[p] for p in ("bf16", "fp8", "fp4") if p in accelerator.peak]
+        for wide, narrow in itertools.pairwise(rates):
+            assert narrow == pytest.approx(2 * wide, rel=1e-3), accelerator.name
+
+
+def test_volta_has_no_bf16_and_ampere_no_fp8():
+    assert "bf16" not in catalogue()["v100-32gb"].peak
+    assert "fp8" not in catalogue()["a100-40gb"].peak
+
+
+def test_links_count_one_direction():
+    fast = {name: accelerator.scale_up for name, accelerator in catalogue().items()}
+    assert (fast["a100-80gb"], fast["h100"], fast["h800"], fast["b200"]) == (300e9, 450e9, 200e9, 900e9)
+
+
+def test_every_figure_has_a_source():
+    covers = {
+        "peak": ("peak",),
+        "memory": ("memory", "memory_bandwidth"),
+        "links": ("scale_up", "scale_out"),
+        "power": ("power",),
+        "price": ("price_per_hour",),
+    }
+    for accelerator in catalogue().values():
+        for source, figures in covers.items():
+            if any(getattr(accelerator, figure) for figure in figures):
+                assert accelerator.source.get(source), (accelerator.name, source)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200-nvl72"),
+        ("NVIDIA H800", "h800"),
+        ("cpu", "cpu"),
+    ],
+)
+def test_a_device_is_found_by_the_name_torch_gives_it(device: str, name: str):
+    found = find(device)
+    assert found is not None
+    assert found.name == name
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 NVL",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA A100 80GB PCIe",
+        "NVIDIA GeForce RTX 4090",
+        "",
+    ],
+)
+def test_a_device_with_other_peaks_is_not_taken_for_one_that_is_known(device: str):
+    assert find(device) is None
+
+
+def test_the_peak_of_a_cpu_is_not_guessed():
+    assert catalogue()["cpu"].peak == {}
+
+
+def test_a_cluster_is_a_name_and_a_number():
+    cluster = load("h100:16384")
+    assert (cluster.accelerator.name, cluster.count, cluster.nodes) == ("h100", 16384, 2048)
+
+
+def test_a_name_alone_is_one_node():
+    assert load("a100-80gb").count == 8
+    assert load("cpu").count == 1
+
+
+def test_fast_links_of_nvl72_join_nine_times_as_many():
+    assert load("gb200-nvl72:144").fast == 9 * load("h100:64").fast
+
+
+def test_interruptions_default_to_llama_3s():
+    assert load("h100:16384").interruptions * 16384 * 54 * 24 == pytest.approx(419)
+
+
+@pytest.mark.parametrize(("text", "hint"), [("h10", "'h100'"), ("a100-80", "'a100-80gb'"), ("H200", "'h200'")])
+def test_an_unknown_name_is_refused_with_the_nearest(text: str, hint: str):
+    with pytest.raises(SpecErrors, match=hint):
+        load(text)
+
+
+@pytest.mark.parametrize("text", ["h100:", "h100:0", "h100:x", "h100:-1"])
+def test_a_count_that_is_none_is_refused(text: str):
+    with pytest.raises(SpecErrors, match="number of devices"):
+        load(text)
+
+
+def test_a_cluster_file_may_say_what_differs(tmp_path: Path):
+    file = tmp_path / "mine.toml"
+    file.write_text('accelerator = "h100"\ncount = 32\nprice_per_hour = 1.5\n')
+    cluster = load(str(file))
+    assert (cluster.count, cluster.per_node, cluster.price_per_hour, cluster.scale_out) == (32, 8, 1.5, 50e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('accelerator = "h1000"\ncount = 1', "Did you mean 'h100'"),
+        ('accelerator = "h100"\ncoun = 1', "coun"),
+        ("a = [", "cannot be read"),
+    ],
+)
+def test_a_wrong_cluster_file_is_refused(tmp_path: Path, text: str, said: str):
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(SpecErrors, match=said):
+        load(str(file))

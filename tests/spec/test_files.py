@@ -1,0 +1,273 @@
+"""Run files: what lies over what, every problem at once, and the resolved run read back."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megalith.spec import files
+from megalith.spec.files import Resolved, load
+from megalith.spec.llama import Llama
+from megalith.spec.model import RopeScaling
+from megalith.spec.plan import Plan
+from megalith.spec.problem import Problem, SpecErrors
+from megalith.spec.run import DataSpec, OptimizerSpec, RunSpec, TrainSpec
+from megalith.spec.toml import dotted
+from megalith.spec.validate import leaves
+
+GOLDEN = Path(__file__).parent / "golden" / "quickstart.toml"
+RUN = """
+name = "first"
+[model]
+preset = "quickstart"
+[data]
+path = "data/austen"
+[train]
+steps = 300
+global_batch = 16
+seq_len = 256
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(RUN)
+    return Path("run.toml")
+
+
+def problems(text: str, *overrides: str) -> dict[str, Problem]:
+    """What is wrong with a run file, by key."""
+    Path("wrong.toml").write_text(text)
+    with pytest.raises(SpecErrors) as caught:
+        load("wrong.toml", overrides=overrides)
+    found = {problem.key: problem for problem in caught.value.problems}
+    assert len(found) == len(caught.value.problems)
+    return found
+
+
+def test_the_resolved_quickstart_is_as_in_the_golden_file(run: Path):
+    """A changed default shows here as a diff."""
+    assert files.dump(load(run)) == GOLDEN.read_text()
+
+
+def test_the_file_lies_over_the_preset_and_the_command_line_over_both(run: Path):
+    run.write_text(RUN.replace("[data]", "layers = 3\ndim = 128\n[data]"))
+    resolved = load(run, overrides=["model.dim=64"])
+    model = resolved.spec.model
+    assert (model.layers, model.dim, model.ffn) == (3, 64, 704)
+    assert [resolved.provenance[f"model.{key}"] for key in ("layers", "dim", "ffn", "tied")] == [
+        "file run.toml",
+        "command line",
+        "preset quickstart",
+        "default",
+    ]
+
+
+def test_a_preset_on_the_command_line_lies_under_the_files_sizes(run: Path):
+    run.write_text(RUN.replace("[data]", "layers = 3\n[data]"))
+    model = load(run, overrides=["model.preset=tiny"]).spec.model
+    assert (model.name, model.layers, model.dim) == ("tiny", 3, 128)
+
+
+def test_every_value_has_an_origin(run: Path):
+    resolved = load(run)
+    assert set(resolved.provenance) == {dotted(leaf.path) for leaf in leaves(resolved.spec)}
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "value"),
+    [
+        ("train.steps=7", "train", 7),
+        ("optimizer.lr=1e-4", "optimizer", 1e-4),
+        ("plan.recompute=every:2", "plan", "every:2"),
+        ("plan.layers=[1,2,3]", "plan", (1, 2, 3)),
+        ("plan.compile=true", "plan", True),
+        ("name=a b", "", "a b"),
+        ('name="42"', "", "42"),
+        ("data.weights.austen=0.5", "data", {"austen": 0.5}),
+        ('data.weights={"a b"=1}', "data", {"a b": 1.0}),
+        ("train.init_from=none", "train", None),
+    ],
+)
+def test_settings_are_toml_values_or_bare_words(run: Path, setting: str, key: str, value: object):
+    spec = load(run, overrides=[setting]).spec
+    part = getattr(spec, key) if key else spec
+    assert getattr(part, setting.partition("=")[0].split(".")[1 if key else 0]) == value
+
+
+def test_later_settings_win(run: Path):
+    assert load(run, overrides=["train.steps=1", "train.steps=2"]).spec.train.steps == 2
+
+
+def test_none_takes_a_presets_value_away(run: Path):
+    assert load(run, overrides=["model.preset=llama3.1-8b"]).spec.model.rope_scaling is not None
+    assert load(run, overrides=["model.preset=llama3.1-8b", "model.rope_scaling=none"]).spec.model.rope_scaling is None
+
+
+def test_a_part_of_a_presets_table_can_be_set(run: Path):
+    scaling = load(run, overrides=["model.preset=llama3.1-8b", "model.rope_scaling.factor=4"]).spec.model.rope_scaling
+    assert scaling == RopeScaling(factor=4.0)
+
+
+def test_unknown_keys_are_refused_with_the_nearest(run: Path):
+    found = problems(RUN.replace("steps =", "stepz ="))
+    assert list(found) == ["train.stepz"]  # and train.steps is not called missing too
+    assert found["train.stepz"].way_out == "Did you mean train.steps?"
+    assert found["train.stepz"].source == "file wrong.toml"
+
+
+@pytest.mark.parametrize(
+    ("setting", "meant"),
+    [
+        ("train.lr=1", "optimizer.lr"),
+        ("steps=1", "train.steps"),
+        ("plann.data=2", "plan"),
+        ("model.presett=tiny", "model.preset"),
+    ],
+)
+def test_a_key_in_the_wrong_place_is_told_the_right_one(run: Path, setting: str, meant: str):
+    found = problems(RUN, setting)
+    assert [problem.way_out for problem in found.values()] == [f"Did you mean {meant}?"]
+
+
+def test_a_misspelt_preset_is_the_only_problem_it_makes(run: Path):
+    found = problems(RUN.replace("quickstart", "quickstrat"))
+    assert list(found) == ["model.preset"]
+    assert 'Did you mean "quickstart"?' in found["model.preset"].way_out
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("train.steps=many", "a whole number is needed"),
+        ("train.steps=1.5", "a whole number is needed"),
+        ("train.steps=true", "a whole number is needed"),
+        ('train.steps="4"', "a whole number is needed"),
+        ("train.steps=0", "it must be more than 0"),
+        ("optimizer.lr=fast", "a number is needed"),
+        ("optimizer.lr=nan", "a finite number is needed"),
+        ("optimizer.beta1=1.0", "it must be less than 1"),
+        ("optimizer.decay=2", "it must be at most 1"),
+        ("optimizer.warmup=-1", "it must be at least 0"),
+        ("plan.compile=maybe", "true or false is needed"),
+        ("name=1", 'text is needed, in "quotes"'),
+        ("plan.layers=3", "a list is needed, in [brackets]"),
+        ("plan=3", "a table is needed"),
+        ("data.weights=3", "a table is needed"),
+        ("optimizer.schedule=cosin", "it must be 'cosine', 'linear', 'wsd' or 'constant'"),
+        ("plan.zero=4", "it must be 0, 1, 2 or 3"),
+        ("plan.recompute=some", "it is none of the forms known here"),
+    ],
+)
+def test_wrong_values_are_told_what_is_needed(run: Path, setting: str, reason: str):
+    (problem,) = problems(RUN, setting).values()
+    assert (problem.key, problem.reason, problem.source) == (setting.partition("=")[0], reason, "command line")
+    assert problem.way_out
+
+
+def test_the_nearest_of_a_few_words_is_suggested(run: Path):
+    assert 'Did you mean "cosine"?' in problems(RUN, "optimizer.schedule=cosin")["optimizer.schedule"].way_out
+
+
+def test_missing_keys_are_all_named(run: Path):
+    found = problems('name = "empty"\n')
+    sizes = {f"model.{key}" for key in ("layers", "dim", "heads", "ffn", "vocab")}
+    assert set(found) == sizes | {"data.path", "train.steps", "train.global_batch", "train.seq_len"}
+    assert "preset" in found["model.dim"].way_out
+    assert "[train]" in found["train.steps"].way_out
+
+
+def test_problems_of_all_kinds_come_together(run: Path):
+    found = problems(
+        RUN.replace("quickstart", "quik").replace("seq_len = 256", "seq_len = 1.5"), "plan.dat=2", "nonsense", "x.=1"
+    )
+    assert set(found) == {"model.preset", "train.seq_len", "plan.dat", "--set nonsense", "--set x.=1"}
+
+
+def test_a_wrong_value_says_key_value_reason_and_way_out_in_one_line(run: Path):
+    (problem,) = problems(RUN, "train.steps=many").values()
+    assert str(problem).startswith('train.steps = "many": a whole number is needed. ')
+
+
+def test_broken_toml_names_the_line(run: Path):
+    (problem,) = problems('name = "x"\n[model\n').values()
+    assert problem.key == "wrong.toml:2"
+    assert "[model" in problem.reason
+
+
+def test_a_missing_file_names_its_neighbour(run: Path):
+    with pytest.raises(SpecErrors, match=r"no such file.*Did you mean run\.toml"):
+        load("rum.toml")
+
+
+def test_a_folder_is_no_run_file(run: Path):
+    with pytest.raises(SpecErrors, match=r"a folder.*run\.toml"):
+        load(".")
+
+
+@pytest.mark.parametrize("setting", ["train.steps", "train.steps=", "=3", "a b=3", "plan.layers=[1", 'name="x'])
+def test_settings_that_are_none_are_refused(run: Path, setting: str):
+    with pytest.raises(SpecErrors) as caught:
+        load(run, overrides=[setting])
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.source) == (f"--set {setting}", "command line")
+
+
+def test_a_setting_cannot_smuggle_in_a_second_one(run: Path):
+    assert load(run, overrides=["name=x\ntrain.steps=1"]).spec.train.steps == 300
+
+
+def test_saving_writes_the_run_for_people_and_for_programs(run: Path):
+    resolved = load(run, overrides=["train.steps=9"])
+    files.save(resolved, Path("out"))
+    assert load("out/run.toml").spec == resolved.spec
+    assert RunSpec.model_validate_json(Path("out/spec.json").read_text()) == resolved.spec
+    assert json.loads(Path("out/provenance.json").read_text()) == resolved.provenance
+    assert "steps = 9" in Path("out/run.toml").read_text()
+    assert sorted(path.name for path in Path("out").iterdir()) == ["provenance.json", "run.toml", "spec.json"]
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: text != "none")
+POSITIVE = st.integers(1, 2**40)
+RATES = st.floats(min_value=1e-300, max_value=1e300)
+MODELS = st.builds(
+    Llama,
+    name=WORDS,
+    layers=POSITIVE,
+    dim=POSITIVE,
+    heads=POSITIVE,
+    kv_heads=st.none() | POSITIVE,
+    ffn=POSITIVE,
+    vocab=POSITIVE,
+    rope_theta=RATES,
+    rope_scaling=st.none() | st.builds(RopeScaling, factor=RATES),
+    tied=st.booleans(),
+)
+RUNS = st.builds(
+    RunSpec,
+    name=WORDS,
+    model=MODELS,
+    plan=st.builds(
+        Plan,
+        data=POSITIVE,
+        zero=st.sampled_from([0, 1, 2, 3]),
+        schedule=WORDS,
+        layers=st.none() | st.lists(POSITIVE, max_size=3).map(tuple),
+        recompute=st.sampled_from(["none", "full", "every:3"]),
+        recompute_parts=st.lists(WORDS, max_size=2).map(tuple),
+    ),
+    data=st.builds(DataSpec, path=WORDS, weights=st.none() | st.dictionaries(WORDS, st.floats(0, 1e9), max_size=3)),
+    train=st.builds(TrainSpec, steps=POSITIVE, global_batch=POSITIVE, seq_len=POSITIVE, init_from=st.none() | WORDS),
+    optimizer=st.builds(OptimizerSpec, lr=RATES, beta1=st.floats(0, 0.999), schedule=st.sampled_from(["wsd", "linear"])),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(spec=RUNS, origin=WORDS)
+def test_any_run_written_out_loads_to_the_equal_run(tmp_path: Path, spec: RunSpec, origin: str):
+    resolved = Resolved(spec, {dotted(leaf.path): origin for leaf in leaves(spec)})
+    (tmp_path / "run.toml").write_text(files.dump(resolved), encoding="utf-8")
+    assert load(tmp_path / "run.toml").spec == spec

@@ -1,0 +1,312 @@
+"""Every rule of legality and advice, each by a run that breaks it; and what is advised instead is legal."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalith.check import MAY_CHANGE, RULES, Problem, check, check_resume
+from megalith.schedule.table import build
+from megalith.spec.files import Layer, read_setting, resolve
+from megalith.spec.plan import Plan
+from megalith.spec.run import RunSpec
+
+BASE = {
+    "model": {"preset": "tiny"},
+    "data": {"path": "data"},
+    "train": {"steps": 100, "global_batch": 64, "seq_len": 128},
+    "optimizer": {"warmup": 10},
+}
+
+
+def spec(*settings: str) -> RunSpec:
+    """A legal run, with some values changed: "plan.tensor=2"."""
+    return resolve([Layer(BASE, "file"), *map(read_setting, settings)]).spec
+
+
+def found(*settings: str, world: int | None = None) -> list[Problem]:
+    return check(spec(*settings), world=world, files=False)
+
+
+def errors(*settings: str, world: int | None = None) -> list[Problem]:
+    return [problem for problem in found(*settings, world=world) if problem.severity == "error"]
+
+
+def advice(*settings: str) -> list[str]:
+    return [problem.key for problem in found(*settings) if problem.severity == "advice"]
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Prepared data, as far as its manifest."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    split = {"train": {"tokens": 2_000_000}, "validation": {"tokens": 1000}}
+    manifest = {"tokenizer": {"vocab_size": 1000}, "domains": {"austen": split, "code": split}}
+    Path("data/manifest.json").write_text(json.dumps(manifest))
+    return Path("data")
+
+
+def test_a_plain_run_has_no_problems(data: Path):
+    assert check(spec()) == []
+
+
+def test_every_rule_says_what_it_wants():
+    assert all(rule.__doc__ for rule in RULES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "said"),
+    [
+        (["model.heads=6"], "model.heads", "does not divide model.dim = 128. Use heads = 1, 2, 4 or 8."),
+        (["model.kv_heads=3"], "model.kv_heads", "does not divide model.heads = 8"),
+        (["model.head_dim=15"], "model.head_dim", "rotary"),
+        (["model.heads=256", "model.kv_heads=256"], "model.heads", "does not divide model.dim"),
+        (["plan.data=4", "plan.replicate=3"], "plan.replicate", "does not divide plan.data = 4. Use replicate = 1, 2 or 4."),
+        (["plan.tensor=8"], "plan.tensor", "does not divide kv_heads = 4 (blocks.0.attention). Use tensor = 1, 2 or 4."),
+        (["plan.tensor=3", "model.vocab=1026"], "plan.tensor", "does not divide heads = 8"),
+        (["plan.tensor=2", "model.ffn=351"], "plan.tensor", "does not divide ffn = 351 (blocks.0.mlp). Use tensor = 1."),
+        (["plan.tensor=2", "model.vocab=1023"], "plan.tensor", "does not divide vocab = 1023"),
+        (["plan.tensor=2", "train.seq_len=127"], "plan.tensor", "does not divide seq_len = 127"),
+        (["plan.tensor=4", "plan.data=64", "plan.zero=3"], "plan.data", "ffn = 352"),
+        (["train.global_batch=65", "plan.data=4", "plan.microbatch=8"], "train.global_batch", "Use 64 or 96"),
+        (["train.global_batch=3", "plan.data=4"], "train.global_batch", "Use 4"),
+        (["plan.pipeline=8"], "plan.pipeline", "makes 8 stages, and the model has 4 blocks"),
+        (["plan.pipeline=2", "plan.layers=[3,2]"], "plan.layers", "places 5 blocks, and the model has 4. Use [2, 2]"),
+        (["plan.pipeline=2", "plan.layers=[4]"], "plan.layers", "names 1 stages"),
+        (["plan.schedule=1f1"], "plan.schedule", 'Did you mean "1f1b"?'),
+        (["plan.pipeline=2", "plan.chunks=2"], "plan.chunks", '"interleaved"'),
+        (["plan.recompute=every:9"], "plan.recompute", "Use every:N with N <= 4."),
+        (["plan.recompute=selective", "plan.recompute_parts=[]"], "plan.recompute_parts", "names nothing"),
+        (["plan.recompute_parts=['mpl']"], "plan.recompute_parts", 'Did you mean "mlp"?'),
+        (["optimizer.warmup=101"], "optimizer.warmup", "Use warmup <= 100"),
+        (["optimizer.schedule=wsd", "optimizer.decay=0.95"], "optimizer.decay", "Use decay <= 0.9,"),
+        (["cluster=h10"], "cluster", "Did you mean 'h100'?"),
+        (["cluster=h100:2", "plan.data=4"], "cluster", "Use h100:4"),
+        (["cluster=cpu", "train.device=cuda"], "train.device", "contradicts"),
+        (["data.weights={austen=0}"], "data.weights", "gives no domain a share"),
+        (["cluster=h100", "model.preset=llama3-70b"], "plan.zero", "has 80.0 GiB"),
+    ],
+)
+def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[str], key: str, said: str):
+    problems = errors(*settings)
+    assert key in [problem.key for problem in problems]
+    assert any(said in str(problem) for problem in problems if problem.key == key), [*map(str, problems)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["train.seq_len=512"], "train.seq_len"),
+        (["plan.pipeline=4", "plan.microbatch=16"], "plan.pipeline"),
+        (["plan.data=2", "plan.zero=0"], "plan.zero"),
+        (["plan.data=2", "plan.zero=0", "plan.replicate=2"], "plan.replicate"),
+        (["plan.pipeline=2", "model.tied=true"], "model.tied"),
+        (["plan.pipeline=2", "plan.schedule=interleaved"], "plan.chunks"),
+        (["train.seq_len=32768"], "plan.recompute"),
+        (["cluster=h100:64", "plan.tensor=16", "model.heads=16", "model.kv_heads=16"], "plan.tensor"),
+        (["cluster=v100-32gb"], "train.precision"),
+        (["plan.recompute=selective", "plan.recompute_parts=['attention','attention.core']"], "plan.recompute_parts"),
+        (["train.steps=1000"], "checkpoint.every"),
+    ],
+)
+def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
+    assert errors(*settings) == []
+    assert key in advice(*settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["plan.data=2", "plan.zero=1"],
+        ["plan.pipeline=2"],
+        ["plan.tensor=4", "cluster=h100"],
+        ["plan.pipeline=2", "plan.chunks=2", "plan.schedule=interleaved"],
+        ["train.seq_len=256", "plan.recompute=full"],
+        ["plan.tensor=4", "plan.data=8", "plan.zero=3"],
+        ["plan.tensor=2", "train.seq_len=127", "plan.sequence=false"],
+        ["optimizer.schedule=wsd", "optimizer.decay=0.9"],
+        ["plan.pipeline=2", "plan.layers=[1,3]"],
+    ],
+)
+def test_what_is_legal_and_wise_is_let_be(settings: list[str]):
+    assert found(*settings) == []
+
+
+def test_the_bubble_is_said_as_a_number():
+    """(p - 1) / m of the useful time: 3 / 4."""
+    (problem,) = [p for p in found("plan.pipeline=4", "plan.microbatch=16") if p.key == "plan.pipeline"]
+    assert "over 4 microbatches leaves each rank idle for 75.0%" in problem.reason
+
+
+def test_the_interleaved_bubble_is_divided_by_the_chunks():
+    (problem,) = [
+        p
+        for p in found("plan.pipeline=2", "plan.chunks=2", "plan.microbatch=16", "plan.schedule=interleaved")
+        if p.key == "plan.pipeline"
+    ]
+    assert "12.5%" in problem.reason
+
+
+def test_a_copied_optimizer_is_said_in_bytes():
+    """8 bytes of moments a parameter of the blocks, of which two data ranks each could keep half."""
+    (problem,) = [
+        p for p in found("plan.data=2", "plan.zero=0", "model.preset=llama2-7b", "train.seq_len=64") if p.key == "plan.zero"
+    ]
+    blocks = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
+    assert f"{8 * blocks / 2**30:.1f} GiB" in problem.reason
+    assert f"{4 * blocks / 2**30:.1f} GiB" in problem.way_out
+
+
+def test_state_that_fits_when_sharded_is_said_to():
+    (problem,) = [
+        p for p in errors("cluster=h100:64", "model.preset=llama3-8b", "plan.data=8", "plan.zero=0") if p.key == "plan.zero"
+    ]
+    assert "plan.zero = 3 would keep" in problem.way_out
+    assert errors("cluster=h100:64", "model.preset=llama3-8b", "plan.data=8", "plan.zero=3") == []
+
+
+def test_started_ranks_are_compared_with_the_plan():
+    assert errors("plan.data=2", "plan.tensor=2", world=4) == []
+    (problem,) = errors("plan.data=2", "plan.tensor=2", world=8)
+    assert "data 2 x tensor 2 x pipeline 1 = 4 ranks are needed, and 8 were started" in problem.reason
+    assert "Use plan.data = 4" in problem.way_out
+
+
+def test_all_problems_come_at_once_errors_first():
+    problems = found(
+        "plan.tensor=3", "plan.data=5", "plan.schedule=x", "optimizer.warmup=200", "train.steps=150", "train.seq_len=512"
+    )
+    assert {"plan.tensor", "train.global_batch", "plan.schedule", "optimizer.warmup", "train.seq_len"} <= {
+        p.key for p in problems
+    }
+    severities = [problem.severity for problem in problems]
+    assert severities == sorted(severities, key=lambda severity: severity != "error")
+
+
+def test_a_problem_knows_where_its_value_came_from():
+    resolved = resolve([Layer(BASE, "file run.toml"), read_setting("plan.data=3")])
+    problems = check(resolved.spec, files=False, provenance=resolved.provenance)
+    assert [(p.key, p.source) for p in problems] == [("train.global_batch", "file run.toml")]
+
+
+def test_data_that_is_not_there_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (problem,) = check(spec())
+    assert str(tmp_path / "data") in problem.reason
+    assert "megalith data prepare" in problem.way_out
+    Path("data").mkdir()
+    (problem,) = check(spec())
+    assert "no manifest.json" in problem.reason
+    Path("data/manifest.json").write_text("{")
+    (problem,) = check(spec())
+    assert "cannot be read" in problem.reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "said"),
+    [
+        (["model.vocab=900"], "model.vocab", "vocabulary of 1000 tokens. Use 1000"),
+        (["model.vocab=900", "plan.tensor=4", "plan.data=4"], "model.vocab", "Use 1008"),
+        (["data.weights={austn=1}"], "data.weights.austn", "Did you mean austen? It has: austen, code."),
+        (["validation.every=5", "train.seq_len=4096"], "validation.every", "holds out 2000 tokens"),
+        (["train.steps=10000"], "train.steps", "81,920,000 tokens, 20.5 times the data's 4,000,000"),
+        (["train.init_from=nowhere"], "train.init_from", "no such checkpoint"),
+    ],
+)
+def test_the_run_must_fit_the_data(data: Path, settings: list[str], key: str, said: str):
+    problems = {problem.key: problem for problem in check(spec(*settings))}
+    assert said in str(problems[key])
+
+
+def test_only_the_weighted_domains_tokens_count(data: Path):
+    """200 steps of 64 x 1024 are 3.3 passes over both domains, but 6.6 over one."""
+    assert "train.steps" not in {p.key for p in check(spec("train.seq_len=1024", "train.steps=200"))}
+    assert "train.steps" in {p.key for p in check(spec("train.seq_len=1024", "train.steps=200", "data.weights={code=1}"))}
+
+
+def test_nothing_on_disk_is_looked_at_when_told_not_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert check(spec(), files=False) == []
+
+
+@given(batch=st.integers(1, 300), data_ranks=st.integers(1, 12), microbatch=st.integers(1, 12))
+@settings(deadline=None, max_examples=60)
+def test_the_batches_advised_are_legal(batch: int, data_ranks: int, microbatch: int):
+    plan = [f"plan.data={data_ranks}", f"plan.microbatch={microbatch}", "plan.zero=3"]
+    for problem in errors(f"train.global_batch={batch}", *plan):
+        advised = re.search(r"Use ([\d or]+)", problem.way_out)
+        assert advised
+        for other in re.findall(r"\d+", advised[1]):
+            assert errors(f"train.global_batch={other}", *plan) == []
+
+
+@given(tensor=st.integers(2, 12), heads=st.sampled_from([4, 8, 16]), ffn=st.sampled_from([96, 352, 360]))
+@settings(deadline=None, max_examples=40)
+def test_the_tensor_sizes_advised_are_legal(tensor: int, heads: int, ffn: int):
+    model = [f"model.heads={heads}", f"model.ffn={ffn}"]
+    for problem in errors(f"plan.tensor={tensor}", *model):
+        for other in re.findall(r"\d+", problem.way_out):
+            assert errors(f"plan.tensor={other}", *model) == []
+
+
+@given(blocks=st.integers(1, 12), pipeline=st.integers(1, 6), layers=st.lists(st.integers(1, 4), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=60)
+def test_the_split_advised_is_legal(blocks: int, pipeline: int, layers: list[int]):
+    sizes = [f"model.layers={blocks}", f"plan.pipeline={pipeline}"]
+    for problem in errors(*sizes, f"plan.layers={layers}"):
+        if problem.key == "plan.layers":
+            advised = re.search(r"\[.*?\]", problem.way_out)
+            assert advised
+            assert errors(*sizes, f"plan.layers={advised[0]}") == []
+
+
+@given(
+    plan=st.builds(
+        Plan,
+        data=st.sampled_from([1, 2, 3, 4, 8]),
+        replicate=st.sampled_from([1, 2, 3]),
+        zero=st.sampled_from([0, 1, 2, 3]),
+        tensor=st.sampled_from([1, 2, 3, 4, 8]),
+        pipeline=st.sampled_from([1, 2, 4, 5]),
+        chunks=st.sampled_from([1, 2]),
+        schedule=st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+        microbatch=st.sampled_from([1, 2, 3]),
+    )
+)
+@settings(deadline=None, max_examples=150)
+def test_a_plan_without_errors_can_be_carried_out(plan: Plan):
+    """Everything that is split comes out even, and the schedule can be built."""
+    run = spec().model_copy(update={"plan": plan})
+    if any(problem.severity == "error" for problem in check(run, files=False)):
+        return
+    attention, ffn = run.model.build().blocks[0].attention, run.model.ffn
+    pieces = plan.tensor * (plan.shards if plan.tensor > 1 else 1)
+    assert plan.data % plan.replicate == 0
+    assert attention.kv_heads % plan.tensor == 0
+    assert (ffn % pieces, run.model.vocab % pieces, attention.kv_heads * attention.head_dim % pieces) == (0, 0, 0)
+    assert run.microbatches * plan.data * plan.microbatch == run.train.global_batch
+    assert len(plan.bounds(run.model.layers)) == plan.stages
+    assert build(plan.schedule, ranks=plan.pipeline, microbatches=run.microbatches, chunks=plan.chunks).stages == plan.stages
+
+
+def test_a_resumed_run_may_change_where_and_how_long_but_not_what():
+    before = spec()
+    assert (
+        check_resume(before, spec("plan.data=2", "train.steps=500", "launch.threads=1", "validation.every=3", "cluster=cpu"))
+        == []
+    )
+    changed = check_resume(before, spec("optimizer.lr=1e-5", "model.ffn=96", "data.weights={austen=1}", "train.seed=3"))
+    assert {p.key for p in changed} == {"optimizer.lr", "model.ffn", "data.weights.austen", "train.seed"}
+    (rate,) = [p for p in changed if p.key == "optimizer.lr"]
+    assert "0.0003" in rate.reason
+
+
+def test_what_may_change_exists():
+    for name in MAY_CHANGE:
+        value: object = spec()
+        for part in name.split("."):
+            value = getattr(value, part)

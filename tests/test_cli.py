@@ -1,0 +1,257 @@
+"""The command line: starts fast and without torch, says every problem plainly, prints JSON for programs."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from megalith import __version__, verbs
+from megalith.cli import app
+
+COMMANDS = [
+    ["check"],
+    ["train"],
+    ["parity"],
+    ["generate"],
+    ["export"],
+    ["import"],
+    ["report"],
+    ["data", "prepare"],
+    ["data", "inspect"],
+    ["data", "verify"],
+    ["tokenizer", "train"],
+]
+RUN = """
+name = "first"
+model.preset = "tiny"
+data.path = "data"
+train = { steps = 100, global_batch = 64, seq_len = 128 }
+optimizer.warmup = 10
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("MEGALITH_TRACEBACK", raising=False)
+    Path("run.toml").write_text(RUN)
+    Path("data").mkdir()
+    split = {"train": {"tokens": 2_000_000}, "validation": {"tokens": 1000}}
+    Path("data/manifest.json").write_text(json.dumps({"tokenizer": {"vocab_size": 1000}, "domains": {"austen": split}}))
+    return tmp_path
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(Path(verbs.__file__).parents[1])}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, check=False)
+
+
+NO_TORCH = """
+import sys
+from megalith.cli import app
+try:
+    app({arguments})
+except SystemExit as end:
+    status = end.code
+assert "torch" not in sys.modules and "numpy" not in sys.modules, "imported"
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(["--help"], 0), (["train", "--help"], 0), (["check", "run.toml"], 0), (["check", "run.toml", "--set", "plan.tensor=3"], 2)],
+)
+def test_help_and_check_do_without_torch(arguments: list[str], status: int):
+    done = python(NO_TORCH.format(arguments=arguments))
+    assert done.returncode == status, done.stderr
+
+
+def test_refusing_to_train_does_without_torch():
+    done = python(NO_TORCH.format(arguments=["train", "run.toml", "--set", "plan.tensor=3"]))
+    assert done.returncode == 2, done.stderr
+    assert "does not divide kv_heads" in done.stderr
+
+
+def test_help_takes_little_time():
+    """0.6 s of a core at most, start of Python included; the best of three, for a machine that has other work."""
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert python("from megalith.cli import app; app(['--help'])").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.6
+
+
+def test_the_version_is_printed():
+    assert call("--version").stdout == f"megalith {__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_commands_help_has_an_example_and_json(command: list[str]):
+    result = call(*command, "--help")
+    assert result.exit_code == 0
+    assert f"Example:  megalith {' '.join(command)}" in result.stdout
+    assert "--json" in result.stdout
+
+
+def test_a_legal_run_is_described():
+    result = call("check", "run.toml", "--set", "plan.data=2")
+    assert result.exit_code == 0
+    assert (
+        "first is legal: 2 ranks (data 2 x tensor 1 x pipeline 1), 32 microbatches a step, 8,192 tokens a step" in result.stdout
+    )
+
+
+def test_an_illegal_run_names_every_problem_and_has_no_traceback():
+    result = call("check", "run.toml", "--set", "plan.tensor=3", "--set", "train.global_batch=5", "--set", "plan.data=2")
+    assert result.exit_code == 2
+    for said in ("plan.tensor = 3", "command line", "Use tensor = 1, 2 or 4.", "train.global_batch = 5", "Use 4 or 6."):
+        assert said in result.stderr
+    assert "nothing was started" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_problems_in_reading_the_file_are_said_the_same_way():
+    result = call("train", "run.toml", "--set", "train.stepz=1", "--set", "model.preset=tinny")
+    assert result.exit_code == 2
+    assert "Did you mean train.steps?" in result.stderr
+    assert 'Did you mean "tiny"?' in result.stderr
+
+
+def test_show_prints_every_value_and_its_origin():
+    shown = call("check", "run.toml", "--show", "--set", "train.steps=9").stdout
+    assert "# command line" in shown
+    assert "# preset tiny" in shown
+    assert "[optimizer]" in shown
+
+
+@pytest.mark.parametrize("setting", ["plan.tensor=3", "plan.tensr=3"])
+def test_check_speaks_json(setting: str):
+    result = call("check", "run.toml", "--json", "--set", setting)
+    said = json.loads(result.stdout)
+    assert result.exit_code == 2
+    assert said["ok"] is False
+    assert {"severity", "key", "value", "reason", "way_out", "source"} == set(said["problems"][0])
+    assert said["problems"][0]["source"] == "command line"
+
+
+def test_check_says_the_whole_run_as_json():
+    said = json.loads(call("check", "run.toml", "--json").stdout)
+    assert said["ok"] is True
+    assert said["spec"]["train"]["steps"] == 100
+    assert said["provenance"]["model.dim"] == "preset tiny"
+
+
+def test_markup_in_values_is_printed_as_it_stands():
+    assert 'name = "[bold]x[/]"' in call("check", "run.toml", "--show", "--set", 'name="[bold]x[/]"').stdout
+    assert "[red]x" in call("check", "run.toml", "--set", "cluster=[red]x").stderr
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_training_ends_with_the_runs_exit_status(monkeypatch: pytest.MonkeyPatch, as_json: bool):
+    given: dict[str, Any] = {}
+
+    def train(path: Path, **options: Any) -> verbs.Trained:
+        given.update(options, path=path)
+        return verbs.Trained(Path("runs/first"), 75, "stopped as asked", Path("runs/first/report.html"))
+
+    monkeypatch.setattr(verbs, "train", train)
+    options = ["--run-dir", "here", "--profile", "2:4", "--set", "a=1", "--set", "b=2", *(["--json"] if as_json else [])]
+    result = call("train", "run.toml", *options)
+    assert result.exit_code == 75
+    assert (given["run_dir"], given["profile"], given["overrides"]) == (Path("here"), "2:4", ["a=1", "b=2"])
+    if as_json:
+        assert json.loads(result.stdout)["code"] == 75
+    else:
+        assert "stopped as asked" in result.stderr
+        assert "report: runs/first/report.html" in result.stdout
+
+
+@pytest.mark.parametrize("steps", ["3", "5:5", "a:b", "4:2"])
+def test_a_profile_that_is_no_range_is_a_usage_error(steps: str):
+    result = call("train", "run.toml", "--profile", steps)
+    assert result.exit_code == 2
+    assert "no range of steps" in result.stderr
+
+
+@pytest.mark.parametrize(("equal", "status"), [(True, 0), (False, 1)])
+def test_parity_fails_on_a_gap(monkeypatch: pytest.MonkeyPatch, equal: bool, status: int):
+    row = {"quantity": "loss", "gap": 0.25, "limit": 1e-5, "where": "step 1", "equal": equal}
+    monkeypatch.setattr(verbs, "parity", lambda path, **options: {"equal": equal, "rows": [row], "steps": options["steps"]})
+    result = call("parity", "run.toml", "--steps", "2")
+    assert result.exit_code == status
+    assert ("NOT equal" in result.stdout) == (not equal)
+    assert json.loads(call("parity", "run.toml", "--json", "--steps", "2").stdout)["steps"] == 2
+
+
+def test_generate_passes_its_choices_on(monkeypatch: pytest.MonkeyPatch):
+    given: dict[str, Any] = {}
+
+    def generate(run_dir: Path, **options: Any) -> str:
+        given.update(options)
+        return "It is a truth"
+
+    monkeypatch.setattr(verbs, "generate", generate)
+    result = call("generate", "runs/first", "--prompt", "It is", "--tokens", "5", "--top-k", "3", "--seed", "4", "--greedy")
+    assert result.stdout == "It is a truth\n"
+    assert given == {
+        "prompt": "It is", "tokens": 5, "temperature": 0.8, "top_k": 3, "top_p": None, "seed": 4, "greedy": True, "step": None
+    }  # fmt: skip
+    assert json.loads(call("generate", "runs/first", "--json").stdout)["text"] == "It is a truth"
+
+
+def test_a_format_that_is_not_known_is_a_usage_error():
+    assert call("export", "runs/first", "--to", "gguf", "--out", "x").exit_code == 2
+    assert call("import", "folder", "--from", "gguf", "--out", "x").exit_code == 2
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_failure_is_one_line_and_status_1(as_json: bool):
+    result = call("report", "nowhere", *(["--json"] if as_json else []))
+    assert result.exit_code == 1
+    assert "Traceback" not in result.output
+    if as_json:
+        assert json.loads(result.stdout)["kind"] == "FileNotFoundError"
+    else:
+        assert "nowhere holds no run.toml" in result.stderr
+
+
+def test_a_mistake_in_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: Any, **__: Any) -> None:
+        raise TypeError("ours")
+
+    monkeypatch.setattr(verbs, "report", broken)
+    assert isinstance(call("report", "nowhere").exception, TypeError)
+
+
+def test_a_failures_traceback_can_be_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEGALITH_TRACEBACK", "1")
+    assert isinstance(call("report", "nowhere").exception, FileNotFoundError)
+
+
+def test_text_becomes_data_that_a_run_can_use():
+    """Tokenizer, data, inspection, verification and a check, as a newcomer types them."""
+    Path("novels.txt").write_text("\n\n".join(f"It is a truth universally acknowledged, number {n}." for n in range(400)))
+    assert "trained: tok" in call("tokenizer", "train", "novels.txt", "--vocab", "300", "--out", "tok").stdout
+    prepare = ["novels.txt", "--tokenizer", "tok", "--out", "data/novels", "--split", "line", "--validation", "0.1"]
+    assert "training tokens" in call("data", "prepare", *prepare).stdout
+    assert json.loads(call("data", "inspect", "data/novels", "--json").stdout)["domains"].keys() == {"novels"}
+    assert "novels" in call("data", "inspect", "data/novels").stdout
+    assert call("data", "verify", "data/novels").stdout.startswith("intact: data/novels")
+    settings = ["--set", "data.path=data/novels", "--set", "train.steps=10"]
+    assert call("check", "run.toml", *settings).exit_code == 0
+    assert "Did you mean novels?" in call("check", "run.toml", *settings, "--set", "data.weights.novel=1").stderr

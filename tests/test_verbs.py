@@ -1,0 +1,190 @@
+"""What the verbs hand to the parts below them, and what they refuse."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megalith import verbs
+from megalith.fleet import environment, supervisor
+from megalith.fleet.environment import Place
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.outcome import Outcome
+from megalith.spec import files
+from megalith.spec.problem import SpecErrors
+
+RUN = """
+name = "first"
+model.preset = "tiny"
+data.path = "data"
+train = { steps = 100, global_batch = 64, seq_len = 128 }
+optimizer.warmup = 10
+plan = { data = 2, pipeline = 2 }
+launch = { threads = 1, start_timeout = 30 }
+"""
+PEACE = Outcome(ExitCode.FINISHED, False, None, (), (), (), 1.0)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run file beside prepared data, in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(RUN)
+    Path("data").mkdir()
+    split = {"train": {"tokens": 2_000_000}, "validation": {"tokens": 1000}}
+    Path("data/manifest.json").write_text(json.dumps({"tokenizer": {"vocab_size": 1000}, "domains": {"austen": split}}))
+    monkeypatch.setattr(environment, "find", lambda: None)
+    return Path("run.toml")
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[supervisor.Job]:
+    """The jobs that would have been started."""
+    started: list[supervisor.Job] = []
+
+    def start(job: supervisor.Job, *, tick: Any = None) -> Outcome:
+        started.append(job)
+        if tick:
+            tick()
+        return PEACE
+
+    monkeypatch.setattr(supervisor, "run", start)
+    return started
+
+
+def train(run: Path, **options: Any) -> verbs.Trained:
+    return verbs.train(run, console=Console(quiet=True), **options)
+
+
+def test_training_starts_the_plans_ranks_in_the_run_folder(run: Path, jobs: list[supervisor.Job]):
+    trained = train(run, profile="3:5")
+    (job,) = jobs
+    assert (job.ranks, job.entry, job.run_dir) == (4, "megalith.train.run:main", Path("runs/first"))
+    assert job.arguments == {"run_dir": str(Path("runs/first").resolve()), "profile": "3:5"}
+    assert (job.threads, job.start_timeout, job.silence_timeout) == (1, 30.0, 600.0)
+    assert job.problems() == []
+    assert "megalith.train.run" in job.preload
+    assert (trained.code, trained.message) == (ExitCode.FINISHED, "finished")
+    assert files.load("runs/first/run.toml").spec == files.load(run).spec
+
+
+def test_training_leaves_a_report(run: Path, jobs: list[supervisor.Job]):
+    trained = train(run)
+    assert trained.report is not None
+    assert trained.report.parent == Path("runs/first")
+    assert trained.report.is_file()
+
+
+def test_nothing_starts_and_nothing_is_written_when_the_run_is_wrong(run: Path, jobs: list[supervisor.Job]):
+    with pytest.raises(SpecErrors) as caught:
+        train(run, overrides=["plan.tensor=3", "train.global_batch=5"])
+    assert {"plan.tensor", "train.global_batch"} <= {problem.key for problem in caught.value.problems}
+    assert jobs == []
+    assert not Path("runs").exists()
+
+
+def test_more_ranks_than_a_machine_should_start_are_refused(run: Path, jobs: list[supervisor.Job]):
+    with pytest.raises(SpecErrors, match="too many for this machine"):
+        train(run, overrides=["plan.data=1024", "train.global_batch=1024"])
+    assert jobs == []
+
+
+def begun(folder: str) -> None:
+    Path(folder, "checkpoints/step-00000010").mkdir(parents=True)
+
+
+def test_a_run_folder_with_a_checkpoint_is_gone_on_with_by_the_same_run_only(run: Path, jobs: list[supervisor.Job]):
+    train(run)
+    begun("runs/first")
+    with pytest.raises(SpecErrors) as caught:
+        train(run, overrides=["optimizer.lr=1", "train.seed=5", "train.steps=200"])
+    assert {problem.key for problem in caught.value.problems} == {"optimizer.lr", "train.seed"}
+    assert len(jobs) == 1
+
+
+def test_a_resumed_run_may_have_another_plan_and_length(run: Path, jobs: list[supervisor.Job]):
+    train(run)
+    begun("runs/first")
+    train(run, overrides=["plan.data=4", "plan.pipeline=1", "train.steps=200"])
+    assert [job.ranks for job in jobs] == [4, 4]
+    assert files.load("runs/first/run.toml").spec.train.steps == 200
+
+
+def test_a_run_that_never_saved_may_be_started_over_differently(run: Path, jobs: list[supervisor.Job]):
+    train(run)
+    train(run, overrides=["optimizer.lr=1"])
+    assert len(jobs) == 2
+
+
+def place(rank: int) -> Place:
+    return Place(rank, 4, rank, 4, "torchrun", "tcp://localhost:1", "g")
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What a rank's entry was called with, in place of the real one, which needs torch."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "megalith.train.run", SimpleNamespace(main=lambda **arguments: calls.append(arguments)))
+    return calls
+
+
+def test_under_a_launcher_this_process_is_the_rank(
+    run: Path, jobs: list[supervisor.Job], joined: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(environment, "find", lambda: place(0))
+    assert train(run).code == 0
+    assert joined == [{"run_dir": str(Path("runs/first").resolve())}]
+    assert jobs == []
+
+
+def test_other_ranks_wait_until_the_first_has_written_this_run(
+    run: Path, joined: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(environment, "find", lambda: place(1))
+    files.save(files.load(run, overrides=["train.steps=7"]), Path("runs/first"))  # an older run in the folder is not this one
+    with pytest.raises(TimeoutError, match="rank 0 has not written this run"):
+        train(run, overrides=["launch.start_timeout=0.1"])
+    files.save(files.load(run), Path("runs/first"))
+    trained = train(run)
+    assert (trained.code, trained.report) == (0, None)  # one report a run: the first rank's
+    assert len(joined) == 1
+
+
+def test_a_rank_that_stopped_as_asked_says_so(run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment, "find", lambda: place(0))
+    monkeypatch.setitem(sys.modules, "megalith.train.run", SimpleNamespace(main=lambda run_dir: sys.exit(ExitCode.STOPPED)))
+    assert train(run).code == ExitCode.STOPPED
+
+
+def test_a_world_of_another_size_is_refused(run: Path, joined: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment, "find", lambda: place(0))
+    with pytest.raises(SpecErrors, match="8 ranks are needed, and 4 were started"):
+        train(run, overrides=["plan.data=4"])
+    assert joined == []
+
+
+def test_parity_needs_no_data(run: Path, monkeypatch: pytest.MonkeyPatch):
+    found = {"equal": True, "rows": []}
+
+    def start(job: supervisor.Job, *, tick: Any = None) -> Outcome:
+        assert (job.entry, job.arguments["steps"], job.ranks) == ("megalith.train.parity:main", 2, 4)
+        Path(str(job.arguments["run_dir"]), "parity.json").write_text(json.dumps(found))
+        return PEACE
+
+    monkeypatch.setattr(supervisor, "run", start)
+    assert verbs.parity(run, overrides=["data.path=nowhere"], steps=2) == found
+
+
+def test_parity_refuses_an_illegal_plan(run: Path, jobs: list[supervisor.Job]):
+    with pytest.raises(SpecErrors, match=r"plan\.tensor"):
+        verbs.parity(run, overrides=["plan.tensor=3"])
+    assert jobs == []
+
+
+def test_a_report_wants_a_run_folder(run: Path):
+    with pytest.raises(FileNotFoundError, match="no run folder"):
+        verbs.report(Path("data"))
