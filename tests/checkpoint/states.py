@@ -42,13 +42,12 @@ def laid_out(state: State, layout: Layout) -> State:
     """This rank's part of the state on a pipeline x copies x shards x tensor mesh, split by FSDP2 over tensor parallelism."""
     mesh = init_device_mesh("cpu", tuple(layout.get(axis, 1) for axis in AXES), mesh_dim_names=AXES)
     stage, stages = mesh.get_local_rank("pipeline"), layout.get("pipeline", 1)
-    mine: State = {}
-    for key, value in state.items():
-        if value.dtype == torch.int64:
-            mine[key] = value  # plain: every rank holds the same
-        elif stage in _stages(key, stages):
-            mine[key] = _split(key, value, mesh, layout)
-    return mine
+    mine = {key: value for key, value in state.items() if value.dtype == torch.int64 or stage in _stages(key, stages)}
+    whole = {key: value for key, value in mine.items() if value.dtype == torch.int64}  # plain: every rank holds the same
+    split = [key for key in mine if key not in whole]
+    module = nn.ParameterList([_tensor(key, mine[key], mesh, layout) for key in split])
+    fully_shard(module, mesh=mesh["copies", "shards"])
+    return whole | dict(zip(split, module, strict=True))
 
 
 def _stages(key: str, stages: int) -> set[int]:
@@ -58,14 +57,11 @@ def _stages(key: str, stages: int) -> set[int]:
     return {0 if "blocks.0" in key else stages - 1}
 
 
-def _split(key: str, value: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
-    if layout.get("tensor", 1) > 1:
-        dim = next((dim for name, dim in TENSOR_DIM.items() if name in key), None)
-        value = distribute_tensor(value, mesh["tensor"], [Replicate() if dim is None else Shard(dim)], src_data_rank=None)
-    module = nn.Module()
-    module.weight = nn.Parameter(value)
-    fully_shard(module, mesh=mesh["copies", "shards"])
-    return module.weight
+def _tensor(key: str, value: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
+    if layout.get("tensor", 1) == 1:
+        return value
+    dim = next((dim for name, dim in TENSOR_DIM.items() if name in key), None)
+    return distribute_tensor(value, mesh["tensor"], [Replicate() if dim is None else Shard(dim)], src_data_rank=None)
 
 
 def differing(state: State, expected: State) -> list[str]:

@@ -1,0 +1,47 @@
+"""Small whole models for tests."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.models.batch import Batch
+from megalith.models.init import initialise
+from megalith.models.stage import Stage
+from megalith.spec.llama import Llama
+from tests.specs import TINY
+
+
+def llama(**sizes: Any) -> Llama:
+    """The tests' tiny Llama with other `sizes`."""
+    return Llama.model_validate(TINY | sizes)
+
+
+def stage(spec: Llama, first: int = 0, last: int | None = None, *, seed: int = 0) -> Stage:
+    """Parts of the model, initialised."""
+    made = Stage(spec.build(), first, last)
+    for name, part in made.parts():
+        initialise(part, name=name, spec=made.spec, seed=seed)
+    return made
+
+
+def lively(spec: Llama, *, seed: int = 0, spread: float = 0.15) -> Stage:
+    """A whole model whose weights are large enough for its logits to differ clearly."""
+    made = stage(spec, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters_by_name().values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread + (parameter.dim() == 1))
+    return made
+
+
+def tokens_of(spec: Llama, batch: int = 2, seq: int = 24, *, seed: int = 0) -> Tensor:
+    """Random tokens [batch, seq]."""
+    return torch.randint(spec.vocab, (batch, seq), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model: Stage, tokens: Tensor, **more: Any) -> Tensor:
+    """Logits [batch, seq, vocab]."""
+    out = model(tokens, Batch(tokens, **more))
+    assert isinstance(out, Tensor)
+    return out

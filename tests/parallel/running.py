@@ -1,0 +1,23 @@
+"""Trainers on the ranks of a test."""
+
+import torch
+
+from megalith.data.stream import Batch as Samples
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import Trainer, assemble, mesh_groups
+from megalith.train.batches import indices
+from megalith.train.parity import RandomText
+
+CPU = torch.device("cpu")
+
+
+def trainer_of(spec: RunSpec) -> Trainer:
+    """This rank's part of the run on the CPU."""
+    return assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)
+
+
+def microbatches(trainer: Trainer, step: int = 0) -> list[Samples]:
+    """This rank's random samples of one step."""
+    spec, text = trainer.spec, RandomText(trainer.spec)
+    first = step * spec.train.global_batch
+    return [text.batch(part) for part in indices(spec, first=first, data_rank=trainer.groups.coordinates["data"])]

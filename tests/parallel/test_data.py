@@ -1,0 +1,164 @@
+"""What data parallelism sends is what the Program says: so often, and so many bytes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from megalith.parallel.data import needed
+from megalith.schedule.action import parts
+from megalith.spec.plan import Plan
+from megalith.spec.run import RunSpec
+from megalith.train.step import compute, update
+from tests.parallel.running import microbatches, trainer_of
+from tests.parallel.traffic import Call, Traffic
+from tests.ranks import run_ranks
+from tests.specs import tiny_run
+
+LAYERS = 3
+GROUPS = LAYERS + 2  # the embedding, each block and the head are gathered and reduced as a whole each
+RUNS: dict[str, dict[str, Any]] = {
+    f"zero {zero}, {m} microbatches": {"plan": {"data": 2, "zero": zero}, "train": {"global_batch": 2 * m}}
+    for zero in (0, 1, 2, 3)
+    for m in (1, 4)
+}
+RUNS["gpipe"] = {"plan": {"data": 2, "zero": 3, "schedule": "gpipe"}, "train": {"global_batch": 8}}
+RUNS["tied"] = {"plan": {"data": 2, "zero": 3}, "train": {"global_batch": 2}, "model": {"tied": True}}
+RUNS["bf16"] = {"plan": {"data": 2, "zero": 3}, "train": {"global_batch": 2, "precision": "bf16"}}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One rank's second step: calls by name, what the Program says, and parameters of the model."""
+
+    calls: Mapping[str, list[Call]]
+    said: Mapping[str, int]
+    parameters: int
+
+
+def spec_of(**run: Any) -> RunSpec:
+    return tiny_run(**(run | {"model": {"layers": LAYERS} | run.get("model", {})}))
+
+
+def second_step(spec: RunSpec) -> Sent:
+    """The first may prepare what later ones reuse; and a gather that the first step leaves behind shows in the second."""
+    trainer = trainer_of(spec)
+    update(trainer, compute(trainer, microbatches(trainer), step=0), step=0)
+    with Traffic() as traffic:
+        computed = compute(trainer, microbatches(trainer, 1), step=1)
+    update(trainer, computed, step=1)
+    row = [action.kind for slot in trainer.executor.program.rows[0] for action in parts(slot)]
+    return Sent(
+        calls={name: traffic.of(name) for name in ("gather", "reduce_scatter", "all_reduce")},
+        said={kind: row.count(kind) for kind in ("GATHER", "REDUCE")},
+        parameters=sum(p.numel() for p in trainer.parameters.values()),
+    )
+
+
+def _all_runs(rank: int) -> dict[str, Sent]:
+    return {name: second_step(spec_of(**run)) for name, run in RUNS.items()}
+
+
+@pytest.fixture(scope="module")
+def sent() -> dict[str, Sent]:
+    """Every run on two data ranks, as the second rank saw it."""
+    first, second = run_ranks(_all_runs, 2, timeout=120)
+    assert first == second
+    return second
+
+
+def elements(calls: list[Call]) -> int:
+    return sum(call.elements for call in calls)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("m", [1, 4])
+def test_gathers_and_reductions_are_those_of_the_program(sent, zero, m):
+    """ZeRO 1 gathers and reduces once, ZeRO 2 gathers once and reduces m times, ZeRO 3 gathers 2 m times and reduces m times."""
+    found = sent[f"zero {zero}, {m} microbatches"]
+    assert found.said == {"GATHER": {1: 1, 2: 1, 3: 2 * m}[zero], "REDUCE": {1: 1, 2: m, 3: m}[zero]}
+    assert len(found.calls["reduce_scatter"]) == GROUPS * found.said["REDUCE"]
+    assert len(found.calls["gather"]) == GROUPS * found.said["GATHER"]
+    assert not found.calls["all_reduce"]
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_zero_0_only_reduces_one_bucket_a_block_once_a_step(sent, m):
+    found = sent[f"zero 0, {m} microbatches"]
+    assert found.said == {"GATHER": 0, "REDUCE": 1}
+    assert len(found.calls["all_reduce"]) == GROUPS
+    assert elements(found.calls["all_reduce"]) == found.parameters
+    assert not found.calls["gather"] and not found.calls["reduce_scatter"]
+
+
+@pytest.mark.parametrize(("zero", "times"), [(1, 2), (2, 2), (3, 3)])
+def test_bytes_of_a_step_of_one_microbatch_are_two_or_three_models(sent, zero, times):
+    """2 Φ for ZeRO 1 and 2, 3 Φ for ZeRO 3 (Rajbhandari et al. 2019, §7)."""
+    found = sent[f"zero {zero}, 1 microbatches"]
+    assert elements(found.calls["gather"]) + elements(found.calls["reduce_scatter"]) == times * found.parameters
+
+
+def test_all_forwards_before_all_backwards_send_no_more(sent):
+    found, other = sent["gpipe"], sent["zero 3, 4 microbatches"]
+    assert len(found.calls["gather"]) == len(other.calls["gather"]) == GROUPS * 8
+    assert len(found.calls["reduce_scatter"]) == GROUPS * 4
+
+
+def test_a_tied_table_is_gathered_and_reduced_once_for_both_its_ends(sent):
+    found = sent["tied"]
+    assert elements(found.calls["reduce_scatter"]) == found.parameters
+    assert len(found.calls["reduce_scatter"]) == LAYERS + 1  # embedding and head travel together
+
+
+def test_bf16_weights_travel_in_bf16_and_their_gradients_in_fp32(sent):
+    calls = sent["bf16"].calls
+    assert {call.dtype for call in calls["gather"]} == {torch.bfloat16}
+    assert {call.dtype for call in calls["reduce_scatter"]} == {torch.float32}
+
+
+def _replicas(rank: int) -> tuple[Sent, int, int]:
+    spec = spec_of(plan={"data": 4, "replicate": 2, "zero": 3}, train={"global_batch": 4})
+    trainer = trainer_of(spec)
+    whole = sum(p.numel() for p in trainer.parameters.values())
+    share = sum(p.to_local().numel() for p in trainer.parameters.values() if isinstance(p, DTensor))
+    return second_step(spec), whole, share
+
+
+def test_replicas_of_shards_reduce_inside_a_group_and_then_between_groups():
+    """HSDP: every rank holds half; half of each gradient is then summed over the two groups."""
+    for found, whole, share in run_ranks(_replicas, 4):
+        assert share == whole // 2
+        assert len(found.calls["reduce_scatter"]) == len(found.calls["all_reduce"]) == GROUPS
+        assert elements(found.calls["reduce_scatter"]) == whole
+        assert elements(found.calls["all_reduce"]) == whole // 2
+        assert elements(found.calls["gather"]) == 2 * whole
+
+
+def _held(rank: int) -> dict[int, tuple[int, int, int]]:
+    """By ZeRO stage: elements of weights, gradients and moments between steps."""
+    found = {}
+    for zero in (0, 1, 2, 3):
+        trainer = trainer_of(spec_of(plan={"data": 2, "zero": zero}, train={"global_batch": 2}))
+        whole = sum(p.numel() for p in trainer.parameters.values())
+        compute(trainer, microbatches(trainer), step=0)
+        shares = [[p.to_local(), p.grad.to_local()] for p in trainer.parameters.values() if isinstance(p, DTensor)]
+        weights, grads = (sum(share[i].numel() for share in shares) for i in (0, 1))
+        moments = sum(m.numel() for m in trainer.optimizer.first.values())
+        found[zero] = (whole // weights, whole // grads, whole // moments)
+    return found
+
+
+def test_between_steps_a_rank_holds_its_share_of_weights_gradients_and_moments():
+    for held in run_ranks(_held, 2):
+        assert held == {0: (1, 1, 1)} | dict.fromkeys((1, 2, 3), (2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("plan", "precision", "expected"),
+    [(Plan(), "fp32", False), (Plan(), "bf16", True), (Plan(data=2), "fp32", True), (Plan(tensor=2, pipeline=2), "fp32", False)],
+)
+def test_one_data_rank_in_fp32_needs_no_sharding(plan, precision, expected):
+    assert needed(plan, precision) == expected

@@ -1,0 +1,93 @@
+"""The table splits what it knows, and refuses what it does not."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from megalith.models.init import initialise
+from megalith.models.stage import Stage
+from megalith.parallel.groups import Groups
+from megalith.parallel.layout import LAYOUT, split_part
+from megalith.parallel.tensor import Split
+from megalith.mesh import Mesh
+from tests.models.plain import llama, stage
+from tests.ranks import run_ranks
+
+
+class Unheard(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+class Silent(nn.Module):
+    """Without parameters of its own there is nothing to split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+
+def _split(ranks: int) -> Split:
+    return Split(Groups.build(Mesh(tensor=ranks), device="cpu").device_mesh["tensor"], sequence=True)
+
+
+def _refuse(rank: int) -> None:
+    part = stage(llama()).get_submodule("blocks.0")
+    part.add_module("extra", Unheard())
+    part.add_module("more", nn.LayerNorm(4))
+    with pytest.raises(TypeError, match=r"covers the parameters of LayerNorm, Unheard; add one, or use plan\.tensor = 1"):
+        split_part(part, _split(1))
+    fine = stage(llama()).get_submodule("blocks.0")
+    fine.add_module("extra", Silent())
+    split_part(fine, _split(1))
+
+
+def test_a_class_with_parameters_and_no_row_is_refused_by_name():
+    run_ranks(_refuse, 1)
+
+
+def test_every_class_of_the_model_that_holds_parameters_has_a_row():
+    rows = {type(module) for module in stage(llama()).modules() if list(module.parameters(recurse=False))}
+    children = {type(stage(llama()).blocks["0"].attention.get_submodule(name)) for name in ("q", "k", "v", "out")}
+    assert rows <= set(LAYOUT) | children
+
+
+def _shares(rank: int, ranks: int, tied: bool) -> dict[str, tuple[Tensor, int | None, tuple[int, ...]]]:
+    spec = llama(kv_heads=4, tied=tied)
+    made, split = Stage(spec.build()), _split(ranks)
+    for name, part in made.parts():
+        initialise(part, name=name, spec=made.spec, seed=0)
+        split_part(part, split)
+    found = {}
+    for name, parameter in made.parameters_by_name().items():
+        assert isinstance(parameter, DTensor)
+        (placement,) = parameter.placements
+        assert isinstance(placement, Shard | Replicate)
+        share = parameter.detach().to_local()
+        found[name] = (share, placement.dim if isinstance(placement, Shard) else None, tuple(parameter.shape))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "tied"), [(2, False), (4, False), (2, True)])
+def test_the_ranks_shares_put_together_are_the_whole_weight(ranks, tied):
+    whole = stage(llama(kv_heads=4, tied=tied)).parameters_by_name()
+    everyone = run_ranks(_shares, ranks, ranks, tied)
+    assert everyone[0].keys() == whole.keys()
+    for name, weight in whole.items():
+        shares = [found[name][0] for found in everyone]
+        dim, shape = everyone[0][name][1:]
+        assert shape == tuple(weight.shape)
+        if dim is None:
+            assert "norm" in name and all(torch.equal(share, weight) for share in shares)
+        else:
+            assert torch.equal(torch.cat(shares, dim), weight), name
+            assert all(share.numel() * ranks == weight.numel() for share in shares)
+
+
+def test_outputs_are_split_before_and_inputs_after_a_head_or_hidden_unit():
+    dims = {name.removeprefix("blocks.0."): dim for name, (_, dim, _) in run_ranks(_shares, 2, 2, False)[0].items()}
+    assert {dims[f"attention.{name}.weight"] for name in "qkv"} | {dims["mlp.gate.weight"], dims["mlp.up.weight"]} == {0}
+    assert {dims["attention.out.weight"], dims["mlp.down.weight"]} == {1}
+    assert {dims["embedding.weight"], dims["head.output.weight"]} == {0}

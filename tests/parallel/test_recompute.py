@@ -1,0 +1,120 @@
+"""Recomputation: the blocks the policy names, the same bits, fewer bytes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.models.batch import Batch
+from megalith.models.stage import Stage
+from megalith.parallel.recompute import apply_recompute, recomputed
+from megalith.spec.plan import Plan
+from tests.models.plain import llama, stage, tokens_of
+
+LAYERS = 9
+SPEC = llama(layers=LAYERS)
+PLANS = {
+    "none": Plan(),
+    "selective": Plan(recompute="selective"),
+    "selective mlp": Plan(recompute="selective", recompute_parts=("attention.core", "mlp")),
+    "full": Plan(recompute="full"),
+    "sqrt": Plan(recompute="sqrt"),
+    "every:2": Plan(recompute="every:2"),
+    "every:4": Plan(recompute="every:4"),
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "blocks", "expected"),
+    [
+        ("none", 6, []),
+        ("selective", 6, []),
+        ("full", 6, [0, 1, 2, 3, 4, 5]),
+        ("every:1", 4, [0, 1, 2, 3]),
+        ("every:2", 6, [0, 2, 4]),
+        ("every:3", 7, [0, 3, 6]),
+        ("every:9", 6, [0]),
+        ("sqrt", 9, [1, 2, 4, 5, 7, 8]),
+        ("sqrt", 16, [n for n in range(16) if n % 4]),
+        ("sqrt", 2, [1]),
+    ],
+)
+def test_a_policy_names_its_blocks(policy, blocks, expected):
+    assert [number for number in range(blocks) if recomputed(number, blocks=blocks, policy=policy)] == expected
+
+
+@pytest.mark.parametrize("blocks", [4, 9, 16, 25, 64, 126])
+def test_sqrt_keeps_about_the_square_root_of_the_blocks(blocks):
+    kept = sum(not recomputed(number, blocks=blocks, policy="sqrt") for number in range(blocks))
+    assert abs(kept - blocks**0.5) <= 1
+
+
+def under(plan: Plan) -> Stage:
+    model = stage(SPEC)
+    for number, block in model.blocks.items():
+        apply_recompute(block, int(number), blocks=LAYERS, plan=plan)
+    return model
+
+
+def batch(*, packed: bool = False) -> Batch:
+    tokens = tokens_of(SPEC, seq=32)
+    pieces = ((10, 22), (32,)) if packed else None
+    return Batch(tokens, targets=tokens_of(SPEC, seq=32, seed=1), pieces=pieces)
+
+
+def gradients(model: Stage, given: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = model(given.tokens, given)
+    loss.objective.backward()
+    return loss.nll, {name: p.grad for name, p in model.parameters_by_name().items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "none"])
+def test_losses_and_gradients_are_the_same_bits(name, packed):
+    loss, grads = gradients(under(PLANS[name]), batch(packed=packed))
+    expected_loss, expected = gradients(under(PLANS["none"]), batch(packed=packed))
+    assert torch.equal(loss, expected_loss)
+    assert grads.keys() == expected.keys()
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+
+
+def saved_bytes(plan: Plan) -> int:
+    """Bytes that forward leaves for backward, each piece of memory once, without weights."""
+    model, given = under(plan), batch()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in weights:
+            kept[memory.data_ptr()] = memory.nbytes()
+            alive.append(tensor)  # or the same address could be another tensor's later
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(given.tokens, given)
+    return sum(kept.values())
+
+
+def test_the_more_is_recomputed_the_fewer_bytes_wait_for_backward():
+    found = {name: saved_bytes(plan) for name, plan in PLANS.items()}
+    order = ["full", "sqrt", "every:2", "every:4", "none"]
+    assert all(found[less] < found[more] for less, more in zip(order[:-1], order[1:], strict=True)), found
+    assert found["full"] < found["selective mlp"] < found["selective"] < found["none"], found
+    inputs = LAYERS * 2 * 32 * SPEC.dim * 4
+    assert found["full"] < 3 * inputs  # inputs of the blocks, and what embedding and head keep
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_only_the_named_blocks_run_their_mlp_again(name):
+    model, runs = under(PLANS[name]), [0] * LAYERS
+    for number, block in model.blocks.items():
+        block.mlp.gate.register_forward_pre_hook(lambda *_, number=int(number): runs.__setitem__(number, runs[number] + 1))
+    gradients(model, batch())
+    again = range(LAYERS) if name == "selective mlp" else [n for n in range(LAYERS) if recomputed(n, blocks=LAYERS, policy=name)]
+    assert runs == [2 if number in again else 1 for number in range(LAYERS)]
+
+
+def test_a_part_that_is_not_there_is_an_error_naming_it():
+    with pytest.raises(AttributeError, match="kernel"):
+        under(Plan(recompute="selective", recompute_parts=("attention.kernel",)))

@@ -1,0 +1,126 @@
+"""What is gathered in forward is summed and scattered in backward: each function's backward is its adjoint."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.models.batch import Batch
+from megalith.parallel.tensor import Copy, GatherSequence, ScatterSequence, Sum, VocabularyLookup
+from megalith.train.step import compute
+from tests.models.plain import llama, logits, stage, tokens_of
+from tests.parallel.running import microbatches, trainer_of
+from tests.parallel.traffic import Traffic
+from tests.ranks import run_ranks
+from tests.specs import tiny_run
+
+RANKS = 3
+
+
+def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _apply(rank: int, function: Any, inner: tuple[int, ...], outer: tuple[int, ...], alike: str) -> tuple[Tensor, ...]:
+    """(input, output, gradient given, gradient got) of one rank; what is `alike` on all ranks has one seed."""
+    group = torch.distributed.group.WORLD
+    x = _normal(inner, 1 if alike == "in" else 10 + rank).requires_grad_()
+    out = function.apply(x, group)
+    given = _normal(outer, 2 if alike == "out" else 20 + rank)
+    out.backward(given)
+    assert x.grad is not None
+    return x.detach(), out.detach(), given, x.grad
+
+
+def apply(function: Any, inner: tuple[int, ...], outer: tuple[int, ...], alike: str = "") -> list[list[Tensor]]:
+    """Inputs, outputs, gradients given and gradients got of all ranks."""
+    return [list(column) for column in zip(*run_ranks(_apply, RANKS, function, inner, outer, alike), strict=True)]
+
+
+def product(one: list[Tensor], other: list[Tensor]) -> Tensor:
+    return sum((a * b).sum() for a, b in zip(one, other, strict=True))  # pyright: ignore[reportReturnType]
+
+
+def test_gathering_the_sequence_joins_it_in_rank_order_and_its_backward_is_the_adjoint():
+    x, out, given, got = apply(GatherSequence, (2, 4, 5), (2, 12, 5))
+    assert all(torch.equal(one, torch.cat(x, dim=1)) for one in out)
+    torch.testing.assert_close(product(out, given), product(x, got))
+
+
+def test_scattering_gives_each_rank_its_part_of_the_sum_and_its_backward_is_the_adjoint():
+    x, out, given, got = apply(ScatterSequence, (2, 12, 5), (2, 4, 5))
+    torch.testing.assert_close(torch.cat(out, dim=1), torch.stack(x).sum(0))
+    torch.testing.assert_close(product(out, given), product(x, got))
+
+
+def test_a_copy_sums_the_gradients_of_all_ranks():
+    x, out, given, got = apply(Copy, (2, 4), (2, 4), alike="in")
+    assert all(torch.equal(one, x[0]) for one in out)
+    for one in got:
+        torch.testing.assert_close(one, torch.stack(given).sum(0))
+
+
+def test_a_sum_passes_the_gradient_on():
+    x, out, given, got = apply(Sum, (2, 4), (2, 4), alike="out")
+    for one in out:
+        torch.testing.assert_close(one, torch.stack(x).sum(0))
+    assert all(torch.equal(one, given[0]) for one in got)
+
+
+def test_rows_of_the_table_held_elsewhere_are_zero_here():
+    table, tokens = torch.randn(12, 4), torch.arange(12)[None]
+    parts = [VocabularyLookup(rank)(tokens, table.chunk(3)[rank]) for rank in range(3)]
+    assert torch.equal(sum(parts)[0], table)
+    assert not parts[1][0, :4].any() and not parts[1][0, 8:].any()
+
+
+def _logits(rank: int, sequence: bool) -> tuple[Tensor, type]:
+    spec = tiny_run(plan={"tensor": 2, "sequence": sequence})
+    model = trainer_of(spec).stages[0]
+    with torch.no_grad():
+        return logits(model, tokens_of(spec.model)), type(model.head.output)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_logits_asked_for_are_whole_on_every_rank(sequence):
+    expected = logits(stage(llama()), tokens_of(llama())).detach()
+    for found, kind in run_ranks(_logits, 2, sequence):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert kind.__name__ == "Output"  # a split module is still named as the model's own
+
+
+def _traffic(rank: int, sequence: bool) -> dict[str, int]:
+    layers = 2
+    trainer = trainer_of(tiny_run(plan={"tensor": 2, "sequence": sequence}, model={"layers": layers}, train={"global_batch": 1}))
+    with Traffic() as traffic:
+        compute(trainer, microbatches(trainer), step=0)
+    return {name: len(traffic.of(name)) for name in ("gather", "reduce_scatter", "all_reduce")}
+
+
+def test_sequence_parallelism_sends_gathers_and_scatters_in_place_of_sums():
+    """A block has two boundaries, each crossed twice in forward and twice in backward (Korthikanti et al. 2022, §4.2.2)."""
+    layers, loss = 2, 2  # two statistics of the vocabulary's rows
+    (split, _), (whole, _) = (run_ranks(_traffic, 2, sequence) for sequence in (True, False))
+    # embedding: scatter, and its gather in backward; output: gather, and its scatter in backward; one bucket of norms' gradients
+    assert split == {"gather": 4 * layers + 2, "reduce_scatter": 4 * layers + 2, "all_reduce": loss + 1}
+    assert whole == {"gather": 0, "reduce_scatter": 0, "all_reduce": 4 * layers + 2 + loss}
+
+
+def _padded(rank: int) -> Tensor:
+    """Batch fields pass a split module's boundary unchanged."""
+    spec = tiny_run(plan={"tensor": 2})
+    trainer = trainer_of(spec)
+    tokens = tokens_of(spec.model, seq=32)
+    pieces = ((10, 22), (32,))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in pieces])
+    with torch.no_grad():
+        return trainer.stages[0](tokens, Batch(tokens, targets=tokens, positions=positions, pieces=pieces)).nll
+
+
+def test_packed_documents_stay_apart_where_the_sequence_is_split():
+    tokens, pieces = tokens_of(llama(), seq=32), ((10, 22), (32,))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in pieces])
+    expected = stage(llama())(tokens, Batch(tokens, targets=tokens, positions=positions, pieces=pieces)).nll
+    for found in run_ranks(_padded, 2):
+        torch.testing.assert_close(found, expected)

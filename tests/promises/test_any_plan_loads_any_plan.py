@@ -1,0 +1,90 @@
+"""A checkpoint saved under one plan is, bit for bit, the state that any other plan loads: weights, moments, position."""
+
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.checkpoint.checkpointer import Checkpointer, Saved
+from megalith.checkpoint.read import read_full
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import assemble, mesh_groups
+from megalith.train.batches import indices
+from megalith.train.parity import RandomText, shrink
+from megalith.train.step import compute, update
+from tests.ranks import run_ranks
+from tests.runs import assert_same_bits
+from tests.specs import tiny_run
+
+CPU = torch.device("cpu")
+PLANS: list[dict[str, Any]] = [
+    {},
+    {"data": 2, "zero": 3, "pipeline": 2},
+    {"tensor": 2, "data": 2, "zero": 1},
+    {"data": 4, "replicate": 2, "zero": 2},
+    {"tensor": 4, "pipeline": 2},
+    {"data": 2, "tensor": 2, "zero": 3, "pipeline": 2, "schedule": "interleaved", "chunks": 2},
+]
+
+
+def _spec(plan: dict[str, Any]) -> RunSpec:
+    """One model that every plan here can split."""
+    model = shrink(tiny_run(plan={"data": 4, "tensor": 4, "zero": 3}), steps=1).model
+    return tiny_run(model=model.model_dump() | {"layers": 4, "tied": True}, plan=plan, train={"global_batch": 8, "seq_len": 24})
+
+
+def _train_and_save(rank: int, plan: dict[str, Any], folder: Path, step: int, load_first: bool) -> list[float]:
+    """Train two steps, from the newest checkpoint if asked, and save; the losses."""
+    spec = _spec(plan)
+    trainer = assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)
+    checkpointer = Checkpointer(folder)
+    if load_first:
+        loaded = checkpointer.load(trainer.state())
+        assert loaded is not None
+        assert loaded.step == step
+    text, losses = RandomText(spec), []
+    for number in range(step, step + 2):
+        mine = indices(spec, first=number * 8, data_rank=trainer.groups.coordinates["data"])
+        computed = compute(trainer, [text.batch(part) for part in mine], step=number)
+        update(trainer, computed, step=number)
+        losses.append(computed.loss)
+    checkpointer.save(step + 2, trainer.state(), {"step": step + 2}, asynchronous=False)
+    assert all(isinstance(outcome, Saved) for outcome in checkpointer.wait())
+    return losses
+
+
+def _load_and_save(rank: int, plan: dict[str, Any], source: Path, out: Path) -> None:
+    """Load, and save what was loaded."""
+    spec = _spec(plan)
+    trainer = assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)
+    loaded = Checkpointer(source).load(trainer.state())
+    assert loaded is not None
+    copier = Checkpointer(out)
+    copier.save(loaded.step, trainer.state(), loaded.meta, asynchronous=False)
+    assert all(isinstance(outcome, Saved) for outcome in copier.wait())
+
+
+def _ranks(plan: dict[str, Any]) -> int:
+    return _spec(plan).plan.ranks
+
+
+@pytest.mark.parametrize("first", range(len(PLANS)))
+def test_what_is_loaded_is_what_was_saved(first: int, tmp_path: Path) -> None:
+    run_ranks(_train_and_save, _ranks(PLANS[first]), PLANS[first], tmp_path / "saved", 0, False)
+    saved = read_full(tmp_path / "saved")
+    assert any(name.startswith("moments.second.") and tensor.any() for name, tensor in saved.items())
+    for number, plan in enumerate(PLANS):
+        if number != first:
+            run_ranks(_load_and_save, _ranks(plan), plan, tmp_path / "saved", tmp_path / f"copy-{number}")
+            assert_same_bits(saved, read_full(tmp_path / f"copy-{number}"))
+
+
+@pytest.mark.parametrize(("first", "second"), [pair for pair in permutations(range(4), 2) if 0 in pair])
+def test_training_goes_on_under_another_plan(first: int, second: int, tmp_path: Path) -> None:
+    run_ranks(_train_and_save, _ranks(PLANS[first]), PLANS[first], tmp_path / "run", 0, False)
+    alone = run_ranks(_train_and_save, 1, {}, tmp_path / "alone", 0, False)[0]
+    alone += run_ranks(_train_and_save, 1, {}, tmp_path / "alone", 2, True)[0]
+    went_on = run_ranks(_train_and_save, _ranks(PLANS[second]), PLANS[second], tmp_path / "run", 2, True)[0]
+    assert went_on == pytest.approx(alone[2:], abs=1e-5)

@@ -1,0 +1,128 @@
+"""A run that was killed and started again ends with the same bits as one that never was."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.data.stream import Stream
+from megalith.events import read
+from megalith.fleet.exit_codes import ExitCode
+from megalith.spec.run import RunSpec
+from megalith.train.batches import indices
+from tests.runs import assert_same_bits, at_step, final_state, finish, position, prepare_text, start, train
+from tests.specs import tiny_run
+
+PLANS: list[dict[str, Any]] = [
+    {"data": 2, "zero": 3, "pipeline": 2},
+    {"tensor": 2, "data": 2, "zero": 1},
+    {"pipeline": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+def _spec(data: Path, plan: dict[str, Any], **train: Any) -> RunSpec:
+    return tiny_run(
+        model={"vocab": 264},
+        plan=plan,
+        data={"path": str(data)},
+        train={"steps": 12, "global_batch": 8, "seq_len": 32, "precision": "bf16"} | train,
+        checkpoint={"every": 3},
+        optimizer={"warmup": 4, "schedule": "cosine"},
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_kill_9_of_any_rank_changes_no_bit(plan: dict[str, Any], data: Path, tmp_path: Path) -> None:
+    spec = _spec(data, plan)
+    train(spec, tmp_path / "whole")
+    for victim in range(spec.plan.ranks) if spec.plan.pipeline > 1 else [1]:
+        folder = tmp_path / f"killed-{victim}"
+
+        def kill(running: dict[int, int], victim: int = victim) -> None:
+            os.kill(next(pid for pid, rank in running.items() if rank == victim), signal.SIGKILL)
+
+        codes = finish(start(spec, folder), meanwhile=at_step(5, folder, kill))
+        assert codes[victim] == -signal.SIGKILL
+        train(spec, folder)
+        starts = [event["resumed_step"] for event in read(folder) if event["type"] == "run_started"]
+        assert starts[0] == 0
+        assert starts[1] in (0, 3, 6, 9), "went on from a checkpoint, not from the start of the step it died in"
+        assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
+        assert position(folder) == position(tmp_path / "whole") == {"step": 12, "samples": 96}
+
+
+def test_a_signal_saves_and_going_on_changes_no_bit(data: Path, tmp_path: Path) -> None:
+    spec = _spec(data, {"data": 2, "zero": 2})
+    train(spec, tmp_path / "whole")
+
+    def ask(running: dict[int, int]) -> None:
+        os.kill(max(running), signal.SIGTERM)  # one rank alone is told: all must agree
+
+    codes = finish(start(spec, tmp_path / "asked"), meanwhile=at_step(4, tmp_path / "asked", ask))
+    assert codes == [ExitCode.STOPPED] * 2
+    stopped_at = position(tmp_path / "asked")["step"]
+    assert 4 < stopped_at < 12
+    train(spec, tmp_path / "asked")
+    assert_same_bits(final_state(tmp_path / "whole"), final_state(tmp_path / "asked"))
+
+
+def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(data: Path, tmp_path: Path) -> None:
+    spec = _spec(data, {"data": 2, "zero": 3})
+    train(spec, tmp_path / "run")
+    whole = final_state(tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/step-00000012"
+    broken = newest / "rank-00001.safetensors"
+    os.truncate(broken, broken.stat().st_size // 2)
+    train(spec, tmp_path / "run")
+    told = [event["message"] for event in read(tmp_path / "run") if event["type"] == "problem"]
+    assert any("step-00000012" in message and "rank-00001.safetensors" in message for message in told), told
+    assert [event["resumed_step"] for event in read(tmp_path / "run") if event["type"] == "run_started"] == [0, 9]
+    assert_same_bits(whole, final_state(tmp_path / "run"))
+
+
+def test_the_same_samples_in_the_same_steps_for_any_number_of_ranks(data: Path) -> None:
+    stream = Stream(data, seq_len=32, seed=5)
+    orders = []
+    for ranks, microbatch in ((1, 1), (1, 4), (2, 2), (4, 1), (8, 1)):
+        spec = _spec(data, {"data": ranks, "microbatch": microbatch})
+        steps = []
+        for step in range(6):
+            numbers = [n for rank in range(ranks) for part in indices(spec, first=step * 8, data_rank=rank) for n in part]
+            assert sorted(numbers) == list(range(step * 8, step * 8 + 8)), "a sample lost or seen twice"
+            steps.append([stream.sample(n).tokens.tobytes() for n in sorted(numbers)])
+        orders.append(steps)
+    assert all(order == orders[0] for order in orders)
+
+
+@pytest.mark.slow
+def test_megalith_train_itself_goes_on_after_kill_9(data: Path, tmp_path: Path) -> None:
+    """The same through the command: supervisor, fork server, ranks."""
+    (tmp_path / "run.toml").write_text(
+        f'[model]\npreset = "tiny"\n[plan]\ndata = 2\nzero = 3\n[data]\npath = "{data}"\n[optimizer]\nwarmup = 2\n'
+        '[train]\nsteps = 30\nglobal_batch = 8\nseq_len = 64\nprecision = "fp32"\n[checkpoint]\nevery = 5\n'
+    )
+    command = [sys.executable, "-m", "megalith.cli", "train", str(tmp_path / "run.toml"), "--run-dir"]
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True, timeout=200)
+    folder = tmp_path / "killed"
+    process = subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not any(event["type"] == "step" and event["step"] > 7 for event in read(folder)):
+        assert process.poll() is None, process.communicate()[0]
+    header = re.search(r"rank 1 of 2, process (\d+)", (folder / "ranks/rank-1.log").read_text())
+    assert header
+    os.kill(int(header[1]), signal.SIGKILL)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == ExitCode.LOST
+    assert "rank 1" in said
+    assert "SIGKILL" in said
+    subprocess.run([*command, str(folder)], check=True, capture_output=True, timeout=200)
+    assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))

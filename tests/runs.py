@@ -1,0 +1,122 @@
+"""Whole training runs for tests: ranks forked from the test process, each calling what every launcher calls."""
+
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+import megalith.train.run
+from megalith.checkpoint.read import read_full
+from megalith.data.prepare import prepare
+from megalith.data.tokenizer import load
+from megalith.events import read
+from megalith.spec.run import RunSpec
+
+torch.set_num_threads(1)
+
+
+def prepare_text(folder: Path) -> Path:
+    """A little prepared text in two domains."""
+    verse, tale = folder / "verse.txt", folder / "tale.txt"
+    verse.write_text("\n\n".join(f"Line {i} of a verse, which has {i * i} words in it, or nearly." for i in range(400)))
+    tale.write_text("\n\n".join(f"On day {i} the ship sailed {7 * i} miles and nobody spoke of day {i - 1}." for i in range(400)))
+    out = folder / "data"
+    prepare([f"verse={verse}", f"tale={tale}"], tokenizer=load("bytes"), out=out, validation=0.1)
+    return out
+
+
+def start(spec: RunSpec, folder: Path) -> dict[int, int]:
+    """Fork the run's ranks; rank by process id."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "spec.json").write_text(spec.model_dump_json())
+    store = folder / f"store-{secrets.token_hex(4)}"
+    pids = {}
+    for rank in range(spec.plan.ranks):
+        pid = os.fork()
+        if pid == 0:
+            _rank(spec, folder, rank, store)
+        pids[pid] = rank
+    return pids
+
+
+def _rank(spec: RunSpec, folder: Path, rank: int, store: Path) -> None:
+    log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    ranks = str(spec.plan.ranks)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=ranks, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=ranks)
+    os.environ.update(MEGALITH_STORE=f"file://{store}", MEGALITH_GENERATION=store.name)
+    code = 0
+    try:
+        megalith.train.run.main(str(folder))
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        code = 1
+    os._exit(code)
+
+
+def finish(pids: dict[int, int], *, timeout: float = 120.0, meanwhile: Callable[[dict[int, int]], None] = lambda _: None) -> list[int]:
+    """Wait for the ranks and give their exit statuses (minus the signal's number for a killed one). Once one has failed, the others
+    are killed, as a supervisor would. `meanwhile` is called with the ranks by process id all the time."""
+    codes: dict[int, int] = {}
+    running, end = dict(pids), time.monotonic() + timeout
+    while running:
+        meanwhile(running)
+        for pid in list(running):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end or any(code not in (0, 75) for code in codes.values()):
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+    return [codes[rank] for rank in sorted(codes)]
+
+
+def train(spec: RunSpec, folder: Path) -> None:
+    """Run to the end; raises with the ranks' logs if one fails."""
+    codes = finish(start(spec, folder))
+    if any(codes):
+        raise RuntimeError(f"{codes}\n" + "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("rank-*.log"))))
+
+
+def at_step(step: int, folder: Path, act: Callable[[dict[int, int]], None]) -> Callable[[dict[int, int]], None]:
+    """Something to do once, as soon as the log shows that `step` steps are done."""
+    done = []
+
+    def look(running: dict[int, int]) -> None:
+        if not done and any(event["type"] == "step" and event["step"] >= step for event in read(folder)):
+            done.append(step)
+            act(running)
+
+    return look
+
+
+def final_state(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the newest checkpoint."""
+    return read_full(folder)
+
+
+def position(folder: Path) -> dict[str, int]:
+    """Steps done and samples consumed, as the newest checkpoint says."""
+    newest = max(folder.glob("checkpoints/step-*"), key=lambda path: path.name)
+    return json.loads((newest / "manifest.json").read_text())["meta"]["position"]
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Same names and the same bits."""
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, different
