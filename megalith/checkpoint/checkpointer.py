@@ -140,7 +140,7 @@ class Checkpointer:
         """
         self._join()
         path = self.folder if step is None else self.folder / files.name(step)
-        if not self._party.tell(bool(files.committed(self.folder))) and step is None:
+        if step is None and not self._party.tell(self._party.leads and bool(files.committed(self.folder))):
             return None
         return load(path, state, group=self._party.group, partial=partial, cast=cast, warn=self._warn)
 

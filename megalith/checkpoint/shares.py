@@ -60,18 +60,18 @@ def _share(key: str, tensor: Tensor) -> Share | None:
     if tensor.dtype not in DTYPES:
         raise ValueError(f"{key} has dtype {tensor.dtype}; a checkpoint holds {', '.join(sorted(TORCH_DTYPES))}")
     shape = tuple(tensor.shape)
-    data, offset, sizes = tensor.detach(), (0,) * len(shape), shape
+    data, offset, sizes = tensor, (0,) * len(shape), shape
     if isinstance(tensor, DTensor):
         place = tensor.device_mesh.get_coordinate()
         if place is None:
             return None
-        data = tensor.to_local().detach()
+        data = tensor.to_local()
         offset, sizes = _box(key, tensor, place)
     if tuple(data.shape) != sizes:
         raise ValueError(f"{key} {shape}: this rank holds {tuple(data.shape)}, its layout {_layout(tensor)} says {sizes}")
     if prod(sizes) == 0 and prod(shape) > 0:
         return None
-    return Share(Held(key, shape, DTYPES[tensor.dtype], offset, sizes, prod(sizes) * tensor.element_size()), data)
+    return Share(Held(key, shape, DTYPES[tensor.dtype], offset, sizes, prod(sizes) * tensor.element_size()), data.detach())
 
 
 def _box(key: str, tensor: DTensor, place: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

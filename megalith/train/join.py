@@ -59,9 +59,9 @@ def keep_memory() -> None:
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def matmul_rate(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.25) -> float:
+def matmul_rate(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.25, size: int | None = None) -> float:
     """FLOP/s of square matrix products on this rank now, the best of several: the peak to hold a CPU against, measured, not guessed."""
-    size = 1024 if device.type == "cpu" else 8192
+    size = size or (1024 if device.type == "cpu" else 8192)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out, best, end = a @ b, 0.0, time.perf_counter() + seconds
     while time.perf_counter() < end:
