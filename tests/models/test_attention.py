@@ -25,14 +25,21 @@ def inputs(batch: int, seq: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]
     return q, k, v
 
 
+CUTS = {
+    "whole rows": None,
+    "whole rows, said so": ((12,),) * 5,
+    "rows cut alike": ((5, 7),) * 5,
+    "rows cut in turn": ((5, 7), (12,), (1, 10, 1), (5, 7), (12,)),  # sorting these rows by cut is not its own inverse
+    "single tokens": ((1,) * 12, (11, 1), (1, 11), (1,) * 12, (1, 11)),
+}
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize(
-    "pieces", [None, ((12,),) * 3, ((5, 7),) * 3, ((5, 7), (12,), (5, 7)), ((1,) * 12, (11, 1), (1, 11))], ids=str
-)
+@pytest.mark.parametrize("pieces", CUTS.values(), ids=CUTS.keys())
 def test_attention_is_the_textbooks(pieces, kv_heads):
-    q, k, v = inputs(3, 12, kv_heads)
-    found = CausalCore()(q, k, v, Batch(torch.zeros(3, 12, dtype=torch.long), pieces=pieces))
-    rows = [textbook(q[i], k[i], v[i], (12,) if pieces is None else pieces[i]) for i in range(3)]
+    q, k, v = inputs(5, 12, kv_heads)
+    found = CausalCore()(q, k, v, Batch(torch.zeros(5, 12, dtype=torch.long), pieces=pieces))
+    rows = [textbook(q[i], k[i], v[i], (12,) if pieces is None else pieces[i]) for i in range(5)]
     torch.testing.assert_close(found, torch.stack(rows), rtol=1e-5, atol=1e-6)
 
 

@@ -10,7 +10,9 @@ from megalith.models.generate import generate
 from tests.models.plain import lively, llama, logits
 
 
-def choose(chances: list[float], *, times: int = 2000, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None):
+def choose(
+    chances: list[float], *, times: int = 2000, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+):
     """How often each token is chosen, as a share."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.tensor(chances).log()

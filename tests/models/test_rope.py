@@ -7,6 +7,8 @@ import torch
 
 from megalith.models.rope import frequencies, tables
 from megalith.spec.model import RopeScaling, RopeSpec
+from tests.models.plain import llama
+from tests.models.twin import config_of
 
 LLAMA_3_1 = RopeSpec(theta=500_000.0, scaling=RopeScaling())
 
@@ -18,19 +20,8 @@ def test_channel_pairs_turn_by_powers_of_theta():
 
 def test_llama_3_1_frequencies_are_those_of_transformers():
     utils = pytest.importorskip("transformers.modeling_rope_utils", reason="transformers is not installed")
-    transformers = pytest.importorskip("transformers")
-    parameters = {
-        "rope_type": "llama3",
-        "rope_theta": 500_000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    config = transformers.LlamaConfig(
-        hidden_size=4096, num_attention_heads=32, max_position_embeddings=131_072, rope_parameters=parameters
-    )
-    expected, factor = utils.ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    spec = llama(dim=4096, heads=32, head_dim=128, context=131_072, rope_theta=500_000.0, rope_scaling=RopeScaling())
+    expected, factor = utils.ROPE_INIT_FUNCTIONS["llama3"](config_of(spec), torch.device("cpu"))
     assert factor == 1.0
     torch.testing.assert_close(frequencies(LLAMA_3_1, 128).float(), expected, rtol=1e-6, atol=0)
 

@@ -1,18 +1,20 @@
 """The whole model is Hugging Face's Llama; stages are slices of it."""
 
-from typing import Any
+from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalith.checkpoint.huggingface import renames
 from megalith.kernels.cross_entropy import Loss
 from megalith.models.batch import Batch
+from megalith.models.embedding import Embedding
+from megalith.models.head import Head
 from megalith.models.stage import Stage
-from megalith.spec.llama import Llama
 from megalith.spec.model import ModelSpec, RopeScaling, RopeSpec
 from tests.models.plain import lively, llama, logits, stage, tokens_of
+from tests.models.twin import twin
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=16)
 SPECS = {
@@ -26,34 +28,6 @@ SPECS = {
     "heads wider than dim": llama(head_dim=12),
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-
-
-def twin(spec: Llama, ours: Stage) -> Any:
-    """transformers' model with our weights."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed (a dependency of the tests only)")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_theta}
-    if (scaling := spec.rope_scaling) is not None:
-        rope |= {"rope_type": "llama3", "factor": scaling.factor, "original_max_position_embeddings": scaling.original_context}
-        rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    config = transformers.LlamaConfig(
-        vocab_size=spec.vocab,
-        hidden_size=spec.dim,
-        intermediate_size=spec.ffn,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        max_position_embeddings=spec.context,
-        rope_parameters=rope,
-        rms_norm_eps=spec.norm_eps,
-        tie_word_embeddings=spec.tied,
-    )
-    theirs = transformers.LlamaForCausalLM(config)
-    names = renames(spec)
-    weights = {names[name]: parameter.detach() for name, parameter in ours.parameters_by_name().items()}
-    missing = theirs.load_state_dict(weights, strict=False).missing_keys
-    assert missing == (["lm_head.weight"] if spec.tied else []), missing
-    return theirs
 
 
 @every_spec
@@ -85,7 +59,7 @@ def test_loss_and_gradients_are_those_of_transformers(name):
 
 
 def test_the_scaling_of_positions_matters_in_these_tests():
-    plain, scaled = (lively(SPECS[name].model_copy(update={"rope_theta": 500_000.0})) for name in ("grouped queries", "llama 3.1 positions"))
+    plain, scaled = (lively(llama(rope_theta=500_000.0, rope_scaling=scaling)) for scaling in (None, SCALING))
     tokens = tokens_of(llama(), seq=48)
     assert (logits(plain, tokens) - logits(scaled, tokens)).abs().max() > 1e-2
 
@@ -134,7 +108,7 @@ def test_a_token_sees_none_that_follows():
 def test_stages_one_after_the_other_are_the_whole_model(bounds, tied):
     spec = llama(tied=tied)
     whole, tokens = stage(spec), tokens_of(spec)
-    stages = [stage(spec, first, last) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+    stages = [stage(spec, first, last) for first, last in pairwise(bounds)]
     batch = Batch(tokens, targets=tokens_of(spec, seed=1))
     x = tokens
     with torch.no_grad():
@@ -148,7 +122,7 @@ def test_stages_one_after_the_other_are_the_whole_model(bounds, tied):
 def test_parameters_have_their_names_of_the_whole_model_on_any_stage(bounds, tied):
     spec = llama(tied=tied)
     whole = {name: p.detach() for name, p in stage(spec).parameters_by_name().items()}
-    found = [stage(spec, first, last).parameters_by_name() for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+    found = [stage(spec, first, last).parameters_by_name() for first, last in pairwise(bounds)]
     assert {name for part in found for name in part} == set(whole)
     assert all(torch.equal(p, whole[name]) for part in found for name, p in part.items())
     times = [sum(name in part for part in found) for name in whole]
@@ -176,7 +150,8 @@ def test_a_tied_table_gets_the_gradients_of_both_its_uses():
 
 def test_blocks_with_other_rotations_each_use_their_own():
     spec = llama(layers=2).build()
-    other = spec.blocks[1].model_copy(update={"attention": spec.blocks[1].attention.model_copy(update={"rope": RopeSpec(theta=50.0)})})
+    turning = spec.blocks[1].attention.model_copy(update={"rope": RopeSpec(theta=50.0)})
+    other = spec.blocks[1].model_copy(update={"attention": turning})
     mixed, all_other = (spec.model_copy(update={"blocks": blocks}) for blocks in ((spec.blocks[0], other), (other, other)))
     weights, x, batch = lively(llama(layers=2)).state_dict(), torch.randn(1, 20, 32), Batch(tokens_of(llama(), batch=1, seq=20))
     with torch.no_grad():
@@ -193,4 +168,4 @@ def _part(spec: ModelSpec, part: int, weights: dict[str, Tensor]) -> Stage:
 
 def test_a_stage_holds_no_module_it_does_not_run():
     assert [name for name, _ in stage(llama(), 2, 4).parts()] == ["blocks.1", "blocks.2"]
-    assert not [m for m in stage(llama(), 2, 4).modules() if isinstance(m, nn.Embedding) or type(m).__name__ in ("Embedding", "Head")]
+    assert not [module for module in stage(llama(), 2, 4).modules() if isinstance(module, Embedding | Head)]

@@ -1,6 +1,7 @@
 """Trainers on the ranks of a test."""
 
 import torch
+import torch.distributed as dist
 
 from megalith.data.stream import Batch as Samples
 from megalith.spec.run import RunSpec
@@ -13,7 +14,9 @@ CPU = torch.device("cpu")
 
 def trainer_of(spec: RunSpec) -> Trainer:
     """This rank's part of the run on the CPU."""
-    return assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)
+    trainer = assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)
+    dist.barrier()  # a rank that ends while another still connects to it would fail that one
+    return trainer
 
 
 def microbatches(trainer: Trainer, step: int = 0) -> list[Samples]:

@@ -2,15 +2,16 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from megalith.mesh import Mesh
 from megalith.models.init import initialise
 from megalith.models.stage import Stage
 from megalith.parallel.groups import Groups
 from megalith.parallel.layout import LAYOUT, split_part
 from megalith.parallel.tensor import Split
-from megalith.mesh import Mesh
 from tests.models.plain import llama, stage
 from tests.ranks import run_ranks
 
@@ -30,7 +31,9 @@ class Silent(nn.Module):
 
 
 def _split(ranks: int) -> Split:
-    return Split(Groups.build(Mesh(tensor=ranks), device="cpu").device_mesh["tensor"], sequence=True)
+    groups = Groups.build(Mesh(tensor=ranks), device="cpu")
+    dist.barrier()  # a rank that ends while another still connects to it would fail that one
+    return Split(groups.device_mesh["tensor"], sequence=True)
 
 
 def _refuse(rank: int) -> None:

@@ -1,5 +1,7 @@
 """Recomputation: the blocks the policy names, the same bits, fewer bytes."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -99,7 +101,7 @@ def saved_bytes(plan: Plan) -> int:
 def test_the_more_is_recomputed_the_fewer_bytes_wait_for_backward():
     found = {name: saved_bytes(plan) for name, plan in PLANS.items()}
     order = ["full", "sqrt", "every:2", "every:4", "none"]
-    assert all(found[less] < found[more] for less, more in zip(order[:-1], order[1:], strict=True)), found
+    assert all(found[less] < found[more] for less, more in pairwise(order)), found
     assert found["full"] < found["selective mlp"] < found["selective"] < found["none"], found
     inputs = LAYERS * 2 * 32 * SPEC.dim * 4
     assert found["full"] < 3 * inputs  # inputs of the blocks, and what embedding and head keep

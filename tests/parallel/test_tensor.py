@@ -75,11 +75,11 @@ def test_rows_of_the_table_held_elsewhere_are_zero_here():
     assert not parts[1][0, :4].any() and not parts[1][0, 8:].any()
 
 
-def _logits(rank: int, sequence: bool) -> tuple[Tensor, type]:
+def _logits(rank: int, sequence: bool) -> tuple[Tensor, str]:
     spec = tiny_run(plan={"tensor": 2, "sequence": sequence})
     model = trainer_of(spec).stages[0]
     with torch.no_grad():
-        return logits(model, tokens_of(spec.model)), type(model.head.output)
+        return logits(model, tokens_of(spec.model)), type(model.head.output).__name__
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -87,7 +87,7 @@ def test_logits_asked_for_are_whole_on_every_rank(sequence):
     expected = logits(stage(llama()), tokens_of(llama())).detach()
     for found, kind in run_ranks(_logits, 2, sequence):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        assert kind.__name__ == "Output"  # a split module is still named as the model's own
+        assert kind == "Output"  # a split module is still named as the model's own
 
 
 def _traffic(rank: int, sequence: bool) -> dict[str, int]:
@@ -107,8 +107,7 @@ def test_sequence_parallelism_sends_gathers_and_scatters_in_place_of_sums():
     assert whole == {"gather": 0, "reduce_scatter": 0, "all_reduce": 4 * layers + 2 + loss}
 
 
-def _padded(rank: int) -> Tensor:
-    """Batch fields pass a split module's boundary unchanged."""
+def _packed(rank: int) -> Tensor:
     spec = tiny_run(plan={"tensor": 2})
     trainer = trainer_of(spec)
     tokens = tokens_of(spec.model, seq=32)
@@ -122,5 +121,5 @@ def test_packed_documents_stay_apart_where_the_sequence_is_split():
     tokens, pieces = tokens_of(llama(), seq=32), ((10, 22), (32,))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in pieces])
     expected = stage(llama())(tokens, Batch(tokens, targets=tokens, positions=positions, pieces=pieces)).nll
-    for found in run_ranks(_padded, 2):
+    for found in run_ranks(_packed, 2):
         torch.testing.assert_close(found, expected)

@@ -1,0 +1,34 @@
+"""Tests that one GPU can run. Without one each is skipped and says why."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """These come last: other tests fork, and a process that has used a GPU can have no children that compute gradients."""
+    items.sort(key=lambda item: HERE in item.path.parents)
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    """The GPU, computing fp32 in fp32."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False")
+    assert torch.get_float32_matmul_precision() == "highest", "TF32 is on: comparisons with the CPU would mean nothing"
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def alone(gpu: torch.device, tmp_path: Path) -> Iterator[None]:
+    """This process as the only rank, with NCCL for the GPU and gloo for the CPU."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

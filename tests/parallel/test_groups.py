@@ -1,0 +1,53 @@
+"""The mesh as process groups: every rank finds the ranks it works with."""
+
+import pytest
+import torch.distributed as dist
+
+from megalith.mesh import Mesh
+from megalith.parallel.groups import Groups, group_of
+from tests.ranks import run_ranks
+
+
+def _members(rank: int, mesh: Mesh) -> dict[str, list[int]]:
+    groups = Groups.build(mesh, device="cpu")
+    dist.barrier()  # a rank that ends while another still connects to it would fail that one
+    assert groups.rank == rank
+    found = {"data": groups.data, "tensor": groups.tensor, "ends": groups.ends}
+    return {name: dist.get_process_group_ranks(group) for name, group in found.items()} | {"line": list(groups.line)}
+
+
+def test_ranks_of_three_axes_find_each_other():
+    found = run_ranks(_members, 8, Mesh(pipeline=2, shards=2, tensor=2))
+    assert found[0] == {"data": [0, 2], "tensor": [0, 1], "line": [0, 4], "ends": [0, 4]}
+    assert found[7] == {"data": [5, 7], "tensor": [6, 7], "line": [3, 7], "ends": [3, 7]}
+
+
+def test_data_ranks_are_copies_times_shards():
+    found = run_ranks(_members, 4, Mesh(copies=2, shards=2))
+    assert all(one["data"] == [0, 1, 2, 3] for one in found)
+
+
+def test_a_rank_between_the_ends_of_a_pipeline_shares_no_tied_table():
+    found = run_ranks(_members, 3, Mesh(pipeline=3))
+    assert [one["ends"] for one in found] == [[0, 2], [1], [0, 2]]
+
+
+def _too_few(rank: int) -> None:
+    with pytest.raises(ValueError, match="the plan needs 4 ranks, 2 were started"):
+        Groups.build(Mesh(tensor=4), device="cpu")
+
+
+def test_another_number_of_ranks_than_the_plan_needs_is_refused():
+    run_ranks(_too_few, 2)
+
+
+def _outsider(rank: int) -> None:
+    if rank == 0:
+        group_of([0])
+    else:
+        with pytest.raises((AssertionError, ValueError)):
+            group_of([0])
+
+
+def test_a_group_is_made_by_its_members_alone():
+    run_ranks(_outsider, 2)

@@ -1,0 +1,97 @@
+"""A rank's device, and how it meets the others."""
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalith.fleet.environment import Place
+from megalith.spec.run import LaunchSpec
+from megalith.train.join import choose_device, join, keep_memory, matmul_rate
+from tests.ranks import run_ranks
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch):
+    """Pretend that there are so many GPUs; gives the list of those that were chosen."""
+
+    def pretend(count: int) -> list[int]:
+        chosen: list[int] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+        return chosen
+
+    return pretend
+
+
+def test_the_cpu_is_a_choice_even_where_there_are_gpus(gpus):
+    assert not gpus(8)
+    assert choose_device("cpu", 0) == torch.device("cpu")
+
+
+def test_auto_is_the_cpu_where_there_is_no_gpu(gpus):
+    gpus(0)
+    assert [choose_device("auto", rank) for rank in range(3)] == [torch.device("cpu")] * 3
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_each_rank_takes_the_gpu_of_its_number(gpus, wanted):
+    chosen = gpus(4)
+    assert [choose_device(wanted, rank) for rank in range(4)] == [torch.device("cuda", rank) for rank in range(4)]
+    assert chosen == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("count", "rank"), [(0, 0), (2, 2), (2, 7)])
+def test_cuda_without_a_gpu_for_this_rank_is_an_error_with_the_way_out(gpus, count, rank):
+    gpus(count)
+    with pytest.raises(
+        RuntimeError, match=rf"rank {rank} of this machine has no GPU \({count} found\)\. Use one rank a GPU, or cpu"
+    ):
+        choose_device("cuda", rank)
+
+
+def _meet(rank: int, store: str, generation: str) -> tuple[int, str]:
+    dist.destroy_process_group()
+    place = Place(rank, 2, rank, 2, "local", store, generation, serves=rank == 0)
+    join(place, launch=LaunchSpec(), device=torch.device("cpu"))
+    total = torch.tensor(rank + 1)
+    dist.all_reduce(total)
+    return int(total), dist.get_backend()
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_ranks_meet_over_a_file_or_a_port(kind, tmp_path: Path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    store = f"file://{tmp_path}/meet" if kind == "file" else f"tcp://localhost:{port}"
+    assert run_ranks(_meet, 2, store, "0") == [(3, "gloo")] * 2
+
+
+def test_a_store_that_held_an_earlier_generation_serves_the_next(tmp_path: Path):
+    store = f"file://{tmp_path}/meet"
+    for generation in ("0", "1", "2"):
+        assert run_ranks(_meet, 2, store, generation) == [(3, "gloo")] * 2
+
+
+def _memory(rank: int) -> bool:
+    keep_memory()
+    for _ in range(3):
+        torch.ones(4_000_000).sum()
+    return True
+
+
+def test_kept_memory_still_computes():
+    assert run_ranks(_memory, 1) == [True]
+
+
+def test_the_measured_rate_is_that_of_a_matrix_product_and_takes_its_time():
+    began, threads = os.times().elapsed, threading.active_count()
+    rate = matmul_rate(torch.float32, torch.device("cpu"), seconds=0.05)
+    assert 1e8 < rate < 1e14
+    assert os.times().elapsed - began < 10 and threading.active_count() == threads

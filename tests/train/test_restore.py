@@ -1,0 +1,134 @@
+"""Where a run begins: at its first step, at its newest checkpoint, or with another run's weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.checkpoint.checkpointer import Checkpointer
+from megalith.data.errors import DataError
+from megalith.parallel.gradients import local
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import Trainer
+from megalith.train.restore import Position, meta, restore
+from megalith.train.run import open_stream
+from megalith.train.step import train_step
+from tests.parallel.running import microbatches, trainer_of
+from tests.ranks import run_ranks
+from tests.specs import tiny_run
+from tests.train.prepared import VOCAB, small_data
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return small_data(tmp_path_factory.mktemp("data"))
+
+
+def run_of(data: str, **parts: dict[str, Any]) -> RunSpec:
+    small = {"model": {"layers": 2, "vocab": VOCAB} | parts.get("model", {}), "data": {"path": data} | parts.get("data", {})}
+    return tiny_run(**(parts | small))
+
+
+def start(spec: RunSpec, folder: Path) -> tuple[Trainer, Checkpointer, Position, list[str]]:
+    """A trainer restored from `folder`, its position, and what was warned of."""
+    warnings: list[str] = []
+    trainer, checkpointer = trainer_of(spec), Checkpointer(folder / "checkpoints")
+    position = restore(trainer, checkpointer, open_stream(spec, "train"), group=None, warn=warnings.append)
+    return trainer, checkpointer, position, warnings
+
+
+def save(trainer: Trainer, checkpointer: Checkpointer, position: Position) -> None:
+    described = meta(position, spec=trainer.spec, stream=open_stream(trainer.spec, "train"))
+    checkpointer.save(position.step, trainer.state(), described, asynchronous=False)
+    checkpointer.wait()
+
+
+def copies(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: local(tensor).clone() for name, tensor in trainer.state().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _resume(rank: int, data: str, folder: Path) -> None:
+    spec = run_of(data)
+    trainer, checkpointer, position, _ = start(spec, folder)
+    assert position == Position(0, 0)
+    train_step(trainer, microbatches(trainer), step=0)
+    save(trainer, checkpointer, Position(1, 8))
+    saved = copies(trainer)
+    again, _, position, warnings = start(spec, folder)
+    assert position == Position(1, 8) and not warnings
+    assert same(copies(again), saved)
+    (folder / "checkpoints" / sorted(p.name for p in (folder / "checkpoints").iterdir())[-1]).rename(folder / "elsewhere")
+    fresh, _, position, _ = start(spec, folder)
+    assert position == Position(0, 0) and not same(copies(fresh), saved)
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_bit_for_bit(data, tmp_path):
+    run_ranks(_resume, 1, data, tmp_path)
+
+
+def _init_from(rank: int, data: str, folder: Path) -> None:
+    first, checkpointer, _, _ = start(run_of(data), folder / "first")
+    train_step(first, microbatches(first), step=0)
+    save(first, checkpointer, Position(1, 8))
+    spec = run_of(data, train={"init_from": str(folder / "first" / "checkpoints"), "seed": 9, "precision": "bf16"})
+    second, checkpointer, position, _ = start(spec, folder / "second")
+    assert position == Position(0, 0)
+    assert same({k: local(v) for k, v in second.weights().items()}, {k: local(v) for k, v in first.weights().items()})
+    assert not any(m.any() for m in (*second.optimizer.first.values(), *second.optimizer.second.values()))
+    train_step(second, microbatches(second), step=0)
+    save(second, checkpointer, Position(1, 8))
+    third, _, position, _ = start(spec, folder / "second")
+    assert position == Position(1, 8)  # its own checkpoint, not what it once began with
+    assert same(copies(third), copies(second))
+
+
+def test_init_from_takes_weights_alone_and_only_at_the_first_start(data, tmp_path):
+    run_ranks(_init_from, 1, data, tmp_path)
+
+
+def _init_from_nothing(rank: int, data: str, folder: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        start(run_of(data, train={"init_from": str(folder / "missing")}), folder)
+
+
+def test_init_from_a_folder_without_a_checkpoint_is_an_error(data, tmp_path):
+    run_ranks(_init_from_nothing, 1, data, tmp_path)
+
+
+def _other_data(rank: int, data: str, other: str, folder: Path) -> str:
+    trainer, checkpointer, _, _ = start(run_of(data), folder)
+    save(trainer, checkpointer, Position(1, 8))
+    with pytest.raises(DataError) as found:
+        start(run_of(other), folder)
+    with pytest.raises(DataError, match="seed was 0, is now 1"):
+        start(run_of(data, train={"seed": 1}), folder)
+    return str(found.value)
+
+
+def test_other_data_or_another_seed_refuses_to_resume(data, tmp_path):
+    (tmp_path / "other").mkdir()
+    other = small_data(tmp_path / "other", seed=1)
+    assert "manifest was" in run_ranks(_other_data, 1, data, other, tmp_path)[0]
+
+
+def _resplit(rank: int, data: str, folder: Path, plan: dict[str, Any], saves: bool) -> dict[str, torch.Tensor]:
+    spec = run_of(data, plan=plan)
+    trainer, checkpointer, position, _ = start(spec, folder)
+    if saves:
+        train_step(trainer, microbatches(trainer), step=0)
+        save(trainer, checkpointer, Position(1, 8))
+    else:
+        assert position == Position(1, 8)
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in trainer.state().items()}  # pyright: ignore
+
+
+def test_another_plan_goes_on_from_the_same_state(data, tmp_path):
+    saved = run_ranks(_resplit, 2, data, tmp_path, {"data": 2, "zero": 3}, True)[0]
+    whole = run_ranks(_resplit, 1, data, tmp_path, {}, False)[0]
+    first, last = run_ranks(_resplit, 2, data, tmp_path, {"pipeline": 2}, False)
+    assert same(whole, saved) and same(first | last, saved)
