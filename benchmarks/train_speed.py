@@ -91,7 +91,7 @@ def ours(arguments: dict[str, Any]) -> None:
     spec, place, beat = spec_of(a), environment.find(), Heartbeat.find()
     assert place is not None
     keep_memory()
-    device = choose_device(spec.train.device, place.local_rank)
+    device = choose_device(spec.train.device, place.local_rank, place.local_world)
     join(place, launch=spec.launch, device=device)
     trainer = assemble(spec, groups=mesh_groups(spec, device), device=device)
     beat.beat("ready")
@@ -119,7 +119,11 @@ def ours(arguments: dict[str, Any]) -> None:
     if place.rank == 0:
         timed = [{name: round(value, 4) for name, value in parts.items()} for parts in breakdown[a.warmup :]]
         peak = torch.cuda.max_memory_allocated() if a.device == "cuda" else None
-        result = {"seconds": seconds[a.warmup :], "breakdown": timed[-1], "flops_per_token": flops_per_token(trainer.model, a.seq)}
+        result = {
+            "seconds": seconds[a.warmup :],
+            "breakdown": timed[-1],
+            "flops_per_token": flops_per_token(trainer.model, a.seq),
+        }
         Path(a.out).write_text(json.dumps(result | {"cuda_peak_bytes": peak}))
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +44,7 @@ MAY_CHANGE: dict[str, str] = {
     "train.device": "where the work happens",
     "validation": "looks at the weights and leaves them as they are",
     "checkpoint": "the same",
+    "log": "what is written besides the event log",
     "launch": "ranks and their limits",
 }
 """What may differ when a run is resumed, and why: keys, or whole tables."""
@@ -193,7 +195,8 @@ def ranks_match_the_plan(case: Case) -> Found:
         fits = case.world % fixed == 0
         way_out = f"Use plan.data = {case.world // fixed}" if fits else f"Start a multiple of {fixed} ranks"
         yield _error("plan.data", plan.data, f"{need}, and {case.world} were started", f"{way_out}, or start {plan.ranks} ranks.")
-    if case.cluster and ":" in case.spec.cluster and case.cluster.count < plan.ranks:
+    counted = ":" in case.spec.cluster or case.spec.cluster.endswith(".toml")  # a bare name is any number of them
+    if case.cluster and counted and case.cluster.count < plan.ranks:
         reason = f"has {case.cluster.count} devices, and {need}"
         way_out = f"Use {case.cluster.accelerator.name}:{plan.ranks}, or a smaller plan."
         yield _error("cluster", case.spec.cluster, reason, way_out)
@@ -478,6 +481,17 @@ def weighted_domains_exist(case: Case) -> Found:
             nearest = near(name, domains)
             way_out = f"{f'Did you mean {nearest}? ' if nearest else ''}It has: {', '.join(domains)}."
             yield _error(f"data.weights.{key(name)}", weights[name], "the data has no such domain", way_out)
+    for name in domains if isinstance(domains, dict) else ():
+        if name not in weights:
+            reason = "the data has this domain, and the mixture does not say its share"
+            yield _error(f"data.weights.{key(name)}", None, reason, f"Set it; {key(name)} = 0 leaves the domain out.")
+
+
+def tensorboard_is_there(case: Case) -> Found:
+    """An extra that is asked for is installed."""
+    if case.files and case.spec.log.tensorboard and find_spec("tensorboard") is None:
+        way_out = 'Install the extra "tensorboard" (uv sync --extra tensorboard), or set log.tensorboard = false.'
+        yield _error("log.tensorboard", True, "the package tensorboard is not installed", way_out)
 
 
 def validation_has_text(case: Case) -> Found:
@@ -534,6 +548,7 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     vocabulary_covers_the_tokens,
     weighted_domains_exist,
     validation_has_text,
+    tensorboard_is_there,
     data_is_not_worn_out,
     first_weights_exist,
 )

@@ -138,6 +138,7 @@ class EventLog:
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
+        _drop_torn_line(run_dir / FILE)
         self._file = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, event: Event) -> None:
@@ -147,6 +148,12 @@ class EventLog:
 
     def close(self) -> None:
         os.close(self._file)
+
+
+def _drop_torn_line(path: Path) -> None:
+    """A writer that was killed in mid-line left half an event; the next one would be glued to it."""
+    if path.exists() and not (whole := path.read_bytes()).endswith(b"\n"):
+        os.truncate(path, whole.rfind(b"\n") + 1)
 
 
 def read(run_dir: Path) -> Iterator[dict[str, Any]]:

@@ -29,9 +29,12 @@ def _rank(rank: int, ranks: int, folder: Path, timeout: float, function: Callabl
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
         )
         outcome = ("result", function(rank, *args))
+        written = pickle.dumps(outcome)
+        dist.barrier()  # a rank that leaves early fails one that is still connecting to it
     except BaseException:
         outcome = ("error", traceback.format_exc())
-    (folder / f"{rank}.tmp").write_bytes(pickle.dumps(outcome))
+        written = pickle.dumps(outcome)
+    (folder / f"{rank}.tmp").write_bytes(written)
     (folder / f"{rank}.tmp").rename(folder / f"{rank}")
     os._exit(0 if outcome[0] == "result" else 1)  # skip exit handlers: they belong to the parent
 

@@ -67,7 +67,9 @@ def _rank(spec: RunSpec, folder: Path, rank: int, store: Path) -> None:
     os._exit(code)
 
 
-def finish(pids: dict[int, int], *, timeout: float = 120.0, meanwhile: Callable[[dict[int, int]], None] = lambda _: None) -> list[int]:
+def finish(
+    pids: dict[int, int], *, timeout: float = 120.0, meanwhile: Callable[[dict[int, int]], None] = lambda _: None
+) -> list[int]:
     """Wait for the ranks and give their exit statuses (minus the signal's number for a killed one). Once one has failed, the others
     are killed, as a supervisor would. `meanwhile` is called with the ranks by process id all the time."""
     codes: dict[int, int] = {}

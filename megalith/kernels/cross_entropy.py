@@ -59,7 +59,9 @@ class _Chunked(torch.autograd.Function):
         nll = torch.zeros_like(objective)
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
-            losses, grad = _chunk(hidden[part], weight, targets[part], scale, z_loss, offset, reduce, wants_hidden or wants_weight)
+            losses, grad = _chunk(
+                hidden[part], weight, targets[part], scale, z_loss, offset, reduce, wants_hidden or wants_weight
+            )
             objective += losses.objective
             nll += losses.nll
             if grad_hidden is not None:

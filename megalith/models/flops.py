@@ -10,8 +10,7 @@ from megalith.models.stage import Stage
 from megalith.spec.model import ModelSpec
 
 CONVENTION = (
-    "additions and multiplications of matrix products and attention, forward and backward; causal attention counted in full, "
-    "recomputation not counted (PaLM, Chowdhery et al. 2022, appendix B)"
+    "PaLM's count (Chowdhery et al. 2022, appendix B): matrix products, attention in full although causal, no recomputation"
 )
 
 

@@ -86,5 +86,7 @@ def _choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float 
         values, order = values[:top_k], order[:top_k]
     chances = values.softmax(-1)
     if top_p is not None:  # keep the fewest tokens that hold `top_p` of the probability, at least one
-        chances = chances * (chances.cumsum(-1) - chances < top_p)
+        kept = chances.cumsum(-1) - chances < top_p
+        kept[0] = True
+        chances = chances * kept
     return int(order[torch.multinomial(chances, 1, generator=generator)])

@@ -42,4 +42,5 @@ def build_stage(
     if sharded:
         data.shard(stage, plan=plan, precision=precision, mesh=groups.device_mesh)
         data.sum_gradients(stage)
+        data.keep_prefetch_inside_backward(stage)
     return stage

@@ -35,6 +35,13 @@ def sum_gradients(stage: Stage) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
+def keep_prefetch_inside_backward(stage: Stage) -> None:
+    """The part whose backward comes last gathers nothing ahead. FSDP would take the part that an earlier microbatch's forward left in
+    its list, gather that once more, and throw it away."""
+    if sharded := [part for _, part in stage.parts() if isinstance(part, FSDPModule)]:
+        sharded[0].set_modules_to_backward_prefetch([sharded[0]])
+
+
 def before_backward(stage: Stage, *, zero: int, last: bool) -> None:
     """Say what this backward does with weights and gradients; `last`: it is the stage's last one of the step."""
     if isinstance(stage, FSDPModule):

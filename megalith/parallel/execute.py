@@ -39,7 +39,9 @@ class _Flight:
     batches: Sequence[Batch]
     inputs: dict[Key, Tensor] = field(default_factory=dict)  # what a forward read, until its backward
     outputs: dict[Key, Tensor] = field(default_factory=dict)  # what it gave (the objective on the last stage), until its backward
-    arrived: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # ("F" | "B", stage, microbatch): here, or on its way
+    arrived: dict[tuple[str, int, int], Tensor] = field(
+        default_factory=dict
+    )  # ("F" | "B", stage, microbatch): here, or on its way
     waiting: dict[tuple[str, int, int], Any] = field(default_factory=dict)  # receives not yet waited for
     leaving: list[tuple[Any, Tensor]] = field(default_factory=list)  # sends under way; a tensor must live until it has left
     losses: list[Tensor] = field(default_factory=list)

@@ -20,7 +20,7 @@ from megalith.schedule.action import Action, Slot, parts
 FILE = "report.html"
 
 BREAKDOWN: Mapping[str, int] = {
-    "forward": 0, "backward": 1, "optimizer": 2, "communication": 3, "data": 4, "checkpoint": 5, "validation": 7, "other": 6
+    "forward": 0, "backward": 1, "optimizer": 2, "communication": 3, "data": 4, "checkpoint": 5, "validation": 7, "bubble": 6, "other": 5
 }  # fmt: skip
 """Parts of a step -> colour, in the order they are stacked."""
 

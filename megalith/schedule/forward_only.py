@@ -7,6 +7,7 @@ def forward_only(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     """All microbatches through one stage of a rank, then through its next one."""
     placement = loop(ranks, chunks)
     rows = tuple(
-        steps("F", tuple(stage for stage, holder in enumerate(placement) if holder == rank), range(microbatches)) for rank in range(ranks)
+        steps("F", tuple(stage for stage, holder in enumerate(placement) if holder == rank), range(microbatches))
+        for rank in range(ranks)
     )
     return Schedule("forward_only", rows, ranks * chunks, microbatches, placement)

@@ -1,4 +1,4 @@
-"""One training run, as a TOML file says it: `[model] [plan] [data] [train] [optimizer] [validation] [checkpoint] [launch]`."""
+"""One training run, as a TOML file says it: `[model] [plan] [data] [train] [optimizer] [validation] [checkpoint] [log] [launch]`."""
 
 from typing import Literal
 
@@ -64,6 +64,12 @@ class CheckpointSpec(Spec):
     asynchronous: bool = Field(default=True, description="copy, then write while the next steps run")
 
 
+class LogSpec(Spec):
+    """What is written besides the event log."""
+
+    tensorboard: bool = Field(default=False, description="also write a TensorBoard log (needs the extra `tensorboard`)")
+
+
 class LaunchSpec(Spec):
     """Ranks and their limits."""
 
@@ -86,6 +92,7 @@ class RunSpec(Spec):
     optimizer: OptimizerSpec = OptimizerSpec()
     validation: ValidationSpec = ValidationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    log: LogSpec = LogSpec()
     launch: LaunchSpec = LaunchSpec()
 
     @property

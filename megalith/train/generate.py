@@ -59,7 +59,7 @@ def generate(
     checkpoint = folder.find(run_dir if step is None else run_dir / "checkpoints" / folder.name(step))
     manifest = folder.read_manifest(checkpoint)
     tokenizer = find_tokenizer(run_dir, manifest.meta["spec"].get("data", {}).get("path"))
-    model = load_model(checkpoint, device=choose_device("auto", 0))
+    model = load_model(checkpoint, device=choose_device("auto", 0, 1))
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.end_of_text]
     written = list(
         writer.generate(

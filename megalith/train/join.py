@@ -14,12 +14,17 @@ from megalith.spec.run import LaunchSpec
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """`auto` is a GPU where there is one. Raises RuntimeError if `cuda` is asked for and this rank has none."""
+def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
+    """`auto` is a GPU a rank where all ranks of this machine get one, else the CPU for all of them.
+
+    Raises RuntimeError if `cuda` is asked for and there are fewer GPUs than ranks.
+    """
     gpus = torch.cuda.device_count() if wanted in ("auto", "cuda") and torch.cuda.is_available() else 0
-    if wanted == "cuda" and local_rank >= gpus:
-        raise RuntimeError(f"train.device = cuda: rank {local_rank} of this machine has no GPU ({gpus} found). Use one rank a GPU, or cpu.")
-    if local_rank < gpus:
+    if wanted == "cuda" and local_world > gpus:
+        raise RuntimeError(
+            f"train.device = cuda: {local_world} ranks on this machine and {gpus} GPUs. Use one rank a GPU, or cpu."
+        )
+    if local_world <= gpus:
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     return torch.device("cpu")

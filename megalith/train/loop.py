@@ -120,7 +120,9 @@ class Loop:
         """Log when the ranks of the first pipeline did what."""
         here = self.trainer.groups.coordinates
         mine = [(here["pipeline"], *span) for span in done.spans] if here["data"] == here["tensor"] == 0 else []
-        everyone: list[list[tuple[int, str, float, float]]] | None = [[] for _ in range(dist.get_world_size())] if self.log else None
+        everyone: list[list[tuple[int, str, float, float]]] | None = (
+            [[] for _ in range(dist.get_world_size())] if self.log else None
+        )
         dist.gather_object(mine, everyone)
         if self.log and everyone:
             self.log.write(Spans(step=self.step + 1, spans=[span for spans in everyone for span in spans]))
@@ -152,4 +154,6 @@ class Loop:
                 self.log.write(Problem("warning", f"checkpoint of step {outcome.step} was not saved: {outcome.error}"))
             else:
                 fields = ("step", "bytes", "seconds", "wait_seconds")
-                self.log.write(Checkpoint(path=str(outcome.path), **{name: getattr(outcome, name) for name in fields}))
+                self.log.write(
+                    Checkpoint(path=f"checkpoints/{outcome.path.name}", **{name: getattr(outcome, name) for name in fields})
+                )

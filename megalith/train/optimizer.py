@@ -74,7 +74,9 @@ class AdamW:
     def state(self) -> dict[str, Tensor]:
         """The moments under `moments.first.NAME` and `moments.second.NAME`, with the global shape and split of their parameter."""
         kinds = {"first": self.first, "second": self.second}
-        return {f"moments.{kind}.{name}": _like(m, self.parameters[name]) for kind, all_ in kinds.items() for name, m in all_.items()}
+        return {
+            f"moments.{kind}.{name}": _like(m, self.parameters[name]) for kind, all_ in kinds.items() for name, m in all_.items()
+        }
 
 
 def _like(share: Tensor, parameter: Tensor) -> Tensor:

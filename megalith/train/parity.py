@@ -142,9 +142,7 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
     for step in range(spec.train.steps):
         samples = text.batch(range(step * spec.train.global_batch, (step + 1) * spec.train.global_batch))
         valid = int((samples.targets >= 0).sum())
-        batch = to_batch(
-            samples, masked=spec.data.document_mask, device=device, loss_scale=1 / valid, z_loss=spec.train.z_loss
-        )
+        batch = to_batch(samples, masked=spec.data.document_mask, device=device, loss_scale=1 / valid, z_loss=spec.train.z_loss)
         loss = stage(batch.tokens, batch)
         loss.objective.backward()
         grads = {name: _gradient(p).clone() for name, p in parameters.items()}
@@ -230,7 +228,7 @@ def main(run_dir: str, steps: int) -> None:
     spec = shrink(RunSpec.model_validate_json((folder / "spec.json").read_text()), steps=steps)
     place = environment.find()
     assert place is not None, "no rank in the environment: `megalith parity` starts ranks"
-    device = choose_device(spec.train.device, place.local_rank)
+    device = choose_device(spec.train.device, place.local_rank, place.local_world)
     join(place, launch=spec.launch, device=device)
     heartbeat.beat("building")
     trainer = assemble(spec, groups=mesh_groups(spec, device), device=device)
@@ -242,5 +240,3 @@ def main(run_dir: str, steps: int) -> None:
         (folder / "parity.json").write_text(json.dumps(report | {"model": spec.model.model_dump(), "steps": steps}, indent=1))
     dist.barrier()
     dist.destroy_process_group()
-
-

@@ -46,9 +46,9 @@ def main(run_dir: str, profile: str | None = None) -> None:
     place = environment.find()
     assert place is not None, "no rank in the environment: `megalith train` starts ranks"
     keep_memory()
-    device = choose_device(spec.train.device, place.local_rank)
+    device = choose_device(spec.train.device, place.local_rank, place.local_world)
     join(place, launch=spec.launch, device=device)
-    log = EventLog(folder) if place.rank == 0 else None
+    log = _open_log(spec, folder) if place.rank == 0 else None
     try:
         heartbeat.beat("building")
         loop = _prepare(spec, folder, log=log, device=device, heartbeat=heartbeat)
@@ -62,10 +62,20 @@ def main(run_dir: str, profile: str | None = None) -> None:
             log.write(Problem("error", f"{type(error).__name__}: {error}", rank=place.rank))
             log.write(RunFinished(reason="failed", step=-1))
         raise
+    if log:
+        log.close()
     dist.barrier()
     dist.destroy_process_group()
     if reason == "stopped":
         sys.exit(ExitCode.STOPPED)
+
+
+def _open_log(spec: RunSpec, folder: Path) -> EventLog:
+    if not spec.log.tensorboard:
+        return EventLog(folder)
+    from megalith.train.tensorboard import BoardLog  # an extra that takes seconds to import
+
+    return BoardLog(folder)
 
 
 class _Stop:
@@ -100,6 +110,8 @@ def _prepare(spec: RunSpec, folder: Path, *, log: EventLog | None, device: torch
     assert isinstance(savers, dist.ProcessGroup)
     checkpointer = Checkpointer(folder / "checkpoints", keep=spec.checkpoint.keep, group=savers, warn=warn)
     trainer = assemble(spec, groups=groups, device=device)
+    if spec.checkpoint.every and spec.checkpoint.asynchronous:
+        checkpointer.reserve(trainer.state())  # now, so that the first save waits no longer than the others
     position = restore(trainer, checkpointer, stream, group=savers, warn=warn)
     peak = _peak(spec, device)
     _introduce(trainer, peak, resumed=position.step, log=log)
@@ -125,13 +137,13 @@ def _peak(spec: RunSpec, device: torch.device) -> Peak:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     accelerator = cluster.load(spec.cluster).accelerator if spec.cluster != "local" else cluster.find(name)
     if accelerator is not None and (rate := accelerator.peak.get(precision)):
-        return Peak(rate * ranks, f"{accelerator.title}: {rate / 1e12:.1f} TFLOP/s dense {precision} a device, {ranks} devices")
+        return Peak(rate * ranks, f"{accelerator.title}, dense {precision}")
     if device.type == "cpu":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         dist.barrier()  # all ranks measure at once, because all ranks compute at once
         rate = torch.tensor(matmul_rate(dtype, device), dtype=torch.float64)
         dist.all_reduce(rate)
-        return Peak(float(rate), f"measured: {precision} matrix products on all {ranks} ranks at once, {float(rate) / 1e9:.0f} GFLOP/s")
+        return Peak(float(rate), f"measured with {precision} matrix products on all ranks at once")
     return Peak(None, f"unknown device {name!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name")
 
 

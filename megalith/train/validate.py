@@ -34,7 +34,9 @@ class Validator:
         """Mean loss over all held-out targets, and by domain; the same on all ranks."""
         found = {name: self._domain(samples) for name, samples in self.samples.items() if len(samples)}
         targets = sum(count for _, count in found.values())
-        return sum(loss * count for loss, count in found.values()) / max(1, targets), {name: loss for name, (loss, _) in found.items()}
+        return sum(loss * count for loss, count in found.values()) / max(1, targets), {
+            name: loss for name, (loss, _) in found.items()
+        }
 
     def _domain(self, samples: range) -> tuple[float, int]:
         """Mean loss over one domain's held-out targets, and how many these are."""

@@ -91,9 +91,9 @@ def test_a_step_tells_its_times_and_memory(gpu):
 
 
 def test_auto_takes_this_gpu(gpu):
-    assert choose_device("auto", 0) == choose_device("cuda", 0) == gpu
-    with pytest.raises(RuntimeError, match="has no GPU"):
-        choose_device("cuda", torch.cuda.device_count())
+    assert choose_device("auto", 0, 1) == choose_device("cuda", 0, 1) == gpu
+    with pytest.raises(RuntimeError, match="Use one rank a GPU"):
+        choose_device("cuda", 0, torch.cuda.device_count() + 1)
 
 
 def test_the_measured_rate_is_that_of_a_gpu(gpu):

@@ -58,7 +58,9 @@ def test_any_plan_trains_like_one_process(plan: dict[str, Any]) -> None:
     _check(plan)
 
 
-@pytest.mark.parametrize("plan", [{"pipeline": 2}, {"tensor": 2, "data": 2, "zero": 3}, {"data": 2, "tensor": 2, "pipeline": 2}], ids=_name)
+@pytest.mark.parametrize(
+    "plan", [{"pipeline": 2}, {"tensor": 2, "data": 2, "zero": 3}, {"data": 2, "tensor": 2, "pipeline": 2}], ids=_name
+)
 def test_a_tied_embedding_trains_like_one_process(plan: dict[str, Any]) -> None:
     _check(plan, model={"tied": True})
 

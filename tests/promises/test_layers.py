@@ -18,8 +18,21 @@ LAYERS = {
     "verbs": 6,
     "cli": 7,
 }  # fmt: skip
-WITHOUT_TORCH = ["megalith.cli", "megalith.verbs", "megalith.check", "megalith.mesh", "megalith.events", "megalith.schedule.simulate"]
-WITHOUT_TORCH += ["megalith.fleet.supervisor", "megalith.report.page", "megalith.report.live", "megalith.spec.files", "megalith.data.prepare"]
+WITHOUT_TORCH = [
+    "megalith.cli",
+    "megalith.verbs",
+    "megalith.check",
+    "megalith.mesh",
+    "megalith.events",
+    "megalith.schedule.simulate",
+]
+WITHOUT_TORCH += [
+    "megalith.fleet.supervisor",
+    "megalith.report.page",
+    "megalith.report.live",
+    "megalith.spec.files",
+    "megalith.data.prepare",
+]
 
 
 def _room(module: str) -> str:
@@ -42,11 +55,17 @@ def _wrong(path: Path) -> list[str]:
     if here == "__init__":
         return []
     rooms = {_room(name) for name in _imports(path)} - {here}
-    return [f"{path.relative_to(ROOT)} (layer {LAYERS[here]}) imports {room} (layer {LAYERS[room]})" for room in rooms if LAYERS[room] >= LAYERS[here]]
+    return [
+        f"{path.relative_to(ROOT)} (layer {LAYERS[here]}) imports {room} (layer {LAYERS[room]})"
+        for room in rooms
+        if LAYERS[room] >= LAYERS[here]
+    ]
 
 
 def test_every_room_has_a_layer() -> None:
-    rooms = {p.name.removesuffix(".py") for p in ROOT.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()} - {"__init__"}
+    rooms = {p.name.removesuffix(".py") for p in ROOT.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()} - {
+        "__init__"
+    }
     assert rooms == set(LAYERS)
 
 

@@ -31,28 +31,32 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_cpu_is_a_choice_even_where_there_are_gpus(gpus):
     assert not gpus(8)
-    assert choose_device("cpu", 0) == torch.device("cpu")
+    assert choose_device("cpu", 0, 1) == torch.device("cpu")
 
 
 def test_auto_is_the_cpu_where_there_is_no_gpu(gpus):
     gpus(0)
-    assert [choose_device("auto", rank) for rank in range(3)] == [torch.device("cpu")] * 3
+    assert [choose_device("auto", rank, 3) for rank in range(3)] == [torch.device("cpu")] * 3
 
 
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
 def test_each_rank_takes_the_gpu_of_its_number(gpus, wanted):
     chosen = gpus(4)
-    assert [choose_device(wanted, rank) for rank in range(4)] == [torch.device("cuda", rank) for rank in range(4)]
+    assert [choose_device(wanted, rank, 4) for rank in range(4)] == [torch.device("cuda", rank) for rank in range(4)]
     assert chosen == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("count", "rank"), [(0, 0), (2, 2), (2, 7)])
-def test_cuda_without_a_gpu_for_this_rank_is_an_error_with_the_way_out(gpus, count, rank):
+@pytest.mark.parametrize(("count", "ranks"), [(0, 1), (2, 3), (2, 8)])
+def test_cuda_with_fewer_gpus_than_ranks_is_an_error_on_every_rank(gpus, count, ranks):
     gpus(count)
-    with pytest.raises(
-        RuntimeError, match=rf"rank {rank} of this machine has no GPU \({count} found\)\. Use one rank a GPU, or cpu"
-    ):
-        choose_device("cuda", rank)
+    for rank in range(ranks):
+        with pytest.raises(RuntimeError, match=rf"{ranks} ranks on this machine and {count} GPUs\. Use one rank a GPU, or cpu"):
+            choose_device("cuda", rank, ranks)
+
+
+def test_auto_never_puts_some_ranks_on_gpus_and_others_on_the_cpu(gpus):
+    gpus(1)
+    assert [choose_device("auto", rank, 4) for rank in range(4)] == [torch.device("cpu")] * 4
 
 
 def _meet(rank: int, store: str, generation: str) -> tuple[int, str]:
