@@ -18,12 +18,12 @@ setup: .venv/.ready ## Make the locked environment
 	.uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 
 .venv/.ready: pyproject.toml uv.lock $(if $(findstring .uv/,$(UV)),.uv/bin/uv)
-	$(UV) sync --locked --quiet --extra tensorboard
+	$(UV) sync --locked --extra tensorboard
 	@touch $@
 
 quickstart: setup ## Prepare real text, train a small Llama on 4 CPU ranks, let it write, make a report
 	$(RUN)megalith tokenizer train bundled:austen --vocab 4096 --out data/quickstart/tokenizer
-	$(RUN)megalith data prepare bundled:austen --tokenizer data/quickstart/tokenizer --validation 0.03 --out data/quickstart/tokens
+	$(RUN)megalith data prepare bundled:austen --tokenizer data/quickstart/tokenizer --validation 0.05 --out data/quickstart/tokens
 	$(RUN)megalith train recipes/quickstart.toml --run-dir runs/quickstart
 	$(RUN)megalith generate runs/quickstart --prompt "It was a truth" --tokens 80
 	$(RUN)megalith report runs/quickstart

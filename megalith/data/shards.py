@@ -8,7 +8,7 @@ import hashlib
 import os
 from array import array
 from bisect import bisect_right
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megalith.data.manifest import Shard, Split
+
+MOST_MAPS = 256  # files a reader keeps open: each map costs a descriptor, and a process often has 1,024
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -96,7 +98,7 @@ class SplitReader:
     def __init__(self, folder: Path, split: Split) -> None:
         self._folder, self._split = folder, split
         self._starts = list(accumulate((shard.tokens for shard in split.shards), initial=0))
-        self._maps: dict[str, npt.NDArray[Any]] = {}
+        self._map = lru_cache(maxsize=MOST_MAPS)(self._open)
         self.tokens: int = split.tokens
         self.documents: int = split.documents
 
@@ -150,11 +152,9 @@ class SplitReader:
     def _offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
         return self._map(shard.index, "<i8")
 
-    def _map(self, name: str, dtype: str) -> npt.NDArray[Any]:
-        if name not in self._maps:
-            # a plain array over the map: slicing np.memmap itself costs several microseconds
-            self._maps[name] = np.asarray(np.memmap(self._folder / name, dtype, "r"))
-        return self._maps[name]
+    def _open(self, name: str, dtype: str) -> npt.NDArray[Any]:
+        # a plain array over the map: slicing np.memmap itself costs several microseconds
+        return np.asarray(np.memmap(self._folder / name, dtype, "r"))
 
 
 def settle(file: IO[bytes]) -> None:

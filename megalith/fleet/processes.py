@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import megalith
 from megalith.fleet.causes import Exit, Failure, signal_name
@@ -20,6 +20,13 @@ from megalith.fleet.rank import THREAD_VARIABLES, Assignment, header
 
 METHOD = "MEGALITH_START"
 REAP_SECONDS = 1.0  # that the fork server may take to report a rank's end which the kernel shows already
+
+
+def readable(file: IO[bytes] | int, *, seconds: float) -> bool:
+    """Whether there is something to read, or an end, within `seconds`. Unlike select(), poll() takes descriptors above 1,023 too."""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 class Processes(Protocol):
@@ -73,7 +80,7 @@ class Handle:
     def alive(self) -> bool:
         """Whether the process has not ended yet."""
         if not self.gone and self._descriptor is not None:
-            self.gone = bool(select.select([self._descriptor], [], [], 0)[0])
+            self.gone = readable(self._descriptor, seconds=0)
         elif not self.gone:
             try:
                 os.kill(self.process, 0)
@@ -143,7 +150,7 @@ class ForkServer:
         if not self._alive:
             time.sleep(seconds)
             return self._orphans()
-        if not select.select([self._reports], [], [], seconds)[0]:
+        if not readable(self._reports, seconds=seconds):
             return [self._lost("no longer reports")] if self._is_stuck() else []
         self._unreported_since = None
         data = os.read(self._reports.fileno(), 1 << 16)

@@ -1,4 +1,5 @@
 import hashlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.data.manifest import Split
+from megalith.data.prepare import prepare
 from megalith.data.shards import SplitReader, SplitWriter
+from megalith.data.tokenizer import load
 
 DOCUMENTS = st.lists(st.lists(st.integers(1, 60_000), max_size=12), min_size=1, max_size=20)
 
@@ -55,3 +58,18 @@ def test_digests_and_sizes_are_those_of_the_files(dtype, width, tmp_path):
 def test_a_split_without_documents_has_no_files(tmp_path):
     assert _write(tmp_path, [], 10) == Split()
     assert not any(tmp_path.iterdir())
+
+
+def test_a_reader_keeps_few_files_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("megalith.data.shards.MOST_MAPS", 4)
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"{i} " * 1500 for i in range(40)))
+    folder = tmp_path / "data"
+    manifest = prepare([f"d={text}"], tokenizer=load("bytes"), out=folder, shard_tokens=5_000, validation=0)
+    split = manifest.domains["d"].train
+    assert len(split.shards) > 10
+    reader = SplitReader(folder, split)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    whole = reader.read(0, reader.tokens)
+    assert len(whole) == reader.tokens
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 4

@@ -1,9 +1,12 @@
+import fcntl
+import os
+import resource
 import subprocess
 import sys
 
 import pytest
 
-from megalith.fleet.processes import Handle, method
+from megalith.fleet.processes import Handle, method, readable
 
 
 def test_ranks_are_forked_on_linux_and_spawned_elsewhere():
@@ -33,3 +36,15 @@ def test_a_handle_follows_a_process_to_its_end_and_not_beyond():
     handle.send(9)  # the id may be another process's by now: nothing is sent
     handle.close()
     assert not Handle(process.pid).alive()
+
+
+def test_a_descriptor_above_1023_can_be_waited_for():
+    low, write = os.pipe()
+    high = fcntl.fcntl(low, fcntl.F_DUPFD, 2000) if resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 2000 else low
+    try:
+        assert not readable(high, seconds=0)
+        os.write(write, b"x")
+        assert readable(high, seconds=1)
+    finally:
+        for descriptor in {low, high, write}:
+            os.close(descriptor)
