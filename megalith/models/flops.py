@@ -1,7 +1,5 @@
 """What a token costs to train on, counted from the operations the modules really run."""
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,7 +14,6 @@ CONVENTION = (
 )
 
 
-@lru_cache
 def flops_per_token(spec: ModelSpec, seq_len: int) -> float:
     """Operations a token of training in sequences of `seq_len`, traced on the meta device, where nothing is computed."""
     distinct = {block: (spec.blocks.count(block), 1 + spec.blocks.index(block)) for block in set(spec.blocks)}

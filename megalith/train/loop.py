@@ -11,7 +11,6 @@ from megalith.checkpoint.checkpointer import Checkpointer, Failed, Saved
 from megalith.data.stream import Stream
 from megalith.events import Checkpoint, EventLog, Problem, Spans, Step, Validation
 from megalith.fleet.heartbeat import Heartbeat
-from megalith.models.flops import flops_per_token
 from megalith.models.init import seed_of
 from megalith.train.assemble import Trainer
 from megalith.train.batches import indices
@@ -23,10 +22,11 @@ SPANS_EVERY = 100  # steps between drawings of the pipeline in the log
 
 
 @dataclass(frozen=True)
-class Peak:
-    """FLOP/s of all ranks together, or None, and where the figure is from."""
+class Yardstick:
+    """What MFU is measured with: FLOP a token, FLOP/s of all ranks together or None, and where that figure is from."""
 
-    flops: float | None
+    flops_per_token: float
+    peak: float | None
     source: str
 
 
@@ -41,14 +41,13 @@ class Loop:
         position: Position,
         *,
         validator: Validator | None,
-        peak: Peak,
+        yardstick: Yardstick,
         log: EventLog | None,
         heartbeat: Heartbeat,
     ) -> None:
         self.trainer, self.stream, self.checkpointer, self.position = trainer, stream, checkpointer, position
-        self.peak, self.log, self.heartbeat = peak, log, heartbeat
+        self.yardstick, self.log, self.heartbeat = yardstick, log, heartbeat
         self.spec = trainer.spec
-        self.flops_per_token = flops_per_token(trainer.model, self.spec.train.seq_len)
         self.validator = validator
         self._first = position.step
         self._last_saved = position.step
@@ -110,7 +109,7 @@ class Loop:
                 tokens_seen=self.position.samples * self.spec.train.seq_len,
                 seconds=seconds,
                 tokens_per_second=rate,
-                mfu=self.flops_per_token * rate / self.peak.flops if self.peak.flops else None,
+                mfu=self.yardstick.flops_per_token * rate / self.yardstick.peak if self.yardstick.peak else None,
                 breakdown=breakdown | {"other": max(0.0, seconds - sum(breakdown.values()))},
                 memory=done.memory,
             )

@@ -27,7 +27,7 @@ from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.generate import TOKENIZER
 from megalith.train.join import choose_device, join, keep_memory, matmul_rate
-from megalith.train.loop import Loop, Peak
+from megalith.train.loop import Loop, Yardstick
 from megalith.train.restore import restore
 from megalith.train.validate import Validator
 
@@ -113,10 +113,10 @@ def _prepare(spec: RunSpec, folder: Path, *, log: EventLog | None, device: torch
     if spec.checkpoint.every and spec.checkpoint.asynchronous:
         checkpointer.reserve(trainer.state())  # now, so that the first save waits no longer than the others
     position = restore(trainer, checkpointer, stream, group=savers, warn=warn)
-    peak = _peak(spec, device)
-    _introduce(trainer, peak, resumed=position.step, log=log)
+    yardstick = _yardstick(trainer)
+    _introduce(trainer, yardstick, resumed=position.step, log=log)
     validator = Validator(trainer, held_out) if held_out else None
-    return Loop(trainer, stream, checkpointer, position, validator=validator, peak=peak, log=log, heartbeat=heartbeat)
+    return Loop(trainer, stream, checkpointer, position, validator=validator, yardstick=yardstick, log=log, heartbeat=heartbeat)
 
 
 def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
@@ -131,23 +131,27 @@ def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
     )
 
 
-def _peak(spec: RunSpec, device: torch.device) -> Peak:
-    """FLOP/s of all ranks together that MFU is a share of: from the catalogue, or measured on a CPU; never guessed."""
+def _yardstick(trainer: Trainer) -> Yardstick:
+    """What MFU is measured with. The peak is from the catalogue, or measured on a CPU; never guessed."""
+    spec, device = trainer.spec, trainer.device
+    work = flops_per_token(trainer.model, spec.train.seq_len)
     precision, ranks = spec.train.precision, dist.get_world_size()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     accelerator = cluster.load(spec.cluster).accelerator if spec.cluster != "local" else cluster.find(name)
     if accelerator is not None and (rate := accelerator.peak.get(precision)):
-        return Peak(rate * ranks, f"{accelerator.title}, dense {precision}")
+        return Yardstick(work, rate * ranks, f"{accelerator.title}, dense {precision}")
     if device.type == "cpu":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         dist.barrier()  # all ranks measure at once, because all ranks compute at once
         rate = torch.tensor(matmul_rate(dtype, device), dtype=torch.float64)
         dist.all_reduce(rate)
-        return Peak(float(rate), f"measured with {precision} matrix products on all ranks at once")
-    return Peak(None, f"unknown device {name!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name")
+        return Yardstick(work, float(rate), f"measured with {precision} matrix products on all ranks at once")
+    return Yardstick(
+        work, None, f"unknown device {name!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name"
+    )
 
 
-def _introduce(trainer: Trainer, peak: Peak, *, resumed: int, log: EventLog | None) -> None:
+def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: EventLog | None) -> None:
     """Tell the log who runs what."""
     spec, groups = trainer.spec, trainer.groups
     sizes = trainer.bytes()
@@ -171,9 +175,9 @@ def _introduce(trainer: Trainer, peak: Peak, *, resumed: int, log: EventLog | No
             world=dist.get_world_size(),
             resumed_step=resumed,
             versions={"python": platform.python_version(), "torch": torch.__version__, "megalith": __version__},
-            peak_flops=peak.flops,
-            peak_source=peak.source,
-            flops_per_token=flops_per_token(trainer.model, spec.train.seq_len),
+            peak_flops=yardstick.peak,
+            peak_source=yardstick.source,
+            flops_per_token=yardstick.flops_per_token,
             flops_convention=CONVENTION,
             parameters=_all_parameters(trainer),
         )
