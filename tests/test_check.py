@@ -310,3 +310,23 @@ def test_what_may_change_exists():
         value: object = spec()
         for part in name.split("."):
             value = getattr(value, part)
+
+
+def test_a_mixture_says_the_share_of_every_domain(data: Path):
+    said = [p for p in check(spec("data.weights={austen=1}")) if p.severity == "error"]
+    assert [(p.key, p.value) for p in said] == [("data.weights.code", None)]
+    assert "code = 0" in said[0].way_out
+    assert not [p for p in check(spec("data.weights={austen=1, code=0}")) if p.severity == "error"]
+
+
+def test_an_extra_that_is_asked_for_must_be_installed(data: Path, monkeypatch: pytest.MonkeyPatch):
+    assert not [p for p in check(spec("log.tensorboard=true")) if p.key == "log.tensorboard"]
+    monkeypatch.setattr("megalith.check.find_spec", lambda name: None)
+    assert [p.key for p in check(spec("log.tensorboard=true")) if p.severity == "error"] == ["log.tensorboard"]
+
+
+def test_a_cluster_file_with_too_few_devices_is_an_error(tmp_path: Path):
+    small = tmp_path / "small.toml"
+    small.write_text('accelerator = "h100"\ncount = 2\n')
+    assert "cluster" in {p.key for p in errors(f"cluster={small}", "plan.data=4")}
+    assert "cluster" not in {p.key for p in errors(f"cluster={small}", "plan.data=2")}
