@@ -2,13 +2,14 @@
 
 from typing import Any
 
+from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
 
 TINY = {"layers": 4, "dim": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "vocab": 96, "context": 64}
 
 
 def tiny_run(**parts: dict[str, Any]) -> RunSpec:
-    """A run of a tiny Llama; keyword arguments update its tables."""
+    """A run of a tiny Llama, or of `model={"preset": NAME}`; keyword arguments update its tables."""
     tables: dict[str, dict[str, Any]] = {
         "model": TINY,
         "plan": {},
@@ -16,4 +17,7 @@ def tiny_run(**parts: dict[str, Any]) -> RunSpec:
         "train": {"steps": 3, "global_batch": 8, "seq_len": 32, "precision": "fp32"},
         "optimizer": {"warmup": 0, "lr": 1e-3, "schedule": "constant"},
     }
+    if preset := parts.get("model", {}).get("preset"):
+        tables["model"] = presets()[preset].values
+        parts["model"] = {key: value for key, value in parts["model"].items() if key != "preset"}
     return RunSpec.model_validate({name: tables.get(name, {}) | parts.get(name, {}) for name in tables | parts})

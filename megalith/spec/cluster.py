@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from megalith.spec.base import Spec
+from megalith.spec.faults import Reliability
 from megalith.spec.problem import Problem, SpecErrors, near
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
@@ -48,6 +49,7 @@ class ClusterSpec(Spec):
         default=419 / (54 * 24 * 16_384),
         description="unexpected ones a device-hour; default: Llama 3 405B, 419 in 54 days on 16,384 H100 (arXiv:2407.21783)",
     )
+    reliability: Reliability = Field(default=Reliability(), description="how nodes break, and for how long")
 
     @property
     def nodes(self) -> int:

@@ -1,20 +1,12 @@
 """The Llama family as a user writes it (`[model]` in a run file): a few sizes, from which every part follows."""
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt
 
 from megalith.spec.base import Spec
-from megalith.spec.model import (
-    AttentionSpec,
-    BlockSpec,
-    EmbeddingSpec,
-    HeadSpec,
-    MlpSpec,
-    ModelSpec,
-    RopeScaling,
-    RopeSpec,
-)
+from megalith.spec.family import attention_of, few_heads, model_of, multiple, shrunk
+from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec, RopeScaling, RopeSpec
 
 
 class Llama(Spec):
@@ -39,21 +31,14 @@ class Llama(Spec):
     def build(self) -> ModelSpec:
         """The model as a tuple of parts."""
         block = BlockSpec(
-            attention=AttentionSpec(
-                heads=self.heads,
-                kv_heads=self.kv_heads or self.heads,
-                head_dim=self.head_dim or self.dim // self.heads,
-                rope=RopeSpec(theta=self.rope_theta, scaling=self.rope_scaling),
-            ),
+            attention=attention_of(self, rope=RopeSpec(theta=self.rope_theta, scaling=self.rope_scaling)),
             mlp=MlpSpec(hidden=self.ffn),
-            norm_eps=self.norm_eps,
+            norm=NormSpec(eps=self.norm_eps),
         )
-        return ModelSpec(
-            name=self.name,
-            dim=self.dim,
-            context=self.context,
-            embedding=EmbeddingSpec(vocab=self.vocab),
-            blocks=(block,) * self.layers,
-            head=HeadSpec(vocab=self.vocab, tied=self.tied, norm_eps=self.norm_eps),
-            init_std=self.init_std,
+        return model_of(self, (block,) * self.layers, block.norm)
+
+    def small(self, layers: int, unit: int, heads_unit: int) -> Self:
+        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        return shrunk(
+            self, layers=layers, unit=unit, ffn=multiple(48, unit), **few_heads(self.heads, self.kv_heads, unit=heads_unit)
         )

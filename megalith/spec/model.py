@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megalith.spec.base import Spec
 
@@ -17,11 +17,23 @@ class RopeScaling(Spec):
     original_context: PositiveInt = 8192
 
 
+class YarnScaling(Spec):
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): fast pairs kept, slow ones interpolated, and attention's temperature raised."""
+
+    kind: Literal["yarn"] = "yarn"
+    factor: PositiveFloat
+    original_context: PositiveInt
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    mscale: NonNegativeFloat = 1.0
+    mscale_all_dim: NonNegativeFloat = 0.0
+
+
 class RopeSpec(Spec):
     """Rotary position embedding (Su et al. 2021): rotation of channel pairs by position * theta^(-2i/head_dim)."""
 
     theta: PositiveFloat = 10_000.0
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | YarnScaling | None = Field(default=None, discriminator="kind")
 
 
 class AttentionSpec(Spec):
@@ -31,28 +43,118 @@ class AttentionSpec(Spec):
     heads: PositiveInt
     kv_heads: PositiveInt
     head_dim: PositiveInt
+    rope: RopeSpec | None = Field(default=RopeSpec(), description="None: no rotation (learned positions)")
+    bias: bool = Field(default=False, description="biases on the four projections (GPT-3)")
+    qk_norm: PositiveFloat | None = Field(default=None, description="eps of an RMS norm over each head of q and k (Qwen3)")
+    window: PositiveInt | None = Field(default=None, description="a token sees itself and the window - 1 before it (Gemma 2)")
+    softcap: PositiveFloat | None = Field(default=None, description="scores become cap * tanh(scores / cap) (Gemma 2, Grok-1)")
+    scale: PositiveFloat | None = Field(default=None, description="factor of the scores; None: 1 / sqrt(head_dim)")
+
+
+class LatentAttentionSpec(Spec):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values from a small latent vector."""
+
+    kind: Literal["latent"] = "latent"
+    heads: PositiveInt
+    q_rank: PositiveInt | None = Field(description="width of the queries' latent; None: queries straight from x")
+    kv_rank: PositiveInt
+    nope_dim: PositiveInt = Field(description="channels of a head's queries and keys that are not rotated")
+    rope_dim: PositiveInt = Field(description="channels that are; the keys' are shared by all heads")
+    v_dim: PositiveInt = Field(description="channels of a head's values")
+    norm_eps: PositiveFloat = 1e-6
     rope: RopeSpec = RopeSpec()
 
 
-class MlpSpec(Spec):
-    """SwiGLU: down(silu(gate(x)) * up(x)), `hidden` wide."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
-    kind: Literal["swiglu"] = "swiglu"
+
+class MlpSpec(Spec):
+    """`gated`: down(activation(gate(x)) * up(x)) (Shazeer 2020), else down(activation(up(x))); `hidden` wide."""
+
+    kind: Literal["mlp"] = "mlp"
     hidden: PositiveInt
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+class RouterSpec(Spec):
+    """Which experts a token goes to, with which weights, and how the load is kept even.
+
+    `set`s of tokens, over which load is measured, are fixed by the run, never by the plan: "sequence", "batch" (microbatch i of all
+    data ranks; how many sequences that is, the plan decides that a run begins with, and no later one may change) or "global" (the
+    whole global batch of the step before).
+    """
+
+    active: PositiveInt = Field(description="experts a token goes to")
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = Field(default=False, description="the chosen experts' weights sum to 1")
+    scale: PositiveFloat = Field(default=1.0, description="factor of the weights (DeepSeek's routed scaling)")
+    groups: PositiveInt = Field(default=1, description="groups the experts form; a token is limited to a few of them")
+    active_groups: PositiveInt = Field(default=1, description="groups a token may go to")
+    group_score: Literal["max", "top2"] = Field(
+        default="max", description="what a group is chosen by (V2: max, V3: sum of the best two)"
+    )
+    bias_rate: NonNegativeFloat = Field(default=0.0, description="step of the auxiliary-loss-free bias (DeepSeek-V3); 0: no bias")
+    balance_weight: NonNegativeFloat = Field(default=0.0, description="weight of the load-balancing loss")
+    balance_set: Literal["sequence", "batch", "global"] = "sequence"
+    z_weight: NonNegativeFloat = Field(default=0.0, description="weight of the router z-loss (ST-MoE)")
+    capacity: PositiveFloat | None = Field(
+        default=None,
+        description="an expert takes at most capacity * tokens * active / experts of a sequence, in order; None: all",
+    )
+    balanced: bool = Field(
+        default=False, description="ignore the scores' order and deal tokens out evenly, for benchmarks and dry runs"
+    )
+
+
+class MoeSpec(Spec):
+    """Mixture of experts: each token goes through `router.active` of `experts` small MLPs, and through a shared one if there is any."""
+
+    kind: Literal["moe"] = "moe"
+    experts: PositiveInt
+    hidden: PositiveInt = Field(description="width of one expert")
+    shared: NonNegativeInt = Field(default=0, description="width of the expert every token goes through; 0: none")
+    shared_gate: bool = Field(default=False, description="the shared expert's output is weighted by sigmoid(w x) (Qwen2-MoE)")
+    activation: Activation = "silu"
+    gated: bool = True
+    router: RouterSpec
+
+
+class NormSpec(Spec):
+    """Normalisation over channels."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: PositiveFloat = 1e-5
+    offset: bool = Field(default=False, description="the weight is 1 + what is stored (Gemma)")
+    bias: bool = Field(default=False, description='for "layer": a bias as well')
 
 
 class BlockSpec(Spec):
-    """One pre-norm transformer block."""
+    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)); or both from one norm (`parallel`, PaLM)."""
 
-    attention: AttentionSpec
-    mlp: MlpSpec
-    norm_eps: PositiveFloat = 1e-5
+    attention: AttentionSpec | LatentAttentionSpec = Field(discriminator="kind")
+    mlp: MlpSpec | MoeSpec = Field(discriminator="kind")
+    norm: NormSpec = NormSpec()
+    parallel: bool = Field(default=False, description="x + attention(norm(x)) + mlp(norm(x)), one norm for both (PaLM)")
+    post_norms: bool = Field(default=False, description="attention's and the MLP's outputs are normalised too (Gemma 2, Grok-1)")
 
 
 class EmbeddingSpec(Spec):
     """Token embedding."""
 
     vocab: PositiveInt
+    positions: PositiveInt | None = Field(default=None, description="learned positions to add, this many (GPT-3)")
+    scale: PositiveFloat = Field(default=1.0, description="factor of the embeddings (Gemma: sqrt(dim))")
+    init_std: PositiveFloat | None = Field(default=None, description="of the first embeddings (PaLM: 1); None: the model's")
+
+
+class AheadSpec(Spec):
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): `depth` further tokens, each by one more block."""
+
+    depth: PositiveInt = 1
+    block: BlockSpec
+    weight: PositiveFloat = Field(default=0.1, description="of the mean of the further tokens' losses")
 
 
 class HeadSpec(Spec):
@@ -60,7 +162,10 @@ class HeadSpec(Spec):
 
     vocab: PositiveInt
     tied: bool = False
-    norm_eps: PositiveFloat = 1e-5
+    norm: NormSpec = NormSpec()
+    scale: PositiveFloat = Field(default=1.0, description="factor of the logits (PaLM: 1 / sqrt(dim); Grok-1)")
+    softcap: PositiveFloat | None = Field(default=None, description="logits become cap * tanh(logits / cap) (Gemma 2)")
+    ahead: AheadSpec | None = None
 
 
 class ModelSpec(Spec):
@@ -78,3 +183,10 @@ class ModelSpec(Spec):
     def part_names(self) -> tuple[str, ...]:
         """Names of the parts in order; also the prefixes of their parameters."""
         return ("embedding", *(f"blocks.{i}" for i in range(len(self.blocks))), "head")
+
+    @property
+    def balances_microbatches(self) -> bool:
+        """Is there a loss over the loads of microbatch i of all data ranks? Then what is learnt depends on how many sequences that is."""
+        blocks = [*self.blocks, *([self.head.ahead.block] if self.head.ahead else [])]
+        routers = [block.mlp.router for block in blocks if isinstance(block.mlp, MoeSpec) and not block.mlp.router.balanced]
+        return any(router.balance_set == "batch" and router.balance_weight > 0 for router in routers)

@@ -11,7 +11,7 @@ Recompute = Annotated[str, StringConstraints(pattern=r"^(none|selective|full|sqr
 
 
 class Plan(Spec):
-    """A parallel layout. `data * tensor * pipeline` ranks; the result of training does not depend on it."""
+    """A parallel layout. `data * context * tensor * pipeline` ranks; the result of training does not depend on it."""
 
     data: PositiveInt = Field(default=1, description="data-parallel ranks; each reads its own part of the global batch")
     replicate: PositiveInt = Field(
@@ -21,6 +21,23 @@ class Plan(Spec):
     zero: Zero = Field(default=1, description="what data ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights")
     tensor: PositiveInt = Field(default=1, description="ranks that split each matrix product")
     sequence: bool = Field(default=True, description="with tensor > 1: split norms and residuals along the sequence too")
+    overlap_tensor: PositiveInt = Field(
+        default=1,
+        description="with tensor > 1: pieces in which activations travel, each while another is multiplied; 1: all at once",
+    )
+    context: PositiveInt = Field(
+        default=1, description="ranks that split each sequence; a rank has one early and one late part of it"
+    )
+    context_method: Literal["ring", "gather"] = Field(
+        default="ring", description="how keys and values meet queries: passed around a ring, or gathered whole (Llama 3)"
+    )
+    ulysses: PositiveInt = Field(
+        default=1, description="of the context ranks, how many exchange heads for sequence instead; context: all of them"
+    )
+    expert: PositiveInt = Field(
+        default=1, description="ranks that share out the experts; taken from data, context and tensor ranks"
+    )
+    expert_tensor: PositiveInt = Field(default=1, description="ranks that split each expert's matrix products")
     pipeline: PositiveInt = Field(default=1, description="ranks that hold consecutive runs of layers")
     schedule: str = Field(default="1f1b", description="pipeline schedule: a name from the schedule table")
     chunks: PositiveInt = Field(default=1, description="stages a pipeline rank holds (interleaved schedules need more than one)")
@@ -35,22 +52,42 @@ class Plan(Spec):
     recompute_parts: tuple[str, ...] = Field(
         default=("attention.core",), description="selective: the parts of a block computed again in backward"
     )
+    post_validation: bool = Field(
+        default=False,
+        description="update before the global gradient norm is known, check it after the next step's first forwards, undo if wrong; "
+        "until then keeps the gradients and copies for undoing, 12 bytes a parameter of a rank's share",
+    )
     compile: bool = Field(default=False, description="compile each block with torch.compile")
 
     @property
     def ranks(self) -> int:
         """Ranks of the whole run."""
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.context * self.tensor * self.pipeline
+
+    @property
+    def set_sequences(self) -> int:
+        """Sequences of microbatch i of all data ranks: the set that a balance loss over microbatches measures loads over."""
+        return self.data * self.microbatch
+
+    @property
+    def sides(self) -> int:
+        """Copies of each stage in the pipeline: 2 when it runs in both directions."""
+        return 2 if self.schedule == "dualpipe" else 1
+
+    @property
+    def holders(self) -> int:
+        """Ranks whose gradients of a dense weight are added up: they compute different tokens with it."""
+        return self.data * self.context * self.sides
 
     @property
     def shards(self) -> int:
-        """Data ranks that share one copy of the state: 1 when nothing is sharded."""
-        return 1 if self.zero == 0 else self.data // self.replicate
+        """Ranks that share one copy of the dense state: 1 when nothing is sharded."""
+        return 1 if self.zero == 0 else self.holders // self.replicate
 
     @property
     def copies(self) -> int:
-        """Copies of the state among the data ranks; `copies * shards == data`."""
-        return self.data // self.shards
+        """Copies of the dense state; `copies * shards == holders`."""
+        return self.holders // self.shards
 
     @property
     def stages(self) -> int:

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from megalith.spec.llama import Llama
+from megalith.spec.families import Model, read
 
 
 @dataclass(frozen=True)
@@ -14,13 +14,13 @@ class Preset:
     """A named model: the keys of `[model]` it stands for, and where its numbers come from."""
 
     name: str
-    family: str
+    group: str
     source: str
     values: dict[str, Any]
 
-    def build(self) -> Llama:
-        """The sizes as a spec; its name is the preset's."""
-        return Llama.model_validate(self.values)
+    def build(self) -> Model:
+        """The sizes as a spec of their family; its name is the preset's."""
+        return read(self.values)
 
 
 @cache
@@ -28,7 +28,7 @@ def presets() -> dict[str, Preset]:
     """Every preset by name, in the order of the table."""
     table = tomllib.loads(files("megalith.spec").joinpath("presets.toml").read_text(encoding="utf-8"))
     return {
-        name: Preset(name, family, rows["source"], {"name": name} | rows["shared"] | sizes)
-        for family, rows in table.items()
+        name: Preset(name, group, rows["source"], {"family": rows["family"], "name": name} | rows["shared"] | sizes)
+        for group, rows in table.items()
         for name, sizes in rows["sizes"].items()
     }

@@ -1,11 +1,12 @@
-"""One training run, as a TOML file says it: `[model] [plan] [data] [train] [optimizer] [validation] [checkpoint] [log] [launch]`."""
+"""One training run, as a TOML file says it: a table for each part of it."""
 
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megalith.spec.base import Spec
-from megalith.spec.llama import Llama
+from megalith.spec.families import Model
+from megalith.spec.fleet import FleetSpec
 from megalith.spec.plan import Plan
 
 
@@ -85,7 +86,7 @@ class RunSpec(Spec):
     cluster: str = Field(
         default="local", description="accelerator this runs on, for MFU: a name from the catalogue, or `local` to find out"
     )
-    model: Llama
+    model: Model
     plan: Plan = Plan()
     data: DataSpec
     train: TrainSpec
@@ -94,6 +95,7 @@ class RunSpec(Spec):
     checkpoint: CheckpointSpec = CheckpointSpec()
     log: LogSpec = LogSpec()
     launch: LaunchSpec = LaunchSpec()
+    fleet: FleetSpec = FleetSpec()
 
     @property
     def microbatches(self) -> int:

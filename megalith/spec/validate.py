@@ -4,14 +4,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megalith.spec.base import Spec
-from megalith.spec.presets import presets
+from megalith.spec.families import FAMILIES, family_of
 from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.run import RunSpec
 from megalith.spec.toml import dotted, key, literal
@@ -36,6 +35,7 @@ NEEDED: dict[str, str] = {
     "string_pattern_mismatch": "it is none of the forms known here",
     "missing": "a value is needed",
     "extra_forbidden": "unknown key",
+    "union_tag_invalid": "no {word} has this name",
 }
 """Reasons by pydantic's error type; anything else keeps pydantic's own message."""
 
@@ -51,11 +51,12 @@ def validate(tree: Tree, *, source: Callable[[str], str], preset_failed: bool = 
         return RunSpec.model_validate_json(json.dumps(_with_nones(RunSpec, whole), default=str), strict=True)
     except ValidationError as error:
         found = list(error.errors())
-    meant = {_suggestion(e["loc"]) for e in found if e["type"] == "extra_forbidden"} | ({"model"} if preset_failed else set())
+    faults = [_fault(e, whole) for e in found]
+    meant = {_suggestion(f) for f in faults if f.kind == "extra_forbidden"} | ({"model"} if preset_failed else set())
     heard = [
-        e for e in found if not (e["type"] == "missing" and {dotted(e["loc"]), dotted(e["loc"][:1])} & meant)
+        f for f in faults if not (f.kind == "missing" and {dotted(f.path), dotted(f.path[:1])} & meant)
     ]  # what a misspelt key was meant to give is not missing too
-    raise SpecErrors([_worded(e, source) for e in heard])
+    raise SpecErrors([_worded(f, source) for f in heard])
 
 
 @dataclass(frozen=True)
@@ -84,75 +85,124 @@ def _with_nones(spec: type[Spec], tree: Tree) -> Tree:
             return value
         if value == "none" and type(None) in get_args(field.annotation):
             return None
-        nested = _table(field)
+        nested = _chosen(kinds_of(field.annotation), value)
         return _with_nones(nested, value) if nested and isinstance(value, dict) else value
 
     return {name: read(name, value) for name, value in tree.items()}
 
 
-def _table(field: FieldInfo) -> type[Spec] | None:
-    """The spec a field holds, if it holds one."""
-    kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else (field.annotation,)
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Spec)), None)
+def kinds_of(annotation: Any) -> list[type[Spec]]:
+    """The specs a field may hold."""
+    if get_origin(annotation) is Annotated:
+        return kinds_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [kind for member in get_args(annotation) for kind in kinds_of(member)]
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, Spec) else []
 
 
-def _spec_at(path: tuple[str | int, ...]) -> type[Spec] | None:
-    spec: type[Spec] | None = RunSpec
-    for part in path:
-        field = spec.model_fields.get(str(part)) if spec else None
-        spec = _table(field) if field else None
-    return spec
+def _chosen(kinds: list[type[Spec]], value: Any) -> type[Spec] | None:
+    """Which of them `value` is meant to be, by its family or kind; None if it names none of them."""
+    if len(kinds) < 2:
+        return kinds[0] if kinds else None
+    if "family" in kinds[0].model_fields:
+        return FAMILIES.get(family_of(value))
+    word = value.get("kind") if isinstance(value, dict) else None
+    return next((kind for kind in kinds if kind.model_fields["kind"].default == word), None)
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """One finding of pydantic's: `path` of keys as the user wrote them, and the spec each of its tables is."""
+
+    path: tuple[str | int, ...]
+    kind: str
+    value: Any
+    message: str
+    context: dict[str, Any]
+    tables: tuple[type[Spec] | None, ...]
+
+    @property
+    def table(self) -> type[Spec] | None:
+        """The spec that the last key of the path belongs to."""
+        return self.tables[len(self.path) - 1] if self.path else None
+
+
+def _fault(error: ErrorDetails, tree: Tree) -> _Fault:
+    path: list[str | int] = []
+    tables: list[type[Spec] | None] = [RunSpec]
+    value: Any = tree
+    kinds: list[type[Spec]] = []
+    parts = iter(error["loc"])
+    for part in parts:
+        field = tables[-1].model_fields.get(str(part)) if tables[-1] else None
+        kinds = kinds_of(field.annotation) if field else []
+        value = value.get(part) if isinstance(value, dict) else None
+        path.append(part)
+        tables.append(_chosen(kinds, value))
+        if len(kinds) > 1:
+            next(parts, None)  # pydantic names the member of the union here, which nobody wrote
+    kind, found, context = error["type"], error["input"], dict(error.get("ctx", {}))
+    if kind in ("union_tag_invalid", "union_tag_not_found"):  # of the whole table, and the fault of one word in it
+        word = "family" if "family" in kinds[0].model_fields else "kind"
+        known = [str(member.model_fields[word].default) for member in kinds]
+        context = {"word": word, "known": known}
+        kind = "union_tag_invalid" if word in found else "missing"
+        found, path = found.get(word), [*path, word]
+    return _Fault(tuple(path), kind, found, error["msg"], context, tuple(tables))
 
 
 def _known(spec: type[Spec], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The path of every key of a spec."""
     for name, field in spec.model_fields.items():
         yield (*path, name)
-        nested = _table(field)
-        if nested:
+        for nested in kinds_of(field.annotation):
             yield from _known(nested, (*path, name))
 
 
-def _suggestion(path: tuple[str | int, ...]) -> str | None:
+def _suggestion(fault: _Fault) -> str | None:
     """The key an unknown one was likely meant to be: a neighbour spelt alike, or the same word in another table."""
-    spec, word = _spec_at(path[:-1]), str(path[-1])
-    neighbours = [*(spec.model_fields if spec else ()), *(["preset"] if path[0] == "model" else [])]
+    word, inside = str(fault.path[-1]), fault.path[0] == "model"
+    neighbours = [*(fault.table.model_fields if fault.table else ()), *(["preset"] if inside else [])]
     nearest = near(word, neighbours)
     if nearest:
-        return dotted((*path[:-1], nearest))
-    elsewhere = {known[-1]: dotted(known) for known in reversed([*_known(RunSpec)])}
+        return dotted((*fault.path[:-1], nearest))
+    others = (path for path in _known(RunSpec) if not (inside and path[0] == "model"))  # other families' sizes are no help
+    elsewhere = {known[-1]: dotted(known) for known in reversed([*others])}
     return elsewhere.get(near(word, elsewhere) or "")
 
 
-def _worded(error: ErrorDetails, source: Callable[[str], str]) -> Problem:
-    path, kind = error["loc"], error["type"]
-    name = dotted(path)
-    reason = NEEDED.get(kind, error["msg"]).format(**error.get("ctx", {})) if kind in NEEDED else error["msg"]
-    missing = kind == "missing"
+def _worded(fault: _Fault, source: Callable[[str], str]) -> Problem:
+    missing = fault.kind == "missing"
+    name = dotted(fault.path)
+    together = fault.kind == "value_error"  # of several values of a table, found by the table itself
+    own = fault.message.removeprefix("Value error, ")
     return Problem(
         severity="error",
         key=name,
-        value=None if missing else error["input"],
-        reason=reason,
-        way_out=_way_out(path, kind, error["input"]),
+        value=None if missing or together else fault.value,
+        reason=NEEDED[fault.kind].format(**fault.context) if fault.kind in NEEDED else own,
+        way_out="They contradict each other: correct one." if together else _way_out(fault),
         source="" if missing else source(name),
     )
 
 
-def _way_out(path: tuple[str | int, ...], kind: str, value: Any) -> str:
+def _way_out(fault: _Fault) -> str:
+    path, kind = fault.path, fault.kind
     if kind == "extra_forbidden":
-        suggestion = _suggestion(path)
-        return f"Did you mean {suggestion}?" if suggestion else f"Known here: {', '.join(_spec_at(path[:-1]).model_fields)}."  # type: ignore[union-attr]
-    spec = _spec_at(path[:-1])
-    field = spec.model_fields.get(str(path[-1])) if spec else None
+        suggestion = _suggestion(fault)
+        return f"Did you mean {suggestion}?" if suggestion else f"Known here: {', '.join(fault.table.model_fields)}."  # type: ignore[union-attr]
+    if kind == "union_tag_invalid":
+        nearest = near(str(fault.value), fault.context["known"])
+        return f"{f'Did you mean {literal(nearest)}? ' if nearest else ''}Known: {', '.join(fault.context['known'])}."
+    field = fault.table.model_fields.get(str(path[-1])) if fault.table else None
+    about = f" ({field.description})" if field and field.description else ""
+    if kind == "missing":
+        preset = ' Or name a preset: preset = "tiny".' if path[0] == "model" else ""
+        return f'Write "{key(str(path[-1]))} = ..." under [{dotted(path[:-1])}]{about}.{preset}'
     if field is None:
         return "Correct it."
-    about = f" ({field.description})" if field.description else ""
-    if kind == "missing":
-        preset = f' Or name a preset: preset = "tiny" (known: {", ".join(presets())}).' if path[0] == "model" else ""
-        return f'Write "{key(str(path[-1]))} = ..." under [{dotted(path[:-1])}]{about}.{preset}'
-    if kind == "literal_error" and isinstance(value, str):
-        nearest = near(value, map(str, get_args(field.annotation)))
+    if kind == "literal_error" and isinstance(fault.value, str):
+        nearest = near(fault.value, map(str, get_args(field.annotation)))
         return f"Did you mean {literal(nearest)}?" if nearest else "Choose one of them."
     default = "" if field.is_required() else f" or leave it out for the default, {literal(field.default)}"
     return f"Correct it{about}{default}."

@@ -17,11 +17,15 @@ def test_dense_peaks_are_the_published_ones():
     assert catalogue()["tpu-v5p"].peak["bf16"] == 459e12
 
 
+BLACKWELL_ULTRA = ("b300", "gb300-nvl72")  # three fp4 products in the time of one fp8: the one exception there is
+
+
 def test_peaks_are_dense_so_narrower_numbers_are_twice_as_fast_at_most():
     for accelerator in catalogue().values():
         rates = [accelerator.peak[p] for p in ("bf16", "fp8", "fp4") if p in accelerator.peak]
-        for wide, narrow in itertools.pairwise(rates):
-            assert narrow == pytest.approx(2 * wide, rel=1e-3), accelerator.name
+        ratios = [2, 3] if accelerator.name in BLACKWELL_ULTRA else [2, 2]
+        for (wide, narrow), ratio in zip(itertools.pairwise(rates), ratios, strict=False):
+            assert narrow == pytest.approx(ratio * wide, rel=1e-3), accelerator.name
 
 
 def test_volta_has_no_bf16_and_ampere_no_fp8():

@@ -8,7 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megalith.spec import files
+from megalith.spec.families import FAMILIES
 from megalith.spec.files import Resolved, load
+from megalith.spec.gemma2 import Gemma2
 from megalith.spec.llama import Llama
 from megalith.spec.model import RopeScaling
 from megalith.spec.plan import Plan
@@ -172,6 +174,46 @@ def test_the_nearest_of_a_few_words_is_suggested(run: Path):
     assert 'Did you mean "cosine"?' in problems(RUN, "optimizer.schedule=cosin")["optimizer.schedule"].way_out
 
 
+def test_the_keys_of_a_model_are_those_of_its_family(run: Path):
+    model = load(run, overrides=["model.preset=gemma2-2b", "model.window=128", "model.logit_softcap=none"]).spec.model
+    assert isinstance(model, Gemma2)
+    assert (model.window, model.logit_softcap, model.attention_softcap) == (128, None, 50.0)
+    found = problems(RUN, "model.preset=gpt2", "model.head=3", "model.rope_theta=1e4")
+    assert found["model.head"].way_out == "Did you mean model.heads?"
+    assert found["model.rope_theta"].way_out.startswith("Known here: family, name, layers, dim, heads,")
+    assert found["model.rope_theta"].source == "command line"
+
+
+def test_a_family_nobody_knows_is_told_the_nearest(run: Path):
+    found = problems(RUN, "model.family=gema2", "train.stepz=1")
+    assert set(found) == {"model.family", "train.stepz"}
+    problem = found["model.family"]
+    assert (problem.value, problem.reason, problem.source) == ("gema2", "no family has this name", "command line")
+    assert problem.way_out.startswith('Did you mean "gemma2"? Known: llama, ')
+    assert all(family in problem.way_out for family in FAMILIES)
+
+
+def test_a_family_that_is_no_word_is_one_nobody_knows(run: Path):
+    assert problems(RUN, "model.family=[1]")["model.family"].reason == "no family has this name"
+
+
+def test_the_kind_of_a_stretch_that_a_family_has_not_is_refused(run: Path):
+    found = problems(RUN, "model.preset=llama3.1-8b", "model.rope_scaling.kind=llama33", "model.rope_scaling.factr=2")
+    assert found["model.rope_scaling.kind"].way_out == 'Did you mean "llama3"?'
+    assert found["model.rope_scaling.factr"].way_out == "Did you mean model.rope_scaling.factor?"
+
+
+def test_sizes_that_contradict_each_other_are_told_as_the_family_tells_it(run: Path):
+    (problem,) = problems(RUN, "model.preset=deepseek-v3", "model.dense_layers=99").values()
+    assert (problem.key, problem.value) == ("model", None)
+    assert problem.reason.startswith("dense_layers = 99 of 61 layers")
+
+
+def test_missing_keys_are_those_of_the_family(run: Path):
+    found = problems(RUN.replace('preset = "quickstart"', 'family = "gpt"'))
+    assert set(found) == {f"model.{key}" for key in ("layers", "dim", "heads", "vocab")}
+
+
 def test_missing_keys_are_all_named(run: Path):
     found = problems('name = "empty"\n')
     sizes = {f"model.{key}" for key in ("layers", "dim", "heads", "ffn", "vocab")}
@@ -233,7 +275,7 @@ def test_saving_writes_the_run_for_people_and_for_programs(run: Path):
 WORDS = st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: text != "none")
 POSITIVE = st.integers(1, 2**40)
 RATES = st.floats(min_value=1e-300, max_value=1e300)
-MODELS = st.builds(
+LLAMAS = st.builds(
     Llama,
     name=WORDS,
     layers=POSITIVE,
@@ -246,10 +288,22 @@ MODELS = st.builds(
     rope_scaling=st.none() | st.builds(RopeScaling, factor=RATES),
     tied=st.booleans(),
 )
+GEMMAS = st.builds(
+    Gemma2,
+    name=WORDS,
+    layers=POSITIVE,
+    dim=POSITIVE,
+    heads=POSITIVE,
+    kv_heads=POSITIVE,
+    ffn=POSITIVE,
+    vocab=POSITIVE,
+    query_scalar=st.none() | POSITIVE,
+    logit_softcap=st.none() | RATES,
+)
 RUNS = st.builds(
     RunSpec,
     name=WORDS,
-    model=MODELS,
+    model=LLAMAS | GEMMAS,
     plan=st.builds(
         Plan,
         data=POSITIVE,

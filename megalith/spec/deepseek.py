@@ -1,0 +1,151 @@
+"""The DeepSeek family, V2 and V3 and those built like them, as a user writes it (`[model] family = "deepseek"`)."""
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from megalith.spec.base import Spec
+from megalith.spec.family import Balanced, ExpertWidth, model_of, multiple, shrunk
+from megalith.spec.model import (
+    AheadSpec,
+    BlockSpec,
+    LatentAttentionSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    RopeSpec,
+    RouterSpec,
+    YarnScaling,
+)
+
+
+class DeepSeek(Spec):
+    """Sizes of a DeepSeek: latent attention and, after the first layers, fine-grained experts beside shared ones.
+
+    V2 (DeepSeek-AI 2024, arXiv:2405.04434) scores experts by softmax and groups by their best expert; V3 (arXiv:2412.19437) by sigmoid
+    and by their best two, with a bias instead of most of the balance loss, and predicts further tokens; Kimi K2 (arXiv:2507.20534) is a
+    wider V3 without groups.
+    """
+
+    family: Literal["deepseek"] = "deepseek"
+    name: str = "deepseek"
+    layers: PositiveInt
+    dense_layers: NonNegativeInt = Field(default=1, description="the first layers, with one MLP of `ffn` each and no experts")
+    dim: PositiveInt
+    heads: PositiveInt
+    q_rank: PositiveInt | None = Field(default=None, description="width of the queries' latent; none: queries straight from x")
+    kv_rank: PositiveInt = 512
+    nope_dim: PositiveInt = Field(default=128, description="channels of a head's queries and keys that are not rotated")
+    rope_dim: PositiveInt = Field(default=64, description="channels that are")
+    v_dim: PositiveInt = Field(default=128, description="channels of a head's values")
+    ffn: PositiveInt
+    experts: PositiveInt
+    expert_ffn: ExpertWidth
+    shared_experts: NonNegativeInt = Field(default=1, description="experts every token goes through")
+    active: PositiveInt = Field(description="routed experts a token goes to")
+    scores: Literal["softmax", "sigmoid"] = "sigmoid"
+    normalise: bool = Field(default=True, description="the chosen experts' weights sum to 1")
+    routed_scale: PositiveFloat = Field(default=1.0, description="factor of the chosen experts' weights")
+    groups: PositiveInt = 1
+    active_groups: PositiveInt = 1
+    group_score: Literal["max", "top2"] = "top2"
+    bias_rate: NonNegativeFloat = Field(default=0.0, description="step of the auxiliary-loss-free bias")
+    balance_weight: NonNegativeFloat = Field(default=0.0, description="weight of the sequence-wise balance loss")
+    balanced: Balanced = False
+    ahead: NonNegativeInt = Field(default=0, description="further tokens to predict (multi-token prediction)")
+    ahead_weight: PositiveFloat = Field(default=0.3, description="of the mean of the further tokens' losses")
+    vocab: PositiveInt
+    context: PositiveInt = 4096
+    rope_theta: PositiveFloat = 10_000.0
+    rope_scaling: YarnScaling | None = None
+    norm_eps: PositiveFloat = 1e-6
+    tied: bool = False
+    init_std: PositiveFloat = 0.02
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        """Raises ValueError with every size that contradicts another."""
+        problems: list[str] = []
+        if self.dense_layers > self.layers:
+            problems.append(f"dense_layers = {self.dense_layers} of {self.layers} layers: give at most {self.layers}")
+        if self.rope_dim % 2:
+            problems.append(f"rope_dim = {self.rope_dim} is odd, and channels turn in pairs: give an even one")
+        if self.experts % self.groups:
+            problems.append(f"groups = {self.groups} does not divide experts = {self.experts}")
+        if self.active_groups > self.groups:
+            problems.append(f"active_groups = {self.active_groups} of {self.groups} groups: give at most {self.groups}")
+        reach = self.experts // self.groups * min(self.active_groups, self.groups)
+        if self.active > reach:
+            problems.append(
+                f"active = {self.active}, and the groups a token may go to hold {reach} experts: give at most {reach}"
+            )
+        if self.groups > 1 and self.group_score == "top2" and self.experts // self.groups < 2:
+            problems.append(
+                "group_score = 'top2' needs two experts in a group, and experts / groups = 1: use group_score = 'max'"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def build(self) -> ModelSpec:
+        """The model as a tuple of parts. The modules that predict further tokens have experts, as in the release of V3."""
+        norm = NormSpec(eps=self.norm_eps)
+        attention = LatentAttentionSpec(
+            heads=self.heads,
+            q_rank=self.q_rank,
+            kv_rank=self.kv_rank,
+            nope_dim=self.nope_dim,
+            rope_dim=self.rope_dim,
+            v_dim=self.v_dim,
+            rope=RopeSpec(theta=self.rope_theta, scaling=self.rope_scaling),
+        )
+        dense = BlockSpec(attention=attention, mlp=MlpSpec(hidden=self.ffn), norm=norm)
+        routed = BlockSpec(attention=attention, mlp=self._experts(), norm=norm)
+        ahead = AheadSpec(depth=self.ahead, block=routed, weight=self.ahead_weight) if self.ahead else None
+        blocks = (dense,) * self.dense_layers + (routed,) * (self.layers - self.dense_layers)
+        return model_of(self, blocks, norm, ahead=ahead)
+
+    def _experts(self) -> MoeSpec:
+        """The shared experts are one of their joint width, which computes the same."""
+        return MoeSpec(
+            experts=self.experts,
+            hidden=self.expert_ffn,
+            shared=self.shared_experts * self.expert_ffn,
+            router=RouterSpec(
+                active=self.active,
+                scores=self.scores,
+                normalise=self.normalise,
+                scale=self.routed_scale,
+                groups=self.groups,
+                active_groups=self.active_groups,
+                group_score=self.group_score,
+                bias_rate=self.bias_rate,
+                balance_weight=self.balance_weight,
+                balanced=self.balanced,
+            ),
+        )
+
+    def small(self, layers: int, unit: int, heads_unit: int) -> Self:
+        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        grouped, scaling = self.groups > 1, self.rope_scaling
+        return shrunk(
+            self,
+            layers=layers,
+            unit=unit,
+            dense_layers=min(self.dense_layers, 1, layers - 1),
+            heads=heads_unit,
+            q_rank=None if self.q_rank is None else 24,
+            kv_rank=16,
+            nope_dim=8,
+            rope_dim=4,
+            v_dim=8,
+            ffn=multiple(48, unit),
+            experts=multiple(8, 4 * unit if grouped else unit),
+            expert_ffn=multiple(16, unit),
+            shared_experts=min(self.shared_experts, 1),
+            active=2,
+            groups=4 if grouped else 1,
+            active_groups=2 if grouped else 1,
+            rope_scaling=scaling and scaling.model_copy(update={"original_context": 16}),
+        )

@@ -1,0 +1,55 @@
+"""Model families: what `[model]` may hold, one flat spec a family, told apart by `family` ("llama" where it is not said).
+
+A family is a frozen Spec with `name`, `layers`, `dim`, `vocab`, `context`, `tied` and `init_std` among its sizes, `build()`, which
+gives the model as parts, and `small(layers, unit, heads_unit)`, the same family in sizes that every split divides; `family.py` has what
+they share. A new one is a file beside this and a line in `Model`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, get_args
+
+from pydantic import Discriminator, Tag, TypeAdapter
+
+from megalith.spec.deepseek import DeepSeek
+from megalith.spec.gemma2 import Gemma2
+from megalith.spec.gpt import Gpt
+from megalith.spec.grok import Grok
+from megalith.spec.llama import Llama
+from megalith.spec.mixtral import Mixtral
+from megalith.spec.palm import Palm
+from megalith.spec.qwen3 import Qwen3
+from megalith.spec.qwen3_moe import Qwen3Moe
+from megalith.spec.switch import Switch
+
+DEFAULT = "llama"
+
+
+def family_of(values: Any) -> str:
+    """The family that raw values of `[model]`, or a spec, belong to."""
+    family = values.get("family", DEFAULT) if isinstance(values, Mapping) else getattr(values, "family", DEFAULT)
+    return str(family)
+
+
+Model = Annotated[
+    Annotated[Llama, Tag("llama")]
+    | Annotated[Gpt, Tag("gpt")]
+    | Annotated[Palm, Tag("palm")]
+    | Annotated[Gemma2, Tag("gemma2")]
+    | Annotated[Qwen3, Tag("qwen3")]
+    | Annotated[Qwen3Moe, Tag("qwen3_moe")]
+    | Annotated[Mixtral, Tag("mixtral")]
+    | Annotated[Switch, Tag("switch")]
+    | Annotated[Grok, Tag("grok")]
+    | Annotated[DeepSeek, Tag("deepseek")],
+    Discriminator(family_of),
+]
+
+FAMILIES: dict[str, type] = {tag.tag: spec for spec, tag in map(get_args, get_args(get_args(Model)[0]))}
+"""The spec of each family by its name."""
+
+_ADAPTER: TypeAdapter[Model] = TypeAdapter(Model)
+
+
+def read(values: Mapping[str, Any]) -> Model:
+    """The spec that plain values describe (a preset's, or those in a checkpoint's manifest). Raises pydantic's ValidationError."""
+    return _ADAPTER.validate_python(values)

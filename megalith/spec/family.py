@@ -1,0 +1,125 @@
+"""What families have in common: fields that mean the same in each, the tail of `build`, the small form."""
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Protocol, TypeVar
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from megalith.spec.base import Spec
+from megalith.spec.model import AheadSpec, AttentionSpec, BlockSpec, EmbeddingSpec, HeadSpec, ModelSpec, NormSpec, RopeSpec
+
+Active = Annotated[PositiveInt, Field(description="experts a token goes to")]
+ExpertWidth = Annotated[PositiveInt, Field(description="width of one expert")]
+BalanceWeight = Annotated[NonNegativeFloat, Field(description="weight of the load-balancing loss")]
+BalanceSet = Annotated[Literal["sequence", "batch", "global"], Field(description="tokens over which load is measured")]
+ZWeight = Annotated[NonNegativeFloat, Field(description="weight of the router z-loss")]
+Balanced = Annotated[
+    bool, Field(description="deal tokens out to experts evenly, whatever their scores: for benchmarks, which learn nothing by it")
+]
+
+
+class Sizes(Protocol):
+    """What every family says."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def init_std(self) -> float: ...
+
+
+class Attends(Protocol):
+    """What a family with grouped-query attention and rotary positions says."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int | None: ...
+    @property
+    def head_dim(self) -> int | None: ...
+    @property
+    def rope_theta(self) -> float: ...
+
+
+class Chooses(Protocol):
+    """What a family with experts says, if any of them may be chosen together."""
+
+    @property
+    def active(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+
+
+Family = TypeVar("Family", bound=Spec)
+Choosing = TypeVar("Choosing", bound=Chooses)
+
+
+def model_of(
+    sizes: Sizes,
+    blocks: Iterable[BlockSpec],
+    norm: NormSpec,
+    *,
+    positions: int | None = None,
+    embedding_scale: float = 1.0,
+    embedding_std: float | None = None,
+    output_scale: float = 1.0,
+    softcap: float | None = None,
+    ahead: AheadSpec | None = None,
+) -> ModelSpec:
+    """The model of these blocks between an embedding and a head with `norm`; the rest as in EmbeddingSpec and HeadSpec."""
+    return ModelSpec(
+        name=sizes.name,
+        dim=sizes.dim,
+        context=sizes.context,
+        embedding=EmbeddingSpec(vocab=sizes.vocab, positions=positions, scale=embedding_scale, init_std=embedding_std),
+        blocks=tuple(blocks),
+        head=HeadSpec(vocab=sizes.vocab, tied=sizes.tied, norm=norm, scale=output_scale, softcap=softcap, ahead=ahead),
+        init_std=sizes.init_std,
+    )
+
+
+def attention_of(sizes: Attends, **own: Any) -> AttentionSpec:
+    """The attention of these heads; `own` is what not every family says of it."""
+    return AttentionSpec.model_validate(
+        {
+            "heads": sizes.heads,
+            "kv_heads": sizes.kv_heads or sizes.heads,
+            "head_dim": sizes.head_dim or sizes.dim // sizes.heads,
+            "rope": RopeSpec(theta=sizes.rope_theta),
+        }
+        | own
+    )
+
+
+def shrunk(family: Family, *, layers: int, unit: int, **own: Any) -> Family:
+    """The same family with every size just large enough to be split, widths in multiples of `unit`; `own` are the sizes that not every
+    family has."""
+    common = {"layers": layers, "dim": multiple(32, unit), "vocab": multiple(96, unit), "context": 64}
+    return family.model_copy(update=common | own)
+
+
+def few_heads(heads: int, kv_heads: int | None, *, unit: int) -> dict[str, int]:
+    """Heads in multiples of `unit`, that share keys as they did: each its own, some together, or all of them one."""
+    grouped = kv_heads is not None and kv_heads < heads
+    return {"heads": unit * (2 if grouped else 1), "kv_heads": 1 if kv_heads == 1 else unit, "head_dim": 8}
+
+
+def multiple(least: int, of: int) -> int:
+    """The smallest multiple of `of` that is at least `least`."""
+    return -(-least // of) * of
+
+
+def enough_experts(sizes: Choosing) -> Choosing:
+    """A family's validator: raises ValueError if a token would go to more experts than there are."""
+    if sizes.active > sizes.experts:
+        raise ValueError(f"active = {sizes.active} of {sizes.experts} experts: give at most {sizes.experts}")
+    return sizes

@@ -1,0 +1,77 @@
+"""Published tables of what broke in a long run, and what a cluster's owner says of its own."""
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from megalith.spec.base import Spec
+
+Shows = Literal[
+    "crash", "bug", "hang", "node lost", "preemption", "straggler", "corrupt state", "not finite", "wrong gradient", "full disk"
+]
+"""What a run sees of a fault: a rank's process dies; its program raises; nobody goes on; and so on."""
+
+
+class FaultCause(Spec):
+    """One row of a table."""
+
+    name: str
+    count: NonNegativeFloat
+    shows: Shows
+    repair: bool = Field(description="whether the node must be repaired before it can be used again")
+
+
+class FaultTable(Spec):
+    """Counts of interruptions by cause, over a number of devices and days."""
+
+    name: str
+    title: str
+    devices: PositiveInt
+    days: PositiveFloat
+    planned: NonNegativeFloat = Field(default=0.0, description="planned interruptions in that time, not among the causes")
+    source: str
+    causes: tuple[FaultCause, ...]
+
+    @property
+    def count(self) -> float:
+        """Unexpected interruptions in all."""
+        return sum(cause.count for cause in self.causes)
+
+    @property
+    def rate(self) -> float:
+        """Unexpected interruptions a device-hour."""
+        return self.count / (self.devices * self.days * 24)
+
+
+class Reliability(Spec):
+    """How a cluster's nodes break, together and alone, and how long they are away. A default of 0: nobody published a figure."""
+
+    faults: str = Field(default="llama3", description="table whose mix of causes is used (spec/faults.toml)")
+    repair_hours: PositiveFloat = Field(default=24.0, description="mean until a broken node is back; an assumption")
+    maintenance_hours: PositiveFloat = Field(default=4.0, description="until a node taken for maintenance is back; an assumption")
+    slow_factor: PositiveFloat = Field(default=1.3, ge=1.0, description="how much longer a step takes with a straggler")
+    rack_nodes: PositiveInt = Field(
+        default=2, description="nodes of a rack; Llama 3: two servers of eight (arXiv:2407.21783, 3.3.1)"
+    )
+    rack_outages: NonNegativeFloat = Field(default=0.0, description="a rack and a year")
+    rack_hours: PositiveFloat = Field(default=4.0, description="mean until a rack is back; an assumption")
+    switch_racks: PositiveInt = Field(
+        default=192, description="racks under one switch; Llama 3: pods of 192 racks (same section)"
+    )
+    switch_outages: NonNegativeFloat = Field(default=0.0, description="a switch and a year")
+    switch_hours: PositiveFloat = Field(default=0.5, description="mean until what is behind a switch is back; an assumption")
+    lemon_share: NonNegativeFloat = Field(default=0.0, lt=1.0, description="share of nodes that fail much more often")
+    lemon_factor: PositiveFloat = Field(default=1.0, ge=1.0, description="how much more often; the mean over all nodes stays")
+    person_hours: PositiveFloat = Field(
+        default=0.5, description="until a person has dealt with a run that stopped; an assumption"
+    )
+
+
+@cache
+def tables() -> dict[str, FaultTable]:
+    """Every known table by name."""
+    rows = tomllib.loads(files("megalith.spec").joinpath("faults.toml").read_text(encoding="utf-8"))
+    return {name: FaultTable.model_validate({"name": name, **row}) for name, row in rows.items()}

@@ -1,0 +1,71 @@
+"""How a run meets faults: spares, copies of its state, what is checked, and when it stops for a person."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megalith.spec.base import Spec
+from megalith.spec.plan import Plan
+
+
+class FleetSpec(Spec):
+    """The policy's own numbers (`fleet.policy`). What is switched off here costs nothing."""
+
+    recover: bool = Field(
+        default=True,
+        description="start the ranks again after a fault; false: any fault ends the run, and nothing is copied or checked",
+    )
+    nodes: PositiveInt = Field(
+        default=1, description="groups of ranks treated as machines; more than one rehearses on one machine"
+    )
+    spares: NonNegativeInt = Field(default=0, description="warm nodes outside the mesh that take a lost node's place")
+    no_spare: Literal["wait", "shrink", "stop"] = Field(
+        default="wait", description="when a node is gone and no spare is left; shrink: go on under `fallback`, not bitwise"
+    )
+    wait_limit: PositiveFloat = Field(
+        default=3600.0, description="seconds to wait for a node; then shrink if there is a fallback, else stop (exit status 71)"
+    )
+    fallback: Plan | None = Field(default=None, description="plan to go on with when too few nodes are left")
+    memory_every: NonNegativeInt = Field(
+        default=1, description="steps between copies of the state into the node's shared memory; 0: none"
+    )
+    memory_keep: PositiveInt = Field(default=2, description="copies in shared memory; one more while the next is being written")
+    buddy: Literal["none", "next", "far"] = Field(
+        default="far",
+        description="a second copy in another node's memory: the next one's, or half the nodes away (another rack's)",
+    )
+    disk_every: NonNegativeInt = Field(default=0, description="steps between copies on the node's own disk; 0: none")
+    digest: bool = Field(default=True, description="digest the state after each update and before the next: finds flips at rest")
+    verify_every: NonNegativeInt = Field(
+        default=0,
+        description="steps between recomputations of another replica's microbatch and of the buddy's update; 0: never",
+    )
+    verify: Literal["one", "all"] = Field(
+        default="one", description="microbatches recomputed then; all: every one, which alone finds an error that comes once"
+    )
+    hang_factor: PositiveFloat = Field(default=3.0, description="a step may take this many times the rolling 99th percentile")
+    hang_floor: PositiveFloat = Field(default=1.0, description="seconds without progress that are never called a hang")
+    node_timeout: PositiveFloat = Field(default=3.0, description="seconds without a node's heartbeat until it counts as lost")
+    straggler_factor: PositiveFloat = Field(default=1.5, ge=1.0, description="a rank this much slower than the median is slow")
+    straggler_steps: PositiveInt = Field(default=8, description="consecutive slow steps that make a straggler")
+    same_failure: PositiveInt = Field(
+        default=3, ge=2, description="times the same failure may come at one step: the second falls back a tier, this one stops"
+    )
+    fruitless: PositiveInt = Field(default=10, description="starts in a row without one step done after which the run stops")
+    backoff: NonNegativeFloat = Field(default=1.0, description="seconds before the third start without a step; doubles each time")
+    backoff_limit: NonNegativeFloat = Field(default=300.0, description="seconds between starts at most")
+    lemon_faults: PositiveInt = Field(default=3, description="faults of one node within lemon_hours that take it out for a check")
+    lemon_hours: PositiveFloat = Field(default=168.0, description="how long a node's fault counts against it")
+
+    @property
+    def tiers(self) -> tuple[Literal["memory", "buddy", "disk", "store"], ...]:
+        """The tiers this run copies its state to, fastest first; the shared store always."""
+        memory = self.memory_every > 0
+        kept = {"memory": memory, "buddy": memory and self.buddy != "none", "disk": self.disk_every > 0, "store": True}
+        return tuple(tier for tier in ("memory", "buddy", "disk", "store") if kept[tier])
+
+    def buddy_distance(self, nodes: int) -> int:
+        """How many nodes further the copy of a node's state lies; 0: there is none, or no other node."""
+        if self.buddy == "none" or nodes < 2:
+            return 0
+        return 1 if self.buddy == "next" else nodes // 2

@@ -1,0 +1,57 @@
+"""The Gemma 2 family as a user writes it (`[model] family = "gemma2"`)."""
+
+from math import sqrt
+from typing import Literal, Self
+
+from pydantic import PositiveFloat, PositiveInt
+
+from megalith.spec.base import Spec
+from megalith.spec.family import attention_of, few_heads, model_of, multiple, shrunk
+from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec
+
+
+class Gemma2(Spec):
+    """Sizes of a Gemma 2: every other layer, the first among them, sees a window only; scores and logits are capped; norms before and
+    after attention and MLP, their weights stored less one; GeGLU (Gemma Team 2024, arXiv:2408.00118, section 2)."""
+
+    family: Literal["gemma2"] = "gemma2"
+    name: str = "gemma2"
+    layers: PositiveInt
+    dim: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt = 256
+    query_scalar: PositiveInt | None = None
+    ffn: PositiveInt
+    vocab: PositiveInt
+    context: PositiveInt = 8192
+    window: PositiveInt = 4096
+    attention_softcap: PositiveFloat | None = 50.0
+    logit_softcap: PositiveFloat | None = 30.0
+    rope_theta: PositiveFloat = 10_000.0
+    norm_eps: PositiveFloat = 1e-6
+    tied: bool = True
+    init_std: PositiveFloat = 0.02
+
+    def build(self) -> ModelSpec:
+        """The model as a tuple of parts. Scores are scaled by 1 / sqrt(query_scalar), which is head_dim unless given."""
+        norm = NormSpec(eps=self.norm_eps, offset=True)
+
+        def block(window: int | None) -> BlockSpec:
+            return BlockSpec(
+                attention=attention_of(
+                    self, window=window, softcap=self.attention_softcap, scale=1 / sqrt(self.query_scalar or self.head_dim)
+                ),
+                mlp=MlpSpec(hidden=self.ffn, activation="gelu_tanh"),
+                norm=norm,
+                post_norms=True,
+            )
+
+        alternating = (block(self.window), block(None))
+        blocks = (alternating[layer % 2] for layer in range(self.layers))
+        return model_of(self, blocks, norm, embedding_scale=sqrt(self.dim), softcap=self.logit_softcap)
+
+    def small(self, layers: int, unit: int, heads_unit: int) -> Self:
+        """See `family.shrunk`; heads are multiples of `heads_unit`. The window is shorter than the shortest sequence, so that it shows."""
+        own = {"query_scalar": 12, "window": 9, "ffn": multiple(48, unit)}
+        return shrunk(self, layers=layers, unit=unit, **own, **few_heads(self.heads, self.kv_heads, unit=heads_unit))

@@ -1,0 +1,73 @@
+"""The Mixtral family as a user writes it (`[model] family = "mixtral"`)."""
+
+from typing import Literal, Self
+
+from pydantic import PositiveFloat, PositiveInt, model_validator
+
+from megalith.spec.base import Spec
+from megalith.spec.family import (
+    Active,
+    Balanced,
+    BalanceSet,
+    BalanceWeight,
+    ExpertWidth,
+    ZWeight,
+    attention_of,
+    enough_experts,
+    few_heads,
+    model_of,
+    multiple,
+    shrunk,
+)
+from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
+
+
+class Mixtral(Spec):
+    """Sizes of a Mixtral: a Llama whose every MLP is a few of several experts, weighted by the softmax over the chosen ones' logits
+    (Jiang et al. 2024, arXiv:2401.04088, section 2.1)."""
+
+    family: Literal["mixtral"] = "mixtral"
+    name: str = "mixtral"
+    layers: PositiveInt
+    dim: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt = 8
+    head_dim: PositiveInt | None = None
+    ffn: ExpertWidth
+    experts: PositiveInt = 8
+    active: Active = 2
+    balance_weight: BalanceWeight = 0.0
+    balance_set: BalanceSet = "batch"
+    z_weight: ZWeight = 0.0
+    balanced: Balanced = False
+    vocab: PositiveInt
+    context: PositiveInt = 32768
+    rope_theta: PositiveFloat = 1_000_000.0
+    norm_eps: PositiveFloat = 1e-5
+    tied: bool = False
+    init_std: PositiveFloat = 0.02
+
+    _enough = model_validator(mode="after")(enough_experts)
+
+    def build(self) -> ModelSpec:
+        """The model as a tuple of parts."""
+        norm = NormSpec(eps=self.norm_eps)
+        router = RouterSpec(
+            active=self.active,
+            normalise=True,
+            balance_weight=self.balance_weight,
+            balance_set=self.balance_set,
+            z_weight=self.z_weight,
+            balanced=self.balanced,
+        )
+        block = BlockSpec(
+            attention=attention_of(self),
+            mlp=MoeSpec(experts=self.experts, hidden=self.ffn, router=router),
+            norm=norm,
+        )
+        return model_of(self, (block,) * self.layers, norm)
+
+    def small(self, layers: int, unit: int, heads_unit: int) -> Self:
+        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        own = {"ffn": multiple(24, unit), "experts": multiple(4, unit), "active": min(self.active, 2)}
+        return shrunk(self, layers=layers, unit=unit, **own, **few_heads(self.heads, self.kv_heads, unit=heads_unit))

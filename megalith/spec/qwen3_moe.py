@@ -1,0 +1,74 @@
+"""The Qwen3 family's mixtures of experts, as a user writes them (`[model] family = "qwen3_moe"`)."""
+
+from typing import Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from megalith.spec.base import Spec
+from megalith.spec.family import (
+    Active,
+    Balanced,
+    BalanceSet,
+    BalanceWeight,
+    ExpertWidth,
+    ZWeight,
+    attention_of,
+    enough_experts,
+    few_heads,
+    model_of,
+    multiple,
+    shrunk,
+)
+from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
+
+
+class Qwen3Moe(Spec):
+    """Sizes of a Qwen3 with many small experts and no shared one; loads are balanced over the global batch (Qwen Team 2025,
+    arXiv:2505.09388, section 2; Qiu et al. 2025, arXiv:2501.11873), here that of the step before."""
+
+    family: Literal["qwen3_moe"] = "qwen3_moe"
+    name: str = "qwen3_moe"
+    layers: PositiveInt
+    dim: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt = 128
+    expert_ffn: ExpertWidth
+    experts: PositiveInt = 128
+    active: Active = 8
+    normalise: bool = Field(default=True, description="the chosen experts' weights sum to 1")
+    balance_weight: BalanceWeight = 0.0
+    balance_set: BalanceSet = "global"
+    z_weight: ZWeight = 0.0
+    balanced: Balanced = False
+    vocab: PositiveInt
+    context: PositiveInt = 32768
+    rope_theta: PositiveFloat = 1_000_000.0
+    norm_eps: PositiveFloat = 1e-6
+    tied: bool = False
+    init_std: PositiveFloat = 0.02
+
+    _enough = model_validator(mode="after")(enough_experts)
+
+    def build(self) -> ModelSpec:
+        """The model as a tuple of parts."""
+        norm = NormSpec(eps=self.norm_eps)
+        router = RouterSpec(
+            active=self.active,
+            normalise=self.normalise,
+            balance_weight=self.balance_weight,
+            balance_set=self.balance_set,
+            z_weight=self.z_weight,
+            balanced=self.balanced,
+        )
+        block = BlockSpec(
+            attention=attention_of(self, qk_norm=self.norm_eps),
+            mlp=MoeSpec(experts=self.experts, hidden=self.expert_ffn, router=router),
+            norm=norm,
+        )
+        return model_of(self, (block,) * self.layers, norm)
+
+    def small(self, layers: int, unit: int, heads_unit: int) -> Self:
+        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        own = {"expert_ffn": multiple(16, unit), "experts": multiple(8, unit), "active": min(self.active, 3)}
+        return shrunk(self, layers=layers, unit=unit, **own, **few_heads(self.heads, self.kv_heads, unit=heads_unit))

@@ -1,0 +1,72 @@
+"""The Switch Transformer family as a user writes it (`[model] family = "switch"`)."""
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from megalith.spec.base import Spec
+from megalith.spec.family import Balanced, ZWeight, model_of, multiple, shrunk
+from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec, RouterSpec
+
+
+class Switch(Spec):
+    """Sizes of a Switch Transformer as a decoder (Fedus et al. 2022, arXiv:2101.03961): each token goes to the one best expert of every
+    `every`-th block; an expert takes only so many tokens of a sequence, and the others pass by it.
+
+    Adapted from the published encoder and decoder: `layers` are those of both, in one causal stack without cross-attention; rotary
+    positions for T5's relative biases; scores scaled by 1 / sqrt(head_dim), which T5 folds into its first weights; capacity by the
+    sequence; no jitter on the router's input, so that a step is a function of its data.
+    """
+
+    family: Literal["switch"] = "switch"
+    name: str = "switch"
+    layers: PositiveInt
+    dim: PositiveInt
+    heads: PositiveInt
+    head_dim: PositiveInt = 64
+    ffn: PositiveInt = Field(description="width of an expert, and of the MLP of a block without")
+    gated: bool = False
+    activation: Literal["relu", "gelu_tanh"] = "relu"
+    experts: PositiveInt
+    every: PositiveInt = Field(default=2, description="every so many blocks one has experts, the last of them")
+    capacity: PositiveFloat = Field(default=1.25, description="an expert takes at most capacity * tokens / experts of a sequence")
+    balance_weight: NonNegativeFloat = Field(default=0.01, description="weight of the load-balancing loss (the paper's alpha)")
+    z_weight: ZWeight = 0.0
+    balanced: Balanced = False
+    vocab: PositiveInt = 32128
+    context: PositiveInt = 512
+    rope_theta: PositiveFloat = 10_000.0
+    norm_eps: PositiveFloat = 1e-6
+    tied: bool = True
+    init_std: PositiveFloat = 0.02
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        """Raises ValueError if no block would have experts."""
+        if self.every > self.layers:
+            raise ValueError(f"every = {self.every} of {self.layers} layers: no block has experts; give at most {self.layers}")
+        return self
+
+    def build(self) -> ModelSpec:
+        """The model as a tuple of parts."""
+        norm = NormSpec(eps=self.norm_eps)
+        attention = AttentionSpec(
+            heads=self.heads, kv_heads=self.heads, head_dim=self.head_dim, rope=RopeSpec(theta=self.rope_theta)
+        )
+        router = RouterSpec(
+            active=1,
+            capacity=self.capacity,
+            balance_weight=self.balance_weight,
+            z_weight=self.z_weight,
+            balanced=self.balanced,
+        )
+        dense = MlpSpec(hidden=self.ffn, activation=self.activation, gated=self.gated)
+        routed = MoeSpec(experts=self.experts, hidden=self.ffn, activation=self.activation, gated=self.gated, router=router)
+        kinds = (dense,) * (self.every - 1) + (routed,)
+        blocks = (BlockSpec(attention=attention, mlp=kinds[i % self.every], norm=norm) for i in range(self.layers))
+        return model_of(self, blocks, norm)
+
+    def small(self, layers: int, unit: int, heads_unit: int) -> Self:
+        """See `family.shrunk`; heads are multiples of `heads_unit`."""
+        own = {"every": min(self.every, layers), "ffn": multiple(48, unit), "experts": multiple(4, unit)}
+        return shrunk(self, layers=layers, unit=unit, heads=heads_unit, head_dim=8, **own)
