@@ -19,9 +19,24 @@ class Loss(NamedTuple):
     nll: Tensor
 
 
-def cross_entropy_plain(hidden: Tensor, weight: Tensor, targets: Tensor, *, scale: float, z_loss: float = 0.0) -> Loss:
+def finish(products: Tensor, *, logit_scale: float = 1.0, softcap: float | None = None) -> Tensor:
+    """Logits from hidden @ weight.T: scaled, then bent to within (-softcap, softcap) by softcap * tanh(logits / softcap)."""
+    logits = products if logit_scale == 1.0 else products * logit_scale
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+def cross_entropy_plain(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    scale: float,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> Loss:
     """The definition: hidden [tokens, dim], weight [vocab, dim], targets [tokens] (-100: none). Holds all logits; for tests."""
-    logits = (hidden @ weight.T).float()
+    logits = finish((hidden @ weight.T).float(), logit_scale=logit_scale, softcap=softcap)
     valid = targets != IGNORE
     nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum") * scale
     z = (logits.logsumexp(-1).square() * valid).sum() * (scale * z_loss)
@@ -35,6 +50,8 @@ def cross_entropy(
     *,
     scale: float,
     z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
     offset: int = 0,
     reduce: Reduce | None = None,
     chunk: int | None = None,
@@ -44,14 +61,25 @@ def cross_entropy(
 
     With `reduce`, `weight` is this rank's rows [offset, offset + len(weight)) of the vocabulary (Megatron-LM, Shoeybi et al. 2019, §3).
     """
-    rows = chunk or max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-    objective, nll = _Chunked.apply(hidden, weight, targets, scale, z_loss, offset, reduce, rows)  # pyright: ignore[reportGeneralTypeIssues]
+    held = 4 * weight.shape[0] * (1 if softcap is None else 2)  # bytes a row: its logits, and with a cap the slope at each
+    rows = chunk or max(1, CHUNK_BYTES // held)
+    terms = _Terms(scale, z_loss, logit_scale, softcap, offset, reduce)
+    objective, nll = _Chunked.apply(hidden, weight, targets, terms, rows)  # pyright: ignore[reportGeneralTypeIssues]
     return Loss(objective, nll)
+
+
+class _Terms(NamedTuple):
+    scale: float
+    z_loss: float
+    logit_scale: float
+    softcap: float | None
+    offset: int
+    reduce: Reduce | None
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, scale, z_loss, offset, reduce, rows):
+    def forward(ctx, hidden, weight, targets, terms, rows):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
@@ -59,9 +87,7 @@ class _Chunked(torch.autograd.Function):
         nll = torch.zeros_like(objective)
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
-            losses, grad = _chunk(
-                hidden[part], weight, targets[part], scale, z_loss, offset, reduce, wants_hidden or wants_weight
-            )
+            losses, grad = _chunk(hidden[part], weight, targets[part], terms, wants_hidden or wants_weight)
             objective += losses.objective
             nll += losses.nll
             if grad_hidden is not None:
@@ -75,12 +101,20 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_objective, _grad_nll):  # pyright: ignore[reportIncompatibleMethodOverride]
         grads = [None if g is None else g * grad_objective.to(g.dtype) for g in ctx.saved_tensors]
-        return *grads, None, None, None, None, None, None
+        return *grads, None, None, None
 
 
-def _chunk(hidden, weight, targets, scale, z_loss, offset, reduce, wants_grad) -> tuple[Loss, Tensor]:
-    """Losses of a few rows, and the gradient of their logits in the dtype of `hidden` (meaningless unless wanted)."""
+def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, wants_grad: bool) -> tuple[Loss, Tensor]:
+    """Losses of a few rows, and the gradient of their products with `weight` in the dtype of `hidden` (meaningless unless wanted)."""
+    scale, z_loss, logit_scale, softcap, offset, reduce = terms
     logits = (hidden @ weight.T).float()
+    if logit_scale != 1.0:
+        logits *= logit_scale
+    slope = None
+    if softcap is not None:
+        bent = logits.div_(softcap).tanh_()
+        slope = torch.addcmul(torch.ones((), device=bent.device), bent, bent, value=-1) if wants_grad else None
+        logits = bent.mul_(softcap)
     here = targets - offset
     mine = (here >= 0) & (here < weight.shape[0])
     column = here.clamp(0, weight.shape[0] - 1).unsqueeze(-1)
@@ -100,4 +134,8 @@ def _chunk(hidden, weight, targets, scale, z_loss, offset, reduce, wants_grad) -
         return Loss(objective, nll), exps
     exps *= (valid * scale * (1 + 2 * z_loss * logsumexp) / total).unsqueeze(-1)
     exps.scatter_add_(-1, column, (-scale * valid * mine).unsqueeze(-1))
+    if slope is not None:
+        exps *= slope
+    if logit_scale != 1.0:
+        exps *= logit_scale
     return Loss(objective, nll), exps.to(hidden.dtype)

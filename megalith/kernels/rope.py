@@ -5,9 +5,14 @@ from torch import Tensor
 
 
 def rotate_plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [batch, seq, heads, head_dim] rotated pairwise (channel i with i + head_dim / 2); cos, sin fp32 [..., seq, 1, head_dim / 2]."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    """The last channels of x [batch, seq, heads, channels] rotated pairwise, with cos and sin fp32 [..., seq, 1, pairs].
+
+    Of the last 2 * pairs channels, i turns with i + pairs; those before them are passed on (DeepSeek-V2 rotates some channels only).
+    """
+    kept, turned = _split(x, cos)
+    first, second = turned.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return turned if kept.shape[-1] == 0 else torch.cat((kept, turned), dim=-1)
 
 
 class _Rotate(torch.autograd.Function):
@@ -24,9 +29,18 @@ class _Rotate(torch.autograd.Function):
         return _rotated(grad, cos, -sin), None, None
 
 
+def _split(x: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
+    """The channels that are passed on, and those that are rotated."""
+    turned = 2 * cos.shape[-1]
+    assert x.shape[-1] >= turned, (x.shape, cos.shape)
+    return x[..., : x.shape[-1] - turned], x[..., x.shape[-1] - turned :]
+
+
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    (a, b), (first, second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    (kept, turned), (kept_out, turned_out) = _split(x, cos), _split(out, cos)
+    kept_out.copy_(kept)
+    (a, b), (first, second) = turned.chunk(2, dim=-1), turned_out.chunk(2, dim=-1)
     first.copy_((a * cos).addcmul_(b, sin, value=-1))
     second.copy_((b * cos).addcmul_(a, sin))
     return out

@@ -10,6 +10,7 @@ from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.join import choose_device, matmul_rate
 from megalith.train.parity import compare, record, reference
+from megalith.train.post_validation import Stepper
 from megalith.train.step import Stepped, train_step
 from tests.parallel.running import microbatches
 from tests.specs import tiny_run
@@ -98,3 +99,22 @@ def test_auto_takes_this_gpu(gpu):
 
 def test_the_measured_rate_is_that_of_a_gpu(gpu):
     assert matmul_rate(torch.bfloat16, gpu, seconds=0.2) > 1e11
+
+
+def test_an_update_checked_late_and_undone_gives_the_same_bits(gpu):
+    def run(clip: float, late: bool) -> tuple[Trainer, list[Stepped]]:
+        spec = run_of(
+            plan={"post_validation": late, "zero": 1}, optimizer={"clip": clip}, train={"steps": 8, "precision": "bf16"}
+        )
+        torch.manual_seed(0)
+        trainer = trainer_on(gpu, spec)
+        stepper = Stepper(trainer)
+        told = [done for step in range(8) for done in stepper.step(microbatches(trainer, step), step=step)]
+        return trainer, told + stepper.settle()
+
+    limit = sorted(done.grad_norm for done in run(0.0, False)[1])[4]
+    (whole, expected), (early, found) = run(limit, False), run(limit, True)
+    assert [(done.loss, done.grad_norm) for done in found] == [(done.loss, done.grad_norm) for done in expected]
+    assert {any(name == "UNDO" for name, _, _ in done.spans) for done in found[1:]} == {True, False}
+    for name, tensor in whole.state().items():
+        assert torch.equal(local(tensor), local(early.state()[name])), name

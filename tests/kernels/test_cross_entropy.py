@@ -14,6 +14,7 @@ from tests.kernels.largest import Largest
 
 TOKENS, DIM, VOCAB = 17, 8, 40
 SCALE = 1 / 13
+FINISHINGS: list[dict[str, float]] = [{"logit_scale": 0.25}, {"softcap": 2.0}, {"logit_scale": 3.0, "softcap": 5.0}]
 
 
 class Found(NamedTuple):
@@ -44,6 +45,35 @@ def assert_same(found: Found, expected: Found, **bounds: float) -> None:
     torch.testing.assert_close(found.loss.nll, expected.loss.nll, **bounds)
     torch.testing.assert_close(found.hidden, expected.hidden, **bounds)
     torch.testing.assert_close(found.weight, expected.weight, **bounds)
+
+
+@pytest.mark.parametrize("finishing", FINISHINGS, ids=str)
+@pytest.mark.parametrize("chunk", [1, 5, TOKENS, None])
+def test_scaled_and_capped_logits_give_the_plain_losses_and_both_gradients(chunk, finishing):
+    expected = differentiate(cross_entropy_plain, *inputs(), z_loss=0.3, **finishing)
+    assert_same(differentiate(cross_entropy, *inputs(), z_loss=0.3, chunk=chunk, **finishing), expected, rtol=1e-5, atol=1e-6)
+    other = differentiate(cross_entropy_plain, *inputs(), z_loss=0.3)
+    assert (other.hidden - expected.hidden).abs().max() > 0.1 * expected.hidden.abs().max()  # it makes a difference here
+
+
+def test_the_plain_finish_is_its_definition_and_stays_within_the_cap():
+    products = torch.linspace(-50, 50, 101)
+    assert torch.equal(kernel.finish(products), products)
+    found = kernel.finish(products, logit_scale=0.5, softcap=4.0)
+    torch.testing.assert_close(found, 4.0 * torch.tanh(0.5 * products / 4.0))
+    assert found.abs().max() <= 4.0
+
+
+def test_a_weight_used_several_times_gets_the_sum_of_its_gradients():
+    """As multi-token prediction uses it: one output, several losses with different factors."""
+    hidden, weight, targets = inputs()
+    shared, single = weight.clone().requires_grad_(), torch.zeros_like(weight)
+    total = torch.zeros(())
+    for factor, rows in ((1.0, slice(0, 9)), (0.3, slice(9, 12)), (0.15, slice(12, TOKENS))):
+        total = total + factor * cross_entropy(hidden[rows], shared, targets[rows], scale=SCALE, chunk=2).objective
+        single += factor * differentiate(cross_entropy_plain, hidden[rows], weight, targets[rows]).weight
+    total.backward()
+    torch.testing.assert_close(shared.grad, single)
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
@@ -139,20 +169,24 @@ def test_no_tensor_is_ever_as_large_as_all_logits():
     assert chunked.most == chunk * vocab
 
 
-def test_the_default_chunk_keeps_fp32_logits_within_their_bytes(monkeypatch):
-    tokens, dim, vocab = 512, 16, 1024
+@pytest.mark.parametrize(("softcap", "held"), [(None, 1), (30.0, 2)])
+def test_the_default_chunk_keeps_fp32_logits_within_their_bytes(monkeypatch, softcap, held):
+    """With a cap, the slope at each logit is held beside it."""
+    tokens, dim, vocab = 512, 4, 1024
     monkeypatch.setattr(kernel, "CHUNK_BYTES", 100_000)
     with Largest() as largest:
-        differentiate(cross_entropy, *inputs(tokens, dim, vocab))
-    assert 50_000 < 4 * largest.elements[torch.float32] <= 100_000
+        differentiate(cross_entropy, *inputs(tokens, dim, vocab), softcap=softcap)
+    assert 50_000 < 4 * largest.elements[torch.float32] * held <= 100_000
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_shares_of_the_vocabulary_give_the_whole_loss(ranks, z_loss):
+@pytest.mark.parametrize("finishing", [{}, FINISHINGS[-1]], ids=str)
+def test_shares_of_the_vocabulary_give_the_whole_loss(ranks, z_loss, finishing):
     """Each thread holds some rows of the weight; only statistics of rows are exchanged."""
     hidden, weight, targets = inputs()
-    expected = differentiate(cross_entropy_plain, hidden, weight, targets, z_loss=z_loss)
+    options = {"z_loss": z_loss, **finishing}
+    expected = differentiate(cross_entropy_plain, hidden, weight, targets, **options)
     barrier, shown = threading.Barrier(ranks), [torch.empty(0)] * ranks
 
     def share(rank: int) -> Found:
@@ -165,7 +199,7 @@ def test_shares_of_the_vocabulary_give_the_whole_loss(ranks, z_loss):
             return total
 
         rows = weight.chunk(ranks)[rank]
-        return differentiate(cross_entropy, hidden, rows, targets, z_loss=z_loss, chunk=5, offset=rank * len(rows), reduce=reduce)
+        return differentiate(cross_entropy, hidden, rows, targets, chunk=5, offset=rank * len(rows), reduce=reduce, **options)
 
     with ThreadPoolExecutor(ranks) as pool:
         found = list(pool.map(share, range(ranks)))

@@ -83,3 +83,16 @@ def test_turning_back_gives_the_same():
     cos, sin = tables(torch.arange(9), torch.float64)
     x = heads(9, torch.float64)
     torch.testing.assert_close(rotate(rotate(x, cos, sin), cos, -sin), x)
+
+
+@pytest.mark.parametrize("function", [rotate, rotate_plain])
+def test_channels_before_the_last_pairs_are_passed_on_and_so_are_their_gradients(function):
+    cos, sin = tables(torch.arange(6))
+    whole, upstream = torch.randn(2, 6, HEADS, 5 + HEAD_DIM).requires_grad_(), torch.randn(2, 6, HEADS, 5 + HEAD_DIM)
+    tail = whole.detach()[..., 5:].clone().requires_grad_()
+    out, turned = function(whole, cos, sin), function(tail, cos, sin)
+    out.backward(upstream)
+    turned.backward(upstream[..., 5:])
+    assert torch.equal(out[..., :5], whole[..., :5]) and torch.equal(out[..., 5:], turned)
+    assert whole.grad is not None and tail.grad is not None
+    assert torch.equal(whole.grad[..., :5], upstream[..., :5]) and torch.equal(whole.grad[..., 5:], tail.grad)

@@ -1,0 +1,49 @@
+"""Weight gradients put off: backward can compute what the previous stage waits for first, and the weights' gradients when there is time.
+
+Zero-bubble schedules (Qi et al. 2024, arXiv:2401.10241) split a backward into I (gradient of the input) and W (of the weights). Functions
+whose weight gradient costs a matrix product hand it to `weight_gradient`; inside `deferring` it goes to a queue that W drains.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Queue:
+    """Weight gradients of one backward that are still to be computed."""
+
+    waiting: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
+
+    def drain(self) -> None:
+        """Compute them all, in the order in which backward met them, and add each to its weight's `.grad`."""
+        with torch.no_grad():
+            for weight, gradient in self.waiting:
+                weight.grad = gradient() if weight.grad is None else weight.grad.add_(gradient())
+        self.waiting.clear()
+
+
+_queue: Queue | None = None  # of the process, not of a thread: on CUDA, torch runs backward on a thread of its own
+
+
+@contextmanager
+def deferring(queue: Queue) -> Iterator[None]:
+    """Inside, backwards put their weight gradients into `queue`."""
+    global _queue
+    before, _queue = _queue, queue
+    try:
+        yield
+    finally:
+        _queue = before
+
+
+def weight_gradient(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
+    """What a Function's backward returns for `weight`: the gradient, or None where it was put off. `gradient` may run later, without
+    autograd, and must not need anything that backward frees. `weight` is the leaf whose `.grad` it adds to."""
+    if _queue is None or not weight.is_leaf:
+        return gradient()
+    _queue.waiting.append((weight, gradient))
+    return None

@@ -1,0 +1,97 @@
+"""Products of consecutive groups of rows, each with a matrix of its own: what a mixture's experts compute, without padding or dropping
+(MegaBlocks, Gale et al. 2022, arXiv:2211.15841)."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalith.kernels.deferred import weight_gradient
+
+ALIGNMENT = 16  # bytes that the strides of torch's grouped product are multiples of
+
+
+class Sizes:
+    """Rows of each group, in order. Known to the host, or on the device alone: then only what needs them on the host waits for them."""
+
+    def __init__(self, counts: Tensor | Sequence[int]) -> None:
+        self._counts = counts if isinstance(counts, Tensor) else tuple(counts)
+
+    @cached_property
+    def host(self) -> tuple[int, ...]:
+        return tuple(self._counts.tolist()) if isinstance(self._counts, Tensor) else self._counts
+
+    def ends(self, device: torch.device) -> Tensor:
+        """Past-the-last row of each group, int32."""
+        counts = self._counts if isinstance(self._counts, Tensor) else torch.tensor(self._counts, device=device)
+        return counts.cumsum(0).to(torch.int32)
+
+
+def grouped_plain(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
+    """The definition: x [rows, in], weight [groups, out, in] -> [rows, out]; rows of group g are multiplied by weight[g]ᵀ."""
+    parts = [F.linear(rows, matrix) for rows, matrix in zip(x.split(sizes.host), weight, strict=True)]
+    return torch.cat(parts)
+
+
+def grouped(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
+    """`grouped_plain`, with a weight gradient that can be put off; in one launch where torch's grouped product can be used.
+
+    `sizes` sum to the rows of x: torch's product leaves rows past the last group uninitialised.
+    """
+    return _Grouped.apply(x, weight, sizes)  # pyright: ignore[reportReturnType]
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # itself, since its `.grad` may be added to later
+        ctx.sizes = sizes
+        return _products(x, weight.transpose(1, 2), sizes)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,), weight, sizes = ctx.saved_tensors, ctx.weight, ctx.sizes
+        grad = grad.contiguous()
+        of_x = _products(grad, weight, sizes) if ctx.needs_input_grad[0] else None
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = weight_gradient(weight, lambda: _outer_products(grad, x, sizes))
+        return of_x, of_weight, None
+
+
+def _products(x: Tensor, matrices: Tensor, sizes: Sizes) -> Tensor:
+    """x [rows, a], matrices [groups, a, b] -> [rows, b]."""
+    if _torch_can(x, matrices):
+        return F.grouped_mm(x, matrices, offs=sizes.ends(x.device))
+    out = x.new_empty(x.shape[0], matrices.shape[2])
+    first = 0
+    for rows, matrix in zip(sizes.host, matrices, strict=True):
+        if rows:  # a product of no rows is a call all the same
+            torch.mm(x[first : first + rows], matrix, out=out[first : first + rows])
+        first += rows
+    assert first == x.shape[0], (first, x.shape)
+    return out
+
+
+def _outer_products(one: Tensor, other: Tensor, sizes: Sizes) -> Tensor:
+    """one [rows, a], other [rows, b] -> [groups, a, b]: onesᵀ others of each group; zero where a group has no rows."""
+    if _torch_can(one, other):
+        return F.grouped_mm(one.T, other, offs=sizes.ends(one.device))
+    out = one.new_empty(len(sizes.host), one.shape[1], other.shape[1])
+    first = 0
+    for rows, here in zip(sizes.host, out, strict=True):
+        if rows:
+            torch.mm(one[first : first + rows].T, other[first : first + rows], out=here)
+        else:
+            here.zero_()
+        first += rows
+    return out
+
+
+def _torch_can(one: Tensor, other: Tensor) -> bool:
+    """One launch on a GPU, in bf16 and aligned. On a CPU torch's is a loop as well, a slower one."""
+    sizes = (*one.shape[1:], *other.shape[1:])
+    return one.is_cuda and one.dtype == torch.bfloat16 and all(n * one.element_size() % ALIGNMENT == 0 for n in sizes)

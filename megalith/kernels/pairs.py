@@ -1,0 +1,134 @@
+"""Which keys which queries see, cut into whole rectangles and triangles. Pure arithmetic on positions: no mask is ever made.
+
+A token sees itself and the tokens of its document before it, or the last `window` of them. What a set of queries sees of a set of keys
+is then a staircase, and a staircase is made of rectangles and triangles, which attention kernels compute at full speed.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate, groupby
+from typing import Literal, NamedTuple
+
+Run = tuple[int, int]  # consecutive positions: first and past-the-last
+Runs = tuple[Run, ...]  # in rising order
+
+
+class Pair(NamedTuple):
+    """Queries [query, query + queries) of a tensor against keys [key, key + keys) of another, both counted along the tensor.
+
+    `sees`: each query sees "all" keys, or of equally many keys the "past" (the t-th query sees the first t + 1), or the "future" (the
+    t-th query sees all but the first t).
+    """
+
+    query: int
+    queries: int
+    key: int
+    keys: int
+    sees: Literal["all", "past", "future"]
+
+    @property
+    def scored(self) -> int:
+        """Pairs of tokens that see each other."""
+        return self.queries * self.keys if self.sees == "all" else self.queries * (self.queries + 1) // 2
+
+
+class Rows(NamedTuple):
+    """Rows [first, end) of a batch, and the pairs of each."""
+
+    first: int
+    end: int
+    pairs: tuple[Pair, ...]
+
+
+class _Spot(NamedTuple):
+    """Positions [first, end), the first of which is the `local`-th entry of its tensor."""
+
+    local: int
+    first: int
+    end: int
+
+    def clip(self, first: int, end: int) -> Run:
+        return max(first, self.first), min(end, self.end)
+
+
+def rows_of(
+    queries: Runs, keys: Runs, *, batch: int, pieces: Sequence[tuple[int, ...]] | None = None, window: int | None = None
+) -> tuple[Rows, ...]:
+    """What rows of queries at the positions `queries` see of keys at `keys`; neighbouring rows cut alike stand together.
+
+    `pieces` are the lengths of the documents of each whole row, None: each row is one document.
+    """
+    if pieces is None:
+        return (Rows(0, batch, visible(queries, keys, None, window)),)
+    assert len(pieces) == batch, (len(pieces), batch)
+    found: list[Rows] = []
+    for lengths, alike in groupby(pieces):
+        first = found[-1].end if found else 0
+        found.append(Rows(first, first + len(list(alike)), visible(queries, keys, lengths, window)))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)  # every layer asks the same
+def visible(queries: Runs, keys: Runs, lengths: tuple[int, ...] | None = None, window: int | None = None) -> tuple[Pair, ...]:
+    """What queries at the positions `queries` see of keys at `keys`, in one row of documents of these `lengths`."""
+    whole = max(end for _, end in (*queries, *keys))
+    ends = list(accumulate(lengths)) if lengths else [whole]
+    assert ends[-1] >= whole, (lengths, whole)
+    found: list[Pair] = []
+    for first, end in zip([0, *ends], ends, strict=False):
+        of_queries = list(_spots(queries, first, end))
+        if queries == keys and of_queries and (window is None or end - first <= window):
+            length = sum(spot.end - spot.first for spot in of_queries)  # rising positions: causal in the order of the tensor
+            found.append(Pair(of_queries[0].local, length, of_queries[0].local, length, "past"))
+            continue
+        of_keys = list(_spots(keys, first, end)) if of_queries else []
+        found += [pair for q in of_queries for k in of_keys for pair in _pairs(q, k, window or end)]
+    return tuple(_joined(found))
+
+
+def _spots(runs: Runs, first: int, end: int) -> Iterator[_Spot]:
+    """The parts of `runs` that lie in [first, end)."""
+    local = 0
+    for start, stop in runs:
+        low, high = max(start, first), min(stop, end)
+        if low < high:
+            yield _Spot(local + low - start, low, high)
+        local += stop - start
+
+
+def _pairs(q: _Spot, k: _Spot, window: int) -> Iterator[Pair]:
+    """Position i sees the positions j with i - window < j <= i. Cut for blocks of at most `window` queries, whose band of keys is
+    a triangle of the oldest, a rectangle and a triangle of the newest."""
+
+    def pair(queries: Run, keys: Run, sees: Literal["all", "past", "future"]) -> Iterator[Pair]:
+        (i, i_end), (j, j_end) = queries, keys
+        if i < i_end and j < j_end:
+            yield Pair(q.local + i - q.first, i_end - i, k.local + j - k.first, j_end - j, sees)
+
+    for first in range(q.first, q.end, window):
+        end = min(first + window, q.end)
+        old, old_end = k.clip(first - window + 1, end - window)
+        turn = old + window - 1  # the last query that sees key `old`
+        yield from pair((first, turn), (old, old_end), "all")
+        yield from pair((turn, turn + old_end - old), (old, old_end), "future")
+        yield from pair((first, end), k.clip(end - window, first), "all")
+        new, new_end = k.clip(first, end)
+        yield from pair((new, new_end), (new, new_end), "past")
+        yield from pair((new_end, end), (new, new_end), "all")
+
+
+def _joined(pairs: Sequence[Pair]) -> Iterator[Pair]:
+    """Neighbouring rectangles as one: fewer, larger calls."""
+    last: Pair | None = None
+    for pair in pairs:
+        if last is None:
+            last = pair
+        elif last.sees == pair.sees == "all" and last[2:] == pair[2:] and last.query + last.queries == pair.query:
+            last = last._replace(queries=last.queries + pair.queries)
+        elif last.sees == pair.sees == "all" and last[:2] == pair[:2] and last.key + last.keys == pair.key:
+            last = last._replace(keys=last.keys + pair.keys)
+        else:
+            yield last
+            last = pair
+    if last is not None:
+        yield last
