@@ -9,12 +9,18 @@ Pieces = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch. Tensors are [batch, seq]; a part that needs none of them ignores it."""
+    """One microbatch. Tensors are [batch, seq]; a part that needs none of them ignores it.
+
+    Under context parallelism a rank has its part of each sequence, and `pieces` still speaks of whole ones.
+    """
 
     tokens: Tensor
     targets: Tensor | None = None  # next tokens, -100 where there is none; None: the head gives logits, not a loss
     positions: Tensor | None = None  # None: 0, 1, 2, ... in every row
-    pieces: Pieces | None = None  # lengths of each row's documents, summing to seq; None: every row is one document
+    pieces: Pieces | None = None  # lengths of each row's documents, summing to the whole seq; None: every row is one document
+    ahead: Tensor | None = None  # [depth, batch, seq]: the 1st, 2nd, ... token after each, for multi-token prediction
+    ahead_targets: Tensor | None = None  # [depth, batch, seq]: the 2nd, 3rd, ... token after each, -100 where there is none
     loss_scale: float = 1.0  # 1 / valid targets of the *global* batch, so that losses and gradients simply add up
     z_loss: float = 0.0
+    sequences: int = 1  # of the global batch: means over sequences or tokens that are known to be there divide by it
     rotary: tuple[tuple[Tensor, Tensor], ...] = ()  # cos and sin tables of the stage's distinct rotary embeddings

@@ -6,22 +6,39 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from megalith.models.batch import Batch
+from megalith.spec.model import EmbeddingSpec
 
 
 class Lookup(nn.Module):
-    """Rows of the table. A seam: vocabulary parallelism swaps it."""
+    """Rows of a table. A seam: vocabulary parallelism swaps it."""
 
     def forward(self, tokens: Tensor, weight: Float[Tensor, "vocab dim"]) -> Float[Tensor, "batch seq dim"]:
         return F.embedding(tokens, weight)
 
 
 class Embedding(nn.Module):
-    """Token embedding; takes the tokens as its input."""
+    """Token embedding, scaled, plus a learned vector a position where there are such; takes the tokens as its input.
 
-    def __init__(self, dim: int, vocab: int) -> None:
+    It is linear in its tables, so ranks that hold some rows of each add up to the whole.
+    """
+
+    positions: nn.Parameter | None
+
+    def __init__(self, dim: int, spec: EmbeddingSpec) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab, dim))
-        self.lookup = Lookup()
+        self.scale = spec.scale
+        self.weight = nn.Parameter(torch.empty(spec.vocab, dim))
+        self.lookup: nn.Module = Lookup()
+        self.register_parameter("positions", nn.Parameter(torch.empty(spec.positions, dim)) if spec.positions else None)
+        self.position_lookup: nn.Module = Lookup()
 
     def forward(self, tokens: Tensor, batch: Batch) -> Float[Tensor, "batch seq dim"]:
-        return self.lookup(tokens, self.weight)
+        x = self.lookup(tokens, self.weight)
+        if self.scale != 1.0:
+            x = x * self.scale
+        if self.positions is None:
+            return x
+        positions = batch.positions
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return x + self.position_lookup(positions, self.positions)

@@ -27,8 +27,9 @@ def _trace(spec: ModelSpec, part: int, seq_len: int) -> int:
         stage = Stage(spec, part, part + 1)
         x = torch.empty(1, seq_len, spec.dim, requires_grad=True)
         tokens = torch.empty(1, seq_len, dtype=torch.long)
+        ahead = tokens.expand(spec.head.ahead.depth, -1, -1) if spec.head.ahead else None
         with FlopCounterMode(display=False) as counter:
-            out = stage(x, Batch(tokens, targets=tokens))
+            out = stage(x, Batch(tokens, targets=tokens, ahead=ahead, ahead_targets=ahead))
             _scalar(out).backward()
     return counter.get_total_flops()
 

@@ -5,30 +5,33 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from megalith.models.attention import attend
+from megalith.kernels.attention import kernel_for
 from megalith.models.batch import Batch
 from megalith.models.block import Block
+from megalith.models.core import CausalCore
 from megalith.models.stage import Stage
 
 
 class CachedCore(nn.Module):
-    """Attention over all tokens seen so far. The first call reads the prompt, later ones a token each."""
+    """`core` over all tokens seen so far, keys and values kept as far back as it sees. The first call reads the prompt, later ones a
+    token each."""
 
-    def __init__(self) -> None:
+    def __init__(self, core: CausalCore) -> None:
         super().__init__()
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.core = core
+        self.kept: tuple[Tensor, Tensor] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if not self.keys:
-            self.keys, self.values = [k], [v]
-            return attend(q, k, v).transpose(1, 2)
-        assert q.shape[2] == 1, q.shape
-        self.keys = [torch.cat((*self.keys, k), dim=2)]
-        self.values = [torch.cat((*self.values, v), dim=2)]
-        out = nn.functional.scaled_dot_product_attention(q, self.keys[0], self.values[0], enable_gqa=q.shape[1] != k.shape[1])
-        return out.transpose(1, 2)
+        if self.kept is None:
+            self.kept = k, v
+            return self.core(q, k, v, batch)
+        assert q.shape[1] == 1, q.shape
+        window = self.core.window or 0  # [-0:] is everything
+        keys, values = (torch.cat(both, dim=1)[:, -window:] for both in zip(self.kept, (k, v), strict=True))
+        self.kept = keys, values
+        q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
+        kernel = kernel_for(q, values, self.core.softcap)
+        return kernel.forward(q, keys, values, False, self.core.scale_of(q))[0].transpose(1, 2)
 
 
 @torch.no_grad()
@@ -58,8 +61,8 @@ def generate(
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     cores = [(block.attention, block.attention.core) for block in model.modules() if isinstance(block, Block)]
-    for attention, _ in cores:
-        attention.core = CachedCore()
+    for attention, core in cores:
+        attention.core = CachedCore(core)
     try:
         ids, start = list(prompt), 0
         for _ in range(tokens):

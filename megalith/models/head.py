@@ -1,44 +1,114 @@
-"""The last part: final norm, projection onto the vocabulary, and the loss."""
+"""The last part: final norm, projection onto the vocabulary, the loss, and the prediction of further tokens."""
+
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from megalith.kernels.cross_entropy import Loss, cross_entropy
+from megalith.kernels.cross_entropy import Loss, cross_entropy, finish
+from megalith.kernels.linear import linear
 from megalith.models.batch import Batch
-from megalith.models.norm import RMSNorm
-from megalith.spec.model import HeadSpec
+from megalith.models.block import Block
+from megalith.models.embedding import Embedding
+from megalith.models.linear import Linear
+from megalith.models.norm import norm
+from megalith.spec.model import AheadSpec, EmbeddingSpec, HeadSpec
 
 
 class CrossEntropy(nn.Module):
-    """Mean next-token loss over the run's valid targets. A seam: vocabulary parallelism swaps it."""
+    """Mean next-token loss over the run's valid targets. A seam: vocabulary parallelism swaps it.
 
-    def forward(self, x: Float[Tensor, "batch seq dim"], weight: Float[Tensor, "vocab dim"], batch: Batch) -> Loss:
+    `logit_scale` and `softcap` are those of `kernels.cross_entropy.finish`.
+    """
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch seq dim"],
+        weight: Float[Tensor, "vocab dim"],
+        batch: Batch,
+        *,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> Loss:
         assert batch.targets is not None
-        return cross_entropy(x.flatten(0, 1), weight, batch.targets.flatten(), scale=batch.loss_scale, z_loss=batch.z_loss)
+        return cross_entropy(
+            x.flatten(0, 1),
+            weight,
+            batch.targets.flatten(),
+            scale=batch.loss_scale,
+            z_loss=batch.z_loss,
+            logit_scale=logit_scale,
+            softcap=softcap,
+        )
 
 
 class Output(nn.Module):
     """Logits [batch, seq, vocab], or the loss when the batch has targets."""
 
-    def __init__(self, dim: int, vocab: int) -> None:
+    def __init__(self, dim: int, spec: HeadSpec) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab, dim))
+        self.weight = nn.Parameter(torch.empty(spec.vocab, dim))
         self.loss = CrossEntropy()
+        self.finishing: dict[str, float] = {}  # what lies between the products with the weight and the logits
+        if spec.scale != 1.0:
+            self.finishing["logit_scale"] = spec.scale
+        if spec.softcap is not None:
+            self.finishing["softcap"] = spec.softcap
 
     def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch) -> Tensor | Loss:
         if batch.targets is not None:
-            return self.loss(x, self.weight, batch)
-        return x @ self.weight.T
+            return self.loss(x, self.weight, batch, **self.finishing)
+        return finish(linear(x, self.weight), **self.finishing)
+
+
+class Ahead(nn.Module):
+    """One depth of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): what the depth before made of each token and
+    the embedding of a token further on, through one more block. The embedding's table is the model's own."""
+
+    def __init__(self, dim: int, spec: AheadSpec, embedding: EmbeddingSpec, rope_slot: int) -> None:
+        super().__init__()
+        self.embedding = Embedding(dim, embedding.model_copy(update={"positions": None}))  # what precedes knows its position
+        self.norm_embedding = norm(dim, spec.block.norm)
+        self.norm_hidden = norm(dim, spec.block.norm)
+        self.project = Linear(2 * dim, dim)
+        self.block = Block(dim, spec.block, rope_slot)
+        self.norm = norm(dim, spec.block.norm)
+
+    def forward(self, hidden: Float[Tensor, "batch seq dim"], tokens: Tensor, batch: Batch) -> Float[Tensor, "batch seq dim"]:
+        """`hidden` is normalised, as the output takes it; so is what comes out. `tokens` [batch, seq] are those further on."""
+        embedded = self.norm_embedding(self.embedding(tokens, batch))
+        x = torch.cat((embedded, self.norm_hidden(hidden)), dim=-1)  # in the order of the released weights
+        return self.norm(self.block(self.project(x), batch))
 
 
 class Head(nn.Module):
-    """Final norm and output."""
+    """Final norm and output; with `spec.ahead`, the losses of further tokens are part of the objective (never of the nll)."""
 
-    def __init__(self, dim: int, spec: HeadSpec) -> None:
+    def __init__(self, dim: int, spec: HeadSpec, embedding: EmbeddingSpec, rope_slot: int = 0) -> None:
+        """`rope_slot`: which of `batch.rotary` the blocks of `spec.ahead` use."""
         super().__init__()
-        self.norm = RMSNorm(dim, spec.norm_eps)
-        self.output = Output(dim, spec.vocab)
+        self.norm = norm(dim, spec.norm)
+        self.output = Output(dim, spec)
+        depth = spec.ahead.depth if spec.ahead else 0
+        self.ahead_weight = spec.ahead.weight if spec.ahead else 0.0
+        self.ahead = nn.ModuleList(Ahead(dim, spec.ahead, embedding, rope_slot) for _ in range(depth) if spec.ahead)
 
     def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch) -> Tensor | Loss:
-        return self.output(self.norm(x), batch)
+        x = self.norm(x)
+        out = self.output(x, batch)
+        if isinstance(out, Tensor) or batch.ahead is None or not self.ahead:
+            return out
+        return Loss(out.objective + self.ahead_weight / len(self.ahead) * self._ahead(x, batch), out.nll)
+
+    def _ahead(self, x: Tensor, batch: Batch) -> Tensor:
+        """The sum of the further tokens' losses: each depth takes what the one before made, and the tokens one further."""
+        assert batch.ahead is not None and batch.ahead_targets is not None
+        assert len(batch.ahead) == len(batch.ahead_targets) == len(self.ahead), (batch.ahead.shape, len(self.ahead))
+        total = torch.zeros((), device=x.device)
+        for ahead, tokens, targets in zip(self.ahead, batch.ahead, batch.ahead_targets, strict=True):
+            x = ahead(x, tokens, batch)
+            loss = self.output(x, replace(batch, targets=targets))
+            assert isinstance(loss, Loss)
+            total = total + loss.objective
+        return total

@@ -2,15 +2,19 @@
 
 import hashlib
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megalith.models.norm import RMSNorm
-from megalith.models.stage import TIED
+from megalith.models.moe import Experts
+from megalith.models.norm import LayerNorm, RMSNorm
+from megalith.models.router import Router
+from megalith.models.stage import tied_names
 from megalith.spec.model import ModelSpec
 
-RESIDUAL_OUTPUTS = ("attention.out.weight", "mlp.down.weight")
+RESIDUAL_OUTPUTS = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -18,19 +22,59 @@ def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
 
 
+@dataclass(frozen=True)
+class Held:
+    """Which of a layer's experts there are, from `first`, and which part of each: `part` of `parts` along `dim` of its matrix."""
+
+    first: int
+    dim: int = 0
+    part: int = 0
+    parts: int = 1
+
+
 @torch.no_grad()
-def initialise(part: nn.Module, *, name: str, spec: ModelSpec, seed: int) -> None:
-    """Fill a plain, unsplit part: norms with 1, matrices with N(0, init_std²), those that write to the residual stream with
-    init_std / sqrt(2 · layers), so that its variance does not grow with depth (GPT-2, Radford et al. 2019, §2.3)."""
-    scaled = spec.init_std / math.sqrt(2 * max(1, len(spec.blocks)))
+def initialise(
+    part: nn.Module, *, name: str, spec: ModelSpec, seed: int, held: Mapping[nn.Parameter, Held] | None = None
+) -> None:
+    """Fill a plain part: norms so that they multiply by 1, biases and buffers with 0, matrices with N(0, init_std²), those that write to
+    the residual stream with init_std / sqrt(2 · layers), so that its variance does not grow with depth (GPT-2, Radford et al. 2019,
+    §2.3). Each expert is drawn by itself, so that whoever holds some need not draw the others; `held`: of experts, which are."""
+    tied = tied_names(spec)
     for path, module in part.named_modules():
         for child, parameter in module.named_parameters(recurse=False):
             full_name = ".".join(filter(None, (name, path, child)))
-            if spec.head.tied:
-                full_name = TIED.get(full_name, full_name)
-            if isinstance(module, RMSNorm):
-                parameter.fill_(1.0)
-                continue
-            generator = torch.Generator(parameter.device).manual_seed(seed_of(seed, full_name))
-            std = scaled if full_name.endswith(RESIDUAL_OUTPUTS) else spec.init_std
-            parameter.normal_(0.0, std, generator=generator)
+            full_name = tied.get(full_name, full_name)
+            if child == "bias":
+                parameter.zero_()
+            elif isinstance(module, RMSNorm | LayerNorm):
+                parameter.fill_(0.0 if isinstance(module, RMSNorm) and module.offset else 1.0)
+            elif isinstance(module, Experts):
+                here = (held or {}).get(parameter, Held(0))
+                for number, matrix in enumerate(parameter, here.first):
+                    _draw_part(matrix, here, f"{full_name}.{number}", spread=_spread(full_name, spec), seed=seed)
+            else:
+                _draw(parameter, full_name, spread=_spread(full_name, spec), seed=seed)
+        if isinstance(module, Router):
+            for buffer in module.buffers(recurse=False):
+                buffer.zero_()
+
+
+def _draw(weight: Tensor, name: str, *, spread: float, seed: int) -> None:
+    weight.normal_(0.0, spread, generator=torch.Generator(weight.device).manual_seed(seed_of(seed, name)))
+
+
+def _draw_part(matrix: Tensor, held: Held, name: str, *, spread: float, seed: int) -> None:
+    """One expert's matrix, drawn whole; this part of it is kept."""
+    sizes = list(matrix.shape)
+    sizes[held.dim] *= held.parts
+    whole = matrix if held.parts == 1 else matrix.new_empty(sizes)
+    _draw(whole, name, spread=spread, seed=seed)
+    if whole is not matrix:
+        matrix.copy_(whole.chunk(held.parts, held.dim)[held.part])
+
+
+def _spread(name: str, spec: ModelSpec) -> float:
+    """Standard deviation of a matrix's first values."""
+    if name == "embedding.weight":
+        return spec.embedding.init_std or spec.init_std
+    return spec.init_std / math.sqrt(2 * max(1, len(spec.blocks))) if name.endswith(RESIDUAL_OUTPUTS) else spec.init_std

@@ -5,14 +5,47 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from megalith.spec.model import NormSpec
+
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang & Sennrich 2019), the mean in fp32."""
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang & Sennrich 2019), the mean in fp32.
 
-    def __init__(self, dim: int, eps: float) -> None:
+    With `offset` the factor is 1 + weight, in fp32: bf16 could not tell 1 from factors near it (Gemma).
+    """
+
+    def __init__(self, dim: int, eps: float, offset: bool = False) -> None:
         super().__init__()
         self.eps = eps
+        self.offset = offset
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
+        if self.offset:
+            return F.rms_norm(x.float(), x.shape[-1:], 1 + self.weight.float(), self.eps).to(x.dtype)
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension (Ba et al. 2016); the bias if asked for."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, dim: int, eps: float, bias: bool = False) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.register_parameter("bias", nn.Parameter(torch.empty(dim)) if bias else None)
+
+    def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def norm(dim: int, spec: NormSpec) -> Norm:
+    """The module that normalises `dim` channels as `spec` says."""
+    if spec.kind == "layer":
+        return LayerNorm(dim, spec.eps, spec.bias)
+    return RMSNorm(dim, spec.eps, spec.offset)

@@ -5,13 +5,19 @@ import math
 import torch
 from torch import Tensor
 
-from megalith.spec.model import RopeScaling, RopeSpec
+from megalith.spec.model import RopeScaling, RopeSpec, YarnScaling
 
 
 def frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """Radians a position turns each channel pair by: fp64 [head_dim / 2] on the CPU, with Llama 3.1's scaling where asked."""
+    """Radians a position turns each channel pair by: fp64 [head_dim / 2] on the CPU, with Llama 3.1's scaling or YaRN's where asked."""
     plain = spec.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
-    return plain if spec.scaling is None else _stretched(plain, spec.scaling)
+    match spec.scaling:
+        case None:
+            return plain
+        case RopeScaling():
+            return _stretched(plain, spec.scaling)
+        case YarnScaling():
+            return _interpolated(plain, spec.theta, spec.scaling)
 
 
 def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
@@ -22,11 +28,48 @@ def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
     return plain * kept + plain / scaling.factor * (1 - kept)
 
 
+def _interpolated(plain: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
+    """YaRN (arXiv:2309.00071, section 3.2): pairs that make more than `beta_fast` turns within the first context are kept, those that
+    make fewer than `beta_slow` slowed by `factor`; between them a ramp over the pairs' numbers, its ends rounded outwards to whole
+    pairs as in the released code."""
+    channels = 2 * len(plain)
+
+    def pair(turns: float) -> float:
+        """The number of the pair that makes so many turns within the first context."""
+        return channels * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(pair(scaling.beta_fast)), 0), min(math.ceil(pair(scaling.beta_slow)), channels - 1)
+    span = high - low or 0.001  # the same pair at both ends: a step
+    slowed = ((torch.arange(len(plain), dtype=torch.float64, device="cpu") - low) / span).clamp(0, 1)
+    return plain / scaling.factor * slowed + plain * (1 - slowed)
+
+
+def magnitude(scaling: RopeScaling | YarnScaling | None) -> float:
+    """Factor of the rotated channels of queries and keys (YaRN's temperature, in the ratio of DeepSeek-V2's two `mscale`s)."""
+    if not isinstance(scaling, YarnScaling):
+        return 1.0
+    return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
+
+
+def temperature(scaling: RopeScaling | YarnScaling | None) -> float:
+    """Factor of the scores over all channels of a query and a key (DeepSeek-V2's `mscale_all_dim`, squared)."""
+    if not isinstance(scaling, YarnScaling):
+        return 1.0
+    return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def tables(spec: RopeSpec, head_dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of each position's angles: fp32 [..., seq, 1, head_dim / 2], ready to rotate [..., seq, heads, head_dim].
 
-    Angles are formed in fp32 from fp32 frequencies, as the published weights were trained.
+    Angles are formed in fp32 from fp32 frequencies, as the published weights were trained. YaRN's `magnitude` is in both tables.
     """
     turn = frequencies(spec, head_dim).to(positions.device, torch.float32)
     angles = (positions.to(torch.float32).unsqueeze(-1) * turn).unsqueeze(-2)
-    return angles.cos(), angles.sin()
+    factor = magnitude(spec.scaling)
+    if factor == 1.0:
+        return angles.cos(), angles.sin()
+    return angles.cos() * factor, angles.sin() * factor

@@ -12,9 +12,26 @@ from megalith.models.block import Block
 from megalith.models.embedding import Embedding
 from megalith.models.head import Head
 from megalith.models.rope import tables
-from megalith.spec.model import ModelSpec
+from megalith.spec.model import AttentionSpec, LatentAttentionSpec, ModelSpec, RopeSpec
 
-TIED = {"head.output.weight": "embedding.weight"}
+
+def tied_names(spec: ModelSpec) -> dict[str, str]:
+    """Names that stand for another parameter -> that parameter's own name: a tied output, and the tables in which multi-token
+    prediction looks tokens up, are the embedding."""
+    depth = spec.head.ahead.depth if spec.head.ahead else 0
+    ahead = {f"head.ahead.{k}.embedding.weight": "embedding.weight" for k in range(depth)}
+    output = {"head.output.weight": "embedding.weight"} if spec.head.tied else {}
+    return output | ahead
+
+
+Rotation = tuple[RopeSpec, int]  # how, and how many channels
+
+
+def rotation(attention: AttentionSpec | LatentAttentionSpec) -> Rotation | None:
+    """The rotary embedding a layer needs a table for; None: it does not rotate."""
+    if isinstance(attention, LatentAttentionSpec):
+        return attention.rope, attention.rope_dim
+    return None if attention.rope is None else (attention.rope, attention.head_dim)
 
 
 class Stage(nn.Module):
@@ -27,22 +44,31 @@ class Stage(nn.Module):
         super().__init__()
         self.spec = spec
         names = spec.part_names[first:last]
-        ropes = {block.attention.rope: block.attention.head_dim for block in spec.blocks}
-        self._ropes = tuple(ropes.items())
-        slots = {rope: slot for slot, rope in enumerate(ropes)}
+        attentions = [_attention(spec, name) for name in names]
+        wanted = (rotation(attention) for attention in attentions if attention)
+        self._rotations = tuple(dict.fromkeys(each for each in wanted if each))
         self.part_names = names
         self.blocks = nn.ModuleDict()
-        for name in names:
+        for name, attention in zip(names, attentions, strict=True):
+            turn = rotation(attention) if attention else None
+            slot = self._rotations.index(turn) if turn else 0  # of a layer that does not rotate: not read
             if name == "embedding":
-                self.embedding = Embedding(spec.dim, spec.embedding.vocab)
+                self.embedding = Embedding(spec.dim, spec.embedding)
             elif name == "head":
-                self.head = Head(spec.dim, spec.head)
+                self.head = Head(spec.dim, spec.head, spec.embedding, slot)
             else:
                 number = name.removeprefix("blocks.")
-                block = spec.blocks[int(number)]
-                self.blocks[number] = Block(spec.dim, block, slots[block.attention.rope])
-        if spec.head.tied and {"embedding", "head"} <= set(names):
-            self.head.output.weight = self.embedding.weight
+                self.blocks[number] = Block(spec.dim, spec.blocks[int(number)], slot)
+        self._tie()
+
+    def _tie(self) -> None:
+        """One parameter for all names that stand for it, whether or not this stage has the part it belongs to."""
+        tied, owners = tied_names(self.spec), dict[str, nn.Parameter]()
+        for name, parameter in list(self.named_parameters()):
+            owner = owners.setdefault(tied.get(name, name), parameter)
+            if owner is not parameter:
+                path, _, child = name.rpartition(".")
+                self.get_submodule(path).register_parameter(child, owner)
 
     def parts(self) -> Iterator[tuple[str, nn.Module]]:
         """The parts in order, by name."""
@@ -50,19 +76,34 @@ class Stage(nn.Module):
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Each parameter once, under its name in the whole model (a tied output is the embedding, even on a stage of its own)."""
-        tied = TIED if self.spec.head.tied else {}
+        tied = tied_names(self.spec)
         return {tied.get(name, name): parameter for name, parameter in self.named_parameters()}
+
+    def lasting_buffers(self) -> dict[str, Tensor]:
+        """What training changes besides parameters, and a checkpoint holds: routers' loads and biases."""
+        return {name: t for name, t in self.state_dict(keep_vars=True).items() if not isinstance(t, nn.Parameter)}
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor | Loss:
         """x: tokens [batch, seq] for the first stage, else the previous stage's output [batch, seq, dim]."""
-        batch = replace(batch, rotary=self._rotary(batch))
+        batch = self.prepare(batch)
         for _, part in self.parts():
             x = part(x, batch)
         return x
+
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch with what all parts of the stage share: the rotary tables."""
+        return replace(batch, rotary=self._rotary(batch))
 
     def _rotary(self, batch: Batch) -> tuple[tuple[Tensor, Tensor], ...]:
         """One table for all layers that rotate alike."""
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        return tuple(tables(rope, head_dim, positions) for rope, head_dim in self._ropes)
+        return tuple(tables(rope, channels, positions) for rope, channels in self._rotations)
+
+
+def _attention(spec: ModelSpec, part: str) -> AttentionSpec | LatentAttentionSpec | None:
+    """The attention in a part; None: it has none."""
+    if part == "head":
+        return spec.head.ahead.block.attention if spec.head.ahead else None
+    return spec.blocks[int(part.removeprefix("blocks."))].attention if part != "embedding" else None

@@ -8,6 +8,7 @@ from torch import Tensor
 from megalith.models.batch import Batch
 from megalith.models.init import initialise
 from megalith.models.stage import Stage
+from megalith.spec.families import Model
 from megalith.spec.llama import Llama
 from tests.specs import TINY
 
@@ -17,7 +18,7 @@ def llama(**sizes: Any) -> Llama:
     return Llama.model_validate(TINY | sizes)
 
 
-def stage(spec: Llama, first: int = 0, last: int | None = None, *, seed: int = 0) -> Stage:
+def stage(spec: Model, first: int = 0, last: int | None = None, *, seed: int = 0) -> Stage:
     """Parts of the model, initialised."""
     made = Stage(spec.build(), first, last)
     for name, part in made.parts():
@@ -25,7 +26,7 @@ def stage(spec: Llama, first: int = 0, last: int | None = None, *, seed: int = 0
     return made
 
 
-def lively(spec: Llama, *, seed: int = 0, spread: float = 0.15) -> Stage:
+def lively(spec: Model, *, seed: int = 0, spread: float = 0.15) -> Stage:
     """A whole model whose weights are large enough for its logits to differ clearly."""
     made = stage(spec, seed=seed)
     generator = torch.Generator().manual_seed(seed)
@@ -35,7 +36,7 @@ def lively(spec: Llama, *, seed: int = 0, spread: float = 0.15) -> Stage:
     return made
 
 
-def tokens_of(spec: Llama, batch: int = 2, seq: int = 24, *, seed: int = 0) -> Tensor:
+def tokens_of(spec: Model, batch: int = 2, seq: int = 24, *, seed: int = 0) -> Tensor:
     """Random tokens [batch, seq]."""
     return torch.randint(spec.vocab, (batch, seq), generator=torch.Generator().manual_seed(seed))
 

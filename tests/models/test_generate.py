@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from megalith.models import generate as module
-from megalith.models.attention import CausalCore
+from megalith.models.batch import Batch
 from megalith.models.block import Block
-from megalith.models.generate import generate
+from megalith.models.core import CausalCore
+from megalith.models.generate import CachedCore, generate
 from tests.models.plain import lively, llama, logits
 
 
@@ -42,6 +43,29 @@ def test_sampled_text_is_that_of_reading_everything_again_for_each_token():
             values, order = chances.sort(descending=True)
             line.append(int(order[torch.multinomial(values, 1, generator=generator)]))
     assert list(generate(model, [7, 8], tokens=12, seed=4)) == line[2:]
+
+
+@pytest.mark.parametrize(
+    "core",
+    [
+        CausalCore(),
+        CausalCore(scale=0.3, softcap=1.5),
+        CausalCore(window=3),
+        CausalCore(window=5, softcap=0.7),
+        CausalCore(window=50),
+    ],
+    ids=["plain", "capped", "window", "capped window", "window beyond the text"],
+)
+@pytest.mark.parametrize("prompt", [1, 4, 9])
+def test_a_cached_core_gives_a_token_what_the_whole_text_gives_it(core, prompt):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 12, *size, generator=generator) for size in ((4, 8), (2, 8), (2, 6)))
+    batch, cached = Batch(torch.zeros(1, 12)), CachedCore(core)
+    found = [cached(*(x[:, :prompt] for x in (q, k, v)), batch)]
+    found += [cached(*(x[:, i : i + 1] for x in (q, k, v)), batch) for i in range(prompt, 12)]
+    torch.testing.assert_close(torch.cat(found, dim=1), core(q, k, v, batch))
+    assert cached.kept is not None
+    assert cached.kept[0].shape[1] == min(12, core.window or 12)
 
 
 def test_seeds_reproduce_and_differ():

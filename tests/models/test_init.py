@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from megalith.models.batch import Batch
-from megalith.models.init import initialise, seed_of
+from megalith.models.init import Held, initialise, seed_of
 from megalith.models.stage import Stage
+from tests.models.deepseek import deepseek
+from tests.models.families import DENSE
 from tests.models.plain import llama, stage
 
 
@@ -24,6 +26,24 @@ def test_another_seed_gives_other_weights_and_the_same_seed_the_same():
     first, again, other = (stage(llama(), seed=seed).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first if "norm" not in name)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_who_holds_some_experts_draws_what_whoever_holds_all_draws_for_them(parts):
+    spec = deepseek(layers=2, dense_layers=1)
+    whole = stage(spec, 2, 3, seed=3).blocks["1"].mlp.experts
+    made = Stage(spec.build(), 2, 3)
+    experts = made.blocks["1"].mlp.experts
+    held, expected = {}, []
+    for name, weight in whole.named_parameters():
+        dim = 1 if name == "down" else 0
+        share = weight.detach()[4:6].chunk(parts, dim + 1)[-1]
+        experts.register_parameter(name, torch.nn.Parameter(torch.empty_like(share)))
+        held[experts.get_parameter(name)] = Held(4, dim, parts - 1, parts)
+        expected.append(share)
+    initialise(made.blocks["1"], name="blocks.1", spec=made.spec, seed=3, held=held)
+    assert all(torch.equal(*pair) for pair in zip(experts.parameters(), expected, strict=True))
+    assert not torch.equal(whole.up[4], whole.up[5])
 
 
 def test_no_two_matrices_start_alike():
@@ -60,6 +80,26 @@ def test_spreads_are_as_documented():
         std = 0.05 / math.sqrt(16) if name.endswith(("attention.out.weight", "mlp.down.weight")) else 0.05
         assert abs(float(weight.detach().std()) / std - 1) < 0.02, name
         assert abs(float(weight.detach().mean())) < 4 * std / math.sqrt(weight.numel()), name
+
+
+def test_biases_start_at_zero_and_norms_multiply_by_one():
+    for family, neutral in (("gpt", 1.0), ("gemma2", 0.0), ("palm", 1.0), ("qwen3", 1.0)):
+        for name, weight in stage(DENSE[family]).parameters_by_name().items():
+            if name.endswith("bias"):
+                assert torch.equal(weight, torch.zeros_like(weight)), name
+            elif "norm" in name:
+                assert torch.equal(weight, torch.full_like(weight, neutral)), name
+            else:
+                assert weight.abs().max() > 0, name
+
+
+def test_palm_starts_with_embeddings_of_unit_variance():
+    """Section 5: no norm follows them, and the logits are scaled for it."""
+    weights = stage(DENSE["palm"]).parameters_by_name()
+    assert abs(float(weights["embedding.weight"].detach().std()) - 1) < 0.05
+    assert float(weights["blocks.0.mlp.up.weight"].detach().std()) < 0.03
+    positions = stage(DENSE["gpt"]).parameters_by_name()["embedding.positions"]
+    assert abs(float(positions.detach().std()) / 0.02 - 1) < 0.05
 
 
 def test_the_residual_stream_does_not_grow_with_depth():

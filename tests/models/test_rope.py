@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from megalith.models.rope import frequencies, tables
-from megalith.spec.model import RopeScaling, RopeSpec
+from megalith.models.rope import frequencies, magnitude, tables, temperature
+from megalith.spec.model import RopeScaling, RopeSpec, YarnScaling
 from tests.models.plain import llama
 from tests.models.twin import config_of
 
@@ -47,3 +47,37 @@ def test_tables_are_fp32_and_shaped_to_rotate_heads():
 def test_positions_that_restart_repeat_their_rows():
     cos, _ = tables(RopeSpec(), 8, torch.tensor([0, 1, 2, 0, 1]))
     assert torch.equal(cos[:2], cos[3:])
+
+
+YARNS = {
+    "deepseek-v2": (10_000.0, 64, YarnScaling(factor=40.0, original_context=4096, mscale=0.707, mscale_all_dim=0.707)),
+    "deepseek-v3": (10_000.0, 64, YarnScaling(factor=40.0, original_context=4096, mscale=1.0, mscale_all_dim=1.0)),
+    "kimi-k2": (50_000.0, 64, YarnScaling(factor=32.0, original_context=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0)),
+    "temperature in the tables": (10_000.0, 128, YarnScaling(factor=4.0, original_context=512)),
+    "two temperatures": (10_000.0, 32, YarnScaling(factor=16.0, original_context=2048, mscale=0.9, mscale_all_dim=0.4)),
+}
+
+
+@pytest.mark.parametrize(("theta", "channels", "scaling"), YARNS.values(), ids=YARNS)
+def test_yarn_frequencies_and_temperatures_are_those_of_transformers(theta, channels, scaling):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    if int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("transformers 4 holds rotary settings under other names")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
+
+    settings = scaling.model_dump(exclude={"kind", "original_context"})
+    settings |= {"rope_type": "yarn", "rope_theta": theta, "original_max_position_embeddings": scaling.original_context}
+    context = int(scaling.factor * scaling.original_context)
+    config = transformers.DeepseekV3Config(qk_rope_head_dim=channels, rope_parameters=settings, max_position_embeddings=context)
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    spec = RopeSpec(theta=theta, scaling=scaling)
+    torch.testing.assert_close(frequencies(spec, channels).float(), expected, rtol=1e-6, atol=0)
+    assert magnitude(scaling) == pytest.approx(factor)
+    assert temperature(scaling) == pytest.approx(yarn_apply_mscale(config.rope_parameters, 1.0))
+    cos, sin = tables(spec, channels, torch.arange(300))
+    torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, factor**2))
+
+
+def test_only_yarn_changes_temperatures():
+    assert magnitude(None) == temperature(None) == magnitude(RopeScaling()) == temperature(RopeScaling()) == 1.0

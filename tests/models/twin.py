@@ -1,46 +1,45 @@
-"""transformers' Llama for tests, by the names of either of its major versions."""
+"""transformers' models for tests, by the names of either of its major versions."""
 
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from megalith.checkpoint.huggingface import renames
+from megalith.checkpoint.huggingface import configuration, to_theirs
+from megalith.kernels.cross_entropy import Loss
+from megalith.models.batch import Batch
 from megalith.models.stage import Stage
-from megalith.spec.llama import Llama
+from megalith.spec.families import Model
 
 
-def config_of(spec: Llama) -> Any:
-    """Its configuration; skips where transformers is not installed."""
+def config_of(spec: Model) -> Any:
+    """Its configuration; skips where transformers is not installed, or too old for the family."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (a dependency of the tests only)")
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if (scaling := spec.rope_scaling) is not None:
-        rope = {"rope_type": "llama3", "factor": scaling.factor, "original_max_position_embeddings": scaling.original_context}
-        rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    turning: dict[str, Any] = {"rope_parameters": rope | {"rope_theta": spec.rope_theta}}
-    if int(transformers.__version__.split(".")[0]) < 5:
-        turning = {"rope_theta": spec.rope_theta, "rope_scaling": rope}
-    return transformers.LlamaConfig(
-        vocab_size=spec.vocab,
-        hidden_size=spec.dim,
-        intermediate_size=spec.ffn,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        max_position_embeddings=spec.context,
-        rms_norm_eps=spec.norm_eps,
-        tie_word_embeddings=spec.tied,
-        **turning,
-    )
+    settings = configuration(spec)
+    if settings["model_type"] not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {settings['architectures'][0]}")
+    return transformers.CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
 
 
-def twin(spec: Llama, ours: Stage) -> Any:
+def twin(spec: Model, ours: Stage) -> Any:
     """Its model with our weights."""
     import transformers  # slow to import, and only these tests need it
 
-    theirs = transformers.LlamaForCausalLM(config_of(spec))
-    names = renames(spec)
-    weights = {names[name]: parameter.detach() for name, parameter in ours.parameters_by_name().items()}
+    # eager: the only one of its attentions that caps scores
+    theirs = transformers.AutoModelForCausalLM.from_config(config_of(spec), attn_implementation="eager")
+    weights = to_theirs(spec, {name: parameter.detach() for name, parameter in ours.parameters_by_name().items()})
     missing = theirs.load_state_dict(weights, strict=False).missing_keys
     assert missing == (["lm_head.weight"] if spec.tied else []), missing
     return theirs
+
+
+def same_loss(ours: Stage, theirs: Any, tokens: Tensor) -> None:
+    """The loss of both on the same tokens [2, seq] is the same; both have their gradients then."""
+    expected = theirs(tokens, labels=tokens).loss
+    expected.backward()
+    targets = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), dim=1)
+    loss = ours(tokens, Batch(tokens, targets=targets, loss_scale=1 / int((targets >= 0).sum())))
+    assert isinstance(loss, Loss)
+    loss.objective.backward()
+    torch.testing.assert_close(loss.nll, expected.detach(), rtol=0, atol=1e-5)

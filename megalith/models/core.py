@@ -1,0 +1,93 @@
+"""The core of attention, between the projections: a seam that context parallelism and key-value caches swap."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from megalith.kernels.attention import attention, kernel_for
+from megalith.kernels.blocked import blocked_attention, pays
+from megalith.kernels.pairs import rows_of
+from megalith.models.batch import Batch, Pieces
+
+
+class CausalCore(nn.Module):
+    """softmax(scale q kᵀ) v over the past: no seq x seq matrix, no dense mask. `scale` is 1 / sqrt(channels of q) unless given.
+
+    With `window`, a token sees itself and the `window - 1` before it, at the cost of what it sees (Mistral 7B, Jiang et al. 2023,
+    arXiv:2310.06825, section 2). With `softcap`, scores s become softcap tanh(s / softcap) (Gemma 2, Grok-1). With `batch.pieces` each
+    document attends to itself alone. v may have other channels than q and k (multi-head latent attention).
+    """
+
+    def __init__(self, *, scale: float | None = None, window: int | None = None, softcap: float | None = None) -> None:
+        super().__init__()
+        self.scale = scale
+        self.window = window
+        self.softcap = softcap
+
+    def forward(
+        self,
+        q: Float[Tensor, "batch seq heads channels"],
+        k: Float[Tensor, "batch seq kv_heads channels"],
+        v: Float[Tensor, "batch seq kv_heads v_channels"],
+        batch: Batch,
+    ) -> Float[Tensor, "batch seq heads v_channels"]:
+        seq = q.shape[1]
+        scale = self.scale_of(q)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if self.softcap is not None or (self.window is not None and self.window < seq):
+            out = self._attend_pairs(q, k, v, batch.pieces, scale)  # pyright: ignore[reportCallIssue]
+        elif batch.pieces is None:
+            out = attend(q, k, v, scale)
+        else:
+            out = attend_pieces(q, k, v, batch.pieces, scale)  # pyright: ignore[reportCallIssue]
+        return out.transpose(1, 2)
+
+    @torch.compiler.disable  # which pairs there are differs from batch to batch
+    def _attend_pairs(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces | None, scale: float) -> Tensor:
+        """What torch's fused kernels do not offer: bands of a window, and capped scores."""
+        if self.softcap is None and self.window is not None and pieces is not None and self.window >= max(map(max, pieces)):
+            return attend_pieces(q, k, v, pieces, scale)  # pyright: ignore[reportCallIssue]
+        here = ((0, q.shape[2]),)
+        rows = rows_of(here, here, batch=q.shape[0], pieces=pieces, window=self.window)
+        return attention(q, k, v, rows=rows, kernel=kernel_for(q, v, self.softcap), scale=scale)
+
+    def scale_of(self, q: Tensor) -> float:
+        """What scores of q [..., channels] are multiplied by."""
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Causal attention of [batch, heads, seq, channels] by the fastest kernel; k and v may have fewer heads, each serving a run of
+    q's, and v other channels."""
+    channels, of_v = q.shape[-1], v.shape[-1]
+    if pays(q):
+        return blocked_attention(q, k, v, True, channels**-0.5 if scale is None else scale)[0]
+    if channels != of_v and q.device.type == "cpu":  # its fused kernel wants them equal, and zeros change no score
+        width = max(channels, of_v)
+        scale = channels**-0.5 if scale is None else scale
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out if out.shape[-1] == of_v else out[..., :of_v]
+
+
+@torch.compiler.disable  # the lengths differ in every batch: compiled code would be compiled again for each
+def attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float | None = None) -> Tensor:
+    """Causal attention inside each piece of each row; rows cut alike share their calls."""
+    assert len(pieces) == q.shape[0] and all(sum(row) == q.shape[2] for row in pieces), (pieces, q.shape)
+    if len(set(pieces)) == 1:
+        return _attend_alike(q, k, v, pieces[0], scale)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for row, lengths in enumerate(pieces):
+        alike.setdefault(lengths, []).append(row)
+    order = [row for rows in alike.values() for row in rows]
+    parts = [_attend_alike(q[rows], k[rows], v[rows], lengths, scale) for lengths, rows in alike.items()]
+    back = torch.tensor(order, device=q.device).argsort()
+    return torch.cat(parts)[back]
+
+
+def _attend_alike(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float | None) -> Tensor:
+    if len(lengths) == 1:
+        return attend(q, k, v, scale)
+    split = [x.split(lengths, dim=2) for x in (q, k, v)]
+    return torch.cat([attend(some_q, some_k, some_v, scale) for some_q, some_k, some_v in zip(*split, strict=True)], dim=2)

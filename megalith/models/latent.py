@@ -1,0 +1,50 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), in the form it is trained in: keys and values expanded."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from megalith.kernels.rope import rotate
+from megalith.models.batch import Batch
+from megalith.models.core import CausalCore
+from megalith.models.linear import Linear
+from megalith.models.norm import RMSNorm
+from megalith.models.rope import temperature
+from megalith.spec.model import LatentAttentionSpec
+
+
+class LatentAttention(nn.Module):
+    """Keys and values of all heads come from one small latent vector a token, and so may the queries.
+
+    A head's query and key have `nope_dim` channels that are not rotated and then `rope_dim` that are; the rotated part of the key is
+    one for all heads. Heads are inferred (-1), so a copy that holds a share of the heads runs the same lines; the way down to the
+    latents (`q_down`, `kv_down` and the norms) is whole in every copy.
+    """
+
+    def __init__(self, dim: int, spec: LatentAttentionSpec, rope_slot: int = 0) -> None:
+        super().__init__()
+        self.spec = spec
+        self.rope_slot = rope_slot  # which of `batch.rotary` is this layer's
+        queries, keys_and_values = spec.nope_dim + spec.rope_dim, spec.nope_dim + spec.v_dim
+        if spec.q_rank is None:
+            self.q = Linear(dim, spec.heads * queries)
+        else:
+            self.q_down = Linear(dim, spec.q_rank)
+            self.q_norm = RMSNorm(spec.q_rank, spec.norm_eps)
+            self.q_up = Linear(spec.q_rank, spec.heads * queries)
+        self.kv_down = Linear(dim, spec.kv_rank + spec.rope_dim)
+        self.kv_norm = RMSNorm(spec.kv_rank, spec.norm_eps)
+        self.kv_up = Linear(spec.kv_rank, spec.heads * keys_and_values)
+        self.out = Linear(spec.heads * spec.v_dim, dim)
+        self.core: nn.Module = CausalCore(scale=temperature(spec.rope.scaling) * queries**-0.5)
+
+    def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch) -> Float[Tensor, "batch seq dim"]:
+        spec, (cos, sin) = self.spec, batch.rotary[self.rope_slot]
+        q = self.q(x) if spec.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
+        q = q.unflatten(-1, (-1, spec.nope_dim + spec.rope_dim))
+        latent, shared = self.kv_down(x).split((spec.kv_rank, spec.rope_dim), dim=-1)
+        shared = rotate(shared.unsqueeze(-2), cos, sin)  # batch seq 1 rope_dim
+        keys_and_values = self.kv_up(self.kv_norm(latent)).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
+        k, v = keys_and_values.split((spec.nope_dim, spec.v_dim), dim=-1)
+        k = torch.cat((k, shared.expand(*k.shape[:-1], -1)), dim=-1)
+        return self.out(self.core(rotate(q, cos, sin), k, v, batch).flatten(-2))

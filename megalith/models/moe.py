@@ -1,0 +1,228 @@
+"""Mixture of experts, in steps between which tensors alone pass. How tokens reach the experts is a seam: expert parallelism swaps it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from megalith.kernels.grouped import Sizes, grouped
+from megalith.kernels.permute import Order, collect, spread
+from megalith.models.batch import Batch
+from megalith.models.linear import Linear
+from megalith.models.mlp import ACTIVATIONS, Mlp
+from megalith.models.router import Dealing, OneProcess, Router, Routing, Sets
+from megalith.spec.model import MlpSpec, MoeSpec
+
+
+class Experts(nn.Module):
+    """Experts side by side: down(activation(gate x) * up x) each, or down(activation(up x)). A rank may hold some, or a part of each."""
+
+    gate: nn.Parameter | None
+
+    def __init__(self, dim: int, spec: MoeSpec) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[spec.activation]
+        self.register_parameter("gate", nn.Parameter(torch.empty(spec.experts, spec.hidden, dim)) if spec.gated else None)
+        self.up = nn.Parameter(torch.empty(spec.experts, spec.hidden, dim))
+        self.down = nn.Parameter(torch.empty(spec.experts, dim, spec.hidden))
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, rows: Float[Tensor, "rows dim"], sizes: Sizes) -> Float[Tensor, "rows dim"]:
+        """`rows` of the first expert, then of the second, ...; `sizes` of each."""
+        up = grouped(rows, self.up, sizes)
+        inner = self.activation(up) if self.gate is None else self.activation(grouped(rows, self.gate, sizes)) * up
+        return grouped(inner, self.down, sizes)
+
+
+class Pending(Protocol):
+    """Rows on their way."""
+
+    def wait(self) -> Tensor:
+        """The rows that arrived."""
+        ...
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Rows that had no way to go."""
+
+    rows: Tensor
+
+    def wait(self) -> Tensor:
+        return self.rows
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one microbatch's rows need to find their experts: `rows` this rank sends, `sizes` of the experts' parts of what arrives."""
+
+    rows: int
+    sizes: Sizes
+
+
+class Exchange(Protocol):
+    """How tokens reach the experts and come back."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Of [batch, seq, ...], the tokens that this rank sends to the experts. Differentiable."""
+        ...
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The inverse of `enter`."""
+        ...
+
+    def plan(self, counts: Tensor, kept: int | None, dealing: Dealing | None) -> Traffic:
+        """From `counts` [experts] of the rows to send; `kept` is their number, if known; `dealing`: tokens are dealt out evenly."""
+        ...
+
+    def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
+        """Rows [sent, dim], sorted by expert, to the ranks that hold the experts. Differentiable."""
+        ...
+
+    def combine(self, rows: Tensor, traffic: Traffic) -> Tensor:
+        """The way back. Differentiable."""
+        ...
+
+    def start_dispatch(self, rows: Tensor, traffic: Traffic) -> Pending:
+        """`dispatch`, started, without autograd. Also the backward of `combine`."""
+        ...
+
+    def start_combine(self, rows: Tensor, traffic: Traffic) -> Pending:
+        """`combine`, started, without autograd. Also the backward of `dispatch`."""
+        ...
+
+    def run(self, experts: Experts, rows: Tensor, traffic: Traffic) -> Tensor:
+        """The experts this rank holds on the rows that arrived; results in the order in which those came."""
+        ...
+
+
+class Here:
+    """All experts are in this process."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x
+
+    def plan(self, counts: Tensor, kept: int | None, dealing: Dealing | None) -> Traffic:
+        if dealing is not None:
+            dealt = dealing.counts((range(dealing.seq),))
+            return Traffic(sum(dealt), Sizes(dealt))
+        sizes = Sizes(counts)
+        return Traffic(sum(sizes.host) if kept is None else kept, sizes)
+
+    def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
+        return rows
+
+    def combine(self, rows: Tensor, traffic: Traffic) -> Tensor:
+        return rows
+
+    def start_dispatch(self, rows: Tensor, traffic: Traffic) -> Pending:
+        return Arrived(rows)
+
+    def start_combine(self, rows: Tensor, traffic: Traffic) -> Pending:
+        return Arrived(rows)
+
+    def run(self, experts: Experts, rows: Tensor, traffic: Traffic) -> Tensor:
+        return experts(rows, traffic.sizes)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """One microbatch's tokens on their way: the order they are sent in, the weights of what comes back, and how much goes where."""
+
+    order: Order
+    weights: Tensor  # [tokens sent, active], fp32
+    batch: int
+    traffic: Traffic
+
+
+class Moe(nn.Module):
+    """Each token's `active` experts, weighted, plus a shared one if there is any. A token whose expert is full passes by it.
+
+    The steps of `forward`, for an executor that runs each in an autograd graph of its own and other work while rows travel:
+    `route`, `enter` and `deal` (attention's side), `exchange.start_dispatch`, `run` (the experts), `exchange.start_combine`, `leave`;
+    `common` whenever there is time. The backward of one way is the other way with gradients.
+    """
+
+    def __init__(self, dim: int, spec: MoeSpec) -> None:
+        super().__init__()
+        self.router = Router(dim, spec.experts, spec.router)
+        self.experts = Experts(dim, spec)
+        shared = MlpSpec(hidden=spec.shared, activation=spec.activation, gated=spec.gated) if spec.shared else None
+        self.shared = None if shared is None else Mlp(dim, shared)
+        self.shared_gate = Linear(dim, 1) if spec.shared_gate and spec.shared else None
+        self.exchange: Exchange = Here()
+        self.sets: Sets = OneProcess()
+
+    @torch.compiler.disable  # how many rows an expert gets differs in every batch: compiled code would be compiled again for each
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x: Float[Tensor, "batch seq dim"], batch: Batch
+    ) -> Float[Tensor, "batch seq dim"]:
+        rows, deal = self.spread(x, self.route(x, batch))
+        arrived = self.exchange.dispatch(rows, deal.traffic)
+        returned = self.exchange.combine(self.run(arrived, deal), deal.traffic)
+        out = self.collect(returned, deal)
+        common = self.common(x)
+        return out if common is None else out + common
+
+    def route(self, x: Tensor, batch: Batch) -> Routing:
+        """Where the tokens of x [batch, seq, dim] go."""
+        return self.router(x, batch, self.sets)
+
+    def spread(self, x: Tensor, routing: Routing) -> tuple[Tensor, Deal]:
+        """The rows [sent, dim] to dispatch, sorted by expert."""
+        own, weights = self.enter(x, routing)
+        deal = self.deal(routing, weights)
+        return spread(own, deal.order), deal
+
+    def enter(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """The tokens [tokens, dim] that this rank sends, and their weights [tokens, active]."""
+        return self.exchange.enter(x).flatten(0, 1), self.exchange.enter(routing.weights).flatten(0, 1)
+
+    def deal(self, routing: Routing, weights: Tensor) -> Deal:
+        """Where those go."""
+        choices = self.sets.own(routing.choices)
+        batch, seq, active = choices.shape
+        choices = choices.flatten(0, 1)  # [tokens, active]
+        experts = self.router.weight.shape[0]
+        counts = choices.new_zeros(experts + 1)
+        if routing.kept is not None:  # dropped copies come last, as if of one more expert
+            choices = choices.where(self.sets.own(routing.kept).flatten(0, 1), experts)
+        counts.scatter_add_(0, choices.flatten(), torch.ones_like(choices.flatten()))
+        dealing = Dealing(batch, seq, active, experts) if routing.dealt else None
+        traffic = self.exchange.plan(counts[:-1], choices.numel() if routing.kept is None else None, dealing)
+        return Deal(Order.sorted_by(choices, traffic.rows), weights, batch, traffic)
+
+    def run(self, rows: Tensor, deal: Deal) -> Tensor:
+        """The experts on the rows that arrived."""
+        return self.exchange.run(self.experts, rows, deal.traffic)
+
+    def collect(self, rows: Tensor, deal: Deal) -> Tensor:
+        """Each token's weighted sum [batch, seq, dim] of the rows that came back."""
+        return self.leave(collect(rows, deal.weights, deal.order), deal)
+
+    def leave(self, tokens: Tensor, deal: Deal) -> Tensor:
+        """The tokens [tokens, dim] that this rank sent -> [batch, seq, dim]: the inverse of `enter`."""
+        return self.exchange.leave(tokens.unflatten(0, (deal.batch, -1)))
+
+    def common(self, x: Tensor) -> Tensor | None:
+        """The shared expert's part [batch, seq, dim], if there is one."""
+        if self.shared is None:
+            return None
+        out = self.shared(x)
+        return out if self.shared_gate is None else out * F.sigmoid(self.shared_gate(x))
+
+    def end_of_step(self, counts: Tensor) -> None:
+        """Take in what all ranks counted, `router.counts` summed over them, once after each step."""
+        self.router.end_of_step(counts)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last step's global batch: "max_load" (largest over mean), "entropy" of the loads (1: even), and the fraction of
+        choices "dropped". Empty before the first."""
+        return self.router.metrics()

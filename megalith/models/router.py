@@ -1,0 +1,330 @@
+"""Which experts a token goes to, with which weights, and what keeps their load even."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megalith.kernels.deferred import weight_gradient
+from megalith.models.batch import Batch
+from megalith.spec.model import RouterSpec
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of [batch, seq] go: `active` of the experts each, best first."""
+
+    choices: Tensor  # [batch, seq, active], numbers of experts
+    weights: Tensor  # [batch, seq, active], fp32, differentiable; carries the balance losses
+    kept: Tensor | None  # [batch, seq, active], False where the expert was full; None: no expert is ever full
+    dealt: bool  # evenly, without asking the scores, so that all counts are known in advance
+
+
+class Sets(Protocol):
+    """The sets of tokens over which loads are measured: what the ranks that share a set add up. In one process, nothing."""
+
+    sequence_ranks: int  # ranks that have a part each of every sequence
+
+    def over_sequence(self, counts: Tensor) -> Tensor:
+        """Counts [batch, experts] of this rank's part of each sequence -> of the whole sequences."""
+        ...
+
+    def over_batch(self, counts: Tensor) -> Tensor:
+        """Counts [experts] of this rank's part of the microbatch -> of microbatch i of all data ranks."""
+        ...
+
+    def spans(self, seq: int) -> tuple[range, ...]:
+        """Positions in their sequence of this rank's `seq` tokens, in order."""
+        ...
+
+    def earlier(self, choices: Tensor) -> Tensor:
+        """For each choice [batch, seq, active], how many earlier ones of its whole sequence are for the same expert."""
+        ...
+
+    def own(self, choices: Tensor) -> Tensor:
+        """Of [batch, seq, ...], the tokens that no other rank counts."""
+        ...
+
+
+class OneProcess:
+    """The sets of a process that has every token."""
+
+    sequence_ranks = 1
+
+    def over_sequence(self, counts: Tensor) -> Tensor:
+        return counts
+
+    def over_batch(self, counts: Tensor) -> Tensor:
+        return counts
+
+    def spans(self, seq: int) -> tuple[range, ...]:
+        return (range(seq),)
+
+    def earlier(self, choices: Tensor) -> Tensor:
+        return earlier(choices)
+
+    def own(self, choices: Tensor) -> Tensor:
+        return choices
+
+
+@dataclass(frozen=True)
+class Record:
+    """One routing of one microbatch, for comparing two runs: choices that differ although `margins` are wide are an error."""
+
+    batch: Batch
+    choices: Tensor  # [batch, seq, active], ascending
+    margins: Tensor  # [batch, seq]: by how much the last chosen expert (or group) beat the first one left out
+
+
+class Router(nn.Module):
+    """Scores of each expert in fp32 (Switch Transformer, Fedus et al. 2022, section 2.4: bf16 here diverges), and the choice by them.
+
+    - Switch (arXiv:2101.03961): softmax, the best expert, weighted by its probability; `capacity` an expert and sequence.
+    - Mixtral (arXiv:2401.04088): softmax over the logits of the chosen two, which is the softmax over all, normalised.
+    - DeepSeek-V2 (arXiv:2405.04434): softmax; experts from the `active_groups` groups whose best expert is best.
+    - DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): sigmoid; a bias that is added for choosing only, and that each step moves towards
+      even loads; groups by the sum of their two best; weights normalised, then scaled.
+
+    Loads are counted in backward, which runs once for each microbatch however often recomputation repeats the forward, and not
+    at all in validation. `end_of_step` takes them in.
+    """
+
+    weight: nn.Parameter
+    bias: Tensor | None
+    load: Tensor
+    counts: Tensor
+    dropped: Tensor
+
+    def __init__(self, dim: int, experts: int, spec: RouterSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.weight = nn.Parameter(torch.empty(experts, dim))
+        self.register_buffer("bias", torch.zeros(experts) if spec.bias_rate else None)
+        self.register_buffer("load", torch.zeros(experts))  # choices of each expert in the last step's global batch
+        self.register_buffer(
+            "counts", torch.zeros(experts + 1, dtype=torch.int64), persistent=False
+        )  # this step's; last: dropped
+        self.register_buffer("dropped", torch.zeros(()), persistent=False)  # choices dropped in the last step's global batch
+        self.records: list[Record] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """First values of the weight and the buffers, wherever they were allocated."""
+        nn.init.normal_(self.weight, std=0.02)
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def forward(self, x: Tensor, batch: Batch, sets: Sets) -> Routing:
+        """x [batch, seq, dim]. Without data (meta and fake tensors) there are no scores to go by, and tokens are dealt evenly."""
+        logits = _Logits.apply(x, self.weight)
+        assert isinstance(logits, Tensor)
+        scores = logits.softmax(-1) if self.spec.scores == "softmax" else logits.sigmoid()
+        dealt = self.spec.balanced or x.is_meta or isinstance(x, FakeTensor)
+        choices = self._dealt(scores, sets) if dealt else self._chosen(scores.detach(), batch)
+        if dealt and self.records is not None:
+            self._record(batch, choices, [torch.full_like(scores[..., 0], float("inf"))])
+        kept = None
+        if self.spec.capacity is not None and not dealt:
+            kept = sets.earlier(choices) < self._room(x.shape[1] * sets.sequence_ranks)
+        weights = scores.gather(-1, choices)
+        if self.spec.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # DeepSeek's guard: all sigmoids may underflow
+        weights = weights * self.spec.scale
+        if torch.is_grad_enabled():
+            objective = self._objective(logits, scores, choices, batch, sets)
+            own = None if kept is None else sets.own(kept)
+            weights = _Attach.apply(weights, objective, self._counted(sets.own(choices), own), self)
+            assert isinstance(weights, Tensor)
+        return Routing(choices, weights, kept, dealt)
+
+    def end_of_step(self, counts: Tensor) -> None:
+        """Take in `counts`, summed over all ranks, after the step: experts with less than the mean load get a higher bias, the others
+        a lower one (Wang et al. 2024, arXiv:2408.15664, algorithm 1)."""
+        load = counts[:-1].float()
+        self.load.copy_(load)
+        self.dropped.copy_(counts[-1])
+        if self.bias is not None:
+            self.bias += self.spec.bias_rate * (load.mean() - load).sign()
+        self.counts.zero_()
+
+    def metrics(self) -> dict[str, float]:
+        """How even the last step's loads were. Waits for the device."""
+        load, dropped = self.load.double(), float(self.dropped)
+        total = float(load.sum())
+        if total == 0:
+            return {}
+        shares = load[load > 0] / total
+        entropy = -float((shares * shares.log()).sum()) / float(torch.tensor(float(len(load))).log()) if len(load) > 1 else 1.0
+        return {"max_load": float(load.max()) / total * len(load), "entropy": entropy, "dropped": dropped / total}
+
+    # --- choosing ---
+
+    def _chosen(self, scores: Tensor, batch: Batch) -> Tensor:
+        wanted = scores if self.bias is None else scores + self.bias
+        margins = None if self.records is None else []
+        if self.spec.groups > 1:
+            wanted = self._within_groups(wanted, margins)
+        best = _best(wanted, self.spec.active, margins)
+        if margins is not None:
+            self._record(batch, best, margins)
+        return best
+
+    def _within_groups(self, wanted: Tensor, margins: list[Tensor] | None) -> Tensor:
+        """Experts outside a token's best groups can not be chosen."""
+        grouped = wanted.unflatten(-1, (self.spec.groups, -1))
+        worth = grouped.amax(-1) if self.spec.group_score == "max" else grouped.topk(2, -1).values.sum(-1)
+        allowed = torch.zeros_like(worth, dtype=torch.bool)
+        allowed.scatter_(-1, _best(worth, self.spec.active_groups, margins), True)
+        return grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
+
+    def _dealt(self, scores: Tensor, sets: Sets) -> Tensor:
+        """Choice j of the token at position p of its sequence is expert (p * active + j) mod experts, on any plan."""
+        rows, seq, experts = scores.shape
+        positions = torch.cat([torch.arange(s.start, s.stop, device=scores.device) for s in sets.spans(seq)])
+        numbers = positions.unsqueeze(-1) * self.spec.active + torch.arange(self.spec.active, device=scores.device)
+        return (numbers % experts).expand(rows, -1, -1)
+
+    def _room(self, tokens: int) -> int:
+        """Tokens of a sequence that an expert takes (Switch Transformer, equation 3): at least one."""
+        assert self.spec.capacity is not None
+        return max(1, int(self.spec.capacity * tokens * self.spec.active / self.weight.shape[0]))
+
+    # --- what keeps loads even ---
+
+    def _objective(self, logits: Tensor, scores: Tensor, choices: Tensor, batch: Batch, sets: Sets) -> Tensor | None:
+        """This rank's part of the auxiliary losses; parts of microbatches and ranks add up to the mean over the sets of the global batch.
+
+        Balance: weight * Σ_e f_e P_e, where f_e = experts / (active * tokens) * choices of e in the set, P_e the mean over its tokens
+        of e's score, scores of a token normalised to sum to 1. It is `weight` when all is even. With one active expert this is
+        Switch's alpha * N Σ f P (equations 4 to 6); over sequences, DeepSeek-V3's (equations 17 to 20). f has no gradient and P is a
+        sum over tokens, so each token adds its own part. z: weight * mean of logsumexp(logits)² (ST-MoE, arXiv:2202.08906,
+        equation 5).
+        """
+        tokens = batch.sequences * scores.shape[1] * sets.sequence_ranks  # of the global batch
+        terms: list[Tensor] = []
+        if self.spec.balance_weight:
+            shares = scores if self.spec.scores == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+            terms.append((shares * self._loads(choices, sets)).sum() * (self.spec.balance_weight / tokens))
+        if self.spec.z_weight:
+            terms.append(logits.logsumexp(-1).square().sum() * (self.spec.z_weight / tokens))
+        return torch.stack(terms).sum() if terms else None
+
+    def _loads(self, choices: Tensor, sets: Sets) -> Tensor:
+        """f: how often the set of each token chose each expert, as a multiple of an even share. [batch or 1, 1, experts], fp32."""
+        if self.spec.balance_set == "global":
+            total = self.load.sum()
+            even = torch.ones_like(self.load)
+            return torch.where(total > 0, self.load * (len(even) / total.clamp(min=1)), even)[None, None]
+        counts = self._count(choices.flatten(1))
+        counts = sets.over_sequence(counts) if self.spec.balance_set == "sequence" else sets.over_batch(counts.sum(0))[None]
+        return (counts.float() * (counts.shape[1] / counts.sum(1, keepdim=True))).unsqueeze(1)
+
+    def _count(self, choices: Tensor) -> Tensor:
+        """[sets, choices] -> [sets, experts]."""
+        counts = choices.new_zeros(choices.shape[0], self.weight.shape[0])
+        return counts.scatter_add_(1, choices, torch.ones_like(choices))
+
+    def _counted(self, choices: Tensor, kept: Tensor | None) -> Tensor:
+        """What these tokens add to `counts`."""
+        dropped = choices.new_zeros(1) if kept is None else (~kept).sum().view(1)
+        return torch.cat((self._count(choices.flatten().unsqueeze(0))[0], dropped))
+
+    def _record(self, batch: Batch, choices: Tensor, margins: Sequence[Tensor]) -> None:
+        assert self.records is not None
+        if not any(record.batch is batch for record in self.records):  # a forward that recomputation repeats
+            closest = torch.stack(tuple(margins)).amin(0)
+            self.records.append(Record(batch, choices.sort(-1).values, closest))
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[dict[str, list[Record]]]:
+    """Inside, all routings of `model`, by the name of the router and in order of the microbatches' first forwards."""
+    routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+    found: dict[str, list[Record]] = {name: [] for name in routers}
+    try:
+        for name, router in routers.items():
+            router.records = found[name]
+        yield found
+    finally:
+        for router in routers.values():
+            router.records = None
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """Arithmetic of choices that are dealt out evenly."""
+
+    batch: int
+    seq: int
+    active: int
+    experts: int
+
+    def counts(self, spans: Sequence[range]) -> tuple[int, ...]:
+        """Choices of each expert by the tokens that stand at `spans` of each of `batch` sequences."""
+        return tuple(
+            self.batch * sum(self._below(s.stop * self.active, e) - self._below(s.start * self.active, e) for s in spans)
+            for e in range(self.experts)
+        )
+
+    def _below(self, number: int, expert: int) -> int:
+        """How many of 0, 1, ..., number - 1 are `expert` modulo `experts`."""
+        return (number - expert + self.experts - 1) // self.experts
+
+
+def earlier(choices: Tensor) -> Tensor:
+    """For each choice [batch, seq, active], how many choices of earlier tokens of its row are for the same expert."""
+    flat = choices.flatten(1)
+    ordered, order = flat.sort(stable=True, dim=1)
+    place = torch.arange(flat.shape[1], device=flat.device).expand_as(flat)
+    first = torch.searchsorted(ordered, ordered)  # where the run of this expert begins
+    return torch.empty_like(flat).scatter_(1, order, place - first).view_as(choices)
+
+
+def _best(values: Tensor, count: int, margins: list[Tensor] | None) -> Tensor:
+    """Numbers of the `count` largest values, largest first; of equal ones the first, on every device. Adds to `margins` by how much
+    the last of them is larger than the next."""
+    ordered, numbers = values.sort(stable=True, dim=-1, descending=True)
+    if margins is not None:
+        left = count < values.shape[-1]
+        margins.append(ordered[..., count - 1] - ordered[..., count] if left else torch.full_like(ordered[..., 0], float("inf")))
+    return numbers[..., :count]
+
+
+class _Logits(torch.autograd.Function):
+    """x Wᵀ in fp32 from x of any type, which alone is kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # itself, since its `.grad` may be added to later
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        of_x = (grad @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            rows = grad.flatten(0, -2)
+            of_weight = weight_gradient(weight, lambda: (rows.T @ x.flatten(0, -2).float()).to(weight.dtype))
+        return of_x, of_weight
+
+
+class _Attach(torch.autograd.Function):
+    """`weights`, unchanged. Backward adds the gradient of `objective`, as if it were part of the loss, and the microbatch's counts."""
+
+    @staticmethod
+    def forward(ctx, weights: Tensor, objective: Tensor | None, counts: Tensor, router: Router) -> Tensor:
+        ctx.counts, ctx.router = counts, router
+        ctx.objective = None if objective is None else torch.ones_like(objective)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.router.counts += ctx.counts
+        return grad, ctx.objective, None, None

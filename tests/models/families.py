@@ -1,0 +1,28 @@
+"""A small model of every dense family, with everything that makes the family another one."""
+
+from megalith.spec.families import Model
+from megalith.spec.gemma2 import Gemma2
+from megalith.spec.gpt import Gpt
+from megalith.spec.llama import Llama
+from megalith.spec.palm import Palm
+from megalith.spec.qwen3 import Qwen3
+
+SIZES = {"layers": 3, "dim": 32, "heads": 4, "vocab": 96, "context": 64}
+# what transformers spells out is spelled out, so that a model read back is the same
+EXPORTED: dict[str, Model] = {
+    "llama": Llama(**SIZES, kv_heads=2, head_dim=8, ffn=48),
+    "gpt": Gpt(**SIZES),
+    "gpt untied, wide": Gpt(**SIZES, ffn=40, tied=False, norm_eps=1e-4),
+    "gemma2": Gemma2(
+        **SIZES, kv_heads=2, head_dim=12, ffn=48, query_scalar=10, window=7, attention_softcap=5.0, logit_softcap=3.0
+    ),
+    "gemma2 uncapped": Gemma2(
+        **SIZES, kv_heads=4, head_dim=8, query_scalar=8, ffn=48, attention_softcap=None, logit_softcap=None, tied=False
+    ),
+    "qwen3": Qwen3(**SIZES, kv_heads=2, head_dim=12, ffn=48, rope_theta=5000.0),
+    "qwen3 tied": Qwen3(**SIZES, kv_heads=4, head_dim=8, ffn=48, tied=True, norm_eps=1e-3),
+}
+DENSE: dict[str, Model] = EXPORTED | {
+    "palm": Palm(**SIZES, head_dim=8),
+    "palm grouped": Palm(**SIZES, head_dim=8, kv_heads=2, ffn=48, tied=False),
+}

@@ -1,0 +1,31 @@
+"""Small mixtures of experts: a model of every family that transformers has, and one layer."""
+
+import torch
+
+from megalith.models.moe import Moe
+from megalith.spec.families import Model
+from megalith.spec.mixtral import Mixtral
+from megalith.spec.model import MoeSpec
+from megalith.spec.qwen3_moe import Qwen3Moe
+from tests.models.families import SIZES
+
+ROUTED: dict[str, Model] = {
+    "mixtral": Mixtral(**SIZES, kv_heads=2, head_dim=8, ffn=24, experts=4, balance_weight=0.04),
+    "mixtral of four": Mixtral(**SIZES, kv_heads=4, head_dim=12, ffn=24, experts=5, active=4, rope_theta=5000.0),
+    "qwen3_moe": Qwen3Moe(**SIZES, kv_heads=2, head_dim=12, expert_ffn=16, experts=6, active=2, balance_weight=0.002),
+    "qwen3_moe not normalised": Qwen3Moe(
+        **SIZES, kv_heads=4, head_dim=8, expert_ffn=16, experts=4, active=1, normalise=False, tied=True
+    ),
+}
+
+
+def mixture(dim: int, spec: MoeSpec) -> Moe:
+    """A layer with weights, and a bias if it has one, far from 0."""
+    torch.manual_seed(1)
+    moe = Moe(dim, spec)
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.normal_(0, 0.5)
+        if moe.router.bias is not None:
+            moe.router.bias.normal_(0, 0.05)
+    return moe
