@@ -1,9 +1,10 @@
 """Pipeline schedules as data: pure functions make them; one `Program` is checked, executed, timed and drawn. No torch."""
 
 from megalith.schedule.action import Action, Overlap, Row, Schedule, Slot
+from megalith.schedule.file import dump
 from megalith.schedule.lower import Program, lower
 from megalith.schedule.simulate import Span, Timeline, activations, in_flight, simulate
-from megalith.schedule.table import SCHEDULES, build, refusals
+from megalith.schedule.table import SCHEDULES, build, misfits, refusals
 from megalith.schedule.verify import problems
 
 __all__ = [
@@ -18,8 +19,10 @@ __all__ = [
     "Timeline",
     "activations",
     "build",
+    "dump",
     "in_flight",
     "lower",
+    "misfits",
     "problems",
     "refusals",
     "simulate",

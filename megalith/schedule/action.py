@@ -6,10 +6,11 @@ Stages are global numbers (0 .. stages-1), microbatches are numbers within one s
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 
 Computation: TypeAlias = Literal["F", "B", "I", "W"]
 """F forward; B full backward; I and W its two halves: the gradient of the stage's input, and of its weights."""
@@ -26,8 +27,7 @@ COLLECTIVES: frozenset[str] = frozenset({"GATHER", "REDUCE"})
 _TEXT = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|GATHER|REDUCE)(\d*)")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):  # a tuple, since large programs make and look up a million of them
     """One thing a rank does. `microbatch` is None for GATHER and REDUCE only: they move what a stage owns.
 
     SEND_F and RECV_B stand at the upstream end of a border between stages, RECV_F and SEND_B at its downstream end: the message
@@ -86,6 +86,12 @@ def parts(slot: Slot) -> tuple[Action, ...]:
     return (slot.first, slot.second) if isinstance(slot, Overlap) else (slot,)
 
 
+def number(action: Action) -> int:
+    """The microbatch of a computation or message; those have one."""
+    assert action.microbatch is not None, action
+    return action.microbatch
+
+
 def computations(row: Row) -> Iterator[Action]:
     """The computations of a row in order."""
     return (action for slot in row for action in parts(slot) if action.kind in COMPUTATIONS)
@@ -95,7 +101,9 @@ def computations(row: Row) -> Iterator[Action]:
 class Schedule:
     """Computation and its order on each pipeline rank, and which rank holds which stage. Communication is added by `lower`.
 
-    `rows[r]` is what pipeline rank r computes; `placement[s]` is the rank that holds stage s (any map: loops, V shapes).
+    `rows[r]` is what pipeline rank r computes; `placement[s]` is the rank that holds stage s (any map: loops, V shapes). In a
+    bidirectional schedule the microbatches from number `mirrored` on run the other way through the ranks: for them, stage s lives
+    on rank `ranks - 1 - placement[s]`, so that every stage has two copies.
     """
 
     name: str
@@ -103,10 +111,12 @@ class Schedule:
     stages: int
     microbatches: int
     placement: tuple[int, ...]
+    mirrored: int | None = None
 
     def __post_init__(self) -> None:
         assert len(self.placement) == self.stages, (self.placement, self.stages)
-        assert set(self.placement) == set(range(len(self.rows))), (self.placement, len(self.rows))
+        holders = {rank for stage in range(self.stages) for rank in self.holders(stage)}
+        assert holders == set(range(self.ranks)), (self.placement, self.ranks)
         kinds = {action.kind for row in self.rows for slot in row for action in parts(slot)}
         assert kinds <= COMPUTATIONS, f"a schedule holds computation only, not {kinds - COMPUTATIONS}"
 
@@ -115,9 +125,42 @@ class Schedule:
         """Pipeline ranks."""
         return len(self.rows)
 
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """The rank that computes this microbatch of a stage."""
+        holder = self.placement[stage]
+        return holder if self.mirrored is None or microbatch < self.mirrored else self.ranks - 1 - holder
+
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold a copy of a stage: one, or two in a bidirectional schedule."""
+        holder = self.placement[stage]
+        return (holder,) if self.mirrored is None else (holder, self.ranks - 1 - holder)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages pipeline rank `rank` holds, in order."""
-        return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
+        return tuple(stage for stage in range(self.stages) if rank in self.holders(stage))
+
+    @cached_property
+    def crossings(self) -> tuple[bool, ...]:
+        """For each stage, whether what it makes crosses to another rank on its way to the next stage; False for the last."""
+        return (*(here != there for here, there in zip(self.placement, self.placement[1:], strict=False)), False)
+
+    @cached_property
+    def accumulates_in_order(self) -> bool:
+        """Whether every stage adds up its gradients in the order of the microbatches: such schedules give the same bits.
+
+        Some weights get their gradient in I and some in W, so both halves must be in order, and a full backward among them. Two
+        copies of a stage add up apart before they add to each other, which is another order.
+        """
+        if self.mirrored is not None and self.mirrored < self.microbatches:
+            return False
+        for halves in (("B", "I"), ("B", "W")):
+            latest = [-1] * self.stages
+            for action in chain.from_iterable(map(computations, self.rows)):
+                if action.kind in halves:
+                    if number(action) < latest[action.stage]:
+                        return False
+                    latest[action.stage] = number(action)
+        return True
 
 
 def loop(ranks: int, chunks: int) -> tuple[int, ...]:
@@ -125,6 +168,26 @@ def loop(ranks: int, chunks: int) -> tuple[int, ...]:
     return tuple(range(ranks)) * chunks
 
 
+def v_shape(ranks: int) -> tuple[int, ...]:
+    """The placement down the ranks and up again: rank r holds stages r and 2 * ranks - 1 - r, so the last stage meets the first."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
 def steps(kind: Computation, stages: tuple[int, ...], microbatches: range) -> Row:
     """One kind of computation for each stage in turn, over all `microbatches` of it."""
     return tuple(chain.from_iterable((Action(kind, stage, i) for i in microbatches) for stage in stages))
+
+
+def renamed(row: Row, name: Callable[[Action], Action | None]) -> Row:
+    """The row with every action under its new name, or left out where `name` gives None; half of an overlap stands alone then.
+
+    Leaving out whole microbatches keeps a schedule possible, since a microbatch never waits for another one's result.
+    """
+    found: list[Slot] = []
+    for slot in row:
+        match [action for action in map(name, parts(slot)) if action is not None]:
+            case [first, second]:
+                found.append(Overlap(first, second))
+            case [action]:
+                found.append(action)
+    return tuple(found)

@@ -1,13 +1,20 @@
 """Forwards alone: validation, and the prefill of long prompts."""
 
-from megalith.schedule.action import Schedule, loop, steps
+from dataclasses import replace
+
+from megalith.schedule.action import Row, Schedule, computations, number, steps
 
 
-def forward_only(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """All microbatches through one stage of a rank, then through its next one."""
-    placement = loop(ranks, chunks)
-    rows = tuple(
-        steps("F", tuple(stage for stage, holder in enumerate(placement) if holder == rank), range(microbatches))
-        for rank in range(ranks)
-    )
-    return Schedule("forward_only", rows, ranks * chunks, microbatches, placement)
+def forward_only(like: Schedule, microbatches: int) -> Schedule:
+    """All microbatches through one stage of a rank, then through its next one, with the stages where `like` has them.
+
+    Both directions of a bidirectional schedule are used: the first half of the microbatches runs one way, the rest the other.
+    """
+    mirrored = None if like.mirrored is None else (microbatches + 1) // 2
+    placed = replace(like, name="forward_only", rows=((),) * like.ranks, microbatches=microbatches, mirrored=mirrored)
+
+    def row(rank: int) -> Row:
+        forwards = computations(steps("F", placed.stages_of(rank), range(microbatches)))
+        return tuple(action for action in forwards if placed.rank_of(action.stage, number(action)) == rank)
+
+    return replace(placed, rows=tuple(row(rank) for rank in range(like.ranks)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from megalith.schedule.action import Action, Kind, Row, Schedule, Slot, parts
+from megalith.schedule.action import Action, Kind, Row, Schedule, Slot, computations, parts
 
 BACKWARDS: frozenset[str] = frozenset({"B", "I"})
 """Computations that take a gradient in and give one out; W only uses what I left."""
@@ -36,7 +36,9 @@ class Program:
     Sends and receives are started where they stand and do not block: a receive is waited for by the computation that uses it
     (F its activations, B or I its gradients), a send by the end of the step. Within a rank, stages hand tensors over without
     messages. A GATHER makes a stage's weights whole until its next computation has used them (ZeRO 3) or to the end of the step
-    (ZeRO 1, 2). A REDUCE belongs to the backward just before it and covers all gradients not yet reduced.
+    (ZeRO 1, 2). A REDUCE belongs to the backward (B, or W of a split one) just before it and covers all gradients not yet reduced.
+    In a bidirectional schedule both copies of a stage take part in its collectives, so every rank gathers its stages at the
+    beginning and reduces them at the end, in ascending order: the two ranks run the two stages in opposite orders in between.
     """
 
     schedule: Schedule
@@ -60,12 +62,16 @@ class Program:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """Stage -> pipeline rank."""
+        """Stage -> pipeline rank, of microbatches that are not mirrored."""
         return self.schedule.placement
+
+    def channel(self, message: Action) -> Channel:
+        """The lane a send or receive of this program goes through."""
+        return channel_of(message, self.schedule)
 
     def peer(self, message: Action) -> int:
         """The rank at the other end of a send or receive."""
-        channel = channel_of(message, self.placement)
+        channel = self.channel(message)
         return channel.destination if message.kind.startswith("SEND") else channel.source
 
 
@@ -81,30 +87,32 @@ def partner(message: Action) -> Action:
     return Action(kind, message.stage + distance, message.microbatch)
 
 
-def channel_of(message: Action, placement: tuple[int, ...]) -> Channel:
+def channel_of(message: Action, schedule: Schedule) -> Channel:
     """The lane a send or receive goes through."""
-    here, there = placement[message.stage], placement[partner(message).stage]
-    source, destination = (here, there) if message.kind.startswith("SEND") else (there, here)
-    return Channel(source, destination, "F" if message.kind.endswith("_F") else "B")
+    kind, stage, microbatch = message
+    assert microbatch is not None, message
+    here, there = schedule.rank_of(stage, microbatch), schedule.rank_of(stage + PARTNERS[kind][1], microbatch)
+    carries = "F" if kind.endswith("F") else "B"
+    return Channel(here, there, carries) if kind.startswith("SEND") else Channel(there, here, carries)
 
 
-def needs(action: Action, placement: tuple[int, ...]) -> Action | None:
+def needs(action: Action, schedule: Schedule) -> Action | None:
     """The receive a computation waits for, if what it uses was made on another rank."""
-    before, after = action.stage - 1, action.stage + 1
-    if action.kind == "F" and before >= 0 and placement[before] != placement[action.stage]:
-        return Action("RECV_F", action.stage, action.microbatch)
-    if action.kind in BACKWARDS and after < len(placement) and placement[after] != placement[action.stage]:
-        return Action("RECV_B", action.stage, action.microbatch)
+    kind, stage, microbatch = action
+    if kind == "F" and stage > 0 and schedule.crossings[stage - 1]:
+        return Action("RECV_F", stage, microbatch)
+    if kind in BACKWARDS and schedule.crossings[stage]:
+        return Action("RECV_B", stage, microbatch)
     return None
 
 
-def gives(action: Action, placement: tuple[int, ...]) -> Action | None:
+def gives(action: Action, schedule: Schedule) -> Action | None:
     """The send that carries a computation's result to another rank, if one needs it."""
-    before, after = action.stage - 1, action.stage + 1
-    if action.kind == "F" and after < len(placement) and placement[after] != placement[action.stage]:
-        return Action("SEND_F", action.stage, action.microbatch)
-    if action.kind in BACKWARDS and before >= 0 and placement[before] != placement[action.stage]:
-        return Action("SEND_B", action.stage, action.microbatch)
+    kind, stage, microbatch = action
+    if kind == "F" and schedule.crossings[stage]:
+        return Action("SEND_F", stage, microbatch)
+    if kind in BACKWARDS and stage > 0 and schedule.crossings[stage - 1]:
+        return Action("SEND_B", stage, microbatch)
     return None
 
 
@@ -114,49 +122,63 @@ def lower(schedule: Schedule, zero: int, *, ahead: int = 1) -> Program:
     A receive is started `ahead` computations before the one that uses it, so that it travels meanwhile; starting it early is
     always safe, since it does not block, as long as each channel's receives stand in the order of its sends, which they do for
     any schedule. ZeRO 0: one REDUCE a stage, after its last backward. 1: also one GATHER, before its first use. 2: a REDUCE after
-    each backward. 3: also a GATHER before each F and B (or I). Raises ValueError for another `zero`.
+    each backward. 3: also a GATHER before each F and B (or I). Raises ValueError for another `zero`, and for 2 and 3 with a
+    bidirectional schedule.
     """
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero = {zero} is not a ZeRO stage. Use 0, 1, 2 or 3.")
+    if schedule.mirrored is not None and zero >= 2:
+        raise ValueError(
+            f"zero = {zero} with schedule = {schedule.name!r}, which runs the two copies of a stage in different orders: what ZeRO 2 "
+            f"and 3 exchange for each microbatch would not meet. Use zero = 0 or 1, or schedule = 'dualpipev'."
+        )
     arrivals = _arrivals(schedule)
+    turns = {receive: turn for lane in arrivals.values() for turn, receive in enumerate(lane)}
     rows = []
-    for row in schedule.rows:
-        receives = _receives(row, schedule.placement, arrivals, ahead)
-        gathers, reduces = _gathers(row, zero), _reduces(row, zero)
-        lowered: list[Slot] = []
+    for rank, row in enumerate(schedule.rows):
+        receives = _receives(row, schedule, arrivals, turns, ahead)
+        gathers, reduces = ({}, {}) if schedule.mirrored is not None else (_gathers(row, zero), _reduces(row, zero))
+        first, last = ((), ()) if schedule.mirrored is None else ends(schedule, rank, zero)
+        lowered: list[Slot] = [*first]
         for i, slot in enumerate(row):
-            sends = (gives(action, schedule.placement) for action in parts(slot))
-            lowered += [*receives[i], *gathers[i], slot, *reduces[i], *(send for send in sends if send)]
-        rows.append(tuple(lowered))
+            sends = (gives(action, schedule) for action in parts(slot))
+            lowered += [*receives.get(i, ()), *gathers.get(i, ()), slot, *reduces.get(i, ()), *(send for send in sends if send)]
+        rows.append((*lowered, *last))
     return Program(schedule, zero, tuple(rows))
+
+
+def ends(schedule: Schedule, rank: int, zero: int) -> tuple[Row, Row]:
+    """What a rank of a bidirectional schedule begins with (gathers) and ends with (reductions, if it makes gradients at all)."""
+    stages = schedule.stages_of(rank)
+    trains = any(action.kind in WEIGHT_GRADIENTS for row in schedule.rows for action in computations(row))
+    gathers = tuple(Action("GATHER", stage) for stage in stages if zero > 0)
+    return gathers, tuple(Action("REDUCE", stage) for stage in stages if trains)
 
 
 def _arrivals(schedule: Schedule) -> Mapping[Channel, list[Action]]:
     """The receives of every channel, in the order their sends are made."""
     found: defaultdict[Channel, list[Action]] = defaultdict(list)
     for row in schedule.rows:
-        for slot in row:
-            for action in parts(slot):
-                if send := gives(action, schedule.placement):
-                    found[channel_of(send, schedule.placement)].append(partner(send))
+        for action in computations(row):
+            if send := gives(action, schedule):
+                found[channel_of(send, schedule)].append(partner(send))
     return found
 
 
 def _receives(
-    row: Row, placement: tuple[int, ...], arrivals: Mapping[Channel, list[Action]], ahead: int
+    row: Row, schedule: Schedule, arrivals: Mapping[Channel, list[Action]], turns: Mapping[Action, int], ahead: int
 ) -> Mapping[int, list[Action]]:
     """The receives to start before each slot of a row: its own need `ahead` slots on, and all that the channel carries first."""
     started: Counter[Channel] = Counter()
     found: defaultdict[int, list[Action]] = defaultdict(list)
-    turn = {receive: i for lane in arrivals.values() for i, receive in enumerate(lane)}
     for i, slot in enumerate(row):
-        for receive in filter(None, (needs(action, placement) for action in parts(slot))):
-            if receive not in turn:
+        for receive in filter(None, (needs(action, schedule) for action in parts(slot))):
+            if receive not in turns:
                 found[max(i - ahead, 0)].append(receive)  # its sender is missing from the schedule: `problems` says so
                 continue
-            channel = channel_of(receive, placement)
-            found[max(i - ahead, 0)] += arrivals[channel][started[channel] : turn[receive] + 1]
-            started[channel] = max(started[channel], turn[receive] + 1)
+            channel = channel_of(receive, schedule)
+            found[max(i - ahead, 0)] += arrivals[channel][started[channel] : turns[receive] + 1]
+            started[channel] = max(started[channel], turns[receive] + 1)
     return found
 
 

@@ -1,18 +1,14 @@
 """When everything in a program happens, given what each action costs: the predicted timeline, its bubble, memory in flight."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from megalith.schedule.action import COMPUTATIONS, MESSAGES, Action, Overlap, Row, Schedule, Slot, parts
-from megalith.schedule.lower import BACKWARDS, Channel, Program, channel_of, needs
-
-HOLDS: Mapping[str, int] = MappingProxyType({"F": +1, "B": -1, "I": 0, "W": -1})
-"""Does a computation keep (+1) or free (-1) one microbatch of its stage? W still needs what F saved."""
+from megalith.schedule.action import COLLECTIVES, COMPUTATIONS, MESSAGES, Action, Overlap, Row, Schedule, Slot, parts
+from megalith.schedule.lower import Channel, Program, needs
 
 Seconds: TypeAlias = Mapping[str, float] | Callable[[Slot], float]
 
@@ -44,7 +40,7 @@ class Timeline:
         """Seconds each rank computes."""
         seconds = [0.0] * self.ranks
         for span in self.spans:
-            if all(action.kind in COMPUTATIONS for action in parts(span.action)):
+            if _computes(span.action):
                 seconds[span.rank] += span.end - span.start
         return tuple(seconds)
 
@@ -59,9 +55,37 @@ class Timeline:
         useful = sum(self.busy)
         return sum(self.idle) / useful if useful else 0.0
 
+    @cached_property
+    def gaps(self) -> tuple[float, ...]:
+        """Seconds each rank does not compute between the start of its first computation and the end of its last."""
+        first, last = [self.end] * self.ranks, [0.0] * self.ranks
+        for span in self.spans:
+            if _computes(span.action):
+                first[span.rank] = min(first[span.rank], span.start)
+                last[span.rank] = max(last[span.rank], span.end)
+        return tuple(max(last[rank] - first[rank] - busy, 0.0) for rank, busy in enumerate(self.busy))
+
+    @property
+    def bubble_seconds(self) -> float:
+        """The bubble as papers count it: the most that any rank idles inside its own span. It is what a step costs beyond its work
+        if ranks start their next step as soon as they have ended this one; `idle` counts to the end of the last rank."""
+        return max(self.gaps, default=0.0)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Span, ...], ...]:
+        """What each rank did, in order."""
+        found: list[list[Span]] = [[] for _ in range(self.ranks)]
+        for span in self.spans:
+            found[span.rank].append(span)
+        return tuple(map(tuple, found))
+
     def row(self, rank: int) -> tuple[Span, ...]:
         """What one rank did, in order."""
-        return tuple(span for span in self.spans if span.rank == rank)
+        return self.rows[rank]
+
+
+def _computes(slot: Slot) -> bool:
+    return isinstance(slot, Overlap) or slot.kind in COMPUTATIONS
 
 
 class Wait(NamedTuple):
@@ -97,9 +121,15 @@ def explain(wait: Wait) -> str:
     return f"rank {wait.rank} at {wait.slot} waits for {wait.missing} of rank {wait.on}"
 
 
-def activations(schedule: Schedule, saved: Sequence[float]) -> list[float]:
-    """Peak of what each rank keeps for backward; `saved[stage]` is what one microbatch leaves there (bytes, or any unit)."""
-    return [max(accumulate(_held(row, saved)), default=0) for row in schedule.rows]
+def activations(schedule: Schedule, saved: Sequence[float], waiting: Sequence[float] | None = None) -> list[float]:
+    """Peak of what each rank keeps for backward, in the unit of `saved` (bytes, or any other).
+
+    `saved[stage]` is what one microbatch leaves there: F keeps it and B frees it. With a split backward, `waiting[stage]` of it is
+    still needed by W when I is done (inputs of the matrix products and gradients of their outputs); it is all of it by default,
+    as in the memory tables of the zero-bubble papers.
+    """
+    kept = saved if waiting is None else waiting
+    return [max(accumulate(_held(row, saved, kept)), default=0) for row in schedule.rows]
 
 
 def in_flight(schedule: Schedule) -> list[int]:
@@ -107,11 +137,16 @@ def in_flight(schedule: Schedule) -> list[int]:
     return [int(peak) for peak in activations(schedule, [1] * schedule.stages)]
 
 
-def _held(row: Row, saved: Sequence[float]) -> list[float]:
+def _held(row: Row, saved: Sequence[float], waiting: Sequence[float]) -> list[float]:
     """What each computation of a row adds to memory; in an overlap both are there before either is freed."""
+
+    def change(action: Action) -> float:
+        stage = action.stage
+        return {"F": saved[stage], "B": -saved[stage], "I": waiting[stage] - saved[stage], "W": -waiting[stage]}[action.kind]
+
     changes: list[float] = []
     for slot in row:
-        changes += sorted((HOLDS[action.kind] * saved[action.stage] for action in parts(slot)), reverse=True)
+        changes += sorted(map(change, parts(slot)), reverse=True)
     return changes
 
 
@@ -158,63 +193,74 @@ class _Machine:
         self.clock = [0.0] * self.program.ranks
         self.collectives = [0.0] * self.program.ranks  # when the rank's lane for gathers and reductions is free
         self.gathered: list[dict[int, float]] = [{} for _ in range(self.program.ranks)]
+        self.waits: dict[Action, Wait] = {}  # what is not there yet -> who stands still for it
+        self.woken: list[int] = []  # ranks whose wait has just ended
 
     def run(self) -> list[Wait]:
         """Run to the end, or to where no rank can go on; returns what the ranks then wait for."""
-        while True:
-            before = sum(self.at)
-            waits = [wait for rank in range(self.program.ranks) if (wait := self._advance(rank))]
-            if sum(self.at) == before:
-                return waits
+        able = deque(range(self.program.ranks))
+        while able:
+            rank = able.popleft()
+            if wait := self._advance(rank):
+                self.waits[wait.missing] = wait
+            able.extend(self.woken)
+            self.woken.clear()
+        return sorted(self.waits.values())
 
     def _advance(self, rank: int) -> Wait | None:
         """Take a rank as far as it can go; what it then waits for, or None at the end of its row."""
         row = self.program.rows[rank]
-        while self.at[rank] < len(row):
-            if wait := self._start(rank, row[self.at[rank]]):
+        for at in range(self.at[rank], len(row)):
+            if wait := self._start(rank, row[at]):
+                self.at[rank] = at
                 return wait
-            self.at[rank] += 1
+        self.at[rank] = len(row)
         return None
 
     def _start(self, rank: int, slot: Slot) -> Wait | None:
         """Do the rank's next slot, or say what it waits for."""
         if isinstance(slot, Action) and slot.kind in MESSAGES:
             self._message(slot, self.clock[rank])
-        elif isinstance(slot, Action) and slot.kind not in COMPUTATIONS:
+            return None
+        if isinstance(slot, Action) and slot.kind in COLLECTIVES:
             self._collective(rank, slot)
-        else:
-            inputs = [need for action in parts(slot) for need in self._inputs(action)]
-            for need in inputs:
+            return None
+        begin = self.clock[rank]
+        for action in parts(slot):
+            begin = max(begin, self.gathered[rank].get(action.stage, 0.0))
+            for need in self._inputs(action):
                 if need not in self.ready:
                     return self._wait(rank, slot, need)
-            whole = [self.gathered[rank].get(action.stage, 0.0) for action in parts(slot)]
-            begin = max([self.clock[rank], *whole, *(self.ready[need] for need in inputs)])
-            self.clock[rank] = begin + self.cost(slot)
-            self.spans.append(Span(rank, slot, begin, self.clock[rank]))
-            self.ready.update((action, self.clock[rank]) for action in parts(slot))
+                begin = max(begin, self.ready[need])
+        end = self.clock[rank] = begin + self.cost(slot)
+        self.spans.append(Span(rank, slot, begin, end))
+        for action in parts(slot):
+            self.ready[action] = end
         return None
 
     def _inputs(self, action: Action) -> list[Action]:
-        """What a computation uses: a receive from another rank or a computation of its own."""
-        stage, i = action.stage, action.microbatch
-        own = {"F": [], "B": [Action("F", stage, i)], "I": [Action("F", stage, i)], "W": [Action("I", stage, i)]}[action.kind]
-        if receive := needs(action, self.program.placement):
-            return [*own, receive]
-        if action.kind == "F" and stage > 0:
-            return [*own, Action("F", stage - 1, i)]
-        if action.kind in BACKWARDS and stage + 1 < self.program.stages:
+        """What a computation uses: a receive from another rank or computations of its own."""
+        kind, stage, i = action
+        if kind == "W":
+            return [Action("I", stage, i)]
+        if kind == "F":
+            if receive := needs(action, self.program.schedule):
+                return [receive]
+            return [Action("F", stage - 1, i)] if stage > 0 else []
+        own = Action("F", stage, i)
+        if receive := needs(action, self.program.schedule):
+            return [own, receive]
+        if stage + 1 < self.program.stages:
             whole, half = Action("B", stage + 1, i), Action("I", stage + 1, i)
-            return [*own, half if half in self.ready else whole]
-        return own
+            return [own, half if half in self.ready else whole]
+        return [own]
 
     def _wait(self, rank: int, slot: Slot, need: Action) -> Wait:
-        if need.kind in MESSAGES:
-            return Wait(rank, slot, need, channel_of(need, self.program.placement).source)
-        return Wait(rank, slot, need, rank)
+        return Wait(rank, slot, need, self.program.channel(need).source if need.kind in MESSAGES else rank)
 
     def _message(self, action: Action, now: float) -> None:
         """Start a send or a receive; it is under way when both ends have started and the channel is free."""
-        channel = channel_of(action, self.program.placement)
+        channel = self.program.channel(action)
         lane = self.lanes[channel]
         (lane.sent if action.kind.startswith("SEND") else lane.posted).append((action, now))
         while lane.met < min(len(lane.sent), len(lane.posted)):
@@ -223,6 +269,8 @@ class _Machine:
             lane.free = self.ready[receive] = begin + self.transfer(send)
             lane.met += 1
             self.transfers.append(Span(channel.source, send, begin, lane.free))
+            if wait := self.waits.pop(receive, None):
+                self.woken.append(wait.rank)
 
     def _collective(self, rank: int, action: Action) -> None:
         begin = max(self.clock[rank], self.collectives[rank])

@@ -3,13 +3,25 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from megalith.schedule.action import COMPUTATIONS, MESSAGES, Action, Row, Slot, computations, parts
+from megalith.schedule.action import (
+    COLLECTIVES,
+    COMPUTATIONS,
+    MESSAGES,
+    Action,
+    Row,
+    Schedule,
+    Slot,
+    computations,
+    format_row,
+    number,
+    parts,
+)
 from megalith.schedule.lower import (
     WEIGHT_GRADIENTS,
     WEIGHT_USERS,
     Channel,
     Program,
-    channel_of,
+    ends,
     gives,
     needs,
     partner,
@@ -28,9 +40,12 @@ def problems(program: Program) -> list[str]:
         return outside
     found = [*_computed(program), *_messages(program)]
     for rank, row in enumerate(program.rows):
-        found += _order(rank, row, program.placement)
-        found += _gathers(rank, row, program.zero)
-        found += _reductions(rank, row, program.zero)
+        found += _order(rank, row, program.schedule)
+        if program.schedule.mirrored is None:
+            found += _gathers(rank, row, program.zero)
+            found += _reductions(rank, row, program.zero)
+        else:
+            found += _at_the_ends(rank, row, program)
     # a missing or crossed message also blocks its ranks: say the cause, not that it hangs too
     return found or _deadlocks(blocked(program))
 
@@ -49,8 +64,9 @@ def _computed(program: Program) -> Iterator[str]:
     for rank, row in enumerate(program.rows):
         for action in computations(row):
             count[action] += 1
-            if program.placement[action.stage] != rank:
-                yield f"rank {rank}: {action} belongs on rank {program.placement[action.stage]}, which holds its stage"
+            holder = program.schedule.rank_of(action.stage, number(action))
+            if holder != rank:
+                yield f"rank {rank}: {action} belongs on rank {holder}, which holds its stage"
     for stage in range(program.stages):
         for i in range(program.microbatches):
             f, b, half, rest = (count[Action(kind, stage, i)] for kind in ("F", "B", "I", "W"))
@@ -61,7 +77,7 @@ def _computed(program: Program) -> Iterator[str]:
                 yield f"backward of stage {stage}, microbatch {i}: {times}; either B once, or I and W once"
 
 
-def _order(rank: int, row: Row, placement: tuple[int, ...]) -> Iterator[str]:
+def _order(rank: int, row: Row, schedule: Schedule) -> Iterator[str]:
     """Forward before backward, I before W, a receive before its use, a send after its making; all within one rank."""
     place: dict[Action, int] = {}
     for i, slot in enumerate(row):
@@ -72,7 +88,7 @@ def _order(rank: int, row: Row, placement: tuple[int, ...]) -> Iterator[str]:
         if action.kind in COMPUTATIONS:
             own = {"F": (), "B": ("F",), "I": ("F",), "W": ("I",)}[action.kind]
             before += [Action(kind, action.stage, action.microbatch) for kind in own]
-            if receive := needs(action, placement):
+            if receive := needs(action, schedule):
                 before.append(receive)
         elif action.kind in ("SEND_F", "SEND_B"):
             kinds = ("F",) if action.kind == "SEND_F" else ("B", "I")
@@ -87,7 +103,7 @@ def _messages(program: Program) -> Iterator[str]:
     wanted: dict[Action, int] = {}
     for rank, row in enumerate(program.rows):
         for action in computations(row):
-            ends = (needs(action, program.placement), gives(action, program.placement))
+            ends = (needs(action, program.schedule), gives(action, program.schedule))
             wanted.update({end: rank for end in ends if end})
     there: dict[Action, list[int]] = defaultdict(list)
     for rank, row in enumerate(program.rows):
@@ -117,7 +133,7 @@ def _crossed(program: Program) -> Iterator[str]:
             for action in parts(slot):
                 if action.kind in MESSAGES:
                     ends = sends if action.kind.startswith("SEND") else receives
-                    ends[channel_of(action, program.placement)].append(action)
+                    ends[program.channel(action)].append(action)
     for channel, sent in sends.items():
         for send, receive in zip(sent, receives[channel], strict=False):
             if partner(send) != receive:
@@ -162,10 +178,26 @@ def _reductions(rank: int, row: Row, zero: int) -> Iterator[str]:
 def _due(slot: Slot, left: Counter[int], zero: int) -> Iterator[Action]:
     """The reductions that must follow a slot; counts down the backwards that are left of each stage."""
     stages = [action.stage for action in parts(slot) if action.kind in WEIGHT_GRADIENTS]
-    left.subtract(stages)
+    for stage in stages:
+        left[stage] -= 1
     for stage in dict.fromkeys(stages):
         if zero >= 2 or left[stage] == 0:
             yield Action("REDUCE", stage)
+
+
+def _at_the_ends(rank: int, row: Row, program: Program) -> Iterator[str]:
+    """Both copies of a stage take part in its collectives: every rank gathers first and reduces last, in ascending order."""
+    zero = program.zero
+    first, last = ends(program.schedule, rank, zero)
+    there = tuple(slot for slot in row if isinstance(slot, Action) and slot.kind in COLLECTIVES)
+    if there != first + last or row[: len(first)] != first or row[len(row) - len(last) :] != last:
+        begin, end, found = (format_row(actions) or "no collectives" for actions in (first, last, there))
+        yield (
+            f"rank {rank}: a bidirectional schedule begins with {begin} and ends with {end} (ZeRO {zero}); here the collectives are "
+            f"{found}, or stand elsewhere"
+        )
+    if zero >= 2:
+        yield f"rank {rank}: ZeRO {zero} exchanges something for each microbatch, and the two copies of a stage run in different orders"
 
 
 def _deadlocks(waits: list[Wait]) -> list[str]:

@@ -9,7 +9,7 @@ computed = st.builds(Action, st.sampled_from(sorted(COMPUTATIONS)), numbers, num
 actions = (
     computed
     | st.builds(Action, st.sampled_from(sorted(MESSAGES)), numbers, numbers)
-    | st.builds(Action, st.sampled_from(sorted(COLLECTIVES)), numbers)
+    | st.builds(Action, st.sampled_from(sorted(COLLECTIVES)), numbers, st.none())
 )
 slots = actions | st.builds(Overlap, computed, computed)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megalith.schedule.action import Action, Overlap, Schedule, Slot, computations, parse_row, parts
 from megalith.schedule.lower import lower
 from megalith.schedule.simulate import activations, in_flight, simulate
-from megalith.schedule.table import build
+from megalith.schedule.table import CHUNKS, build
 
 COST = {"F": 1.0, "B": 2.0}
 
@@ -23,29 +23,34 @@ def test_the_bubble_is_one_pipeline_depth(name, ranks, microbatches):
 
 
 @given(
-    st.sampled_from(["gpipe", "interleaved"]),
-    st.integers(1, 4),
-    st.integers(1, 8),
+    st.sampled_from(["gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipev", "dualpipe"]),
+    st.integers(1, 2),
+    st.integers(2, 8),
     st.integers(1, 3),
-    st.sampled_from([0, 3]),
+    st.sampled_from([0, 1]),
     st.randoms(use_true_random=False),
 )
 @settings(deadline=None)
-def test_ranks_do_what_the_schedule_says_one_thing_at_a_time(name, ranks, microbatches, chunks, zero, random):
-    schedule = build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+def test_ranks_do_what_the_schedule_says_one_thing_at_a_time(name, pairs, microbatches, chunks, zero, random):
+    schedule = build(name, ranks=2 * pairs, microbatches=microbatches, chunks=CHUNKS.get(name, (chunks, chunks))[0])
     timeline = simulate(lower(schedule, zero), lambda _: random.random(), transfer=lambda _: random.random())
     ends: dict[Slot, float] = {}
     for rank, row in enumerate(schedule.rows):
         spans = [span for span in timeline.row(rank) if not str(span.action).endswith(("GATHER", "REDUCE"))]
-        assert [span.action for span in spans] == list(computations(row))
+        assert [action for span in spans for action in parts(span.action)] == list(computations(row))
         assert all(before.end <= after.start for before, after in pairwise(spans))
-        ends |= {span.action: span.end for span in spans}
+        ends |= {action: span.end for span in spans for action in parts(span.action)}
     for span in timeline.spans:
         for action in parts(span.action):
-            if action.kind == "F" and action.stage > 0:
-                assert ends[Action("F", action.stage - 1, action.microbatch)] <= span.start
-            if action.kind == "B" and action.stage + 1 < schedule.stages:
-                assert ends[Action("B", action.stage + 1, action.microbatch)] <= span.start
+            kind, stage, microbatch = action
+            before = [Action("F", stage - 1, microbatch)] if kind == "F" and stage > 0 else []
+            if kind in ("B", "I"):
+                before += [Action("F", stage, microbatch)]
+                before += [a for half in ("B", "I") if (a := Action(half, stage + 1, microbatch)) in ends]
+                assert stage + 1 == schedule.stages or len(before) == 2
+            if kind == "W":
+                before += [Action("I", stage, microbatch)]
+            assert all(ends[earlier] <= span.start for earlier in before), str(action)
 
 
 def test_a_message_takes_its_time_once_on_the_way_forward_and_once_back():
@@ -103,6 +108,63 @@ def test_a_program_that_cannot_finish_is_refused_with_what_it_waits_for():
     rows = (parse_row("0F0 0B0 0F1 0B1"), parse_row("1F0 1F1 1B0 1B1"))
     with pytest.raises(ValueError, match="rank 1 at 1F1 waits for 1RECV_F1 of rank 0"):
         simulate(lower(Schedule("stuck", rows, 2, 2, (0, 1)), 0), COST)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("microbatches", [8, 9, 16])
+def test_the_bubble_of_papers_is_idle_time_inside_a_ranks_own_span(name, ranks, microbatches):
+    timeline = simulate(lower(build(name, ranks=ranks, microbatches=microbatches), 0), {"F": 1.0, "B": 2.0})
+    assert timeline.bubble_seconds == (ranks - 1) * (1.0 + 2.0)
+    if name == "1f1b":
+        assert timeline.gaps == tuple(3.0 * (ranks - 1 - rank) for rank in range(ranks))
+        assert timeline.idle == (3.0 * (ranks - 1),) * ranks
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 5])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 7), (4, 18), (8, 17)])
+def test_interleaving_divides_the_bubble_by_the_chunks(ranks, microbatches, chunks):
+    """(p - 1)(F + B) / v, in the F and B of a whole rank; microbatches need be no multiple of ranks."""
+    cost = {"F": 1.0 / chunks, "B": 2.0 / chunks}
+    timeline = simulate(lower(build("interleaved", ranks=ranks, microbatches=microbatches, chunks=chunks), 0), cost)
+    assert timeline.bubble_seconds == pytest.approx((ranks - 1) * 3.0 / chunks)
+
+
+def test_126_layers_on_16_stages_with_the_ends_one_short():
+    """Llama 3 (arXiv:2407.21783, section 3.3.2): the first stage has the embedding beside its layers, the last the output."""
+    layers = [7, *[8] * 14, 7]
+    assert sum(layers) == 126
+    schedule, microbatches = build("1f1b", ranks=16, microbatches=64), 64
+    assert activations(schedule, [float(n) for n in layers]) == [(16 - rank) * layers[rank] for rank in range(16)]
+
+    def seconds(slot: Slot) -> float:
+        assert isinstance(slot, Action)
+        here = layers[slot.stage] + (slot.stage == 15)  # the output projection and the loss weigh as much as a layer
+        return here * {"F": 1.0, "B": 2.0}.get(slot.kind, 0.0)
+
+    timeline = simulate(lower(schedule, 0), seconds)
+    assert timeline.busy == (64 * 7 * 3, *[64 * 8 * 3] * 15)
+    there_and_back = 3.0 * sum(layers[:-1])  # of one microbatch; the last stage is never idle in between
+    assert timeline.end == microbatches * 8 * 3 + there_and_back
+    assert timeline.gaps[-1] == 0
+    even = simulate(lower(schedule, 0), {"F": 8.0, "B": 16.0})
+    assert timeline.end == even.end - 3.0  # the shorter first stage saves a layer, once
+
+
+def test_with_chunks_a_rank_holds_its_stages_in_the_shares_of_its_warmup():
+    layers = [3, *[4] * 30, 3]
+    held = activations(build("interleaved", ranks=16, microbatches=32, chunks=2), [float(n) for n in layers])
+    warmup = [16 + 2 * (15 - rank) + 1 for rank in range(16)]  # forwards there before the first backward frees one
+    assert held[1:-1] == [4.0 * min(depth, 64) for depth in warmup[1:-1]]
+    assert held[0] == 3.0 * 31 + 4.0 * 16  # a round of 16 through each of its stages, then the second round of the short one
+
+
+def test_half_a_backward_can_free_part_of_what_a_forward_saved():
+    rows = (parse_row("0F0 0F1 0I0 0F2 0I1 0I2 0W0 0W1 0W2"),)
+    schedule = Schedule("split", rows, 1, 3, (0,))
+    assert activations(schedule, [10.0]) == [30.0]
+    assert activations(schedule, [10.0], [4.0]) == [10 + 10 - 6 + 10]
+    assert activations(schedule, [10.0], [0.0]) == [20.0]
 
 
 def test_memory_is_weighed_by_stage():

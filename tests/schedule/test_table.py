@@ -1,12 +1,51 @@
+from itertools import product
+
 import pytest
 
-from megalith.schedule.table import SCHEDULES, build, refusals
+from megalith.schedule.lower import lower
+from megalith.schedule.simulate import simulate
+from megalith.schedule.table import CHUNKS, SCHEDULES, build, misfits, refusals
+from megalith.schedule.verify import problems
+
+GRID = [
+    (name, ranks, microbatches, chunks)
+    for name, ranks, microbatches, chunks in product(SCHEDULES, range(2, 9), (1, 4, 9, 16), (1, 2, 3))
+    if not refusals(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+]
+
+
+def test_the_grid_has_every_schedule():
+    assert {name for name, *_ in GRID} == set(SCHEDULES)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_of_the_table_can_be_built(name):
-    built = build(name, ranks=2, microbatches=4)
-    assert (built.name, built.ranks, built.stages, built.microbatches) == (name, 2, 2, 4)
+def test_over_the_grid_every_schedule_has_no_problems_under_any_zero_stage_it_allows(name):
+    for _, ranks, microbatches, chunks in (case for case in GRID if case[0] == name):
+        schedule = build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+        assert (schedule.name, schedule.ranks, schedule.stages, schedule.microbatches) == (
+            name,
+            ranks,
+            ranks * chunks,
+            microbatches,
+        )
+        for zero in range(4) if ranks < 6 else (microbatches % 4,):
+            if not misfits(name, ranks=ranks, microbatches=microbatches, chunks=chunks, zero=zero):
+                assert problems(lower(schedule, zero)) == [], (name, ranks, microbatches, chunks, zero)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_rank_does_the_same_amount_of_work(name):
+    for _, ranks, microbatches, chunks in (case for case in GRID if case[0] == name):
+        schedule = build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+        work = simulate(lower(schedule, 0), {"F": 1, "B": 2, "I": 1, "W": 1}).busy
+        assert work == (3 * chunks * microbatches,) * ranks
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_all_schedules_but_dualpipe_accumulate_in_order(name):
+    for _, ranks, microbatches, chunks in (case for case in GRID if case[0] == name):
+        schedule = build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+        assert schedule.accumulates_in_order == (name != "dualpipe")
 
 
 def test_a_misspelt_name_is_answered_with_the_near_one():
@@ -20,6 +59,19 @@ def test_all_that_is_wrong_is_said_at_once():
         build("interleave", ranks=0, microbatches=0, chunks=0)
 
 
-def test_1f1b_with_chunks_points_to_interleaved():
-    (found,) = refusals("1f1b", ranks=2, microbatches=4, chunks=2)
-    assert "schedule = 'interleaved'" in found
+@pytest.mark.parametrize("name", CHUNKS)
+def test_another_number_of_chunks_points_to_schedules_that_take_it(name):
+    least, most = CHUNKS[name]
+    for chunks in {1, 2, 3} - set(range(least, most + 1)):
+        (found,) = refusals(name, ranks=2, microbatches=4, chunks=chunks)
+        assert f"chunks = {chunks} with schedule = {name!r}" in found
+        assert f"Use chunks = {least}" in found
+        for other in found.rpartition("schedule: ")[2].rstrip(".").split(", "):
+            assert refusals(other.strip("'"), ranks=2, microbatches=4, chunks=chunks) == []
+
+
+def test_dualpipe_wants_pairs_of_ranks_both_directions_and_no_sharded_gradients():
+    found = misfits("dualpipe", ranks=3, microbatches=1, chunks=1, zero=2)
+    assert [misfit.field for misfit in found] == ["ranks", "microbatches", "zero"]
+    assert "Use an even number, such as 4, or schedule = 'dualpipev'." in str(found[0])
+    assert misfits("dualpipe", ranks=4, microbatches=2, chunks=1, zero=1) == []

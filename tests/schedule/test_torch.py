@@ -18,8 +18,9 @@ def private(owner: str, method: str):
 
 
 def texts(actions) -> str:
-    """The computations of torch's row; its text form of them is ours."""
-    return " ".join(str(action) for action in actions if re.fullmatch(r"\d+[FB]\d+", str(action)))
+    """The computations of torch's row; its text form of them is ours, but for the word it puts behind an overlap."""
+    words = (str(action).removesuffix("OVERLAP_F_B") for action in actions)
+    return " ".join(word for word in words if re.fullmatch(r"\d+[FBIW]\d+|\(.*\)", word))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -49,4 +50,34 @@ def test_interleaving_is_torchs(ranks, microbatches, chunks):
     )
     calculate = private("ScheduleInterleaved1F1B", "_calculate_single_rank_operations")
     rows = build("interleaved", ranks=ranks, microbatches=microbatches, chunks=chunks).rows
+    assert [format_row(row) for row in rows] == [texts(calculate(stand_in, rank)) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 4, 9, 24])
+def test_zb_h1_is_torchs_interleaved_zero_bubble_of_one_stage(ranks, microbatches):
+    stand_in = SimpleNamespace(
+        n_local_stages=1, microbatches_per_round=microbatches, pp_group_size=ranks, _n_microbatches=microbatches
+    )
+    calculate = private("ScheduleInterleavedZeroBubble", "_calculate_single_rank_operations")
+    rows = build("zb-h1", ranks=ranks, microbatches=microbatches).rows
+    assert [format_row(row) for row in rows] == [texts(calculate(stand_in, rank)) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 14, 25])
+def test_zb_v_is_torchs(ranks, microbatches):
+    stand_in = SimpleNamespace(pp_group_size=ranks, num_stages=2 * ranks, _n_microbatches=microbatches)
+    calculate = private("ScheduleZBVZeroBubble", "_calculate_single_rank_operations")
+    rows = build("zb-v", ranks=ranks, microbatches=microbatches, chunks=2).rows
+    assert [format_row(row) for row in rows] == [texts(calculate(stand_in, rank)) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+@pytest.mark.parametrize("more", [0, 1, 9])
+def test_dualpipev_is_torchs(ranks, more):
+    microbatches = 2 * ranks + more
+    stand_in = SimpleNamespace(pp_group_size=ranks, _n_microbatches=microbatches)
+    calculate = private("ScheduleDualPipeV", "_calculate_single_rank_operations")
+    rows = build("dualpipev", ranks=ranks, microbatches=microbatches, chunks=2).rows
     assert [format_row(row) for row in rows] == [texts(calculate(stand_in, rank)) for rank in range(ranks)]

@@ -6,7 +6,7 @@ import pytest
 
 from megalith.schedule.action import Schedule, format_row, parse_row
 from megalith.schedule.lower import Program, lower
-from megalith.schedule.table import build
+from megalith.schedule.table import CHUNKS, build
 from megalith.schedule.verify import problems
 
 
@@ -75,3 +75,40 @@ def test_a_deadlock_is_shown_as_the_circle_of_ranks():
 def test_a_rank_that_waits_for_its_own_later_action_is_found():
     found = problems(lower(Schedule("own", (parse_row("1F0 0F0 1B0 0B0"),), 2, 1, (0, 0)), 0))
     assert found == ["deadlock: rank 0 at 1F0 waits for 0F0 of rank 0"]
+
+
+@pytest.mark.parametrize(
+    ("zero", "rank", "old", "new"),
+    [
+        (0, 1, "0REDUCE 1REDUCE", "1REDUCE 0REDUCE"),
+        (0, 1, "0REDUCE 1REDUCE", "1REDUCE"),
+        (1, 0, "0GATHER 1GATHER", "1GATHER 0GATHER"),
+        (1, 0, "1GATHER 1RECV_F2", "1RECV_F2 1GATHER"),
+    ],
+)
+def test_the_two_ranks_of_a_pair_must_gather_and_reduce_in_one_order(zero, rank, old, new):
+    good = lower(build("dualpipe", ranks=2, microbatches=4), zero)
+    assert problems(good) == []
+    (found,) = problems(edited(good, rank, old, new))
+    assert f"rank {rank}: a bidirectional schedule begins with" in found
+
+
+def test_a_mirrored_microbatch_on_the_rank_of_the_other_direction_is_found():
+    good = build("dualpipe", ranks=2, microbatches=4)
+    found = problems(lower(replace(good, rows=good.rows[::-1]), 0))
+    assert any("rank 0: 0F2 belongs on rank 1" in problem for problem in found)
+
+
+def test_a_bidirectional_program_that_exchanges_for_each_microbatch_is_found():
+    good = lower(build("dualpipe", ranks=2, microbatches=4), 1)
+    assert any("the two copies of a stage run in different orders" in problem for problem in problems(replace(good, zero=2)))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipev", "dualpipe"])
+def test_any_computation_left_out_is_found(name):
+    good = build(name, ranks=2, microbatches=4, chunks=CHUNKS[name][0])
+    for rank, row in enumerate(good.rows):
+        for i in range(len(row)):
+            rows = [*good.rows]
+            rows[rank] = row[:i] + row[i + 1 :]
+            assert problems(lower(replace(good, rows=tuple(rows)), 0)), (rank, str(row[i]))

@@ -1,0 +1,110 @@
+"""DualPipe (DeepSeek-V3, arXiv:2412.19437, section 3.2.1) and DualPipeV, its half: forwards and backwards that overlap.
+
+In a slot `(F;B)` a forward of one microbatch and a backward of another run together, so that each computes while the other
+exchanges its experts' tokens. Written from the published order of steps (github.com/deepseek-ai/DualPipe; DualPipeV is Sea AI Lab's
+"cut in half"). For p stages in the pipeline, and p microbatches each way at least (DualPipe) or p in all (DualPipeV), both idle
+(p/2 - 1) * (F&B + B - 3 W) at most until the last rank has ended, where F&B is the time of an overlapped slot, and hold p + 1 stages'
+worth of activations at most. That is exact if F = I >= W and B <= F&B <= F + B; inside a rank's own span it is
+(p/2 - 2) * (F + B - F&B) less (nothing less if p = 2). Fewer microbatches run too: in the order of a full pipeline, without those missing.
+"""
+
+from collections import Counter, deque
+
+from megalith.schedule.action import Action, Computation, Overlap, Row, Schedule, Slot, loop, number, renamed, v_shape
+
+
+def dualpipev(ranks: int, microbatches: int) -> Schedule:
+    """Two stages a rank in a V, as ZB-V has them, and a steady state made of overlapped slots.
+
+    The p of its bubble and memory is its stages, 2 * ranks: it is DualPipe on half the ranks, with no weights held twice.
+    """
+    full = max(microbatches, 2 * ranks)
+
+    def row(rank: int) -> Row:
+        return renamed(_row(rank, ranks, full), lambda action: action if number(action) < microbatches else None)
+
+    return Schedule("dualpipev", tuple(row(rank) for rank in range(ranks)), 2 * ranks, microbatches, v_shape(ranks))
+
+
+def dualpipe(ranks: int, microbatches: int) -> Schedule:
+    """Two pipelines through the same ranks in opposite directions; every stage has a copy on the rank that mirrors its own.
+
+    The p of its bubble and memory is its ranks, an even number. The first half of the microbatches (the larger, if odd) runs one
+    way. Rank r and its mirror do what rank min(r, ranks - 1 - r) of a DualPipeV on half the ranks does.
+    """
+    assert ranks % 2 == 0, ranks
+    mirrored = (microbatches + 1) // 2
+    full = max(mirrored, ranks)
+
+    def row(rank: int) -> Row:
+        def name(action: Action) -> Action | None:
+            if action.stage == rank:  # the direction in which stage s lives on rank s
+                return action if number(action) < mirrored else None
+            microbatch = number(action) + mirrored
+            return Action(action.kind, action.stage, microbatch) if microbatch < microbatches else None
+
+        return renamed(_row(min(rank, ranks - 1 - rank), ranks // 2, full), name)
+
+    return Schedule("dualpipe", tuple(row(rank) for rank in range(ranks)), ranks, microbatches, loop(ranks, 1), mirrored)
+
+
+def _row(rank: int, ranks: int, microbatches: int) -> Row:
+    """Rank `rank` of DualPipeV, for at least 2 * ranks microbatches; `down` and `up` are its two stages."""
+    down, up = rank, 2 * ranks - 1 - rank
+    after, before = ranks - 1 - rank, rank + 1
+    row = _Row()
+    for _ in range(2 * after):
+        row.add("F", down)
+    for _ in range(before):
+        row.add("F", down)
+        row.add("F", up)
+    for _ in range(after):  # the pipeline is not full yet: W fills the wait for the next forward
+        row.add("I", up)
+        row.weights()
+        row.add("F", up)
+    for i in range(microbatches - 2 * ranks + before):
+        if i == 0 and after == 0:  # where the V turns, what to go back with has just been made: overlapping would delay it
+            row.add("F", down)
+            row.add("B", up)
+        else:
+            row.overlap(down, up)
+        row.overlap(up, down)
+    for _ in range(after):
+        row.add("B", up)
+        row.overlap(up, down)
+    for i in range(2 * before):  # the second half of the last backwards is split: nobody waits for its W
+        row.add("I" if i >= before else "B", up if i % 2 == 0 else down)
+    for _ in range(after):
+        row.weights()
+        row.add("I", down)
+    while row.owed:
+        row.weights()
+    return tuple(row.slots)
+
+
+class _Row:
+    """A row being written: it counts the microbatches of each stage, and knows which W are still owed."""
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.owed: deque[Action] = deque()
+        self._done: Counter[tuple[bool, int]] = Counter()
+
+    def add(self, kind: Computation, stage: int) -> None:
+        """The next microbatch of F, B or I; after an I, its W is owed."""
+        self.slots.append(self._next(kind, stage))
+
+    def overlap(self, forward: int, backward: int) -> None:
+        """The next forward of one stage together with the next backward of the other."""
+        self.slots.append(Overlap(self._next("F", forward), self._next("B", backward)))
+
+    def weights(self) -> None:
+        """The oldest W that is owed."""
+        self.slots.append(self.owed.popleft())
+
+    def _next(self, kind: Computation, stage: int) -> Action:
+        action = Action(kind, stage, self._done[kind == "F", stage])
+        self._done[kind == "F", stage] += 1
+        if kind == "I":
+            self.owed.append(action._replace(kind="W"))
+        return action

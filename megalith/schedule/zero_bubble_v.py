@@ -1,0 +1,54 @@
+"""ZB-V: zero bubble with two stages a rank in a V (Qi et al. 2024, arXiv:2401.10241, section 6; arXiv:2405.15362 calls it V-ZB)."""
+
+from collections import Counter
+
+from megalith.schedule.action import Action, Computation, Row, Schedule, number, renamed, v_shape
+
+
+def zb_v(ranks: int, microbatches: int) -> Schedule:
+    """No bubble if F, I and W take the same time, with 1F1B's memory on every rank.
+
+    Rank r holds stages r and 2 * ranks - 1 - r, so the first rank also has the last stage: a microbatch's backward starts where its
+    forward began. The order is made for F = I = W (of one stage) and at least 2 * ranks - 1 microbatches: then no rank idles inside its
+    own span, and holds 2 * ranks stages' worth of activations at most, which is `ranks` microbatches of two stages each. Other
+    times and fewer microbatches run too, with some bubble. As with ZB-H2, ranks end one after the other.
+    """
+    full = max(microbatches, 2 * ranks - 1)  # the order is made for a full pipeline; microbatches there are none of are left out
+
+    def row(rank: int) -> Row:
+        return renamed(_row(rank, ranks, full), lambda action: action if number(action) < microbatches else None)
+
+    return Schedule("zb-v", tuple(row(rank) for rank in range(ranks)), 2 * ranks, microbatches, v_shape(ranks))
+
+
+def _row(rank: int, ranks: int, microbatches: int) -> Row:
+    down, up = rank, 2 * ranks - 1 - rank
+    done: Counter[tuple[Computation, int]] = Counter()
+    row: list[Action] = []
+
+    def add(stage: int, *kinds: Computation) -> None:
+        for kind in kinds:
+            row.append(Action(kind, stage, done[kind, stage]))
+            done[kind, stage] += 1
+
+    for _ in range(2 * (ranks - rank) - 1):  # until the first microbatch is back on its way up
+        add(down, "F")
+    for _ in range(rank):
+        add(up, "F")
+        add(down, "F")
+    for _ in range(ranks - rank):  # the way up is still being filled: its backwards have the slots of later forwards
+        add(up, "F", "I", "W")
+    while done["F", up] < microbatches:
+        if done["F", down] < microbatches:
+            add(down, "F")
+        add(down, "I", "W")
+        add(up, "F", "I", "W")
+    for _ in range(rank):  # other ranks wait for I, nobody for W
+        add(down, "I")
+        add(up, "I")
+    for _ in range(ranks - rank):
+        add(down, "I", "W")
+    for stage in (up, down):
+        while done["W", stage] < microbatches:
+            add(stage, "W")
+    return tuple(row)
