@@ -1,55 +1,120 @@
 """Rank <-> axes. Pure arithmetic, no torch: the trainer, the checker and the planner place ranks by the same rule.
 
-Axes from slowest to fastest varying: `pipeline`, `copies`, `shards`, `tensor`. Neighbouring ranks share the fastest links, and
-tensor parallelism needs them most; pipeline stages exchange least, so they sit furthest apart.
+The same ranks are seen three ways. **Work**: what a rank computes: its pipeline place, which samples (`data`), which part of a sequence
+(`context`), which part of each matrix product (`tensor`). **State**: which part of the dense weights, gradients and moments it keeps.
+**Experts**: the same for the experts' weights, which are laid out apart. The work axes go from slowest to fastest varying: neighbouring
+ranks share the fastest links, and tensor parallelism needs them most; pipeline stages exchange least, so they sit furthest apart.
+
+A bidirectional pipeline (DualPipe) keeps two copies of each stage, on rank p and on its mirror rank P - 1 - p. For the state such a pair
+is one place with twice as many data ranks: `side` tells the two apart.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 from megalith.spec.plan import Plan
 
-AXES = ("pipeline", "copies", "shards", "tensor")
+WORK = ("pipeline", "data", "context", "tensor")
+STATE = ("place", "copies", "shards", "tensor")
+EXPERTS = ("place", "copies", "shards", "expert", "expert_tensor")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of the axes, in AXES order. `copies * shards` are the data ranks."""
+    """Sizes of the axes. `sides` is 2 for a bidirectional pipeline; `replicate` whole copies of the state, or all if not `sharded`."""
 
     pipeline: int = 1
-    copies: int = 1
-    shards: int = 1
+    data: int = 1
+    context: int = 1
     tensor: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    sides: int = 1
+    replicate: int = 1
+    sharded: bool = True
 
     @classmethod
     def of(cls, plan: Plan) -> "Mesh":
         """The mesh a plan asks for."""
-        return cls(plan.pipeline, plan.copies, plan.shards, plan.tensor)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(getattr(self, axis) for axis in AXES)
+        return cls(
+            plan.pipeline, plan.data, plan.context, plan.tensor, plan.expert, plan.expert_tensor, plan.sides, plan.replicate, plan.zero > 0
+        )  # fmt: skip
 
     @property
     def ranks(self) -> int:
-        return prod(self.shape)
+        return self.pipeline * self.data * self.context * self.tensor
 
     @property
-    def data(self) -> int:
-        return self.copies * self.shards
+    def work(self) -> tuple[int, ...]:
+        """Sizes in WORK order."""
+        return self.pipeline, self.data, self.context, self.tensor
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """Sizes in STATE order."""
+        holders = self.sides * self.data * self.context
+        copies = self.replicate if self.sharded else holders
+        return self.pipeline // self.sides, copies, holders // copies, self.tensor
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Sizes in EXPERTS order."""
+        holders = self.sides * self.data * self.context * self.tensor // (self.expert * self.expert_tensor)
+        copies = gcd(self.replicate, holders) if self.sharded else max(1, holders)  # none hold them: `check` says so
+        return self.pipeline // self.sides, copies, holders // copies, self.expert, self.expert_tensor
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on each axis, and `data`, its place among the data ranks."""
+        """What `rank` computes: its place on each WORK axis."""
         assert 0 <= rank < self.ranks, (rank, self)
-        found: dict[str, int] = {}
-        for axis, size in zip(reversed(AXES), reversed(self.shape), strict=True):
-            rank, found[axis] = divmod(rank, size)
-        return {axis: found[axis] for axis in AXES} | {"data": found["copies"] * self.shards + found["shards"]}
+        return _places(rank, WORK, self.work)
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank that stands at `coordinates` (axes not named are 0)."""
-        number = 0
-        for axis, size in zip(AXES, self.shape, strict=True):
-            number = number * size + coordinates.get(axis, 0)
-        return number
+        """The rank that stands at work `coordinates` (axes not named are 0)."""
+        return _number(coordinates, WORK, self.work)
+
+    def place(self, rank: int) -> int:
+        """The pipeline place of a rank: those with the same hold the same stages."""
+        return self._place(self.coordinates(rank)["pipeline"])[0]
+
+    def state_coordinates(self, rank: int) -> dict[str, int]:
+        """Which part of the dense state `rank` keeps: its place on each STATE axis."""
+        here = self.coordinates(rank)
+        place, side = self._place(here["pipeline"])
+        shards = self.state[2]
+        size = self.data // self.replicate if self.sharded else self.data
+        group, within = divmod(here["data"], size)
+        holder = ((group * self.sides + side) * size + within) * self.context + here["context"]
+        return dict(zip(STATE, (place, *divmod(holder, shards), here["tensor"]), strict=True))
+
+    def expert_coordinates(self, rank: int) -> dict[str, int]:
+        """Which part of the experts' state `rank` keeps: its place on each EXPERTS axis. Ranks of one `expert` line are neighbours in
+        the order of work, on one pipeline rank."""
+        here = self.coordinates(rank)
+        place, side = self._place(here["pipeline"])
+        _, _, shards, expert, expert_tensor = self.experts
+        number = ((side * self.data + here["data"]) * self.context + here["context"]) * self.tensor + here["tensor"]
+        number, part = divmod(number, expert_tensor)
+        holder, owner = divmod(number, expert)
+        return dict(zip(EXPERTS, (place, *divmod(holder, shards), owner, part), strict=True))
+
+    def _place(self, pipeline: int) -> tuple[int, int]:
+        """Place and side of a pipeline rank: its own, or the one it mirrors."""
+        if self.sides == 1 or pipeline < self.pipeline // 2:
+            return pipeline, 0
+        return self.pipeline - 1 - pipeline, 1
+
+
+def _places(number: int, axes: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
+        number, found[axis] = divmod(number, size)
+    return {axis: found[axis] for axis in axes}
+
+
+def _number(coordinates: Mapping[str, int], axes: tuple[str, ...], sizes: tuple[int, ...]) -> int:
+    assert prod(sizes) > 0, sizes
+    number = 0
+    for axis, size in zip(axes, sizes, strict=True):
+        number = number * size + coordinates.get(axis, 0)
+    return number

@@ -1,46 +1,111 @@
-"""A plan applied to one stage, part by part, in this order: first weights, tensor split, recomputation, compilation, data shards.
+"""A plan applied to one stage, part by part, in this order: experts, first weights, tensor split, context, recomputation, compilation,
+data shards.
 
-Each part is built whole, filled, split and sharded before the next one exists, so no rank ever holds more than one whole part.
+Each part is built whole, but for the experts of other ranks, filled, split and sharded before the next one exists: no rank ever holds more
+than one whole part.
 """
 
 import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
 
+from megalith.models.head import Ahead, Head
 from megalith.models.init import initialise
-from megalith.models.stage import Stage
-from megalith.parallel import data
+from megalith.models.moe import Moe
+from megalith.models.stage import Stage, tied_names
+from megalith.parallel.context import ContextGroups, split_context
+from megalith.parallel.data import COMPUTE_DTYPE, Bucket, Place, Reducer, Weight
+from megalith.parallel.expert import held_of, split_experts
 from megalith.parallel.groups import Groups
 from megalith.parallel.layout import split_part
+from megalith.parallel.passes import Runner
 from megalith.parallel.recompute import apply_recompute
 from megalith.parallel.tensor import Split
 from megalith.spec.model import ModelSpec
 from megalith.spec.plan import Plan
 
 
-def build_stage(
-    spec: ModelSpec, first: int, last: int, *, plan: Plan, groups: Groups, precision: str, device: torch.device, seed: int | None
-) -> Stage:
-    """Parts `first` to `last - 1` on `device`, laid out as `plan` says. `seed` None: weights are left unset, to be loaded."""
-    with torch.device("meta"):
-        stage = Stage(spec, first, last)
-    sharded = data.needed(plan, precision)
-    split = Split(groups.device_mesh["tensor"], sequence=plan.sequence)
-    tied = spec.head.tied and {"embedding", "head"} <= set(stage.part_names)
-    for name, part in stage.parts():
-        part.to_empty(device=device)
-        if seed is not None:
-            initialise(part, name=name, spec=spec, seed=seed)
-        if name == "head" and tied:  # to_empty made a copy
-            stage.head.output.weight = stage.embedding.weight
-        if plan.tensor > 1:
-            split_part(part, split)
+class Builder:
+    """Builds the stages of one rank. Stages on one rank share what is tied between them."""
+
+    def __init__(
+        self, spec: ModelSpec, *, plan: Plan, groups: Groups, precision: str, device: torch.device, seed: int | None
+    ) -> None:
+        """`seed` None: weights are left unset, to be loaded."""
+        self.spec, self.plan, self.groups, self.device, self.seed = spec, plan, groups, device, seed
+        self.dtype = COMPUTE_DTYPE[precision]
+        self.split = Split(groups.tensor, sequence=plan.sequence, pieces=plan.overlap_tensor)
+        self.tied = tied_names(spec)
+        self.reducer = Reducer()
+        self.by_name: dict[str, Weight] = {}  # everything this rank holds, under its name in the whole model
+        self.context = ContextGroups.build(plan, groups)
+        self._alone: dict[str, Bucket] = {}  # a tied weight is used by several parts: its bucket is its own
+
+    def build(self, first: int, last: int) -> Runner:
+        """Parts `first` to `last - 1`, laid out as the plan says."""
+        with torch.device("meta"):
+            stage = Stage(self.spec, first, last)
+        used: list[list[Bucket]] = []
+        for name, part in stage.parts():
+            experts = self._share_experts(part)
+            part.to_empty(device=self.device)
+            laid = {part.get_parameter(path): place for path, place in experts.items()}
+            if self.seed is not None:
+                held = {parameter: held_of(parameter, place) for parameter, place in laid.items()}
+                initialise(part, name=name, spec=self.spec, seed=self.seed, held=held)
+            self._tie(name, part)
+            places = self._split(part) | laid
+            if self.plan.context > 1:
+                split_context(part, self.context)
+            for number, block in self._blocks(name, part):
+                apply_recompute(block, number, blocks=len(self.spec.blocks), plan=self.plan)
+                if self.plan.compile:
+                    block.compile()
+            used.append(self._keep(name, part, places))
+        return Runner(stage, used, zero=self.plan.zero, reducer=self.reducer)
+
+    def _blocks(self, name: str, part: nn.Module) -> list[tuple[int, nn.Module]]:
+        """The blocks of a part and their numbers; those that predict further tokens count on from the model's last."""
         if name.startswith("blocks."):
-            apply_recompute(part, int(name.removeprefix("blocks.")), blocks=len(spec.blocks), plan=plan)
-            if plan.compile:
-                part.compile()
-        if sharded and not (tied and name in ("embedding", "head")):  # a shared weight belongs to the stage as a whole
-            data.shard(part, plan=plan, precision=precision, mesh=groups.device_mesh)
-    if sharded:
-        data.shard(stage, plan=plan, precision=precision, mesh=groups.device_mesh)
-        data.sum_gradients(stage)
-        data.keep_prefetch_inside_backward(stage)
-    return stage
+            return [(int(name.removeprefix("blocks.")), part)]
+        ahead = part.ahead if isinstance(part, Head) else ()
+        return [(len(self.spec.blocks) + depth, each.block) for depth, each in enumerate(ahead) if isinstance(each, Ahead)]
+
+    def _tie(self, name: str, part: nn.Module) -> None:
+        """Let the part use what this rank already holds of its tied weights, and hold each once."""
+        held = {full: weight.computes for full, weight in self.by_name.items()}
+        for path, parameter in list(part.named_parameters()):
+            if (full := self.tied.get(f"{name}.{path}")) is not None:
+                owner, _, child = path.rpartition(".")
+                part.get_submodule(owner).register_parameter(child, held.setdefault(full, parameter))
+
+    def _share_experts(self, part: nn.Module) -> dict[str, Place]:
+        """Keep this rank's experts, before any has memory; where their parameters lie, by their paths in the part."""
+        layers = [(path, module) for path, module in part.named_modules() if isinstance(module, Moe)]
+        found = ((path, split_experts(moe, self.groups, self.plan)) for path, moe in layers)
+        return {f"{path}.{name}": place for path, places in found for name, place in places.items()}
+
+    def _split(self, part: nn.Module) -> dict[nn.Parameter, Place]:
+        """Split the part among tensor ranks; where each of its parameters lies, if it is no expert's."""
+        if self.plan.tensor > 1:
+            split_part(part, self.split)
+        return {p: Place(self.groups.state, (self.split.placed.get(p, Replicate()),)) for p in part.parameters()}
+
+    def _keep(self, name: str, part: nn.Module, places: dict[nn.Parameter, Place]) -> list[Bucket]:
+        """Both faces of the part's parameters, and the buckets it uses."""
+        found: list[Bucket] = []
+        own: dict[torch.distributed.DeviceMesh, list[Weight]] = {}
+        for path, parameter in part.named_parameters():
+            full = self.tied.get(f"{name}.{path}", f"{name}.{path}")
+            shared = full in self.tied.values()
+            if full not in self.by_name:
+                self.by_name[full] = weight = Weight(
+                    parameter, places[parameter], self.dtype, partial=parameter in self.split.partial
+                )
+                if shared:
+                    self._alone[full] = Bucket([weight])
+                else:
+                    own.setdefault(places[parameter].mesh, []).append(weight)
+            if shared:
+                found.append(self._alone[full])
+        return [Bucket(weights) for weights in own.values()] + found

@@ -1,60 +1,289 @@
-"""Data parallelism: ZeRO 0 to 3 (Rajbhandari et al. 2019) as one mechanism, FSDP2, with different moments of gather and reduce.
+"""Data parallelism: ZeRO 0 to 3 (Rajbhandari et al. 2019, arXiv:1910.02054) as one mechanism with different moments of gather and reduce.
 
-ZeRO 0 shards over one rank and replicates over all: each block's gradients are one bucket, all-reduced as soon as its backward is done.
+A parameter has two faces. What is **kept** is this rank's fp32 share, a DTensor that knows its name's global shape: the optimizer,
+checkpoints and norms work on it. What **computes** is a plain tensor in the module, whole along the shards, in the run's precision, whose
+memory is there only while it is needed. A bucket moves all parameters of a part between the two at once: one all-gather before use, one
+reduce-scatter of the gradients after. Written here, rather than taken from FSDP2, because a program says when each happens, also between
+the two halves of a split backward, between the two copies of a stage in a bidirectional pipeline, and for experts on a mesh of their own.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-from megalith.models.stage import Stage
-from megalith.spec.plan import Plan
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def needed(plan: Plan, precision: str) -> bool:
-    """On one data rank in fp32 there is nothing to shard, to reduce or to cast."""
-    return plan.data > 1 or precision != "fp32"
+def local(tensor: Tensor) -> Tensor:
+    """This rank's share as a plain tensor that shares its memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with (
+        torch.no_grad()
+    ):  # before detaching, not after: on a mesh of four axes, torch takes a second to think of all layouts a DTensor might have
+        return tensor.to_local()
 
 
-def shard(module: nn.Module, *, plan: Plan, precision: str, mesh: DeviceMesh) -> None:
-    """Shard what `module` holds and no earlier call took; weights compute in `precision`, gradients are summed in fp32."""
-    policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE[precision], reduce_dtype=torch.float32)
-    axes = ("copies", "shards") if plan.copies > 1 else "shards"
-    fully_shard(module, mesh=mesh[axes], mp_policy=policy, reshard_after_forward=plan.zero == 3)
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter's shares lie: mesh axes (copies, shards, then those that split it for computing), and how the latter split it."""
+
+    mesh: DeviceMesh
+    split: tuple[Placement, ...]
+    dim: int = 0  # along which the shards cut it
+
+    def placements(self) -> tuple[Placement, ...]:
+        """Of the kept DTensor. Shards cut what the axes to their right left them: along the same dimension that is a strided shard."""
+        parts = [self.mesh.size(2 + axis) for axis, p in enumerate(self.split) if isinstance(p, Shard) and p.dim == self.dim]
+        factor = prod(parts)
+        shard = _StridedShard(self.dim, split_factor=factor) if factor > 1 else Shard(self.dim)
+        return (Replicate(), shard, *self.split)
+
+    def shape(self, computes: Sequence[int]) -> tuple[int, ...]:
+        """The whole parameter's, from that of the tensor that computes."""
+        sizes = list(computes)
+        for axis, placement in enumerate(self.split):
+            if isinstance(placement, Shard):
+                sizes[placement.dim] *= self.mesh.size(2 + axis)
+        return tuple(sizes)
 
 
-def sum_gradients(stage: Stage) -> None:
-    """Gradients are sums over the data ranks: the loss already carries 1 / (tokens of the global batch)."""
-    for module in _sharded(stage):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+class Weight:
+    """One parameter's two faces. `total`: sums of gradients not yet reduced, where these are computed in less than fp32."""
+
+    def __init__(self, computes: nn.Parameter, place: Place, dtype: torch.dtype, *, partial: bool = False) -> None:
+        """`partial`: a tensor rank's gradient is only its part of the sum."""
+        self.computes, self.dim, self.mesh, self.partial = computes, place.dim, place.mesh, partial
+        shards, index = place.mesh.size(1), place.mesh.get_local_rank(1)
+        whole = computes.detach().movedim(self.dim, 0)
+        self.chunk = -(-whole.shape[0] // shards)  # torch.chunk: equal chunks, the last ones shorter or empty
+        start = min(index * self.chunk, whole.shape[0])
+        share = whole[start : start + self.chunk].movedim(0, self.dim)
+        self.aliased = shards == 1 and share.dtype == dtype
+        share = share if self.aliased else share.clone(memory_format=torch.contiguous_format)
+        shape = place.shape(computes.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        self._wrap = lambda t: DTensor.from_local(
+            t, place.mesh, place.placements(), run_check=False, shape=torch.Size(shape), stride=stride
+        )
+        kept: Any = self._wrap(share).requires_grad_()
+        kept._is_param = True  # nn.Parameter's mark; its constructor detaches, which is slow on a mesh of four axes: see `local`
+        self.kept: nn.Parameter = kept
+        self.total: Tensor | None = None
+        if dtype != computes.dtype:
+            computes.data = computes.data.to(dtype)
+        self.bytes = computes.numel() * computes.element_size()
+        self.row = computes.shape[: self.dim] + computes.shape[self.dim + 1 :]  # the shape of one slice along dim
+
+    @property
+    def numbers(self) -> int:
+        """Elements of a share, padded to a whole chunk."""
+        return self.chunk * prod(self.row)
+
+    def share(self) -> Tensor:
+        """The kept share, its cut dimension first."""
+        return local(self.kept).movedim(self.dim, 0)
+
+    def add(self, share: Tensor) -> None:
+        """Add a reduced gradient [rows, *row] to the kept one."""
+        share = share.movedim(0, self.dim).contiguous()  # as the weight lies: a fused optimizer walks both alike
+        if self.kept.grad is None:
+            self.kept.grad = self._wrap(share)
+        else:
+            local(self.kept.grad).add_(share)
+
+    def collect(self) -> None:
+        """After a backward: gradients of low precision are added up in fp32."""
+        if self.computes.grad is None or self.computes.dtype == torch.float32:
+            return
+        if self.total is None:
+            self.total = self.computes.grad.float()
+        else:
+            self.total.add_(self.computes.grad)
+        self.computes.grad = None
+
+    def take(self) -> Tensor | None:
+        """The gradient not yet reduced, its cut dimension first; it is dropped here."""
+        self.collect()
+        grad, self.total = (self.computes.grad if self.total is None else self.total), None
+        self.computes.grad = None
+        return None if grad is None else grad.movedim(self.dim, 0)
 
 
-def keep_prefetch_inside_backward(stage: Stage) -> None:
-    """The part whose backward comes last gathers nothing ahead. FSDP would take the part that an earlier microbatch's forward left in
-    its list, gather that once more, and throw it away."""
-    if sharded := [part for _, part in stage.parts() if isinstance(part, FSDPModule)]:
-        sharded[0].set_modules_to_backward_prefetch([sharded[0]])
+def _put(flat: Tensor, rows: Tensor, chunk: int) -> None:
+    """flat [ranks, chunk * ...] <- rows [up to ranks * chunk, ...], dealt in chunks; what no row fills becomes 0."""
+    table = flat.view(flat.shape[0], chunk, *rows.shape[1:])
+    if rows.shape[0] == table.shape[0] * chunk:
+        table.copy_(rows.unflatten(0, (-1, chunk)))
+        return
+    for rank, target in enumerate(table):
+        part = rows[rank * chunk : (rank + 1) * chunk]
+        target[: len(part)].copy_(part)
+        target[len(part) :].zero_()
 
 
-def before_backward(stage: Stage, *, zero: int, last: bool) -> None:
-    """Say what this backward does with weights and gradients; `last`: it is the stage's last one of the step."""
-    if isinstance(stage, FSDPModule):
-        stage.set_requires_gradient_sync(last or zero >= 2)
-        stage.set_reshard_after_backward(last or zero == 3)
-        stage.set_is_last_backward(last)
+def _get(rows: Tensor, flat: Tensor, chunk: int) -> None:
+    """rows <- flat: the inverse of `_put`."""
+    table = flat.view(flat.shape[0], chunk, *rows.shape[1:])
+    if rows.shape[0] == table.shape[0] * chunk:
+        rows.unflatten(0, (-1, chunk)).copy_(table)
+        return
+    for rank, part in enumerate(table):
+        target = rows[rank * chunk : (rank + 1) * chunk]
+        target.copy_(part[: len(target)])
 
 
-def release(stage: Stage) -> None:
-    """Drop gathered weights (after a forward without backward)."""
-    for module in _sharded(stage):
-        module.reshard()
+Probe = Callable[[Sequence[Tensor | None]], bool]
+"""Looks at a bucket's gradients before they are reduced, those of this rank alone; False: they are dropped."""
 
 
-def _sharded(stage: Stage) -> Iterable[FSDPModule]:
-    return (module for module in stage.modules() if isinstance(module, FSDPModule))
+class Bucket:
+    """The parameters of a part that lie on one mesh; they are gathered and reduced together."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.weights, mesh = tuple(weights), weights[0].mesh
+        self.copies, self.shards = mesh.get_group(0), mesh.get_group(1)
+        self.size = self.shards.size()
+        ends = list(accumulate(weight.numbers for weight in weights))
+        self.slices = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        self.numbers = ends[-1]
+        self.resident = all(weight.aliased for weight in weights)  # what is kept computes: nothing to gather
+        self.whole = True
+        self._arriving: tuple[Any, Tensor] | None = None
+        self.probe: Probe | None = None
+        self.free()  # what computes is made from what is kept, also when that is loaded later
+
+    # --- weights ---
+
+    def start(self) -> None:
+        """Begin to gather, if the weights are not whole and not on their way."""
+        if self.whole or self._arriving:
+            return
+        mine = torch.empty(self.numbers, dtype=self.weights[0].computes.dtype, device=self.weights[0].computes.device)
+        for weight, where in zip(self.weights, self.slices, strict=True):
+            _put(mine[where][None], weight.share(), weight.chunk)
+        if self.size == 1:
+            self._arriving = None, mine
+            return
+        everyone = mine.new_empty(self.size * self.numbers)
+        self._arriving = dist.all_gather_into_tensor(everyone, mine, group=self.shards, async_op=True), everyone
+
+    def gather(self) -> None:
+        """Make the weights whole."""
+        self.start()
+        if self._arriving is None:
+            return
+        work, flat = self._arriving
+        if work is not None:
+            work.wait()
+        table = flat.view(self.size, self.numbers)
+        for weight, where in zip(self.weights, self.slices, strict=True):
+            weight.computes.untyped_storage().resize_(weight.bytes)
+            _get(weight.computes.data.movedim(weight.dim, 0), table[:, where], weight.chunk)  # .data: saved views stay valid
+        self.whole, self._arriving = True, None
+
+    def free(self) -> None:
+        """Drop the whole weights, and those on their way."""
+        if self._arriving is not None:
+            work, _ = self._arriving
+            if work is not None:
+                work.wait()
+            self._arriving = None
+        if self.resident or not self.whole:
+            return
+        for weight in self.weights:
+            weight.computes.untyped_storage().resize_(0)
+        self.whole = False
+
+    # --- gradients ---
+
+    def reduce(self) -> "Reduction | None":
+        """Begin to add up the gradients of all ranks that hold these weights; each gets the sum for its share when it is finished."""
+        grads = [weight.take() for weight in self.weights]
+        if all(grad is None for grad in grads) or (self.probe is not None and not self.probe(grads)):
+            return None
+        if self.size == 1 and self.copies.size() == 1:
+            for weight, grad in zip(self.weights, grads, strict=True):
+                if grad is not None:
+                    weight.add(grad)
+            return None
+        flat = torch.empty(self.size, self.numbers, dtype=torch.float32, device=self.weights[0].computes.device)
+        for weight, where, grad in zip(self.weights, self.slices, grads, strict=True):
+            if grad is None:
+                flat[:, where].zero_()
+            else:
+                _put(flat[:, where], grad, weight.chunk)
+        return Reduction(self, flat)
+
+    def finish(self, mine: Tensor) -> None:
+        """Hand out the sums: mine [numbers], this rank's shares."""
+        for weight, where in zip(self.weights, self.slices, strict=True):
+            weight.add(mine[where].view(weight.chunk, *weight.row)[: weight.share().shape[0]])
+
+
+class Reduction:
+    """Gradients of a bucket under way: a reduce-scatter over the shards, then an all-reduce over the copies."""
+
+    def __init__(self, bucket: Bucket, flat: Tensor) -> None:
+        self.bucket = bucket
+        self.flat: Tensor | None = flat  # what the first half sums, which must live until then
+        self.mine = flat[0] if bucket.size == 1 else flat.new_empty(bucket.numbers)
+        self.work: Any = None
+        if bucket.size > 1:
+            self.work = dist.reduce_scatter_tensor(self.mine, flat.flatten(), group=bucket.shards, async_op=True)
+        else:
+            self.second()
+
+    def second(self) -> None:
+        """Wait for the first half, begin the second."""
+        if self.work is not None:
+            self.work.wait()
+        self.work = self.flat = None
+        copies = self.bucket.copies
+        self.work = dist.all_reduce(self.mine, group=copies, async_op=True) if copies.size() > 1 else None
+
+    def finish(self) -> None:
+        """Wait for the sums and hand them out."""
+        if self.work is not None:
+            self.work.wait()
+        self.bucket.finish(self.mine)
+
+
+class Reducer:
+    """The reductions a rank has under way: at most one in each half, so that what they hold does not grow with their number."""
+
+    def __init__(self) -> None:
+        self.first: Reduction | None = None
+        self.last: Reduction | None = None
+
+    def add(self, reduction: Reduction | None) -> None:
+        """Take a new one; the one before goes on to its second half, and the one before that is finished."""
+        if reduction is None:
+            return
+        self._advance()
+        self.first = reduction
+
+    def _advance(self) -> None:
+        if self.first is None:
+            return
+        if self.first.bucket.size > 1:
+            self.first.second()
+        if self.last is not None:
+            self.last.finish()
+        self.first, self.last = None, self.first
+
+    def finish(self) -> None:
+        """Wait for all."""
+        self._advance()
+        if self.last is not None:
+            self.last.finish()
+        self.last = None

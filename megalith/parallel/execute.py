@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -10,12 +11,15 @@ from torch import Tensor
 
 from megalith.kernels.cross_entropy import Loss
 from megalith.models.batch import Batch
-from megalith.models.stage import Stage
-from megalith.parallel import data
+from megalith.models.moe import Pending
 from megalith.parallel.clock import Clock
+from megalith.parallel.data import Reducer
+from megalith.parallel.graph import Graph, Steps
 from megalith.parallel.groups import Groups, group_of
-from megalith.schedule.action import COMPUTATIONS, MESSAGES, Action, parts
-from megalith.schedule.lower import BACKWARDS, Channel, Program, channel_of
+from megalith.parallel.passes import Rest, Runner
+from megalith.schedule.action import COMPUTATIONS, MESSAGES, Action, Row, Slot, parts
+from megalith.schedule.lower import WEIGHT_GRADIENTS, Channel, Program, channel_of
+from megalith.schedule.restart import head, unmet
 
 Key = tuple[int, int]  # stage, microbatch
 
@@ -37,14 +41,33 @@ class _Flight:
     """What one step holds between its actions."""
 
     batches: Sequence[Batch]
-    inputs: dict[Key, Tensor] = field(default_factory=dict)  # what a forward read, until its backward
-    outputs: dict[Key, Tensor] = field(default_factory=dict)  # what it gave (the objective on the last stage), until its backward
+    graphs: dict[Key, list[Graph]] = field(default_factory=dict)  # what a forward left for its backward
+    rests: dict[Key, list[Rest]] = field(default_factory=dict)  # what the first half of a backward left for the second
     arrived: dict[tuple[str, int, int], Tensor] = field(
         default_factory=dict
     )  # ("F" | "B", stage, microbatch): here, or on its way
     waiting: dict[tuple[str, int, int], Any] = field(default_factory=dict)  # receives not yet waited for
     leaving: list[tuple[Any, Tensor]] = field(default_factory=list)  # sends under way; a tensor must live until it has left
     losses: list[Tensor] = field(default_factory=list)
+    marks: list[tuple[str, Any, Any]] = field(default_factory=list)
+
+
+@dataclass
+class _Turn:
+    """A computation under way, and what it waits for."""
+
+    name: str
+    steps: Steps[None]
+    pending: Pending | None = None
+
+    def begin(self) -> Pending | None:
+        return next(self.steps, None)
+
+    def go_on(self, arrived: Tensor) -> Pending | None:
+        try:
+            return self.steps.send(arrived)
+        except StopIteration:
+            return None
 
 
 @dataclass(frozen=True)
@@ -55,99 +78,190 @@ class Executed:
     marks: list[tuple[str, Any, Any]]
 
 
+class Check(Protocol):
+    """Doubt about the weights that a row begins with, to be settled before its first backward. All ranks find the same."""
+
+    def holds(self) -> bool:
+        """Wait for what settles it: are the weights right?"""
+        ...
+
+    def correct(self) -> None:
+        """Make them right, or raise what forbids it. Called if they were wrong, with nothing under way."""
+        ...
+
+
 class Executor:
     """Interprets this rank's row of `program`. `stages` holds the stages the program places here."""
 
-    def __init__(self, program: Program, stages: Mapping[int, Stage], *, groups: Groups, hidden: Hidden) -> None:
+    def __init__(
+        self, program: Program, stages: Mapping[int, Runner], *, reducer: Reducer, groups: Groups, hidden: Hidden
+    ) -> None:
         self.program = program
         self.stages = stages
+        self.reducer = reducer
         self.groups = groups
         self.hidden = hidden
         self.rank = groups.coordinates["pipeline"]
         self.clock = Clock(hidden.device)
         self._lanes = self._make_lanes()
-        self._last_backward = {
+        self._last = {
             action.stage: action.microbatch
             for slot in program.rows[self.rank]
             for action in parts(slot)
-            if action.kind in BACKWARDS
+            if action.kind in WEIGHT_GRADIENTS
         }
-        self._handlers: Mapping[str, Callable[[Action, _Flight], None]] = {
+        self._computations: Mapping[str, Callable[[Action, _Flight], Steps[None]]] = {
             "F": self._forward,
             "B": self._backward,
+            "I": self._input_backward,
+            "W": self._weight_backward,
+        }
+        self._handlers: Mapping[str, Callable[[Action, _Flight], None]] = {
             "SEND_F": self._send,
             "SEND_B": self._send,
             "RECV_F": self._receive,
             "RECV_B": self._receive,
-            "GATHER": self._by_data_parallel,
-            "REDUCE": self._by_data_parallel,
+            "GATHER": self._gather,
+            "REDUCE": self._reduce,
         }
         kinds = {action.kind for slot in program.rows[self.rank] for action in parts(slot)}
-        assert kinds <= set(self._handlers), f"no handler for {kinds - set(self._handlers)}"
+        assert kinds <= {*self._computations, *self._handlers}, f"no handler for {kinds - {*self._computations, *self._handlers}}"
 
-    def run(self, batches: Sequence[Batch]) -> Executed:
-        """Run the row once over `batches`, one a microbatch. Gradients are left on the parameters."""
+    def run(self, batches: Sequence[Batch], *, check: Check | None = None) -> Executed:
+        """Run the row once over `batches`, one a microbatch. Gradients are left on the parameters. If `check` finds the weights wrong,
+        the row begins again with those it corrected."""
         assert len(batches) == self.program.microbatches, (len(batches), self.program.microbatches)
-        flight = _Flight(batches)
-        marks: list[tuple[str, Any, Any]] = []
-        for slot in self.program.rows[self.rank]:
-            for action in parts(slot):
-                start = self.clock.mark()
-                if work := flight.waiting.pop((_reads(action), *_key(action)), None) if action.kind in COMPUTATIONS else None:
-                    work.wait()
-                    marks.append(("WAIT", start, start := self.clock.mark()))
-                self._handlers[action.kind](action, flight)
-                marks.append((str(action), start, self.clock.mark()))
-        start = self.clock.mark()
+        row = self.program.rows[self.rank]
+        begin = head(row)
+        flight = self._play(begin, _Flight(batches))
+        if check is not None and not self._mark("CHECK", check.holds, flight):
+            flight = self._play(begin, self._begin_again(check, flight))
+        self._play(row[len(begin) :], flight)
+        self._mark("WAIT", partial(self._let_leave, flight), flight)
+        assert not flight.graphs and not flight.rests and not flight.arrived, "a program that leaves work undone"
+        self.reducer.finish()
+        for runner in self.stages.values():
+            runner.free()
+        nll = torch.stack(flight.losses).sum() if flight.losses else torch.zeros((), device=self.hidden.device)
+        return Executed(nll, flight.marks)
+
+    def _play(self, row: Row, flight: _Flight) -> _Flight:
+        for slot in row:
+            if isinstance(slot, Action) and slot.kind not in COMPUTATIONS:
+                self._mark(str(slot), partial(self._handlers[slot.kind], slot, flight), flight)
+            else:
+                self._compute(slot, flight)
+        return flight
+
+    def _let_leave(self, flight: _Flight) -> None:
         for work, _ in flight.leaving:
             work.wait()
-        marks.append(("WAIT", start, self.clock.mark()))
-        assert not flight.inputs and not flight.arrived, "a program that leaves work undone"
-        if not torch.is_grad_enabled():  # with gradients, the last backward drops the gathered weights
-            for stage in self.stages.values():
-                data.release(stage)
-        nll = torch.stack(flight.losses).sum() if flight.losses else torch.zeros((), device=self.hidden.device)
-        return Executed(nll, marks)
+
+    # --- once more ---
+
+    def _begin_again(self, check: Check, flight: _Flight) -> _Flight:
+        """Complete what is under way, drop what was computed, correct the weights; a fresh flight, which knows how long all that took.
+        No backward has run: nothing was reduced, and no router has counted."""
+        for message in self._unmet:
+            if message.kind.startswith("SEND"):
+                flight.arrived[_target(message)] = self.hidden.empty().zero_()  # some rank may still compute with it
+            self._handlers[message.kind](message, flight)
+        for work in flight.waiting.values():
+            work.wait()
+        self._let_leave(flight)
+        for runner in self.stages.values():
+            runner.free()
+        fresh = _Flight(flight.batches, marks=[("LOST", flight.marks[0][1], self.clock.mark())])
+        self._mark("UNDO", check.correct, fresh)
+        return fresh
+
+    @cached_property
+    def _unmet(self) -> tuple[Action, ...]:
+        return unmet(self.program, self.rank)
 
     # --- computation ---
 
-    def _forward(self, action: Action, flight: _Flight) -> None:
+    def _compute(self, slot: Slot, flight: _Flight) -> None:
+        """Run one computation, or two in turns: while one waits for what travels, the other computes."""
+        for action in parts(slot):
+            if work := flight.waiting.pop((_reads(action), *_key(action)), None):
+                self._mark("WAIT", work.wait, flight)
+        turns = [_Turn(str(action), self._computations[action.kind](action, flight)) for action in parts(slot)]
+        while turns:
+            for turn in list(turns):
+                if turn.pending is None:
+                    turn.pending = self._mark(turn.name, turn.begin, flight)
+                else:
+                    arrived = self._mark("WAIT", turn.pending.wait, flight)
+                    turn.pending = self._mark(turn.name, partial(turn.go_on, arrived), flight)
+                if turn.pending is None:
+                    turns.remove(turn)
+
+    def _mark(self, name: str, do: Callable[[], Any], flight: _Flight) -> Any:
+        start = self.clock.mark()
+        done = do()
+        flight.marks.append((name, start, self.clock.mark()))
+        return done
+
+    def _forward(self, action: Action, flight: _Flight) -> Steps[None]:
         key = _key(action)
         batch = flight.batches[key[1]]
-        first, last = action.stage == 0, action.stage == self.program.stages - 1
-        x = batch.tokens if first else flight.arrived.pop(("F", *key)).requires_grad_(torch.is_grad_enabled())
-        out = self.stages[action.stage](x, batch)
-        if last:
-            assert isinstance(out, Loss)
-            flight.losses.append(out.nll)
-            out = out.objective
+        x = batch.tokens if action.stage == 0 else flight.arrived.pop(("F", *key))
+        out, graphs = yield from self.stages[action.stage].forward(x, batch)
         if torch.is_grad_enabled():
-            flight.inputs[key], flight.outputs[key] = x, out
-        if not last:
-            flight.arrived["F", action.stage + 1, key[1]] = out.detach()  # here for the next stage, or for `_send`
+            flight.graphs[key] = graphs
+        if isinstance(out, Loss):
+            flight.losses.append(out.nll)
+        else:
+            flight.arrived["F", action.stage + 1, key[1]] = out  # here for the next stage, or for `_send`
 
-    def _backward(self, action: Action, flight: _Flight) -> None:
-        key = _key(action)
-        stage = self.stages[action.stage]
-        data.before_backward(stage, zero=self.program.zero, last=self._last_backward[action.stage] == key[1])
-        x, out = flight.inputs.pop(key), flight.outputs.pop(key)
-        out.backward(None if action.stage == self.program.stages - 1 else flight.arrived.pop(("B", *key)))
+    def _gradient(self, action: Action, flight: _Flight) -> Tensor | None:
+        """Of the stage's output; the last stage's is the objective."""
+        return None if action.stage == self.program.stages - 1 else flight.arrived.pop(("B", *_key(action)))
+
+    def _hand_back(self, action: Action, grad: Tensor | None, flight: _Flight) -> None:
         if action.stage > 0:
-            assert x.grad is not None
-            flight.arrived["B", action.stage - 1, key[1]] = x.grad
+            assert grad is not None
+            flight.arrived["B", action.stage - 1, _key(action)[1]] = grad
 
-    def _by_data_parallel(self, action: Action, flight: _Flight) -> None:
-        """FSDP gathers and reduces inside the computation next to this action, as `data.before_backward` told it."""
+    def _backward(self, action: Action, flight: _Flight) -> Steps[None]:
+        graphs = flight.graphs.pop(_key(action))
+        grad = yield from self.stages[action.stage].backward(graphs, self._gradient(action, flight), reduce=self._reduces(action))
+        self._hand_back(action, grad, flight)
+
+    def _input_backward(self, action: Action, flight: _Flight) -> Steps[None]:
+        graphs = flight.graphs.pop(_key(action))
+        grad, rests = yield from self.stages[action.stage].input_backward(graphs, self._gradient(action, flight))
+        flight.rests[_key(action)] = rests
+        self._hand_back(action, grad, flight)
+
+    def _weight_backward(self, action: Action, flight: _Flight) -> Steps[None]:
+        yield from self.stages[action.stage].weight_backward(flight.rests.pop(_key(action)), reduce=self._reduces(action))
+
+    # --- weights ---
+
+    def _reduces(self, action: Action) -> bool:
+        """Do gradients leave with this computation, part by part? The REDUCE after it says so in the program."""
+        if self.program.schedule.mirrored is not None:  # the two ranks of a pair run their stages in opposite orders: at the end
+            return False
+        return self.program.zero >= 2 or self._last[action.stage] == action.microbatch
+
+    def _gather(self, action: Action, flight: _Flight) -> None:
+        """ZeRO 1 and 2: the stage's weights set out now. ZeRO 3: each part's are gathered inside the computation after this action."""
+        self.stages[action.stage].gather(all_parts=self.program.schedule.mirrored is not None)
+
+    def _reduce(self, action: Action, flight: _Flight) -> None:
+        """Gradients left inside the computation before this action, each part's as soon as it was done; or all of them leave now."""
+        if self.program.schedule.mirrored is not None:
+            self.stages[action.stage].reduce()
 
     # --- messages ---
 
     def _send(self, action: Action, flight: _Flight) -> None:
-        stage, microbatch = _key(action)
-        carries = action.kind[-1]
-        target = stage + 1 if carries == "F" else stage - 1
-        tensor = flight.arrived.pop((carries, target, microbatch)).contiguous()
-        channel = channel_of(action, self.program.placement)
-        lane, tag = self._lanes[_lane(channel)], self._tag(carries, target, microbatch)
+        target = _target(action)
+        tensor = flight.arrived.pop(target).contiguous()
+        channel = channel_of(action, self.program.schedule)
+        lane, tag = self._lanes[_lane(channel)], self._tag(*target)
         work = dist.isend(tensor, self.groups.line[channel.destination], group=lane, tag=tag)
         flight.leaving = [(w, t) for w, t in flight.leaving if not w.is_completed()] + [(work, tensor)]
 
@@ -155,7 +269,7 @@ class Executor:
         stage, microbatch = _key(action)
         carries = action.kind[-1]
         tensor = self.hidden.empty()
-        channel = channel_of(action, self.program.placement)
+        channel = channel_of(action, self.program.schedule)
         lane, tag = self._lanes[_lane(channel)], self._tag(carries, stage, microbatch)
         work = dist.irecv(tensor, self.groups.line[channel.source], group=lane, tag=tag)
         flight.arrived[carries, stage, microbatch] = tensor
@@ -168,7 +282,7 @@ class Executor:
     def _make_lanes(self) -> dict[tuple[str, bool], dist.ProcessGroup]:
         """A communicator for each direction of activations and of gradients that the program uses, so that none waits for another."""
         messages = (a for row in self.program.rows for slot in row for a in parts(slot) if a.kind in MESSAGES)
-        used = sorted({_lane(channel_of(message, self.program.placement)) for message in messages})
+        used = sorted({_lane(channel_of(message, self.program.schedule)) for message in messages})
         return {lane: group_of(self.groups.line) for lane in used}
 
 
@@ -179,6 +293,13 @@ def _lane(channel: Channel) -> tuple[str, bool]:
 def _reads(action: Action) -> str:
     """What a computation reads: activations or gradients."""
     return "F" if action.kind == "F" else "B"
+
+
+def _target(send: Action) -> tuple[str, int, int]:
+    """What a send carries, by the name its receiver has for it."""
+    stage, microbatch = _key(send)
+    carries = send.kind[-1]
+    return carries, stage + 1 if carries == "F" else stage - 1, microbatch
 
 
 def _key(action: Action) -> Key:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from megalith.models.stage import TIED
+from megalith.parallel.data import Weight, local
 from megalith.parallel.groups import Groups
 
 
@@ -19,31 +19,18 @@ class NotFinite(ArithmeticError):  # noqa: N818  # it says what was found
     """A gradient or the loss is NaN or infinite; the message names the step and the parameters."""
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's share as a plain tensor that shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @dataclass(frozen=True)
 class Shared:
     """Which parameters other ranks hold too, beyond what their DTensors say."""
 
-    partial: tuple[str, ...]  # whole on every tensor rank, each with the gradient of its own part of the sequence
-    tied: tuple[str, ...]  # on the first and on the last pipeline stage
+    partial: tuple[str, ...]  # whole on every tensor rank, each with only a part of the gradient
+    tied: tuple[str, ...]  # on the first and on the last pipeline rank
 
 
-def shared(parameters: Mapping[str, nn.Parameter], *, tied: bool, sequence: bool, groups: Groups) -> Shared:
-    """Find them by placement, never by a list of names."""
-    partial = tuple(name for name, p in parameters.items() if sequence and _replicated(p, "tensor") and groups.mesh.tensor > 1)
-    both_ends = tied and groups.mesh.pipeline > 1
-    return Shared(partial, tuple(name for name in TIED.values() if both_ends and name in parameters))
-
-
-def _replicated(tensor: Tensor, axis: str) -> bool:
-    if not isinstance(tensor, DTensor):
-        return False
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return axis in names and isinstance(tensor.placements[names.index(axis)], Replicate)
+def shared(weights: Mapping[str, Weight], *, tied: Iterable[str], groups: Groups) -> Shared:
+    """Find them. `tied`: names that both ends of the pipeline hold."""
+    partial = tuple(name for name, weight in weights.items() if weight.partial and groups.mesh.tensor > 1)
+    return Shared(partial, tuple(name for name in tied if name in weights))
 
 
 def add_up(parameters: Mapping[str, nn.Parameter], shares: Shared, groups: Groups) -> None:
@@ -69,14 +56,17 @@ def _sum_bucket(grads: list[Tensor], group: dist.ProcessGroup) -> None:
 
 def counted(parameters: Mapping[str, nn.Parameter], shares: Shared, groups: Groups) -> list[str]:
     """The parameters whose share this rank counts in a sum over all ranks."""
-    here = groups.coordinates
-    first_end = here["pipeline"] == 0
-    return [
-        name
-        for name, p in parameters.items()
-        if (first_end or name not in shares.tied)
-        and all(here[axis] == 0 for axis in ("copies", "tensor") if _replicated(p, axis))
-    ]
+    first_end = groups.coordinates["pipeline"] == 0
+    return [name for name, p in parameters.items() if (first_end or name not in shares.tied) and _first_holder(p)]
+
+
+def _first_holder(parameter: nn.Parameter) -> bool:
+    """Of the ranks that hold the same share, is this the first?"""
+    kept = parameter
+    assert isinstance(kept, DTensor)
+    place = kept.device_mesh.get_coordinate()
+    assert place is not None
+    return all(at == 0 for at, placement in zip(place, kept.placements, strict=True) if placement.is_replicate())
 
 
 def sum_of_squares(grads: Iterable[Tensor]) -> Tensor:

@@ -4,28 +4,84 @@ from torch import nn
 
 from megalith.models.attention import Attention
 from megalith.models.embedding import Embedding
-from megalith.models.head import Output
-from megalith.models.mlp import SwiGLU
-from megalith.models.norm import RMSNorm
-from megalith.parallel.tensor import Split, Style, boundary, column, row, vocabulary_embedding, vocabulary_output, whole
+from megalith.models.head import Ahead, Output
+from megalith.models.latent import LatentAttention
+from megalith.models.mlp import Mlp
+from megalith.models.moe import Experts, Moe
+from megalith.models.norm import LayerNorm, RMSNorm
+from megalith.models.router import Router
+from megalith.parallel.tensor import (
+    Seams,
+    Split,
+    Style,
+    apart,
+    boundary,
+    column,
+    inner,
+    overlapped,
+    row,
+    shared_heads,
+    vocabulary_embedding,
+    vocabulary_output,
+    whole,
+)
 
 LAYOUT: dict[type[nn.Module], dict[str, Style]] = {  # "" is the module itself
-    Attention: {"": boundary, "q": column, "k": column, "v": column, "out": row},
-    SwiGLU: {"": boundary, "gate": column, "up": column, "down": row},
+    Attention: {
+        "": boundary,
+        "q": column,
+        "k": shared_heads,
+        "v": shared_heads,
+        "out": row,
+        "q_norm": inner,
+        "k_norm": inner,
+    },
+    LatentAttention: {
+        "": boundary,
+        "q": column,
+        "q_down": inner,
+        "q_norm": inner,
+        "q_up": column,
+        "kv_down": inner,
+        "kv_norm": inner,
+        "kv_up": column,
+        "out": row,
+    },
+    Mlp: {"": boundary, "gate": column, "up": column, "down": row},
+    Moe: {"shared_gate": whole},
+    Router: {"": whole},
+    Experts: {"": apart},
     RMSNorm: {"": whole},
+    LayerNorm: {"": whole},
+    Ahead: {"project": whole},
     Embedding: {"": vocabulary_embedding},
     Output: {"": vocabulary_output},
 }
 
 
+SEAMS: dict[type[nn.Module], Seams] = {  # where the journeys at a module's boundary can hide behind its products
+    Attention: Seams(("q", "k", "v"), "out"),
+    LatentAttention: Seams(("q", "q_down", "kv_down"), "out"),
+    Mlp: Seams(("gate", "up"), "down"),
+}
+
+
 def split_part(part: nn.Module, split: Split) -> nn.Module:
-    """Split every module of `part` that has a row in LAYOUT. Raises TypeError for parameters no row covers: never silently replicated."""
+    """Split every module of `part` that has a row in LAYOUT; a module that its owner's row names has no say of its own.
+
+    Raises TypeError for parameters no row covers: never silently replicated.
+    """
     covered: set[nn.Module] = set()
     for module in list(part.modules()):
+        hides = split.pieces > 1 and type(module) in SEAMS
         for child, style in LAYOUT.get(type(module), {}).items():
-            target = module.get_submodule(child)
-            style(target, split)
-            covered.add(target)
+            target = getattr(module, child, None) if child else module
+            if isinstance(target, nn.Module) and target not in covered:
+                if not (hides and style is boundary):
+                    style(target, split, module)
+                covered.add(target)
+        if hides:
+            overlapped(module, split, SEAMS[type(module)])
     bare = {type(m).__name__ for m in part.modules() if m not in covered and list(m.parameters(recurse=False))}
     if bare:
         names = ", ".join(sorted(bare))

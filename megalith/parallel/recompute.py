@@ -1,12 +1,40 @@
 """Recomputation: which blocks, or parts of blocks, keep only their input in forward and run again in backward (Chen et al. 2016)."""
 
-import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megalith.models.block import Block
+from megalith.models.moe import Moe
 from megalith.spec.plan import Plan
+
+SEAMS = {"attend": "attend", "mlp.experts": "mlp.run", "mlp.shared": "mlp.common"}
+"""Parts of a block that are no modules, or more than one: the methods that compute them."""
+
+
+class Again:
+    """A function that keeps only what it is given, and runs again in backward."""
+
+    def __init__(self, once: Callable[..., Any]) -> None:
+        self.once = once
+
+    def __call__(self, *args: Any) -> Any:
+        # RNG state is not kept: nothing in a forward draws random numbers
+        return checkpoint(self.once, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def runs_again(module: nn.Module, name: str = "forward") -> bool:
+    """Does this method of a module run again in backward?"""
+    return isinstance(vars(module).get(name), Again)
+
+
+def once(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The method itself, for who sees to its running again."""
+    method = getattr(module, name)
+    return method.once if isinstance(method, Again) else method
 
 
 def recomputed(number: int, *, blocks: int, policy: str) -> bool:
@@ -25,14 +53,24 @@ def recomputed(number: int, *, blocks: int, policy: str) -> bool:
 
 
 def apply_recompute(block: nn.Module, number: int, *, blocks: int, plan: Plan) -> None:
-    """Make a block, or the parts of it that `plan` names, run again in backward."""
+    """Make a block, or the parts of it that `plan` names, run again in backward. Raises AttributeError for a part that no block has."""
     if plan.recompute == "selective":
         for name in plan.recompute_parts:
-            _run_again(block.get_submodule(name))
+            _run_again(block, name)
     elif recomputed(number, blocks=blocks, policy=plan.recompute):
-        _run_again(block)
+        block.forward = Again(block.forward)
 
 
-def _run_again(module: nn.Module) -> None:
-    # RNG state is not kept: nothing in a forward draws random numbers
-    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+def _run_again(block: nn.Module, name: str) -> None:
+    if name in SEAMS:
+        owner, _, method = SEAMS[name].rpartition(".")
+        module = block.get_submodule(owner)
+        if isinstance(module, Block | Moe):
+            setattr(module, method, Again(getattr(module, method)))
+        elif name == "mlp.shared":  # a block without experts: all tokens share all of it
+            module.forward = Again(module.forward)
+        return
+    owner, _, child = name.rpartition(".")
+    part = getattr(block.get_submodule(owner), child)
+    if part is not None:  # a block of one norm has no second one
+        part.forward = Again(part.forward)

@@ -4,41 +4,56 @@ A split module computes on its shares of the weights; collectives stand at its b
 what is gathered in forward is summed and scattered in backward, and the other way round.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megalith.kernels.cross_entropy import Loss, cross_entropy
+from megalith.kernels.linear import linear
+from megalith.models.attention import Attention
 from megalith.models.batch import Batch
+from megalith.parallel.overlap import Factors, Overlapped, Pieces
 
 
-@dataclass(frozen=True)
+@dataclass
 class Split:
-    """The tensor axis as a module's splitter sees it. `sequence`: activations between split modules are split along the sequence."""
+    """The tensor axis as a module's splitter sees it, and what it did to each parameter.
 
-    mesh: DeviceMesh
+    `sequence`: activations between split modules are split along the sequence. `placed`: how the axis holds a parameter. `partial`: the
+    parameters whose gradient on a rank is only its part of the sum.
+    """
+
+    group: dist.ProcessGroup
     sequence: bool
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group()
+    placed: dict[nn.Parameter, Placement] = field(default_factory=dict)
+    partial: set[nn.Parameter] = field(default_factory=set)
+    shares: MutableMapping[Tensor, nn.Parameter] = field(
+        default_factory=WeakTensorKeyDictionary
+    )  # by the whole parameters they are of, for as long as another name still has one
+    late: dict[nn.Module, list[tuple[nn.Module, str]]] = field(
+        default_factory=dict
+    )  # biases to add after a module's partial sums
+    rows: dict[nn.Module, slice] = field(default_factory=dict)  # of layers that every rank has whole, those it computes
+    pieces: int = 1  # in which activations travel, while others are multiplied
 
     @property
     def size(self) -> int:
-        return self.mesh.size()
+        return self.group.size()
 
     @property
     def rank(self) -> int:
-        return self.mesh.get_local_rank()
+        return self.group.rank()
 
 
-Style = Callable[[nn.Module, Split], None]
+Style = Callable[[nn.Module, Split, nn.Module], None]
+"""(module, split, owner): splits `module`, a child of `owner` or `owner` itself."""
 
 
 # --- communication ---
@@ -121,75 +136,135 @@ class Sum(torch.autograd.Function):
 # --- weights ---
 
 
-class _LocalWeights:
-    """Mixed into a module whose parameters are DTensors: its own forward reads this rank's share as a plain tensor."""
-
-    in_forward = False  # everyone else (FSDP, the optimizer, checkpoints) sees the DTensor
-
-    def __getattr__(self, name: str):
-        value = super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
-        return value.to_local() if self.in_forward and isinstance(value, DTensor) else value
-
-    def forward(self, *args):
-        self.in_forward = True
-        try:
-            return super().forward(*args)  # pyright: ignore[reportAttributeAccessIssue]
-        finally:
-            self.in_forward = False
+def _share(module: nn.Module, name: str, split: Split, dim: int) -> None:
+    """Replace a parameter of `module` itself by this rank's part along `dim`."""
+    parameter = module.get_parameter(name)
+    if parameter in split.placed:  # tied: the same parameter was split under its other name
+        return
+    if parameter in split.shares:  # the same, and this name still has the whole one
+        module.register_parameter(name, split.shares[parameter])
+        return
+    part = parameter.detach().chunk(split.size, dim)[split.rank].clone(memory_format=torch.contiguous_format)
+    share = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    module.register_parameter(name, share)
+    split.shares[parameter] = share
+    split.placed[share] = Shard(dim)
 
 
-_LOCAL: dict[type, type] = {}
-
-
-def _split_weights(module: nn.Module, split: Split, placement: Placement) -> None:
-    """Replace each parameter of `module` itself by this rank's share, as a DTensor that knows its global shape."""
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        if isinstance(parameter, DTensor):  # tied: the same parameter was split under its other name
-            continue
-        full = parameter.detach()
-        share = full.chunk(split.size, placement.dim)[split.rank].clone() if isinstance(placement, Shard) else full
-        value = DTensor.from_local(share, split.mesh, [placement], run_check=False)
-        module.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
-    kind = type(module)
-    if not issubclass(kind, _LocalWeights):
-        module.__class__ = _LOCAL.setdefault(kind, type(kind.__name__, (_LocalWeights, kind), {"__module__": kind.__module__}))
-
-
-def column(module: nn.Module, split: Split) -> None:
+def column(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """Split the outputs of a linear layer."""
-    _split_weights(module, split, Shard(0))
+    for name in _own(module):
+        _share(module, name, split, dim=0)
 
 
-def row(module: nn.Module, split: Split) -> None:
-    """Split the inputs of a linear layer; its outputs are partial sums, which the boundary around it adds up."""
-    _split_weights(module, split, Shard(1))
+def row(module: nn.Module, split: Split, owner: nn.Module) -> None:
+    """Split the inputs of a linear layer; its outputs are partial sums, which the boundary around it adds up, and then its bias."""
+    _share(module, "weight", split, dim=1)
+    if "bias" in _own(module):
+        whole(module, split, owner)
+        split.late.setdefault(owner, []).append((module, "bias"))
+        module.forward = partial(_without_bias, module)
 
 
-def whole(module: nn.Module, split: Split) -> None:
-    """Every rank holds the weight and applies it to its part of the sequence. The ranks' gradients are then partial:
-    `parallel.gradients` adds them up once a step."""
-    _split_weights(module, split, Replicate())
+def _without_bias(module: nn.Module, x: Tensor) -> Tensor:
+    return linear(x, module.get_parameter("weight"))
+
+
+def whole(module: nn.Module, split: Split, owner: nn.Module) -> None:
+    """Every rank holds the weight and applies it to what flows between split modules: with `sequence`, to its part of the sequence.
+    The ranks' gradients are then partial: `parallel.gradients` adds them up once a step."""
+    for name in _own(module):
+        parameter = module.get_parameter(name)
+        if parameter not in split.placed:
+            split.placed[parameter] = Replicate()
+            if split.sequence:
+                split.partial.add(parameter)
+
+
+def inner(module: nn.Module, split: Split, owner: nn.Module) -> None:
+    """Every rank holds the weight, inside a boundary: it works on the whole sequence, for this rank's heads alone."""
+    for name in _own(module):
+        split.placed[module.get_parameter(name)] = Replicate()
+        split.partial.add(module.get_parameter(name))
+
+
+def shared_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
+    """Keys or values: split by heads; with fewer heads than ranks, every rank holds all of them and computes the one its queries need."""
+    assert isinstance(module, nn.Linear) and isinstance(owner, Attention)
+    heads, channels = module.out_features // owner.head_dim, owner.head_dim
+    if heads % split.size == 0:
+        column(module, split, owner)
+        return
+    inner(module, split, owner)
+    first = split.rank * heads // split.size * channels
+    split.rows[module] = slice(first, first + channels)
+    module.forward = partial(_one_head, module, split.rows[module])  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _one_head(module: nn.Linear, rows: slice, x: Tensor) -> Tensor:
+    return linear(x, *_factors(module, rows))
+
+
+def _factors(module: nn.Module, rows: slice | None) -> Factors:
+    """Weight and bias of a linear layer, or of some of its outputs."""
+    weight, bias = module.get_parameter("weight"), module.get_parameter("bias") if "bias" in _own(module) else None
+    return (weight, bias) if rows is None else (weight[rows], None if bias is None else bias[rows])
+
+
+def apart(module: nn.Module, split: Split, owner: nn.Module) -> None:
+    """Laid out on a mesh of its own: see `parallel.expert`."""
+
+
+def _own(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters(recurse=False)]
 
 
 # --- boundaries ---
 
 
-def enter(module: nn.Module, split: Split) -> None:
+def enter(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """The module sees the whole sequence."""
     function = GatherSequence if split.sequence else Copy
     module.register_forward_pre_hook(lambda _, args: (function.apply(args[0], split.group), *args[1:]))
 
 
-def leave(module: nn.Module, split: Split) -> None:
-    """The module's partial sums are added up."""
+def leave(module: nn.Module, split: Split, owner: nn.Module) -> None:
+    """The module's partial sums are added up; the biases of its row-split layers come after."""
     function = ScatterSequence if split.sequence else Sum
-    module.register_forward_hook(lambda _, args, out: function.apply(out, split.group))
+
+    def hook(_: nn.Module, args: tuple, out: Tensor) -> Tensor:
+        return _with_late(module, split, function.apply(out, split.group))  # pyright: ignore[reportArgumentType]
+
+    module.register_forward_hook(hook)
 
 
-def boundary(module: nn.Module, split: Split) -> None:
+def _with_late(module: nn.Module, split: Split, out: Tensor) -> Tensor:
+    """A module's sums with the biases of its row-split layers."""
+    for child, name in split.late.get(module, ()):
+        out = out + child.get_parameter(name)
+    return out
+
+
+def boundary(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """Both sides of a module made of column and row splits."""
-    enter(module, split)
-    leave(module, split)
+    enter(module, split, owner)
+    leave(module, split, owner)
+
+
+@dataclass(frozen=True)
+class Seams:
+    """The layers of a module that take its input, and the one that gives its output."""
+
+    first: tuple[str, ...]
+    last: str
+
+
+def overlapped(module: nn.Module, split: Split, seams: Seams) -> None:
+    """A boundary whose journeys take place inside the module's first and last products; its layers have been split."""
+    layers = {name: layer for name in seams.first if isinstance(layer := getattr(module, name, None), nn.Module)}
+    first = {name: partial(_factors, layer, split.rows.get(layer)) for name, layer in layers.items()}
+    pieces = Pieces(split.group, split.sequence, split.pieces)
+    module.forward = Overlapped(module, pieces, first=first, last=seams.last, after=partial(_with_late, module, split))
 
 
 # --- vocabulary ---
@@ -215,7 +290,7 @@ class VocabularyCrossEntropy(nn.Module):
         super().__init__()
         self.split = split
 
-    def forward(self, x: Tensor, weight: Tensor, batch: Batch) -> Loss:
+    def forward(self, x: Tensor, weight: Tensor, batch: Batch, *, logit_scale: float = 1.0, softcap: float | None = None) -> Loss:
         assert batch.targets is not None
         return cross_entropy(
             x.flatten(0, 1),
@@ -225,6 +300,8 @@ class VocabularyCrossEntropy(nn.Module):
             z_loss=batch.z_loss,
             offset=self.split.rank * weight.shape[0],
             reduce=self._reduce,
+            logit_scale=logit_scale,
+            softcap=softcap,
         )
 
     def _reduce(self, values: Tensor, operation: str) -> Tensor:
@@ -232,16 +309,18 @@ class VocabularyCrossEntropy(nn.Module):
         return values
 
 
-def vocabulary_embedding(module: nn.Module, split: Split) -> None:
-    """Split the embedding table by tokens."""
-    _split_weights(module, split, Shard(0))
+def vocabulary_embedding(module: nn.Module, split: Split, owner: nn.Module) -> None:
+    """Split the embedding tables by their rows."""
+    for name in _own(module):  # the tokens' table, and that of learned positions if there is one
+        _share(module, name, split, dim=0)
     module.lookup = VocabularyLookup(split.rank)
-    leave(module, split)
+    module.position_lookup = VocabularyLookup(split.rank)
+    leave(module, split, owner)
 
 
-def vocabulary_output(module: nn.Module, split: Split) -> None:
+def vocabulary_output(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """Split the output projection by tokens; logits, where they are asked for, are gathered whole."""
-    _split_weights(module, split, Shard(0))
+    _share(module, "weight", split, dim=0)
     module.loss = VocabularyCrossEntropy(split)
-    enter(module, split)
+    enter(module, split, owner)
     module.register_forward_hook(lambda _, args, out: _gather(out, split.group, dim=2) if isinstance(out, Tensor) else out)

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megalith.parallel.apply import build_stage
-from megalith.parallel.gradients import local
+from megalith.parallel.apply import Builder
+from megalith.parallel.data import Weight, local
 from megalith.train.assemble import mesh_groups
+from megalith.train.meter import Meter
 from tests.models.plain import stage
 from tests.parallel.running import CPU
 from tests.ranks import run_ranks
@@ -30,9 +31,10 @@ def _whole(rank: int, plan: dict[str, Any], tied: bool) -> dict[str, Tensor]:
     spec = tiny_run(plan=plan, model={"tied": tied}, train={"seed": 5})
     groups = mesh_groups(spec, CPU)
     first, last = spec.plan.bounds(4)[groups.coordinates["pipeline"]]
-    made = build_stage(spec.model.build(), first, last, plan=spec.plan, groups=groups, precision="fp32", device=CPU, seed=5)
+    builder = Builder(spec.model.build(), plan=spec.plan, groups=groups, precision="fp32", device=CPU, seed=5)
+    builder.build(first, last)
     dist.barrier()  # a rank that ends while another still connects to it would fail that one
-    return {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in made.parameters_by_name().items()}
+    return {name: w.kept.full_tensor().detach() for name, w in builder.by_name.items() if isinstance(w.kept, DTensor)}
 
 
 @pytest.mark.parametrize(("plan", "tied"), [*((plan, False) for plan in PLANS), *((PLANS[i], True) for i in (1, 3, 4))], ids=str)
@@ -47,21 +49,55 @@ def test_names_shapes_and_first_values_are_those_of_the_plain_model(plan, tied):
     assert found.keys() == expected.keys()
 
 
+EXPERTS: list[dict[str, Any]] = [{"data": 2, "expert": 2}, {"tensor": 2, "expert_tensor": 2}]
+MIXTURE = {"family": "mixtral", "experts": 8, "active": 2, "ffn": 64}
+
+
+def _drawn(rank: int) -> list[tuple[dict[str, Tensor], int, int]]:
+    """For each plan, the whole weights; the most elements that building held; those of this rank's share."""
+    found = []
+    for plan in EXPERTS:
+        spec = tiny_run(plan=plan, model=MIXTURE)
+        builder = Builder(spec.model.build(), plan=spec.plan, groups=mesh_groups(spec, CPU), precision="fp32", device=CPU, seed=5)
+        with Meter() as meter:
+            builder.build(2, 3)
+        held = {name: w for name, w in builder.by_name.items() if ".experts." in name}
+        whole = {name: full(w) for name, w in held.items()}
+        found.append((whole, meter.memory().building, sum(w.computes.numel() for w in held.values()) * 4))
+        dist.barrier()
+    return found
+
+
+def full(weight: Weight) -> Tensor:
+    assert isinstance(weight.kept, DTensor)
+    return weight.kept.full_tensor().detach()
+
+
+def test_experts_start_as_in_the_plain_model_and_no_rank_draws_those_of_others():
+    expected = stage(tiny_run(model=MIXTURE).model, 2, 3, seed=5).parameters_by_name()
+    for plans in run_ranks(_drawn, 2):
+        for whole, most, share in plans:
+            assert all(torch.equal(weight, expected[name]) for name, weight in whole.items()) and whole
+            assert most < 1.6 * share  # all else is small; the experts of the other rank would be as much again
+
+
 def _most_held(rank: int) -> tuple[int, int, int]:
     """The most elements of weights on this rank while its stage was built; those of the whole model; those of its largest part."""
     spec = tiny_run(plan={"data": 2, "zero": 3}, model={"layers": 12})
-    groups, parts, held, sizes = mesh_groups(spec, CPU), list[nn.Module](), list[int](), list[int]()
+    groups, held, sizes = mesh_groups(spec, CPU), list[int](), list[int]()
+    builder = Builder(spec.model.build(), plan=spec.plan, groups=groups, precision="fp32", device=CPU, seed=None)
     empty = nn.Module.to_empty
 
     def watched(self: nn.Module, **options: Any) -> nn.Module:
-        earlier = sum(local(p).numel() for part in parts for p in part.parameters())
-        parts.append(empty(self, **options))
+        faces = [t for w in builder.by_name.values() for t in (local(w.kept.detach()), w.computes)]
+        earlier = sum(face.untyped_storage().nbytes() // face.element_size() for face in faces)
+        empty(self, **options)
         sizes.append(sum(p.numel() for p in self.parameters()))
         held.append(earlier + sizes[-1])
         return self
 
     nn.Module.to_empty = watched  # pyright: ignore[reportAttributeAccessIssue]  # this process ends with the function
-    build_stage(spec.model.build(), 0, 14, plan=spec.plan, groups=groups, precision="fp32", device=CPU, seed=None)
+    builder.build(0, 14)
     dist.barrier()
     return max(held), sum(sizes), max(sizes)
 

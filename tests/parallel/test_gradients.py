@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megalith.models.stage import Stage
 from megalith.parallel import gradients
 from megalith.parallel.gradients import NotFinite, clip, counted, local, sum_of_squares
 from megalith.train.assemble import Trainer
@@ -108,8 +109,13 @@ def _poison(rank: int, plan: dict[str, Any], name: str, where: str) -> tuple[str
         if where == "weight":
             local(trainer.parameters[name].detach()).flatten()[0] = torch.nan
         else:
-            trainer.parameters[name].register_hook(_first_nan)
+            stage_of(trainer, name).parameters_by_name()[name].register_hook(_first_nan)
     return _failed_step(trainer)
+
+
+def stage_of(trainer: Trainer, name: str) -> Stage:
+    """The stage that computes with a parameter."""
+    return next(stage for stage in trainer.stages.values() if name in stage.parameters_by_name())
 
 
 def _failed_step(trainer: Trainer) -> tuple[str, bool]:

@@ -17,13 +17,13 @@ def _members(rank: int, mesh: Mesh) -> dict[str, list[int]]:
 
 
 def test_ranks_of_three_axes_find_each_other():
-    found = run_ranks(_members, 8, Mesh(pipeline=2, shards=2, tensor=2))
+    found = run_ranks(_members, 8, Mesh(pipeline=2, data=2, tensor=2))
     assert found[0] == {"data": [0, 2], "tensor": [0, 1], "line": [0, 4], "ends": [0, 4]}
     assert found[7] == {"data": [5, 7], "tensor": [6, 7], "line": [3, 7], "ends": [3, 7]}
 
 
-def test_data_ranks_are_copies_times_shards():
-    found = run_ranks(_members, 4, Mesh(copies=2, shards=2))
+def test_ranks_that_compute_different_tokens_are_data_times_context():
+    found = run_ranks(_members, 4, Mesh(data=2, context=2))
     assert all(one["data"] == [0, 1, 2, 3] for one in found)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from megalith.mesh import Mesh
 from megalith.models.init import initialise
@@ -33,7 +33,7 @@ class Silent(nn.Module):
 def _split(ranks: int) -> Split:
     groups = Groups.build(Mesh(tensor=ranks), device="cpu")
     dist.barrier()  # a rank that ends while another still connects to it would fail that one
-    return Split(groups.device_mesh["tensor"], sequence=True)
+    return Split(groups.tensor, sequence=True)
 
 
 def _refuse(rank: int) -> None:
@@ -62,14 +62,16 @@ def _shares(rank: int, ranks: int, tied: bool) -> dict[str, tuple[Tensor, int | 
     made, split = Stage(spec.build()), _split(ranks)
     for name, part in made.parts():
         initialise(part, name=name, spec=made.spec, seed=0)
+        if tied and name == "head":
+            made.head.output.weight = made.embedding.weight
         split_part(part, split)
     found = {}
     for name, parameter in made.parameters_by_name().items():
-        assert isinstance(parameter, DTensor)
-        (placement,) = parameter.placements
-        assert isinstance(placement, Shard | Replicate)
-        share = parameter.detach().to_local()
-        found[name] = (share, placement.dim if isinstance(placement, Shard) else None, tuple(parameter.shape))
+        placement = split.placed[parameter]
+        dim = placement.dim if isinstance(placement, Shard) else None
+        assert (parameter in split.partial) == (dim is None)
+        sizes = [size * (ranks if axis == dim else 1) for axis, size in enumerate(parameter.shape)]
+        found[name] = (parameter.detach(), dim, tuple(sizes))
     return found
 
 
@@ -94,3 +96,16 @@ def test_outputs_are_split_before_and_inputs_after_a_head_or_hidden_unit():
     assert {dims[f"attention.{name}.weight"] for name in "qkv"} | {dims["mlp.gate.weight"], dims["mlp.up.weight"]} == {0}
     assert {dims["attention.out.weight"], dims["mlp.down.weight"]} == {1}
     assert {dims["embedding.weight"], dims["head.output.weight"]} == {0}
+
+
+def _tied(rank: int) -> None:
+    made, split = Stage(llama(kv_heads=4, tied=True).build()), _split(1)
+    assert made.head.output.weight is made.embedding.weight
+    for _, part in made.parts():
+        split_part(part, split)
+    assert made.head.output.weight is made.embedding.weight
+    assert len(split.shares) == 0, "nobody needs the whole weights any more"
+
+
+def test_names_of_one_parameter_keep_one_share_across_parts():
+    run_ranks(_tied, 1)

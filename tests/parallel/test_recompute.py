@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith import check
 from megalith.models.batch import Batch
 from megalith.models.stage import Stage
 from megalith.parallel.recompute import apply_recompute, recomputed
@@ -115,6 +116,18 @@ def test_only_the_named_blocks_run_their_mlp_again(name):
     gradients(model, batch())
     again = range(LAYERS) if name == "selective mlp" else [n for n in range(LAYERS) if recomputed(n, blocks=LAYERS, policy=name)]
     assert runs == [2 if number in again else 1 for number in range(LAYERS)]
+
+
+@pytest.mark.parametrize("part", check.PARTS)
+def test_every_part_that_check_knows_can_run_again(part):
+    """Of a block without experts, all tokens share the MLP."""
+    plan = Plan(recompute="selective", recompute_parts=(part,))
+    loss, grads = gradients(under(plan), batch())
+    expected_loss, expected = gradients(under(PLANS["none"]), batch())
+    assert torch.equal(loss, expected_loss) and all(torch.equal(grads[name], expected[name]) for name in expected)
+    kept = {name: saved_bytes(Plan(recompute="selective", recompute_parts=(name,))) for name in (part, "mlp")}
+    assert kept[part] <= saved_bytes(PLANS["none"])
+    assert (kept[part] == kept["mlp"]) == (part in ("mlp", "mlp.shared"))
 
 
 def test_a_part_that_is_not_there_is_an_error_naming_it():

@@ -8,10 +8,8 @@ from torch import Tensor
 
 from megalith.models.batch import Batch
 from megalith.parallel.tensor import Copy, GatherSequence, ScatterSequence, Sum, VocabularyLookup
-from megalith.train.step import compute
 from tests.models.plain import llama, logits, stage, tokens_of
-from tests.parallel.running import microbatches, trainer_of
-from tests.parallel.traffic import Traffic
+from tests.parallel.running import trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
 
@@ -88,23 +86,6 @@ def test_logits_asked_for_are_whole_on_every_rank(sequence):
     for found, kind in run_ranks(_logits, 2, sequence):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         assert kind == "Output"  # a split module is still named as the model's own
-
-
-def _traffic(rank: int, sequence: bool) -> dict[str, int]:
-    layers = 2
-    trainer = trainer_of(tiny_run(plan={"tensor": 2, "sequence": sequence}, model={"layers": layers}, train={"global_batch": 1}))
-    with Traffic() as traffic:
-        compute(trainer, microbatches(trainer), step=0)
-    return {name: len(traffic.of(name)) for name in ("gather", "reduce_scatter", "all_reduce")}
-
-
-def test_sequence_parallelism_sends_gathers_and_scatters_in_place_of_sums():
-    """A block has two boundaries, each crossed twice in forward and twice in backward (Korthikanti et al. 2022, §4.2.2)."""
-    layers, loss = 2, 2  # two statistics of the vocabulary's rows
-    (split, _), (whole, _) = (run_ranks(_traffic, 2, sequence) for sequence in (True, False))
-    # embedding: scatter, and its gather in backward; output: gather, and its scatter in backward; one bucket of norms' gradients
-    assert split == {"gather": 4 * layers + 2, "reduce_scatter": 4 * layers + 2, "all_reduce": loss + 1}
-    assert whole == {"gather": 0, "reduce_scatter": 0, "all_reduce": 4 * layers + 2 + loss}
 
 
 def _packed(rank: int) -> Tensor:

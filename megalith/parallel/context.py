@@ -1,0 +1,382 @@
+"""Context parallelism: ranks have parts of each sequence, and attention's cores bring queries and keys together.
+
+A causal token works with all tokens before it, so late parts are dear and early ones cheap: of 2n chunks a sequence is cut in, rank i has
+the i-th from the front and the i-th from the back, and all ranks score equally many pairs (zigzag; Brandon et al. 2023,
+arXiv:2311.09431, and Llama 3, arXiv:2407.21783, section 3.3.2).
+
+- **ring**: keys and values travel from rank to rank, attention to what is there is computed while the next part is on its way (Liu et al.
+  2023, arXiv:2310.01889). In backward they travel again, and their gradients with them.
+- **gather**: every rank gathers all keys and values, in backward again (Llama 3).
+- **ulysses**: all-to-all from a part of the sequence with all heads to all of the sequence with some heads, and back (DeepSpeed-Ulysses,
+  Jacobs et al. 2023, arXiv:2309.14509). With it inside (neighbours) and a ring or gather outside, both at once (Fang and Zhao 2024,
+  arXiv:2405.07719).
+
+Whatever the method, a rank keeps for backward only what it came with. Partial sums, log-sum-exps and the gradients of keys and values
+are added up in fp32 and travel so.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from megalith.kernels.attention import Kernel, Running, add_backward, add_forward, kernel_for, work_dtype, zeros_for
+from megalith.kernels.pairs import Rows, Runs, rows_of
+from megalith.models.batch import Batch
+from megalith.models.core import CausalCore
+from megalith.parallel.groups import Groups, group_of
+from megalith.spec.plan import Plan
+
+# --- who has which part of a sequence ---
+
+
+def parts(seq_len: int, ranks: int) -> list[Runs]:
+    """The positions each of `ranks` context ranks has, in its order: an early run and a late one (one, where they touch).
+
+    Raises ValueError if `seq_len` does not divide into two chunks a rank.
+    """
+    if seq_len % (2 * ranks) and ranks > 1:
+        raise ValueError(
+            f"a sequence of {seq_len} tokens cannot be cut into 2 x {ranks} equal chunks for plan.context={ranks}; "
+            f"use a seq_len divisible by {2 * ranks}, or fewer context ranks"
+        )
+    if ranks == 1:
+        return [((0, seq_len),)]
+    chunk = seq_len // (2 * ranks)
+    pairs = [(rank * chunk, seq_len - (rank + 1) * chunk) for rank in range(ranks)]
+    return [
+        ((early, early + chunk), (late, late + chunk)) if early + chunk < late else ((early, late + chunk),)
+        for early, late in pairs
+    ]
+
+
+def take(x: Tensor, dim: int, *, rank: int, ranks: int) -> Tensor:
+    """Rank `rank`'s part of a tensor of whole sequences along `dim`. Raises ValueError like `parts`."""
+    return torch.cat(_cuts(x, dim, rank=rank, ranks=ranks), dim)
+
+
+def _cuts(x: Tensor, dim: int, *, rank: int, ranks: int) -> list[Tensor]:
+    return [x.narrow(dim, first, end - first) for first, end in parts(x.shape[dim], ranks)[rank]]
+
+
+def together(shares: Sequence[Tensor], dim: int) -> Tensor:
+    """Whole sequences from all ranks' parts, in rank order: the inverse of `take`."""
+    if len(shares) == 1:
+        return shares[0]
+    halves = [share.chunk(2, dim) for share in shares]
+    return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim)
+
+
+# --- the ranks ---
+
+
+@dataclass(frozen=True)
+class Line:
+    """Some context ranks, in order, and this one's place among them."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]  # as the whole job counts them
+    rank: int  # as they count themselves
+
+    @classmethod
+    def of(cls, ranks: Sequence[int]) -> "Line":
+        return cls(group_of(ranks), tuple(ranks), list(ranks).index(dist.get_rank()))
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def pass_on(self, block: Tensor) -> "Arriving":
+        """Begin to send a block to the next rank, and to receive the previous one's of the same shape."""
+        arriving = torch.empty_like(block)
+        following, previous = (self.ranks[(self.rank + step) % self.size] for step in (1, -1))
+        send = dist.P2POp(dist.isend, block, following, self.group)
+        receive = dist.P2POp(dist.irecv, arriving, previous, self.group)
+        return Arriving(arriving, block, dist.batch_isend_irecv([send, receive]))
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A block on its way; what was sent must stay as it is until it arrived."""
+
+    block: Tensor
+    sent: Tensor
+    works: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.block
+
+
+@dataclass(frozen=True)
+class ContextGroups:
+    """The context ranks of one sequence: `inner` ones, neighbours, exchange heads for sequence; `outer` ones, one of each inner group,
+    exchange keys and values."""
+
+    inner: Line
+    outer: Line
+    method: Literal["ring", "gather"]
+
+    @classmethod
+    def build(cls, plan: Plan, groups: Groups) -> "ContextGroups":
+        """All ranks call this at the same time, once: each makes two process groups."""
+        assert plan.context % plan.ulysses == 0, (plan.context, plan.ulysses)
+        ranks = dist.get_process_group_ranks(groups.context)
+        here, inner = ranks.index(groups.rank), plan.ulysses
+        first = here - here % inner
+        return cls(Line.of(ranks[first : first + inner]), Line.of(ranks[here % inner :: inner]), plan.context_method)
+
+    @property
+    def size(self) -> int:
+        return self.inner.size * self.outer.size
+
+
+def split_context(part: nn.Module, groups: ContextGroups) -> None:
+    """Let the attention in `part`, of whatever kind, work on parts of sequences: each `core` that is a CausalCore is swapped."""
+    for module in list(part.modules()):
+        core = getattr(module, "core", None)
+        if isinstance(core, CausalCore):
+            module.core = ContextCore(core, groups)
+
+
+class ContextCore(nn.Module):
+    """What `CausalCore` computes, of this rank's part of each sequence (`take`)."""
+
+    def __init__(self, causal: CausalCore, groups: ContextGroups) -> None:
+        super().__init__()
+        self.causal = causal
+        self.groups = groups
+
+    def forward(
+        self,
+        q: Float[Tensor, "batch part heads channels"],
+        k: Float[Tensor, "batch part kv_heads channels"],
+        v: Float[Tensor, "batch part kv_heads v_channels"],
+        batch: Batch,
+    ) -> Float[Tensor, "batch part heads v_channels"]:
+        """Raises ValueError if the heads cannot be shared out among the ranks that exchange them."""
+        return self._attend(q, k, v, batch)  # pyright: ignore[reportCallIssue]
+
+    @torch.compiler.disable  # documents, and with them who sees whom, differ in every batch
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        inner = self.groups.inner
+        if inner.size > 1:
+            q, k, v = (_to_heads(x, inner) for x in (q, *_for_each(inner.size, q, k, v)))
+        out = self.causal(q, k, v, batch) if self.groups.outer.size == 1 else self._exchange_keys(q, k, v, batch)
+        return _to_sequence(out, inner) if inner.size > 1 else out
+
+    def _exchange_keys(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """Attention to the keys of the outer ranks."""
+        outer, causal = self.groups.outer, self.causal
+        seen = _Seen(parts(q.shape[1] * outer.size, outer.size), outer.rank, q.shape[0], batch.pieces, causal.window)
+        function = {"ring": _Ring, "gather": _Gather}[self.groups.method]
+        return function.apply(q, k, v, outer, seen, kernel_for(q, v, causal.softcap), causal.scale_of(q))  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the rank's queries see of any ranks' keys."""
+
+    parts: list[Runs]
+    rank: int
+    batch: int
+    pieces: tuple[tuple[int, ...], ...] | None
+    window: int | None
+
+    def of(self, rank: int) -> tuple[Rows, ...]:
+        """Of the keys of one rank."""
+        return self._of(self.parts[rank])
+
+    def of_all(self) -> tuple[Rows, ...]:
+        """Of all keys, in the order of their positions."""
+        return self._of(((0, max(end for runs in self.parts for _, end in runs)),))
+
+    def _of(self, keys: Runs) -> tuple[Rows, ...]:
+        return rows_of(self.parts[self.rank], keys, batch=self.batch, pieces=self.pieces, window=self.window)
+
+
+# --- keys and values as one message ---
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """[batch, part, kv_heads, channels] twice -> one flat block."""
+    return torch.cat((k.reshape(-1), v.reshape(-1)))
+
+
+def _unpack(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a block packed from tensors shaped like k and v."""
+    of_k, of_v = block.split((k.numel(), v.numel()))
+    return of_k.view(k.shape), of_v.view(v.shape)
+
+
+def _heads_first(*tensors: Tensor) -> Iterator[Tensor]:
+    """Views [batch, heads, part, channels], as kernels want them."""
+    return (x.transpose(1, 2) for x in tensors)
+
+
+# --- ring ---
+
+
+def _around(block: Tensor, line: Line) -> Iterator[tuple[int, Tensor]]:
+    """The block of this rank, of the one before it, and so on, with whose it is. Each is on its way while the one before is used."""
+    for step in range(line.size):
+        arriving = line.pass_on(block) if step < line.size - 1 else None
+        yield (line.rank - step) % line.size, block
+        if arriving is not None:
+            block = arriving.wait()
+
+
+class _Ring(torch.autograd.Function):
+    """All tensors [batch, part, heads, channels]."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, line: Line, seen: _Seen, kernel: Kernel, scale: float) -> Tensor:
+        (queries,) = _heads_first(q)
+        running = Running.start(queries, v.transpose(1, 2))
+        for rank, block in _around(_pack(k, v), line):
+            keys, values = _heads_first(*_unpack(block, k, v))
+            add_forward(running, queries, keys, values, rows=seen.of(rank), kernel=kernel, scale=scale)
+        out = running.out.to(q.dtype).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, running.lse)
+        ctx.how = line, seen, kernel, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (q, k, v, out, lse), (line, seen, kernel, scale) = ctx.saved_tensors, ctx.how
+        queries, out, grad = _heads_first(q, out, grad)
+        of_q = zeros_for(queries)
+        own = travelling = None
+        for rank, block in _around(_pack(k, v), line):
+            keys, values = _heads_first(*_unpack(block, k, v))
+            of_block = torch.zeros_like(block, dtype=work_dtype(block.dtype))
+            of_keys, of_values = _heads_first(*_unpack(of_block, k, v))
+            sums = (of_q, of_keys, of_values)
+            add_backward(sums, (grad, queries, keys, values, out, lse), rows=seen.of(rank), kernel=kernel, scale=scale)
+            if own is None:  # of this rank's keys: they need not travel
+                own = of_block
+                continue
+            if travelling is not None:
+                of_block += travelling.wait()
+            travelling = line.pass_on(of_block)
+        assert own is not None and travelling is not None, line
+        own += travelling.wait()  # has met all other ranks' queries and is home
+        of_k, of_v = _unpack(own, k, v)
+        return of_q.transpose(1, 2).to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None, None
+
+
+# --- gather ---
+
+
+def _gather(k: Tensor, v: Tensor, line: Line) -> Iterator[Tensor]:
+    """Keys and values of whole sequences [batch, kv_heads, seq, channels]."""
+    block = _pack(k, v)
+    whole = block.new_empty(line.size * block.numel())
+    dist.all_gather_into_tensor(whole, block, group=line.group)
+    shares = [_unpack(share, k, v) for share in whole.chunk(line.size)]
+    return _heads_first(*(together(each, 1) for each in zip(*shares, strict=True)))
+
+
+def _scatter(of_keys: Tensor, of_values: Tensor, k: Tensor, v: Tensor, line: Line) -> tuple[Tensor, Tensor]:
+    """This rank's part of the sum over the ranks of gradients [batch, seq, kv_heads, channels]."""
+    whole = of_keys.new_empty(of_keys.numel() + of_values.numel())
+    for rank, share in enumerate(whole.chunk(line.size)):
+        for x, part in zip((of_keys, of_values), _unpack(share, k, v), strict=True):
+            torch.cat(_cuts(x, 1, rank=rank, ranks=line.size), 1, out=part)
+    own = whole.new_empty(whole.numel() // line.size)
+    dist.reduce_scatter_tensor(own, whole, group=line.group)
+    return _unpack(own, k, v)
+
+
+class _Gather(torch.autograd.Function):
+    """All tensors [batch, part, heads, channels]."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, line: Line, seen: _Seen, kernel: Kernel, scale: float) -> Tensor:
+        (queries,) = _heads_first(q)
+        running = Running.start(queries, v.transpose(1, 2))
+        keys, values = _gather(k, v, line)
+        add_forward(running, queries, keys, values, rows=seen.of_all(), kernel=kernel, scale=scale)
+        out = running.out.to(q.dtype).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, running.lse)  # not the gathered: memory would not fall with more ranks
+        ctx.how = line, seen, kernel, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (q, k, v, out, lse), (line, seen, kernel, scale) = ctx.saved_tensors, ctx.how
+        queries, out, grad = _heads_first(q, out, grad)
+        keys, values = _gather(k, v, line)
+        sums = (zeros_for(queries), zeros_for(keys), zeros_for(values))
+        add_backward(sums, (grad, queries, keys, values, out, lse), rows=seen.of_all(), kernel=kernel, scale=scale)
+        del keys, values  # the largest things here
+        of_q, of_keys, of_values = _heads_first(*sums)
+        of_k, of_v = _scatter(of_keys, of_values, k, v, line)
+        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None, None
+
+
+# --- ulysses ---
+
+
+def _for_each(ranks: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with heads repeated where there are too few to give each rank its own."""
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads % ranks:
+        raise ValueError(
+            f"plan.ulysses={ranks} does not divide the {heads} heads of a tensor rank; use a divisor of {heads}, "
+            f"or ring or gather for the rest of plan.context"
+        )
+    copies = ranks // gcd(ranks, kv_heads)
+    return (k, v) if copies == 1 else (k.repeat_interleave(copies, dim=2), v.repeat_interleave(copies, dim=2))
+
+
+def _heads_for_sequence(x: Tensor, line: Line) -> Tensor:
+    """[batch, part, heads, channels] -> [batch, seq, heads / n, channels]."""
+    outgoing = x.unflatten(2, (line.size, -1)).movedim(2, 0).contiguous()
+    arrived = torch.empty_like(outgoing)
+    dist.all_to_all_single(arrived, outgoing, group=line.group)
+    return together(arrived.unbind(), 1)
+
+
+def _sequence_for_heads(x: Tensor, line: Line) -> Tensor:
+    """The inverse."""
+    outgoing = torch.stack([take(x, 1, rank=rank, ranks=line.size) for rank in range(line.size)])
+    arrived = torch.empty_like(outgoing)
+    dist.all_to_all_single(arrived, outgoing, group=line.group)
+    return arrived.movedim(0, 2).flatten(2, 3)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return _heads_for_sequence(x, line)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _sequence_for_heads(grad, ctx.line), None
+
+
+class _ToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return _sequence_for_heads(x, line)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _heads_for_sequence(grad, ctx.line), None
+
+
+def _to_heads(x: Tensor, line: Line) -> Tensor:
+    return _ToHeads.apply(x, line)  # pyright: ignore[reportReturnType]
+
+
+def _to_sequence(x: Tensor, line: Line) -> Tensor:
+    return _ToSequence.apply(x, line)  # pyright: ignore[reportReturnType]

@@ -1,0 +1,372 @@
+"""Expert parallelism (GShard, Lepikhin et al. 2020, arXiv:2006.16668): ranks share out the experts, and tokens travel to them and back.
+
+Every rank routes its own tokens. On an `expert` line of e ranks, rank i holds experts [i E/e, (i + 1) E/e). The ranks of an
+`expert_tensor` group hold the same experts and split their hidden width, so each sees the tokens of them all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Shard
+
+from megalith.kernels.grouped import Sizes
+from megalith.kernels.permute import Order, spread
+from megalith.models.init import Held
+from megalith.models.moe import Arrived, Experts, Moe, Pending, Traffic
+from megalith.models.router import Dealing, earlier
+from megalith.parallel.data import Place
+from megalith.parallel.groups import Groups
+from megalith.spec.plan import Plan
+
+SPLITS: dict[
+    str, tuple[tuple[Placement, Placement], int]
+] = {  # on expert and expert_tensor; the dim along which shards cut the rest
+    "gate": ((Shard(0), Shard(1)), 2),
+    "up": ((Shard(0), Shard(1)), 2),
+    "down": ((Shard(0), Shard(2)), 1),
+}
+
+
+def split_experts(moe: Moe, groups: Groups, plan: Plan) -> dict[str, Place]:
+    """Keep this rank's experts, which may still be without memory, and swap the seams by which tokens travel and sets of tokens are
+    counted; where the parameters that were split lie, by their names in `moe`. All others are whole.
+
+    A rank's x is its part of each sequence: under context parallelism an early and a late chunk, and with `plan.sequence` its tensor
+    rank's share of that. Raises ValueError for experts or widths that do not divide.
+    """
+    experts, hidden = moe.experts.up.shape[:2]
+    problems = []
+    if experts % plan.expert:
+        problems.append(f"plan.expert={plan.expert} does not divide {experts} experts; use a divisor")
+    if hidden % plan.expert_tensor:
+        problems.append(f"plan.expert_tensor={plan.expert_tensor} does not divide the experts' width {hidden}; use a divisor")
+    if problems:
+        raise ValueError("; ".join(problems))
+    here = groups.mesh.expert_coordinates(groups.rank)
+    places = {}
+    for name, weight in list(moe.experts.named_parameters()):
+        (by_expert, by_width), cut = SPLITS[name]
+        share = _share(weight.detach(), by_expert, here["expert"], plan.expert)
+        share = _share(share, by_width, here["expert_tensor"], plan.expert_tensor)
+        setattr(moe.experts, name, nn.Parameter(share.clone(memory_format=torch.contiguous_format)))
+        places[f"experts.{name}"] = Place(groups.experts, (by_expert, by_width), cut)
+    if plan.expert * plan.expert_tensor * plan.context * plan.tensor > 1:
+        moe.exchange = ByExpert(groups, sequence=plan.sequence)
+    moe.sets = ByRank(groups, sequence=plan.sequence)
+    return places
+
+
+def held_of(weight: Tensor, place: Place) -> Held:
+    """Which experts a weight that `split_experts` made is of, and which part of each."""
+    _, by_width = place.split
+    assert isinstance(by_width, Shard)
+    first = place.mesh.get_local_rank(2) * weight.shape[0]
+    return Held(first, by_width.dim - 1, place.mesh.get_local_rank(3), place.mesh.size(3))
+
+
+def _share(x: Tensor, placement: Placement, index: int, parts: int) -> Tensor:
+    assert isinstance(placement, Shard)
+    return x.chunk(parts, placement.dim)[index]
+
+
+# --- sets of tokens ---
+
+
+def spans_of(seq: int, *, context: int, contexts: int, share: int = 0, shares: int = 1) -> tuple[range, ...]:
+    """Positions in their sequence of the `seq` tokens of context rank `context`, or of share `share` of that: of 2 * contexts chunks
+    rank i has the ith and the ith last, so that causal attention costs all ranks alike."""
+    whole = seq * shares * contexts
+    pieces = [range(whole)]
+    if contexts > 1:
+        assert whole % (2 * contexts) == 0, (whole, contexts)
+        size = whole // (2 * contexts)
+        pieces = [range(number * size, (number + 1) * size) for number in (context, 2 * contexts - 1 - context)]
+    first, found = share * seq, []
+    for piece in pieces:
+        part = piece[max(0, first) : max(0, first + seq)]
+        if part:
+            found.append(part)
+        first -= len(piece)
+    return tuple(found)
+
+
+class ByRank:
+    """Sets of tokens of which each rank has a part. Without `sequence`, the ranks of a tensor group have the same part."""
+
+    def __init__(self, groups: Groups, *, sequence: bool) -> None:
+        here, mesh = groups.coordinates, groups.mesh
+        self._sequence = groups.sequence if sequence else groups.context
+        self._batch = groups.tokens if sequence else groups.data
+        self.sequence_ranks = self._sequence.size()
+        self._shares = mesh.tensor if sequence else 1
+        self._place = {"context": here["context"], "contexts": mesh.context}
+        self._share = here["tensor"] % self._shares
+        self._same = None if sequence or mesh.tensor == 1 else groups.tensor
+
+    def over_sequence(self, counts: Tensor) -> Tensor:
+        return _total(counts, self._sequence)
+
+    def over_batch(self, counts: Tensor) -> Tensor:
+        return _total(counts, self._batch)
+
+    def spans(self, seq: int) -> tuple[range, ...]:
+        return spans_of(seq, **self._place, share=self._share, shares=self._shares)
+
+    def earlier(self, choices: Tensor) -> Tensor:
+        if self.sequence_ranks == 1:
+            return earlier(choices)
+        rows, seq, active = choices.shape
+        parts = choices.new_empty(self.sequence_ranks * rows, seq, active, dtype=torch.int32)
+        dist.all_gather_into_tensor(parts, choices.to(torch.int32).contiguous(), group=self._sequence)
+        whole = choices.new_empty(rows, self.sequence_ranks * seq, active)
+        for rank, part in enumerate(parts.unflatten(0, (self.sequence_ranks, rows))):
+            context, share = divmod(rank, self._shares)
+            spans = spans_of(seq, **self._place | {"context": context}, share=share, shares=self._shares)
+            whole[:, _positions(spans, choices.device)] = part.long()
+        return earlier(whole)[:, _positions(self.spans(seq), choices.device)]
+
+    def own(self, choices: Tensor) -> Tensor:
+        return choices if self._same is None else choices.chunk(self._same.size(), 1)[self._same.rank()]
+
+
+def _positions(spans: Sequence[range], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
+
+
+def _total(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() == 1:
+        return counts
+    total = counts.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+# --- tokens on their way ---
+
+
+@dataclass(frozen=True)
+class Travel(Traffic):
+    """What travels between this rank and the others of its expert line."""
+
+    send: list[int]  # rows to each rank
+    receive: list[int]  # rows from each
+    gathered: list[int]  # rows that each rank of the expert_tensor group received
+    order: Order | None  # from the order of arrival to that of the experts; None: the same
+
+
+class ByExpert:
+    """Tokens go to the ranks that hold their experts. Counts travel first, unless tokens are dealt out evenly."""
+
+    def __init__(self, groups: Groups, *, sequence: bool) -> None:
+        self.expert, self.expert_tensor = groups.expert, groups.expert_tensor
+        self._same = None if sequence or groups.mesh.tensor == 1 else groups.tensor
+        line = dist.get_process_group_ranks(self.expert)
+        part = self.expert_tensor.rank()
+        ranks = [[rank + other - part for rank in line] for other in range(self.expert_tensor.size())]  # neighbours, by the mesh
+        mesh = groups.mesh
+        places = [[mesh.coordinates(rank) for rank in row] for row in ranks]
+        self._tensors, self._contexts = mesh.tensor, mesh.context
+        self._sources = [[(place["context"], place["tensor"]) for place in row] for row in places]
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x if self._same is None else _apply(_Take, x, self._same)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x if self._same is None else _apply(_Join, x, self._same)
+
+    def plan(self, counts: Tensor, kept: int | None, dealing: Dealing | None) -> Travel:
+        ranks, parts = self.expert.size(), self.expert_tensor.size()
+        mine = counts.shape[0] // ranks
+        if ranks * parts == 1 and dealing is None:  # nothing travels, and the host need not know how much
+            sizes = Sizes(counts)
+            return Travel(sum(sizes.host) if kept is None else kept, sizes, [], [], [], None)
+        if dealing is None:
+            sent, arriving = self._ask(counts)
+        else:
+            sent, arriving = self._dealt(dealing)
+        receive = [sum(row) for row in arriving[self.expert_tensor.rank()]]
+        order = None
+        if mine > 1 and ranks * parts > 1:
+            rows = torch.tensor(arriving, device=counts.device).flatten()
+            experts = torch.arange(mine, device=counts.device).repeat(ranks * parts)
+            total = sum(sum(row) for table in arriving for row in table)
+            keys = experts.repeat_interleave(rows, output_size=total)
+            order = Order.sorted_by(keys.unsqueeze(1), total)
+        sizes = Sizes([sum(row[expert] for table in arriving for row in table) for expert in range(mine)])
+        send = [sum(sent[rank * mine : (rank + 1) * mine]) for rank in range(ranks)]
+        return Travel(sum(send), sizes, send, receive, [sum(sum(row) for row in table) for table in arriving], order)
+
+    def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
+        assert isinstance(traffic, Travel)
+        return _apply(_AllToAll, rows, traffic.receive, traffic.send, self.expert)
+
+    def combine(self, rows: Tensor, traffic: Traffic) -> Tensor:
+        assert isinstance(traffic, Travel)
+        return _apply(_AllToAll, rows, traffic.send, traffic.receive, self.expert)
+
+    def start_dispatch(self, rows: Tensor, traffic: Traffic) -> Pending:
+        assert isinstance(traffic, Travel)
+        return _start(rows, traffic.receive, traffic.send, self.expert)
+
+    def start_combine(self, rows: Tensor, traffic: Traffic) -> Pending:
+        assert isinstance(traffic, Travel)
+        return _start(rows, traffic.send, traffic.receive, self.expert)
+
+    def run(self, experts: Experts, rows: Tensor, traffic: Traffic) -> Tensor:
+        assert isinstance(traffic, Travel)
+        split, order = self.expert_tensor.size() > 1, traffic.order
+        if split:
+            rows = _apply(_GatherRows, rows, traffic.gathered, self.expert_tensor)
+        if order is None:
+            out = experts(rows, traffic.sizes)
+        else:
+            back = Order(order.places.flatten(), order.order.unsqueeze(1), order.rows)
+            out = spread(experts(spread(rows, order), traffic.sizes), back)
+        return _apply(_ScatterRows, out, traffic.gathered, self.expert_tensor) if split else out
+
+    def _ask(self, counts: Tensor) -> tuple[list[int], list[list[list[int]]]]:
+        """Rows this rank sends to each expert, and those arriving at [expert_tensor rank][from][this rank's expert]."""
+        ranks, parts = self.expert.size(), self.expert_tensor.size()
+        arriving = counts
+        if ranks > 1:
+            arriving = torch.empty_like(counts)
+            dist.all_to_all_single(arriving, counts.contiguous(), group=self.expert)
+        table = arriving
+        if parts > 1:
+            table = counts.new_empty(parts * counts.shape[0])
+            dist.all_gather_into_tensor(table, arriving, group=self.expert_tensor)
+        known = torch.cat((counts, table)).cpu()  # the host waits here, once: splits are its business
+        sent, rest = known.split((counts.shape[0], table.shape[0]))
+        return sent.tolist(), rest.view(parts, ranks, -1).tolist()
+
+    def _dealt(self, dealing: Dealing) -> tuple[list[int], list[list[list[int]]]]:
+        """The same, known without asking."""
+        of = {
+            place: dealing.counts(
+                spans_of(dealing.seq, context=place[0], contexts=self._contexts, share=place[1], shares=self._tensors)
+            )
+            for place in {place for row in self._sources for place in row}
+        }
+        mine = dealing.experts // self.expert.size()
+        first = self.expert.rank() * mine
+        arriving = [[list(of[place][first : first + mine]) for place in row] for row in self._sources]
+        return list(of[self._sources[self.expert_tensor.rank()][self.expert.rank()]]), arriving
+
+
+@dataclass(frozen=True)
+class _Moving:
+    rows: Tensor
+    sent: Tensor  # must live until it has left
+    work: Any
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.rows
+
+
+def _start(rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Pending:
+    if group.size() == 1:
+        return Arrived(rows)
+    rows = rows.contiguous()
+    out = rows.new_empty(sum(receive), *rows.shape[1:])
+    return _Moving(out, rows, dist.all_to_all_single(out, rows, receive, send, group=group, async_op=True))
+
+
+def _gather_rows(rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+    """The ranks' rows, `sizes` of each, in rank order."""
+    copies = rows.repeat(group.size(), 1)
+    return _start(copies, sizes, [rows.shape[0]] * group.size(), group).wait()
+
+
+def _scatter_rows(rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of the sum over the ranks, added in rank order."""
+    mine = sizes[group.rank()]
+    parts = _start(rows, [mine] * group.size(), sizes, group).wait()
+    return parts.unflatten(0, (group.size(), mine)).sum(0)
+
+
+def _take(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    assert x.shape[1] % group.size() == 0, (x.shape, group.size())
+    return x.chunk(group.size(), 1)[group.rank()].contiguous()
+
+
+def _join(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out.unflatten(0, (group.size(), -1)).movedim(0, 1).flatten(1, 2)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    out = function.apply(*args)
+    assert isinstance(out, Tensor)
+    return out
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to other ranks; backward sends their gradients back."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.receive, ctx.send, ctx.group = receive, send, group
+        return _start(rows, receive, send, group).wait()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _start(grad, ctx.send, ctx.receive, ctx.group).wait(), None, None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    """All ranks' rows; backward sums the ranks' gradients and keeps those of this rank's rows."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _gather_rows(rows, sizes, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _scatter_rows(grad, ctx.sizes, ctx.group), None, None
+
+
+class _ScatterRows(torch.autograd.Function):
+    """Partial sums of all rows -> this rank's rows of the total; backward gathers."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _scatter_rows(rows, sizes, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _gather_rows(grad, ctx.sizes, ctx.group), None, None
+
+
+class _Take(torch.autograd.Function):
+    """This rank's share of a sequence that all ranks have; backward joins the shares' gradients."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _take(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _join(grad, ctx.group), None
+
+
+class _Join(torch.autograd.Function):
+    """The inverse; all ranks' gradients are alike, and backward takes this rank's share."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _join(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _take(grad, ctx.group), None

@@ -1,0 +1,141 @@
+"""Graphs of parts, or of pieces of them, and computations in steps that pause while something travels.
+
+A graph holds what autograd saved for it. It holds neither its inputs nor its outputs for their own sake, as leaves and roots would: of
+many microbatches in flight, these would be much of the memory.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megalith.kernels.deferred import Queue, deferring
+from megalith.models.moe import Pending
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[Pending, Tensor, T]
+"""A computation in steps: it gives rows that are on their way, and goes on with those that arrived."""
+
+
+def finish(steps: Steps[T]) -> T:
+    """Run all steps, waiting wherever they wait."""
+    try:
+        pending = next(steps)
+        while True:
+            pending = steps.send(pending.wait())
+    except StopIteration as end:
+        return end.value
+
+
+class Graph(Protocol):
+    """What one part's forward left for its backward."""
+
+    @property
+    def differentiable(self) -> bool:
+        """Does its input have a gradient? Tokens have none."""
+        ...
+
+    def backward(self, grad: Tensor | None, queue: Queue | None) -> Steps[Tensor | None]:
+        """The gradient of the input. Those of the weights are added to theirs; with a `queue`, only those that cannot be put off."""
+        ...
+
+
+class Inlet:
+    """Where a tensor enters a graph, and its gradient leaves."""
+
+    def __init__(self) -> None:
+        self._grad: Tensor | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """x, as the graph's own."""
+        anchor = torch.empty(0, requires_grad=True)  # what makes autograd follow; x itself is no leaf of the graph
+        return _Enter.apply(anchor, x.detach(), self)  # pyright: ignore[reportReturnType]
+
+    def give(self, grad: Tensor) -> None:
+        """Called by the graph's backward."""
+        self._grad = grad
+
+    def take(self) -> Tensor | None:
+        """The gradient, if there is one; it is not kept."""
+        grad, self._grad = self._grad, None
+        return grad
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, inlet: Inlet) -> Tensor:
+        ctx.inlet = inlet
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.inlet.give(grad)
+        return None, None, None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some lines of a forward, as a graph of their own."""
+
+    inlets: tuple[Inlet, ...]
+    outs: tuple[GradientEdge, ...]
+
+    @property
+    def differentiable(self) -> bool:
+        return bool(self.inlets)
+
+    def gradients(self, grads: Sequence[Tensor | None], queue: Queue | None) -> list[Tensor | None]:
+        """Those of the inputs, from those of the outputs. None: an output that was not used; of a single output, a scalar's own 1."""
+        asked = [(out, grad) for out, grad in zip(self.outs, grads, strict=True) if grad is not None or len(grads) == 1]
+        with deferring(queue) if queue is not None else nullcontext():
+            torch.autograd.backward([out for out, _ in asked], [grad for _, grad in asked])
+        return [inlet.take() for inlet in self.inlets]
+
+    def backward(self, grad: Tensor | None, queue: Queue | None) -> Steps[Tensor | None]:
+        """Of a piece that is a whole part: see `Graph`."""
+        found = self.gradients([grad], queue)
+        yield from ()
+        return found[0] if found else None
+
+
+def record(lines: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[tuple[Tensor, ...], Piece]:
+    """Run lines on inputs, of which those of floats have gradients: what they give, detached, and the graph."""
+    inlets = [Inlet() if x.is_floating_point() else None for x in inputs]
+    outs = lines(*(x if inlet is None else inlet.enter(x) for x, inlet in zip(inputs, inlets, strict=True)))
+    entered = tuple(inlet for inlet in inlets if inlet is not None)
+    return tuple(out.detach() for out in outs), Piece(entered, tuple(get_gradient_edge(out) for out in outs))
+
+
+class Replay:
+    """Lines whose graph is made in forward, or, if they run `again`, from what they were given when their backward is near."""
+
+    def __init__(self, lines: Callable[..., tuple[Tensor, ...]], *, again: bool) -> None:
+        self.lines, self.again = lines, again
+        self._piece: Piece | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+
+    def run(self, *inputs: Tensor, keep: bool = True) -> tuple[Tensor, ...]:
+        """Forward. Without `keep`, what runs again will be given its inputs again."""
+        if not self.again:
+            return self._make(inputs)
+        self._inputs = inputs if keep else ()
+        with torch.no_grad():
+            return self.lines(*inputs)
+
+    def rerun(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The same, by lines that run again, with their graph."""
+        inputs, self._inputs = inputs or self._inputs, ()
+        return self._make(inputs)
+
+    def _make(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        outs, self._piece = record(self.lines, *inputs)
+        return outs
+
+    def gradients(self, grads: Sequence[Tensor | None], queue: Queue | None) -> list[Tensor | None]:
+        """As of a piece."""
+        assert self._piece is not None
+        return self._piece.gradients(grads, queue)

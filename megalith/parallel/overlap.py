@@ -1,0 +1,199 @@
+"""Activations that travel between tensor ranks in pieces, each while another is multiplied (Wang et al. 2023, "Overlap communication with
+dependent computation via decomposition", ASPLOS).
+
+What the boundary of a split module does all at once is done inside its first and its last products. First: pieces of the sequence are
+gathered, and each is multiplied when it is here, while later ones travel. Last: each piece of the product leaves for its sum as soon as it
+is there. Backward is the other way round; and while the last piece of the input's gradient is on its way, that of the weights is computed.
+The same bytes travel, in more calls.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalith.kernels.deferred import weight_gradient
+
+Factors = tuple[Tensor, Tensor | None]  # of a linear layer: weight and bias
+
+
+@dataclass(frozen=True)
+class Moving:
+    """A piece on its way."""
+
+    piece: Tensor
+    sent: Tensor  # must live until it has left
+    work: Any
+
+    def wait(self) -> Tensor:
+        """The piece, arrived."""
+        self.work.wait()
+        return self.piece
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How activations travel among the ranks of `group`, in `count` pieces. With `sequence`, each rank has a share of the sequence between
+    split modules; otherwise all have all of it."""
+
+    group: dist.ProcessGroup
+    sequence: bool
+    count: int
+
+    @property
+    def shares(self) -> int:
+        return self.group.size() if self.sequence else 1
+
+    def slices(self, length: int) -> list[slice]:
+        """The pieces of a share of `length`; as even as can be, none empty."""
+        ends = [length * number // self.count for number in range(self.count + 1)]
+        return [slice(start, end) for start, end in pairwise(ends) if end > start]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """A view [shares, batch, length, ...] of [batch, seq, ...]."""
+        return whole.unflatten(1, (self.shares, -1)).movedim(1, 0)
+
+    def gather(self, share: Tensor) -> Moving:
+        """[batch, length, ...] -> [shares, batch, length, ...]."""
+        share = share.contiguous()
+        out = share.new_empty(self.shares, *share.shape)
+        work = dist.all_gather_into_tensor(out.flatten(0, 1), share, group=self.group, async_op=True)
+        return Moving(out, share, work)
+
+    def add_up(self, part: Tensor) -> Moving:
+        """Partial sums [shares, batch, length, ...] -> this rank's share [batch, length, ...] of the total."""
+        part = part.contiguous()
+        if not self.sequence:
+            return Moving(part[0], part, dist.all_reduce(part, group=self.group, async_op=True))
+        out = part.new_empty(part.shape[1:])
+        return Moving(out, part, dist.reduce_scatter_tensor(out, part.flatten(0, 1), group=self.group, async_op=True))
+
+    def gathered(self, x: Tensor, use: Callable[[slice, Tensor], None]) -> Tensor:
+        """Gather x [batch, length, ...] whole [batch, seq, ...]; `use` each piece [shares, batch, length, ...] when it is here."""
+        if not self.sequence:
+            use(slice(0, x.shape[1]), x[None])
+            return x
+        whole = x.new_empty(x.shape[0], self.shares * x.shape[1], *x.shape[2:])
+        moving = [(where, self.gather(x[:, where])) for where in self.slices(x.shape[1])]
+        for where, pending in moving:
+            piece = pending.wait()
+            self.of(whole)[:, :, where] = piece
+            use(where, piece)
+        return whole
+
+    def added_up(self, length: int, make: Callable[[slice], Tensor], meanwhile: Callable[[], None] = lambda: None) -> Tensor:
+        """Add up partial sums that `make` gives piece by piece, each on its way while the next is made, `meanwhile` after the last: this
+        rank's share [batch, length, ...]."""
+        moving = [self.add_up(make(where)) for where in self.slices(length)]
+        meanwhile()
+        return torch.cat([pending.wait() for pending in moving], dim=1)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b of a piece."""
+    return F.linear(x, weight, bias)
+
+
+class _Enter(torch.autograd.Function):
+    """x [batch, length, in] -> of the whole sequence, the products [batch, seq, out] with each of several weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pieces: Pieces, *factors: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = factors[::2], factors[1::2]
+        seq = pieces.shares * x.shape[1]
+        outs = tuple(x.new_empty(x.shape[0], seq, weight.shape[0]) for weight in weights if weight is not None)
+
+        def multiply(where: slice, piece: Tensor) -> None:
+            for out, weight, bias in zip(outs, weights, biases, strict=True):
+                assert weight is not None
+                pieces.of(out)[:, :, where] = product(piece, weight, bias)
+
+        ctx.save_for_backward(pieces.gathered(x, multiply))
+        ctx.weights, ctx.biased, ctx.pieces = weights, [bias is not None for bias in biases], pieces
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (whole,), weights, pieces = ctx.saved_tensors, ctx.weights, ctx.pieces
+        found: list[Tensor | None] = []
+
+        def multiply(where: slice) -> Tensor:
+            parts = (product(pieces.of(grad)[:, :, where], weight.T) for grad, weight in zip(grads, weights, strict=True))
+            total = next(parts)
+            for part in parts:
+                total.add_(part)
+            return total
+
+        def of_weights() -> None:
+            for grad, weight, biased, wanted in zip(grads, weights, ctx.biased, ctx.needs_input_grad[2::2], strict=True):
+                found.extend(_of_factors(grad, whole, weight, biased=biased, wanted=wanted))
+
+        if not ctx.needs_input_grad[0]:
+            of_weights()
+            return None, None, *found
+        of_x = pieces.added_up(whole.shape[1] // pieces.shares, multiply, of_weights)
+        return of_x, None, *found
+
+
+class _Leave(torch.autograd.Function):
+    """x [batch, seq, in] -> this rank's share [batch, length, out] of the sum of the ranks' products with their parts of a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.pieces = weight, pieces
+        return pieces.added_up(x.shape[1] // pieces.shares, lambda where: product(pieces.of(x)[:, :, where], weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,), weight, pieces = ctx.saved_tensors, ctx.weight, ctx.pieces
+        of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+
+        def multiply(where: slice, piece: Tensor) -> None:
+            pieces.of(of_x)[:, :, where] = product(piece, weight.T)
+
+        whole = pieces.gathered(grad, multiply)
+        return of_x, _of_factors(whole, x, weight, biased=False, wanted=ctx.needs_input_grad[1])[0], None
+
+
+def _of_factors(grad: Tensor, x: Tensor, weight: Tensor, *, biased: bool, wanted: bool) -> Sequence[Tensor | None]:
+    """Gradients of a weight, or None where it is put off, and of its bias."""
+    rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
+    of_weight = weight_gradient(weight, lambda: product(rows.T, inputs.T)) if wanted else None
+    return of_weight, rows.sum(0) if biased else None
+
+
+class Overlapped:
+    """A split module's forward, with the journeys at its boundary inside its first and last products.
+
+    Its own lines are not touched: what they ask of the first layers has been computed when they run, and the last gives the share that
+    the boundary would have.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        pieces: Pieces,
+        *,
+        first: dict[str, Callable[[], Factors]],
+        last: str,
+        after: Callable[[Tensor], Tensor],
+    ) -> None:
+        """`first`: the layers that take the module's input, each with what gives its weight and bias; `after`: what follows the sum."""
+        self._lines, self._pieces, self._first, self._after = module.forward, pieces, first, after
+        self._made: dict[str, Tensor] = {}
+        weight = module.get_submodule(last).get_parameter
+        for name in first:
+            module.get_submodule(name).forward = lambda _, name=name: self._made.pop(name)
+        module.get_submodule(last).forward = lambda x: _Leave.apply(x, weight("weight"), pieces)
+
+    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+        factors = [factor for give in self._first.values() for factor in give()]
+        outs: Any = _Enter.apply(x, self._pieces, *factors)
+        self._made.update(zip(self._first, outs, strict=True))
+        return self._after(self._lines(x, *args))

@@ -1,0 +1,174 @@
+"""Forward and backward of a stage, part by part: each part's graph is its own, so weights come and go, gradients leave, and a backward is
+split in two, between parts and in plain sight."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megalith.kernels.cross_entropy import Loss
+from megalith.kernels.deferred import Queue
+from megalith.models.batch import Batch
+from megalith.models.stage import Stage
+from megalith.parallel import travel
+from megalith.parallel.data import Bucket, Reducer, Weight
+from megalith.parallel.graph import Graph, Piece, Steps, record
+
+
+@dataclass
+class Rest:
+    """What the first half of a part's backward left for the second: weight gradients put off, those that were made already and wait for
+    them, or the whole backward of a part whose input needs no gradient."""
+
+    queue: Queue
+    late: tuple[Graph, Tensor | None] | None = None
+    early: list[tuple[Weight, Tensor]] = field(default_factory=list)  # weight gradients that could not be put off
+
+
+class Runner:
+    """One stage and the buckets of its parts. `zero` says when weights are gathered and dropped."""
+
+    def __init__(self, stage: Stage, buckets: Sequence[Sequence[Bucket]], *, zero: int, reducer: Reducer) -> None:
+        self.stage, self.zero = stage, zero
+        self.parts = [part for _, part in stage.parts()]
+        self.buckets = [list(each) for each in buckets]  # of each part, those it uses
+        self.reducer = reducer
+        firsts: dict[Bucket, int] = {}
+        for number, used in enumerate(self.buckets):
+            for bucket in used:
+                firsts.setdefault(bucket, number)
+        self._reduced_after = [[b for b, first in firsts.items() if first == number] for number in range(len(self.parts))]
+
+    # --- weights ---
+
+    def gather(self, *, all_parts: bool) -> None:
+        """Begin to gather the weights of the stage (ZeRO 1 and 2: they stay whole to the end of the step). Each part sets the next
+        one's out when it is computed, so that not all are under way at once; `all_parts`: now, where ranks compute in different orders.
+        """
+        if self.zero < 3:
+            for used in self.buckets if all_parts else self.buckets[:1]:
+                for bucket in used:
+                    bucket.start()
+
+    def reduce(self) -> None:
+        """Let all gradients leave now."""
+        for buckets in self._reduced_after:
+            for bucket in buckets:
+                self.reducer.add(bucket.reduce())
+
+    def free(self) -> None:
+        """Drop the whole weights."""
+        for used in self.buckets:
+            for bucket in used:
+                bucket.free()
+
+    def _enter(self, number: int, then: int | None) -> None:
+        """The part's weights whole, those of the part after it on their way."""
+        for bucket in self.buckets[number]:
+            bucket.gather()
+        if then is not None and 0 <= then < len(self.parts):
+            for bucket in self.buckets[then]:
+                bucket.start()
+
+    def _leave(self, number: int, then: int | None) -> None:
+        """ZeRO 3: the part's weights are dropped, unless the part after it uses them too."""
+        if self.zero == 3:
+            kept = self.buckets[then] if then is not None and 0 <= then < len(self.parts) else ()
+            for bucket in self.buckets[number]:
+                if bucket not in kept:
+                    bucket.free()
+
+    # --- computation ---
+
+    def forward(self, x: Tensor, batch: Batch) -> Steps[tuple[Tensor | Loss, list[Graph]]]:
+        """The stage's output, detached, or its loss; and the graphs of its parts."""
+        batch = self.stage.prepare(batch)
+        graphs: list[Graph] = []
+        out: Tensor | Loss = x
+        for number, part in enumerate(self.parts):
+            assert isinstance(out, Tensor)
+            self._enter(number, number + 1)
+            if not torch.is_grad_enabled():
+                out = part(out, batch)
+            elif travel.travels(part):
+                out, graph = yield from travel.forward(part, out, batch)
+                graphs.append(graph)
+            else:
+                out, graph = _whole(part, out, batch)
+                graphs.append(graph)
+            self._leave(number, number + 1)
+        return out, graphs
+
+    def backward(self, graphs: list[Graph], grad: Tensor | None, *, reduce: bool) -> Steps[Tensor | None]:
+        """The gradient of the stage's input (None for tokens); `graphs` is used up. `reduce`: the weights' gradients are complete."""
+        for number in reversed(range(len(self.parts))):
+            graph = graphs.pop()
+            self._enter(number, number - 1)
+            grad = yield from graph.backward(grad, None)
+            self._leave(number, number - 1)
+            self._collect(number, reduce)
+        return grad
+
+    def input_backward(self, graphs: list[Graph], grad: Tensor | None) -> Steps[tuple[Tensor | None, list[Rest]]]:
+        """The first half of a backward: the gradient of the stage's input, and what is left to do."""
+        rests: list[Rest] = []
+        for number in reversed(range(len(self.parts))):
+            graph, rest = graphs.pop(), Rest(Queue())
+            rests.append(rest)
+            if not graph.differentiable:
+                rest.late = (graph, grad)
+                return None, rests
+            self._enter(number, number - 1)
+            grad = yield from graph.backward(grad, rest.queue)
+            self._leave(number, number - 1)
+            rest.early = self._set_aside(number)
+        return grad, rests
+
+    def weight_backward(self, rests: list[Rest], *, reduce: bool) -> Steps[None]:
+        """The second half: the weights' gradients."""
+        for number, rest in zip(reversed(range(len(self.parts))), rests, strict=True):
+            if rest.late is not None:
+                self._enter(number, None)
+                graph, grad = rest.late
+                yield from graph.backward(grad, None)
+                self._leave(number, None)
+            for weight, gradient in rest.early:
+                made = weight.computes.grad
+                weight.computes.grad = gradient if made is None else made.add_(gradient)
+            rest.queue.drain()
+            self._collect(number, reduce)
+
+    def _set_aside(self, number: int) -> list[tuple[Weight, Tensor]]:
+        """Weight gradients that the first half of a backward made already. Where each microbatch's are reduced apart (ZeRO 2 and 3), they
+        wait for their own second half, since a later microbatch's first half comes before it; else they are added up now."""
+        weights = [weight for bucket in self.buckets[number] for weight in bucket.weights]
+        if self.zero < 2:
+            for weight in weights:
+                weight.collect()
+            return []
+        early = [(weight, gradient) for weight in weights if (gradient := weight.computes.grad) is not None]
+        for weight, _ in early:
+            weight.computes.grad = None
+        return early
+
+    def _collect(self, number: int, reduce: bool) -> None:
+        for bucket in self._reduced_after[number]:
+            for weight in bucket.weights:
+                weight.collect()
+            if reduce:
+                self.reducer.add(bucket.reduce())
+
+
+def _whole(part: nn.Module, x: Tensor, batch: Batch) -> tuple[Tensor | Loss, Piece]:
+    """A part as one graph."""
+    loss: Loss | None = None
+
+    def run(x: Tensor) -> tuple[Tensor]:
+        nonlocal loss
+        out = part(x, batch)
+        loss = out if isinstance(out, Loss) else None
+        return (out.objective if isinstance(out, Loss) else out,)
+
+    (out,), graph = record(run, x)
+    return (out if loss is None else Loss(out, loss.nll)), graph

@@ -1,0 +1,183 @@
+"""A block whose tokens travel to their experts, as graphs with the journeys between them.
+
+Attention and routing, the shared expert, the experts, and the sum are an autograd graph each. While rows are on their way, an executor runs
+something else: the other microbatch of an overlap, or at least the shared expert. A backward makes the same journeys with gradients, the
+other way round.
+
+Rows are the widest tensors there are, and of a microbatch in flight as few are kept as can be: those that arrived, for the experts'
+weights. Results that came back are not, though the gradients of the routing weights ask for them: each weight goes out beside the gradient
+of its result, meets the result where it was made, and their product comes home. Multiplied in the same order, they are the same bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from megalith.kernels.deferred import Queue
+from megalith.kernels.permute import by_token, factors_of, rows_of, sums_of
+from megalith.models.batch import Batch
+from megalith.models.block import Block
+from megalith.models.moe import Deal, Here, Moe, Pending
+from megalith.parallel.graph import Graph, Piece, Replay, Steps, record
+from megalith.parallel.recompute import once, runs_again
+
+
+def travels(part: nn.Module) -> TypeGuard[Block]:
+    """Is it a block whose tokens leave this rank? One that is compiled is a single graph."""
+    if not isinstance(part, Block) or not isinstance(part.mlp, Moe) or isinstance(part.mlp.exchange, Here):
+        return False
+    return part._compiled_call_impl is None
+
+
+class Lines:
+    """The lines of a block between its journeys, for one microbatch."""
+
+    def __init__(self, block: Block, batch: Batch) -> None:
+        assert isinstance(block.mlp, Moe)
+        self.block, self.moe, self.batch = block, block.mlp, batch
+        self._deal: Deal | None = None
+
+    @property
+    def deal(self) -> Deal:
+        """Where tokens go; its weights are data."""
+        assert self._deal is not None
+        return self._deal
+
+    def attend(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x with attention added; what the MLP takes; of that, the tokens that this rank sends; their weights."""
+        residual, normal = once(self.block, "attend")(x, self.batch)
+        routing = self.moe.route(normal, self.batch)
+        own, weights = self.moe.enter(normal, routing)
+        if self._deal is None:  # other ranks are asked once
+            self._deal = self.moe.deal(routing, weights.detach())
+        return residual, normal, own, weights
+
+    def common(self, normal: Tensor) -> tuple[Tensor, ...]:
+        """The shared expert's part, if there is one."""
+        made = once(self.moe, "common")(normal)
+        return () if made is None else (made,)
+
+    def experts(self, rows: Tensor) -> tuple[Tensor]:
+        """The experts on the rows that arrived."""
+        return (once(self.moe, "run")(rows, self.deal),)
+
+    def join(self, residual: Tensor, tokens: Tensor, *common: Tensor) -> tuple[Tensor]:
+        """The block's output from the tokens' sums."""
+        out = self.moe.leave(tokens, self.deal)
+        return (self.block.join(residual, out + common[0] if common else out),)
+
+
+@dataclass(frozen=True)
+class Again:
+    """Which lines run again in backward, from what they were given; `rows`: these travel to their experts again."""
+
+    attend: bool
+    common: bool
+    experts: bool
+    rows: bool
+
+    @classmethod
+    def of(cls, lines: Lines) -> "Again":
+        """As `parallel.recompute` marked the block."""
+        block, moe = lines.block, lines.moe
+        mixture = runs_again(block) or runs_again(moe)
+        return cls(
+            attend=runs_again(block) or runs_again(block, "attend"),
+            common=mixture or runs_again(moe, "common"),
+            experts=mixture or runs_again(moe, "run"),
+            rows=mixture,
+        )
+
+
+@dataclass
+class Journey:
+    """The graphs of one block."""
+
+    lines: Lines
+    again: Again
+    attend: Replay
+    common: Replay
+    experts: Replay
+    join: Piece
+    normal: Tensor | None  # what is to be made again is made from it
+    sent: Tensor | None  # back by the experts
+
+    differentiable = True
+
+    def backward(self, grad: Tensor | None, queue: Queue | None) -> Steps[Tensor | None]:
+        """See `Graph`."""
+        deal, exchange = self.lines.deal, self.lines.moe.exchange
+        of_residual, of_tokens, *of_common = self.join.gradients([grad], queue)
+        assert of_tokens is not None
+        factors = exchange.start_dispatch(factors_of(deal.weights, deal.order).unsqueeze(-1), deal.traffic)
+        moving = exchange.start_dispatch(rows_of(of_tokens, deal.order), deal.traffic)
+        if self.again.attend:
+            self.normal = self.attend.rerun()[1]
+        coming = self._send_again() if self.again.rows else None
+        of_normal = self._common_backward(of_common, queue)
+        if self.again.experts:
+            (self.sent,) = self.experts.rerun() if coming is None else self.experts.rerun((yield coming))
+        of_sent = yield moving
+        products = exchange.start_combine(self._weigh(of_sent, factors.wait()), deal.traffic)
+        (of_arrived,) = self.experts.gradients([of_sent], queue)
+        assert of_arrived is not None
+        of_rows = yield exchange.start_combine(of_arrived, deal.traffic)
+        of_weights = by_token(products.wait().squeeze(-1), deal.order)
+        return self.attend.gradients([of_residual, of_normal, sums_of(of_rows, None, deal.order), of_weights], queue)[0]
+
+    def _send_again(self) -> Pending:
+        """The rows that the experts were given, from what they were made of."""
+        lines = self.lines
+        assert self.normal is not None
+        own = lines.moe.exchange.enter(self.normal).flatten(0, 1)
+        return lines.moe.exchange.start_dispatch(rows_of(own, lines.deal.order), lines.deal.traffic)
+
+    def _common_backward(self, of_common: Sequence[Tensor | None], queue: Queue | None) -> Tensor | None:
+        """The gradient of the shared expert's input, if there is one."""
+        if not of_common:
+            return None
+        if self.again.common:
+            assert self.normal is not None
+            self.common.rerun(self.normal)
+        self.normal = None
+        return self.common.gradients(of_common, queue)[0]
+
+    def _weigh(self, of_sent: Tensor, factors: Tensor) -> Tensor:
+        """Gradients of weighted results [rows, dim] become those of the results, in place; those of their weights [rows, 1]."""
+        assert self.sent is not None
+        products = (self.sent * of_sent).sum(-1, keepdim=True, dtype=torch.float32)
+        self.sent = None
+        of_sent.mul_(factors)  # in fp32, rounded once
+        return products
+
+
+def forward(block: Block, x: Tensor, batch: Batch) -> Steps[tuple[Tensor, Graph]]:
+    """`block(x, batch)` in steps, and its graphs."""
+    lines = Lines(block, batch)
+    again, exchange = Again.of(lines), lines.moe.exchange
+    attend, common, experts = (
+        Replay(lines.attend, again=again.attend),
+        Replay(lines.common, again=again.common),
+        Replay(lines.experts, again=again.experts),
+    )
+    residual, normal, own, weights = attend.run(x)
+    deal = lines.deal
+    pending = exchange.start_dispatch(rows_of(own, deal.order), deal.traffic)
+    made = common.run(normal, keep=False)
+    (sent,) = experts.run((yield pending), keep=not again.rows)
+    returned = yield exchange.start_combine(sent, deal.traffic)
+    (out,), join = record(lines.join, residual, sums_of(returned, weights, deal.order), *made)
+    made_from = (again.common or again.rows) and not again.attend
+    return out, Journey(
+        lines,
+        again,
+        attend,
+        common,
+        experts,
+        join,
+        normal=normal if made_from else None,
+        sent=None if again.experts else sent,
+    )

@@ -1,0 +1,135 @@
+"""A block whose tokens travel: the same bits as one graph, whatever runs again, and few rows kept."""
+
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalith.mesh import Mesh
+from megalith.models.batch import Batch
+from megalith.models.block import Block
+from megalith.models.moe import Moe
+from megalith.parallel.expert import Travel, split_experts
+from megalith.parallel.graph import finish
+from megalith.parallel.groups import Groups
+from megalith.parallel.recompute import apply_recompute
+from megalith.parallel.travel import Journey, forward, travels
+from megalith.spec.plan import Plan
+from megalith.train.meter import Meter
+from tests.models.deepseek import deepseek
+from tests.models.plain import stage
+from tests.ranks import run_ranks
+
+SPEC = deepseek(layers=2, dense_layers=1, dim=128, q_rank=16, shared_experts=1)
+BATCH, SEQ = 2, 16
+PARTS = {
+    "none": (),
+    "parts": ("attend", "mlp.experts", "mlp.shared"),
+    "norms": ("attention_norm", "attention.core", "mlp_norm", "mlp.experts"),
+    "mixture": ("mlp",),
+    "mixture and attention": ("attention", "mlp"),
+}
+POLICIES = {name: Plan(recompute="selective", recompute_parts=parts) for name, parts in PARTS.items()} | {
+    "full": Plan(recompute="full")
+}
+AGAIN = ("full", "mixture", "mixture and attention")  # under these, rows travel again
+PLANS = [Plan(data=2, expert=2), Plan(data=2, expert_tensor=2), Plan(tensor=2, expert=2, sequence=False)]
+
+
+@dataclass(frozen=True)
+class Found:
+    """One forward and backward of a block."""
+
+    out: Tensor
+    grads: dict[str, Tensor]  # of the input, the weights, and what the router counted
+    kept: int  # bytes between forward and backward
+    rows: int  # of these, rows that arrived are so many bytes
+    sent: int  # calls by which rows, or their weights, travelled in backward
+
+
+def _block(groups: Groups, plan: Plan) -> Block:
+    block = stage(SPEC, 2, 3).blocks["1"]
+    assert isinstance(block, Block) and isinstance(block.mlp, Moe)
+    split_experts(block.mlp, groups, plan)
+    return block
+
+
+def _given(plan: Plan, rank: int) -> tuple[Tensor, Tensor, Batch]:
+    generator = torch.Generator().manual_seed(rank if plan.data > 1 else 0)
+    x, grad = torch.randn(2, BATCH, SEQ, SPEC.dim, generator=generator)
+    tokens = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    return x, grad, stage(SPEC, 2, 3).prepare(Batch(tokens, sequences=BATCH * plan.data))
+
+
+def _gradients(block: Block, of_x: Tensor | None) -> dict[str, Tensor]:
+    assert of_x is not None and isinstance(block.mlp, Moe)
+    grads = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
+    return grads | {"x": of_x, "counts": block.mlp.router.counts}
+
+
+def _whole(groups: Groups, plan: Plan) -> Found:
+    block, (x, grad, batch) = _block(groups, plan), _given(plan, groups.rank)
+    out = block(x.requires_grad_(), batch)
+    out.backward(grad)
+    return Found(out.detach(), _gradients(block, x.grad), 0, 0, 0)
+
+
+def _travelled(groups: Groups, plan: Plan, policy: Plan) -> Found:
+    block, (x, grad, batch) = _block(groups, plan), _given(plan, groups.rank)
+    apply_recompute(block, 1, blocks=2, plan=policy)
+    assert travels(block)
+    with Meter() as meter:
+        x = x.clone()
+        out, graph = finish(forward(block, x, batch))
+        del x
+        time.sleep(0.05)  # gloo's own thread lets go of what it sent a moment after it has arrived
+    assert isinstance(graph, Journey) and isinstance(graph.lines.deal.traffic, Travel)
+    with Meter() as back:
+        of_x = finish(graph.backward(grad, None))
+    calls = sum(t.calls for t in back.traffic() if t.kind == "all-to-all")
+    rows = sum(graph.lines.deal.traffic.receive) * SPEC.dim * 4
+    return Found(out, _gradients(block, of_x), sum(meter.memory().between.values()), rows, calls)
+
+
+def _all(rank: int) -> list[tuple[Found, dict[str, Found]]]:
+    found = []
+    for plan in PLANS:
+        groups = Groups.build(Mesh.of(plan), device="cpu")
+        found.append((_whole(groups, plan), {name: _travelled(groups, plan, policy) for name, policy in POLICIES.items()}))
+        dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[tuple[Found, dict[str, Found]]]:
+    """For each plan, the block as one graph, and with journeys under each policy; on both ranks."""
+    return [each for mine in run_ranks(_all, 2, timeout=200) for each in mine]
+
+
+def test_pieces_give_the_bits_of_one_graph_whatever_runs_again(found: list[tuple[Found, dict[str, Found]]]) -> None:
+    for whole, policies in found:
+        for name, pieces in policies.items():
+            assert torch.equal(pieces.out, whole.out), name
+            assert pieces.grads.keys() == whole.grads.keys()
+            for weight, grad in whole.grads.items():
+                assert torch.equal(pieces.grads[weight], grad), (name, weight)
+
+
+def test_what_a_microbatch_in_flight_keeps(found: list[tuple[Found, dict[str, Found]]]) -> None:
+    """If all runs again, the block's input; if rows do not travel again, those that arrived, once."""
+    for _, policies in found:
+        kept = {name: each.kept for name, each in policies.items()}
+        assert kept["full"] < kept["parts"] < kept["norms"] < kept["none"]
+        assert kept["parts"] - kept["full"] == policies["full"].rows > 0
+        assert kept["full"] < kept["mixture and attention"] < kept["mixture"] < kept["none"]
+        activation = BATCH * SEQ * SPEC.dim * 4
+        assert kept["full"] < 3 * activation  # x, the block's output, and less than another for who goes where
+
+
+def test_only_where_the_mixture_runs_again_do_its_rows_travel_again(found: list[tuple[Found, dict[str, Found]]]) -> None:
+    """Gradients out and home, weights beside them, and rows a second time if they were not kept; more where experts are split."""
+    for _, policies in found[::3] + found[2::3]:
+        assert {name: each.sent for name, each in policies.items()} == dict.fromkeys(POLICIES, 4) | dict.fromkeys(AGAIN, 5)
