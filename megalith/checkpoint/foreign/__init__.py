@@ -1,0 +1,1 @@
+"""How Hugging Face transformers writes each family down, one table a file."""

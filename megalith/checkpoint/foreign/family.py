@@ -1,0 +1,129 @@
+"""What has to be known of a family to write it as transformers does, and to read it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from megalith.checkpoint.foreign.weights import Piece
+from megalith.spec.base import Spec
+
+Json = dict[str, Any]
+
+SIZES = {"vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+"""Our field -> their setting, in families since Llama."""
+
+
+def habits(*, context: int, norm_eps: float, tied: bool) -> dict[str, tuple[str, Any]]:
+    """Our field -> their setting, and transformers' default for it in one family, where all families since Llama name them alike."""
+    return {
+        "context": ("max_position_embeddings", context),
+        "norm_eps": ("rms_norm_eps", norm_eps),
+        "tied": ("tie_word_embeddings", tied),
+        "init_std": ("initializer_range", 0.02),
+    }
+
+
+class ForeignModelError(ValueError):
+    """A model that cannot be represented here, or not whole; the text lists every reason."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """Fields of our spec that were read from a configuration, and what in it cannot be represented."""
+
+    fields: Json
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """One family both ways. Our spec's fields are set beside their settings; what is not one to one is in two functions."""
+
+    spec: type[Spec]
+    architecture: str
+    model_type: str
+    pieces: Callable[[Any], list[Piece]]
+    """The tensors of a spec of the family."""
+    needed: Mapping[str, str]
+    """Our field -> their setting, which a configuration must have."""
+    optional: Mapping[str, tuple[str, Any]]
+    """Our field -> their setting, and transformers' own default for it."""
+    fixed: Mapping[str, tuple[Any, ...]]
+    """Their setting -> its values that mean what our modules compute, the one to write first; None: not given."""
+    write: Callable[[Any], Json] = lambda spec: {}
+    """Their further settings of a spec; wins over the tables above."""
+    read: Callable[[Json], Read] = lambda config: Read({})
+    """Our further fields; wins over the tables above."""
+    refuse: Callable[[Any], list[str]] = lambda spec: []
+    """What keeps a spec from being written."""
+    prefix: str = "model."
+    """What all their names but the output's begin with; old files leave it out."""
+    computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    """Ends of names of tensors, in old files, that follow from the configuration."""
+
+    def configuration(self, spec: Any) -> Json:
+        """The settings that say all of `spec`."""
+        written = {theirs: getattr(spec, ours) for ours, theirs in self.needed.items()}
+        written |= {theirs: getattr(spec, ours) for ours, (theirs, _) in self.optional.items()}
+        written |= {theirs: values[0] for theirs, values in self.fixed.items() if values[0] is not None}
+        return {"architectures": [self.architecture], "model_type": self.model_type} | written | self.write(spec)
+
+    def understood(self, config: Json, *, name: str) -> Any:
+        """The spec that a configuration speaks of. Raises ForeignModelError with everything that cannot be represented here."""
+        fixed = {"architectures": ([self.architecture], None), "quantization_config": (None,)} | dict(self.fixed)
+        problems = [
+            f"{setting} = {config.get(setting)!r}; only {' or '.join(map(repr, values))} can be represented"
+            for setting, values in fixed.items()
+            if config.get(setting) not in values
+        ]
+        more = self.read(config)
+        problems += more.problems + [f"{theirs} is not given" for theirs in self.needed.values() if theirs not in config]
+        if problems:
+            raise ForeignModelError("cannot be represented here:\n  " + "\n  ".join(problems))
+        fields = {ours: config[theirs] for ours, theirs in self.needed.items()}
+        fields |= {ours: config.get(theirs, default) for ours, (theirs, default) in self.optional.items()}
+        try:
+            return self.spec.model_validate({"family": self.family, "name": name or self.family} | fields | more.fields)
+        except ValidationError as error:
+            raise ForeignModelError(str(error)) from error
+
+    @property
+    def family(self) -> str:
+        """Our name of the family."""
+        return self.spec.model_fields["family"].default
+
+
+def rope_settings(config: Json) -> Json:
+    """The rotary settings, of transformers 5 or 4: always with "rope_type" and "rope_theta"."""
+    found: Json = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = found.get("rope_type", found.get("type", "default"))
+    return found | {"rope_type": kind, "rope_theta": found.get("rope_theta", config.get("rope_theta", 10_000.0))}
+
+
+def plain_rope(config: Json) -> Read:
+    """The rotary base, of a family here without any stretch."""
+    rope = rope_settings(config)
+    plain = rope["rope_type"] == "default"
+    problems = [] if plain else [f"rope_type = {rope['rope_type']!r}; only 'default' can be represented"]
+    return Read({"rope_theta": rope["rope_theta"]}, problems + partial_rotation(rope))
+
+
+def partial_rotation(rope: Json) -> list[str]:
+    """What cannot be represented of heads that are rotated in part."""
+    part = rope.get("partial_rotary_factor", 1.0)
+    return [] if part == 1.0 else [f"partial_rotary_factor = {part}; only whole heads are rotated here"]
+
+
+def write_rope(theta: float, stretch: Json | None = None) -> Json:
+    """Rotary settings both as transformers 4 reads them and as transformers 5 does."""
+    parameters = {"rope_theta": theta} | (stretch or {"rope_type": "default"})
+    return {"rope_theta": theta, "rope_scaling": stretch, "rope_parameters": parameters}
+
+
+def heads_divide(spec: Any) -> list[str]:
+    """transformers checks this for some families, although heads of any width would do."""
+    if spec.dim % spec.heads == 0:
+        return []
+    return [f"transformers wants heads to divide dim, and {spec.heads} does not divide {spec.dim}"]

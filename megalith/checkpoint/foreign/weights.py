@@ -1,0 +1,93 @@
+"""Which of their tensors hold the numbers of which of ours, in what form."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some tensors of ours and those of theirs with the same numbers, and how either come from the others."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    to_theirs: Convert
+    to_ours: Convert
+
+    def under(self, ours: str, theirs: str) -> "Piece":
+        """The same with prefixes before all names."""
+        return replace(self, ours=tuple(ours + name for name in self.ours), theirs=tuple(theirs + name for name in self.theirs))
+
+
+def same(ours: str, theirs: str) -> Piece:
+    """One tensor by two names."""
+    return Piece((ours,), (theirs,), list, list)
+
+
+def transposed(ours: str, theirs: str) -> Piece:
+    """A matrix that they keep as [in, out]."""
+    return Piece((ours,), (theirs,), lambda found: [found[0].T], lambda found: [found[0].T])
+
+
+def joined(ours: Sequence[str], theirs: str, *, transpose: bool = False) -> Piece:
+    """Tensors of equally many rows that they keep one below the other, `transpose`: as [in, out]."""
+
+    def to_theirs(found: Sequence[Tensor]) -> list[Tensor]:
+        whole = torch.cat(tuple(found))
+        return [whole.T if transpose else whole]
+
+    def to_ours(found: Sequence[Tensor]) -> list[Tensor]:
+        return list((found[0].T if transpose else found[0]).chunk(len(ours)))
+
+    return Piece(tuple(ours), (theirs,), to_theirs, to_ours)
+
+
+def stacked(ours: str, theirs: str, count: int) -> Piece:
+    """Experts that we keep as one tensor [experts, ...] and they one by one: "{e}" in their name is the expert's number."""
+    names = tuple(theirs.replace("{e}", str(expert)) for expert in range(count))
+    return Piece((ours,), names, lambda found: found[0].unbind(), lambda found: [torch.stack(tuple(found))])
+
+
+def layers(pieces: Iterable[Piece], numbers: Iterable[int], theirs: str = "model.layers.") -> list[Piece]:
+    """The pieces of a block, once for each layer in `numbers`."""
+    pieces = list(pieces)
+    return [piece.under(f"blocks.{i}.", f"{theirs}{i}.") for i in numbers for piece in pieces]
+
+
+def convert_to_theirs(pieces: Iterable[Piece], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our weights as theirs."""
+    found: dict[str, Tensor] = {}
+    for piece in pieces:
+        found |= zip(piece.theirs, piece.to_theirs([weights[name] for name in piece.ours]), strict=True)
+    return found
+
+
+def convert_to_ours(pieces: Iterable[Piece], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Their weights as ours; what the pieces do not name is left out."""
+    found: dict[str, Tensor] = {}
+    for piece in pieces:
+        found |= zip(piece.ours, piece.to_ours([weights[name] for name in piece.theirs]), strict=True)
+    return found
+
+
+EMBEDDING = same("embedding.weight", "model.embed_tokens.weight")
+FINAL_NORM = same("head.norm.weight", "model.norm.weight")
+OUTPUT = same("head.output.weight", "lm_head.weight")
+"""The ends of a model as most families name them."""
+
+ATTENTION = [same(f"attention.{ours}.weight", f"self_attn.{ours[0]}_proj.weight") for ours in ("q", "k", "v", "out")]
+GATED_MLP = [same(f"mlp.{part}.weight", f"mlp.{part}_proj.weight") for part in ("gate", "up", "down")]
+NORMS = [
+    same("attention_norm.weight", "input_layernorm.weight"),
+    same("mlp_norm.weight", "post_attention_layernorm.weight"),
+]
+"""The parts of a block as most families name them."""
+
+
+def ends(tied: bool) -> list[Piece]:
+    """Embedding, final norm and, unless it is the embedding, the output."""
+    return [EMBEDDING, FINAL_NORM] if tied else [EMBEDDING, FINAL_NORM, OUTPUT]

@@ -1,0 +1,392 @@
+"""One rank's copies in its node's memory: written every few steps, sent to a buddy on another node, restored bit for bit.
+
+Nothing here is agreed on between ranks: each writes what it holds, in the form of `megalith.fleet.copies`, and whoever starts the next
+generation looks which steps are whole. A copy is made into a buffer that holds none that is still needed, so a rank may be killed at any
+moment. Buddies are as many slots apart as the fleet says; their copies travel while the next step is computed. (In-memory copies at a
+peer: GEMINI, Wang et al., SOSP 2023.)
+"""
+
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalith.checkpoint.tensors import DTYPES, TORCH_DTYPES
+from megalith.fleet.copies import LABEL_BYTES, PAGE, Buffer, Entry, Label, Layout, Whose, file_name, parse_name
+from megalith.fleet.seat import Seat, node_folder, ranks_of
+from megalith.fleet.tiers import Source, Tier
+
+WORDS = 1 << 64
+RNG = "rng.cpu"
+
+
+def words(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of the tensors' 64-bit words modulo 2^64 as an int64 scalar, an incomplete last word filled up with zeros. The tensors are on
+    one device. One pass over their memory, and no waiting."""
+    sums: list[Tensor] = []
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        whole = flat.numel() // 8 * 8
+        if whole:
+            sums.append(_words(flat[:whole]).sum())
+        if whole < flat.numel():
+            rest = flat.new_zeros(8)
+            rest[: flat.numel() - whole] = flat[whole:]
+            sums.append(rest.view(torch.int64)[0])
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
+
+
+def digest(tensors: Iterable[Tensor]) -> int:
+    """The same as a number: what a copy's digest is made of."""
+    return int(words(tensors)) % WORDS
+
+
+def _words(octets: Tensor) -> Tensor:
+    aligned = octets.storage_offset() % 8 == 0 and octets.data_ptr() % 8 == 0
+    return (octets if aligned else octets.clone()).view(torch.int64)
+
+
+def layout_of(state: Mapping[str, Tensor]) -> Layout:
+    """Where the tensors of a state, and the state of the CPU's random numbers, lie in a payload."""
+    tensors = {**state, RNG: torch.get_rng_state()}
+    return Layout.of((n, DTYPES[t.dtype], tuple(t.shape), t.numel() * t.element_size()) for n, t in tensors.items())
+
+
+class Damaged(RuntimeError):  # noqa: N818  # it says what was found
+    """A copy that was to be restored is not there, not this plan's, or has not its digest."""
+
+    def __init__(self, tier: Tier, step: int, slot: int, why: str) -> None:
+        super().__init__(f"the copy of step {step} in {tier.value}, slot {slot}: {why}")
+        self.tier, self.step, self.slot, self.why = tier, step, slot, why
+
+
+@dataclass
+class _Buffers:
+    """Files of one rank's state, used in turn. `busy` are those that something still reads."""
+
+    files: list[Buffer]
+    views: list[dict[str, Tensor]]
+    bodies: list[Tensor]
+
+    @classmethod
+    def create(cls, folder: Path, whose: Whose, rank: int, *, count: int, layout_bytes: bytes, layout: Layout) -> "_Buffers":
+        """`layout_bytes` is the layout as it is written."""
+        size = len(layout_bytes) + layout.payload
+        files = [Buffer.create(folder / file_name(whose, rank, number), size) for number in range(count)]
+        bodies = [torch.frombuffer(file.memory, dtype=torch.uint8)[PAGE:] for file in files]
+        return cls(files, [views(body[len(layout_bytes) :], layout.entries) for body in bodies], bodies)
+
+    def find(self, step: int) -> int | None:
+        """The buffer that holds a step."""
+        return next((i for i, file in enumerate(self.files) if (label := file.label) and label.step == step), None)
+
+    def next(self, *, busy: Iterable[int] = ()) -> int:
+        """The buffer to be written now: one that holds nothing, else the oldest that is not pinned; it holds nothing from now on."""
+        free = [i for i, file in enumerate(self.files) if i not in busy and not file.pinned]
+        steps = {i: label.step if (label := self.files[i].label) else -1 for i in free}
+        chosen = min(free, key=lambda i: (steps[i], i))
+        self.files[chosen].strike_out()
+        return chosen
+
+    def commit(self, number: int, label: Label) -> None:
+        """The copy in a buffer is complete, and takes the place of another of the same step."""
+        self.files[number].commit(label)
+        for other, file in enumerate(self.files):
+            if other != number and (old := file.label) and old.step == label.step:
+                self.files[number].pin(self.files[number].pinned or file.pinned)
+                file.strike_out()
+
+    def forget_after(self, step: int) -> None:
+        for file in self.files:
+            if (label := file.label) and label.step > step:
+                file.strike_out()
+
+
+def views(payload: Tensor, entries: Sequence[Entry]) -> dict[str, Tensor]:
+    """The tensors of a payload (uint8), sharing its memory."""
+    return {e.name: payload[e.offset : e.offset + e.size].view(TORCH_DTYPES[e.dtype]).view(e.shape) for e in entries if e.size}
+
+
+class Memory:
+    """The copies of the rank at `seat`, of `state`: its tensors by name, always the same ones.
+
+    `pinned`: one more copy is kept, that of the last `pin`. `disk`: the root of copies on the nodes' disks. Raises OSError where there is
+    no room.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Tensor],
+        *,
+        seat: Seat,
+        keep: int = 2,
+        pinned: bool = False,
+        disk: Path | None = None,
+        generation: str = "",
+    ) -> None:
+        assert seat.folder is not None, "a seat without memory"
+        self.state, self.seat, self.folder = dict(state), seat, seat.folder
+        self.disk = disk and node_folder(disk, seat.node)
+        self.layout = layout_of(self.state)
+        text = self.layout.dump()
+        self._count = keep + 1 + pinned
+        self._clear_away()
+        self.own = _Buffers.create(self.folder, "own", seat.rank, count=self._count, layout_bytes=text, layout=self.layout)
+        for file in self.own.files:
+            _write_layout(file, text)
+        self._live = [tensor for tensor in self.state.values() if tensor.numel()]
+        self._names = [name for name, tensor in self.state.items() if tensor.numel()]
+        self._label = Label(-1, 0, seat.rank, seat.world, 0, len(text), self.layout.payload, generation)
+        self.kept: _Buffers | None = None
+        self.kept_layout = self.layout  # of the state that this rank could make again: its own, or its buddy's
+        self.group: dist.ProcessGroup | None = None
+        self._apart = 0
+        self._travelling: _Travelling | None = None
+        self._writing: tuple[threading.Thread, int] | None = None
+        self.disk_error: str | None = None
+
+    def _clear_away(self) -> None:
+        """Buffers beyond those used now, and on the first of the node's ranks those of other slots that the node once filled."""
+        slots = len(self.seat.placement)
+        mine = ranks_of(self.seat.slot, world=self.seat.world, slots=slots)
+        for path in (*self.folder.glob("own-*"), *self.folder.glob("buddy-*")):
+            whose, rank, number = parse_name(path.name)
+            moved = whose == "own" and rank not in mine and self.seat.rank == mine[0]
+            if moved or (rank == self.seat.rank and number >= self._count):
+                path.unlink(missing_ok=True)
+
+    def join(self, distance: int, *, group: dist.ProcessGroup) -> None:
+        """From now on the node `distance` slots further keeps this one's copies, and this one keeps others'. All ranks call it together.
+        `group`: a gloo group of them all that nobody else uses. Raises OSError on every rank if one has no room."""
+        self.group, self._apart = group, distance * self.seat.world // len(self.seat.placement)
+        text, failed = self.layout.dump(), None
+        size = torch.tensor([len(text)])
+        sizes = torch.zeros(self.seat.world, dtype=torch.int64)
+        dist.all_gather_into_tensor(sizes, size, group=group)
+        theirs = torch.empty(int(sizes[self.keeps_for]), dtype=torch.uint8)
+        sent = dist.isend(torch.frombuffer(bytearray(text), dtype=torch.uint8), self.buddy, group=group)
+        dist.recv(theirs, self.keeps_for, group=group)
+        assert sent is not None
+        sent.wait()
+        try:
+            layout = bytes(theirs.numpy())
+            self.kept_layout = Layout.load(layout)
+            self.kept = _Buffers.create(
+                self.folder, "buddy", self.keeps_for, count=self._count, layout_bytes=layout, layout=self.kept_layout
+            )
+        except OSError as error:
+            failed = error
+        size.fill_(int(failed is not None))
+        dist.all_reduce(size, group=group)
+        if int(size):
+            self.kept = None
+            raise failed or OSError("another node has no room for the copies of its buddies")
+
+    @property
+    def buddy(self) -> int:
+        """The rank that keeps a copy of this one's state."""
+        return (self.seat.rank + self._apart) % self.seat.world
+
+    @property
+    def keeps_for(self) -> int:
+        """The rank whose state this one keeps a copy of."""
+        return (self.seat.rank - self._apart) % self.seat.world
+
+    # --- copying ---
+
+    def copy(self, step: int, samples: int, *, known: int | None = None, to_disk: bool = False) -> None:
+        """Copy the state, as of `step` steps and `samples` samples. `known`: the digest of `state`, if it has been taken already.
+
+        Everything but the copying itself goes on while training does.
+        """
+        self.finish()
+        number = self.own.next(busy=[self._writing[1]] if self._writing else [])
+        into = self.own.views[number]
+        rng = torch.get_rng_state()
+        torch._foreach_copy_([into[name] for name in self._names], self._live)
+        into[RNG].copy_(rng)
+        total = ((digest(self._live) if known is None else known) + digest([rng])) % WORDS
+        label = replace(self._label, step=step, samples=samples, digest=total)
+        self.own.commit(number, label)
+        if self.kept is not None:
+            self._travelling = self._send(label, self.own.bodies[number])
+        if to_disk and self.disk:
+            self._write_to_disk(number)
+
+    def _send(self, label: Label, body: Tensor) -> "_Travelling":
+        assert self.kept is not None
+        number = self.kept.next()
+        mine = torch.frombuffer(bytearray(label.pack()), dtype=torch.uint8)
+        theirs = torch.empty(LABEL_BYTES, dtype=torch.uint8)
+        works = [
+            dist.isend(mine, self.buddy, group=self.group, tag=1),
+            dist.isend(body, self.buddy, group=self.group, tag=2),
+            dist.irecv(theirs, self.keeps_for, group=self.group, tag=1),
+            dist.irecv(self.kept.bodies[number], self.keeps_for, group=self.group, tag=2),
+        ]
+        return _Travelling(works, mine, theirs, number)
+
+    def finish(self) -> None:
+        """Wait for what travels; what came for this rank's buddy is a copy from now on."""
+        if self._travelling is None:
+            return
+        travelling, self._travelling = self._travelling, None
+        for work in travelling.works:
+            work.wait()
+        label = Label.unpack(bytes(travelling.arrived.numpy()))
+        assert self.kept is not None and label is not None and label.rank == self.keeps_for, label
+        self.kept.commit(travelling.number, label)
+
+    def pin(self) -> None:
+        """Keep the newest copy until the next call."""
+        self.finish()
+        for buffers in (self.own, self.kept):
+            if buffers is None:
+                continue
+            labels = [(label.step, i) for i, file in enumerate(buffers.files) if (label := file.label)]
+            newest = max(labels)[1] if labels else None
+            for number, file in enumerate(buffers.files):
+                file.pin(number == newest)
+
+    def pinned_step(self) -> int | None:
+        """The step of the pinned copy."""
+        return next((label.step for file in self.own.files if file.pinned and (label := file.label)), None)
+
+    def _write_to_disk(self, number: int) -> None:
+        """In a thread, whole or not at all. One that is still under way is left to it, and this copy is passed over."""
+        if self._writing and self._writing[0].is_alive():
+            return
+        thread = threading.Thread(target=self._to_disk, args=(number,), name="copy-to-disk", daemon=True)
+        self._writing = thread, number
+        thread.start()
+
+    def _to_disk(self, number: int) -> None:
+        assert self.disk is not None
+        source = self.own.files[number].path
+        part = self.disk / f"part-{source.name}"
+        try:
+            self.disk.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, part)
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            part.rename(self.disk / source.name)
+            self.disk_error = None
+        except OSError as error:  # a copy less: training goes on, and a person hears of it
+            self.disk_error = str(error)
+            with contextlib.suppress(OSError):
+                part.unlink()
+
+    def settle(self) -> None:
+        """Wait for what travels and what is being written."""
+        self.finish()
+        if self._writing:
+            self._writing[0].join()
+
+    # --- restoring ---
+
+    def restore(self, source: Source) -> Label | None:
+        """Fill the state from `source`, whose tier says where this rank's piece lies; what it is, None if it is not here but in the store.
+        All ranks call it together.
+
+        Newer copies are forgotten: steps that are done again make new ones. Raises Damaged on the rank whose piece is.
+        """
+        tier = source_tier(source, self.seat.slot)
+        self.forget_after(source.step)
+        self._exchange(source)
+        if tier is None or tier is Tier.STORE:
+            return None
+        if tier is Tier.DISK:
+            return self._load_file(self._on_disk(source.step), tier)
+        number = self.own.find(source.step)
+        if number is None:
+            raise Damaged(tier, source.step, self.seat.slot, "there is none")
+        return self._load_file(self.own.files[number], tier)
+
+    def forget_after(self, step: int) -> None:
+        """Copies of later steps are none any more."""
+        for buffers in (self.own, self.kept):
+            if buffers is not None:
+                buffers.forget_after(step)
+
+    def _exchange(self, source: Source) -> None:
+        """The pieces that buddies keep travel to the ranks whose they are. Who sends follows from the source alone."""
+        if self.kept is None:
+            return
+        works, arriving = [], None
+        if source_tier(source, self.seat.slot_of(self.keeps_for)) is Tier.BUDDY:
+            number = self.kept.find(source.step)
+            if number is None:
+                raise Damaged(Tier.BUDDY, source.step, self.seat.slot_of(self.keeps_for), "there is none")
+            label = self.kept.files[number].label
+            assert label is not None
+            mine = torch.frombuffer(bytearray(label.pack()), dtype=torch.uint8)
+            works += [
+                (dist.isend(tensor, self.keeps_for, group=self.group), tensor) for tensor in (mine, self.kept.bodies[number])
+            ]
+        if source_tier(source, self.seat.slot) is Tier.BUDDY:
+            arriving = self.own.find(source.step)
+            arriving = self.own.next() if arriving is None else arriving
+            file = self.own.files[arriving]
+            file.strike_out()
+            theirs = torch.empty(LABEL_BYTES, dtype=torch.uint8)
+            for tensor in (theirs, self.own.bodies[arriving]):
+                dist.recv(tensor, self.buddy, group=self.group)
+            label = Label.unpack(bytes(theirs.numpy()))
+            if label is None or label.layout != self._label.layout:
+                raise Damaged(Tier.BUDDY, source.step, self.seat.slot, "what came is no copy of this rank's state")
+            file.commit(label)
+        for work, _ in works:
+            work.wait()
+
+    def _on_disk(self, step: int) -> Buffer:
+        assert self.disk is not None, "no disk to restore from"
+        for path in self.disk.glob(file_name("own", self.seat.rank, 0).removesuffix("0") + "*"):
+            file = Buffer.open(path)
+            if (label := file.label) and label.step == step:
+                return file
+        raise Damaged(Tier.DISK, step, self.seat.slot, "there is none")
+
+    def _load_file(self, file: Buffer, tier: Tier) -> Label:
+        label = file.label
+        assert label is not None
+        if (file.layout(label), label.world, label.rank) != (self.layout, self.seat.world, self.seat.rank):
+            raise Damaged(tier, label.step, self.seat.slot, "it is of another plan")
+        body = torch.frombuffer(file.memory, dtype=torch.uint8)[PAGE + label.layout :]
+        found = views(body, self.layout.entries)
+        torch._foreach_copy_(self._live, [found[name] for name in self._names])
+        rng = found[RNG].clone()
+        total = (digest(self._live) + digest([rng])) % WORDS  # of what was loaded: an error on the way counts as well
+        if total != label.digest:
+            raise Damaged(tier, label.step, self.seat.slot, f"its digest is {total:016x}, and must be {label.digest:016x}")
+        torch.set_rng_state(rng)
+        return label
+
+
+@dataclass
+class _Travelling:
+    """A copy on its way, and another on its way here."""
+
+    works: list[Any]
+    label: Tensor  # must live until it has left
+    arrived: Tensor
+    number: int
+
+
+def _write_layout(file: Buffer, text: bytes) -> None:
+    """Once a file: it is the same for all its copies."""
+    if file.memory[PAGE : PAGE + len(text)] != text:
+        file.strike_out()
+        file.memory[PAGE : PAGE + len(text)] = text
+
+
+def source_tier(source: Source, slot: int) -> Tier | None:
+    """Where the ranks of a slot read."""
+    return dict(source.elsewhere).get(slot, source.tier)
