@@ -7,8 +7,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -34,8 +35,10 @@ def prepare_text(folder: Path) -> Path:
     return out
 
 
-def start(spec: RunSpec, folder: Path) -> dict[int, int]:
-    """Fork the run's ranks; rank by process id."""
+def start(
+    spec: RunSpec, folder: Path, *, source: dict[str, Any] | None = None, environment: Mapping[str, str] | None = None
+) -> dict[int, int]:
+    """Fork the run's ranks; rank by process id. `source`: what they go on from."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "spec.json").write_text(spec.model_dump_json())
     store = folder / f"store-{secrets.token_hex(4)}"
@@ -43,12 +46,13 @@ def start(spec: RunSpec, folder: Path) -> dict[int, int]:
     for rank in range(spec.plan.ranks):
         pid = os.fork()
         if pid == 0:
-            _rank(spec, folder, rank, store)
+            os.environ.update(environment or {})
+            _rank(spec, folder, rank, store, source)
         pids[pid] = rank
     return pids
 
 
-def _rank(spec: RunSpec, folder: Path, rank: int, store: Path) -> None:
+def _rank(spec: RunSpec, folder: Path, rank: int, store: Path, source: dict[str, Any] | None) -> None:
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -57,7 +61,7 @@ def _rank(spec: RunSpec, folder: Path, rank: int, store: Path) -> None:
     os.environ.update(MEGALITH_STORE=f"file://{store}", MEGALITH_GENERATION=store.name)
     code = 0
     try:
-        megalith.train.run.main(str(folder))
+        megalith.train.run.main(str(folder), source=source)
     except SystemExit as end:
         code = int(end.code or 0)
     except BaseException:

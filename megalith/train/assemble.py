@@ -3,21 +3,24 @@
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.mesh import Mesh
-from megalith.models.stage import Stage
-from megalith.parallel.apply import build_stage
+from megalith.models.moe import Moe
+from megalith.models.stage import Stage, tied_names
+from megalith.parallel.apply import Builder
 from megalith.parallel.data import COMPUTE_DTYPE
 from megalith.parallel.execute import Executor, Hidden
 from megalith.parallel.gradients import Shared, local, shared
 from megalith.parallel.groups import Groups
+from megalith.parallel.passes import Runner
 from megalith.schedule.lower import lower
 from megalith.schedule.table import build
 from megalith.schedule.verify import problems
 from megalith.spec.model import ModelSpec
 from megalith.spec.run import RunSpec
-from megalith.train.optimizer import AdamW
+from megalith.train.optimizer import AdamW, like
 
 
 @dataclass(frozen=True)
@@ -28,23 +31,54 @@ class Trainer:
     model: ModelSpec
     groups: Groups
     device: torch.device
-    stages: dict[int, Stage]
+    runners: dict[int, Runner]  # the stages of this rank
     parameters: dict[str, nn.Parameter]  # what this rank holds, by its name in the whole model
     shared: Shared
     executor: Executor
     optimizer: AdamW
 
+    @property
+    def stages(self) -> dict[int, Stage]:
+        """The modules of this rank, by stage."""
+        return {number: runner.stage for number, runner in self.runners.items()}
+
     def weights(self) -> dict[str, Tensor]:
-        """The weights under `weights.NAME`, as a checkpoint holds them."""
-        return {f"weights.{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        """The weights under `weights.NAME`, as a checkpoint holds them; routers' loads and biases among them."""
+        return {f"weights.{name}": like(local(tensor), tensor) for name, tensor in (self.parameters | self.buffers()).items()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What training changes besides parameters, by name."""
+        return {name: tensor for stage in self.stages.values() for name, tensor in stage.lasting_buffers().items()}
+
+    def routers(self) -> dict[str, Moe]:
+        """The layers of experts on this rank, by name."""
+        stages = self.stages.values()
+        return {name: module for stage in stages for name, module in stage.named_modules() if isinstance(module, Moe)}
+
+    def take_in_loads(self) -> None:
+        """Tell the routers, after a step, how much all ranks sent to each of their experts."""
+        routers = list(self.routers().values())
+        if not routers:
+            return
+        counts = [moe.router.counts for moe in routers]
+        total = torch.cat(counts)
+        dist.all_reduce(total, group=self.groups.place)
+        for moe, count in zip(routers, total.split([len(count) for count in counts]), strict=True):
+            moe.end_of_step(count)
 
     def state(self) -> dict[str, Tensor]:
         """All tensors that training continues from."""
         return self.weights() | self.optimizer.state()
 
+    def shares(self) -> dict[str, Tensor]:
+        """The same as plain tensors: this rank's shares, in the memory that training changes, whatever it is of the whole."""
+        weights = {f"weights.{name}": local(tensor) for name, tensor in (self.parameters | self.buffers()).items()}
+        moments = {"first": self.optimizer.first, "second": self.optimizer.second}
+        return weights | {f"moments.{kind}.{name}": m for kind, all_ in moments.items() for name, m in all_.items()}
+
     def bytes(self) -> dict[str, int]:
         """Bytes of this rank's share between steps, by category. Gradients are counted as large as they are when all are there."""
-        shares = [local(p.detach()) for p in self.parameters.values()]
+        shares = [local(p) for p in self.parameters.values()]
         weights = sum(share.numel() * share.element_size() for share in shares)
         moments = sum(m.numel() * m.element_size() for ms in (self.optimizer.first, self.optimizer.second) for m in ms.values())
         return {"weights": weights, "gradients": weights, "optimizer": moments}
@@ -61,30 +95,23 @@ def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool 
     if groups.rank == 0 and (faults := problems(program)):  # the same on every rank, and seconds of work for a large program
         raise RuntimeError("the pipeline program is wrong:\n" + "\n".join(faults))
     bounds = plan.bounds(len(model.blocks))
-    stages = {
-        stage: build_stage(
-            model,
-            *bounds[stage],
-            plan=plan,
-            groups=groups,
-            precision=spec.train.precision,
-            device=device,
-            seed=None if load else spec.train.seed,
-        )
-        for stage in schedule.stages_of(groups.coordinates["pipeline"])
-    }
-    parameters = {name: p for stage in stages.values() for name, p in stage.parameters_by_name().items()}
-    split = plan.tensor if plan.sequence else 1
+    seed = None if load else spec.train.seed
+    builder = Builder(model, plan=plan, groups=groups, precision=spec.train.precision, device=device, seed=seed)
+    runners = {stage: builder.build(*bounds[stage]) for stage in schedule.stages_of(groups.coordinates["pipeline"])}
+    parameters = {name: weight.kept for name, weight in builder.by_name.items()}
+    split = plan.context * (plan.tensor if plan.sequence else 1)
     hidden = Hidden((plan.microbatch, spec.train.seq_len // split, model.dim), COMPUTE_DTYPE[spec.train.precision], device)
+    both_ends = {schedule.rank_of(stage, 0) for stage in (0, schedule.stages - 1)} if schedule.mirrored is None else {0}
+    tied = set(tied_names(model).values()) if len(both_ends) > 1 else ()
     return Trainer(
         spec=spec,
         model=model,
         groups=groups,
         device=device,
-        stages=stages,
+        runners=runners,
         parameters=parameters,
-        shared=shared(parameters, tied=model.head.tied, sequence=plan.sequence, groups=groups),
-        executor=Executor(program, stages, groups=groups, hidden=hidden),
+        shared=shared(builder.by_name, tied=tied, groups=groups),
+        executor=Executor(program, runners, reducer=builder.reducer, groups=groups, hidden=hidden),
         optimizer=AdamW(parameters, spec.optimizer),
     )
 

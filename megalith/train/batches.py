@@ -1,6 +1,8 @@
 """Which samples a rank computes in a step, and how they become microbatches."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -8,7 +10,12 @@ import torch.distributed as dist
 
 from megalith.data.stream import Batch as Samples
 from megalith.models.batch import Batch
+from megalith.parallel.context import parts
+from megalith.parallel.groups import Groups
 from megalith.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from megalith.train.assemble import Trainer
 
 
 def indices(spec: RunSpec, *, first: int, data_rank: int) -> list[range]:
@@ -21,25 +28,69 @@ def indices(spec: RunSpec, *, first: int, data_rank: int) -> list[range]:
     return [range(start, start + size) for start in starts]
 
 
-def to_batch(samples: Samples, *, masked: bool, device: torch.device, loss_scale: float, z_loss: float = 0.0) -> Batch:
-    """A microbatch on the device. `masked`: tokens see their own document only; otherwise rows are single documents."""
-    cut = masked and any(len(row) > 1 for row in samples.pieces)
+@dataclass(frozen=True)
+class Cut:
+    """What of a sample a rank gets to see, and what the model wants to know of it."""
+
+    masked: bool = False  # tokens see their own document only; otherwise rows are single documents
+    ahead: int = 0  # further tokens that the model predicts
+    context: int = 0  # this rank's part of each sequence, of `contexts`
+    contexts: int = 1
+
+    @classmethod
+    def of(cls, trainer: "Trainer") -> "Cut":
+        head, groups = trainer.model.head, trainer.groups
+        depth = head.ahead.depth if head.ahead else 0
+        return cls(trainer.spec.data.document_mask, depth, groups.coordinates["context"], groups.mesh.context)
+
+
+def to_batch(
+    samples: Samples, cut: Cut, *, device: torch.device, loss_scale: float, z_loss: float = 0.0, sequences: int = 1
+) -> Batch:
+    """A microbatch on the device. `sequences`: of the whole global batch."""
+    several = cut.masked and any(len(row) > 1 for row in samples.pieces)
+    length = samples.tokens.shape[1]
+    positions = samples.positions if cut.masked else np.broadcast_to(np.arange(length), samples.tokens.shape)
+    arrays = {"tokens": samples.tokens, "targets": samples.targets, "positions": positions}
+    if cut.ahead:
+        arrays |= _ahead(samples, cut)
+    if cut.contexts > 1:
+        mine = np.concatenate([np.arange(*run) for run in parts(length, cut.contexts)[cut.context]])
+        arrays = {name: array[..., mine] for name, array in arrays.items()}
+    elif not cut.masked:
+        del arrays["positions"]
+    tensors = {name: _tensor(np.ascontiguousarray(array), device) for name, array in arrays.items()}
     return Batch(
-        tokens=_tensor(samples.tokens, device),
-        targets=_tensor(samples.targets, device),
-        positions=_tensor(samples.positions, device) if masked else None,
-        pieces=samples.pieces if cut else None,
+        **tensors,  # pyright: ignore[reportArgumentType]  # tokens, targets and what else is there, by their field
+        pieces=samples.pieces if several else None,
         loss_scale=loss_scale,
         z_loss=z_loss,
+        sequences=sequences,
     )
+
+
+def _ahead(samples: Samples, cut: Cut) -> dict[str, np.ndarray]:
+    """For depth k: the kth token after each, and the target there; beyond its document (or row) a token has neither."""
+    rows, length = samples.tokens.shape
+    lengths = samples.pieces if cut.masked else ((length,),) * rows
+    left = np.stack(
+        [np.concatenate([np.arange(n, 0, -1) for n in row]) for row in lengths]
+    )  # tokens to the end, this one included
+    tokens, targets = [], []
+    for k in range(1, cut.ahead + 1):
+        inside = left > k
+        tokens.append(np.where(inside, np.roll(samples.tokens, -k, axis=1), 0))
+        targets.append(np.where(inside, np.roll(samples.targets, -k, axis=1), -100))
+    return {"ahead": np.stack(tokens), "ahead_targets": np.stack(targets)}
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
-def count_valid(microbatches: Sequence[Samples], *, group: dist.ProcessGroup) -> int:
+def count_valid(microbatches: Sequence[Samples], *, groups: Groups) -> int:
     """Targets of the whole global batch that count: known before the first backward, so losses and gradients simply add up."""
-    count = torch.tensor(sum(int((samples.targets >= 0).sum()) for samples in microbatches))
-    dist.all_reduce(count, group=group)
+    mine = sum(int((samples.targets >= 0).sum()) for samples in microbatches)
+    count = torch.tensor(mine if groups.coordinates["context"] == 0 else 0)  # ranks of a context read the same samples
+    dist.all_reduce(count, group=groups.data)
     return max(1, int(count))

@@ -10,7 +10,7 @@ from megalith.data.tokenizer import load as load_tokenizer
 from megalith.events import EventLog, Sample
 from megalith.models import generate as writer
 from megalith.models.stage import Stage
-from megalith.spec.llama import Llama
+from megalith.spec import families
 from megalith.train.join import choose_device
 
 TOKENIZER = "tokenizer.json"  # a run folder keeps a copy, so that it stands alone
@@ -18,7 +18,7 @@ TOKENIZER = "tokenizer.json"  # a run folder keeps a copy, so that it stands alo
 
 def load_model(path: Path, *, device: torch.device) -> Stage:
     """The whole model of the newest intact checkpoint that `path` means, in fp32."""
-    spec = Llama.model_validate(folder.read_manifest(path).meta["spec"]["model"]).build()
+    spec = families.read(folder.read_manifest(path).meta["spec"]["model"]).build()
     with torch.device("meta"):
         model = Stage(spec)
     model.to_empty(device=device)

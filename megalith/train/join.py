@@ -2,12 +2,14 @@
 
 import ctypes
 import platform
+import secrets
 import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from megalith.fleet import rendezvous
 from megalith.fleet.environment import Place
 from megalith.spec.run import LaunchSpec
 
@@ -36,13 +38,20 @@ def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> None:
     Keys carry the generation: after a restart under torchrun the store still holds the addresses of the dead ranks.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = _store(place, timedelta(seconds=launch.start_timeout))
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(place.generation, _store(place, timedelta(seconds=launch.start_timeout))),
+        store=dist.PrefixStore(place.generation or _generation(place, store, seconds=launch.start_timeout), store),
         rank=place.rank,
         world_size=place.world,
         timeout=timedelta(seconds=launch.timeout),
     )
+
+
+def _generation(place: Place, store: dist.Store, *, seconds: float) -> str:
+    """A name for this start of the ranks, of which their launcher does not tell them one."""
+    meeting = dist.PrefixStore("meeting", store)
+    return rendezvous.agree(meeting, secrets.token_hex(8), rank=place.rank, world=place.world, seconds=seconds)
 
 
 def _store(place: Place, timeout: timedelta) -> dist.Store:

@@ -1,7 +1,7 @@
 """The loop: batch -> step -> events, validation, checkpoint."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +10,20 @@ import torch.distributed as dist
 from megalith.checkpoint.checkpointer import Checkpointer, Failed, Saved
 from megalith.data.stream import Stream
 from megalith.events import Checkpoint, EventLog, Problem, Spans, Step, Validation
+from megalith.fleet import faults
 from megalith.fleet.heartbeat import Heartbeat
+from megalith.fleet.report import report
+from megalith.fleet.signs import SaveFailed, SaveWorks
+from megalith.fleet.tiers import Tier
 from megalith.models.init import seed_of
 from megalith.train.assemble import Trainer
-from megalith.train.batches import indices
-from megalith.train.restore import Position, meta
-from megalith.train.step import Stepped, train_step
+from megalith.train.guard import Guard
+from megalith.train.post_validation import Stepper
+from megalith.train.restore import Position, meta, read_step
+from megalith.train.step import Stepped, Watcher, tell
 from megalith.train.validate import Validator
 
+OWN_WORK = ("forward", "backward", "optimizer")  # of a step's breakdown, what takes longer on a slow rank: in "data" ranks meet
 SPANS_EVERY = 100  # steps between drawings of the pipeline in the log
 
 
@@ -28,6 +34,14 @@ class Yardstick:
     flops_per_token: float
     peak: float | None
     source: str
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A step's seconds on this rank: of reading its data, and of all."""
+
+    read: float
+    whole: float
 
 
 class Loop:
@@ -44,13 +58,21 @@ class Loop:
         yardstick: Yardstick,
         log: EventLog | None,
         heartbeat: Heartbeat,
+        guard: Guard | None = None,
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         self.trainer, self.stream, self.checkpointer, self.position = trainer, stream, checkpointer, position
         self.yardstick, self.log, self.heartbeat = yardstick, log, heartbeat
         self.spec = trainer.spec
         self.validator = validator
+        self.guard = guard
+        self._watchers = [*watchers, *([guard] if guard else [])]
+        self._stepper = Stepper(trainer, watchers=self._watchers, guard=guard)
+        self._timed: dict[int, _Timed] = {}  # of the steps whose outcome is not known yet
         self._first = position.step
         self._last_saved = position.step
+        self._compute = 0.0  # seconds of this rank's own work in the last step
+        self._save_failed = False
 
     @property
     def step(self) -> int:
@@ -64,12 +86,19 @@ class Loop:
         while self.step < self.spec.train.steps:
             stopping = self._one_step(bool(stop))
             last = self.step == self.spec.train.steps
+            validating = self.validator is not None and (self.step % every == 0 or last)
+            saving = self.spec.checkpoint.every and self.step % self.spec.checkpoint.every == 0
+            copying = self.guard is not None and self.guard.due(self.step)
+            if stopping or last or validating or saving or copying:
+                stopping |= self._learn(self._stepper.settle())
+            if self.guard and copying:
+                self.guard.copy(self.step, self.position.samples)
             after_step(self.step)
-            if self.validator and (self.step % every == 0 or last) and not stopping:
+            if self.validator and validating and not stopping:
                 self._validate(self.validator)
             if stopping or last:
                 self._save(asynchronous=False)
-            elif self.spec.checkpoint.every and self.step % self.spec.checkpoint.every == 0:
+            elif saving:
                 self._save(asynchronous=self.spec.checkpoint.asynchronous)
             self._report_saves(self.checkpointer.poll())
             if stopping and not last:
@@ -79,39 +108,52 @@ class Loop:
     def _one_step(self, stop: bool) -> bool:
         """Train one step; True if all ranks are to stop now."""
         began, step = time.perf_counter(), self.step
-        self.heartbeat.beat("step", step)
+        self.heartbeat.beat("step", step, compute=self._compute)
+        tell(self._watchers, "before_step", self.trainer, step)
         torch.manual_seed(seed_of(self.spec.train.seed, f"step {step}"))
-        numbers = indices(self.spec, first=self.position.samples, data_rank=self.trainer.groups.coordinates["data"])
-        microbatches = [self.stream.batch(part) for part in numbers]
+        here = self.trainer.groups.coordinates["data"]
+        microbatches = read_step(self.stream, self.spec, self.position, step, here)
         read = time.perf_counter() - began
-        draw = (step - self._first) % SPANS_EVERY == 1
-        if draw:
+        if self._drawn(step):
             dist.barrier()  # one zero for all ranks' clocks
-        done = train_step(self.trainer, microbatches, step=step, stop=stop)
-        if draw:
-            self._draw(done)
+        settled = self._stepper.step(microbatches, step=step, stop=stop)
         self.position = Position(step + 1, self.position.samples + self.spec.train.global_batch)
-        if self.log:
-            self._log_step(done, read=read, seconds=time.perf_counter() - began)
-        return done.stop
+        self._timed[step] = _Timed(read, time.perf_counter() - began)
+        return self._learn(settled)
 
-    def _log_step(self, done: Stepped, *, read: float, seconds: float) -> None:
+    def _drawn(self, step: int) -> bool:
+        return (step - self._first) % SPANS_EVERY == 1
+
+    def _learn(self, settled: list[Stepped]) -> bool:
+        """Take note of steps whose outcome is known now; True if all ranks are to stop."""
+        for done in settled:
+            timed = self._timed.pop(done.step)
+            self._compute = timed.read + sum(done.breakdown[what] for what in OWN_WORK)
+            if self._drawn(done.step):
+                self._draw(done)
+            if self.log:
+                self._log_step(done, timed)
+        return any(done.stop for done in settled)
+
+    def _log_step(self, done: Stepped, timed: _Timed) -> None:
         assert self.log is not None
-        rate = done.tokens / seconds
-        breakdown = done.breakdown | {"data": done.breakdown["data"] + read}
+        rate = done.tokens / timed.whole
+        breakdown = done.breakdown | {"data": done.breakdown["data"] + timed.read}
+        later = self.step - (done.step + 1)  # steps done since
         self.log.write(
             Step(
-                step=self.step,
+                step=done.step + 1,
                 loss=done.loss,
                 grad_norm=done.grad_norm,
                 lr=done.lr,
                 tokens=done.tokens,
-                tokens_seen=self.position.samples * self.spec.train.seq_len,
-                seconds=seconds,
+                tokens_seen=(self.position.samples - later * self.spec.train.global_batch) * self.spec.train.seq_len,
+                seconds=timed.whole,
                 tokens_per_second=rate,
                 mfu=self.yardstick.flops_per_token * rate / self.yardstick.peak if self.yardstick.peak else None,
-                breakdown=breakdown | {"other": max(0.0, seconds - sum(breakdown.values()))},
+                breakdown=breakdown | {"other": max(0.0, timed.whole - sum(breakdown.values()))},
                 memory=done.memory,
+                experts=done.experts,
             )
         )
 
@@ -124,7 +166,7 @@ class Loop:
         )
         dist.gather_object(mine, everyone)
         if self.log and everyone:
-            self.log.write(Spans(step=self.step + 1, spans=[span for spans in everyone for span in spans]))
+            self.log.write(Spans(step=done.step + 1, spans=[span for spans in everyone for span in spans]))
 
     def _validate(self, validator: Validator) -> None:
         self.heartbeat.beat("validation", self.step)
@@ -139,6 +181,7 @@ class Loop:
             self._report_saves(self.checkpointer.wait())
             return
         self._last_saved = self.step
+        faults.at("saving", self.step)
         self.checkpointer.save(
             self.step, self.trainer.state(), meta(self.position, spec=self.spec, stream=self.stream), asynchronous=asynchronous
         )
@@ -149,6 +192,7 @@ class Loop:
         if not self.log:
             return
         for outcome in outcomes:
+            self._report_change(outcome)
             if isinstance(outcome, Failed):
                 self.log.write(Problem("warning", f"checkpoint of step {outcome.step} was not saved: {outcome.error}"))
             else:
@@ -156,3 +200,11 @@ class Loop:
                 self.log.write(
                     Checkpoint(path=f"checkpoints/{outcome.path.name}", **{name: getattr(outcome, name) for name in fields})
                 )
+
+    def _report_change(self, outcome: Saved | Failed) -> None:
+        """Tell the fleet when saving begins to fail, and when it works again."""
+        failed = isinstance(outcome, Failed)
+        if failed != self._save_failed:
+            told = {"time": time.time(), "step": outcome.step, "tier": Tier.STORE}
+            report(SaveFailed(**told, error=outcome.error) if failed else SaveWorks(**told))
+        self._save_failed = failed

@@ -39,15 +39,20 @@ class AdamW:
         self.first = {name: torch.zeros_like(local(p), dtype=torch.float32) for name, p in parameters.items()}
         self.second = {name: torch.zeros_like(m) for name, m in self.first.items()}
 
-    @torch.no_grad()
     def step(self, number: int, *, lr: float) -> None:
         """Update all weights from their gradients and drop these. `number`: updates done before this one (for bias correction)."""
+        self.update(number, lr=lr)
+        self.drop_gradients()
+
+    @torch.no_grad()
+    def update(self, number: int, *, lr: float) -> None:
+        """Update all weights; their gradients stay as they are."""
         for decay, names in self._by_decay():
             grads = [local(g) for name in names if (g := self.parameters[name].grad) is not None]
             assert len(grads) == len(names), "a parameter without gradient"
             count = torch.tensor(float(number), device=grads[0].device) if grads else None
             adamw(
-                [local(self.parameters[name].detach()) for name in names],
+                [local(self.parameters[name]) for name in names],
                 grads,
                 [self.first[name] for name in names],
                 [self.second[name] for name in names],
@@ -62,8 +67,14 @@ class AdamW:
                 eps=self.spec.eps,
                 maximize=False,
             )
+
+    def drop_gradients(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def changed(self) -> list[Tensor]:
+        """What an update changes: this rank's shares of the weights and their moments."""
+        return [*(local(p) for p in self.parameters.values()), *self.first.values(), *self.second.values()]
 
     def _by_decay(self) -> list[tuple[float, list[str]]]:
         """Weight decay and the names it acts on, without shares that are empty on this rank."""
@@ -75,11 +86,12 @@ class AdamW:
         """The moments under `moments.first.NAME` and `moments.second.NAME`, with the global shape and split of their parameter."""
         kinds = {"first": self.first, "second": self.second}
         return {
-            f"moments.{kind}.{name}": _like(m, self.parameters[name]) for kind, all_ in kinds.items() for name, m in all_.items()
+            f"moments.{kind}.{name}": like(m, self.parameters[name]) for kind, all_ in kinds.items() for name, m in all_.items()
         }
 
 
-def _like(share: Tensor, parameter: Tensor) -> Tensor:
+def like(share: Tensor, parameter: Tensor) -> Tensor:
+    """`share` as a tensor of the parameter's global shape and split."""
     if not isinstance(parameter, DTensor):
         return share
     return DTensor.from_local(

@@ -4,33 +4,56 @@ The reference shares the model's modules with the plan's run and nothing else: n
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from math import gcd
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from megalith.checkpoint.shares import shares
 from megalith.data.stream import Batch as Samples
 from megalith.fleet import environment
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.models.init import initialise, seed_of
+from megalith.models.moe import Moe
+from megalith.models.router import Record, recording
 from megalith.models.stage import Stage
+from megalith.parallel.data import COMPUTE_DTYPE
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
-from megalith.train.batches import indices, to_batch
+from megalith.train.batches import Cut, indices, to_batch
 from megalith.train.join import choose_device, join
 from megalith.train.optimizer import learning_rate
-from megalith.train.step import compute, update
+from megalith.train.post_validation import Unchecked
+from megalith.train.step import Accumulated, Totals, accumulate, conclude, update
+
+OPTIMIZER = {"warmup": 0, "lr": 1e-4, "schedule": "constant", "eps": 1e-5}
+"""Of a run that is compared. By the usual eps of 1e-8, Adam turns rounding in a gradient near 0 into a step, which later gradients show."""
 
 LOSS_LIMIT = 1e-5  # |difference|
 NORM_LIMIT = 1e-5  # |difference| / reference
 GRADIENT_LIMIT = 1e-4  # max |difference| / max |reference| of a tensor
-WEIGHT_LIMIT = 0.05  # |difference| in learning rates, summed over the steps, ...
-CLEAR_GRADIENT = 1e-6  # ... where every step's |g| is more than this share of the tensor's largest: Adam's step has the sign of g
+WEIGHT_LIMIT = 0.05  # |difference| in learning rates, summed over the steps
+FLOOR = 1e-3  # of the largest gradient: below it, GRADIENT_LIMIT is finer than the rounding of that gradient in fp32
+ROUTER_LIMIT = 1e-6
+TIE = 1e-5  # scores closer than this may be ranked either way
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Where a router sent every token of a global batch, and by how much the choice was clear."""
+
+    choices: Tensor  # [samples, seq, active], ascending
+    margins: Tensor  # [samples, seq]
+
+    @classmethod
+    def of(cls, records: list[Record]) -> "Routed":
+        return cls(torch.cat([r.choices for r in records]), torch.cat([r.margins for r in records]))
 
 
 @dataclass
@@ -40,6 +63,7 @@ class Recording:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    routing: list[dict[str, Routed]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -82,40 +106,27 @@ class RandomText:
 
 def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
     """The same plan and numerics on a model, sequence and batch just large enough for every split to be a real one. In fp32, where
-    equality has a meaning; no warm-up, so that every step moves the weights."""
+    equality has a meaning; no warm-up, so that every step moves the weights, and no step made of rounding."""
     plan, model = spec.plan, spec.model
-    unit = plan.tensor * plan.shards  # a weight is split by tensor ranks and then by data ranks
-    kv_heads = plan.tensor * (plan.shards // gcd(plan.shards, 8))
-    group = 2 if model.kv_heads and model.kv_heads < model.heads else 1
     layers = sum(plan.layers) if plan.layers else min(model.layers, plan.stages * (1 if plan.stages > 4 else 2))
-    small = model.model_copy(
-        update={
-            "layers": max(layers, plan.stages) + (model.layers % plan.stages > 0 and not plan.layers),
-            "dim": _multiple(32, unit),
-            "heads": kv_heads * group,
-            "kv_heads": kv_heads,
-            "head_dim": 8,
-            "ffn": _multiple(48, unit),
-            "vocab": _multiple(96, unit),
-            "context": 64,
-        }
-    )
+    layers = max(layers, plan.stages) + (model.layers % plan.stages > 0 and not plan.layers)
     microbatches = min(spec.microbatches, 2 * plan.pipeline)
     microbatch = min(plan.microbatch, 2)
+    unit = plan.tensor * plan.shards  # a weight is split by tensor ranks and then by data ranks
     return spec.model_copy(
         update={
-            "model": small,
+            "model": model.small(layers=layers, unit=unit, heads_unit=plan.tensor * plan.ulysses),
             "plan": plan.model_copy(update={"microbatch": microbatch}),
             "train": spec.train.model_copy(
                 update={
                     "steps": steps,
-                    "seq_len": _multiple(24, plan.tensor),
+                    "seq_len": _multiple(24, plan.tensor * plan.context * (2 if plan.context > 1 else 1)),
                     "global_batch": plan.data * microbatch * microbatches,
                     "precision": "fp32",
                     "init_from": None,
                 }
             ),
-            "optimizer": spec.optimizer.model_copy(update={"warmup": 0, "lr": 1e-3, "schedule": "constant"}),
+            "optimizer": spec.optimizer.model_copy(update=OPTIMIZER),
         }
     )
 
@@ -125,13 +136,18 @@ def _multiple(least: int, of: int) -> int:
 
 
 def reference(spec: RunSpec, *, device: torch.device) -> Recording:
-    """The run on one process: plain modules, the whole global batch at once, torch's AdamW and clipping."""
+    """The run on one process: plain modules, no groups, torch's AdamW and clipping. It takes the samples of microbatch i of all data ranks
+    together at once, since balance losses may be over these. In bf16, weights are kept and gradients added up in fp32."""
     model = spec.model.build()
     with device:
         stage = Stage(model)
     for name, part in stage.parts():
         initialise(part, name=name, spec=model, seed=spec.train.seed)
-    parameters = stage.parameters_by_name()
+    computes = stage.parameters_by_name()
+    parameters = {name: nn.Parameter(p.detach().clone()) for name, p in computes.items()}
+    faces = [(p, parameters[name]) for name, p in computes.items()]
+    for p in computes.values():
+        p.data = p.data.to(COMPUTE_DTYPE[spec.train.precision])
     text, kept = RandomText(spec), Recording()
     o = spec.optimizer
     groups = [
@@ -140,22 +156,59 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
     ]
     adam = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, foreach=False)
     for step in range(spec.train.steps):
-        samples = text.batch(range(step * spec.train.global_batch, (step + 1) * spec.train.global_batch))
-        valid = int((samples.targets >= 0).sum())
-        batch = to_batch(samples, masked=spec.data.document_mask, device=device, loss_scale=1 / valid, z_loss=spec.train.z_loss)
-        loss = stage(batch.tokens, batch)
-        loss.objective.backward()
+        kept.losses.append(_reference_step(stage, faces, text, spec, step=step, device=device, kept=kept))
         grads = {name: _gradient(p).clone() for name, p in parameters.items()}
         norm = nn.utils.clip_grad_norm_(parameters.values(), o.clip or float("inf"))
         for group in adam.param_groups:
             group["lr"] = learning_rate(step, spec=o, steps=spec.train.steps)
         adam.step()
         adam.zero_grad()
-        kept.losses.append(float(loss.nll))
+        for p, parameter in faces:
+            p.data.copy_(parameter.data)
+        for module in stage.modules():
+            if isinstance(module, Moe):
+                module.end_of_step(module.router.counts)
         kept.norms.append(float(norm))
         kept.gradients.append({name: g.cpu() for name, g in grads.items()})
-    kept.weights = {name: p.detach().cpu() for name, p in parameters.items()}
+    kept.weights = {name: t.detach().cpu() for name, t in (parameters | stage.lasting_buffers()).items()}
     return kept
+
+
+def _reference_step(
+    stage: Stage,
+    faces: list[tuple[nn.Parameter, nn.Parameter]],
+    text: RandomText,
+    spec: RunSpec,
+    *,
+    step: int,
+    device: torch.device,
+    kept: Recording,
+) -> float:
+    """Gradients of one step; its loss. `faces`: of each parameter what computes, and what is kept and gets the gradient, in fp32."""
+    first, head = step * spec.train.global_batch, stage.spec.head
+    rows = spec.plan.set_sequences
+    sets = [text.batch(range(first + i * rows, first + (i + 1) * rows)) for i in range(spec.microbatches)]
+    valid = sum(int((samples.targets >= 0).sum()) for samples in sets)
+    cut = Cut(spec.data.document_mask, head.ahead.depth if head.ahead else 0)
+    total = 0.0
+    with recording(stage) as routings:
+        for samples in sets:
+            batch = to_batch(
+                samples,
+                cut,
+                device=device,
+                loss_scale=1 / valid,
+                z_loss=spec.train.z_loss,
+                sequences=spec.train.global_batch,
+            )
+            loss = stage(batch.tokens, batch)
+            loss.objective.backward()
+            total += float(loss.nll)
+            for computes, parameter in faces:
+                grad, computes.grad = _gradient(computes).float(), None
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+    kept.routing.append({name: Routed.of(records) for name, records in routings.items()})
+    return total
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -166,29 +219,88 @@ def _gradient(parameter: Tensor) -> Tensor:
 def record(trainer: Trainer) -> Recording:
     """The run under its plan, all ranks together; what the whole model did is told on the first rank, others know their part."""
     spec, kept, text = trainer.spec, Recording(), RandomText(trainer.spec)
+    totals: list[Totals] = []
+    late: Unchecked | None = None
     for step in range(spec.train.steps):
         numbers = indices(spec, first=step * spec.train.global_batch, data_rank=trainer.groups.coordinates["data"])
-        computed = compute(trainer, [text.batch(part) for part in numbers], step=step)
-        kept.losses.append(computed.loss)
-        kept.norms.append(computed.grad_norm)
+        samples = [text.batch(part) for part in numbers]
+        with ExitStack() as stack:
+            routings = [stack.enter_context(recording(stage)) for stage in trainer.stages.values()]
+            accumulated = accumulate(trainer, samples, check=late)
+        totals += [late.totals] if late else []
         kept.gradients.append(_together({name: _gradient(p) for name, p in trainer.parameters.items()}, trainer))
-        update(trainer, computed, step=step)
-    kept.weights = _together({name: p.detach() for name, p in trainer.parameters.items()}, trainer)
+        kept.routing.append(_all_routed(trainer, accumulated, routings))
+        if spec.plan.post_validation:
+            late = Unchecked(trainer, accumulated, step=step)
+        else:
+            computed = conclude(trainer, accumulated, step=step)
+            totals.append(computed.totals)
+            update(trainer, computed, step=step)
+    if late:
+        late.settle()
+        totals.append(late.totals)
+    kept.losses, kept.norms = [each.loss for each in totals], [each.norm for each in totals]
+    kept.weights = _together(trainer.parameters | trainer.buffers(), trainer)
     return kept
 
 
-def _together(shares: dict[str, Tensor], trainer: Trainer) -> dict[str, Tensor]:
-    """Whole tensors of the whole model on the first rank. A tied tensor that its holders disagree on becomes NaN."""
-    whole = {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().cpu().clone() for name, t in shares.items()}
-    here = trainer.groups.coordinates
-    mine = whole if here["data"] == here["tensor"] == 0 else {}
-    everyone: list[dict[str, Tensor]] | None = [{} for _ in range(dist.get_world_size())] if trainer.groups.rank == 0 else None
+def _all_routed(trainer: Trainer, accumulated: Accumulated, routings: list[dict[str, list[Record]]]) -> dict[str, Routed]:
+    """Where every token of the step went, put together on the first rank."""
+    moes, here = trainer.routers(), trainer.groups.coordinates["data"]
+    spec, order = trainer.spec, [id(batch.tokens) for batch in accumulated.batches]
+    rows = indices(spec, first=0, data_rank=here)
+    mine: dict[str, list[tuple[range, list[int], Tensor, Tensor]]] = {}
+    for name, records in ((name, records) for found in routings for name, records in found.items()):
+        spans = moes[name.removesuffix(".router")].sets.spans
+        mine[name] = [
+            (rows[order.index(id(r.batch.tokens))], [p for s in spans(r.choices.shape[1]) for p in s], r.choices, r.margins)
+            for r in records
+        ]
+    everyone: list[dict[str, Any]] | None = [{} for _ in range(dist.get_world_size())] if trainer.groups.rank == 0 else None
     dist.gather_object(mine, everyone)
-    found: dict[str, Tensor] = {}
-    for part in everyone or ():
-        for name, tensor in part.items():
-            found[name] = tensor if name not in found or torch.equal(found[name], tensor) else torch.full_like(tensor, torch.nan)
-    return found
+    whole: dict[str, Routed] = {}
+    for name, parts in ((name, parts) for found in everyone or () for name, parts in found.items()):
+        for numbers, positions, choices, margins in parts:
+            if name not in whole:
+                shape = (spec.train.global_batch, spec.train.seq_len)
+                whole[name] = Routed(torch.full((*shape, choices.shape[-1]), -1), torch.full(shape, torch.inf))
+            for row, number in enumerate(numbers):
+                whole[name].choices[number, positions] = choices[row]
+                whole[name].margins[number, positions] = margins[row]
+    return whole
+
+
+def _together(tensors: dict[str, Tensor], trainer: Trainer) -> dict[str, Tensor]:
+    """Whole tensors of the whole model on the first rank. What its holders disagree on becomes NaN."""
+    mine = [(share.held.key, share.held.shape, share.held.offset, share.data.cpu()) for share in shares(tensors).values()]
+    everyone: list[Any] | None = [None] * dist.get_world_size() if trainer.groups.rank == 0 else None
+    dist.gather_object(mine, everyone)
+    whole: dict[str, Tensor] = {}
+    boxes: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    for name, shape, offset, data in (box for part in everyone or () for box in part):
+        known = boxes.setdefault((name, offset), data)
+        target = whole.setdefault(name, torch.full(shape, torch.nan))
+        where = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
+        target[where] = data if torch.equal(known, data) else torch.nan
+    return whole
+
+
+def ties(expected: Recording, found: Recording) -> int:
+    """Tokens that went elsewhere than in the reference where the choice was closer than TIE: such a run proves nothing, draw another."""
+    return sum(int((moved & ~clear).sum()) for moved, clear, _ in moved_tokens(expected, found))
+
+
+def moved_tokens(expected: Recording, found: Recording, *, tie: float = TIE) -> Iterator[tuple[Tensor, Tensor, str]]:
+    """Of each router and step: which tokens went elsewhere, and where the choice was clear, by more than `tie`. After the first tie,
+    later steps differ anyway: they are left out."""
+    for step, (theirs, ours) in enumerate(zip(expected.routing, found.routing, strict=True)):
+        moves = []
+        for name, routed in theirs.items():
+            moved = (routed.choices != ours[name].choices).any(-1)
+            moves.append((moved, routed.margins > tie, f"{name}, step {step + 1}"))
+        yield from moves
+        if any(bool(moved.any()) for moved, _, _ in moves):
+            return
 
 
 def compare(expected: Recording, found: Recording, *, spec: RunSpec) -> list[Row]:
@@ -197,26 +309,41 @@ def compare(expected: Recording, found: Recording, *, spec: RunSpec) -> list[Row
     steps = range(len(expected.losses))
     losses = [(abs(expected.losses[s] - found.losses[s]), f"step {s + 1}") for s in steps]
     norms = [(abs(expected.norms[s] - found.norms[s]) / expected.norms[s], f"step {s + 1}") for s in steps]
-    grads = [
-        (float((found.gradients[s][name] - g).abs().max() / g.abs().max()), f"{name}, step {s + 1}")
-        for s in steps
-        for name, g in expected.gradients[s].items()
-    ]
+    grads = [gap for s in steps for gap in _gradient_gaps(expected.gradients[s], found.gradients[s], f"step {s + 1}")]
     rates = sum(learning_rate(s, spec=spec.optimizer, steps=spec.train.steps) for s in steps)
-    weights = []
-    for name, weight in expected.weights.items():
-        clear = torch.stack([e[name].abs() > CLEAR_GRADIENT * e[name].abs().max() for e in expected.gradients]).all(0)
-        weights.append((float(((found.weights[name] - weight).abs() * clear).max()) / rates, name))
+    weights = [
+        (float((found.weights[name] - expected.weights[name]).abs().max()) / rates, name) for name in expected.gradients[0]
+    ]
+    kept = expected.weights.keys() - expected.gradients[0].keys()
+    routers = [(float((found.weights[name] - expected.weights[name]).abs().max()), name) for name in sorted(kept)]
+    moved = [(float((gone & clear).sum()), where) for gone, clear, where in moved_tokens(expected, found)]
+    routing = [
+        Row(quantity, *worst(gaps, limit))
+        for quantity, gaps, limit in (
+            ("routing, tokens sent elsewhere", moved, 0.0),
+            ("routers' loads and biases, |difference|", routers, ROUTER_LIMIT),
+        )
+        if gaps
+    ]
     return [
-        Row("loss, |difference|", *_worst(losses, LOSS_LIMIT)),
-        Row("gradient norm, relative", *_worst(norms, NORM_LIMIT)),
-        Row("gradients, of the tensor's largest", *_worst(grads, GRADIENT_LIMIT)),
-        Row(f"weights after {len(steps)} steps, in learning rates", *_worst(weights, WEIGHT_LIMIT)),
+        *routing,
+        Row("loss, |difference|", *worst(losses, LOSS_LIMIT)),
+        Row("gradient norm, relative", *worst(norms, NORM_LIMIT)),
+        Row("gradients, of the tensor's largest", *worst(grads, GRADIENT_LIMIT)),
+        Row(f"weights after {len(steps)} steps, in learning rates", *worst(weights, WEIGHT_LIMIT)),
     ]
 
 
-def _worst(gaps: list[tuple[float, str]], limit: float) -> tuple[float, float, str]:
-    """A NaN is worse than anything."""
+def _gradient_gaps(expected: dict[str, Tensor], found: dict[str, Tensor], step: str) -> Iterator[tuple[float, str]]:
+    """Differences as a share of each tensor's largest gradient. A tensor whose gradients cancel out (a bias of keys, which shifts all
+    scores alike) holds rounding errors only: it is measured against the model's largest."""
+    floor = FLOOR * max(float(g.abs().max()) for g in expected.values())
+    for name, g in expected.items():
+        yield float((found[name] - g).abs().max()) / max(float(g.abs().max()), floor), f"{name}, {step}"
+
+
+def worst(gaps: list[tuple[float, str]], limit: float) -> tuple[float, float, str]:
+    """The largest gap, its limit, where it is. A NaN is worse than anything."""
     gap, where = max(gaps, key=lambda found: (found[0] != found[0], found[0]))
     return gap, limit, where
 

@@ -1,17 +1,26 @@
-"""Where a run stands: its first step, its newest checkpoint, or other weights to start from."""
+"""Where a run stands: its first step, its newest checkpoint, copies in the nodes' memory, or other weights to start from."""
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from megalith.checkpoint.checkpointer import Checkpointer
+from megalith.checkpoint.folder import DamagedCheckpointError
 from megalith.checkpoint.load import load
+from megalith.checkpoint.memory import Damaged, Memory
+from megalith.data.stream import Batch as Samples
 from megalith.data.stream import Stream
+from megalith.fleet.report import Reported, report
+from megalith.fleet.seat import Seat
+from megalith.fleet.signs import CopyCorrupt
+from megalith.fleet.tiers import Source, Tier
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
+from megalith.train.batches import indices
 
 
 @dataclass(frozen=True)
@@ -32,18 +41,62 @@ def meta(position: Position, *, spec: RunSpec, stream: Stream) -> dict[str, Any]
     }
 
 
-def restore(
-    trainer: Trainer, checkpointer: Checkpointer, stream: Stream, *, group: dist.ProcessGroup | None, warn: Callable[[str], None]
-) -> Position:
-    """Load the newest intact checkpoint of the run, or `train.init_from`'s weights, or keep the first weights.
+def read_step(stream: Stream, spec: RunSpec, position: Position, step: int, data_rank: int) -> list[Samples]:
+    """The microbatches of a data rank in any step of a run that stands at `position`."""
+    first = position.samples + (step - position.step) * spec.train.global_batch
+    return [stream.batch(part) for part in indices(spec, first=first, data_rank=data_rank)]
 
-    Raises data errors if the data or tokenizer are not those the checkpoint was trained on.
+
+def restore(
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    stream: Stream,
+    *,
+    group: dist.ProcessGroup | None,
+    warn: Callable[[str], None],
+    source: Source | None = None,
+    memory: Memory | None = None,
+) -> Position:
+    """Load what `source` says (None: the newest intact checkpoint of the run), or `train.init_from`'s weights, or keep the first weights.
+    Copies in memory of later steps are forgotten.
+
+    Raises data errors if the data or tokenizer are not those the checkpoint was trained on, and Reported if a piece of `source` cannot be
+    used, which is reported as CopyCorrupt.
     """
-    spec = trainer.spec
-    loaded = checkpointer.load(trainer.state())
-    if loaded is not None:
-        stream.check_same(loaded.meta["data"])
-        return Position(**loaded.meta["position"])
-    if spec.train.init_from:
-        load(Path(spec.train.init_from), trainer.weights(), group=group, partial=True, cast=True, warn=warn)
-    return Position()
+    seat = memory.seat if memory else Seat.find()
+    position = None
+    try:
+        if source is None or Tier.STORE in (source.tier, *dict(source.elsewhere).values()):
+            position = _from_store(trainer, checkpointer, stream, step=None if source is None else source.step)
+        if source is not None and memory is not None:
+            label = memory.restore(source)
+            position = position if label is None else Position(label.step, label.samples)
+    except Damaged as error:
+        _report(error.tier, error.step, error.slot, str(error))
+    except (DamagedCheckpointError, FileNotFoundError) as error:
+        if source is None:
+            raise
+        if seat.rank == 0:
+            _report(Tier.STORE, source.step, None, str(error))
+        raise Reported(str(error)) from error
+    if position is None:
+        assert source is None or source.tier is None, f"{source}, and no copies in memory"
+        if trainer.spec.train.init_from:
+            load(Path(trainer.spec.train.init_from), trainer.weights(), group=group, partial=True, cast=True, warn=warn)
+        position = Position()
+    if memory is not None:
+        memory.forget_after(position.step)
+    return position
+
+
+def _from_store(trainer: Trainer, checkpointer: Checkpointer, stream: Stream, *, step: int | None) -> Position | None:
+    loaded = checkpointer.load(trainer.state(), step=step)
+    if loaded is None:
+        return None
+    stream.check_same(loaded.meta["data"])
+    return Position(**loaded.meta["position"])
+
+
+def _report(tier: Tier, step: int, slot: int | None, error: str) -> NoReturn:
+    report(CopyCorrupt(time=time.time(), step=step, tier=tier, copy_step=step, slot=slot, error=error))
+    raise Reported(error)

@@ -1,47 +1,62 @@
 """A rank of a training run, from its process to its last step. `main` is what every launcher calls."""
 
 import json
+import os
 import platform
 import shutil
 import signal
 import sys
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from megalith import __version__
 from megalith.checkpoint.checkpointer import Checkpointer
+from megalith.checkpoint.memory import Memory
 from megalith.data.stream import Stream
 from megalith.events import EventLog, Holding, Problem, RunFinished, RunStarted
-from megalith.fleet import environment
+from megalith.fleet import environment, faults
+from megalith.fleet.copies import DISK
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
+from megalith.fleet.report import report
+from megalith.fleet.seat import REPORTS, Seat
+from megalith.fleet.signs import Preempted, SaveFailed
+from megalith.fleet.tiers import Source, Tier
 from megalith.models.flops import CONVENTION, flops_per_token
 from megalith.models.stage import Stage
 from megalith.spec import cluster
 from megalith.spec.run import RunSpec
+from megalith.train import inject
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.generate import TOKENIZER
+from megalith.train.guard import Guard
 from megalith.train.join import choose_device, join, keep_memory, matmul_rate
 from megalith.train.loop import Loop, Yardstick
-from megalith.train.restore import restore
+from megalith.train.restore import read_step, restore
 from megalith.train.validate import Validator
 
 
-def main(run_dir: str, profile: str | None = None) -> None:
+def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None = None) -> None:
     """Train the run described by `run_dir/spec.json` until its last step or a signal, continuing from its newest checkpoint.
 
     `profile` is "A:B": steps A to B - 1 are traced by torch.profiler into `run_dir/profile/`. Exits with status STOPPED after a
-    signal, once the state is saved.
+    signal, once the state is saved. `source` is what to go on from, as a dictionary of `fleet.tiers.Source`; None: the newest intact
+    checkpoint.
     """
     folder = Path(run_dir)
     stop = _Stop()
     heartbeat = Heartbeat.find()
     heartbeat.beat("joining")
+    faults.at("joining")
     spec = RunSpec.model_validate_json((folder / "spec.json").read_text())
     place = environment.find()
     assert place is not None, "no rank in the environment: `megalith train` starts ranks"
@@ -51,7 +66,8 @@ def main(run_dir: str, profile: str | None = None) -> None:
     log = _open_log(spec, folder) if place.rank == 0 else None
     try:
         heartbeat.beat("building")
-        loop = _prepare(spec, folder, log=log, device=device, heartbeat=heartbeat)
+        faults.at("building")
+        loop = _prepare(spec, folder, source=source_of(source), log=log, device=device, heartbeat=heartbeat)
         heartbeat.beat("ready")
         with _Profile(folder, profile, place.rank) as tick:
             reason = loop.run(stop=stop, after_step=tick)
@@ -64,6 +80,8 @@ def main(run_dir: str, profile: str | None = None) -> None:
         raise
     if log:
         log.close()
+    if loop.guard:
+        loop.guard.close()
     dist.barrier()
     dist.destroy_process_group()
     if reason == "stopped":
@@ -79,7 +97,8 @@ def _open_log(spec: RunSpec, folder: Path) -> EventLog:
 
 
 class _Stop:
-    """Set by SIGTERM and SIGUSR1, whatever the rank is doing; read at the end of a step, where all ranks agree."""
+    """Set by SIGTERM and SIGUSR1, whatever the rank is doing; read at the end of a step, where all ranks agree. Told at once, in case
+    it is the scheduler that takes this node away: a supervisor knows whether it asked itself."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -87,13 +106,22 @@ class _Stop:
             signal.signal(number, self._ask)
 
     def _ask(self, number: int, frame: object) -> None:
+        if not self.asked and REPORTS in os.environ:
+            report(Preempted(time=time.time(), node=Seat.find().node))
         self.asked = True
 
     def __bool__(self) -> bool:
         return self.asked
 
 
-def _prepare(spec: RunSpec, folder: Path, *, log: EventLog | None, device: torch.device, heartbeat: Heartbeat) -> Loop:
+def source_of(record: dict[str, Any] | None) -> Source | None:
+    """The source that a launcher gave. Raises pydantic's ValidationError for anything else."""
+    return None if record is None else TypeAdapter(Source).validate_python(record)
+
+
+def _prepare(
+    spec: RunSpec, folder: Path, *, source: Source | None, log: EventLog | None, device: torch.device, heartbeat: Heartbeat
+) -> Loop:
     """Everything up to the first step, on all ranks together."""
 
     def warn(message: str) -> None:
@@ -112,11 +140,70 @@ def _prepare(spec: RunSpec, folder: Path, *, log: EventLog | None, device: torch
     trainer = assemble(spec, groups=groups, device=device)
     if spec.checkpoint.every and spec.checkpoint.asynchronous:
         checkpointer.reserve(trainer.state())  # now, so that the first save waits no longer than the others
-    position = restore(trainer, checkpointer, stream, group=savers, warn=warn)
-    yardstick = _yardstick(trainer)
+    memory = copies_of(trainer, group=savers, warn=warn) if spec.fleet.recover else None
+    heartbeat.beat("restoring")
+    faults.at("restoring")
+    position = restore(trainer, checkpointer, stream, group=savers, warn=warn, source=source, memory=memory)
+    guard = None
+    if spec.fleet.recover:
+        guard = Guard(trainer, seat=Seat.find(), read=partial(read_step, stream, spec, position), memory=memory)
+        guard.begin(position.step, position.samples)
+    yardstick = _yardstick(trainer, folder)
     _introduce(trainer, yardstick, resumed=position.step, log=log)
     validator = Validator(trainer, held_out) if held_out else None
-    return Loop(trainer, stream, checkpointer, position, validator=validator, yardstick=yardstick, log=log, heartbeat=heartbeat)
+    injector = inject.watcher()
+    return Loop(
+        trainer,
+        stream,
+        checkpointer,
+        position,
+        validator=validator,
+        yardstick=yardstick,
+        log=log,
+        heartbeat=heartbeat,
+        guard=guard,
+        watchers=[injector] if injector else [],
+    )
+
+
+def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Memory | None:
+    """Where this rank's copies go; None: nowhere. All ranks of `group` call it together, and go without if one has no room for them."""
+    spec, seat = trainer.spec, Seat.find()
+    if seat.memory is None or not spec.fleet.memory_every:
+        return None
+    disk = os.environ.get(DISK)
+    memory, failed = None, ""
+    try:
+        memory = Memory(
+            trainer.shares(),
+            seat=seat,
+            keep=spec.fleet.memory_keep,
+            pinned=spec.fleet.verify_every > 0,
+            disk=Path(disk) if disk else None,
+            generation=os.environ.get("MEGALITH_GENERATION", ""),
+        )
+    except OSError as error:
+        failed = str(error)
+    short = torch.tensor(int(memory is None))
+    dist.all_reduce(short, group=group)
+    if int(short):
+        return _without(Tier.MEMORY, failed or "another rank has no room", seat, warn)
+    assert memory is not None
+    distance = spec.fleet.buddy_distance(len(seat.placement))
+    if distance:
+        lanes = dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.launch.timeout))
+        assert isinstance(lanes, dist.ProcessGroup)
+        try:
+            memory.join(distance, group=lanes)
+        except OSError as error:
+            _without(Tier.BUDDY, str(error), seat, warn)
+    return memory
+
+
+def _without(tier: Tier, error: str, seat: Seat, warn: Callable[[str], None]) -> None:
+    warn(f"no copies of the state are kept in {tier.value}: {error}")
+    if seat.rank == 0:
+        report(SaveFailed(time=time.time(), tier=tier, error=error))
 
 
 def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
@@ -131,7 +218,7 @@ def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
     )
 
 
-def _yardstick(trainer: Trainer) -> Yardstick:
+def _yardstick(trainer: Trainer, folder: Path) -> Yardstick:
     """What MFU is measured with. The peak is from the catalogue, or measured on a CPU; never guessed."""
     spec, device = trainer.spec, trainer.device
     work = flops_per_token(trainer.model, spec.train.seq_len)
@@ -141,14 +228,28 @@ def _yardstick(trainer: Trainer) -> Yardstick:
     if accelerator is not None and (rate := accelerator.peak.get(precision)):
         return Yardstick(work, rate * ranks, f"{accelerator.title}, dense {precision}")
     if device.type == "cpu":
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-        dist.barrier()  # all ranks measure at once, because all ranks compute at once
-        rate = torch.tensor(matmul_rate(dtype, device), dtype=torch.float64)
-        dist.all_reduce(rate)
-        return Yardstick(work, float(rate), f"measured with {precision} matrix products on all ranks at once")
+        rate = _measured_peak(precision, device, folder / "ranks" / f"peak-{precision}-{ranks}")
+        return Yardstick(work, rate, f"measured with {precision} matrix products on all ranks at once")
     return Yardstick(
         work, None, f"unknown device {name!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name"
     )
+
+
+def _measured_peak(precision: str, device: torch.device, kept: Path) -> float:
+    """FLOP/s of all ranks together, measured at the run's first start and kept: a start after a fault need not wait for it."""
+    known = float(kept.read_text()) if dist.get_rank() == 0 and kept.exists() else 0.0
+    rate = torch.tensor(known, dtype=torch.float64)
+    dist.broadcast(rate, 0)  # one rank looks: over a network, others may not see the file yet
+    if float(rate):
+        return float(rate)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    dist.barrier()  # all ranks measure at once, because all ranks compute at once
+    rate = torch.tensor(matmul_rate(dtype, device), dtype=torch.float64)
+    dist.all_reduce(rate)
+    if dist.get_rank() == 0:
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text(str(float(rate)))
+    return float(rate)
 
 
 def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: EventLog | None) -> None:

@@ -5,25 +5,67 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megalith.data.stream import Batch as Samples
+from megalith.models.batch import Batch
 from megalith.parallel import gradients
-from megalith.parallel.execute import Executed
+from megalith.parallel.execute import Check, Executed
+from megalith.spec.model import MoeSpec
 from megalith.train.assemble import Trainer
-from megalith.train.batches import count_valid, to_batch
+from megalith.train.batches import Cut, count_valid, to_batch
 from megalith.train.optimizer import learning_rate
+
+WORST = {"max_load": 1.0, "entropy": -1.0, "dropped": 1.0}
+"""Measures of the balance of experts, and whether more is worse."""
+
+
+Mark = tuple[str, Any, Any]  # what, from when, to when
+
+Moment = Literal["before_step", "reduced", "before_update", "updated", "resting"]
+
+
+class Watcher(Protocol):
+    """Looks on at the moments of each step. What it raises ends the step. A step whose update is made again, since its norm was known
+    late, has its last three moments twice."""
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """Before its data is read."""
+        ...
+
+    def reduced(self, trainer: Trainer, step: int) -> None:
+        """This rank's gradients are complete and not yet clipped."""
+        ...
+
+    def before_update(self, trainer: Trainer, step: int) -> None:
+        """The optimizer is about to use them."""
+        ...
+
+    def updated(self, trainer: Trainer, step: int) -> None:
+        """The state is that after the step."""
+        ...
+
+    def resting(self, trainer: Trainer, step: int) -> None:
+        """The state is not touched until the next update."""
+        ...
+
+
+def tell(watchers: Sequence[Watcher], moment: Moment, trainer: Trainer, step: int) -> None:
+    """Let them look, in order."""
+    for watcher in watchers:
+        getattr(watcher, moment)(trainer, step)
 
 
 @dataclass(frozen=True)
 class Stepped:
     """What one step did. Sums are over all ranks; `seconds` and `breakdown` are this rank's."""
 
+    step: int  # 0 is the first
     loss: float
     grad_norm: float
     lr: float
@@ -33,118 +75,245 @@ class Stepped:
     memory: dict[str, int]
     stop: bool  # some rank was asked to stop
     spans: list[tuple[str, float, float]]  # action, start and end in seconds since the step began
+    experts: dict[str, float]  # how even their load was in this step, in the layer where it was least so
 
 
 @dataclass(frozen=True)
-class _Totals:
-    """Sums and extremes over all ranks that end a step, from one gather."""
+class Totals:
+    """Sums and extremes over all ranks that end a step."""
 
     squares: float
     loss: float
     stop: bool
     resident: int
 
+    @property
+    def norm(self) -> float:
+        """The global norm of the gradients."""
+        return self.squares**0.5
+
+    @property
+    def finite(self) -> bool:
+        """Of loss and gradients."""
+        return math.isfinite(self.norm) and math.isfinite(self.loss)
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """A step up to its gradients, which are complete and unclipped on the parameters."""
+
+    executed: Executed
+    batches: list[Batch]
+    marks: list[Mark]
+
 
 @dataclass(frozen=True)
 class Computed:
-    """A step up to its gradients, which are complete and unclipped on the parameters."""
+    """A step up to its gradients and what all ranks know of them."""
 
-    loss: float
-    grad_norm: float
-    resident: int
-    stop: bool
-    executed: Executed
-    marks: dict[str, tuple[Any, Any]]
+    totals: Totals
+    accumulated: Accumulated
+
+    @property
+    def loss(self) -> float:
+        return self.totals.loss
+
+    @property
+    def grad_norm(self) -> float:
+        return self.totals.norm
 
 
-def train_step(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> Stepped:
+def train_step(
+    trainer: Trainer, microbatches: Sequence[Samples], *, step: int, stop: bool = False, watchers: Sequence[Watcher] = ()
+) -> Stepped:
     """Train on this rank's microbatches of step `step` (0 is the first). All ranks call it together.
 
     `stop`: this rank was asked to stop; every rank learns of it. Raises gradients.NotFinite, before any weight has changed, naming
     step and parameters if the loss or a gradient is NaN or infinite.
     """
     began = time.perf_counter()
-    computed = compute(trainer, microbatches, step=step, stop=stop)
+    accumulated = accumulate(trainer, microbatches)
+    tell(watchers, "reduced", trainer, step)
+    computed = conclude(trainer, accumulated, step=step, stop=stop)
     start = trainer.executor.clock.mark()
-    lr = update(trainer, computed, step=step)
-    marks = computed.marks | {"optimizer": (start, trainer.executor.clock.mark())}
+    update(trainer, computed, step=step, watchers=watchers)
+    optimizer = ("optimizer", start, trainer.executor.clock.mark())
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)
-    return Stepped(
-        loss=computed.loss,
-        grad_norm=computed.grad_norm,
-        lr=lr,
-        tokens=trainer.spec.train.global_batch * trainer.spec.train.seq_len,
-        seconds=time.perf_counter() - began,
-        breakdown=_breakdown(trainer, computed.executed, marks),
-        memory=trainer.bytes() | {"resident": computed.resident, "peak": peak_bytes(trainer.device)},
-        stop=computed.stop,
-        spans=_spans(trainer, computed),
-    )
+    seconds, experts = time.perf_counter() - began, Balance(trainer).wait()
+    return stepped(trainer, computed.accumulated, computed.totals, experts, optimizer, step=step, seconds=seconds)
+
+
+def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Check | None = None) -> Accumulated:
+    """Forwards, backwards and what adds their gradients up. `check`: of the weights it begins with, see Executor.run."""
+    clock = trainer.executor.clock
+    start = clock.mark()
+    batches = to_batches(trainer, microbatches, valid=count_valid(microbatches, groups=trainer.groups))
+    ready = clock.mark()
+    executed = trainer.executor.run(batches, check=check)
+    done = clock.mark()
+    gradients.add_up(trainer.parameters, trainer.shared, trainer.groups)
+    return Accumulated(executed, batches, [("data", start, ready), ("communication", done, clock.mark())])
+
+
+def to_batches(trainer: Trainer, microbatches: Sequence[Samples], *, valid: int) -> list[Batch]:
+    """A step's microbatches on the device. `valid`: targets of the whole global batch that count."""
+    spec = trainer.spec
+    return [
+        to_batch(
+            samples,
+            Cut.of(trainer),
+            device=trainer.device,
+            loss_scale=1 / valid,
+            z_loss=spec.train.z_loss,
+            sequences=spec.train.global_batch,
+        )
+        for samples in microbatches
+    ]
 
 
 def compute(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> Computed:
-    """Forwards, backwards and what adds their gradients up. Raises gradients.NotFinite."""
-    spec, clock = trainer.spec, trainer.executor.clock
-    start = clock.mark()
-    valid = count_valid(microbatches, group=trainer.groups.data)
-    masked, z_loss = spec.data.document_mask, spec.train.z_loss
-    batches = [to_batch(s, masked=masked, device=trainer.device, loss_scale=1 / valid, z_loss=z_loss) for s in microbatches]
-    ready = clock.mark()
-    executed = trainer.executor.run(batches)
-    done = clock.mark()
-    gradients.add_up(trainer.parameters, trainer.shared, trainer.groups)
-    totals = _totals(trainer, executed, stop=stop)
-    norm = totals.squares**0.5
-    if not math.isfinite(norm) or not math.isfinite(totals.loss):
-        raise gradients.not_finite(trainer.parameters, step=step, loss=totals.loss, norm=norm)
-    marks = {"data": (start, ready), "communication": (done, clock.mark())}
-    return Computed(totals.loss, norm, totals.resident, totals.stop, executed, marks)
+    """Gradients, and what all ranks know of them. Raises gradients.NotFinite."""
+    return conclude(trainer, accumulate(trainer, microbatches), step=step, stop=stop)
 
 
-def update(trainer: Trainer, computed: Computed, *, step: int) -> float:
-    """Clip the gradients, update the weights, drop the gradients; the learning rate."""
-    spec = trainer.spec
+def conclude(trainer: Trainer, accumulated: Accumulated, *, step: int, stop: bool = False) -> Computed:
+    """Wait for what all ranks know. Raises gradients.NotFinite."""
+    start = trainer.executor.clock.mark()
+    totals = Gathering(trainer, accumulated.executed, stop=stop).wait()
+    refuse_not_finite(trainer, totals, step=step)
+    waited = ("communication", start, trainer.executor.clock.mark())
+    return Computed(totals, replace(accumulated, marks=[*accumulated.marks, waited]))
+
+
+def refuse_not_finite(trainer: Trainer, totals: Totals, *, step: int) -> None:
+    """Raise gradients.NotFinite unless loss and gradients are finite."""
+    if not totals.finite:
+        raise gradients.not_finite(trainer.parameters, step=step, loss=totals.loss, norm=totals.norm)
+
+
+def update(trainer: Trainer, computed: Computed, *, step: int, watchers: Sequence[Watcher] = ()) -> None:
+    """Clip the gradients, update the weights, drop the gradients."""
+    clipped_update(trainer, computed.totals, step=step, watchers=watchers)
+    trainer.take_in_loads()
+    tell(watchers, "updated", trainer, step)
+    tell(watchers, "resting", trainer, step)
+
+
+def clipped_update(trainer: Trainer, totals: Totals, *, step: int, watchers: Sequence[Watcher] = ()) -> None:
+    """What `update` does to parameters."""
     grads = [p.grad for p in trainer.parameters.values() if p.grad is not None]
-    gradients.clip(grads, norm=computed.grad_norm, limit=spec.optimizer.clip)
-    lr = learning_rate(step, spec=spec.optimizer, steps=spec.train.steps)
-    trainer.optimizer.step(step, lr=lr)
-    return lr
+    gradients.clip(grads, norm=totals.norm, limit=trainer.spec.optimizer.clip)
+    tell(watchers, "before_update", trainer, step)
+    trainer.optimizer.step(step, lr=rate(trainer, step))
 
 
-def _totals(trainer: Trainer, executed: Executed, *, stop: bool) -> _Totals:
-    """One gather over all ranks; sums are formed in rank order, so every rank gets the same bits in every run."""
-    names = gradients.counted(trainer.parameters, trainer.shared, trainer.groups)
-    squares = gradients.sum_of_squares(p.grad for n in names if (p := trainer.parameters[n]).grad is not None)
-    loss = executed.nll.double() * (trainer.groups.coordinates["tensor"] == 0)  # tensor ranks all have the whole loss
-    other = torch.tensor([float(stop), float(resident_bytes())], dtype=torch.float64, device=trainer.device)
-    mine = torch.cat((torch.stack((squares.to(trainer.device), loss)), other))
-    everyone = mine.new_empty(dist.get_world_size() * len(mine))
-    dist.all_gather_into_tensor(everyone, mine)
-    table: Tensor = everyone.cpu().view(-1, len(mine))
-    return _Totals(
-        squares=float(table[:, 0].sum()),
-        loss=float(table[:, 1].sum()),
-        stop=bool(table[:, 2].any()),
-        resident=int(table[:, 3].max()),
+def rate(trainer: Trainer, step: int) -> float:
+    """The learning rate of a step."""
+    return learning_rate(step, spec=trainer.spec.optimizer, steps=trainer.spec.train.steps)
+
+
+class Gathering:
+    """The totals on their way: one gather over all ranks; sums are formed in rank order, so every rank gets the same bits in every run."""
+
+    def __init__(self, trainer: Trainer, executed: Executed, *, stop: bool) -> None:
+        names = gradients.counted(trainer.parameters, trainer.shared, trainer.groups)
+        squares = gradients.sum_of_squares(p.grad for n in names if (p := trainer.parameters[n]).grad is not None)
+        loss = executed.nll.double() * (trainer.groups.coordinates["tensor"] == 0)  # tensor ranks all have the whole loss
+        other = torch.tensor([float(stop), float(resident_bytes())], dtype=torch.float64, device=trainer.device)
+        self._mine = torch.cat((torch.stack((squares.to(trainer.device), loss)), other))
+        self._everyone = self._mine.new_empty(dist.get_world_size() * len(self._mine))
+        self._work: Any = dist.all_gather_into_tensor(self._everyone, self._mine, async_op=True)
+        self._copied: Any = None
+        if trainer.device.type == "cuda":  # to the host beside the stream that computes, or waiting would mean until that is idle
+            with torch.cuda.stream(torch.cuda.Stream(trainer.device)):
+                self._work.wait()
+                self._on_host = self._everyone.to("cpu", non_blocking=True)
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+
+    def wait(self) -> Totals:
+        if self._copied is not None:
+            self._copied.synchronize()
+            table: Tensor = self._on_host
+        else:
+            self._work.wait()
+            table = self._everyone
+        table = table.view(-1, len(self._mine))
+        return Totals(
+            squares=float(table[:, 0].sum()),
+            loss=float(table[:, 1].sum()),
+            stop=bool(table[:, 2].any()),
+            resident=int(table[:, 3].max()),
+        )
+
+
+class Balance:
+    """How even the experts' loads of the last update were: the worst of all layers, wherever they are, on its way from all ranks."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._work: Any = None
+        if any(isinstance(block.mlp, MoeSpec) for block in trainer.model.blocks):
+            found = [metrics for moe in trainer.routers().values() if (metrics := moe.metrics())]
+            worst = [max((sign * m[name] for m in found), default=-math.inf) for name, sign in WORST.items()]
+            self._worst = torch.tensor(worst, dtype=torch.float64, device=trainer.device)
+            self._work = dist.all_reduce(self._worst, op=dist.ReduceOp.MAX, async_op=True)
+
+    def wait(self) -> dict[str, float]:
+        """By their names; empty for a model without experts."""
+        if self._work is None:
+            return {}
+        self._work.wait()
+        return {name: sign * value for (name, sign), value in zip(WORST.items(), self._worst.tolist(), strict=True)}
+
+
+def stepped(
+    trainer: Trainer,
+    accumulated: Accumulated,
+    totals: Totals,
+    experts: dict[str, float],
+    optimizer: Mark,
+    *,
+    step: int,
+    seconds: float,
+) -> Stepped:
+    """What there is to tell of a step whose work on this rank is done."""
+    spec, executed = trainer.spec, accumulated.executed
+    return Stepped(
+        step=step,
+        loss=totals.loss,
+        grad_norm=totals.norm,
+        lr=rate(trainer, step),
+        tokens=spec.train.global_batch * spec.train.seq_len,
+        seconds=seconds,
+        breakdown=_breakdown(trainer, executed, [*accumulated.marks, optimizer]),
+        memory=trainer.bytes() | {"resident": totals.resident, "peak": peak_bytes(trainer.device)},
+        stop=totals.stop,
+        spans=_spans(trainer, accumulated),
+        experts=experts,
     )
 
 
-def _breakdown(trainer: Trainer, executed: Executed, parts: dict[str, tuple[Any, Any]]) -> dict[str, float]:
-    """Seconds by what they went to. Waiting for a neighbour counts as `bubble`, starting messages as communication."""
+def _breakdown(trainer: Trainer, executed: Executed, parts: list[Mark]) -> dict[str, float]:
+    """Seconds by what they went to. Waiting for another rank counts as `bubble`, starting messages as communication."""
     clock = trainer.executor.clock
-    seconds = {name: clock.seconds(*marks) for name, marks in parts.items()} | {"forward": 0.0, "backward": 0.0, "bubble": 0.0}
+    seconds = dict.fromkeys((*(name for name, _, _ in parts), "forward", "backward", "bubble"), 0.0)
+    for name, start, end in parts:
+        seconds[name] += clock.seconds(start, end)
     for name, start, end in executed.marks:
         kind = name.lstrip("0123456789").rstrip("0123456789")
-        into = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "WAIT": "bubble"}.get(kind, "communication")
-        seconds[into] += clock.seconds(start, end)
+        seconds[_WENT_TO.get(kind, "communication")] += clock.seconds(start, end)
     return seconds
 
 
-def _spans(trainer: Trainer, computed: Computed) -> list[tuple[str, float, float]]:
+_WENT_TO = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "WAIT": "bubble", "CHECK": "bubble"}
+_WENT_TO |= {"LOST": "bubble", "UNDO": "optimizer"}  # of a row that was begun with an update that had to be undone
+
+
+def _spans(trainer: Trainer, accumulated: Accumulated) -> list[tuple[str, float, float]]:
     """When each action ran, in seconds since the step began."""
-    clock, zero = trainer.executor.clock, computed.marks["data"][0]
-    return [(name, clock.seconds(zero, start), clock.seconds(zero, end)) for name, start, end in computed.executed.marks]
+    clock, (_, zero, _) = trainer.executor.clock, accumulated.marks[0]
+    return [(name, clock.seconds(zero, start), clock.seconds(zero, end)) for name, start, end in accumulated.executed.marks]
 
 
 def resident_bytes() -> int:

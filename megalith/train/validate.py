@@ -12,7 +12,7 @@ from megalith.parallel.execute import Executor
 from megalith.schedule.forward_only import forward_only
 from megalith.schedule.lower import lower
 from megalith.train.assemble import Trainer
-from megalith.train.batches import count_valid, indices, to_batch
+from megalith.train.batches import Cut, count_valid, indices, to_batch
 
 
 class Validator:
@@ -26,8 +26,11 @@ class Validator:
         rows = plan.data * plan.microbatch
         most = max((len(samples) for samples in self.samples.values()), default=0)
         self.microbatches = max(1, -(-most // rows))
-        program = lower(forward_only(plan.pipeline, self.microbatches, plan.chunks), plan.zero)
-        self.executor = Executor(program, trainer.stages, groups=trainer.groups, hidden=trainer.executor.hidden)
+        executor = trainer.executor
+        program = lower(forward_only(executor.program.schedule, self.microbatches), plan.zero)
+        self.executor = Executor(
+            program, trainer.runners, reducer=executor.reducer, groups=trainer.groups, hidden=executor.hidden
+        )
 
     @torch.no_grad()
     def run(self) -> tuple[float, dict[str, float]]:
@@ -44,9 +47,9 @@ class Validator:
         batch = trainer.spec.plan.microbatch * trainer.spec.plan.data * self.microbatches
         spec = trainer.spec.model_copy(update={"train": trainer.spec.train.model_copy(update={"global_batch": batch})})
         mine = [self._read(samples, numbers) for numbers in indices(spec, first=0, data_rank=trainer.groups.coordinates["data"])]
-        valid = count_valid(mine, group=trainer.groups.data)
-        masked = spec.data.document_mask
-        batches = [to_batch(s, masked=masked, device=trainer.device, loss_scale=1 / valid) for s in mine]
+        valid = count_valid(mine, groups=trainer.groups)
+        cut = replace(Cut.of(trainer), ahead=0)
+        batches = [to_batch(s, cut, device=trainer.device, loss_scale=1 / valid) for s in mine]
         loss = self.executor.run(batches).nll.double() * (trainer.groups.coordinates["tensor"] == 0)
         dist.all_reduce(loss)
         return float(loss), valid

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megalith.data.stream import Batch as Samples
 from megalith.spec.run import RunSpec
-from megalith.train.batches import count_valid, indices, to_batch
+from megalith.train.assemble import mesh_groups
+from megalith.train.batches import Cut, count_valid, indices, to_batch
 from megalith.train.parity import RandomText
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
@@ -74,7 +75,7 @@ def samples(**parts: Any) -> Samples:
 
 
 def test_a_masked_batch_carries_positions_and_the_cuts_of_its_rows():
-    batch = to_batch(samples(), masked=True, device=CPU, loss_scale=0.5, z_loss=0.1)
+    batch = to_batch(samples(), Cut(masked=True), device=CPU, loss_scale=0.5, z_loss=0.1)
     assert batch.pieces == ((2, 2), (4,))
     assert batch.positions is not None and batch.positions.tolist() == [[0, 1, 0, 1], [0, 1, 2, 3]]
     assert (batch.loss_scale, batch.z_loss) == (0.5, 0.1)
@@ -82,19 +83,19 @@ def test_a_masked_batch_carries_positions_and_the_cuts_of_its_rows():
 
 
 def test_rows_of_one_document_each_need_no_cuts():
-    assert to_batch(samples(pieces=((4,), (4,))), masked=True, device=CPU, loss_scale=1.0).pieces is None
+    assert to_batch(samples(pieces=((4,), (4,))), Cut(masked=True), device=CPU, loss_scale=1.0).pieces is None
 
 
 def test_without_masks_rows_are_single_documents():
-    batch = to_batch(samples(), masked=False, device=CPU, loss_scale=1.0)
+    batch = to_batch(samples(), Cut(masked=False), device=CPU, loss_scale=1.0)
     assert batch.pieces is None and batch.positions is None
 
 
 def _valid(rank: int, ranks: int) -> int:
     spec = tiny_run(plan={"data": ranks}, train={"global_batch": 12})
     text = RandomText(spec)
-    group = torch.distributed.group.WORLD
-    return count_valid([text.batch(part) for part in indices(spec, first=0, data_rank=rank)], group=group)
+    groups = mesh_groups(spec, CPU)
+    return count_valid([text.batch(part) for part in indices(spec, first=0, data_rank=rank)], groups=groups)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -105,7 +106,7 @@ def test_valid_targets_are_counted_over_the_whole_global_batch(ranks):
 
 
 def _none(rank: int) -> int:
-    return count_valid([samples(targets=np.full((2, 4), -100))], group=torch.distributed.group.WORLD)
+    return count_valid([samples(targets=np.full((2, 4), -100))], groups=mesh_groups(tiny_run(), CPU))
 
 
 def test_a_batch_without_targets_divides_by_one_not_by_zero():

@@ -9,7 +9,7 @@ import torch
 from megalith.models.batch import Batch
 from megalith.parallel.gradients import local
 from megalith.spec.run import RunSpec
-from megalith.train.batches import to_batch
+from megalith.train.batches import Cut, to_batch
 from megalith.train.run import open_stream
 from megalith.train.step import train_step
 from megalith.train.validate import Validator
@@ -58,7 +58,7 @@ def plainly(spec: RunSpec) -> tuple[float, dict[str, float], dict[str, int]]:
         numbers = stream.validation_samples(domain, spec.validation.samples)
         losses = []
         for number in numbers:
-            batch: Batch = to_batch(stream.batch([number]), masked=spec.data.document_mask, device=CPU, loss_scale=1.0)
+            batch: Batch = to_batch(stream.batch([number]), Cut(masked=spec.data.document_mask), device=CPU, loss_scale=1.0)
             losses.append((float(model(batch.tokens, batch).nll), int((batch.targets >= 0).sum())))  # pyright: ignore
         totals[domain], counts[domain] = (sum(column) for column in zip(*losses, strict=True))
         sizes[domain] = len(numbers)

@@ -1,0 +1,201 @@
+"""A run on many machines: one process a node, started by an engine or by hand, and a controller where the store is.
+
+What the engine says of a process decides only who serves the store and in which order nodes get the first places. Which ranks a node has,
+and which nodes wait as spares, is decided by the run's controller.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+import torch.distributed as dist
+
+from megalith.fleet import lifeline, rendezvous, supervisor
+from megalith.fleet.agent import Agent
+from megalith.fleet.controller import Controller, Store
+from megalith.fleet.copies import pieces
+from megalith.fleet.environment import Place
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.job import Job
+from megalith.fleet.local import LocalNodes, memory_root
+from megalith.fleet.outcome import Outcome
+from megalith.fleet.remote import RemoteNodes, node_logs
+from megalith.fleet.seat import node_folder
+from megalith.spec.fleet import FleetSpec
+from megalith.spec.run import RunSpec
+from megalith.train.store import connect, serve
+
+LEAVE_SECONDS = 10.0  # that an agent may take to end its ranks once the run is over
+MEETING = "MEGALITH_MEETING"
+"""Variable: the store of a run that goes on, "tcp://HOST:PORT"; an agent that has it joins that run, whatever else it is told."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine of a run. `identity`: copies in memory of a run with another one are not this run's. `open_data` warms a node."""
+
+    job: Job
+    fleet: FleetSpec
+    name: str
+    identity: str
+    open_data: Callable[[], object]
+
+    @property
+    def memory(self) -> Path:
+        """Where this node keeps copies of the state."""
+        return memory_root(self.job.run_dir, f"{self.identity} {self.name}")
+
+
+def directs(place: Place | None) -> bool:
+    """Whether the process in this place directs the run: the engine's first, unless it joins a run that goes on."""
+    return MEETING not in os.environ and place is not None and place.rank == 0
+
+
+def serve_node(host: Host, place: Place | None) -> int:
+    """Be a machine of a run that another process directs; the exit status of the run. Raises ValueError where nothing says how to meet."""
+    if MEETING in os.environ:
+        return _serve(host, os.environ[MEETING], order=sys.maxsize, cut_off=_begin_anew)
+    if place is None:
+        raise ValueError(
+            f"nothing says where this node meets the others. Start it with torchrun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and "
+            f"MASTER_PORT (rank 0 directs the run), or {MEETING}=tcp://HOST:PORT to join one that goes on"
+        )
+    os.environ[MEETING] = meeting = _agree(place, "", seconds=host.job.start_timeout)  # should this process have to begin anew
+    return _serve(host, meeting, order=place.rank, cut_off=_begin_anew)
+
+
+def open_data(spec: RunSpec) -> object:
+    """The run's data, opened as ranks will open it: its files are known to this machine by then. Raises DataError if they are not there."""
+    from megalith.train.run import open_stream  # all of the trainer, which only the ranks need otherwise
+
+    return open_stream(spec, "train")
+
+
+def _agree(place: Place, meeting: str, *, seconds: float) -> str:
+    """Where all meet. An engine's own store only serves to say so: what earlier starts left in it must not be met."""
+    if not place.engine_serves:
+        return place.store
+    store = dist.PrefixStore("megalith", connect(place.store, seconds=seconds))
+    return rendezvous.agree(store, meeting, rank=place.rank, world=place.world, seconds=seconds)
+
+
+def direct(host: Host, place: Place, *, checkpoints: Store, tick: Callable[[], None]) -> Outcome:
+    """Serve the store, run this node's own agent beside it, and direct the run to its end.
+
+    Must be called while there is one thread: the store's process and the agent are forked from this one. Raises TimeoutError when too
+    few nodes come.
+    """
+    address, _, port = place.store.rpartition(":")
+    keeper, port = serve(0 if place.engine_serves else int(port))
+    meeting = f"{address}:{port}"
+    agent = os.fork()
+    if agent == 0:
+        _be_the_agent(host, meeting, parent=os.getppid())
+    try:
+        _agree(place, meeting, seconds=host.job.start_timeout)
+        print(f"agents meet at {meeting}", file=sys.stderr, flush=True)
+        store = connect(meeting, seconds=host.job.start_timeout)
+        return _control(host, store, checkpoints=checkpoints, tick=tick)
+    finally:
+        _end_child(agent, patience=LEAVE_SECONDS)
+        _end_child(keeper, patience=0.0)
+
+
+def _control(host: Host, store: rendezvous.Store, *, checkpoints: Store, tick: Callable[[], None]) -> Outcome:
+    fleet, job = host.fleet, host.job
+    with supervisor.alone(job.run_dir), supervisor.requests_to_stop() as requests:
+        nodes = RemoteNodes(store, job, fleet)
+        outcome = None
+        try:
+            nodes.await_nodes(fleet.nodes, fleet.nodes + fleet.spares, seconds=job.start_timeout)
+            outcome = Controller(job, fleet=fleet, nodes=nodes, store=checkpoints, requests=requests, tick=tick).run()
+            return outcome
+        finally:
+            code = outcome.code if outcome is not None else ExitCode.LOST
+            nodes.leave(code, forget=code in (ExitCode.FINISHED, ExitCode.STOPPED))
+
+
+def _end_child(process: int, *, patience: float) -> None:
+    """Wait `patience` seconds for a child to end by itself, then kill it."""
+    end = time.monotonic() + patience
+    while os.waitpid(process, os.WNOHANG) == (0, 0):
+        if time.monotonic() >= end:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            return
+        time.sleep(0.02)
+
+
+def _be_the_agent(host: Host, meeting: str, *, parent: int) -> NoReturn:
+    """The agent of the machine that directs the run; it has no engine to start it again, and no way to lose sight of a store next to it."""
+    try:
+        lifeline.die_with_parent(parent)
+        os._exit(_serve(host, meeting, order=0, cut_off=_end))
+    except BaseException:  # this is a fork: nothing may climb back into the caller
+        traceback.print_exc()
+    finally:
+        os._exit(ExitCode.LOST)
+
+
+def _end(why: str) -> NoReturn:
+    print(f"this node's agent ends: {why}", file=sys.stderr, flush=True)
+    os._exit(ExitCode.LOST)
+
+
+def _begin_anew(why: str) -> NoReturn:
+    """Become a new agent: the ranks of this one end with its pipe, and the run may take the node as a spare, once it is healthy."""
+    print(f"this node's agent begins anew: {why}", file=sys.stderr, flush=True)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], NoReturn]) -> int:
+    """Be an agent; the exit status of the run, LOST if it cannot be joined."""
+    seconds = host.job.start_timeout
+    try:
+        store, beating = (connect(meeting, seconds=seconds) for _ in range(2))
+    except RuntimeError as error:
+        print(f"no run to join at {meeting} within {seconds:g} s: {error}", file=sys.stderr, flush=True)
+        return ExitCode.LOST
+    data = host.open_data()
+    if (interface := _interface_to(meeting)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    local = LocalNodes(
+        host.job, names=(host.name,), memory=host.memory, folder=node_logs(host.job.run_dir, host.name), meeting=meeting
+    )
+    agent = Agent(
+        host.name, local, order=order, store=store, beating=beating, seconds=host.fleet.node_timeout, cut_off=cut_off,
+        pieces=lambda: pieces(node_folder(host.memory, host.name)),
+    )  # fmt: skip
+    agent.take_requests()
+    code = agent.run()
+    del data  # held open until now
+    return code
+
+
+def _interface_to(meeting: str) -> str | None:
+    """The network interface that reaches the store: the ranks' messages go the same way. None where it has no name here."""
+    host, _, port = meeting.removeprefix("tcp://").rpartition(":")
+    kind, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing: only asks the kernel for a route
+        own = probe.getsockname()[0]
+    addresses = psutil.net_if_addrs().items()
+    return next((name for name, found in addresses if any(one.address == own for one in found)), None)
+
+
+def own_name(given: str | None) -> str:
+    """The node's name: given, or the machine's. Raises ValueError for one that cannot be part of a folder's name and of a list."""
+    name = given or socket.gethostname()
+    if not name or set(name) & set("/, "):
+        raise ValueError(
+            f"{name!r} is no name for a node: it becomes part of folders and lists. Leave out slashes, commas and spaces"
+        )
+    return name

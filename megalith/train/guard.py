@@ -1,0 +1,272 @@
+"""Keeps watch over one rank's state: digests it while it rests, compares it with its replicas, repeats what went wrong, and copies it.
+
+What it finds it reports as a sign (`megalith.fleet.signs`), and then ends the rank: what is to be done is for the fleet's policy to say.
+A step whose gradients are not finite is run again in place first. (Google's Gemini report and Meta's studies of silent corruption motivate
+the checks; the sums are our own choice, see `megalith.fleet.copies`.)
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megalith.checkpoint.memory import Memory, digest
+from megalith.fleet import report as reports
+from megalith.fleet.report import Reported
+from megalith.fleet.seat import REPORTS, Seat
+from megalith.fleet.signs import AnySign, GradientWrong, Nonfinite, SaveFailed, SaveWorks, StateCorrupt
+from megalith.fleet.tiers import Tier
+from megalith.models.init import seed_of
+from megalith.parallel.data import local
+from megalith.parallel.gradients import NotFinite
+from megalith.spec.model import MoeSpec
+from megalith.train.assemble import Trainer
+from megalith.train.recompute import Probe, Read, Recomputer, Updates, buckets_of, table
+
+T = TypeVar("T")
+Report = Callable[[AnySign], None]
+
+
+class Guard:
+    """Of one rank. All ranks make theirs together and call its methods at the same steps; it is a `Watcher`.
+
+    `read` gives the samples of other data ranks. `memory`: where copies go, None: nowhere.
+    """
+
+    def __init__(
+        self, trainer: Trainer, *, seat: Seat, read: Read, memory: Memory | None = None, report: Report = reports.report
+    ) -> None:
+        self.trainer, self.fleet, self.seat, self.memory, self.report = trainer, trainer.spec.fleet, seat, memory, report
+        self.probe = Probe(buckets_of(trainer))
+        self.replicas = Replicas(trainer) if self.fleet.digest else None
+        self._lasting = list(trainer.shares().values())
+        self._digests: dict[int, int] = {}  # of the state after so many steps
+        self._good = 0  # states up to this step are known, or must be taken, to be right
+        self._disk_failed = False
+        every = self.fleet.verify_every
+        self.recomputer = Recomputer(trainer, self.probe, read=read, microbatches=self.fleet.verify if every else "all")
+        self.updates = Updates(trainer, memory) if every and memory else None
+
+    def begin(self, step: int, samples: int) -> None:
+        """Take the state as it is now, after `step` steps: to be called once it is restored."""
+        self._good = step
+        if self.memory and (pinned := self.memory.pinned_step()) is not None and pinned <= step:
+            self._good = pinned
+        if self.fleet.digest:
+            self._digests = {step: digest(self._lasting)}
+        if self.memory:  # by all ranks, also those that have this very copy: their buddies may be new
+            self.copy(step, samples)
+
+    # --- the moments of a step ---
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """What was seen of the last step's gradients is over."""
+        self.probe.next()
+        self.probe.digests = self._verifies(step) and self.fleet.verify == "all"
+
+    def reduced(self, trainer: Trainer, step: int) -> None:
+        """Replicas must have had the same state, and get the same gradients."""
+        if self.replicas:
+            self._judge_replicas(step, self.replicas.wait())
+        if self._verifies(step):
+            self._verify(step)
+
+    def before_update(self, trainer: Trainer, step: int) -> None:
+        """The state must be what it was after the last update."""
+        known = self._digests.get(step)
+        made_again = step + 1 in self._digests  # an update that was undone: routers have taken in their loads meanwhile
+        if known is not None and not made_again and (found := digest(self._lasting)) != known:
+            text = f"the state after {step} steps had the digest {known:016x}, and has {found:016x} before the next update"
+            self._accuse(StateCorrupt(**self._here(step, self.seat.rank), where="at rest"), text)
+        if self.updates and self._verifies(step):
+            self.updates.begin(step)
+
+    def updated(self, trainer: Trainer, step: int) -> None:
+        """What the update must have made; what is to be found when it rests no longer."""
+        if self.updates and self._verifies(step) and (rank := self.updates.check(step)) is not None:
+            text = f"rank {rank}'s update of step {step} is not what its copy and its gradients give"
+            self._accuse(StateCorrupt(**self._here(step, rank), where="update"), text)
+        if self.fleet.digest:
+            known = digest(self._lasting)
+            self._digests = {at: d for at, d in self._digests.items() if at >= step} | {step + 1: known}
+            if self.replicas:
+                self.replicas.start(known)
+
+    def resting(self, trainer: Trainer, step: int) -> None:
+        """Nothing to do but to rest."""
+
+    def _verifies(self, step: int) -> bool:
+        return self.fleet.verify_every > 0 and step % self.fleet.verify_every == 0
+
+    # --- gradients ---
+
+    def _verify(self, step: int) -> None:
+        found = self.recomputer.compare(step)
+        if found is None:
+            self._good = step
+            if self.memory:
+                self.memory.pin()
+        if found is None or not found.suspects:
+            return
+        nodes = tuple(dict.fromkeys(self.seat.node_of(rank) for rank in found.suspects))
+        ranks = ", ".join(map(str, found.suspects))
+        sign = GradientWrong(time=time.time(), step=step, good_step=self._good, suspects=nodes)
+        reporter = min(set(range(self.seat.world)) - set(found.suspects), default=0)
+        self._together(sign, f"step {step}: ranks {ranks} {found.text}", reporter=reporter)
+
+    def in_place(self, run: Callable[[], T], *, step: int) -> T:
+        """`run` a step; once more if a gradient is not finite, from the state it began with, which gives the same bits if that was an
+        accident. Raises gradients.NotFinite, or Reported where somebody listens, if it comes again."""
+        try:
+            return run()
+        except NotFinite:
+            origin = self._origin()
+            if self.seat.rank == (origin or 0):
+                self.report(self._nonfinite(step, origin, "not asked"))
+        self._clear(step)
+        try:
+            return run()
+        except NotFinite as error:
+            self._blame(error, step)
+            raise
+
+    def _clear(self, step: int) -> None:
+        """As before the step."""
+        trainer = self.trainer
+        trainer.optimizer.drop_gradients()
+        for moe in trainer.routers().values():
+            moe.router.counts.zero_()
+        torch.manual_seed(seed_of(trainer.spec.train.seed, f"step {step}"))
+        self.probe.clear()
+        self.before_step(trainer, step)
+
+    def _origin(self) -> int | None:
+        """The rank whose own gradients were not finite before they met others: of several, the one where a backward comes by first.
+
+        None: no rank's; their sum, or a norm, overflowed.
+        """
+        bad = [rank for rank, (flag,) in enumerate(table([int(not self.probe.finite())], self.trainer.device)) if flag]
+        mesh = self.trainer.groups.mesh
+        return max(bad, key=lambda rank: (mesh.coordinates(rank)["pipeline"], -rank), default=None)
+
+    def _nonfinite(self, step: int, rank: int | None, elsewhere: Any) -> Nonfinite:
+        here: dict[str, Any] = {**self._here(step, 0 if rank is None else rank), "rank": rank}
+        parameters = self.trainer.parameters.items()
+        bad = [name for name, p in parameters if p.grad is not None and not bool(local(p.grad).isfinite().all())]
+        return Nonfinite(**here, name=bad[0] if bad else "no single parameter", elsewhere=elsewhere)
+
+    def _blame(self, error: NotFinite, step: int) -> None:
+        """It came twice: does another replica get it, too?"""
+        origin = self._origin()
+        sign = self._nonfinite(step, origin, "reproduced" if origin is None else self._elsewhere(step, origin))
+        self._together(sign, str(error), reporter=origin or 0)
+
+    def _elsewhere(self, step: int, origin: int) -> str:
+        """What the replica that computes `origin`'s samples gets."""
+        shift, mesh = self.recomputer.shift, self.trainer.groups.mesh
+        if not shift:
+            return "nobody to ask"
+        _, finite = self.recomputer.again(step, shift=shift)
+        here = mesh.coordinates(origin)
+        asked = mesh.rank(here | {"data": (here["data"] - shift) % mesh.data})
+        return "clean" if table([int(finite)], self.trainer.device)[asked][0] else "reproduced"
+
+    # --- replicas ---
+
+    def _judge_replicas(self, step: int, wrong: list["Split"]) -> None:
+        for split in wrong:
+            text = f"after {step} steps ranks {split.ranks} must hold the same state, and {split.odd} differ"
+            if len(split.odd) == 1:
+                self._together(StateCorrupt(**self._here(step, split.odd[0]), where="replica"), text, reporter=split.witness)
+            nodes = tuple(dict.fromkeys(self.seat.node_of(rank) for rank in split.odd))
+            sign = GradientWrong(time=time.time(), step=step, good_step=max(0, step - 1), suspects=nodes)
+            self._together(sign, text, reporter=split.witness)
+
+    # --- reports ---
+
+    def _here(self, step: int, rank: int) -> dict[str, Any]:
+        return {"time": time.time(), "step": step, "slot": self.seat.slot_of(rank), "node": self.seat.node_of(rank), "rank": rank}
+
+    def _accuse(self, sign: AnySign, text: str) -> None:
+        """Of what this rank alone knows."""
+        self.report(sign)
+        raise Reported(text)
+
+    def _together(self, sign: AnySign, text: str, *, reporter: int) -> None:
+        """Of what all ranks know: one tells, and none ends before it has."""
+        if self.seat.rank == reporter:
+            self.report(sign)
+        dist.barrier()
+        if isinstance(sign, Nonfinite) and REPORTS not in os.environ:
+            return  # nobody listens: the caller's own error says it better
+        raise Reported(text)
+
+    # --- copies ---
+
+    def due(self, step: int) -> bool:
+        """Is a copy to be made once `step` steps are done?"""
+        return self.memory is not None and step % self.fleet.memory_every == 0
+
+    def copy(self, step: int, samples: int) -> None:
+        """Copy the state after `step` steps."""
+        assert self.memory is not None
+        disk = self.fleet.disk_every > 0 and step % self.fleet.disk_every == 0
+        self.memory.copy(step, samples, known=self._digests.get(step), to_disk=disk)
+        failed = self.memory.disk_error
+        if bool(failed) != self._disk_failed:
+            self._disk_failed = bool(failed)
+            told = {"time": time.time(), "step": step, "tier": Tier.DISK}
+            self.report(SaveFailed(**told, error=failed) if failed else SaveWorks(**told))
+
+    def close(self) -> None:
+        """Wait for copies under way."""
+        if self.memory:
+            self.memory.settle()
+
+
+class Split:
+    """Ranks that must hold the same bits and do not. `odd`: those unlike most; all of them where there is no majority."""
+
+    def __init__(self, ranks: Sequence[int], digests: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        (common, count), *_ = Counter(digests).most_common()
+        majority = 2 * count > len(ranks)
+        self.odd = tuple(r for r, d in zip(ranks, digests, strict=True) if d != common) if majority else self.ranks
+        self.witness = min(set(ranks) - set(self.odd), default=ranks[0])
+
+
+class Replicas:
+    """Digests of the ranks that hold the same state, on their way while the next step is computed."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        mesh, groups = trainer.groups.mesh, dict[tuple[int, ...], list[int]]()
+        experts = any(isinstance(block.mlp, MoeSpec) for block in trainer.model.blocks)
+        for rank in range(mesh.ranks):
+            places = [mesh.state_coordinates(rank), mesh.expert_coordinates(rank) if experts else {}]
+            held = [value for place in places for axis, value in place.items() if axis != "copies"]
+            groups.setdefault(tuple(held), []).append(rank)
+        self.groups = [ranks for ranks in groups.values() if len(ranks) > 1]
+        self.device = trainer.device
+        self._work: Any = None
+
+    def start(self, known: int) -> None:
+        """Send this rank's digest to all."""
+        if self.groups:
+            self.wait()
+            own = torch.tensor([known - (1 << 64) if known >= 1 << 63 else known], device=self.device)
+            self._everyone = own.new_empty(dist.get_world_size())
+            self._work = dist.all_gather_into_tensor(self._everyone, own, async_op=True)
+
+    def wait(self) -> list[Split]:
+        """Who does not hold what its replicas hold."""
+        if self._work is None:
+            return []
+        self._work.wait()
+        self._work = None
+        found = self._everyone.tolist()
+        digests = [[found[rank] for rank in ranks] for ranks in self.groups]
+        return [Split(ranks, of) for ranks, of in zip(self.groups, digests, strict=True) if len(set(of)) > 1]

@@ -1,0 +1,99 @@
+"""Faults on purpose that befall tensors and computations; those of processes and files are `fleet.faults`'s."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.fleet import faults
+from megalith.fleet.faults import ACTIONS, Faults, Injection
+from megalith.train.assemble import Trainer
+
+FLIPPED_BIT = 20  # of fp32's mantissa: a change of about 1 % of the value, far from NaN
+WRONG_BY = 0.37
+NAP_SECONDS, NAP_STEPS = 0.15, 3.0  # a slow rank takes that much longer a step, or that many times what steps took before
+
+
+def watcher() -> "Injector | None":
+    """What brings this rank its faults; None where none are to come."""
+    found = faults.find()
+    return Injector(found) if found is not None else None
+
+
+class Injector:
+    """Watches the steps of a rank and lets its faults come at their moments."""
+
+    def __init__(self, found: Faults) -> None:
+        self._faults = found
+        self._hooks: list[Any] = []
+        self._begun: float | None = None
+        self._fastest = float("inf")  # seconds between the beginnings of two steps
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """The start of a step; what befalls its gradients is prepared."""
+        self._remove_hooks()
+        now = time.monotonic()
+        if self._begun is not None:
+            self._fastest = min(self._fastest, now - self._begun)
+        self._begun = now
+        faults.at("step", step)
+        for one in self._faults.due("gradients", step):
+            stage = trainer.runners[max(trainer.runners)].stage
+            parameter = next(p for p in stage.parameters() if p.requires_grad)
+            self._hooks.append(parameter.register_hook(self._spoiler(one)))
+
+    def reduced(self, trainer: Trainer, step: int) -> None:
+        """Gradients are complete."""
+
+    def before_update(self, trainer: Trainer, step: int) -> None:
+        """They are clipped."""
+
+    def updated(self, trainer: Trainer, step: int) -> None:
+        """The update has been made."""
+
+    def resting(self, trainer: Trainer, step: int) -> None:
+        """It has been looked at; the state rests until the next step."""
+        for one in self._faults.due("resting", step):
+            if one.kind in ACTIONS:
+                faults.happen(one, self._faults.seat)
+            else:
+                flip(trainer, one)
+
+    def _spoiler(self, one: Injection) -> Callable[[Tensor], Tensor]:
+        """What becomes of one parameter's gradient on the way to its reduction."""
+        came: list[int] = []
+
+        def spoil(grad: Tensor) -> Tensor:
+            if came and one.kind != "gradient":
+                return grad
+            came.append(one.number)
+            if one.kind in ACTIONS:
+                faults.happen(one, self._faults.seat)
+            if one.kind == "slow":
+                time.sleep(max(NAP_SECONDS, NAP_STEPS * self._fastest) if self._fastest < float("inf") else NAP_SECONDS)
+                return grad
+            spoilt = grad.clone()
+            spoilt.view(-1)[int(one.place * grad.numel())] += torch.nan if one.kind == "nan" else WRONG_BY
+            return spoilt
+
+        return spoil
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+@torch.no_grad()
+def flip(trainer: Trainer, one: Injection) -> None:
+    """Flip one bit of a weight or of a moment that this rank holds."""
+    prefix = "weights." if one.kind == "weight" else "moments."
+    held = {name: share for name, share in trainer.shares().items() if name.startswith(prefix) and share.numel()}
+    names = sorted(name for name in held if held[name].dtype == torch.float32)
+    name = names[int(one.place * len(names))]
+    flat = held[name].view(-1)
+    bits = flat[int(one.place * flat.numel()) :][:1].view(torch.int32)
+    bits.bitwise_xor_(1 << FLIPPED_BIT)
+    print(f"fault {one.number}: a bit of {name} flipped after step {one.step}", flush=True)

@@ -1,0 +1,367 @@
+"""What a rank does, counted where operations reach torch's dispatcher: bytes held by category, collectives by axis, FLOPs by kind.
+
+The same meter counts a real run and a dry one, since both come by here. What a kernel allocates inside itself is not seen.
+"""
+
+import weakref
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalith.parallel.data import Weight, local
+from megalith.parallel.groups import Groups
+from megalith.train.assemble import Trainer
+
+Category: TypeAlias = Literal["weights", "gradients", "optimizer", "activations", "buffers"]
+CATEGORIES: tuple[Category, ...] = ("weights", "gradients", "optimizer", "activations", "buffers")
+ACTIVATIONS = CATEGORIES.index("activations")
+
+KINDS = {
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "alltoall_base_": "all-to-all",
+    "alltoall_": "all-to-all",
+    "send": "send",
+    "recv_": "receive",
+    "broadcast_": "broadcast",
+    "barrier": "barrier",
+}
+STATE_AXES = frozenset({"shards", "copies", "expert shards", "expert copies"})
+REDUCTIONS = frozenset({"all-gather", "reduce-scatter", "all-reduce"})
+"""How weights and gradients travel, and along which axes: what they travel in is a buffer."""
+
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"})
+ATTENTION = {  # operation: matrix products of queries by keys that it takes; forward two, backward five
+    "blocked_attention": 2,
+    "_scaled_dot_product_flash_attention_for_cpu": 2,
+    "_scaled_dot_product_flash_attention": 2,
+    "_scaled_dot_product_efficient_attention": 2,
+    "_scaled_dot_product_cudnn_attention": 2,
+    "blocked_attention_backward": 5,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
+    "_scaled_dot_product_flash_attention_backward": 5,
+    "_scaled_dot_product_efficient_attention_backward": 5,
+    "_scaled_dot_product_cudnn_attention_backward": 5,
+}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls of one kind along one axis. `bytes`: of the whole tensor each time: what a gather gives, what a reduce-scatter takes."""
+
+    kind: str
+    axis: str
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of live tensors. `peak`: by category at the moment when most were alive in the step; `most`: of each category by itself;
+    `between`: after the step; `building`: the most, of all categories, before it."""
+
+    peak: dict[str, int]
+    most: dict[str, int]
+    between: dict[str, int]
+    building: int
+
+    @property
+    def total(self) -> int:
+        """The most there ever were."""
+        return max(self.building, sum(self.peak.values()))
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs by kind (a multiply-add is two; causal attention counts what is not masked), and the bytes that all other operations read and
+    write."""
+
+    products: int
+    attention: int
+    moved: int
+
+
+class Meter(TorchDispatchMode):
+    """Counts while it is entered. Call `follow` once the trainer is there, and `begin_step` when building is over."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and its guard would double the cost of each operation
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[int, int] = {}  # a live storage's address -> its number
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}  # bytes of live storages, by number
+        self._labels = bytearray()  # category of each storage, by number; a storage has one for all its life, the last given
+        self._changes = array("q"), array("q")  # number of a storage, bytes more or less: all that happened, in order
+        self._step = 0  # changes before the step
+        self._axes: Axes | None = None
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._sent: Counter[tuple[str, str]] = Counter()
+        self._flops: Counter[str] = Counter()
+        self._resize = torch.UntypedStorage.resize_
+        self._open = False
+
+    # --- what there is to know ---
+
+    def follow(self, trainer: Trainer) -> None:
+        """Learn which tensors are weights, moments and buffers, what gradients become, and which group is which axis."""
+        for tensor in trainer.parameters.values():
+            self.label(local(tensor), "weights")
+        for moments in (trainer.optimizer.first, trainer.optimizer.second):
+            for tensor in moments.values():
+                self.label(tensor, "optimizer")
+        for stage in trainer.stages.values():
+            for tensor in stage.buffers():
+                self.label(tensor, "buffers")
+        for weight in {w for r in trainer.runners.values() for used in r.buckets for bucket in used for w in bucket.weights}:
+            self.label(weight.computes, "weights")
+            self._follow_gradient(weight)
+        self._axes = Axes(trainer.groups)
+
+    def _follow_gradient(self, weight: Weight) -> None:
+        """Label the gradient at the moments when it is handed on."""
+        collect, add = weight.collect, weight.add
+
+        def collected() -> None:
+            self.label(weight.computes.grad, "gradients")
+            collect()
+            self.label(weight.total, "gradients")
+
+        def added(share: Tensor) -> None:
+            add(share)
+            assert weight.kept.grad is not None
+            self.label(local(weight.kept.grad), "gradients")
+
+        weight.collect, weight.add = collected, added
+
+    def label(self, tensor: Tensor | None, category: Category) -> None:
+        """Say what a tensor's storage is for."""
+        if tensor is not None:
+            number = self._number(tensor.untyped_storage())
+            self._labels[number] = CATEGORIES.index(category)
+
+    def begin_step(self) -> None:
+        """Building is over: from now on calls and FLOPs count."""
+        self._step = len(self._changes[0])
+        self._calls.clear()
+        self._sent.clear()
+        self._flops.clear()
+
+    # --- what was counted ---
+
+    def memory(self) -> Memory:
+        """Bytes held while the meter was entered. Call it afterwards."""
+        held = self._held()
+        step = held[:, max(0, self._step - 1) :]
+        before = held[:, : self._step].sum(0)
+        top = step[:, step.sum(0).argmax()]
+        named = partial(zip, CATEGORIES, strict=True)
+        return Memory(
+            peak={name: int(size) for name, size in named(top)},
+            most={name: int(size) for name, size in named(step.max(1))},
+            between={name: int(size) for name, size in named(held[:, -1])},
+            building=int(before.max()) if before.size else 0,
+        )
+
+    def course(self, moments: int = 240) -> list[dict[str, int]]:
+        """Bytes by category along the step: of each of so many stretches, with equally many changes, the fullest moment."""
+        step = self._held()[:, max(0, self._step - 1) :]
+        stretches = np.array_split(step, min(moments, step.shape[1]), axis=1) if step.shape[1] else []
+        fullest = (stretch[:, stretch.sum(0).argmax()] for stretch in stretches)
+        return [{name: int(size) for name, size in zip(CATEGORIES, sizes, strict=True)} for sizes in fullest]
+
+    def _held(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """[categories, changes]: bytes held after each change."""
+        assert not self._open, "storages come and go while they are counted"
+        numbers, changes = (np.frombuffer(a, dtype=np.int64) if a else np.zeros(0, np.int64) for a in self._changes)
+        labels = np.frombuffer(self._labels, dtype=np.uint8)[numbers]
+        return np.stack([np.cumsum(np.where(labels == c, changes, 0)) for c in range(len(CATEGORIES))])
+
+    def traffic(self) -> list[Traffic]:
+        """Collectives and messages since `begin_step`, by axis and kind."""
+        return [Traffic(kind, axis, calls, self._sent[axis, kind]) for (axis, kind), calls in sorted(self._calls.items())]
+
+    def work(self) -> Work:
+        """FLOPs since `begin_step`."""
+        return Work(self._flops["products"], self._flops["attention"], self._flops["moved"])
+
+    # --- counting ---
+
+    def __enter__(self) -> "Meter":
+        resize = self._resize
+
+        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            out = resize(storage, size)
+            self._change(self._number(storage), storage.nbytes())
+            return out
+
+        # weights come and go by it, which no dispatcher sees
+        torch.UntypedStorage.resize_ = resized  # pyright: ignore[reportAttributeAccessIssue]  # its first argument's name
+        super().__enter__()
+        self._open = True
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open = False
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":
+            return func(*args)
+        if DTensor in types:
+            return NotImplemented  # it comes by again for the share, which is what has memory
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d":
+            self._communicate(name, args)
+            return out
+        if _makes_new(func):
+            for tensor in _tensors(out):
+                if not _on_meta(tensor):
+                    self._number(tensor.untyped_storage())
+        if not func.is_view:
+            self._compute(name, args, kwargs or {}, out)
+        return out
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        """The storage's number; a new one is held from now on."""
+        key = storage._cdata
+        if (known := self._numbers.get(key)) is not None:
+            return known
+        number = self._numbers[key] = len(self._labels)
+        self._labels.append(ACTIVATIONS)
+        self._watched[key] = weakref.ref(storage, partial(self._release, key))
+        self._change(number, storage.nbytes())
+        return number
+
+    def _release(self, key: int, _: Any) -> None:
+        if not self._open:
+            return
+        number = self._numbers.pop(key)
+        del self._watched[key]
+        self._change(number, 0)
+        del self._sizes[number]
+
+    def _change(self, number: int, size: int) -> None:
+        numbers, changes = self._changes
+        numbers.append(number)
+        changes.append(size - self._sizes.get(number, 0))
+        self._sizes[number] = size
+
+    def _communicate(self, name: str, args: Any) -> None:
+        tensors = [tensor for arg in args for tensor in _tensors(arg)]
+        group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+        axes = self._axes.of(group) if self._axes else ("building",)
+        key = (" / ".join(axes), KINDS.get(name, name))
+        self._calls[key] += 1
+        self._sent[key] += max(map(_bytes, tensors), default=0)
+        if key[1] in REDUCTIONS and not STATE_AXES.isdisjoint(axes):
+            for tensor in tensors:
+                self.label(tensor, "buffers")
+
+    def _compute(self, name: str, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
+        if name in PRODUCTS:
+            first, second = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
+            self._flops["products"] += product_flops(first, second, grouped=name == "_grouped_mm")
+        elif name in ATTENTION:
+            q, k, v = args[1:4] if "backward" in name else args[:3]
+            self._flops["attention"] += attention_flops(q, k, v, ATTENTION[name], causal=any(a is True for a in args))
+        elif not name.startswith(("empty", "new_empty", "set_")):
+            touched = [tensor for arg in args for tensor in _tensors(arg)] + _tensors(out)
+            self._flops["moved"] += sum(map(_bytes, touched))
+
+
+def product_flops(first: Tensor, second: Tensor, *, grouped: bool = False) -> int:
+    """Of [.., m, k] by [.., k, n]; grouped: each row of `first` meets one of the matrices, or each k one of the products."""
+    batch = first.shape[0] if first.dim() == 3 and not grouped else 1
+    return 2 * batch * first.shape[-2] * first.shape[-1] * second.shape[-1]
+
+
+def attention_flops(q: Tensor, k: Tensor, v: Tensor, products: int, *, causal: bool) -> int:
+    """Of [batch, heads, seq, channels]: half of `products` run over q's channels and half over v's, rounded up to q's."""
+    batch, heads, queries, channels = q.shape
+    keys = k.shape[2]
+    pairs = queries * (queries + 1) // 2 + queries * (keys - queries) if causal and keys >= queries else queries * keys
+    over_v = products // 2
+    return 2 * batch * heads * pairs * ((products - over_v) * channels + over_v * v.shape[-1])
+
+
+class Axes:
+    """Which axis a process group is: by name where the mesh has one, else by its ranks. Axes that are one and the same group, as happens
+    where one of them has all ranks, are named together: "world / shards"."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._line = list(groups.line)
+        self._context = set(dist.get_process_group_ranks(groups.context))
+        named = {
+            "data x context": groups.data,
+            "context": groups.context,
+            "context x tensor": groups.sequence,
+            "data x context x tensor": groups.tokens,
+            "place": groups.place,
+            "ends": groups.ends,
+            "copies": groups.state.get_group("copies"),
+            "shards": groups.state.get_group("shards"),
+            "tensor": groups.tensor,
+            "expert copies": groups.experts.get_group("copies"),
+            "expert shards": groups.experts.get_group("shards"),
+            "expert": groups.expert,
+            "expert_tensor": groups.expert_tensor,
+        }
+        self._names: dict[str, tuple[str, ...]] = {dist.group.WORLD.group_name: ("world",)} if dist.group.WORLD else {}
+        for axis, group in named.items():
+            self._names[group.group_name] = (*self._names.get(group.group_name, ()), axis)
+
+    def of(self, group: dist.ProcessGroup) -> tuple[str, ...]:
+        """The axes."""
+        name = group.group_name
+        if name not in self._names:
+            self._names[name] = self._by_ranks(dist.get_process_group_ranks(group))
+        return self._names[name]
+
+    def _by_ranks(self, ranks: list[int]) -> tuple[str, ...]:
+        if ranks == self._line:
+            return ("pipeline",)
+        return ("context",) if self._context.issuperset(ranks) else ("other",)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in an argument or result."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+@cache
+def _makes_new(func: Any) -> bool:
+    """Does an operation give memory of its own? Views and what is done in place may be of memory from inside another operation, as when
+    gloo reduces: that is not counted."""
+    return all(returned.alias_info is None for returned in func._schema.returns)
+
+
+def _on_meta(tensor: Tensor) -> bool:
+    """Is it one that never has memory? A fake tensor's own attribute costs nothing, `device` another dispatch."""
+    return tensor.fake_device.type == "meta" if isinstance(tensor, FakeTensor) else tensor.is_meta
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

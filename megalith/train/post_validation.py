@@ -1,0 +1,186 @@
+"""Step first, check late, undo: the next step begins before the norm of this one's gradients is known (Qi et al. 2024, arXiv:2401.10241,
+section 4).
+
+The norm decides whether gradients are clipped, and needs every rank's last backward: waiting for it between two steps puts all ranks at
+one point of time, and a schedule that fills its bubble with the next step's forwards (ZB-H2) has nothing left to gain. Most steps neither
+clip nor diverge. So each rank updates as if this one did not, runs the next forwards, and looks at the norm before its first backward.
+What was kept is put back, bit for bit, if the guess was wrong, and the forwards run again: results never differ from those of a
+synchronous run.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megalith.data.stream import Batch as Samples
+from megalith.models.init import seed_of
+from megalith.parallel.gradients import NotFinite
+from megalith.train.assemble import Trainer
+from megalith.train.guard import Guard
+from megalith.train.step import (
+    Accumulated,
+    Balance,
+    Gathering,
+    Mark,
+    Stepped,
+    Totals,
+    Watcher,
+    accumulate,
+    clipped_update,
+    rate,
+    refuse_not_finite,
+    stepped,
+    tell,
+    train_step,
+)
+
+
+class Unchecked:
+    """A step's update, made before all ranks' totals are known. Until they are, it keeps the gradients, and copies of what it changed:
+    12 bytes a parameter of this rank's share."""
+
+    totals: Totals  # once it is checked, as is
+    balance: Balance
+
+    def __init__(
+        self, trainer: Trainer, accumulated: Accumulated, *, step: int, stop: bool = False, watchers: Sequence[Watcher] = ()
+    ) -> None:
+        self.trainer, self.step, self.watchers = trainer, step, watchers
+        self._gathering = Gathering(trainer, accumulated.executed, stop=stop)
+        self._before = [tensor.clone() for tensor in trainer.optimizer.changed()]
+        self._routers_before = [buffer.clone() for buffer in trainer.buffers().values()]
+        tell(watchers, "before_update", trainer, step)
+        trainer.optimizer.update(step, lr=rate(trainer, step))
+        trainer.take_in_loads()
+        self._tell_of_update()
+
+    def _tell_of_update(self) -> None:
+        tell(self.watchers, "updated", self.trainer, self.step)
+        tell(self.watchers, "resting", self.trainer, self.step)
+
+    def holds(self) -> bool:
+        """Wait for the totals: was nothing to be clipped, and everything finite? Then gradients and copies are dropped."""
+        self.totals = self._gathering.wait()
+        self.balance = Balance(self.trainer)  # awaited when the step is told, after a row in which all ranks get here
+        limit = self.trainer.spec.optimizer.clip
+        right = self.totals.finite and not 0 < limit < self.totals.norm
+        if right:
+            self.trainer.optimizer.drop_gradients()
+            self._drop_copies()
+        return right
+
+    @torch.no_grad()
+    def correct(self) -> None:
+        """Undo the update, then do what a synchronous step does: clip and update, or raise gradients.NotFinite."""
+        torch._foreach_copy_(self.trainer.optimizer.changed(), self._before)
+        if not self.totals.finite:
+            for buffer, before in zip(self.trainer.buffers().values(), self._routers_before, strict=True):
+                buffer.copy_(before)
+        self._drop_copies()
+        refuse_not_finite(self.trainer, self.totals, step=self.step)
+        clipped_update(self.trainer, self.totals, step=self.step, watchers=self.watchers)
+        self._tell_of_update()
+
+    def settle(self) -> None:
+        """Check between two steps. Raises gradients.NotFinite."""
+        if not self.holds():
+            self.correct()
+
+    def _drop_copies(self) -> None:
+        self._before.clear()
+        self._routers_before.clear()
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A step that nobody was told of yet, and what it was made from."""
+
+    unchecked: Unchecked
+    microbatches: Sequence[Samples]
+    stop: bool
+    accumulated: Accumulated
+    optimizer: Mark
+    seconds: float
+
+
+class Stepper:
+    """Trains step by step, and tells of each once it is checked: at once, or under `plan.post_validation` when the next has run."""
+
+    def __init__(self, trainer: Trainer, *, watchers: Sequence[Watcher] = (), guard: Guard | None = None) -> None:
+        """`guard`, one of the `watchers`, runs a step again whose gradients are not finite."""
+        self.trainer, self.watchers, self.guard = trainer, watchers, guard
+        self._open: _Open | None = None
+
+    def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[Stepped]:
+        """Train on this rank's microbatches of step `step`, see train_step; the steps that are now known to be right. Raises
+        gradients.NotFinite for this step or the one before, whose number it says; weights are then those before that step."""
+        trainer = self.trainer
+        if not trainer.spec.plan.post_validation:
+            run = partial(train_step, trainer, microbatches, step=step, stop=stop, watchers=self.watchers)
+            return [run() if self.guard is None else self.guard.in_place(run, step=step)]
+        began = time.perf_counter()
+        accumulated, told = self._accumulate(microbatches, step)
+        tell(self.watchers, "reduced", trainer, step)
+        start = trainer.executor.clock.mark()
+        unchecked = Unchecked(trainer, accumulated, step=step, stop=stop, watchers=self.watchers)
+        optimizer = ("optimizer", start, trainer.executor.clock.mark())
+        self._open = _Open(unchecked, microbatches, stop, accumulated, optimizer, time.perf_counter() - began)
+        return told
+
+    def _accumulate(self, microbatches: Sequence[Samples], step: int) -> tuple[Accumulated, list[Stepped]]:
+        """This step's gradients; and the step before, which is checked meanwhile."""
+        if self._open is None:
+            return accumulate(self.trainer, microbatches), []
+        try:
+            return accumulate(self.trainer, microbatches, check=self._open.unchecked), self._tell()
+        except NotFinite as error:
+            told = [self._again(error)]
+        torch.manual_seed(seed_of(self.trainer.spec.train.seed, f"step {step}"))
+        return accumulate(self.trainer, microbatches), told
+
+    def settle(self) -> list[Stepped]:
+        """Check the last step now, so that nothing is left to undo; it, unless it is known already. Raises gradients.NotFinite."""
+        if self._open is not None:
+            try:
+                self._open.unchecked.settle()
+            except NotFinite as error:
+                return [self._again(error)]
+        return self._tell()
+
+    def _again(self, error: NotFinite) -> Stepped:
+        """The open step, whose update was undone, once more, and this time in one go."""
+        assert self._open is not None
+        done, self._open = self._open, None
+        step, tried = done.unchecked.step, [error]
+        if self.guard is None:
+            raise error
+
+        def run() -> Stepped:
+            if tried:
+                raise tried.pop()
+            return train_step(self.trainer, done.microbatches, step=step, stop=done.stop, watchers=self.watchers)
+
+        return self.guard.in_place(run, step=step)
+
+    def _tell(self) -> list[Stepped]:
+        """Of the step before, which is checked."""
+        if self._open is None:
+            return []
+        done, self._open = self._open, None
+        if self.trainer.device.type == "cuda":
+            done.optimizer[2].synchronize()  # marks can be read once the last of them has happened
+        late = done.unchecked
+        return [
+            stepped(
+                self.trainer,
+                done.accumulated,
+                late.totals,
+                late.balance.wait(),
+                done.optimizer,
+                step=late.step,
+                seconds=done.seconds,
+            )
+        ]

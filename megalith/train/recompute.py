@@ -1,0 +1,279 @@
+"""Somebody else computes it again: gradients by another replica, updates by the rank that keeps a copy of the state.
+
+A wrong gradient is the same on every rank once it is reduced, so no comparison of states finds it. Before the reduction it can be
+compared with what another data replica gets from the same samples: the same weights, kernels and order give the same bits. Faults that
+persist are found within `verify_every` steps; an error that happened once is found only if it fell into what is compared: with
+`verify = "all"` that is the whole step, with `"one"` nothing that training uses. With one data rank everybody can but repeat itself, which
+finds what comes and goes, and not a fault that errs alike each time. (Silent data corruption in training: arXiv:2502.12340, 2604.00726.)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalith.checkpoint.memory import Memory, digest, words
+from megalith.data.stream import Batch as Samples
+from megalith.fleet.copies import Entry
+from megalith.mesh import Mesh
+from megalith.parallel.data import Bucket, local
+from megalith.parallel.execute import Executor
+from megalith.schedule.lower import lower
+from megalith.schedule.table import build, refusals
+from megalith.train.assemble import Trainer
+from megalith.train.batches import count_valid
+from megalith.train.optimizer import AdamW
+from megalith.train.step import rate, to_batches
+
+Read = Callable[[int, int], Sequence[Samples]]
+"""The microbatches of a data rank: (step, data rank)."""
+
+
+class Probe:
+    """What this rank's gradients are before they are reduced: their digest, and whether they are finite."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.digests = False
+        self.drops = False
+        self._sums: list[Tensor] = []
+        self._before: list[Tensor] = []
+        self._words: list[Tensor] = []
+        for bucket in buckets:
+            bucket.probe = self
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self._sums, self._before, self._words = [], [], []
+
+    def next(self) -> None:
+        """A step begins. Of the last one it is remembered whether all was finite: its norm may be known later than that."""
+        self._sums, self._before, self._words = [], self._sums, []
+
+    def __call__(self, grads: Sequence[Tensor | None]) -> bool:
+        there = [grad for grad in grads if grad is not None]
+        self._sums.append(torch.stack([grad.sum() for grad in there]).sum().float())
+        if self.digests:
+            self._words.append(words(there))
+        return not self.drops
+
+    def finite(self) -> bool:
+        """Were all gradients? A sum of finite ones may overflow only where their norm does, too."""
+        sums = [*self._before, *self._sums]
+        return not sums or bool(torch.stack(sums).isfinite().all())
+
+    def digest(self) -> Tensor:
+        """The sum of all gradients' words, int64."""
+        return torch.stack(self._words).sum() if self._words else torch.zeros((), dtype=torch.int64)
+
+
+def buckets_of(trainer: Trainer) -> list[Bucket]:
+    """Each bucket of this rank once."""
+    return list(dict.fromkeys(bucket for runner in trainer.runners.values() for used in runner.buckets for bucket in used))
+
+
+def shift_of(mesh: Mesh) -> int:
+    """How many data ranks further the replica is that has the same parts of everything: experts that ranks share out among data ranks
+    belong to one replica. 0: there is no other."""
+    line = mesh.expert * mesh.expert_tensor
+    shift = line // gcd(line, mesh.context * mesh.tensor)
+    return shift if mesh.data % shift == 0 and shift < mesh.data else 0
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Ranks whose gradients others did not get. `suspects`: one where a further computation told, else both; none: nothing could be
+    compared, since some gradient is not finite."""
+
+    suspects: tuple[int, ...]
+    text: str
+
+
+class Recomputer:
+    """Computes gradients again. Built by all ranks together, since it has message lanes of its own."""
+
+    def __init__(self, trainer: Trainer, probe: Probe, *, read: Read, microbatches: Literal["one", "all"]) -> None:
+        self.trainer, self.probe, self.read, self.whole = trainer, probe, read, microbatches == "all"
+        self.shift = shift_of(trainer.groups.mesh)
+        self.executor = trainer.executor if self.whole else self._smallest()
+
+    def _smallest(self) -> Executor:
+        """The plan's schedule with as few microbatches as it can be had with."""
+        spec, executor = self.trainer.spec, self.trainer.executor
+        plan = spec.plan
+        sizes = {"ranks": plan.pipeline, "chunks": plan.chunks}
+        counts = (n for n in range(1, spec.microbatches) if not refusals(plan.schedule, microbatches=n, zero=plan.zero, **sizes))
+        count = next(counts, spec.microbatches)
+        program = lower(build(plan.schedule, microbatches=count, **sizes), plan.zero)
+        parts = {"reducer": executor.reducer, "groups": self.trainer.groups, "hidden": executor.hidden}
+        return Executor(program, self.trainer.runners, **parts)
+
+    # --- gradients ---
+
+    def again(self, step: int, *, shift: int = 0) -> tuple[int, bool]:
+        """The digest of the gradients of the data rank `shift` further on, computed here, and whether they are finite. They are dropped."""
+        trainer = self.trainer
+        here = trainer.groups.coordinates["data"]
+        samples = self.read(step, (here + shift) % trainer.groups.mesh.data)
+        valid = count_valid(samples, groups=trainer.groups)  # of all together: a rotation changes nothing
+        count = self.executor.program.microbatches
+        chosen = [samples[(step + i) % len(samples)] for i in range(count)] if count < len(samples) else samples
+        with self._aside():
+            self.executor.run(to_batches(trainer, chosen, valid=valid))
+            return int(self.probe.digest()), self.probe.finite()
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """A computation of which nothing stays."""
+        probe, counts = self.probe, [moe.router.counts for moe in self.trainer.routers().values()]
+        before, kept = [count.clone() for count in counts], (probe.digests, probe._sums, probe._before, probe._words)
+        probe.clear()
+        probe.digests = probe.drops = True
+        try:
+            yield
+        finally:
+            probe.drops = False
+            probe.digests, probe._sums, probe._before, probe._words = kept
+            for count, old in zip(counts, before, strict=True):
+                count.copy_(old)
+
+    def compare(self, step: int) -> Disagreement | None:
+        """Right after the backwards of a step: does everybody get the same? The same answer on all ranks. With "all", `probe.digests` must
+        have been on since the step began."""
+        finite = self.probe.finite()
+        own = int(self.probe.digest()) if self.whole else self.again(step)[0]
+        told = table([own, self.again(step, shift=self.shift)[0], int(finite)], self.trainer.device)
+        if not all(finite for _, _, finite in told):
+            return Disagreement((), "gradients are not finite")
+        first = [(digest, again) for digest, again, _ in told]
+        wrong = self._differing(first)
+        if not wrong:
+            return None
+        second = table([self.again(step)[0], self.again(step, shift=self.shift)[0]], self.trainer.device)
+        return self._judge(wrong, first, [(digest, again) for digest, again in second])
+
+    def _differing(self, found: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """(computed it, computed it again) where the two digests differ."""
+        mesh = self.trainer.groups.mesh
+        pairs = []
+        for rank, (_, again) in enumerate(found):
+            here = mesh.coordinates(rank)
+            other = mesh.rank(here | {"data": (here["data"] + self.shift) % mesh.data})
+            if found[other][0] != again:
+                pairs.append((other, rank))
+        return pairs
+
+    def _judge(self, wrong: list[tuple[int, int]], first: list[tuple[int, int]], second: list[tuple[int, int]]) -> Disagreement:
+        """Whoever gets something else the second time erred; else whoever is in every disagreement; else nobody can say."""
+        involved = sorted({rank for pair in wrong for rank in pair})
+        fickle = tuple(rank for rank in involved if first[rank] != second[rank])
+        if fickle:
+            return Disagreement(fickle, "did not get the same gradients twice")
+        always = tuple(rank for rank in involved if all(rank in pair for pair in wrong))
+        told = always if len(wrong) > 1 and len(always) == 1 else tuple(involved)
+        return Disagreement(told, "got other gradients than another replica from the same samples, each the same twice")
+
+
+def table(mine: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Everybody's int64 numbers, by rank. All ranks call it together."""
+    own = torch.tensor([number - (1 << 64) if number >= 1 << 63 else number for number in mine], device=device)
+    everyone = own.new_empty(dist.get_world_size() * len(own))
+    dist.all_gather_into_tensor(everyone, own)
+    return everyone.view(-1, len(own)).tolist()
+
+
+# --- updates ---
+
+
+class Updates:
+    """The update of a shard made again by the rank that keeps its copy, or where none does by its own, from the copy of the state before it
+    and the gradients it used."""
+
+    def __init__(self, trainer: Trainer, memory: Memory) -> None:
+        self.trainer, self.memory = trainer, memory
+        self._works: list[Any] = []
+        self._sent: list[Tensor] = []
+        self._grads: Tensor | None = None
+
+    def begin(self, step: int) -> None:
+        """Right before the update: the gradients set out."""
+        self._grads = None
+        if self.memory.own.find(step) is None:  # the same on every rank: copies are made at the same steps
+            return
+        parameters = self.trainer.parameters
+        shares = [local(grad).flatten() for name in parameters if (grad := parameters[name].grad) is not None]
+        mine = torch.cat([torch.empty(0, device=self.trainer.device), *shares]).cpu()
+        if self.memory.kept is None:
+            self._grads = mine
+            return
+        self.memory.finish()
+        self._grads = mine.new_empty(sum(entry.size for entry in self._weights()) // 4)
+        self._sent = [mine]
+        group = self.memory.group
+        self._works = [
+            dist.isend(mine, self.memory.buddy, group=group, tag=3),
+            dist.irecv(self._grads, self.memory.keeps_for, group=group, tag=3),
+        ]
+
+    def check(self, step: int) -> int | None:
+        """Right after the update: the rank whose update is not what it must be, if this rank found one."""
+        if self._grads is None:
+            return None
+        mine = [*(local(p) for p in self.trainer.parameters.values()), *_moments(self.trainer.optimizer)]
+        after = digest(mine)
+        if self.memory.kept is not None:
+            after = self._exchanged(after)
+        buffers = self.memory.kept or self.memory.own
+        number = buffers.find(step)
+        if number is None:  # a node that joined has none yet
+            return None
+        label = buffers.files[number].label
+        if label is None or buffers.files[number].digest(label) != label.digest:
+            return None  # the copy is damaged: what would be made from it says nothing
+        found = [self._again(buffers.views[number], step) for _ in range(2)]
+        return label.rank if found[0] == found[1] != after else None
+
+    def _exchanged(self, after: int) -> int:
+        mine = torch.tensor([after - (1 << 64) if after >= 1 << 63 else after])
+        theirs = torch.empty_like(mine)
+        self._works += [
+            dist.isend(mine, self.memory.buddy, group=self.memory.group, tag=4),
+            dist.irecv(theirs, self.memory.keeps_for, group=self.memory.group, tag=4),
+        ]
+        for work in self._works:
+            work.wait()
+        self._works, self._sent = [], []
+        return int(theirs) % (1 << 64)
+
+    def _weights(self) -> list[Entry]:
+        """Of the state that is computed again, what the optimizer changes and no moments."""
+        entries = self.memory.kept_layout.entries
+        moments = {entry.name for entry in entries}
+        return [e for e in entries if (name := e.name.removeprefix("weights.")) != e.name and f"moments.first.{name}" in moments]
+
+    def _again(self, state: dict[str, Tensor], step: int) -> int:
+        """The digest of what the update makes of a copy."""
+        assert self._grads is not None
+        parameters: dict[str, nn.Parameter] = {}
+        grads, offset = self._grads.to(self.trainer.device), 0
+        for entry in self._weights():
+            count = entry.size // 4
+            share = state[entry.name].clone() if count else torch.empty(entry.shape)
+            parameter = nn.Parameter(share.to(self.trainer.device))
+            parameter.grad = grads[offset : offset + count].view(entry.shape).clone()
+            parameters[entry.name.removeprefix("weights.")], offset = parameter, offset + count
+        optimizer = AdamW(parameters, self.trainer.spec.optimizer)
+        for kind, moments in (("first", optimizer.first), ("second", optimizer.second)):
+            for name, moment in moments.items():
+                if moment.numel():
+                    moment.copy_(state[f"moments.{kind}.{name}"])
+        optimizer.update(step, lr=rate(self.trainer, step))
+        return digest([*(p.detach() for p in parameters.values()), *_moments(optimizer)])
+
+
+def _moments(optimizer: AdamW) -> list[Tensor]:
+    return [*optimizer.first.values(), *optimizer.second.values()]

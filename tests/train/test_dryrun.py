@@ -1,0 +1,219 @@
+"""The parts of a dry run: what counts, what stands in for a world and its data, and what does not fit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalith import verbs
+from megalith.spec.problem import SpecErrors
+from megalith.train import fake
+from megalith.train.fits import GIB, does_not_fit
+from megalith.train.meter import Memory, Meter, attention_flops
+from tests.specs import tiny_run
+from tests.train.dry import dry, in_a_child
+
+# --- the meter ---
+
+
+def test_a_storage_counts_once_and_until_its_last_view_is_gone() -> None:
+    with Meter() as meter:
+        meter.begin_step()
+        x = torch.zeros(1000)
+        y = x.view(10, 100)[3:]
+        del x
+        z = torch.ones(500)
+        del y
+        kept = torch.ones(10)
+    memory = meter.memory()
+    assert sum(memory.peak.values()) == 4000 + 2000
+    assert sum(memory.between.values()) == 2000 + 40 == z.nbytes + kept.nbytes
+
+
+def test_a_storage_that_is_resized_counts_as_large_as_it_is() -> None:
+    with Meter() as meter:
+        meter.begin_step()
+        x = torch.zeros(1000)
+        x.untyped_storage().resize_(0)
+        y = torch.zeros(900)
+        x.untyped_storage().resize_(4000)
+    memory = meter.memory()
+    assert sum(memory.peak.values()) == 4000 + 3600 == x.untyped_storage().nbytes() + y.nbytes
+    assert torch.UntypedStorage.resize_(x.untyped_storage(), 0).nbytes() == 0
+
+
+def test_a_label_holds_for_all_the_life_of_a_storage() -> None:
+    with Meter() as meter:
+        meter.begin_step()
+        first = torch.zeros(100)
+        second = torch.zeros(50)
+        meter.label(first.view(10, 10), "gradients")
+        del second
+    memory = meter.memory()
+    assert memory.peak == {"weights": 0, "gradients": 400, "optimizer": 0, "activations": 200, "buffers": 0}
+    assert memory.between == {"weights": 0, "gradients": 400, "optimizer": 0, "activations": 0, "buffers": 0}
+
+
+def test_the_course_of_a_step_meets_its_peak_and_keeps_its_length() -> None:
+    with Meter() as meter:
+        meter.begin_step()
+        kept = [torch.zeros(100) for _ in range(1000)]
+        kept.clear()
+    course = meter.course(moments=50)
+    assert len(course) == 50
+    assert max(sum(moment.values()) for moment in course) == sum(meter.memory().peak.values()) == 400_000
+    assert course[-1]["activations"] < 400_000 // 10
+
+
+def test_meta_tensors_hold_nothing() -> None:
+    with Meter() as meter:
+        meter.begin_step()
+        torch.zeros(1000, device="meta").add(1)
+        torch.zeros(1)
+    assert sum(meter.memory().peak.values()) == 4
+
+
+def test_a_product_is_two_flops_a_multiplication() -> None:
+    with Meter() as meter:
+        torch.mm(torch.zeros(3, 4), torch.zeros(4, 5))
+        torch.bmm(torch.zeros(2, 3, 4), torch.zeros(2, 4, 5))
+        torch.addmm(torch.zeros(5), torch.zeros(3, 4), torch.zeros(4, 5))
+    assert meter.work().products == 2 * 3 * 4 * 5 * (1 + 2 + 1)
+
+
+def test_causal_attention_counts_what_is_not_masked() -> None:
+    q = torch.zeros(2, 3, 8, 4)
+    with Meter() as meter:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    seen = 8 * 9 // 2
+    assert meter.work().attention == 2 * 2 * 3 * seen * (4 + 4)
+    assert attention_flops(q, q, q, 2, causal=False) == 2 * 2 * 3 * 64 * (4 + 4)
+
+
+# --- what stands in ---
+
+
+def _answers() -> list[object]:
+    with fake.Fakes():
+        x = torch.randn(6, device="cpu")
+        return [
+            float(x.sum()),
+            int((x > 0).sum()),
+            bool((x > 0).any()),
+            list(x[x > 0].shape),
+            torch.empty(2, device="meta").is_meta,
+        ]
+
+
+def test_where_data_would_decide_the_answer_is_always_the_same() -> None:
+    assert in_a_child(_answers) == [4.0, 4, False, [6], True]
+
+
+def _second_world() -> str:
+    with fake.groups_of(64, rank=37):
+        assert (dist.get_rank(), dist.get_world_size()) == (37, 64)
+        try:
+            with fake.groups_of(8, rank=0):
+                return "entered"
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_a_rank_of_one_world_cannot_be_a_rank_of_another() -> None:
+    assert "a process of its own" in in_a_child(_second_world)
+    assert not dist.is_initialized()
+
+
+def test_memory_between_steps_is_the_state_alone() -> None:
+    found = dry(tiny_run(plan={"data": 2, "tensor": 2, "pipeline": 2, "zero": 2}, train={"precision": "bf16"}), 5)
+    assert found.memory.between["weights"] == found.state["weights"]
+    assert found.memory.between["optimizer"] == found.state["optimizer"]
+    assert found.memory.between["activations"] == found.memory.between["gradients"] == 0
+
+
+def test_recomputation_holds_less_and_computes_more() -> None:
+    plain, again = (dry(tiny_run(plan={"recompute": policy}), 0) for policy in ("none", "full"))
+    assert again.memory.most["activations"] < 0.6 * plain.memory.most["activations"]
+    assert again.work.products > 1.2 * plain.work.products
+    assert again.memory.most["weights"] == plain.memory.most["weights"]
+
+
+def test_zero_3_holds_less_of_the_weights_and_zero_1_of_the_moments() -> None:
+    held = [dry(tiny_run(plan={"data": 4, "zero": zero}, train={"precision": "bf16"}), 1).memory for zero in range(4)]
+    assert held[1].most["optimizer"] == held[2].most["optimizer"] == held[3].most["optimizer"]
+    assert 3.9 < held[0].most["optimizer"] / held[1].most["optimizer"] <= 4
+    assert held[2].most["weights"] == held[1].most["weights"] > 1.5 * held[3].most["weights"]
+
+
+# --- what does not fit ---
+
+
+def _memory(**held: float) -> Memory:
+    sizes = {name: int(held.get(name, 0) * GIB) for name in ("weights", "gradients", "optimizer", "activations", "buffers")}
+    return Memory(sizes, sizes, {}, int(held.get("building", 0) * GIB))
+
+
+def test_what_fits_is_no_problem() -> None:
+    assert does_not_fit(tiny_run(), _memory(weights=10, activations=70), 80 * GIB) is None
+
+
+def test_what_does_not_fit_names_the_category_and_what_would_help() -> None:
+    problem = does_not_fit(tiny_run(plan={"data": 8, "zero": 0}), _memory(weights=30, optimizer=60), 80 * GIB)
+    assert problem is not None
+    assert problem.severity == "error"
+    assert "holds 90.0 GiB of 80.0 GiB" in problem.reason
+    assert "optimizer hold most" in problem.reason
+    assert "plan.zero = 1" in problem.way_out
+    assert "recompute" not in problem.way_out
+
+
+def test_a_change_that_saves_too_little_is_not_said_to_suffice() -> None:
+    problem = does_not_fit(tiny_run(plan={"data": 2, "zero": 0}), _memory(weights=70, optimizer=10, activations=81), 80 * GIB)
+    assert problem is not None
+    assert problem.way_out.startswith("No one change would make it fit.")
+    assert 'plan.recompute = "full"' in problem.way_out
+    assert "3 times as many ranks" in problem.way_out
+
+
+def test_building_can_be_what_does_not_fit() -> None:
+    problem = does_not_fit(tiny_run(), _memory(weights=10, building=90), 80 * GIB)
+    assert problem is not None
+    assert "while a rank builds its parts" in problem.reason
+
+
+# --- the verb ---
+
+
+def _run_file(folder: Path, plan: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(
+        f'model.preset = "tiny"\ndata.path = "none"\nplan = {plan}\n'
+        "train = { steps = 1, global_batch = 8, seq_len = 32 }\noptimizer.warmup = 0\n"
+    )
+    return path
+
+
+def test_a_rank_or_a_world_that_the_plan_has_not_is_refused(tmp_path: Path) -> None:
+    run = _run_file(tmp_path, "{ data = 4 }")
+    with pytest.raises(SpecErrors, match="the plan has ranks 0 to 3"):
+        verbs.dryrun(run, rank=4)
+    with pytest.raises(SpecErrors, match="16"):
+        verbs.dryrun(run, world=16)
+
+
+def test_a_run_is_dried_without_its_data(tmp_path: Path) -> None:
+    run = _run_file(tmp_path, "{ data = 512, pipeline = 2, tensor = 4 }")
+    settings = ["train.global_batch=1024", "cluster=h100:4096"]
+    dried = in_a_child(lambda: verbs.dryrun(run, overrides=settings, world=4096, rank=4095))
+    assert (dried.run.world, dried.run.rank, dried.limit, dried.problems) == (4096, 4095, 80 * GIB, [])
+    assert dried.run.counted.coordinates == {"pipeline": 1, "data": 511, "context": 0, "tensor": 3}
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_what_weights_and_gradients_travel_in_does_not_grow_with_the_microbatches(replicate: int) -> None:
+    def most(batch: int) -> int:
+        run = tiny_run(plan={"data": 4, "zero": 3, "replicate": replicate}, train={"global_batch": batch})
+        return dry(run, 0).memory.most["buffers"]
+
+    assert most(12) == most(8)

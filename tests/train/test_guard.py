@@ -1,0 +1,262 @@
+"""What a rank finds out about its own state and gradients, whom it blames, and that it does not where the check is off."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalith.checkpoint.memory import Memory
+from megalith.fleet.report import Reported
+from megalith.fleet.seat import Seat
+from megalith.fleet.signs import AnySign, GradientWrong, Nonfinite, StateCorrupt
+from megalith.parallel.gradients import NotFinite
+from megalith.train.assemble import Trainer
+from megalith.train.batches import indices
+from megalith.train.guard import Guard
+from megalith.train.parity import RandomText
+from megalith.train.post_validation import Stepper
+from megalith.train.step import Watcher, tell
+from tests.parallel.running import trainer_of
+from tests.ranks import run_ranks
+from tests.specs import tiny_run
+
+STEPS = 4
+BAD = 2  # the step at which something happens
+Moment = Callable[[Trainer, int], None]
+
+
+class Fault:
+    """Does one thing at one moment of step BAD."""
+
+    def __init__(self, **acts: Moment) -> None:
+        self.acts = acts
+
+    def _come(self, moment: str, trainer: Trainer, step: int) -> None:
+        if step == BAD and moment in self.acts:
+            self.acts[moment](trainer, step)
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        self._come("before_step", trainer, step)
+
+    def reduced(self, trainer: Trainer, step: int) -> None:
+        self._come("reduced", trainer, step)
+
+    def before_update(self, trainer: Trainer, step: int) -> None:
+        self._come("before_update", trainer, step)
+
+    def updated(self, trainer: Trainer, step: int) -> None:
+        self._come("updated", trainer, step)
+
+    def resting(self, trainer: Trainer, step: int) -> None:
+        self._come("resting", trainer, step)
+
+
+def read_of(trainer: Trainer, step: int, data_rank: int) -> list[Any]:
+    spec, text = trainer.spec, RandomText(trainer.spec)
+    return [text.batch(part) for part in indices(spec, first=step * spec.train.global_batch, data_rank=data_rank)]
+
+
+def flip(tensor: torch.Tensor, at: int = 3) -> None:
+    """One bit of a mantissa."""
+    tensor.view(-1)[at : at + 1].view(torch.int32).bitwise_xor_(1 << 20)
+
+
+def spoil(trainer: Trainer, amount: float, *, times: int, after: int = 0) -> None:
+    """Add to one element of this rank's own gradient, before it is reduced: `times` times, or always (-1); not the first `after` times."""
+    parameter = next(p for p in trainer.runners[max(trainer.runners)].stage.parameters() if p.requires_grad)
+    left, skip = [times], [after]
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        if skip[0]:
+            skip[0] -= 1
+            return grad
+        if not left[0]:
+            return grad
+        left[0] -= 1
+        spoilt = grad.clone()
+        spoilt.view(-1)[0] += amount
+        return spoilt
+
+    parameter.register_hook(hook)
+
+
+class Outcome:
+    """Of one rank: what it reported, why it ended, and the bits it ended with."""
+
+    def __init__(self, signs: list[AnySign], ended: str, bits: dict[str, torch.Tensor]) -> None:
+        self.signs, self.ended, self.bits = signs, ended, bits
+
+
+def _train(
+    rank: int, run: dict[str, Any], fault: Callable[[int], Watcher | None], root: Path | None, raises: bool = False
+) -> Outcome:
+    trainer = trainer_of(tiny_run(**run))
+    world = trainer.spec.plan.ranks
+    seat, signs = Seat(rank, world, tuple(f"n{r}" for r in range(world)), root), list[AnySign]()
+    memory = Memory(trainer.shares(), seat=seat, pinned=True) if root else None
+    if memory and world > 1 and dist.group.WORLD:
+        memory.join(1, group=dist.group.WORLD)
+    guard = Guard(trainer, seat=seat, read=partial(read_of, trainer), memory=memory, report=signs.append)
+    guard.begin(0, 0)
+    watchers = [w for w in (fault(rank), guard) if w is not None]
+    stepper, ended = Stepper(trainer, watchers=watchers, guard=guard), "finished"
+    try:
+        for step in range(STEPS):
+            tell(watchers, "before_step", trainer, step)
+            stepper.step(read_of(trainer, step, trainer.groups.coordinates["data"]), step=step)
+            if guard.due(step + 1):
+                guard.copy(step + 1, 0)
+        stepper.settle()
+        guard.close()
+    except (Reported, NotFinite) as error:
+        if raises:
+            raise
+        ended = f"{type(error).__name__}: {error}"
+    return Outcome(signs, ended, {name: share.clone() for name, share in trainer.shares().items()})
+
+
+def train(
+    run: dict[str, Any], fault: Callable[[int], Watcher | None] = lambda rank: None, root: Path | None = None
+) -> list[Outcome]:
+    return run_ranks(_train, tiny_run(**run).plan.ranks, run, fault, root, timeout=120)
+
+
+def alike(one: list[Outcome], other: list[Outcome]) -> bool:
+    return all(torch.equal(a.bits[name], b.bits[name]) for a, b in zip(one, other, strict=True) for name in a.bits)
+
+
+def only(rank: int, **acts: Moment) -> Callable[[int], Watcher | None]:
+    return lambda here: Fault(**acts) if here == rank else None
+
+
+# --- bits that flip at rest ---
+
+ALONE: dict[str, Any] = {"plan": {}}
+
+
+@pytest.mark.parametrize("which", ["weights", "moments.first", "moments.second"])
+def test_a_bit_flipped_at_rest_is_found_and_blamed(which: str) -> None:
+    def act(trainer: Trainer, step: int) -> None:
+        flip(next(share for name, share in trainer.shares().items() if name.startswith(which)))
+
+    (found,) = train(ALONE, only(0, resting=act))
+    (sign,) = found.signs
+    assert isinstance(sign, StateCorrupt) and (sign.rank, sign.node, sign.where, sign.step) == (0, "n0", "at rest", BAD + 1)
+    assert found.ended.startswith("Reported")
+
+
+def test_with_the_check_off_the_same_flip_changes_the_result() -> None:
+    def act(trainer: Trainer, step: int) -> None:
+        flip(trainer.optimizer.second["embedding.weight"])
+
+    off = ALONE | {"fleet": {"digest": False}}
+    clean, flipped = train(off), train(off, only(0, resting=act))
+    assert flipped[0].signs == [] and flipped[0].ended == "finished"
+    assert not alike(clean, flipped)
+
+
+# --- NaN ---
+
+PLANS: list[dict[str, Any]] = [{"data": 2, "zero": 3}, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_nan_that_does_not_come_again_leaves_no_trace(plan: dict[str, Any]) -> None:
+    run = {"plan": plan, "model": {"preset": "deepseek-tiny"}} if plan.get("data") else {"plan": plan}
+    clean = train(run)
+    found = train(run, only(1, before_step=lambda trainer, step: spoil(trainer, torch.nan, times=1)))
+    assert [outcome.ended for outcome in found] == ["finished"] * 2
+    assert alike(clean, found)
+    (sign,) = [sign for outcome in found for sign in outcome.signs]
+    assert isinstance(sign, Nonfinite) and (sign.rank, sign.step, sign.elsewhere) == (1, BAD, "not asked")
+
+
+def test_a_nan_that_stays_is_blamed_on_the_rank_unless_another_replica_gets_it_too() -> None:
+    run = {"plan": {"data": 2, "zero": 1}}
+    one = train(run, only(1, before_step=lambda trainer, step: spoil(trainer, torch.nan, times=-1)))
+    assert all(outcome.ended.startswith(f"NotFinite: step {BAD}") for outcome in one), [o.ended for o in one]
+    assert [sign.elsewhere for sign in one[1].signs if isinstance(sign, Nonfinite)] == ["not asked", "clean"]
+    assert one[1].signs[-1].rank == 1 and one[0].signs == []  # pyright: ignore[reportAttributeAccessIssue]
+    both = train(run, lambda rank: Fault(before_step=lambda trainer, step: spoil(trainer, torch.nan, times=-1)))
+    assert [sign.elsewhere for o in both for sign in o.signs if isinstance(sign, Nonfinite)] == ["not asked", "reproduced"]
+
+
+# --- wrong gradients ---
+
+REPLICAS: dict[str, Any] = {"plan": {"data": 2, "zero": 2, "microbatch": 2}, "fleet": {"verify_every": 1, "verify": "all"}}
+
+
+def test_an_error_that_came_once_is_found_with_verify_all_and_blamed_by_a_further_computation() -> None:
+    fault = only(1, before_step=lambda trainer, step: spoil(trainer, 0.37, times=1))
+    for outcome in train(REPLICAS, fault):
+        assert outcome.ended.startswith("Reported: step 2: ranks 1 "), outcome.ended
+    signs = [sign for outcome in train(REPLICAS, fault) for sign in outcome.signs]
+    assert [(type(sign), sign.suspects, sign.good_step) for sign in signs if isinstance(sign, GradientWrong)] == [
+        (GradientWrong, ("n1",), BAD - 1)
+    ]
+
+
+def test_an_error_that_stays_is_found_with_one_microbatch_and_of_three_replicas_the_wrong_one_is_named() -> None:
+    run = {"plan": {"data": 3, "zero": 0}, "train": {"global_batch": 6, "steps": 3, "seq_len": 32, "precision": "fp32"}}
+    fault = only(1, before_step=lambda trainer, step: spoil(trainer, 0.37, times=-1))
+    found = train(run | {"fleet": {"verify_every": 2}}, fault)
+    (sign,) = [sign for outcome in found for sign in outcome.signs]
+    assert isinstance(sign, GradientWrong) and sign.suspects == ("n1",)
+
+
+def test_with_recomputation_off_a_wrong_gradient_changes_the_result_and_nobody_knows() -> None:
+    run = REPLICAS | {"fleet": {}}
+    clean = train(run)
+    wrong = train(run, only(1, before_step=lambda trainer, step: spoil(trainer, 0.37, times=1)))
+    assert [(outcome.signs, outcome.ended) for outcome in wrong] == [([], "finished")] * 2
+    assert not alike(clean, wrong)
+
+
+VERIFIED: list[dict[str, Any]] = [
+    {"plan": {"data": 2, "zero": 3, "pipeline": 2, "schedule": "zb-h1"}},
+    {"plan": {"data": 2, "expert": 2, "tensor": 2}, "model": {"preset": "deepseek-tiny"}},
+]
+
+
+@pytest.mark.parametrize("run", VERIFIED, ids=str)
+def test_verification_leaves_no_trace_and_gives_no_false_alarm(run: dict[str, Any], tmp_path: Path) -> None:
+    clean = train(run | {"fleet": {"digest": False}})
+    for verify in ("one", "all"):
+        found = train(run | {"fleet": {"verify_every": 2, "verify": verify}}, root=tmp_path / verify)
+        assert [(outcome.signs, outcome.ended) for outcome in found] == [([], "finished")] * len(found), found[0].ended
+        assert alike(clean, found)
+
+
+# --- updates and replicas ---
+
+
+def flip_moment(trainer: Trainer, step: int) -> None:
+    """Before the digest is taken: at rest nothing changes."""
+    flip(next(iter(trainer.optimizer.first.values())))
+
+
+def test_a_wrong_update_is_found_by_making_it_again_from_the_copy(tmp_path: Path) -> None:
+    (found,) = train({"plan": {}, "fleet": {"verify_every": 2}}, only(0, updated=flip_moment), root=tmp_path)
+    (sign,) = found.signs
+    assert isinstance(sign, StateCorrupt) and (sign.rank, sign.where, sign.step) == (0, "update", BAD)
+
+
+def test_the_buddy_that_holds_the_copy_makes_the_update_again(tmp_path: Path) -> None:
+    """Sharded, so that no replica has it. The buddy ends; a supervisor would end the others."""
+    run = {"plan": {"data": 2, "zero": 1}, "fleet": {"verify_every": 2}}
+    with pytest.raises(RuntimeError, match=rf"rank 1 of 2 failed first(.|\n)*rank 0's update of step {BAD} is not"):
+        run_ranks(_train, 2, run, only(0, updated=flip_moment), tmp_path, True, timeout=120)
+
+
+def test_of_three_replicas_the_one_that_differs_is_blamed() -> None:
+    def act(trainer: Trainer, step: int) -> None:
+        flip(trainer.optimizer.first["embedding.weight"])
+
+    run = {"plan": {"data": 3, "zero": 0}, "train": {"global_batch": 6, "steps": 3, "seq_len": 32, "precision": "fp32"}}
+    found = train(run, only(2, updated=act))
+    (sign,) = [sign for outcome in found for sign in outcome.signs]
+    assert isinstance(sign, StateCorrupt) and (sign.rank, sign.where, sign.step) == (2, "replica", BAD + 1)
