@@ -1,0 +1,132 @@
+"""The calibration: a few physical figures per device and software generation, read from calibration.toml. No torch.
+
+They are fitted on published measurements by `cost/calibrate.py`; none belongs to a model or to a row.
+"""
+
+import tomllib
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from megalith.spec.cluster import Accelerator
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a generation of devices reaches of its printed figures."""
+
+    units: int
+    """Processors that compute tiles of a matrix product side by side (streaming multiprocessors)."""
+    wide: float
+    """Share of peak a large product reaches in bf16, fp16."""
+    narrow: float
+    """The same in 8 bits, and
+    in 4 (`quarter`)."""
+    quarter: float
+    idle: float
+    """Processors left idle by the last wave of tiles, as a share of all of them."""
+    ramp: float
+    """Inner size at which a product reaches half its speed: filling and draining the pipeline of a tile."""
+    attention_forward: float
+    """Share of bf16's peak fused attention reaches,"""
+    attention_backward: float
+    """and its backward."""
+    memory: float
+    """Share of the memory bandwidth that element-wise kernels reach."""
+    fast: float
+    """Share of the fast links' bandwidth a large collective reaches,"""
+    slow: float
+    """and of the network's."""
+    latency: float
+    """Seconds a collective takes to start,"""
+    hop: float
+    """and a ring for each domain of fast links it passes through."""
+    gap: float
+    """Least seconds of a kernel on the device."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a generation of software adds."""
+
+    host: float
+    """Seconds the host takes to start an operation; it works ahead of the device, so the slower of the two counts."""
+    routing: float
+    """Seconds a layer of experts waits in each direction for the host to learn where tokens go."""
+    passes: float
+    """Element-wise bytes moved, as a share of those of the traced modules: below 1 where kernels are fused further."""
+    tensor_exposed: float
+    """Share of the tensor axis's collectives that is not hidden behind products,"""
+    expert_exposed: float
+    """of the experts' all-to-all,"""
+    data_exposed: float
+    """and of the data axis's that computation could hide."""
+    contention: float
+    """Share by which collectives slow down the computation they hide behind."""
+    step: float
+    """Seconds of a step outside of it all: reading data, logging, checks."""
+    optimizer: float
+    """Bytes the optimizer moves for a parameter it updates."""
+    straggle: float
+    """Share by which a step grows with each doubling of the nodes: the slowest sets the pace."""
+    message_exposed: float
+    """Share of the messages between pipeline ranks that is not hidden."""
+    working: float
+    """Temporary memory of a block's backward, as a share of the traced peak."""
+    reserve: float
+    """Bytes of buffers that grow with nothing traced: workspaces, communication buckets."""
+    slack: float
+    """Share of memory an allocator loses to fragments."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Every fitted figure, and how they were found."""
+
+    devices: dict[str, Device]
+    generations: dict[str, Generation]
+    families: dict[str, str]
+    """Accelerator -> its generation of devices."""
+    fitted: dict[str, Any]
+
+    def device(self, accelerator: Accelerator) -> Device:
+        """The figures of an accelerator; of its vendor's newest generation if it has no entry of its own."""
+        return self.devices[self.families.get(accelerator.name, "hopper")]
+
+    def changed(self, values: dict[str, float]) -> "Calibration":
+        """With some figures replaced: {"hopper.wide": 0.7}."""
+        devices, generations = dict(self.devices), dict(self.generations)
+        for name, value in values.items():
+            owner, _, key = name.partition(".")
+            if owner in devices:
+                devices[owner] = replace(devices[owner], **{key: value})
+            else:
+                generations[owner] = replace(generations[owner], **{key: value})
+        return replace(self, devices=devices, generations=generations)
+
+    def flat(self) -> dict[str, float]:
+        """{"hopper.wide": 0.7, ...}: the inverse of `changed`."""
+        return {
+            f"{owner}.{field.name}": getattr(figures, field.name)
+            for table in (self.devices, self.generations)
+            for owner, figures in table.items()
+            for field in fields(figures)
+        }
+
+
+@cache
+def calibration() -> Calibration:
+    """The bundled one."""
+    return parse(files("megalith.cost").joinpath("calibration.toml").read_text(encoding="utf-8"))
+
+
+def parse(text: str) -> Calibration:
+    """A calibration from its TOML."""
+    table = tomllib.loads(text)
+    return Calibration(
+        devices={name: Device(**row) for name, row in table["device"].items()},
+        generations={name: Generation(**row) for name, row in table["generation"].items()},
+        families=table["families"],
+        fitted=table["fitted"],
+    )

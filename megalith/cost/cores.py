@@ -1,0 +1,141 @@
+"""Attention cores and norms to trace with: what a device runs is one fused kernel, or, before FlashAttention, a chain of small ones.
+
+On the meta device torch would take its plain path for any attention, which keeps several times what a fused kernel keeps.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from megalith.kernels.permute import Order
+from megalith.models.batch import Batch
+
+Note = Callable[[str, Tensor, Tensor, Tensor], None]
+"""(phase, q, k, v): called where the device would run its kernel."""
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, note: Note) -> Tensor:
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.note = note
+        note("F", q, k, v)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, _, _ = ctx.saved_tensors
+        ctx.note("I", q, k, v)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+
+class FusedCore(nn.Module):
+    """Keeps q, k, v, its output and one sum a row, as FlashAttention does (Dao et al. 2022, arXiv:2205.14135)."""
+
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self.note = note
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        return _Fused.apply(q, k, v, self.note)  # pyright: ignore[reportReturnType]
+
+
+class _Kept(torch.autograd.Function):
+    """An element-wise kernel of the scores: reads them, writes as many, and keeps `keep` bytes a score for backward."""
+
+    @staticmethod
+    def forward(ctx, scores: Tensor, keep: int) -> Tensor:
+        out = torch.clone(scores)
+        kept = scores.new_empty(scores.shape, dtype=torch.uint8) if keep == 1 else out
+        ctx.save_for_backward(kept)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (kept,) = ctx.saved_tensors
+        return (grad * kept).to(grad.dtype), None
+
+
+class PlainCore(nn.Module):
+    """q kᵀ, one kernel for scale, mask and softmax, dropout, and the product with v: the scores pass through memory, and 5 bytes of
+    each are kept (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1: softmax 2, dropout's mask 1 and output 2)."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        groups = q.shape[2] // k.shape[2]
+        k, v = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v))
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (batch heads) seq head_dim
+        scores = torch.bmm(q, k.transpose(1, 2)) if q.shape[-1] else q
+        seen = _Kept.apply(_Kept.apply(scores, 2), 1)
+        out = torch.bmm(seen, v)  # pyright: ignore[reportArgumentType]
+        return out.unflatten(0, (batch.tokens.shape[0], -1)).transpose(1, 2)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x * weight  # as many bytes as the kernel moves
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, _ = ctx.saved_tensors
+        return grad * x, None
+
+
+def fused_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """RMS norm as one kernel: it keeps its input and one number a row."""
+    return _Norm.apply(x, weight)  # pyright: ignore[reportReturnType]
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Order) -> Tensor:
+        ctx.shape = x.shape
+        return x.index_select(0, order.order[: order.rows])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.unflatten(0, (ctx.shape[0], -1)).sum(1), None
+
+
+def fused_spread(x: Tensor, order: Order) -> Tensor:
+    """`kernels.permute.spread` with one kernel each way."""
+    return _Spread.apply(x, order)  # pyright: ignore[reportReturnType]
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+        ctx.order, ctx.weights = order, weights
+        return rows.unflatten(0, (weights.shape[0], -1)).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.index_select(0, ctx.order.order[: ctx.order.rows] // ctx.order.copies), torch.empty_like(ctx.weights), None
+
+
+def fused_collect(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+    """`kernels.permute.collect` with one kernel each way. The tokens' weights are factors of the experts' activation, as in
+    Megatron-Core, so that the rows themselves need not be kept."""
+    return _Collect.apply(rows, weights, order)  # pyright: ignore[reportReturnType]
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, turned: int) -> Tensor:
+        ctx.turned = turned
+        x[..., -turned:].clone()  # as many bytes as the kernel moves
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad[..., -ctx.turned :].clone()
+        return grad, None
+
+
+def fused_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`kernels.rope.rotate` with one kernel each way, in place."""
+    return _Rotate.apply(x, 2 * cos.shape[-1])  # pyright: ignore[reportReturnType]

@@ -1,0 +1,319 @@
+"""A step of a workload, predicted: memory of the fullest rank and seconds by what they are spent on. No torch unless something new
+must be traced."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from functools import cache
+from math import log2
+from typing import Any
+
+from megalith.cost import network
+from megalith.cost.constants import Calibration, calibration
+from megalith.cost.memory import Held, Memory, held, memory
+from megalith.cost.network import gather
+from megalith.cost.parts import Parts, parts
+from megalith.cost.profile import Phase
+from megalith.cost.time import Setting, Spent, line, router_of, spend
+from megalith.cost.workload import Workload
+from megalith.schedule import build, lower, simulate
+
+HOST_LINK = 25e9
+"""Bytes/s between a device and its host's memory, over PCIe 4 x16 or 5 x16 shared by two."""
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of a step, by what they are spent on; they add up to `step`."""
+
+    step: float
+    compute: float
+    """Forward and backward of the fullest rank: products, attention, element-wise work, and what the host adds."""
+    tensor: float
+    context: float
+    expert: float
+    pipeline: float
+    """Messages between stages that nothing hides."""
+    data: float
+    """Gathers and reductions of weights and gradients that nothing hides."""
+    bubble: float
+    optimizer: float
+    other: float
+
+    @property
+    def exposed(self) -> float:
+        """Communication that nothing hides."""
+        return self.tensor + self.context + self.expert + self.pipeline + self.data
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is predicted of one workload."""
+
+    time: Time
+    memory: Memory
+    fits: bool
+    limit: float | None
+    """Bytes of the device; None where nobody published them."""
+    flops: float
+    """Of a step, all ranks, attention in full, nothing counted twice for recomputation (PaLM's convention)."""
+    tokens: int
+    devices: int
+    peak: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """A device."""
+        return self.tokens / self.time.step / self.devices
+
+    @property
+    def flops_per_second(self) -> float:
+        """A device."""
+        return self.flops / self.time.step / self.devices
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over what the devices could do in bf16."""
+        return self.flops_per_second / self.peak
+
+    def to_json(self) -> dict[str, Any]:
+        """Every figure by name."""
+        names = ("tokens_per_second", "flops_per_second", "mfu")
+        return asdict(self) | {name: getattr(self, name) for name in names} | {"memory_total": self.memory.total}
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one microbatch on one pipeline rank, all its chunks."""
+
+    forward: Spent
+    backward: Spent
+
+    @property
+    def total(self) -> float:
+        return self.forward.total + self.backward.total
+
+
+def estimate(
+    workload: Workload,
+    figures: Calibration | None = None,
+    traced: Parts | None = None,
+    space: Memory | None = None,
+    spent: "PartTimes | None" = None,
+) -> Estimate:
+    """Predict one step. `traced`, `space` and `spent`, where they are known already, save work."""
+    figures = figures or calibration()
+    traced = traced or parts(workload)
+    setting = Setting.of(workload, figures)
+    ranks = held(workload)
+    spent = spent or part_times(traced, setting)
+    stages = [stage_time(here, spent, sides=workload.plan.sides) for here in ranks]
+    space = space or memory(workload, traced, setting.generation)
+    time = step_time(workload, setting, traced, ranks, stages)
+    limit = workload.cluster.accelerator.memory
+    total = space.total * (1 + setting.generation.slack)
+    return Estimate(
+        time=time,
+        memory=space,
+        fits=limit is None or total <= limit,
+        limit=limit,
+        flops=model_flops(workload, traced),
+        tokens=workload.tokens,
+        devices=workload.cluster.count,
+        peak=workload.cluster.accelerator.peak["bf16"],
+    )
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """Seconds of each part: (forward, backward)."""
+
+    embedding: tuple[Spent, Spent]
+    head: tuple[Spent, Spent]
+    blocks: tuple[tuple[Spent, Spent], ...]
+
+
+def part_times(traced: Parts, setting: Setting) -> PartTimes:
+    """Each distinct part once."""
+    format, router = setting.workload.format, router_of(setting.workload)
+    wide = "bf16" if format not in ("fp32", "fp16") else format
+    after: tuple[Phase, ...] = ("I",) if setting.workload.frozen else ("I", "W")
+    known: dict[int, tuple[Spent, Spent]] = {}
+
+    def both(profile: Any, kind: Any) -> tuple[Spent, Spent]:
+        if id(profile) not in known:
+            first: tuple[Phase, ...] = ("F",)
+            forward, backward = (spend(profile, phases, setting, format=kind, router=router) for phases in (first, after))
+            known[id(profile)] = forward, backward
+        return known[id(profile)]
+
+    head = both(traced.head, wide)
+    ahead = setting.workload.model.head.ahead
+    if traced.ahead is not None and ahead is not None:
+        extra = both(traced.ahead, format)
+        head = head[0] + (extra[0] + head[0]) * ahead.depth, head[1] + (extra[1] + head[1]) * ahead.depth
+    return PartTimes(both(traced.embedding, wide), head, tuple(both(block, format) for block in traced.blocks))
+
+
+def stage_time(here: Held, spent: PartTimes, *, sides: int = 1) -> StageTime:
+    """A pipeline rank's seconds for one microbatch; where it holds `sides` copies of stages, each sees that share of microbatches."""
+    mine = [spent.blocks[i] for chunk in here.chunks for i in chunk]
+    mine += [spent.embedding] if here.embedding else []
+    mine += [spent.head] if here.head else []
+    forward, backward = Spent(), Spent()
+    for f, b, times in _distinct(mine):
+        forward, backward = forward + f * (times / sides), backward + b * (times / sides)
+    return StageTime(forward, backward)
+
+
+def _distinct(parts: list[tuple[Spent, Spent]]) -> list[tuple[Spent, Spent, int]]:
+    """Equal parts once, with their number: they are the same values, so identity tells."""
+    found: dict[int, tuple[Spent, Spent, int]] = {}
+    for part in parts:
+        f, b, times = found.get(id(part), (*part, 0))
+        found[id(part)] = f, b, times + 1
+    return list(found.values())
+
+
+def step_time(workload: Workload, setting: Setting, traced: Parts, ranks: tuple[Held, ...], stages: list[StageTime]) -> Time:
+    """The step as its slowest rank sees it."""
+    plan, generation = workload.plan, setting.generation
+    m = workload.microbatches
+    slowest = max(range(len(stages)), key=lambda rank: stages[rank].total)
+    stage = stages[slowest]
+    busy = (stage.forward + stage.backward) * m
+    sent = _message_seconds(workload, setting)
+    bubble = _bubble(workload, stages, slowest, sent)
+    messages = 2 * sent * m * plan.chunks * generation.message_exposed if plan.pipeline > 1 else 0.0
+    data = max(_data_seconds(workload, setting, traced, ranks[rank], stages[rank]) for rank in {0, slowest, len(ranks) - 1})
+    optimizer = _optimizer_seconds(workload, setting, traced, ranks[0])
+    subtotal = busy.total + bubble + messages + data + optimizer
+    straggling = subtotal * generation.straggle * log2(max(1, workload.cluster.nodes))
+    other = generation.step + straggling
+    return Time(
+        step=subtotal + other,
+        compute=busy.products + busy.attention + busy.memory + busy.host,
+        tensor=busy.tensor, context=busy.context, expert=busy.expert,
+        pipeline=messages, data=data, bubble=bubble, optimizer=optimizer, other=other,
+    )  # fmt: skip
+
+
+def _message_seconds(workload: Workload, setting: Setting) -> float:
+    """One activation, from a stage to the next."""
+    plan = workload.plan
+    if plan.pipeline == 1:
+        return 0.0
+    tokens = plan.microbatch * workload.seq_len / plan.context / plan.tensor  # ranks send a share each
+    return network.message(tokens * workload.model.dim * 2, line("pipeline", workload), setting.wires)
+
+
+def _bubble(workload: Workload, stages: list[StageTime], slowest: int, sent: float) -> float:
+    """Seconds the slowest rank waits.
+
+    1F1B and interleaved 1F1B have a closed form (Narayanan et al. 2021): one microbatch through a chunk of every other rank, and the
+    messages on the way; with equal stages (p - 1) / chunks of a microbatch's time. Other schedules are simulated with mean stages.
+    """
+    plan = workload.plan
+    others = sum(stage.total for rank, stage in enumerate(stages) if rank != slowest)
+    if plan.schedule in ("1f1b", "interleaved"):
+        return others / plan.chunks + 2 * (plan.pipeline - 1) * sent
+    few = min(workload.microbatches, 4 * plan.pipeline)
+    forward = sum(stage.forward.total for stage in stages) / len(stages)
+    backward = sum(stage.backward.total for stage in stages) / len(stages)
+    return _idle(plan.schedule, plan.pipeline, few, plan.chunks, round(backward / forward, 1)) * forward
+
+
+@cache
+def _idle(name: str, ranks: int, microbatches: int, chunks: int, backward: float) -> float:
+    """Seconds a rank idles in the simulated program, in units of a rank's forward of one microbatch; a backward's two halves are taken
+    as equal."""
+    program = lower(build(name, ranks=ranks, microbatches=microbatches, chunks=chunks), 0)
+    per_stage = len(program.schedule.stages_of(0)) if name != "dualpipe" else 1
+    seconds = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
+    timeline = simulate(program, {kind: value / per_stage for kind, value in seconds.items()})
+    return timeline.end - max(timeline.busy)
+
+
+def _stage_numbers(traced: Parts, here: Held) -> tuple[float, float]:
+    """Weights a pipeline rank holds: of all tokens, of experts."""
+    blocks = [traced.blocks[i] for chunk in here.chunks for i in chunk]
+    dense = sum(block.weights for block in blocks)
+    dense += traced.embedding.weights if here.embedding else 0
+    dense += traced.head.weights if here.head else 0
+    return float(dense), float(sum(block.expert_weights for block in blocks))
+
+
+def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Held, stage: StageTime) -> float:
+    """What gathers and reductions add to a step of one rank."""
+    plan, practice = workload.plan, workload.practice
+    if workload.frozen or plan.holders == 1:
+        return 0.0
+    dense, expert = _stage_numbers(traced, here)
+    whole, own = line("holders", workload), line("expert_holders", workload)
+    shards = network.Line(plan.shards, whole.stride) if plan.zero else whole
+    width = 4 if workload.format == "fp32" else 2
+    wires, m = setting.wires, workload.microbatches
+    blocks = sum(map(len, here.chunks))
+    calls = blocks * (6 if practice.gathers == "module" else 1) if plan.zero >= 2 else _buckets(dense, shards.size)
+
+    def moved(bytes_each: int) -> float:
+        return gather(bytes_each * dense, shards, wires, calls=calls) + gather(bytes_each * expert, own, wires, calls=calls)
+
+    reductions, gathers = moved(practice.gradient_bytes), moved(width)
+    if plan.zero and plan.copies > 1:  # and the shards' sums over the groups
+        across = network.Line(plan.copies, whole.stride * plan.shards)
+        reductions += network.reduce(practice.gradient_bytes * dense / plan.shards, across, wires, calls=calls)
+    forward, backward = stage.forward.total, stage.backward.total
+    if plan.zero == 0:
+        summed = network.reduce(practice.gradient_bytes * dense, whole, wires, calls=calls)
+        summed += network.reduce(practice.gradient_bytes * expert, own, wires, calls=calls)
+        return _beside(summed, backward, setting)
+    if plan.zero == 3:
+        return m * (_beside(gathers, forward, setting) + _beside(gathers + reductions, backward, setting))
+    if plan.zero == 2:
+        return m * _beside(reductions, backward, setting) + _beside(gathers, forward, setting)
+    if practice.gathers == "rank":
+        return _beside(reductions, backward, setting) + gather(width * dense, shards, wires, calls=shards.size)
+    return _beside(reductions, backward, setting) + _beside(gathers, forward, setting)
+
+
+def _buckets(numbers: float, ranks: int) -> float:
+    """Calls in which gradients are reduced: buckets of 40 million, or of a million for each rank (Megatron-Core's rule, which keeps
+    messages long)."""
+    return max(1.0, numbers / max(40e6, 1e6 * ranks))
+
+
+def _beside(moving: float, computing: float, setting: Setting) -> float:
+    """Seconds that `moving` adds to `computing`: all of it, or, where it is overlapped, what is longer, the part that never hides (the
+    first gather, the last reduction), and the slowing down of what it hides behind."""
+    if not setting.workload.practice.overlap_data:
+        return moving
+    generation = setting.generation
+    never = generation.data_exposed * moving
+    hidden = min(moving - never, computing)
+    return never + max(0.0, moving - never - computing) + generation.contention * hidden
+
+
+def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here: Held) -> float:
+    """The update of what a rank keeps, from its memory."""
+    if workload.frozen:
+        return 0.0
+    plan, practice = workload.plan, workload.practice
+    dense, expert = _stage_numbers(traced, here)
+    own = dense / (plan.shards if plan.zero else 1)
+    own += expert / (line("expert_holders", workload).size if plan.zero else 1)
+    moved = setting.generation.optimizer * own * (1 - practice.offload) / setting.bandwidth
+    return moved + practice.offload * own * 16 / HOST_LINK
+
+
+def model_flops(workload: Workload, traced: Parts) -> float:
+    """FLOPs of a step that the model asks for: forward, and twice that for backward."""
+    plan, model = workload.plan, workload.model
+    ranks = plan.tensor * plan.context
+    distinct = {id(profile): profile for profile in traced.blocks}
+    counts = Counter(map(id, traced.blocks))
+    blocks = sum(counts[key] * profile.flops("F") for key, profile in distinct.items())
+    head = traced.head.flops() / 3  # a chunked loss forms the gradients in forward
+    if traced.ahead is not None and model.head.ahead is not None:
+        blocks += traced.ahead.flops("F") * model.head.ahead.depth
+        head *= 1 + model.head.ahead.depth
+    return 3 * (blocks + head) * ranks * workload.global_batch / plan.microbatch

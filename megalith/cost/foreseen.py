@@ -1,0 +1,237 @@
+"""What a dry run of one rank would count, foreseen from the traced parts and the program the rank runs: bytes held by category, calls
+and bytes of collectives by axis, FLOPs. Named as `train.meter` names what it counted. No torch unless a part must be traced."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.cost.constants import Calibration, calibration
+from megalith.cost.memory import every_rank
+from megalith.cost.parts import Parts, parts
+from megalith.cost.profile import PHASES, Core, Phase, Profile
+from megalith.cost.workload import Practice, Workload
+from megalith.mesh import Mesh
+from megalith.schedule import build, lower
+from megalith.schedule.action import Action, computations
+from megalith.schedule.action import parts as actions_of
+from megalith.spec import cluster as clusters
+from megalith.spec.run import RunSpec
+
+TRAINER = Practice(generation="eager", loss="chunked", overlap_tensor=False)
+"""This project's own trainer, uncompiled: plain PyTorch, fp32 gradients, and a loss of a few rows at a time."""
+
+KINDS = {"gather": "all-gather", "scatter": "reduce-scatter", "sum": "all-reduce", "all_to_all": "all-to-all"}
+"""Exchange of a profile -> collective as it is counted. A ring is sends and receives."""
+
+DOES: dict[str, tuple[Phase, ...]] = {"F": ("F",), "B": ("I", "W"), "I": ("I",), "W": ("W",)}
+"""Computation of a schedule -> phases of a profile."""
+
+SUM_BYTES = 4
+"""Of a number in a reduction of gradients: sums are kept in fp32."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls of one kind along one axis, and the bytes of the whole tensor each time."""
+
+    kind: str
+    axis: str
+    calls: int
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of one rank's step by kind; causal attention without what is masked, and recomputation counted again."""
+
+    products: float
+    attention: float
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """One rank's step. `memory`: bytes by category at the fullest moment."""
+
+    memory: dict[str, float]
+    traffic: tuple[Traffic, ...]
+    work: Work
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure: "memory.weights", "traffic.tensor.all-gather.bytes", "work.products". None: not foreseen."""
+
+    name: str
+    foreseen: float | None
+    counted: float
+
+    @property
+    def gap(self) -> float | None:
+        """By how much the prediction is too high, as a share of what was counted; None where there is nothing to compare."""
+        return None if self.foreseen is None or not self.counted else self.foreseen / self.counted - 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "gap": self.gap}
+
+
+@dataclass(frozen=True)
+class _Here:
+    """A pipeline rank's program, and profiles of the parts of each of its stages."""
+
+    actions: tuple[Action, ...]
+    stages: dict[int, tuple[Profile, ...]]
+
+
+def foresee(workload: Workload, *, rank: int, figures: Calibration | None = None) -> Foreseen:
+    """What `rank` of the workload's plan holds, sends and computes in a step."""
+    traced = parts(workload)
+    place = Mesh.of(workload.plan).coordinates(rank)["pipeline"]
+    here = _here(workload, traced, place)
+    return Foreseen(
+        memory=_memory(workload, traced, here, place, figures or calibration()),
+        traffic=tuple(sorted(_traffic(workload, here), key=lambda one: (one.axis, one.kind))),
+        work=_work(here),
+    )
+
+
+def of_run(spec: RunSpec) -> Workload:
+    """A step of a run as this project's trainer takes it. On "local" nothing here depends on what the devices are."""
+    named = spec.cluster if spec.cluster != "local" else f"cpu:{spec.plan.ranks}"
+    model, train = spec.model.build(), spec.train
+    return Workload(model, spec.plan, clusters.load(named), train.seq_len, train.global_batch, train.precision, TRAINER)
+
+
+def _here(workload: Workload, traced: Parts, place: int) -> _Here:
+    plan, model = workload.plan, workload.model
+    schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=workload.microbatches, chunks=plan.chunks)
+    row = lower(schedule, plan.zero).rows[place]
+    ends = {0: (traced.embedding,), len(model.blocks) + 1: _head(workload, traced)}
+    bounds = plan.bounds(len(model.blocks))
+    stages = {
+        stage: tuple(
+            profile for part in range(*bounds[stage]) for profile in ends.get(part) or (traced.blocks[part - 1],)
+        )
+        for stage in schedule.stages_of(place)
+    }  # fmt: skip
+    return _Here(tuple(action for slot in row for action in actions_of(slot)), stages)
+
+
+def _head(workload: Workload, traced: Parts) -> tuple[Profile, ...]:
+    """The head's profiles: with tokens further ahead, a block and the output once more for each."""
+    ahead = workload.model.head.ahead
+    if ahead is None or traced.ahead is None:
+        return (traced.head,)
+    return traced.head, *(traced.ahead, traced.head) * ahead.depth
+
+
+def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures: Calibration) -> dict[str, float]:
+    """`cost.memory` by the categories of a dry run. That counts the optimizer's own copy of the weights as weights, and sees nothing of
+    what libraries reserve."""
+    plan, practice = workload.plan, workload.practice
+    found = every_rank(workload, traced, figures.generations[practice.generation])[place]
+    if workload.format != "fp32":
+        own = found.optimizer * practice.master_bytes / (practice.master_bytes + practice.moment_bytes)
+        weights, optimizer = found.weights + own, found.optimizer - own
+    else:  # a share is kept beside the whole weights, unless it is all of them
+        apart = plan.zero in (1, 2) and plan.shards > 1
+        weights, optimizer = found.weights + apart * found.optimizer * SUM_BYTES / practice.moment_bytes, found.optimizer
+    return {
+        "weights": weights,
+        "gradients": found.gradients,
+        "optimizer": optimizer,
+        "activations": found.activations + found.working + found.logits,
+        "buffers": _travelling(workload, here),
+    }
+
+
+def _travelling(workload: Workload, here: _Here) -> float:
+    """Bytes that weights and gradients of the largest part travel in while a backward runs: below ZeRO 2 none do."""
+    plan = workload.plan
+    if plan.zero < 2 or plan.shards == 1:
+        return 0.0
+    largest = max(profile.weights + profile.expert_weights for profiles in here.stages.values() for profile in profiles)
+    return largest * (SUM_BYTES + (_width(workload) if plan.zero == 3 else 0))
+
+
+def _traffic(workload: Workload, here: _Here) -> Iterator[Traffic]:
+    """Everything sent but single numbers: the norm, the loss, and requests to stop."""
+    calls: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for axis, kind, times, size in (*_exchanges(workload, here), *_messages(workload, here), *_state(workload, here)):
+        if times and size:
+            calls[axis, kind] += times
+            sizes[axis, kind] += times * size  # pyright: ignore[reportArgumentType]  # bytes of a share may be broken numbers
+    return (Traffic(kind, axis, calls[axis, kind], float(sizes[axis, kind])) for axis, kind in calls)
+
+
+Sent = tuple[str, str, int, float]
+"""Axis, kind, calls, bytes of one call."""
+
+
+def _exchanges(workload: Workload, here: _Here) -> Iterator[Sent]:
+    """What modules send in the midst of their computation."""
+    for stage, times in _times(here).items():
+        for profile in here.stages[stage]:
+            for one in profile.exchanges:
+                count = one.times * times[one.phase]
+                if one.kind == "ring":
+                    hops = workload.plan.context - 1
+                    yield from (("context", kind, count * hops, one.size) for kind in ("receive", "send"))
+                else:
+                    yield one.axis, KINDS[one.kind], count, one.size
+
+
+def _times(here: _Here) -> dict[int, Counter[Phase]]:
+    """How often each phase of each stage runs."""
+    found: dict[int, Counter[Phase]] = {stage: Counter() for stage in here.stages}
+    for action in computations(here.actions):
+        found[action.stage].update(DOES[action.kind])
+    return found
+
+
+def _messages(workload: Workload, here: _Here) -> Iterator[Sent]:
+    """Activations and gradients between stages: a tensor rank with a share of the sequence sends that share."""
+    plan = workload.plan
+    split = plan.context * (plan.tensor if plan.sequence else 1)
+    size = plan.microbatch * workload.seq_len // split * workload.model.dim * _width(workload)
+    kinds = Counter(action.kind.partition("_")[0] for action in here.actions)
+    yield "pipeline", "send", kinds["SEND"], size
+    yield "pipeline", "receive", kinds["RECV"], size
+
+
+def _state(workload: Workload, here: _Here) -> Iterator[Sent]:
+    """Weights gathered and gradients reduced, part by part: of all tokens' weights, and of the experts'."""
+    mesh = Mesh.of(workload.plan)
+    kinds = Counter((action.kind, action.stage) for action in here.actions if action.kind in ("GATHER", "REDUCE"))
+    for (kind, stage), times in kinds.items():
+        for profile in here.stages[stage]:
+            for names, numbers, (copies, shards) in (
+                (("copies", "shards"), profile.weights, mesh.state[1:3]),
+                (("expert copies", "expert shards"), profile.expert_weights, mesh.experts[1:3]),
+            ):
+                if kind == "GATHER" and shards > 1:
+                    yield names[1], "all-gather", times, numbers * _width(workload)
+                if kind == "REDUCE" and shards > 1:
+                    yield names[1], "reduce-scatter", times, numbers * SUM_BYTES
+                if kind == "REDUCE" and copies > 1:
+                    yield names[0], "all-reduce", times, numbers * SUM_BYTES / shards
+
+
+def _width(workload: Workload) -> int:
+    return 4 if workload.format == "fp32" else 2
+
+
+def _work(here: _Here) -> Work:
+    products = attention = 0.0
+    for stage, times in _times(here).items():
+        for profile in here.stages[stage]:
+            for phase in PHASES:
+                products += times[phase] * sum(one.flops for one in profile.products if one.phase == phase)
+                attention += times[phase] * sum(_unmasked(one) for one in profile.cores if one.phase == phase)
+    return Work(products, attention)
+
+
+def _unmasked(core: Core) -> float:
+    """A query sees itself and what is before it; context ranks share those pairs out evenly."""
+    return core.flops * (core.keys + 1) / (2 * core.keys)

@@ -1,0 +1,155 @@
+"""Bytes a rank holds at the fullest moment of a step, by what they are for. No torch."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import mul
+
+from megalith import schedule as schedules
+from megalith.cost.constants import Generation
+from megalith.cost.parts import Parts
+from megalith.cost.profile import Profile
+from megalith.cost.workload import Workload
+from megalith.schedule.action import Row
+from megalith.schedule.action import parts as parts_of
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak bytes of one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    working: float
+    logits: float
+    reserve: float
+    rank: int
+    """Which pipeline rank this is of."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.working + self.logits + self.reserve
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a pipeline rank has of the model: indices of its blocks by chunk, and whether it has the ends."""
+
+    chunks: tuple[tuple[int, ...], ...]
+    embedding: bool
+    head: bool
+
+
+def held(workload: Workload) -> tuple[Held, ...]:
+    """Each pipeline rank's share of the model, from the schedule's own placement of stages; both copies of a bidirectional one."""
+    plan, blocks = workload.plan, len(workload.model.blocks)
+    bounds = plan.bounds(blocks)
+    found = []
+    for stages in _stages(plan.schedule, plan.pipeline, plan.chunks):
+        mine = [bounds[stage] for stage in stages]
+        chunks = tuple(tuple(part - 1 for part in range(first, last) if 0 < part <= blocks) for first, last in mine)
+        found.append(Held(chunks, any(first == 0 for first, _ in mine), any(last == blocks + 2 for _, last in mine)))
+    return tuple(found)
+
+
+@cache
+def _stages(name: str, ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    schedule = schedules.build(name, ranks=ranks, microbatches=2 * ranks, chunks=chunks)
+    return tuple(schedule.stages_of(rank) for rank in range(ranks))
+
+
+@cache
+def _in_flight(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Microbatches each rank holds of each of its chunks when it holds the most; past a few rounds more microbatches change nothing."""
+    few = microbatches if name == "gpipe" else min(microbatches, 4 * ranks)
+    schedule = schedules.build(name, ranks=ranks, microbatches=few, chunks=chunks)
+    return tuple(_fullest(schedule.rows[rank], schedule.stages_of(rank)) for rank in range(ranks))
+
+
+def _fullest(row: Row, stages: Sequence[int]) -> tuple[int, ...]:
+    held, most = Counter[int](), Counter[int]()
+    for slot in row:
+        for action in sorted(
+            parts_of(slot), key=lambda one: one.kind != "F"
+        ):  # in an overlap both are there before either is freed
+            held[action.stage] += {"F": 1, "I": 0}.get(action.kind, -1)
+            if held.total() > most.total():
+                most = held.copy()
+    return tuple(most[stage] for stage in stages)
+
+
+def memory(workload: Workload, parts: Parts, generation: Generation) -> Memory:
+    """The fullest rank's memory."""
+    flying = _in_flight(workload.plan.schedule, workload.plan.pipeline, workload.microbatches, workload.plan.chunks)
+    ranks = held(workload)
+    found = [
+        _rank(workload, parts, generation, rank, here, flying[rank]) for rank, here in enumerate(ranks) if _distinct(rank, ranks)
+    ]
+    return max(found, key=lambda memory: memory.total)
+
+
+def every_rank(workload: Workload, parts: Parts, generation: Generation) -> list[Memory]:
+    """Each pipeline rank's memory."""
+    flying = _in_flight(workload.plan.schedule, workload.plan.pipeline, workload.microbatches, workload.plan.chunks)
+    return [_rank(workload, parts, generation, rank, here, flying[rank]) for rank, here in enumerate(held(workload))]
+
+
+def _distinct(rank: int, ranks: tuple[Held, ...]) -> bool:
+    """Ranks in the middle hold less than the second one, if they hold the same blocks; look at the ends, and at any other."""
+    return rank < 2 or rank == len(ranks) - 1 or list(map(len, ranks[rank].chunks)) != list(map(len, ranks[1].chunks))
+
+
+def _rank(workload: Workload, parts: Parts, generation: Generation, rank: int, here: Held, flying: tuple[int, ...]) -> Memory:
+    plan, practice, model = workload.plan, workload.practice, workload.model
+    blocks = [parts.blocks[i] for chunk in here.chunks for i in chunk]
+    dense = sum(block.weights for block in blocks)
+    expert = sum(block.expert_weights for block in blocks)
+    if here.embedding:
+        dense += parts.embedding.weights
+    if here.head:
+        dense += parts.head.weights if not (model.head.tied and here.embedding) else model.dim
+        if parts.ahead is not None and model.head.ahead is not None:
+            dense += parts.ahead.weights * model.head.ahead.depth
+            expert += parts.ahead.expert_weights * model.head.ahead.depth
+    shards = max(1, plan.shards)
+    expert_shards = max(1, plan.holders * plan.tensor // (plan.expert * plan.expert_tensor)) if plan.zero else 1
+    width = 4 if workload.format == "fp32" else 2
+    state = _state(workload, dense, shards, width, generation), _state(workload, expert, expert_shards, width, generation)
+    whole = _whole(workload, blocks, shards, width)
+    saved = [sum(parts.blocks[i].saved for i in chunk) for chunk in here.chunks]
+    # the head's backward follows its forward: its logits are gone before any block's backward
+    logits = parts.head.saved + parts.head.working if here.head else 0.0
+    working = generation.working * max((block.working for block in blocks), default=0.0)
+    return Memory(
+        weights=sum(s[0] for s in state) + whole,
+        gradients=sum(s[1] for s in state) + whole / width * practice.gradient_bytes,
+        optimizer=sum(s[2] for s in state),
+        activations=sum(map(mul, flying, saved)),
+        working=max(working - logits, 0.0),
+        logits=logits,
+        reserve=generation.reserve,
+        rank=rank,
+    )
+
+
+def _whole(workload: Workload, blocks: list[Profile], shards: int, width: int) -> float:
+    """Bytes of the weights ZeRO 3 has gathered at once: of two blocks, the one in use and the next, or of one module, at most a third
+    of a block where there are three matrices or more."""
+    if workload.plan.zero != 3 or shards == 1:
+        return 0.0
+    largest = max((block.weights + block.expert_weights for block in blocks), default=0)
+    return width * largest * (2 if workload.practice.gathers == "block" else 1 / 3)
+
+
+def _state(workload: Workload, numbers: float, shards: int, width: int, generation: Generation) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer of so many parameters, by ZeRO's line (Rajbhandari et al. 2019)."""
+    zero, practice = workload.plan.zero, workload.practice
+    weights = width * numbers / (shards if zero == 3 else 1)
+    if workload.frozen:
+        return weights, 0.0, 0.0
+    gradients = practice.gradient_bytes * numbers / (shards if zero >= 2 else 1)
+    moments = (practice.moment_bytes + (practice.master_bytes if width < 4 else 0)) * numbers / (shards if zero >= 1 else 1)
+    return weights, gradients, moments * (1 - practice.offload)

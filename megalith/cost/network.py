@@ -1,0 +1,101 @@
+"""Seconds of a collective: how far its ranks stand apart, which links it crosses, and what it moves. No torch."""
+
+from dataclasses import dataclass
+from math import log2
+
+from megalith.cost.constants import Device
+from megalith.spec.cluster import ClusterSpec
+
+
+@dataclass(frozen=True)
+class Line:
+    """The ranks of one axis: `size` of them, `stride` apart in the numbering of devices (`mesh.py`: tensor, context, data, pipeline
+    from nearest to furthest)."""
+
+    size: int
+    stride: int = 1
+
+    def inside(self, domain: int) -> int:
+        """How many of them share one domain of fast links."""
+        return min(self.size, max(1, domain // self.stride))
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What joins the devices, at the rates collectives really reach (bytes/s out of a device)."""
+
+    domain: int
+    fast: float
+    slow: float
+    latency: float
+    hop: float
+
+    @classmethod
+    def of(cls, cluster: ClusterSpec, device: Device) -> "Wires":
+        """The wires of a cluster; a figure nobody published counts as no link, at 1 MB/s."""
+        accelerator = cluster.accelerator
+        domain = cluster.per_node if accelerator.scale_up_domain <= cluster.per_node else accelerator.scale_up_domain
+        return cls(
+            domain=domain,
+            fast=(accelerator.scale_up or 1e6) * device.fast,
+            slow=(cluster.scale_out or accelerator.scale_up or 1e6) * device.slow,
+            latency=device.latency,
+            hop=device.hop,
+        )
+
+
+def rate(line: Line, wires: Wires) -> float:
+    """Bytes/s through a rank in a ring over the line.
+
+    A ring enters and leaves each domain once, and its ranks there share their network cards: k ranks of a domain carry k cards' worth
+    (NCCL builds that many rings), up to what the fast links feed.
+    """
+    inside = line.inside(wires.domain)
+    return wires.fast if inside == line.size else min(wires.fast, inside * wires.slow)
+
+
+def ring(line: Line, wires: Wires) -> float:
+    """Seconds a ring takes beyond its bytes: a start, a hundredth of it for each rank, and a hop for each domain it passes."""
+    inside = line.inside(wires.domain)
+    return wires.latency * (1 + 0.01 * inside) + wires.hop * (line.size / inside - 1)
+
+
+def gather(size: float, line: Line, wires: Wires, *, calls: float = 1) -> float:
+    """All-gather to, or reduce-scatter from, `size` bytes in so many calls: rings, which move (n-1)/n of them through each rank."""
+    if line.size == 1 or size == 0:
+        return 0.0
+    return calls * ring(line, wires) + size * (line.size - 1) / line.size / rate(line, wires)
+
+
+def reduce(size: float, line: Line, wires: Wires, *, calls: float = 1) -> float:
+    """All-reduce of `size` bytes: as much as a reduce-scatter and an all-gather. On long lines trees start it in fewer hops."""
+    if line.size == 1 or size == 0:
+        return 0.0
+    domains = line.size / line.inside(wires.domain)
+    start = min(2 * ring(line, wires), 2 * wires.latency + 2 * wires.hop * log2(max(1.0, domains)))
+    return calls * start + 2 * size * (line.size - 1) / line.size / rate(line, wires)
+
+
+def all_to_all(size: float, line: Line, wires: Wires, *, copies: int = 1, reach: int | None = None) -> float:
+    """Each rank deals `size` bytes out evenly. With `copies` > 1, `size` holds every token that many times, for different experts: it
+    goes to each rank once, and crosses the network once to each domain (DeepEP), of which the router lets it go to `reach`."""
+    if line.size == 1 or size == 0:
+        return 0.0
+    domains = line.size / line.inside(wires.domain)
+    near, far = size / copies * _others(line.size, copies), size / copies * _others(domains, copies)
+    if reach is not None:
+        far = min(far, size / copies * reach * (1 - 1 / domains))
+    if copies == 1:
+        near, far = near - size * (line.size - line.size / domains) / line.size, size * (1 - 1 / domains)
+    return wires.latency + wires.hop * domains**0.5 + max(near / wires.fast, far / wires.slow)
+
+
+def _others(places: float, copies: int) -> float:
+    """Other places a token is wanted in, on average, where its copies fall anywhere."""
+    return (places - 1) * (1 - (1 - 1 / places) ** copies)
+
+
+def message(size: float, line: Line, wires: Wires) -> float:
+    """From one rank to the next of the line."""
+    near = line.inside(wires.domain) == line.size
+    return wires.latency + size / (wires.fast if near else wires.slow)

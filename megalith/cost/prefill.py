@@ -1,0 +1,103 @@
+"""Forward alone, predicted: the prefill of long prompts. No torch unless something new must be traced."""
+
+from megalith.cost import network
+from megalith.cost.constants import Calibration, calibration
+from megalith.cost.estimate import Estimate, PartTimes, Time, part_times
+from megalith.cost.memory import Held, Memory, held
+from megalith.cost.parts import Parts, parts
+from megalith.cost.profile import Profile
+from megalith.cost.time import Setting, Spent, line
+from megalith.cost.workload import Workload
+from megalith.spec.model import LatentAttentionSpec
+
+WEIGHT_BYTES = {"fp32": 4.0, "fp8": 1.0, "mxfp8": 1.0, "fp4": 0.5}
+"""Of a weight of a block that is kept in the format it computes in; 2 in the others. Embedding and head keep 2."""
+
+
+def prefill(
+    workload: Workload, figures: Calibration | None = None, traced: Parts | None = None, spent: PartTimes | None = None
+) -> Estimate:
+    """Predict the forward of all sequences, until the last one's keys and values are there; of the logits the last token's alone are
+    wanted, and cost nothing. `flops` leave out what the causal mask hides: in long prompts it is half of everything."""
+    figures = figures or calibration()
+    traced = traced or parts(workload)
+    setting = Setting.of(workload, figures)
+    space = prefill_memory(workload, traced, figures)
+    limit = workload.cluster.accelerator.memory
+    return Estimate(
+        time=_time(workload, setting, spent or part_times(traced, setting)),
+        memory=space,
+        fits=limit is None or space.total * (1 + setting.generation.slack) <= limit,
+        limit=limit,
+        flops=_flops(workload, traced),
+        tokens=workload.tokens,
+        devices=workload.cluster.count,
+        peak=workload.cluster.accelerator.peak["bf16"],
+    )
+
+
+def prefill_memory(workload: Workload, traced: Parts, figures: Calibration) -> Memory:
+    """The fullest rank: weights, the keys and values of all its sequences (`activations`), and one block at work."""
+    reserve = figures.generations[workload.practice.generation].reserve
+    found = [_rank(workload, traced, rank, here, reserve) for rank, here in enumerate(held(workload))]
+    return max(found, key=lambda memory: memory.total)
+
+
+def _rank(workload: Workload, traced: Parts, rank: int, here: Held, reserve: float) -> Memory:
+    numbers = [i for chunk in here.chunks for i in chunk]
+    blocks = [traced.blocks[i] for i in numbers]
+    ends = (traced.embedding.weights if here.embedding else 0) + (traced.head.weights if here.head else 0)
+    whole = WEIGHT_BYTES.get(workload.format, 2.0) * sum(block.weights + block.expert_weights for block in blocks)
+    cache = sum(_cache(workload, i, traced.blocks[i]) for i in numbers) * workload.microbatches
+    return Memory(
+        weights=whole + 2.0 * ends, gradients=0.0, optimizer=0.0, activations=cache,
+        working=max((block.saved for block in blocks), default=0.0), logits=0.0, reserve=reserve, rank=rank,
+    )  # fmt: skip
+
+
+def _cache(workload: Workload, number: int, profile: Profile) -> float:
+    """Bytes of one block's keys and values of a microbatch on a rank; latent attention keeps what it expands them from."""
+    attention, plan = workload.model.blocks[number].attention, workload.plan
+    tokens = plan.microbatch * workload.seq_len / plan.context
+    if isinstance(attention, LatentAttentionSpec):
+        return 2.0 * tokens * (attention.kv_rank + attention.rope_dim)
+    core = next(core for core in profile.cores if core.phase == "F")
+    return 2.0 * tokens * core.kv_heads * (core.qk_dim + core.v_dim)
+
+
+def _time(workload: Workload, setting: Setting, spent: PartTimes) -> Time:
+    """The first sequence goes through all pipeline ranks, and each other one follows as fast as the slowest of them."""
+    plan, microbatches = workload.plan, workload.microbatches
+    stages = [_stage(here, spent) for here in held(workload)]
+    slowest = max(stages, key=lambda stage: stage.total)
+    sent = 0.0
+    if plan.pipeline > 1:
+        size = plan.microbatch * workload.seq_len / plan.context / plan.tensor * workload.model.dim * 2
+        sent = network.message(size, line("pipeline", workload), setting.wires)
+    fill = sum(stage.total for stage in stages) - slowest.total
+    busy = slowest * microbatches
+    subtotal = busy.total + fill + sent * (plan.pipeline - 1)
+    return Time(
+        step=subtotal, compute=busy.products + busy.attention + busy.memory + busy.host, tensor=busy.tensor, context=busy.context,
+        expert=busy.expert, pipeline=sent * (plan.pipeline - 1), data=0.0, bubble=fill, optimizer=0.0, other=0.0,
+    )  # fmt: skip
+
+
+def _stage(here: Held, spent: PartTimes) -> Spent:
+    total = spent.embedding[0] if here.embedding else Spent()
+    for chunk in here.chunks:
+        for i in chunk:
+            total = total + spent.blocks[i][0]
+    return total
+
+
+def _flops(workload: Workload, traced: Parts) -> float:
+    """Of all ranks and sequences."""
+    plan = workload.plan
+    known: dict[int, float] = {}
+    for block in traced.blocks:
+        if id(block) not in known:
+            cores = sum(core.flops for core in block.cores if core.phase == "F")
+            known[id(block)] = block.flops("F") - cores / 2
+    each = sum(known[id(block)] for block in traced.blocks)
+    return each * plan.tensor * plan.context * workload.global_batch / plan.microbatch

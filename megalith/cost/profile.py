@@ -1,0 +1,138 @@
+"""What one part of a model costs a rank for one microbatch: a value, with no torch, kept on disk between runs."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Phase = Literal["F", "I", "W"]
+"""Forward; the gradient of the part's input, with whatever is recomputed for it; the gradients of its weights."""
+
+PHASES: tuple[Phase, ...] = ("F", "I", "W")
+
+Exchanged = Literal["gather", "scatter", "sum", "all_to_all", "ring"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """`count` matrix products [rows, inner] x [inner, columns], run as one kernel. `weight`: one factor is a weight (or, in W, the
+    result is its gradient), so that it may run in 8 bits."""
+
+    phase: Phase
+    rows: int
+    inner: int
+    columns: int
+    count: int = 1
+    weight: bool = True
+    expert: bool = False
+    times: int = 1
+    """How often this very kernel runs."""
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.inner * self.columns * self.count * self.times
+
+
+@dataclass(frozen=True)
+class Core:
+    """One fused attention over `batch` sequences: its scores are never in memory."""
+
+    phase: Phase
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    qk_dim: int
+    v_dim: int
+    window: int | None = None
+    again: bool = False
+    """A forward that runs again in backward."""
+
+    @property
+    def forward(self) -> bool:
+        return self.phase == "F" or self.again
+
+    @property
+    def flops(self) -> float:
+        """Without the causal mask. Backward computes the scores again and four gradients: 2.5 times forward (Dao 2023)."""
+        scores = 2.0 * self.batch * self.heads * self.queries * min(self.keys, 2 * (self.window or self.keys))
+        forward = scores * (self.qk_dim + self.v_dim)
+        return forward if self.forward else scores * (3 * self.qk_dim + 2 * self.v_dim)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective: `size` bytes are the whole tensor's (what a gather ends with, what a scatter starts from), or what one rank
+    hands out in an all-to-all or a ring."""
+
+    phase: Phase
+    axis: Literal["tensor", "context", "expert"]
+    kind: Exchanged
+    size: float
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Figures of one rank, one microbatch, one part. Bytes unless said otherwise."""
+
+    products: tuple[Product, ...]
+    cores: tuple[Core, ...]
+    exchanges: tuple[Exchange, ...]
+    moved: dict[Phase, float]
+    """Bytes read and written by operations that are neither products nor fused attention."""
+    kernels: dict[Phase, int]
+    """Operations started,"""
+    apart: dict[Phase, int]
+    """and those of them between the dispatch of tokens to experts and their return, whose sizes the host learns late."""
+    saved: float
+    """What forward leaves in memory for backward."""
+    working: float
+    """Largest sum of temporary tensors at any moment of backward, without what is saved."""
+    weights: int
+    """Numbers held of weights every token uses."""
+    expert_weights: int
+    """Numbers held of the experts' weights."""
+    output: float
+    """The part's output."""
+
+    def flops(self, phase: Phase | None = None) -> float:
+        """Floating-point operations, attention in full."""
+        return sum(item.flops for item in (*self.products, *self.cores) if phase in (None, item.phase))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Profile":
+        lists = {
+            "products": tuple(Product(**item) for item in value["products"]),
+            "cores": tuple(Core(**item) for item in value["cores"]),
+            "exchanges": tuple(Exchange(**item) for item in value["exchanges"]),
+        }
+        return cls(**{**value, **lists})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of a plan and of the software changes a part's figures on a rank: the key of a trace, beside the part itself."""
+
+    microbatch: int
+    seq_len: int
+    tensor: int = 1
+    sequence: bool = True
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    recompute: str = "none"
+    """`none`, `full`, or the names of the recomputed parts with commas."""
+    attention: Literal["fused", "plain"] = "fused"
+    regather: bool = False
+    """The input of split products is kept as a share and gathered again for the weights' gradients (Korthikanti et al. 2022)."""
+    fused: bool = True
+    """Activation and gate are one kernel, and so is a rotation; products of one input are one product."""
+    permute: bool = True
+    """Rows are put in the order of their experts by one kernel, in software that is `fused`."""
+    loss: Literal["copied", "whole", "fused", "chunked"] = "fused"
+    """How the logits become a loss: `workload.Practice.loss`."""
+    width: int = 2
+    """Bytes of an activation."""

@@ -1,0 +1,217 @@
+"""Seconds of one part's forward and backward on one rank, from its profile. No torch."""
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+from megalith.cost import network
+from megalith.cost.constants import Calibration, Device, Generation
+from megalith.cost.network import Line, Wires
+from megalith.cost.profile import Core, Exchange, Phase, Product, Profile
+from megalith.cost.workload import RATE, Format, Practice, Workload
+from megalith.spec.cluster import Accelerator
+from megalith.spec.model import MoeSpec, RouterSpec
+
+TILE = (128, 128)
+"""Rows and columns of a product one processor computes at a time, in the usual large kernels."""
+
+FLASH = {1: 0.5, 2: 1.0}
+"""What the generations of fused attention reach, over the second."""
+
+QUANTISE = {"fp8": 6.0, "mxfp8": 4.0, "fp4": 4.0}
+"""Bytes moved to bring one number of a factor into a narrow format: read for its largest value and again to convert (`fp8`), or once
+(block formats), and written twice, along both directions."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of one phase, by what they are spent on. The collectives' are what computation does not hide."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    host: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.memory + self.host + self.tensor + self.context + self.expert
+
+    def __add__(self, other: "Spent") -> "Spent":
+        return Spent(
+            self.products + other.products, self.attention + other.attention, self.memory + other.memory, self.host + other.host,
+            self.tensor + other.tensor, self.context + other.context, self.expert + other.expert,
+        )  # fmt: skip
+
+    def __mul__(self, factor: float) -> "Spent":
+        return Spent(*(factor * a for a in self.values))
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        return self.products, self.attention, self.memory, self.host, self.tensor, self.context, self.expert
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A workload with the calibrated figures that apply to it."""
+
+    workload: Workload
+    accelerator: Accelerator
+    device: Device
+    generation: Generation
+    wires: Wires
+
+    @classmethod
+    def of(cls, workload: Workload, calibration: Calibration) -> "Setting":
+        accelerator = workload.cluster.accelerator
+        device = calibration.device(accelerator)
+        return cls(
+            workload,
+            accelerator,
+            device,
+            calibration.generations[workload.practice.generation],
+            Wires.of(workload.cluster, device),
+        )
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s element-wise kernels really move."""
+        assert self.accelerator.memory_bandwidth is not None, self.accelerator.name
+        return self.accelerator.memory_bandwidth * self.device.memory
+
+
+def product_seconds(product: Product, setting: Setting, format: Format) -> float:
+    """One product: its arithmetic at the rate its shape allows, or its bytes, whichever takes longer.
+
+    The last wave of tiles leaves processors idle, and a short inner dimension does not fill their pipelines; filling takes its time
+    in seconds, so that a faster format needs a longer one.
+    """
+    device, accelerator = setting.device, setting.accelerator
+    kind = format if product.weight else "bf16"
+    peak = accelerator.peak.get(RATE[kind]) or accelerator.peak["bf16"]  # pyright: ignore[reportArgumentType]
+    share = device.quarter if kind == "fp4" else device.narrow if kind in QUANTISE else device.wide
+    tiles = ceil(product.rows / TILE[0]) * ceil(product.columns / TILE[1]) * product.count
+    filled = tiles / (tiles + device.idle * device.units)
+    partial = min(1.0, product.rows / TILE[0]) * min(
+        1.0, product.columns / TILE[1]
+    )  # a tile that is not full costs as one that is
+    ramp = product.inner / (product.inner + device.ramp * peak / accelerator.peak["bf16"])
+    flops = 2.0 * product.rows * product.inner * product.columns * product.count
+    width = 0.5 if kind == "fp4" else 1 if kind in QUANTISE else 2
+    factors = product.rows * product.inner + product.inner * product.columns
+    moved = product.count * (width * factors + 2 * product.rows * product.columns)
+    seconds = max(flops / (peak * share * filled * partial**0.5 * ramp), moved / setting.bandwidth)
+    return product.times * max(seconds, setting.device.gap)
+
+
+def quantising(products: list[Product], setting: Setting, format: Format, phase: Phase) -> float:
+    """Seconds to bring activations and gradients into the products' format; one conversion serves all products of a factor."""
+    if format not in QUANTISE or phase == "W":
+        return 0.0
+    shapes = {(p.rows, p.inner, p.count) if phase == "F" else p: p for p in products if p.weight}
+    numbers = sum(p.rows * p.inner * p.count * (1 if phase == "F" else p.times) for p in shapes.values())
+    return QUANTISE[format] * numbers / setting.bandwidth
+
+
+def core_seconds(core: Core, setting: Setting) -> float:
+    """One fused attention. Half of the scores are masked, and a kernel that knows skips them."""
+    device = setting.device
+    share = device.attention_forward if core.forward else device.attention_backward
+    causal = 0.5 if setting.workload.practice.causal_half else 1.0
+    filled = core.queries / (
+        core.queries + 256
+    )  # blocks on the diagonal are computed whole, and short sequences fill few processors
+    share *= FLASH[setting.workload.practice.flash]
+    return core.flops * causal / (setting.accelerator.peak["bf16"] * share * filled)
+
+
+def line(axis: str, workload: Workload) -> Line:
+    """The ranks an axis joins, as `mesh.py` numbers them."""
+    plan = workload.plan
+    strides = {
+        "tensor": (plan.tensor, 1),
+        "context": (plan.context, plan.tensor),
+        "data": (plan.data, plan.tensor * plan.context),
+        "pipeline": (plan.pipeline, plan.tensor * plan.context * plan.data),
+        "expert": (plan.expert, plan.expert_tensor),
+        "holders": (plan.data * plan.context, plan.tensor),
+        "expert_holders": (
+            max(1, plan.data * plan.context * plan.tensor // (plan.expert * plan.expert_tensor)), plan.expert * plan.expert_tensor,
+        ),
+    }  # fmt: skip
+    return Line(*strides[axis])
+
+
+def exchange_seconds(exchange: Exchange, setting: Setting, router: RouterSpec | None) -> float:
+    """One collective, as if nothing ran beside it."""
+    where, wires = line(exchange.axis, setting.workload), setting.wires
+    if exchange.kind == "sum":
+        once = network.reduce(exchange.size, where, wires)
+    elif exchange.kind == "all_to_all":
+        once = network.all_to_all(exchange.size, where, wires, **_spread(setting, router))
+    elif exchange.kind == "ring":
+        once = (where.size - 1) * network.message(exchange.size, where, wires)
+    else:
+        once = network.gather(exchange.size, where, wires)
+    return exchange.times * once
+
+
+def _spread(setting: Setting, router: RouterSpec | None) -> dict[str, Any]:
+    """How often a token travels."""
+    if router is None or not setting.workload.practice.deduplicated:
+        return {}
+    return {"copies": router.active, "reach": router.active_groups if router.groups > 1 else None}
+
+
+def spend(
+    profile: Profile, phases: tuple[Phase, ...], setting: Setting, *, format: Format, router: RouterSpec | None = None
+) -> Spent:
+    """Seconds of phases of a part that run one after the other.
+
+    The host works ahead of the device, so that the slower of the two counts; in a layer of experts it cannot, where it has to learn
+    how many tokens came. Backward knows that from forward.
+    """
+    practice, generation = setting.workload.practice, setting.generation
+    device = Spent()
+    for phase in phases:
+        device = device + _on_device(profile, phase, setting, format, router)
+    host = max(0.0, _started(profile, phases, practice) * generation.host - device.total)
+    if profile.expert_weights and "F" in phases and practice.waits and practice.graphs != "whole":
+        host += generation.routing
+    return replace(device, host=host)
+
+
+def _on_device(profile: Profile, phase: Phase, setting: Setting, format: Format, router: RouterSpec | None) -> Spent:
+    practice, generation = setting.workload.practice, setting.generation
+    mine = [product for product in profile.products if product.phase == phase]
+    attention = sum(core_seconds(core, setting) for core in profile.cores if core.phase == phase)
+    moving = profile.moved[phase] / setting.bandwidth + quantising(mine, setting, format, phase)
+    waits = {"tensor": 0.0, "context": 0.0, "expert": 0.0}
+    for exchange in profile.exchanges:
+        if exchange.phase == phase:
+            waits[exchange.axis] += exchange_seconds(exchange, setting, router)
+    return Spent(
+        products=sum(product_seconds(product, setting, format) for product in mine),
+        attention=attention,
+        memory=generation.passes * moving + profile.kernels[phase] * setting.device.gap * 0.5,
+        tensor=waits["tensor"] * (generation.tensor_exposed if practice.overlap_tensor else 1.0),
+        context=max(waits["context"] - attention, 0.1 * waits["context"]),
+        expert=waits["expert"] * generation.expert_exposed * (0.3 if practice.overlap_expert else 1.0),
+    )
+
+
+def _started(profile: Profile, phases: tuple[Phase, ...], practice: Practice) -> int:
+    """Operations that the host starts one by one."""
+    if practice.graphs == "whole":
+        return 0
+    kernels = profile.kernels if practice.graphs == "none" else profile.apart
+    sent = (e.times for e in profile.exchanges if e.phase in phases and (practice.graphs == "none" or e.axis == "expert"))
+    each = (p.times * (p.count - 1) for p in profile.products if p.phase in phases and p.expert and not practice.grouped)
+    return sum(kernels[phase] for phase in phases) + sum(sent) + sum(each)
+
+
+def router_of(workload: Workload) -> RouterSpec | None:
+    """The router of the model's experts; None in a dense model."""
+    return next((block.mlp.router for block in reversed(workload.model.blocks) if isinstance(block.mlp, MoeSpec)), None)

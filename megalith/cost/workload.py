@@ -1,0 +1,84 @@
+"""What is to be predicted: one step of one model under one plan on one cluster, and the software that runs it. No torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megalith.spec.cluster import ClusterSpec
+from megalith.spec.model import ModelSpec
+from megalith.spec.plan import Plan
+
+Format = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "fp4"]
+"""Precision of the matrix products with weights: `fp8` scales whole tensors, `mxfp8` and `fp4` scale small blocks."""
+
+RATE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "mxfp8": "fp8", "fp4": "fp4"}
+"""Format -> the entry of `Accelerator.peak` whose rate it computes at."""
+
+
+@dataclass(frozen=True)
+class Practice:
+    """How the software runs a plan, where that changes time or memory. Each field is a fact about a program, never a fitted number."""
+
+    generation: str = "fused"
+    """Which row of the calibration holds its overheads: see `calibration.toml`."""
+    attention: Literal["fused", "plain"] = "fused"
+    """`plain` writes the scores to memory (before FlashAttention)."""
+    flash: Literal[1, 2] = 2
+    """Generation of the fused kernel: the first reaches half of what the second does (Dao 2023, arXiv:2307.08691, section 4)."""
+    gradient_bytes: int = 4
+    """Bytes of an accumulated gradient."""
+    moment_bytes: int = 8
+    """Bytes of both Adam moments of a parameter."""
+    master_bytes: int = 4
+    """Bytes of the optimizer's own copy of a parameter: 2 where it keeps only what bf16 leaves out (Apex's distributed Adam)."""
+    loss: Literal["copied", "whole", "fused", "chunked"] = "fused"
+    """Logits of all tokens are there at once, in fp32 with copies (`copied`: torch's own) or in place (`whole`: Megatron-LM's), or in
+    16 bits with their gradient in their place (`fused`); or of a few rows at a time (`chunked`: this project's own trainer)."""
+    gathers: Literal["block", "module", "rank"] = "block"
+    """What ZeRO 3 makes whole at a time: a block and the next one, or a module of a block (DeepSpeed). ZeRO 1 by `rank`: each sends
+    what it updated to all others, one after the other, before the next step (InternEvo)."""
+    overlap_data: bool = True
+    """Gradients are reduced, and weights gathered, beside the computation."""
+    overlap_tensor: bool = True
+    """The collectives of the tensor axis are pipelined with their matrix products."""
+    overlap_expert: bool = False
+    """Experts' all-to-all of one microbatch runs beside another's computation (DualPipe, combined 1F1B)."""
+    deduplicated: bool = True
+    """A token that goes to several experts of one rank, or of one node, travels there once (DeepEP, HybridEP)."""
+    permute: bool = True
+    """Rows are put in the order of their experts by one kernel."""
+    grouped: bool = False
+    """The products of all experts are one kernel; else the host starts each (Transformer Engine's grouped linear)."""
+    graphs: Literal["none", "parts", "whole"] = "none"
+    """Recorded CUDA graphs start the kernels of the whole step, or of all but the experts' (`parts`: attention, router)."""
+    waits: bool = True
+    """The host waits in each layer of experts to learn how many tokens come: not where each expert takes a fixed number."""
+    causal_half: bool = True
+    """The attention kernel skips what the causal mask hides."""
+    offload: float = 0.0
+    """Share of the optimizer's state that lives, and is updated, in host memory."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training step to be predicted."""
+
+    model: ModelSpec
+    plan: Plan
+    cluster: ClusterSpec
+    seq_len: int
+    global_batch: int
+    """Sequences a step."""
+    format: Format = "bf16"
+    practice: Practice = Practice()
+    frozen: bool = False
+    """The weights get no gradient (adapters on frozen weights, LoRA)."""
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches a data rank computes in one step."""
+        return self.global_batch // (self.plan.data * self.plan.microbatch)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.global_batch * self.seq_len

@@ -1,0 +1,96 @@
+from importlib.resources import files
+
+import pytest
+
+from megalith import schedule as schedules
+from megalith.cost.calibrate import BOUNDS, TIED, Observation, as_toml, choose, fit
+from megalith.cost.constants import calibration, parse
+from megalith.cost.estimate import StageTime, _bubble, estimate
+from megalith.cost.parts import parts
+from megalith.cost.time import Spent
+from megalith.spec.plan import Plan
+from tests.cost.models import dense, mixture, workload
+
+
+@pytest.fixture(autouse=True)
+def _no_disk(monkeypatch):
+    monkeypatch.setenv("MEGALITH_CACHE", "")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(),
+        Plan(data=8, zero=3),
+        Plan(tensor=4, pipeline=2, zero=0),
+        Plan(context=2, data=2),
+        Plan(pipeline=2, chunks=2, schedule="interleaved", zero=0),
+    ],
+    ids=str,
+)
+def test_the_terms_of_a_step_add_up_to_it(plan):
+    time = estimate(workload(dense(), plan)).time
+    terms = vars(time).copy()
+    assert terms.pop("step") == pytest.approx(sum(terms.values()))
+
+
+def test_experts_are_predicted_too():
+    found = estimate(workload(mixture(), Plan(data=4, expert=4)))
+    assert found.time.expert > 0
+    assert found.time.step == pytest.approx(sum(v for k, v in vars(found.time).items() if k != "step"))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks", "microbatches"), [("1f1b", 4, 1, 8), ("1f1b", 8, 1, 32), ("interleaved", 4, 2, 8)]
+)
+def test_the_closed_form_of_the_bubble_is_the_simulated_program(name, ranks, chunks, microbatches):
+    forward, backward = 1.0, 2.0
+    program = schedules.lower(schedules.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks), 0)
+    timeline = schedules.simulate(program, {"F": forward / chunks, "B": backward / chunks})
+    load = workload(dense(8), Plan(pipeline=ranks, chunks=chunks, schedule=name, zero=0), global_batch=microbatches)
+    stages = [StageTime(Spent(products=forward), Spent(products=backward))] * ranks
+    assert microbatches * (forward + backward) + _bubble(load, stages, 0, 0.0) == pytest.approx(timeline.end)
+
+
+def test_more_microbatches_make_the_bubble_a_smaller_share():
+    few, many = (estimate(workload(dense(), Plan(pipeline=4, zero=0), global_batch=n)).time for n in (8, 64))
+    assert many.bubble / many.step < few.bubble / few.step
+
+
+def test_what_does_not_fit_is_said():
+    huge = workload(dense(64), Plan(microbatch=64), seq_len=8192, global_batch=64)
+    assert not estimate(huge).fits
+    assert estimate(workload(dense(), Plan())).fits
+
+
+def test_a_calibration_survives_its_toml():
+    figures = calibration()
+    again = parse(as_toml(figures, command="none", note=""))
+    assert {k: pytest.approx(v, rel=1e-3) for k, v in figures.flat().items()} == again.flat()
+
+
+def test_the_fit_starts_within_its_bounds():
+    start = parse(files("megalith.cost").joinpath("starts.toml").read_text())
+    assert start.flat().keys() == calibration().flat().keys()
+    assert start.families == calibration().families
+    for name, value in start.flat().items():
+        bounds = BOUNDS.get(name.partition(".")[2])
+        assert bounds is None or bounds.low <= value <= bounds.high, name
+
+
+def test_figures_that_are_one_start_as_one():
+    start = parse(files("megalith.cost").joinpath("starts.toml").read_text()).flat()
+    assert all(start[follower] == start[leader] for follower, leader in TIED.items())
+
+
+def test_a_fit_finds_a_figure_that_was_changed():
+    figures = calibration()
+    truth = figures.changed({"hopper.memory": 0.6})
+    loads = [workload(dense(), Plan(microbatch=micro), seq_len=2048, global_batch=16) for micro in (1, 2, 4, 8)]
+    pairs = [((load, parts(load)),) for load in loads]
+    seen = [Observation("one", False, pair, choose(pair, truth)[1].time.step) for pair in pairs]
+
+    def wrong(candidate):
+        return sum(abs(choose(one.choices, candidate)[1].time.step / one.seconds - 1) for one in seen)
+
+    assert wrong(fit(seen, figures, sweeps=3, prior=0.0)) < 0.2 * wrong(figures)

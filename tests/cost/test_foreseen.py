@@ -1,0 +1,46 @@
+"""What is foreseen of a rank is what its dry run counts: exactly, where nothing is left to kernels, and but for padding of shares."""
+
+import pytest
+
+from megalith.cost.foreseen import Line, foresee, of_run
+from megalith.planner.beside import beside
+from megalith.spec.run import RunSpec
+from tests.specs import tiny_run
+from tests.train.dry import dry
+
+RUNS = {
+    "hsdp": tiny_run(plan={"data": 4, "replicate": 2, "zero": 3}),
+    "pipeline": tiny_run(plan={"data": 2, "pipeline": 2, "zero": 2}, train={"global_batch": 8}),
+    "context": tiny_run(plan={"data": 2, "context": 2, "zero": 1, "recompute": "full"}),
+    "tensor": tiny_run(plan={"data": 2, "tensor": 2, "zero": 1}, train={"precision": "bf16"}),
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def lines(request: pytest.FixtureRequest) -> dict[str, Line]:
+    spec: RunSpec = RUNS[request.param]
+    return {line.name: line for line in beside(foresee(of_run(spec), rank=1), dry(spec, 1))}
+
+
+def test_products_and_attention_are_the_same_flops(lines: dict[str, Line]) -> None:
+    assert lines["work.products"].gap == 0
+    assert lines["work.attention"].gap == pytest.approx(0)
+
+
+def test_weights_gradients_and_messages_are_the_same_bytes(lines: dict[str, Line]) -> None:
+    """Those of the tensor axis but for the gradient of the embedding's output, and a few numbers a token of the loss."""
+    found = {name: line for name, line in lines.items() if name.endswith(".bytes") and line.counted > 4096}
+    assert found
+    for name, line in found.items():
+        assert line.gap == pytest.approx(0, abs=0.15 if ".tensor." in name else 0.005), (name, line)
+
+
+def test_state_is_near_what_is_counted(lines: dict[str, Line]) -> None:
+    assert lines["memory.optimizer"].gap == pytest.approx(0, abs=0.02)
+    assert lines["memory.weights"].gap == pytest.approx(0, abs=0.3)  # which parts are whole depends on the moment of the peak
+
+
+def test_a_gap_is_a_share_of_what_was_counted() -> None:
+    assert Line("memory.weights", 110.0, 100.0).gap == pytest.approx(0.1)
+    assert Line("memory.weights", None, 100.0).gap is None
+    assert Line("traffic.pipeline.send.bytes", 5.0, 0).gap is None

@@ -1,0 +1,65 @@
+import pytest
+
+from megalith import schedule as schedules
+from megalith.cost.constants import calibration
+from megalith.cost.memory import every_rank, memory
+from megalith.cost.parts import parts
+from megalith.cost.workload import Practice
+from megalith.spec.plan import Plan
+from tests.cost.models import dense, workload
+
+GENERATION = calibration().generations["fused"]
+BF16_GRADIENTS = Practice(gradient_bytes=2)
+
+
+@pytest.fixture(autouse=True)
+def _no_disk(monkeypatch):
+    monkeypatch.setenv("MEGALITH_CACHE", "")
+
+
+@pytest.mark.parametrize(
+    ("zero", "whole", "shared"), [(0, 16, 0), (1, 4, 12), (2, 2, 14), (3, 0, 16)], ids=["none", "one", "two", "three"]
+)
+def test_zero_has_its_three_lines(zero, whole, shared):
+    """Rajbhandari et al. 2019: 4Φ + 12Φ/N, 2Φ + 14Φ/N, 16Φ/N with 2-byte gradients."""
+    ranks = 8
+    load = workload(dense(), Plan(data=ranks, zero=zero), practice=BF16_GRADIENTS)
+    traced = parts(load)
+    found = memory(load, traced, GENERATION)
+    numbers = traced.embedding.weights + traced.head.weights + sum(block.weights for block in traced.blocks)
+    gathered = 2 * 2 * max(block.weights for block in traced.blocks) * 2 if zero == 3 else 0  # two blocks' weights and gradients
+    assert found.weights + found.gradients + found.optimizer - gathered == pytest.approx(numbers * (whole + shared / ranks))
+
+
+def test_the_first_rank_of_a_pipeline_keeps_the_most_microbatches():
+    load = workload(dense(), Plan(pipeline=4, zero=0), global_batch=32)
+    traced = parts(load)
+    held = [rank.activations for rank in every_rank(load, traced, GENERATION)]
+    assert held == [traced.blocks[0].saved * (4 - rank) for rank in range(4)]
+
+
+def test_a_rank_of_uneven_chunks_keeps_what_its_schedule_says():
+    plan = Plan(pipeline=2, chunks=2, schedule="interleaved", zero=0, layers=(1, 3, 2, 2))
+    load = workload(dense(8), plan, global_batch=16)
+    traced = parts(load)
+    blocks = [(0, 1), (1, 4), (4, 6), (6, 8)]
+    saved = [sum(traced.blocks[i].saved for i in range(*bounds)) for bounds in blocks]
+    schedule = schedules.build("interleaved", ranks=2, microbatches=16, chunks=2)
+    exact = schedules.activations(schedule, saved)
+    for rank, found in enumerate(every_rank(load, traced, GENERATION)):
+        assert 0.85 * exact[rank] <= found.activations <= exact[rank]
+
+
+def test_frozen_weights_have_no_gradients_and_no_moments():
+    load = workload(dense(), Plan(), frozen=True)
+    found = memory(load, parts(load), GENERATION)
+    assert found.gradients == found.optimizer == 0
+
+
+def test_offloaded_state_leaves_the_device():
+    here, away = (
+        memory(load, parts(load), GENERATION)
+        for load in (workload(dense(), Plan(), practice=Practice(offload=share)) for share in (0.0, 1.0))
+    )
+    assert here.optimizer > 0
+    assert away.optimizer == 0

@@ -1,0 +1,57 @@
+from dataclasses import replace
+
+import pytest
+
+from megalith.cost.constants import calibration
+from megalith.cost.parts import parts
+from megalith.cost.profile import Product
+from megalith.cost.time import Setting, product_seconds, spend
+from megalith.cost.workload import Practice
+from megalith.spec.plan import Plan
+from tests.cost.models import dense, mixture, workload
+
+FIGURES = calibration()
+
+
+@pytest.fixture(autouse=True)
+def _no_disk(monkeypatch):
+    monkeypatch.setenv("MEGALITH_CACHE", "")
+
+
+def host(model, **practice) -> float:
+    """Seconds the host adds to the forward of a block."""
+    load = workload(model, Plan(), practice=Practice(**practice))
+    block = parts(load).blocks[0]
+    return spend(block, ("F",), Setting.of(load, FIGURES), format="bf16").host
+
+
+def test_recorded_graphs_take_work_from_the_host():
+    none, some, whole = (host(mixture(), graphs=graphs) for graphs in ("none", "parts", "whole"))
+    assert none > some > whole == 0
+
+
+def test_the_host_waits_for_tokens_only_where_their_number_is_not_fixed():
+    assert host(mixture()) - host(mixture(), waits=False) == pytest.approx(FIGURES.generations["fused"].routing)
+    assert host(dense()) == host(dense(), waits=False)
+
+
+def test_one_kernel_for_all_experts_is_started_once():
+    assert host(mixture(), grouped=True) < host(mixture())
+
+
+def test_a_short_inner_size_costs_a_faster_format_more():
+    setting = Setting.of(workload(dense(), Plan()), FIGURES)
+
+    def gain(inner: int) -> float:
+        product = Product("F", rows=8192, inner=inner, columns=8192)
+        return product_seconds(product, setting, "bf16") / product_seconds(product, setting, "fp8")
+
+    assert gain(1024) < gain(16384)
+
+
+def test_each_rank_sending_its_share_alone_takes_a_start_for_each():
+    from megalith.cost.estimate import estimate
+
+    load = workload(dense(), Plan(data=64, zero=1), global_batch=64)
+    alone = replace(load, practice=Practice(gathers="rank"))
+    assert estimate(alone).time.data > estimate(load).time.data

@@ -1,0 +1,125 @@
+import pytest
+
+from megalith.cost.profile import Layout, Profile
+from megalith.cost.trace import trace_block, trace_embedding, trace_head
+from tests.cost.models import DIM, HEADS, HIDDEN, VOCAB, dense, mixture
+
+SEQ = 256
+LAYOUT = Layout(microbatch=2, seq_len=SEQ)
+TOKENS = 2 * SEQ
+
+
+def changed(layout: Layout = LAYOUT, **values) -> Layout:
+    return Layout(**{**vars(layout), **values})
+
+
+def matrices(profile: Profile) -> int:
+    """Weights of a Llama block without its norms: the matrices."""
+    return profile.weights - 2 * DIM
+
+
+def test_each_phase_is_two_operations_a_weight_and_token():
+    profile = trace_block(dense(), 0, LAYOUT)
+    for phase in ("F", "I", "W"):
+        products = sum(product.flops for product in profile.products if product.phase == phase)
+        assert products == 2 * matrices(profile) * TOKENS
+
+
+def test_the_head_is_six_operations_a_weight_and_token():
+    profile = trace_head(dense(), LAYOUT)
+    assert profile.flops() == 6 * VOCAB * DIM * TOKENS
+
+
+def test_attention_in_full_is_four_operations_a_score_and_channel():
+    (forward, _) = trace_block(dense(), 0, LAYOUT).cores
+    assert forward.flops == 4 * TOKENS * SEQ * DIM
+
+
+@pytest.mark.parametrize("model", [dense(), dense(gated=False)], ids=["llama", "gpt"])
+def test_tensor_parallelism_divides_the_products(model):
+    whole, share = trace_block(model, 0, LAYOUT), trace_block(model, 0, changed(tensor=4))
+    assert share.flops() == whole.flops() / 4
+
+
+def test_sequence_parallelism_moves_the_bytes_of_two_all_reduces_each_way():
+    activation = TOKENS * DIM * 2
+    exchanges = trace_block(dense(), 0, changed(tensor=4)).exchanges
+    assert {(e.phase, e.kind, e.size, e.times) for e in exchanges} == {
+        (phase, kind, activation, 2) for phase in ("F", "I") for kind in ("gather", "scatter")
+    }
+    plain = trace_block(dense(), 0, changed(tensor=4, sequence=False)).exchanges
+    assert {(e.phase, e.kind, e.size, e.times) for e in plain} == {(phase, "sum", activation, 2) for phase in ("F", "I")}
+
+
+def test_full_recomputation_keeps_the_input_alone():
+    assert trace_block(dense(), 0, changed(recompute="full")).saved == TOKENS * DIM * 2
+
+
+def test_full_recomputation_runs_forward_again():
+    kept, again = (trace_block(dense(), 0, changed(recompute=policy)) for policy in ("none", "full"))
+    forward = sum(product.flops for product in kept.products if product.phase == "F")
+    # the last product's output is not needed again, so it is not computed again
+    assert 0.7 * forward < sum(p.flops for p in again.products) - sum(p.flops for p in kept.products) <= forward
+
+
+def test_scores_kept_by_plain_attention_are_five_bytes_each_and_go_with_selective_recomputation():
+    model = dense(gated=False)
+    plain = trace_block(model, 0, changed(attention="plain"))
+    selective = trace_block(model, 0, changed(attention="plain", recompute="attention.core"))
+    scores = 2 * HEADS * SEQ * SEQ
+    outputs = TOKENS * DIM * 2  # of attention: kept by the output projection either way
+    assert plain.saved - selective.saved == pytest.approx(5 * scores, abs=outputs)
+
+
+def test_a_gpt_block_keeps_about_34_bytes_a_token_and_channel():
+    """Korthikanti et al. 2022: 34, of which 2 are masks of a dropout that is not there; fused attention keeps one sum a row."""
+    saved = trace_block(dense(gated=False), 0, LAYOUT).saved
+    assert saved / (TOKENS * DIM) == pytest.approx(32, abs=1.0)
+
+
+def test_experts_are_shared_out_and_tokens_travel():
+    model = mixture()
+    whole, share = trace_block(model, 0, LAYOUT), trace_block(model, 0, changed(expert=4))
+    assert share.expert_weights == whole.expert_weights / 4
+    assert share.weights == whole.weights
+    assert share.flops() == whole.flops()
+    rows = TOKENS * 2 * DIM * 2  # two experts a token, two bytes a number
+    assert {(e.phase, e.axis, e.size, e.times) for e in share.exchanges} == {(p, "expert", rows, 2) for p in ("F", "I")}
+
+
+def test_context_parallelism_halves_the_queries_and_keeps_the_keys():
+    core = trace_block(dense(), 0, changed(context=2)).cores[0]
+    assert (core.queries, core.keys) == (SEQ // 2, SEQ)
+
+
+def test_the_embedding_multiplies_nothing():
+    profile = trace_embedding(dense(), LAYOUT)
+    assert profile.products == ()
+    assert profile.weights == VOCAB * DIM
+
+
+def test_a_profile_survives_json():
+    profile = trace_block(mixture(), 0, changed(expert=2, tensor=2))
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_a_fused_block_s_forward_moves_what_its_few_kernels_read_and_write():
+    """Two norms and two rotations, a read and a write each; activation and gate, and two sums, two reads and a write. Views: nothing."""
+    moved = trace_block(dense(), 0, LAYOUT).moved["F"] / (2 * TOKENS)
+    assert moved == pytest.approx((4 + 4 + 6) * DIM + 3 * HIDDEN, rel=0.01)
+
+
+@pytest.mark.parametrize("model", [dense(), mixture()], ids=["dense", "experts"])
+def test_fused_software_starts_fewer_kernels_and_moves_fewer_bytes(model):
+    fused, eager = (trace_block(model, 0, changed(fused=fused)) for fused in (True, False))
+    for phase in ("F", "I"):
+        assert fused.kernels[phase] < eager.kernels[phase]
+        assert fused.moved[phase] < eager.moved[phase]
+    assert fused.flops() == eager.flops()
+
+
+def test_only_what_lies_between_dispatch_and_return_is_apart():
+    assert trace_block(dense(), 0, LAYOUT).apart == {"F": 0, "I": 0, "W": 0}
+    experts = trace_block(mixture(), 0, LAYOUT)
+    for phase in ("F", "I"):
+        assert 3 <= experts.apart[phase] < experts.kernels[phase]  # three products at least, and not attention
