@@ -1,0 +1,271 @@
+"""The best plans for what was asked, as a value: for a table, for programs, and for a run file. No torch unless a part must be traced."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megalith.cost.constants import calibration
+from megalith.cost.memory import Memory
+from megalith.cost.workload import Workload
+from megalith.planner.asked import DATA, RUNS, STEPS, Asked
+from megalith.planner.candidates import Space, candidates
+from megalith.planner.explain import Neighbour, explain
+from megalith.planner.search import Choice, Found, Scorer, Training, search, training
+from megalith.spec import files
+from megalith.spec.cluster import ClusterSpec, catalogue
+from megalith.spec.files import Resolved
+from megalith.spec.plan import Plan
+from megalith.spec.problem import Problem, SpecErrors
+from megalith.spec.toml import dotted
+from megalith.spec.validate import leaves
+
+PREFILL = "FLOPs of forward, attention without what the causal mask hides, over the bf16 peak"
+
+CONVENTION = "model FLOPs with attention counted in full, none twice for recomputation, over the bf16 peak"
+"""What MFU means here (PaLM's, Chowdhery et al. 2022, appendix B)."""
+
+SPARE = "runs as tuned recipes with Transformer Engine do; see docs/planner.md for how far off predictions are"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found. `own` is the run file's plan, predicted likewise; `trainings` belong to `found.choices`, where a length is known."""
+
+    asked: Asked
+    found: Found
+    trainings: tuple[Training, ...]
+    own: Choice | None
+    neighbours: tuple[Neighbour, ...]
+    frontier: "tuple[Point, ...]" = ()
+    what_ifs: "tuple[WhatIf, ...]" = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything by name, with each plan also in short."""
+        asked, cluster = self.asked, self.asked.cluster
+        found = self.found.to_json()
+        for key in ("choices", "pareto"):
+            for row, choice in zip(found[key], getattr(self.found, key), strict=True):
+                row["layout"] = short(choice.plan)
+        for row, one in zip(found["choices"], self.trainings, strict=False):
+            row["training"] = vars(one)
+        assumption = SPARE if asked.format in RUNS else f"{SPARE}; the trainer does not compute in {asked.format}: predicted only"
+        return {
+            "model": asked.run.model.name,
+            "cluster": {
+                "name": asked.run.cluster, "accelerator": cluster.accelerator.name, "count": cluster.count, "nodes": cluster.nodes,
+                "per_node": cluster.per_node, "price_per_hour": cluster.price_per_hour, "watts": cluster.accelerator.power,
+                "peak": cluster.accelerator.peak["bf16"], "memory": cluster.accelerator.memory,
+            },
+            "seq_len": asked.run.train.seq_len,
+            "global_batch": asked.run.train.global_batch,
+            "format": asked.format,
+            "forward_only": asked.forward_only,
+            "convention": PREFILL if asked.forward_only else CONVENTION,
+            "assumption": assumption,
+            "spare": calibration().generations["fused"].slack,
+            "notes": list(asked.notes),
+            **found,
+            "own": None if self.own is None else self.own.to_json() | {"layout": short(self.own.plan)},
+            "neighbours": [one.to_json() for one in self.neighbours],
+            "frontier": [one.to_json() | {"layout": short(one.choice.plan)} for one in self.frontier],
+            "what_ifs": [one.to_json() | {"layout": short(one.choice.plan) if one.choice else None} for one in self.what_ifs],
+        }  # fmt: skip
+
+
+def answer(
+    asked: Asked, *, top: int = 10, why: bool = False, pareto: bool = False, what_ifs: Sequence[tuple[str, Asked]] = ()
+) -> Answer:
+    """Search; with `why` work out what each neighbour of the best plan would cost, with `pareto` also look at fewer devices, and find the
+    best plan for each of `what_ifs` (words, the question so changed). Raises SpecErrors where nothing fits."""
+    scorer = scorer_of(asked)
+    found = find(asked, top=top)
+    if found.best is None:
+        raise SpecErrors(_nothing(asked, found, scorer))
+    tokens = asked.tokens
+    trainings = () if tokens is None else tuple(training(one, asked.cluster, tokens=tokens) for one in found.choices)
+    own = asked.own
+    mine = None if own is None or not asked.legal(own) else Choice(own, scorer.estimate(workload_of(asked, own)))
+    near = explain(workload_of(asked, found.best.plan), scorer) if why and not asked.forward_only else ()
+    return Answer(
+        asked, found, trainings, mine, tuple(one for one in near if asked.legal(one.plan)),
+        frontier(asked, found) if pareto else (), tuple(_what_if(words, other) for words, other in what_ifs),
+    )  # fmt: skip
+
+
+def find(asked: Asked, *, top: int) -> Found:
+    """The search that was asked for."""
+    train = asked.run.train
+    return search(
+        asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=asked.format, top=top,
+        legal=asked.legal, scorer=scorer_of(asked), space=Space.of_prefill() if asked.forward_only else None,
+    )  # fmt: skip
+
+
+def scorer_of(asked: Asked) -> Scorer:
+    """What predicts the plans that were asked for."""
+    return Scorer(calibration(), forward_only=asked.forward_only)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A layout than which none is faster, cheaper and leaves more memory free at once; perhaps on some of the devices."""
+
+    devices: int
+    choice: Choice
+    dollars: float | None
+    """Of a billion tokens; None where no price is known."""
+
+    @property
+    def device_hours(self) -> float:
+        """Of a billion tokens."""
+        return self.devices * self.choice.estimate.time.step / self.choice.estimate.tokens * 1e9 / 3600
+
+    def to_json(self) -> dict[str, Any]:
+        named = {"devices": self.devices, "dollars": self.dollars, "device_hours": self.device_hours}
+        return named | self.choice.to_json()
+
+
+def frontier(asked: Asked, found: Found) -> tuple[Point, ...]:
+    """The fastest first: on all devices, and on a half, a quarter and an eighth of them. Fewer take longer and waste less."""
+    points = [_point(asked.cluster, choice) for choice in found.pareto]
+    for share in (2, 4, 8):
+        if asked.cluster.count % share:
+            break
+        fewer = replace(asked, cluster=asked.cluster.model_copy(update={"count": asked.cluster.count // share}))
+        points += [_point(fewer.cluster, choice) for choice in find(fewer, top=1).pareto]
+    best = [one for one in points if not any(_beats(other, one) for other in points)]
+    return tuple(sorted(best, key=lambda one: one.choice.estimate.time.step))
+
+
+def _point(cluster: ClusterSpec, choice: Choice) -> Point:
+    point = Point(cluster.count, choice, None)
+    price = cluster.price_per_hour
+    return point if price is None else replace(point, dollars=price * point.device_hours)
+
+
+def _beats(one: Point, other: Point) -> bool:
+    """Is it nowhere worse, and somewhere better?"""
+    pairs = [(key(one), key(other)) for key in (_seconds, lambda p: p.device_hours, lambda p: p.choice.estimate.memory.total)]
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
+def _seconds(point: Point) -> float:
+    return point.choice.estimate.time.step
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """The best layout if one thing were otherwise; None where nothing would fit."""
+
+    change: str
+    choice: Choice | None
+    training: Training | None
+
+    def to_json(self) -> dict[str, Any]:
+        whole = None if self.training is None else vars(self.training)
+        return {"change": self.change, "training": whole} | (
+            self.choice.to_json() if self.choice else {"plan": None, "estimate": None}
+        )
+
+
+def _what_if(words: str, asked: Asked) -> WhatIf:
+    best = find(asked, top=1).best
+    known = best is not None and asked.tokens is not None
+    return WhatIf(words, best, training(best, asked.cluster, tokens=asked.tokens) if known else None)  # pyright: ignore[reportArgumentType]
+
+
+def workload_of(asked: Asked, plan: Plan) -> Workload:
+    """A step of what was asked, under a plan."""
+    return Workload(asked.model, plan, asked.cluster, asked.run.train.seq_len, asked.run.train.global_batch, asked.format)
+
+
+def short(plan: Plan) -> str:
+    """A layout in a few letters: t8 c2 p16x4 e64 d128 z1 m1; what is 1 is left out, but for data, ZeRO and microbatch."""
+    axes = (("t", plan.tensor), ("c", plan.context), ("e", plan.expert))
+    tensor, context, expert = (f"{letter}{size} " if size > 1 else "" for letter, size in axes)
+    chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
+    pipeline = f"p{plan.pipeline}{chunks} " if plan.pipeline > 1 else ""
+    return f"{tensor}{context}{pipeline}{expert}d{plan.data} z{plan.zero} m{plan.microbatch}"
+
+
+def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:
+    """Why there is no plan."""
+    name = asked.run.cluster
+    if found.closest is None:  # plans fit, and all were denied
+        reasons = asked.refusals(next(_plans(asked, asked.cluster)))
+        return reasons or [_problem(name, "no plan that fits is legal", "Use more devices, or another global batch.")]
+    memory, limit = found.closest.estimate.memory, found.closest.estimate.limit or 0.0
+    kinds = {key: value for key, value in vars(memory).items() if key != "rank"}
+    largest = max(kinds, key=lambda key: kinds[key])
+    parts = ", ".join(
+        f"{key} {value / 2**30:.1f}" for key, value in sorted(kinds.items(), key=lambda item: -item[1]) if value > 2**26
+    )
+    reason = (
+        f"nothing fits: of {found.looked_at:,} plans the smallest ({short(found.closest.plan)}, recompute {found.closest.plan.recompute}) "
+        f"needs {memory.total / 2**30:.1f} of {limit / 2**30:.1f} GiB on its fullest rank, and {largest} is what is too large ({parts} GiB)"
+    )
+    return [_problem(name, reason, _ways_out(asked, memory, largest, scorer))]
+
+
+def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str:
+    """What would make it fit: more devices, larger ones, less to keep."""
+    ways = []
+    cluster, batch = asked.cluster, asked.run.train.global_batch
+    for times in (2, 4, 8, 16, 32, 64):
+        larger = cluster.model_copy(update={"count": cluster.count * times})
+        if any(_fits(asked, larger, plan, scorer) for plan in _plans(asked, larger)):
+            ways.append(f"{larger.count:,} {cluster.accelerator.name} would do, at {batch:,} sequences a step")
+            break
+    need = memory.total * (1 + calibration().generations["fused"].slack)
+    roomy = [name for name, device in catalogue().items() if device.memory is not None and device.memory >= need]
+    if roomy:
+        ways.append(f"as many {' or '.join(roomy)} would")
+    if largest in ("activations", "working", "logits"):
+        ways.append(f"so may shorter sequences than {asked.run.train.seq_len:,}")
+    else:
+        ways.append("so would a smaller model")
+    text = "; ".join(ways)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _plans(asked: Asked, cluster: ClusterSpec) -> Any:
+    train = asked.run.train
+    space = Space.of_prefill() if asked.forward_only else None
+    return candidates(asked.model, cluster, seq_len=train.seq_len, global_batch=train.global_batch, space=space)
+
+
+def _fits(asked: Asked, cluster: ClusterSpec, plan: Plan, scorer: Scorer) -> bool:
+    workload = replace(workload_of(asked, plan), cluster=cluster)
+    return scorer.fits(workload, scorer.memory(workload))
+
+
+def _problem(name: str, reason: str, way_out: str) -> Problem:
+    return Problem("error", "--cluster", name, reason, way_out)
+
+
+def as_run(answered: Answer) -> str:
+    """The best plan in a run file that `megalith check` accepts once its data is there, and `megalith train` runs."""
+    asked, best = answered.asked, answered.found.best
+    assert best is not None
+    plan = best.plan
+    if best.plan.recompute != "selective":
+        plan = plan.model_copy(update={"recompute_parts": Plan().recompute_parts})
+    spec = asked.run.model_copy(update={"plan": plan})
+    before = asked.resolved.provenance if asked.resolved else {}
+    old = {dotted(leaf.path): leaf.value for leaf in leaves(asked.resolved.spec)} if asked.resolved else {}
+    origins: dict[str, str] = {}
+    for leaf in leaves(spec):
+        name = dotted(leaf.path)
+        kept = name in before and old.get(name) == leaf.value
+        origins[name] = before[name] if kept else "megalith plan"
+    text = files.dump(Resolved(spec, origins))
+    estimate = best.estimate
+    head = (
+        f"# {asked.run.model.name} on {asked.run.cluster}, as `megalith plan` lays it out: {short(plan)}, predicted "
+        f"{estimate.time.step:.3g} s a step,\n# {estimate.mfu:.1%} MFU, {estimate.memory.total / 2**30:.1f} GiB on the fullest rank.\n"
+    )
+    if asked.resolved is None:
+        head += f"# data.path = {DATA!r} is a guess: put your own"
+        head += "." if asked.tokens else f"; so is train.steps = {STEPS}."
+        head += "\n"
+    return head + text.partition("\n")[2]

@@ -1,0 +1,384 @@
+"""What a plan is wanted for, from a run file or from a few words: every mistake in it is found at once. No torch."""
+
+import re
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, get_args
+
+from megalith.check import check
+from megalith.cost.parts import parts
+from megalith.cost.profile import Profile
+from megalith.cost.workload import RATE, Format, Workload
+from megalith.planner.candidates import splits
+from megalith.spec import cluster as clusters
+from megalith.spec import files
+from megalith.spec.cluster import ClusterSpec
+from megalith.spec.files import Resolved
+from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
+from megalith.spec.plan import Plan
+from megalith.spec.presets import presets
+from megalith.spec.problem import Problem, SpecErrors, near
+from megalith.spec.run import RunSpec
+
+RUNS = ("fp32", "bf16")
+"""Formats the trainer computes in; the others are only predicted."""
+
+DATA = "data/tokens"
+"""Where a run that is written says its data is, if nobody said."""
+
+OPTIMAL = 20
+"""Tokens a parameter of a compute-optimal training (Hoffmann et al. 2022, arXiv:2203.15556, table 3)."""
+
+STEPS = 10_000
+"""How long a run that is written is, if nobody said."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """The words of the command line; None where nothing was said."""
+
+    path: Path | None = None
+    model: str | None = None
+    cluster: str | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    global_batch_tokens: str | None = None
+    tokens: str | None = None
+    compute_optimal: bool = False
+    """As many tokens as Chinchilla's rule says."""
+    format: str | None = None
+    forward_only: bool = False
+    """No training, but the prefill of long prompts."""
+    overrides: tuple[str, ...] = ()
+    out: bool = False
+    """Is the best plan to be written as a run?"""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question that can be answered. `run` has everything but the plan that is looked for."""
+
+    run: RunSpec
+    model: ModelSpec
+    cluster: ClusterSpec
+    format: Format
+    tokens: float | None
+    """Of the whole training; None where nobody said."""
+    notes: tuple[str, ...]
+    """What was rounded, or taken for granted."""
+    resolved: Resolved | None
+    forward_only: bool = False
+
+    @property
+    def own(self) -> Plan | None:
+        """The plan that the run file has, if it uses the cluster as it is."""
+        return self.run.plan if self.resolved is not None and self.run.plan.ranks == self.cluster.count else None
+
+    def legal(self, plan: Plan) -> bool:
+        """Would `megalith check` accept it? Only what concerns the plan counts."""
+        return not self.refusals(plan)
+
+    def refusals(self, plan: Plan) -> list[Problem]:
+        """Why `megalith check` would not."""
+        found = check(self.run.model_copy(update={"plan": plan}), files=False)
+        mine = ("plan.", "cluster", "train.global_batch", "train.seq_len")
+        denied = [problem for problem in found if problem.severity == "error" and problem.key.startswith(mine)]
+        # what `plan.zero` is denied for is the state of training, which a prefill has not
+        return [problem for problem in denied if not (self.forward_only and problem.key == "plan.zero")]
+
+
+def ask(question: Question) -> Asked:
+    """Make sense of a question. Raises SpecErrors with everything that is wrong with it."""
+    problems: list[Problem] = []
+    resolved = _loaded(question, problems)
+    spec = resolved.spec if resolved else None
+    model = _model(question, spec, problems)
+    cluster_name, cluster = _cluster(question, spec, problems)
+    format_ = _format(question, spec, cluster, problems)
+    seq_len = _length(question, spec, problems)
+    batch, notes = _batch(question, spec, seq_len, problems)
+    tokens = None if question.forward_only else _tokens(question, spec, problems)
+    if question.forward_only:
+        problems += _not_of_prefill(question)
+    if model is not None and seq_len is not None:
+        problems += _sizes_wrong(model, seq_len)
+        if cluster is not None and batch is not None and not any(problem.key == "train.seq_len" for problem in problems):
+            problems += _not_dealt(model.build(), cluster, seq_len, batch, said=_batch_key(question))
+    if problems:
+        raise SpecErrors(problems)
+    assert model and cluster and seq_len and batch and format_
+    built = model.build()
+    if question.compute_optimal:
+        tokens, note = compute_optimal(built, cluster)
+        notes = (*notes, note)
+    run = _run(spec, model, cluster_name, seq_len, batch, format_, tokens)
+    return Asked(run, built, cluster, format_, tokens, notes, resolved, question.forward_only)
+
+
+def compute_optimal(model: ModelSpec, cluster: ClusterSpec) -> tuple[float, str]:
+    """Tokens on which a training of this model is spent best (Hoffmann et al. 2022, arXiv:2203.15556: about 20 a parameter), and how
+    that was found. Of experts those count that a token meets."""
+    parameters = active_parameters(model, cluster)
+    tokens = float(f"{OPTIMAL * parameters:.3g}")
+    return tokens, (
+        f"--compute-optimal: {OPTIMAL} tokens for each of {parameters / 1e9:,.4g}B parameters a token meets = {tokens / 1e12:,.3g}T "
+        f"tokens; 6 x {parameters / 1e9:,.4g}B x {tokens / 1e12:,.3g}T = {6 * parameters * tokens:.2g} FLOP"
+    )
+
+
+def active_parameters(model: ModelSpec, cluster: ClusterSpec) -> int:
+    """Weights that a token is multiplied with, counted from the traced parts."""
+    traced = parts(Workload(model, Plan(), cluster, seq_len=2, global_batch=1))
+    met = [_met(block, profile) for block, profile in zip(model.blocks, traced.blocks, strict=True)]
+    ends = traced.embedding.weights + (0 if model.head.tied else traced.head.weights)
+    return round(sum(met) + ends)
+
+
+def _met(block: BlockSpec, profile: Profile) -> float:
+    share = block.mlp.router.active / block.mlp.experts if isinstance(block.mlp, MoeSpec) else 0.0
+    return profile.weights + profile.expert_weights * share
+
+
+def _not_of_prefill(question: Question) -> list[Problem]:
+    """Options that only trainings have."""
+    given = {
+        "--tokens": question.tokens, "--compute-optimal": question.compute_optimal or None, "--out": question.out or None,
+    }  # fmt: skip
+    reason = "is about a training, and --forward-only predicts none"
+    return [_problem(name, value, reason, f"Leave out {name} or --forward-only.") for name, value in given.items() if value]
+
+
+LINKS = {"scale_out": "bytes/s out of a device over the network", "scale_up": "... over the fast links"}
+"""What a what-if may say of the fabric, in GB/s one way."""
+
+
+def vary(question: Question, change: str) -> Asked:
+    """The question with one thing changed, as "accelerator=h200", "cluster=h100:8192", "seq_len=16384", "global_batch=1024",
+    "global_batch_tokens=8M", "format=fp8", "scale_out=25" or "scale_up=900" (GB/s one way a device). Raises SpecErrors."""
+    key, equals, value = change.partition("=")
+    key = key.strip().replace("-", "_")
+    known = ("accelerator", "cluster", "seq_len", "global_batch", "global_batch_tokens", "format", *LINKS)
+    number = quantity(value)
+    if (
+        key not in known
+        or not equals
+        or (number is None and key not in ("accelerator", "cluster", "format", "global_batch_tokens"))
+    ):
+        nearest = near(key, known)
+        hint = f"Did you mean {nearest!r}? " if nearest and nearest != key else ""
+        way_out = f"{hint}Write KEY=VALUE with one of: {', '.join(known)}; such as accelerator=h200 or scale_out=25 (GB/s)."
+        raise SpecErrors([_problem("--what-if", change, "is no change that is known", way_out)])
+    if key in LINKS:
+        asked = ask(question)
+        rate = (number or 0.0) * 1e9
+        cluster = asked.cluster
+        changed = cluster.model_copy(update={"scale_out": rate}) if key == "scale_out" else _with_fast(cluster, rate)
+        return replace(asked, cluster=changed)
+    if key == "accelerator":
+        key, value = "cluster", f"{value.strip()}:{ask(question).cluster.count}"
+    if key in ("seq_len", "global_batch"):
+        others = {"global_batch_tokens": None} if key == "global_batch" else {}
+        return ask(replace(question, **{key: int(number or 0)}, **others))
+    others = {"global_batch": None} if key == "global_batch_tokens" else {}
+    return ask(replace(question, **{key: value.strip()}, **others))
+
+
+def _with_fast(cluster: ClusterSpec, rate: float) -> ClusterSpec:
+    return cluster.model_copy(update={"accelerator": cluster.accelerator.model_copy(update={"scale_up": rate})})
+
+
+def quantity(text: str, *, thousand: int = 1000) -> float | None:
+    """15T, 300B, 1.5e9, 4M as a number, K, M, B or G, and T counted in powers of `thousand`; Ki, Mi, Gi and Ti in powers of 1024. None
+    for what is no number above 0."""
+    found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(?:([KMGBT])(i)?)?", text.strip(), re.IGNORECASE)
+    if not found:
+        return None
+    number = float(found[1].replace(",", "").replace("_", ""))
+    power = {"": 0, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}[(found[2] or "").upper()]
+    return number * (1024 if found[3] else thousand) ** power or None
+
+
+def _loaded(question: Question, problems: list[Problem]) -> Resolved | None:
+    if question.path is None:
+        if question.overrides:
+            way_out = "Give a RUN.toml, or use --model, --cluster, --seq-len and --global-batch."
+            problems.append(_problem("--set", question.overrides[0], "there is no run file whose value it could set", way_out))
+        return None
+    try:
+        return files.load(question.path, overrides=question.overrides)
+    except SpecErrors as errors:
+        problems += errors.problems
+        return None
+
+
+def _model(question: Question, spec: RunSpec | None, problems: list[Problem]) -> Any:
+    """The model's flat spec, or None."""
+    if question.model is None:
+        if spec is None and question.path is None:
+            problems.append(
+                _problem("--model", None, "is missing", "Name a preset, such as --model llama3.1-8b, or give a RUN.toml.")
+            )
+        return spec.model if spec else None
+    known = presets()
+    if question.model not in known:
+        nearest = near(question.model, known)
+        way_out = f"{f'Did you mean {nearest!r}? ' if nearest else ''}Known: {', '.join(known)}."
+        problems.append(_problem("--model", question.model, "no preset has this name", way_out))
+        return None
+    return known[question.model].build()
+
+
+def _cluster(question: Question, spec: RunSpec | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:
+    name = question.cluster
+    if name is None and spec is not None and spec.cluster != "local":
+        counted = ":" in spec.cluster or spec.cluster.endswith(".toml")  # a bare name in a run file is any number of them
+        name = spec.cluster if counted else f"{spec.cluster}:{spec.plan.ranks}"
+    if name is None:
+        if spec is not None or question.path is None:
+            problems.append(_problem("--cluster", None, "is missing", "Say what to plan for, such as --cluster h100:64."))
+        return "", None
+    try:
+        found = clusters.load(name)
+    except SpecErrors as errors:
+        problems += errors.problems
+        return name, None
+    device = found.accelerator
+    needed: dict[str, Any] = {"peak.bf16": device.peak.get("bf16"), "memory_bandwidth": device.memory_bandwidth}
+    if found.count > 1 and device.scale_up_domain > 1:
+        needed["scale_up"] = device.scale_up
+    if found.nodes > 1:
+        needed["scale_out"] = found.scale_out
+    if missing := [what for what, value in needed.items() if value is None]:
+        way_out = "Give a TOML file of a cluster whose accelerator has them: see clusters/own-accelerator.toml."
+        problems.append(_problem("--cluster", name, f"nobody published {', '.join(missing)} of {device.name}", way_out))
+    return name, found
+
+
+def _format(question: Question, spec: RunSpec | None, cluster: ClusterSpec | None, problems: list[Problem]) -> Format | None:
+    named = question.format or (spec.train.precision if spec else "bf16")
+    known = get_args(Format)
+    if named not in known:
+        problems.append(_problem("--format", named, "is not known", f"Known: {', '.join(known)}."))
+        return None
+    rate = RATE[named]
+    if cluster is not None and cluster.accelerator.peak and rate not in cluster.accelerator.peak:
+        able = ", ".join(name for name in known if RATE[name] in cluster.accelerator.peak)
+        reason = f"{cluster.accelerator.name} does not compute in it, as far as anybody published"
+        problems.append(_problem("--format", named, reason, f"It computes in {able}."))
+    if question.out and named not in RUNS:
+        reason = "is predicted only: the trainer does not compute in it, so the plan cannot be written as a run"
+        problems.append(_problem("--format", named, reason, "Leave out --out, or use --format bf16."))
+    return named  # pyright: ignore[reportReturnType]
+
+
+def _length(question: Question, spec: RunSpec | None, problems: list[Problem]) -> int | None:
+    length = question.seq_len or (spec.train.seq_len if spec else None)
+    if length is None and question.path is None:
+        problems.append(_problem("--seq-len", None, "is missing", "Say how long sequences are, such as --seq-len 8192."))
+    return length
+
+
+def _batch_key(question: Question) -> str:
+    return "--global-batch-tokens" if question.global_batch_tokens else "--global-batch"
+
+
+def _batch(
+    question: Question, spec: RunSpec | None, seq_len: int | None, problems: list[Problem]
+) -> tuple[int | None, tuple[str, ...]]:
+    """Sequences of a step, and what was rounded."""
+    text = question.global_batch_tokens
+    if text and question.global_batch:
+        way_out = "Leave one of them out."
+        problems.append(
+            _problem("--global-batch-tokens", text, f"says the same as --global-batch {question.global_batch}", way_out)
+        )
+        return None, ()
+    if not text:
+        batch = question.global_batch or (1 if question.forward_only else spec.train.global_batch if spec else None)
+        if batch is None and question.path is None:
+            way_out = "Say how many sequences a step has, such as --global-batch 1024, or --global-batch-tokens 4M."
+            problems.append(_problem("--global-batch", None, "is missing", way_out))
+        return batch, ()
+    wanted = quantity(text, thousand=1024)
+    if wanted is None:
+        way_out = "Write 16M (16 x 2^20, as batches are counted), or 16e6."
+        problems.append(_problem("--global-batch-tokens", text, "is no number of tokens", way_out))
+        return None, ()
+    if seq_len is None:
+        return None, ()
+    batch = max(1, round(wanted / seq_len))
+    how = "" if batch * seq_len == wanted else "rounded to whole sequences: "
+    return batch, (
+        f"--global-batch-tokens {text} = {wanted:,.0f} tokens, {how}{batch:,} of {seq_len:,} = {batch * seq_len:,} tokens",
+    )
+
+
+def _tokens(question: Question, spec: RunSpec | None, problems: list[Problem]) -> float | None:
+    if question.tokens is not None and question.compute_optimal:
+        way_out = "Leave one of them out."
+        problems.append(_problem("--tokens", question.tokens, "and --compute-optimal both say how long to train", way_out))
+    if question.tokens is None:
+        if spec is None:
+            return None
+        return float(
+            spec.train.steps * (question.global_batch or spec.train.global_batch) * (question.seq_len or spec.train.seq_len)
+        )
+    tokens = quantity(question.tokens)
+    if tokens is None:
+        problems.append(_problem("--tokens", question.tokens, "is no number of tokens", "Write 15T, 300B or 2e9."))
+    return tokens
+
+
+def _sizes_wrong(model: Any, seq_len: int) -> list[Problem]:
+    """What is wrong with the model, or with so long sequences of it, whatever the plan."""
+    run = _run(None, model, "local", seq_len, 1, "bf16", None)
+    found = [
+        one for one in check(run, files=False) if one.severity == "error" and one.key.startswith(("model.", "train.seq_len"))
+    ]
+    if seq_len % 2:
+        way_out = f"Use {seq_len + 1} or {seq_len - 1}."
+        found.append(_problem("train.seq_len", seq_len, "is odd, and layouts that split sequences halve them first", way_out))
+    return found
+
+
+def _not_dealt(model: ModelSpec, cluster: ClusterSpec, seq_len: int, batch: int, *, said: str) -> list[Problem]:
+    """A batch that no layout deals out evenly."""
+    sizes = {cluster.count // prod(split): split for split in splits(model, cluster, seq_len)}
+    if any(batch % data == 0 for data in sizes):
+        return []
+    least = min(sizes)
+    tensor, context, pipeline = sizes[least]
+    most = " x ".join(f"{name} {n}" for name, n in (("tensor", tensor), ("context", context), ("pipeline", pipeline)) if n > 1)
+    near_ones = " or ".join(str(n) for n in (batch // least * least, -(-batch // least) * least) if n)
+    reason = (
+        f"no layout of {cluster.count:,} devices deals {batch:,} sequences out evenly: with the largest split"
+        f"{f' ({most})' if most else ''} data ranks still number {least:,}"
+    )
+    key = "--global-batch"
+    note = f" ({said} was rounded to {batch})" if said != key else ""
+    return [_problem(key, batch, reason + note, f"Use {near_ones} sequences; powers of two leave the most choice.")]
+
+
+def _run(spec: RunSpec | None, model: Any, cluster: str, seq_len: int, batch: int, format: str, tokens: float | None) -> RunSpec:
+    """The run that the plan is for: the file's own, or one with what is known and defaults."""
+    precision = format if format in RUNS else "bf16"
+    steps = max(1, round(tokens / (batch * seq_len))) if tokens else STEPS
+    if spec is not None:
+        train = spec.train.model_copy(update={"seq_len": seq_len, "global_batch": batch, "precision": precision, "steps": steps})
+        return spec.model_copy(update={"model": model, "cluster": cluster, "train": train})
+    return RunSpec.model_validate(
+        {
+            "name": model.name,
+            "cluster": cluster,
+            "model": model.model_dump(),
+            "data": {"path": DATA},
+            "train": {"steps": steps, "seq_len": seq_len, "global_batch": batch, "precision": precision},
+            "optimizer": {"warmup": min(2000, steps // 20)},
+            "checkpoint": {"every": min(500, max(1, steps // 20))},
+        }
+    )
+
+
+def _problem(key: str, value: Any, reason: str, way_out: str) -> Problem:
+    return Problem("error", key, value, reason, way_out, "command line")

@@ -1,0 +1,109 @@
+"""The best layout of each of several models on each of several numbers of nodes. No torch unless a part must be traced."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megalith.cost.constants import calibration
+from megalith.planner.answer import CONVENTION, SPARE, short
+from megalith.planner.asked import Asked, Question, ask
+from megalith.planner.candidates import Space
+from megalith.planner.search import Choice, search
+from megalith.spec.cluster import ClusterSpec
+from megalith.spec.problem import Problem, SpecErrors
+
+MODELS = ("llama3.2-1b", "llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "dense-2t")
+"""Looked at if nobody names others."""
+
+SPACE = Space(microbatches=(1, 2, 4), most_chunks=4)
+"""A map has many squares, and each is a search."""
+
+MOST = 7
+"""Numbers of nodes."""
+
+
+@dataclass(frozen=True)
+class Square:
+    """One model on one number of nodes. `choice` is None where nothing fits, or where no layout deals the batch out; `why` says."""
+
+    model: str
+    nodes: int
+    devices: int
+    choice: Choice | None
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        named = {"model": self.model, "nodes": self.nodes, "devices": self.devices, "why": self.why, "layout": None}
+        return named if self.choice is None else named | {"layout": short(self.choice.plan)} | self.choice.to_json()
+
+
+@dataclass(frozen=True)
+class Atlas:
+    """All squares, model by model, and what they have in common."""
+
+    asked: Asked
+    models: tuple[str, ...]
+    nodes: tuple[int, ...]
+    squares: tuple[Square, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        cluster, train = self.asked.cluster, self.asked.run.train
+        return {
+            "accelerator": cluster.accelerator.name, "title": cluster.accelerator.title, "per_node": cluster.per_node,
+            "memory": cluster.accelerator.memory, "peak": cluster.accelerator.peak["bf16"], "seq_len": train.seq_len,
+            "global_batch": train.global_batch, "format": self.asked.format, "convention": CONVENTION, "assumption": SPARE,
+            "spare": calibration().generations["fused"].slack, "models": self.models, "nodes": self.nodes,
+            "notes": list(self.asked.notes), "squares": [square.to_json() for square in self.squares],
+        }  # fmt: skip
+
+
+def atlas(question: Question, models: Sequence[str], *, tick: Callable[[str], None] = lambda name: None) -> Atlas:
+    """Search for every square; `tick` hears the name of each before. The question's cluster is the largest that is looked at. Raises
+    SpecErrors with all that is wrong with the question."""
+    asked = _all(question, models)
+    cluster = asked[0].cluster
+    nodes = columns(cluster.nodes)
+    squares: list[Square] = []
+    for model, one in zip(models, asked, strict=True):
+        for count in nodes:
+            tick(f"{model} on {count} nodes")
+            squares.append(_square(model, replace(one, cluster=_part(cluster, count)), count))
+    return Atlas(asked[0], tuple(models), nodes, tuple(squares))
+
+
+def columns(nodes: int) -> tuple[int, ...]:
+    """At most MOST numbers of nodes from 1 to all of them, each the same power of two times the one before, but the last."""
+    found = [1 << bit for bit in range(nodes.bit_length())]
+    step = -(-len(found) // (MOST - 1))
+    return tuple(dict.fromkeys((*found[::step], nodes)))
+
+
+def _all(question: Question, models: Sequence[str]) -> list[Asked]:
+    found: list[Asked] = []
+    problems: list[Problem] = []
+    for model in models:
+        try:
+            found.append(ask(replace(question, model=model)))
+        except SpecErrors as errors:
+            problems += [one for one in errors.problems if one not in problems]
+    if problems:
+        raise SpecErrors(problems)
+    return found
+
+
+def _part(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
+    return cluster.model_copy(update={"count": min(cluster.count, nodes * cluster.per_node)})
+
+
+def _square(model: str, asked: Asked, nodes: int) -> Square:
+    train, cluster = asked.run.train, asked.cluster
+    found = search(
+        asked.model, cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=asked.format, top=1, space=SPACE,
+        legal=asked.legal,
+    )  # fmt: skip
+    if found.best is not None:
+        return Square(model, nodes, cluster.count, found.best, "")
+    if found.closest is None:
+        return Square(model, nodes, cluster.count, None, "the batch is too small")
+    need = found.closest.estimate.memory.total / 2**30
+    return Square(model, nodes, cluster.count, None, f"{need:,.0f} GiB needed")

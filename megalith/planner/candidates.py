@@ -1,0 +1,138 @@
+"""Plans that are legal for a model on a number of devices. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from megalith.spec.cluster import ClusterSpec
+from megalith.spec.model import AttentionSpec, ModelSpec, MoeSpec
+from megalith.spec.plan import Plan, Zero
+
+POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("none", ("attention.core",)),
+    ("selective", ("mlp",)),
+    ("full", ("attention.core",)),
+)
+"""Recomputation: nothing, the feed-forward half, everything. With fused attention its core keeps little, so it is not worth its own."""
+
+MICROBATCHES = (1, 2, 4, 8)
+LONG = 16_384
+"""Tokens of a sequence from which splitting it is usual; a quarter of that is the least a rank is given."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a search may choose from."""
+
+    policies: tuple[tuple[str, tuple[str, ...]], ...] = POLICIES
+    microbatches: tuple[int, ...] = MICROBATCHES
+    most_chunks: int = 8
+    zero: tuple[Zero, ...] = (1, 2, 3)
+
+    @classmethod
+    def of_prefill(cls) -> "Space":
+        """Nothing is kept for a backward, nor gathered: no recomputation, no ZeRO, one sequence at a time, no interleaving."""
+        return cls(policies=POLICIES[:1], microbatches=(1,), most_chunks=1, zero=(0,))
+
+
+def candidates(
+    model: ModelSpec, cluster: ClusterSpec, *, seq_len: int, global_batch: int, space: Space | None = None
+) -> Iterator[Plan]:
+    """Every legal plan of the usual kinds: tensor inside the fast links, ZeRO 2 and 3 without a pipeline, interleaving where stages
+    come out even."""
+    devices, space = cluster.count, space or Space()
+    for tensor, context, pipeline in splits(model, cluster, seq_len):
+        data = devices // (tensor * context * pipeline)
+        if global_batch % data:
+            continue
+        for expert, micro in product(_experts(model, data * context * tensor), space.microbatches):
+            if (global_batch // data) % micro:
+                continue
+            rounds = global_batch // data // micro
+            for (schedule, chunks), zero in product(
+                _schedules(model, pipeline, rounds, space), _zeros(pipeline, data * context, space)
+            ):
+                for policy, parts in space.policies:
+                    yield Plan(
+                        data=data, tensor=tensor, context=context, pipeline=pipeline, expert=expert, zero=zero, schedule=schedule,
+                        chunks=chunks, microbatch=micro, recompute=policy, recompute_parts=parts,
+                        layers=even_layers(len(model.blocks), pipeline * chunks),
+                    )  # fmt: skip
+
+
+def splits(model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> Iterator[tuple[int, int, int]]:
+    """Sizes of the tensor, context and pipeline axes that divide the devices and the sequence; data ranks are the rest."""
+    devices = cluster.count
+    for tensor, context, pipeline in product(_tensors(model, cluster), _contexts(seq_len, devices), _pipelines(model, devices)):
+        if devices % (tensor * context * pipeline) == 0 and seq_len % (2 * context * tensor) == 0:
+            yield tensor, context, pipeline
+
+
+def even_layers(blocks: int, stages: int) -> tuple[int, ...] | None:
+    """Uneven stages that come out even when embedding and head count as a block each (Llama 3 405B: 126 blocks on 16 ranks); None
+    where the plan's own way of dealing is as good."""
+    each, left = divmod(blocks + 2, stages)
+    if stages > 1 and blocks % stages and left == 0 and each > 1:
+        return (each - 1, *(each,) * (stages - 2), each - 1)
+    return None
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << bit for bit in range(most.bit_length()) if 1 << bit <= most]
+
+
+def _tensors(model: ModelSpec, cluster: ClusterSpec) -> list[int]:
+    """Sizes that divide heads and hidden sizes and stay inside one domain of fast links."""
+    fast = min(cluster.accelerator.scale_up_domain, cluster.count, 16)
+
+    def divides(size: int) -> bool:
+        for block in set(model.blocks):
+            heads = block.attention.heads
+            shared = block.attention.kv_heads if isinstance(block.attention, AttentionSpec) else heads
+            hidden = block.mlp.shared if isinstance(block.mlp, MoeSpec) else block.mlp.hidden
+            if heads % size or shared % size or hidden % size:
+                return False
+        return model.embedding.vocab % size == 0 and model.head.vocab % size == 0
+
+    return [size for size in _powers(fast) if divides(size)]
+
+
+def _contexts(seq_len: int, devices: int) -> list[int]:
+    return [size for size in _powers(min(devices, 256)) if size == 1 or seq_len // size >= LONG // 4]
+
+
+def _pipelines(model: ModelSpec, devices: int) -> list[int]:
+    most = min(devices, len(model.blocks))
+    return [size for size in range(1, most + 1) if devices % size == 0 and size & (size - 1) == 0]
+
+
+def _experts(model: ModelSpec, ranks: int) -> list[int]:
+    """Sizes of the expert axis: those that divide the experts and the ranks it is taken from."""
+    counts = {block.mlp.experts for block in set(model.blocks) if isinstance(block.mlp, MoeSpec)}
+    if not counts:
+        return [1]
+    most = min(counts)
+    return [
+        size
+        for size in _powers(most)
+        if ranks % size == 0 and all(count % size == 0 for count in counts) and size >= min(8, most)
+    ]
+
+
+def _schedules(model: ModelSpec, pipeline: int, rounds: int, space: Space) -> list[tuple[str, int]]:
+    if pipeline == 1:
+        return [("1f1b", 1)]
+    blocks = len(model.blocks)
+    found = [("1f1b", 1)]
+    if rounds >= pipeline:
+        for chunks in range(2, space.most_chunks + 1):
+            stages = pipeline * chunks
+            if stages <= blocks and (blocks % stages == 0 or (blocks + 2) % stages == 0):
+                found.append(("interleaved", chunks))
+    return found
+
+
+def _zeros(pipeline: int, holders: int, space: Space) -> list[Zero]:
+    if holders == 1:
+        return [0]
+    return [zero for zero in space.zero if zero < 2 or pipeline == 1]

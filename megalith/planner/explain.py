@@ -1,0 +1,85 @@
+"""Why a plan: what each neighbouring choice would cost. No torch unless a part must be traced."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.cost.workload import Workload
+from megalith.planner.candidates import even_layers
+from megalith.planner.search import Choice, Scorer
+from megalith.spec.plan import Plan
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """One thing changed, and what that does."""
+
+    change: str
+    """Such as "tensor 8 -> 4"."""
+    plan: Plan
+    seconds: float
+    """Of the step, over the plan's own: above 0 is slower."""
+    memory: float
+    """Bytes of the fullest rank, over the plan's own."""
+    fits: bool
+    grows: str
+    """The term of time that grows most, or shrinks least."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "plan": self.plan.model_dump()}
+
+
+def explain(workload: Workload, scorer: Scorer) -> tuple[Neighbour, ...]:
+    """Every neighbour of a workload's plan that is legal, the cheapest first."""
+    own = scorer.estimate(workload)
+    here = Choice(workload.plan, own)
+    found = []
+    for change, plan in neighbours(workload):
+        other = scorer.estimate(
+            Workload(
+                workload.model, plan, workload.cluster, workload.seq_len, workload.global_batch, workload.format, workload.practice,
+                workload.frozen,
+            )
+        )  # fmt: skip
+        terms = {name: value - getattr(here.estimate.time, name) for name, value in vars(other.time).items() if name != "step"}
+        found.append(
+            Neighbour(
+                change=change, plan=plan, seconds=other.time.step - own.time.step, memory=other.memory.total - own.memory.total,
+                fits=other.fits, grows=max(terms, key=lambda name: terms[name]),
+            )
+        )  # fmt: skip
+    return tuple(sorted(found, key=lambda neighbour: neighbour.seconds))
+
+
+def neighbours(workload: Workload) -> list[tuple[str, Plan]]:
+    """Plans that differ in one choice, the data axis taking up the ranks."""
+    plan, ranks, found = workload.plan, workload.plan.ranks, list[tuple[str, Plan]]()
+    for axis in ("tensor", "context", "pipeline", "microbatch", "chunks", "expert"):
+        size = getattr(plan, axis)
+        for other in {size * 2, size // 2} - {0}:
+            if (changed := _with(workload, ranks, **{axis: other})) is not None:
+                found.append((f"{axis} {size} -> {other}", changed))
+    for policy in {"none", "full"} - {plan.recompute}:
+        found.append((f"recompute {plan.recompute} -> {policy}", plan.model_copy(update={"recompute": policy})))
+    for zero in {0, 1, 3} - {plan.zero}:
+        if zero < 2 or plan.pipeline == 1:
+            found.append((f"zero {plan.zero} -> {zero}", plan.model_copy(update={"zero": zero})))
+    return found
+
+
+def _with(workload: Workload, ranks: int, **change: int) -> Plan | None:
+    """The plan with one size changed, or None where that is not legal."""
+    plan = workload.plan.model_copy(update=change)
+    split = plan.tensor * plan.context * plan.pipeline
+    blocks = len(workload.model.blocks)
+    if ranks % split or plan.stages > blocks:
+        return None
+    data = ranks // split
+    if workload.global_batch % (data * plan.microbatch) or workload.seq_len % (2 * plan.context * plan.tensor):
+        return None
+    heads = [block.attention.heads for block in set(workload.model.blocks)]
+    if any(count % plan.tensor for count in heads) or (data * plan.context * plan.tensor) % plan.expert:
+        return None
+    schedule = "interleaved" if plan.chunks > 1 else "1f1b"
+    if plan.chunks > 1 and plan.pipeline == 1:
+        return None
+    return plan.model_copy(update={"data": data, "schedule": schedule, "layers": even_layers(blocks, plan.stages)})

@@ -1,0 +1,146 @@
+"""What breaking the field's rules costs on a cluster: each piece of advice beside the plan that follows it. No torch unless a part must
+be traced."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.check import check
+from megalith.cost.constants import calibration
+from megalith.planner.answer import Answer, short, workload_of
+from megalith.planner.asked import Asked
+from megalith.planner.candidates import even_layers
+from megalith.planner.search import Scorer
+from megalith.spec.plan import Plan
+from megalith.spec.problem import Problem
+
+GAINED = 1e-3
+"""Share of a step below which a difference is none."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """A broken rule, and what the plan that follows it would take. `instead` is None where no such plan is legal."""
+
+    problem: Problem
+    change: str
+    instead: Plan | None
+    seconds: float
+    """A step is longer by so much than if the rule were followed; below 0: following it would be slower."""
+    share: float
+    """The same over a step as it is."""
+    memory: float
+    """Bytes of the fullest rank beyond those if it were followed."""
+    fits: bool
+    """Would the other plan?"""
+    dollars: float | None
+    """Of the whole training; None where no price is known."""
+
+    @property
+    def verdict(self) -> str:
+        """In a few words."""
+        if self.instead is None:
+            return "no plan that follows it is legal here"
+        if not self.fits:
+            return "following it would not fit"
+        if abs(self.share) < GAINED:
+            return "costs no time"
+        return "costs" if self.share > 0 else "pays: following it is slower"
+
+    def to_json(self) -> dict[str, Any]:
+        plan = None if self.instead is None else self.instead.model_dump()
+        layout = None if self.instead is None else short(self.instead)
+        return {**vars(self), "problem": vars(self.problem), "instead": plan, "layout": layout, "verdict": self.verdict}
+
+
+Followed = Iterator[tuple[str, Plan]]
+"""What is changed, in words, and the plan then."""
+
+
+def _fewer_tensor_ranks(plan: Plan, asked: Asked) -> Followed:
+    """What tensor ranks give up goes to data, or to the pipeline."""
+    fast = asked.cluster.accelerator.scale_up_domain
+    times = -(-plan.tensor // fast)
+    if plan.tensor % times == 0:
+        inside = {"tensor": plan.tensor // times}
+        yield f"tensor {inside['tensor']}, data {plan.data * times}", _with(plan, asked, data=plan.data * times, **inside)
+        yield (
+            f"tensor {inside['tensor']}, pipeline {plan.pipeline * times}",
+            _with(plan, asked, pipeline=plan.pipeline * times, **inside),
+        )
+
+
+def _more_microbatches(plan: Plan, asked: Asked) -> Followed:
+    """For each stage: by smaller ones, by fewer stages, or by several stages a rank."""
+    if plan.microbatch > 1:
+        yield "microbatch 1", _with(plan, asked, microbatch=1)
+    if plan.pipeline % 2 == 0:
+        half = plan.pipeline // 2
+        yield f"pipeline {half}, data {plan.data * 2}", _with(plan, asked, pipeline=half, data=plan.data * 2)
+        yield f"pipeline {half}, tensor {plan.tensor * 2}", _with(plan, asked, pipeline=half, tensor=plan.tensor * 2)
+    chunks = plan.chunks * 2
+    if plan.schedule in ("1f1b", "interleaved"):
+        yield f"{chunks} chunks a rank", _with(plan, asked, chunks=chunks, schedule="interleaved")
+
+
+def _sharded(plan: Plan, asked: Asked) -> Followed:
+    yield "zero 1", plan.model_copy(update={"zero": 1})
+
+
+def _recomputed(plan: Plan, asked: Asked) -> Followed:
+    yield "the mlp recomputed", plan.model_copy(update={"recompute": "selective", "recompute_parts": ("mlp",)})
+    yield "all recomputed", plan.model_copy(update={"recompute": "full"})
+
+
+def _experts_near(plan: Plan, asked: Asked) -> Followed:
+    expert = plan.expert
+    while expert * plan.expert_tensor > asked.cluster.accelerator.scale_up_domain and expert % 2 == 0:
+        expert //= 2
+    yield f"expert {expert}", plan.model_copy(update={"expert": expert})
+
+
+REMEDIES: Mapping[str, Callable[[Plan, Asked], Followed]] = {
+    "plan.tensor": _fewer_tensor_ranks,
+    "plan.pipeline": _more_microbatches,
+    "plan.zero": _sharded,
+    "plan.recompute": _recomputed,
+    "plan.expert": _experts_near,
+}
+"""Key of a piece of advice -> plans that follow it. Advice about other things has no price in time."""
+
+
+def prices(asked: Asked, plan: Plan) -> tuple[Price, ...]:
+    """Each broken rule that has a price, the dearest first; of several ways to follow it the fastest that fits."""
+    found = check(asked.run.model_copy(update={"plan": plan}), files=False)
+    advice = [problem for problem in found if problem.severity == "advice" and problem.key in REMEDIES]
+    scorer = Scorer(calibration())
+    return tuple(sorted((_price(problem, asked, plan, scorer) for problem in advice), key=lambda price: -price.seconds))
+
+
+def of_answer(answered: Answer) -> tuple[Price, ...]:
+    """Those of the run file's own plan, or, without one, of the best that was found."""
+    subject = answered.own or answered.found.best
+    return prices(answered.asked, subject.plan) if subject is not None and not answered.asked.forward_only else ()
+
+
+def _price(problem: Problem, asked: Asked, plan: Plan, scorer: Scorer) -> Price:
+    own = scorer.estimate(workload_of(asked, plan))
+    ways = [(words, other) for words, other in REMEDIES[problem.key](plan, asked) if other != plan and asked.legal(other)]
+    estimates = [(words, other, scorer.estimate(workload_of(asked, other))) for words, other in ways]
+    if not estimates:
+        return Price(problem, "", None, 0.0, 0.0, 0.0, False, None)
+    words, other, best = min(estimates, key=lambda one: (not one[2].fits, one[2].time.step))
+    seconds = own.time.step - best.time.step
+    price, cluster = asked.cluster.price_per_hour, asked.cluster
+    hours = seconds * asked.run.train.steps / 3600 * cluster.count
+    return Price(
+        problem, words, other, seconds, seconds / own.time.step, own.memory.total - best.memory.total, best.fits,
+        None if price is None or asked.tokens is None else hours * price,
+    )  # fmt: skip
+
+
+def _with(plan: Plan, asked: Asked, **change: Any) -> Plan:
+    changed = plan.model_copy(update=change)
+    if changed.pipeline == 1:
+        changed = changed.model_copy(update={"schedule": "1f1b", "chunks": 1})
+    return changed.model_copy(update={"layers": even_layers(len(asked.model.blocks), changed.stages)})

@@ -1,0 +1,442 @@
+"""A published row as workloads: the model, the plan and the cluster it speaks of, in the project's own words.
+
+What a source does not state (recomputation, the microbatch, interleaving) is left open: every choice is a workload of its own, and
+the planner's pick among them, the fastest that fits, is the prediction. A row that cannot be said gives the reason instead.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from megalith.cost.workload import Format, Practice, Workload
+from megalith.planner.published.flops import step_flops
+from megalith.planner.published.rows import Row
+from megalith.spec import cluster as clusters
+from megalith.spec.cluster import ClusterSpec
+from megalith.spec.model import (
+    AheadSpec,
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LatentAttentionSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    RopeSpec,
+    RouterSpec,
+)
+from megalith.spec.plan import Plan
+
+HARDWARE = {
+    "A100-40GB-SXM": "a100-40gb",
+    "A100-80GB-SXM": "a100-80gb",
+    "A100-SXM (memory size not stated)": "a100-80gb",
+    "A100 (README says 40GB)": "a100-80gb",  # Selene, where this model was trained, has 80 GB a GPU
+    "A800-80GB-SXM": "a800-80gb",
+    "H100-80GB-SXM": "h100",
+    "H200-141GB-SXM": "h200",
+    "H800-80GB-SXM": "h800",
+    "GB200": "gb200-nvl72",
+    "GB300": "gb300-nvl72",
+    "B200": "b200",
+    "B300": "b300",
+    "TPU-v6e": "tpu-v6e",
+    "TPU-v5p": "tpu-v5p",
+    "TPU-v4": "tpu-v4",
+}
+
+NETWORK = (  # (what the column says, bytes/s out of a device)
+    ("1600 Gb/s RoCE per node", 25e9),
+    ("4x100Gb RoCE per node", 6.25e9),
+    ("800Gb/s IB per node", 12.5e9),
+    ("8x200", 25e9),
+    ("8x400Gb", 50e9),
+)
+
+PLAIN_2021 = Practice(
+    generation="plain",
+    attention="plain",
+    overlap_data=False,
+    overlap_tensor=False,
+    deduplicated=False,
+    causal_half=False,
+    loss="whole",
+)
+EAGER_2023 = Practice(generation="eager", overlap_tensor=False, deduplicated=False, loss="whole")
+FUSED_2024 = Practice(generation="fused")
+
+SOFTWARE = {  # source group -> the software its runs used
+    "sc21": PLAIN_2021,
+    "korthikanti22": PLAIN_2021,
+    "mt-nlg": PLAIN_2021,
+    "vtrain-single": PLAIN_2021,
+    "vtrain-multi": PLAIN_2021,
+    "ds-azure": replace(PLAIN_2021, overlap_data=True, gradient_bytes=2, gathers="module"),
+    "internevo": replace(EAGER_2023, gradient_bytes=2, flash=1, gathers="rank"),
+    "mosaic": replace(EAGER_2023, loss="fused", flash=1),  # llm-foundry of 2023: flash-attn 1, its cross-entropy
+    "nanotron": replace(EAGER_2023, loss="copied"),
+    "vocab-pp": EAGER_2023,
+    "nemo2407": replace(FUSED_2024, gradient_bytes=2, master_bytes=2),  # bf16 gradients, Apex's distributed Adam
+    "mlm-llama": replace(FUSED_2024, gradient_bytes=2, master_bytes=2),
+    "mbridge": replace(FUSED_2024, gradient_bytes=2),  # its recipes reduce in bf16
+    "mbridge-cards": replace(FUSED_2024, gradient_bytes=2),
+    "mbridge-skills": replace(FUSED_2024, gradient_bytes=2),
+    "dsv3-gb200": replace(FUSED_2024, gradient_bytes=2),
+}
+
+GROUPS = {"deepseek-v3": {"groups": 8, "active_groups": 4}}
+"""Groups of experts, of which a token goes to a few (arXiv:2412.19437, section 2.1.2); the file of measurements leaves them out."""
+
+GRAPHED = 26.04
+"""Release of the NeMo container from which Megatron-Bridge's recipes in MXFP8 record whole steps (scripts/performance/configs)."""
+
+PARTLY = 25.11
+"""Release from which they record attention and router, but on H100."""
+
+RECORDED = ("GB200", "GB300", "B300")
+"""Hardware for which they do."""
+
+FORMATS: dict[str, Format] = {
+    "bf16": "bf16", "bf16-amp": "bf16", "fp16": "fp16", "fp16/bf16 (not stated)": "bf16", "fp8": "fp8", "fp8-cs": "fp8",
+    "fp8-amp": "fp8", "mxfp8": "mxfp8", "nvfp4": "fp4", "fp32": "fp32",
+}  # fmt: skip
+
+PARTS = {  # a recomputed part, as Megatron-Core names it -> the modules of a block here
+    "core_attn": ("attention.core",),
+    "mlp": ("mlp",),
+    "moe": ("mlp",),
+    "moe_act": ("mlp.experts",),
+    "layernorm": ("attention_norm", "mlp_norm"),
+    "mla_up_proj": ("attention.q_up", "attention.kv_up"),
+    "shared_experts": ("mlp.shared",),
+}
+
+
+@dataclass(frozen=True)
+class Expressed:
+    """A row in the project's words: `choices` holds one workload, or several where the source leaves something open. With a
+    `reason` there is none."""
+
+    row: Row
+    choices: tuple[Workload, ...] = ()
+    reason: str = ""
+    transformer: bool = True
+    """Attention and feed-forward blocks alone: dense or mixture of experts."""
+
+    @property
+    def expert(self) -> bool:
+        """A mixture of experts."""
+        return any(isinstance(block.mlp, MoeSpec) for choice in self.choices[:1] for block in choice.model.blocks)
+
+
+class _CannotSayError(Exception):
+    """Why a row has no workload."""
+
+
+def express(row: Row) -> Expressed:
+    """The row as workloads, or the reason why not."""
+    hybrid = "hybrid" in row.model
+    if hybrid:
+        return Expressed(
+            row, reason=f"{row.text('model')} has state-space layers, which models/ does not have", transformer=False
+        )
+    try:
+        return Expressed(row, _choices(row))
+    except _CannotSayError as reason:
+        return Expressed(row, reason=str(reason))
+
+
+def measured_seconds(row: Row, workload: Workload) -> float | None:
+    """Seconds of a step as the source measured them: directly, from tokens/s, or from its TFLOP/s by its own convention."""
+    if (seconds := row.number("step_time_s")) is not None:
+        return seconds
+    tokens, devices = workload.tokens, workload.cluster.count
+    if (rate := row.number("tokens_per_s_per_gpu")) is not None:
+        return tokens / (rate * devices)
+    flops = row.number("tflops_per_gpu")
+    hardware = row.text("tflops_kind") == "hardware"
+    if flops is None and (share := row.number("mfu")) is not None:
+        flops = share * workload.cluster.accelerator.peak["bf16"] / 1e12
+    if flops is None:
+        return None
+    half = "halved" in row.text("flops_convention") or row.group in ("mbridge", "mbridge-cards", "mbridge-skills", "dsv3-gb200")
+    counted = step_flops(
+        workload.model, tokens=tokens, seq_len=workload.seq_len, causal="half" if half else "full",
+        recomputed=hardware and row.text("recompute").startswith("full"),
+    )  # fmt: skip
+    return counted / (flops * 1e12 * devices)
+
+
+def _choices(row: Row) -> tuple[Workload, ...]:
+    model, seq_len = _model(row), row.whole("seq_len") or row.model.get("seq_len") or 0
+    if not seq_len or (row.whole("seq_len") is None and (row.whole("global_batch") is None or row.whole("micro_batch") is None)):
+        raise _CannotSayError("sequence length and batch are not stated")
+    cluster, practice = _cluster(row), _practice(row)
+    sizes = _sizes(row)
+    data = row.whole("dp") or cluster.count // (sizes["tensor"] * sizes["pipeline"] * sizes["context"])
+    global_batch = row.whole("global_batch")
+    if global_batch is None:
+        count = row.options.get("micro_num") or row.options.get("grad_accum")
+        if count is None or row.whole("micro_batch") is None:
+            raise _CannotSayError("the global batch is not stated")
+        global_batch = count * row.whole("micro_batch") * data
+    if global_batch % data:
+        raise _CannotSayError(f"global batch {global_batch} is not a multiple of the {data} data ranks")
+    if data * sizes["tensor"] * sizes["pipeline"] * sizes["context"] != cluster.count:
+        raise _CannotSayError(f"the layout's ranks are not the {cluster.count} devices")
+    found = []
+    for micro, chunks, (policy, parts) in product(_micro(row, global_batch // data), _chunks(row, model), _recompute(row)):
+        values = {**sizes, **_sharding(row, data * sizes["context"])}
+        plan = Plan.model_validate(
+            values | {
+                "data": data, "chunks": chunks, "microbatch": micro, "schedule": "interleaved" if chunks > 1 else "1f1b",
+                "sequence": _sequence(row, sizes["tensor"]), "recompute": policy, "recompute_parts": parts,
+                "layers": _layers(row, model, sizes["pipeline"] * chunks),
+            }
+        )  # fmt: skip
+        found.append(Workload(model, plan, cluster, int(seq_len), global_batch, _format(row), practice, frozen=_frozen(row)))
+    return tuple(found)
+
+
+# --- the model
+
+
+def _model(row: Row) -> ModelSpec:
+    sizes: dict[str, Any] = row.model
+    if not sizes:
+        raise _CannotSayError(f"the source gives no sizes of {row.text('model')}")
+    if "InternLM-20B" in row.text("notes"):  # the model column names the page's usual model; the note says which one this is
+        sizes = sizes | {"layers": 60, "hidden": 5120, "ffn": 13824, "heads": 40, "kv_heads": 40}
+    vocab = sizes.get("vocab")
+    if isinstance(vocab, str) and (padding := re.search(r"divisible-by (\d+)", vocab)):
+        vocab = -(-50257 // int(padding[1])) * int(padding[1])  # Megatron's GPT-2 tokenizer, padded
+    if not isinstance(vocab, int):
+        raise _CannotSayError("the vocabulary's size is not stated")
+    gated, moe = sizes["gated_mlp"], sizes.get("moe")
+    norm = NormSpec() if gated else NormSpec(kind="layer", bias=True)
+    attention = _attention(sizes, gated)
+    dense = BlockSpec(
+        attention=attention, norm=norm,
+        mlp=MlpSpec(hidden=sizes["ffn"], gated=gated, activation="silu" if gated else "gelu", bias=not gated),
+    )  # fmt: skip
+    blocks = (dense,) * sizes["layers"]
+    if moe:
+        first = moe.get("first_dense", 0)
+        block = dense.model_copy(update={"mlp": _experts(moe, gated, GROUPS.get(row.text("model"), {}))})
+        blocks = (dense,) * first + (block,) * (sizes["layers"] - first)
+    ahead = AheadSpec(depth=depth, block=blocks[-1]) if (depth := _ahead(row, sizes)) else None
+    return ModelSpec(
+        name=row.text("model"),
+        dim=sizes["hidden"],
+        context=max(row.whole("seq_len") or 0, sizes.get("seq_len") or 2048),
+        embedding=EmbeddingSpec(vocab=vocab, positions=None if gated else (row.whole("seq_len") or sizes["seq_len"])),
+        blocks=blocks,
+        head=HeadSpec(vocab=vocab, tied=bool(sizes.get("tied_emb")), norm=norm, ahead=ahead),
+    )
+
+
+def _attention(sizes: dict[str, Any], gated: bool) -> AttentionSpec | LatentAttentionSpec:
+    if latent := sizes.get("mla"):
+        return LatentAttentionSpec(
+            heads=sizes["heads"], q_rank=latent["q_lora"], kv_rank=latent["kv_lora"], nope_dim=latent["nope"],
+            rope_dim=latent["rope"], v_dim=latent["v"],
+        )  # fmt: skip
+    rope = RopeSpec() if gated else None
+    return AttentionSpec(heads=sizes["heads"], kv_heads=sizes["kv_heads"], head_dim=sizes["head_dim"], rope=rope, bias=not gated)
+
+
+def _experts(moe: dict[str, Any], gated: bool, groups: dict[str, int]) -> MoeSpec:
+    return MoeSpec(
+        experts=moe["experts"], hidden=moe["moe_ffn"], gated=gated, shared=moe.get("shared_ffn") or 0,
+        router=RouterSpec.model_validate({"active": moe["topk"], "balanced": True} | groups),
+    )  # fmt: skip
+
+
+def _ahead(row: Row, sizes: dict[str, Any]) -> int:
+    """Further tokens predicted: as the row says, or as its model does (DeepSeek-V3 trains with one)."""
+    if "mtp" in row.options:
+        return int(row.options["mtp"])
+    if "variant" in row.options:
+        return 1 if row.options["variant"] == "w/ MTP" else 0
+    if "mtp" in sizes:
+        return int(sizes["mtp"])
+    return 1 if row.text("model") == "deepseek-v3" and row.group in ("mbridge", "mbridge-cards") else 0
+
+
+# --- the machine and the software
+
+
+def _cluster(row: Row) -> ClusterSpec:
+    if row.text("hardware") not in HARDWARE:
+        raise _CannotSayError(f"the catalogue has no {row.text('hardware')}")
+    accelerator = clusters.catalogue()[HARDWARE[row.text("hardware")]]
+    network = next((rate for text, rate in NETWORK if text in row.text("interconnect")), accelerator.scale_out)
+    count = row.whole("n_gpus")
+    if count is None:
+        raise _CannotSayError("the number of devices is not stated")
+    per_node = row.whole("gpus_per_node") or accelerator.per_node
+    return ClusterSpec(accelerator=accelerator, count=count, per_node=per_node, scale_out=network)
+
+
+def _practice(row: Row) -> Practice:
+    practice = SOFTWARE.get(row.group, FUSED_2024)
+    options = row.options
+    if practice.generation == "plain" and row.text("precision") == "fp16":
+        practice = replace(practice, gradient_bytes=2)  # Megatron sums gradients in fp32 for bf16 alone, unless told to
+    if practice.generation == "fused" and _untuned(row):
+        practice = replace(practice, generation="packaged", overlap_tensor=False, loss="whole")
+    elif practice.generation == "fused" and "moe" in row.model:
+        practice = _tuned_experts(row, practice)
+    if options.get("attention") == "unfused":
+        practice = replace(practice, attention="plain", causal_half=False)
+    if options.get("dispatcher") == "alltoall":
+        practice = replace(practice, deduplicated=False)
+    if options.get("router") == "token-drop":  # each expert takes a fixed number, with torch's own all-to-all
+        practice = replace(practice, waits=False, deduplicated=False)
+    if options.get("moe_permute_fusion") is False:
+        practice = replace(practice, permute=False)
+    if options.get("ep_overlap"):
+        practice = replace(practice, overlap_expert=True)
+    if options.get("adam_moments") == "bf16":
+        practice = replace(practice, moment_bytes=4)
+    if options.get("deterministic"):
+        practice = replace(practice, overlap_data=False, overlap_tensor=False)
+    return practice
+
+
+def _tuned_experts(row: Row, practice: Practice) -> Practice:
+    """What Megatron-Bridge's tuned recipes for experts record, and overlap: in MXFP8, DeepSeek's all-to-all; elsewhere none."""
+    release = re.match(r"(\d+\.\d+)", str(row.options.get("release", "")))
+    early = row.group == "dsv3-gb200" or "cuda_graphs" in row.options or (release is not None and float(release[1]) < GRAPHED)
+    blocks = row.text("precision") == "mxfp8" and not early
+    if row.text("hardware") in RECORDED and blocks:
+        return replace(practice, graphs="whole", overlap_expert="mla" in row.model)
+    eager = row.text("hardware").startswith("H100") or (release is not None and float(release[1]) < PARTLY)
+    eager = eager and "cuda_graphs" not in row.options
+    across = (row.whole("ep") or 1) > (row.whole("gpus_per_node") or 8)
+    return replace(practice, graphs="none" if eager else "parts", overlap_expert=blocks and across and "mla" in row.model)
+
+
+def _untuned(row: Row) -> bool:
+    """Megatron-Core as it comes: functional and regression runs."""
+    notes = row.text("notes")
+    return (
+        row.options.get("tuned") is False
+        or row.options.get("step") == "baseline"
+        or "not tuned" in notes
+        or "launch bound" in notes
+    )
+
+
+def _format(row: Row) -> Format:
+    if row.text("precision") not in FORMATS:
+        raise _CannotSayError(f"no such precision: {row.text('precision')!r}")
+    return FORMATS[row.text("precision")]
+
+
+def _frozen(row: Row) -> bool:
+    return row.options.get("task") == "LoRA"
+
+
+# --- the plan
+
+
+def _sizes(row: Row) -> dict[str, int]:
+    given = {axis: row.whole(column) for axis, column in (("tensor", "tp"), ("pipeline", "pp"))}
+    if missing := [axis for axis, size in given.items() if size is None]:
+        raise _CannotSayError(f"the layout is not stated ({', '.join(missing)})")
+    found = {axis: size for axis, size in given.items() if size is not None}
+    found |= {"context": row.whole("cp") or 1, "expert": row.whole("ep") or 1, "expert_tensor": row.whole("etp") or 1}
+    return found
+
+
+def _sharding(row: Row, holders: int) -> dict[str, int]:
+    """`zero` and `replicate` from what the source calls its sharding."""
+    text = row.text("shard")
+    names = (("zero2", 2), ("zero3", 3), ("fsdp", 3), ("zero1", 1))
+    zero = next((stage for name, stage in names if name in text), 0)
+    group = re.fullmatch(r"zero1\((\d+)\)", text)
+    replicate = max(1, holders // int(group[1])) if group else 1
+    return {"zero": zero, "replicate": replicate}
+
+
+def _sequence(row: Row, tensor: int) -> bool:
+    if tensor == 1:
+        return True
+    if "sequence_parallel" in row.options:
+        return bool(row.options["sequence_parallel"])
+    if row.group == "korthikanti22":
+        return "seq-parallel" in row.text("recompute")
+    return SOFTWARE.get(row.group, FUSED_2024).generation != "plain"
+
+
+def _micro(row: Row, per_rank: int) -> list[int]:
+    if (size := row.whole("micro_batch")) is not None:
+        if per_rank % size:
+            raise _CannotSayError(f"{per_rank} sequences a data rank are no multiple of the microbatch of {size}")
+        return [size]
+    return [size for size in (1, 2, 4, 8) if per_rank % size == 0]
+
+
+def _chunks(row: Row, model: ModelSpec) -> list[int]:
+    pipeline = row.whole("pp") or 1
+    if pipeline == 1:
+        return [1]
+    if (chunks := row.whole("vpp")) is not None:
+        return [chunks]
+    if "interleaved" in str(row.options.get("schedule", "")) or row.group == "mcore-h100":
+        each = len(model.blocks) // pipeline
+        return [chunks for chunks in (1, 2, 3, 4, 6) if each % chunks == 0]
+    return [1]
+
+
+def _recompute(row: Row) -> list[tuple[str, tuple[str, ...]]]:
+    """(policy, parts): what the source says, or every usual choice where it says nothing."""
+    text = row.text("recompute")
+    core = ("attention.core",)
+    if text.startswith("full"):
+        return [("full", core)]
+    if text.startswith("none"):
+        return [("none", core)]
+    if selected := re.match(r"selective\(([^)]*)\)", text):
+        names = [name.strip() for name in selected[1].split(",")]
+        parts = tuple(module for name in names for module in PARTS.get(name, ()))
+        return [("selective", tuple(part for part in parts if part.rpartition(".")[0] not in parts))]
+    lighter = [("selective", PARTS["mla_up_proj"])] if "mla" in row.model else []
+    lighter += [("selective", ("mlp.experts",))] if "moe" in row.model else []
+    return [("none", core), *lighter, ("selective", ("mlp",)), ("full", core)]
+
+
+def _layers(row: Row, model: ModelSpec, stages: int) -> tuple[int, ...] | None:
+    """Uneven stages: embedding and head counted as a block each where that comes out even (Llama 3), or shared out by cost."""
+    blocks = len(model.blocks)
+    if stages == 1:
+        return None
+    if blocks < stages:
+        raise _CannotSayError(f"{blocks} blocks do not fill {stages} stages")
+    if row.options.get("method") == "redis":
+        return _by_cost(model, stages)
+    each, left = divmod(blocks + 2, stages)
+    if blocks % stages and left == 0 and each > 1:
+        return (each - 1, *(each,) * (stages - 2), each - 1)
+    return None
+
+
+def _by_cost(model: ModelSpec, stages: int) -> tuple[int, ...]:
+    """As even as whole blocks allow, the head counted as the blocks its product is worth."""
+    one = model.model_copy(update={"blocks": model.blocks[:1]})
+    block = step_flops(one, tokens=1, seq_len=model.context, causal="full", recomputed=False, head=False)
+    head = 6 * model.dim * model.head.vocab / block
+    counts = [len(model.blocks) // stages] * stages
+    counts[0] += len(model.blocks) - sum(counts)
+    while counts[-1] > 1 and counts[-1] + head > max(counts[:-1]) + 1:
+        counts[-1] -= 1
+        counts[_last(counts[:-1], min(counts[:-1]))] += 1  # late stages keep the fewest microbatches in flight
+    return tuple(counts)
+
+
+def _last(counts: list[int], value: int) -> int:
+    return len(counts) - 1 - counts[::-1].index(value)

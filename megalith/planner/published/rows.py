@@ -1,0 +1,77 @@
+"""The rows of a file of measurements, and the seconds and bytes they report."""
+
+import csv
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published configuration, as the columns of the file say it."""
+
+    columns: dict[str, str]
+
+    def text(self, name: str) -> str:
+        """A column, "" where it is empty."""
+        return self.columns.get(name, "") or ""
+
+    def whole(self, name: str) -> int | None:
+        """A column that counts something; None where it is empty."""
+        return int(float(text)) if (text := self.text(name)) else None
+
+    def number(self, name: str) -> float | None:
+        """A column that measures something; None where it is empty."""
+        return float(text) if (text := self.text(name)) else None
+
+    @property
+    def name(self) -> str:
+        return self.text("id")
+
+    @property
+    def group(self) -> str:
+        return self.text("source_group")
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """What the source says beyond the columns."""
+        return json.loads(self.text("options") or "{}")
+
+    @cached_property
+    def model(self) -> dict[str, Any]:
+        """Sizes of the model; empty where the source does not give them."""
+        return json.loads(self.text("model_spec") or "{}")
+
+    @property
+    def scored(self) -> bool:
+        """Measured, the best version of its configuration, and without a contradiction in the source."""
+        return self.text("primary") == "1" and self.text("value_kind") == "measured" and not self.text("flag")
+
+    @property
+    def ran_out(self) -> bool:
+        """The source says that this did not fit."""
+        return self.text("primary") == "1" and self.text("value_kind") == "measured-OOM"
+
+    @property
+    def memory(self) -> float | None:
+        """Peak bytes of the rank the source speaks of. What is printed as GB is read as GiB: torch reports in powers of two."""
+        found = self.number("peak_mem_gib")
+        return None if found is None else found * GIB
+
+
+def read(path: Path | None = None) -> list[Row]:
+    """The rows of a file in the format of the bundled one, or of the bundled one itself."""
+    source = files("megalith.planner.published").joinpath("measurements.csv") if path is None else path
+    with source.open(encoding="utf-8") as file:
+        return [Row(columns) for columns in csv.DictReader(file)]
+
+
+def checking_groups(rows: Iterable[Row]) -> frozenset[str]:
+    """The source groups no parameter is fitted on: every second one of all groups with primary rows, in order of name."""
+    return frozenset(sorted({row.group for row in rows if row.text("primary") == "1"})[1::2])

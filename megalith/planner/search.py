@@ -1,0 +1,194 @@
+"""The best plans for a model on a cluster: memory first, then time in closed form, then the real program of the best few. No torch
+unless a part must be traced."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.cost.constants import Calibration, calibration
+from megalith.cost.estimate import Estimate, PartTimes, estimate, part_times
+from megalith.cost.memory import Memory, memory
+from megalith.cost.parts import Parts, layout, parts
+from megalith.cost.prefill import prefill, prefill_memory
+from megalith.cost.profile import Layout
+from megalith.cost.time import Setting
+from megalith.cost.workload import Format, Practice, Workload
+from megalith.planner.candidates import Space, candidates
+from megalith.spec.cluster import ClusterSpec
+from megalith.spec.model import ModelSpec
+from megalith.spec.plan import Plan
+
+IDLE_POWER = 1.35
+"""Power of a data centre over that of its devices: hosts, network, cooling."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One plan and what it is predicted to take."""
+
+    plan: Plan
+    estimate: Estimate
+
+    def to_json(self) -> dict[str, Any]:
+        return {"plan": self.plan.model_dump(), "estimate": self.estimate.to_json()}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a whole training takes."""
+
+    tokens: float
+    steps: int
+    days: float
+    device_hours: float
+    dollars: float | None
+    """None where no price is known."""
+    megawatt_hours: float | None
+    flops: float
+    """That the model asks for, attention in full."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of a search, best first."""
+
+    choices: tuple[Choice, ...]
+    pareto: tuple[Choice, ...]
+    """Those than which none is both faster and leaves more memory free."""
+    looked_at: int
+    too_large: int
+    closest: Choice | None
+    """Where nothing fits: what is least too large."""
+    refused: int = 0
+    """Plans as fast as those shown that `legal` denied."""
+
+    @property
+    def best(self) -> Choice | None:
+        return self.choices[0] if self.choices else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "choices": [choice.to_json() for choice in self.choices],
+            "pareto": [choice.to_json() for choice in self.pareto],
+            "looked_at": self.looked_at,
+            "too_large": self.too_large,
+            "closest": self.closest.to_json() if self.closest else None,
+            "refused": self.refused,
+        }
+
+
+def search(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    *,
+    seq_len: int,
+    global_batch: int,
+    format: Format = "bf16",
+    practice: Practice | None = None,
+    space: Space | None = None,
+    top: int = 10,
+    legal: Callable[[Plan], bool] | None = None,
+    scorer: "Scorer | None" = None,
+) -> Found:
+    """The `top` fastest plans that fit. `global_batch` counts sequences; plans that `legal` denies are left out of what is shown."""
+    scorer = scorer or Scorer(calibration())
+    fitting: list[Choice] = []
+    least: tuple[float, Workload] | None = None
+    looked_at = 0
+    for plan in candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space or Space()):
+        looked_at += 1
+        workload = Workload(model, plan, cluster, seq_len, global_batch, format, practice or Practice())
+        held = scorer.memory(workload)
+        if scorer.fits(workload, held):
+            fitting.append(Choice(plan, scorer.estimate(workload)))
+        elif least is None or held.total < least[0]:
+            least = held.total, workload
+    ranked = sorted(fitting, key=lambda choice: choice.estimate.time.step)
+    best, refused = _first_legal(ranked, top, legal)
+    closest = None if best or least is None else Choice(least[1].plan, scorer.estimate(least[1]))
+    thrifty = _first_legal(pareto(ranked), None, legal)[0]
+    return Found(best, thrifty, looked_at, looked_at - len(fitting), closest, refused)
+
+
+def _first_legal(
+    ranked: Sequence[Choice], most: int | None, legal: Callable[[Plan], bool] | None
+) -> tuple[tuple[Choice, ...], int]:
+    """The first `most` choices (None: all) that are legal, and how many were passed over on the way."""
+    found: list[Choice] = []
+    refused = 0
+    for choice in ranked:
+        if len(found) == most:
+            break
+        if legal is None or legal(choice.plan):
+            found.append(choice)
+        else:
+            refused += 1
+    return tuple(found), refused
+
+
+def pareto(ranked: Sequence[Choice]) -> tuple[Choice, ...]:
+    """Of choices in order of time, those that need less memory than every faster one."""
+    found: list[Choice] = []
+    least = float("inf")
+    for choice in ranked:
+        if choice.estimate.memory.total < least:
+            least = choice.estimate.memory.total
+            found.append(choice)
+    return tuple(found)
+
+
+class Scorer:
+    """Estimates many plans of one model: what they share is worked out once. `forward_only`: no training, but the prefill of prompts."""
+
+    def __init__(self, figures: Calibration, *, forward_only: bool = False) -> None:
+        self.figures, self.forward_only = figures, forward_only
+        self._parts: dict[tuple[int, Layout, str], Parts] = {}
+        self._times: dict[tuple[Any, ...], PartTimes] = {}
+
+    def parts(self, workload: Workload) -> Parts:
+        """As `cost.parts.parts`."""
+        key = self._key(workload)
+        if key not in self._parts:
+            self._parts[key] = parts(workload)
+        return self._parts[key]
+
+    def memory(self, workload: Workload) -> Memory:
+        """As `cost.memory.memory`."""
+        if self.forward_only:
+            return prefill_memory(workload, self.parts(workload), self.figures)
+        return memory(workload, self.parts(workload), self.figures.generations[workload.practice.generation])
+
+    def fits(self, workload: Workload, held: Memory) -> bool:
+        """Does it leave what an allocator loses?"""
+        limit = workload.cluster.accelerator.memory
+        return limit is None or held.total * (1 + self.figures.generations[workload.practice.generation].slack) <= limit
+
+    def estimate(self, workload: Workload) -> Estimate:
+        """As `cost.estimate.estimate`."""
+        traced = self.parts(workload)
+        timed = (*self._key(workload), workload.format, workload.practice, workload.cluster.count)
+        if timed not in self._times:
+            self._times[timed] = part_times(traced, Setting.of(workload, self.figures))
+        if self.forward_only:
+            return prefill(workload, self.figures, traced, self._times[timed])
+        return estimate(workload, self.figures, traced, self.memory(workload), self._times[timed])
+
+    def _key(self, workload: Workload) -> tuple[int, Layout, str]:
+        return id(workload.model), layout(workload), workload.plan.recompute
+
+
+def training(choice: Choice, cluster: ClusterSpec, *, tokens: float) -> Training:
+    """Days, hours, dollars and energy of a training of so many tokens."""
+    steps = -(-int(tokens) // choice.estimate.tokens)
+    seconds = steps * choice.estimate.time.step
+    hours = seconds / 3600 * cluster.count
+    price, power = cluster.price_per_hour, cluster.accelerator.power
+    return Training(
+        tokens=tokens,
+        steps=steps,
+        days=seconds / 86_400,
+        device_hours=hours,
+        dollars=None if price is None else hours * price,
+        megawatt_hours=None if power is None else hours * power * IDLE_POWER / 1e6,
+        flops=steps * choice.estimate.flops,
+    )

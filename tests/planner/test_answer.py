@@ -1,0 +1,195 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from megalith import verbs
+from megalith.cli import app
+from megalith.planner.answer import Answer, answer, as_run, frontier, short
+from megalith.planner.asked import Question, ask, vary
+from megalith.report import plans
+from megalith.spec.plan import Plan
+from megalith.spec.problem import SpecErrors
+
+WORDS = {"model": "tiny", "cluster": "h100:4", "seq_len": 128, "global_batch": 8, "tokens": "1B"}
+ARGUMENTS = ["plan", *(word for key, value in WORDS.items() for word in (f"--{key.replace('_', '-')}", str(value)))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """Traces are kept for this file's tests, and for nobody else's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGALITH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("COLUMNS", "80")
+        yield
+
+
+@pytest.fixture(scope="module")
+def answered(cache) -> Answer:
+    return answer(ask(Question(**WORDS)), top=5, why=True)
+
+
+def test_all_that_is_shown_is_legal_and_fits(answered: Answer):
+    assert len(answered.found.choices) == 5
+    for choice in (*answered.found.choices, *answered.found.pareto):
+        assert choice.estimate.fits
+        assert answered.asked.legal(choice.plan)
+    assert all(answered.asked.legal(one.plan) for one in answered.neighbours)
+
+
+def test_what_check_denies_is_passed_over_and_counted(answered: Answer, monkeypatch: pytest.MonkeyPatch):
+    best = answered.found.choices[0].plan
+    monkeypatch.setattr(type(answered.asked), "legal", lambda self, plan: plan != best)
+    other = answer(answered.asked, top=2)
+    assert [one.plan for one in other.found.choices] == [one.plan for one in answered.found.choices[1:3]]
+    assert other.found.refused == 1
+    assert best not in [one.plan for one in other.found.pareto]
+
+
+def test_a_training_takes_its_tokens(answered: Answer):
+    best, whole = answered.found.choices[0], answered.trainings[0]
+    assert whole.steps == -(-(10**9) // (128 * 8))
+    assert whole.days * 86_400 == pytest.approx(whole.steps * best.estimate.time.step)
+
+
+def test_the_tables_fit_a_terminal(answered: Answer):
+    found = answered.to_json()
+    console = Console(width=200, record=True, file=open(os.devnull, "w"), highlight=False)
+    console.print(plans.table(found["choices"], found["choices"][0]), plans.reasons(found))
+    console.file.close()
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert any("(yours)" in line for line in lines)
+
+
+def test_a_layout_in_short_leaves_out_what_is_one():
+    assert short(Plan()) == "d1 z1 m1"
+    assert short(Plan(data=2, tensor=8, context=2, pipeline=4, chunks=3, expert=16, zero=3)) == "t8 c2 p4x3 e16 d2 z3 m1"
+
+
+def test_the_best_plan_is_written_as_a_run_that_check_accepts(answered: Answer, tmp_path: Path):
+    path = tmp_path / "plan.toml"
+    path.write_text(as_run(answered))
+    (tmp_path / "manifest.json").write_text("{}")
+    checked = verbs.check(path, overrides=(f"data.path={tmp_path}",), world=4)
+    assert not checked.errors
+    written, best = checked.resolved.spec.plan, answered.found.choices[0].plan
+    assert (short(written), written.recompute, written.layers) == (short(best), best.recompute, best.layers)
+
+
+def test_a_run_files_own_values_stay_as_they_were(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'name = "mine"\nmodel.preset = "tiny"\ndata.path = "my/data"\noptimizer = { lr = 1e-3, warmup = 5 }\nplan.data = 4\n'
+        "train = { steps = 50, global_batch = 8, seq_len = 128 }\n"
+    )
+    found = answer(ask(Question(path=path, cluster="h100:4")), top=1)
+    assert found.own is not None
+    assert found.own.estimate.time.step >= found.found.choices[0].estimate.time.step
+    text = as_run(found)
+    path.write_text(text)
+    spec = verbs.check(path).resolved.spec
+    assert (spec.name, spec.data.path, spec.optimizer.lr, spec.train.steps, spec.cluster) == (
+        "mine",
+        "my/data",
+        1e-3,
+        50,
+        "h100:4",
+    )
+    assert "# file" in text
+    assert "# preset tiny" in text
+
+
+def test_where_nothing_fits_the_category_and_ways_out_are_named():
+    with pytest.raises(SpecErrors) as caught:
+        answer(ask(Question(model="llama3-8b", cluster="h100:1", seq_len=8192, global_batch=16)))
+    (problem,) = caught.value.problems
+    assert "optimizer is what is too large" in problem.reason
+    assert "2 h100 would do" in problem.way_out
+    assert "b200" in problem.way_out
+
+
+def test_the_command_prints_a_table_or_json(answered: Answer, tmp_path: Path):
+    printed = CliRunner().invoke(app, [*ARGUMENTS, "--explain", "--out", str(tmp_path / "plan.toml")])
+    assert printed.exit_code == 0, printed.output
+    for said in ("tokens a step, bf16", "MFU: model FLOPs", "976,563 steps", "one change", "written: "):
+        assert said in printed.output.replace("\n", " ")
+    said = json.loads(CliRunner().invoke(app, [*ARGUMENTS, "--top", "2", "--json"]).stdout)
+    assert said["ok"] is True
+    assert [row["layout"] for row in said["choices"]] == [short(one.plan) for one in answered.found.choices[:2]]
+    assert said["choices"][0]["training"]["steps"] == 976_563
+
+
+def test_fewer_devices_are_on_the_frontier_where_they_are_cheaper_or_hold_less(answered: Answer):
+    points = frontier(answered.asked, answered.found)
+    best, price = answered.found.best, answered.asked.cluster.price_per_hour
+    assert best is not None and price is not None
+    assert points[0].choice.estimate.time.step <= best.estimate.time.step
+    assert len({point.devices for point in points}) > 1
+    for one in points:
+        assert not any(
+            other.choice.estimate.time.step <= one.choice.estimate.time.step
+            and other.device_hours <= one.device_hours
+            and other.choice.estimate.memory.total <= one.choice.estimate.memory.total
+            for other in points
+            if other != one
+        )
+        steps = 1e9 / (8 * 128)
+        assert one.dollars == pytest.approx(one.devices * price * one.choice.estimate.time.step / 3600 * steps)
+
+
+def test_what_if_changes_one_thing(answered: Answer):
+    question = Question(**WORDS)
+    changes = ("scale_up=100", "accelerator=b200", "seq_len=64", "global_batch_tokens=2Ki")
+    found = answer(ask(question), top=1, what_ifs=[(change, vary(question, change)) for change in changes])
+    assert [one.change for one in found.what_ifs] == list(changes)
+    slower, larger, shorter, batch = (one.choice for one in found.what_ifs)
+    best = found.found.best
+    assert best and slower and larger and shorter and batch
+    assert slower.estimate.time.step >= best.estimate.time.step
+    assert larger.estimate.limit and best.estimate.limit and larger.estimate.limit > best.estimate.limit
+    assert (shorter.estimate.tokens, batch.estimate.tokens) == (64 * 8, 2048)
+    console = Console(width=80, record=True, file=open(os.devnull, "w"), highlight=False)
+    console.print(plans.what_ifs(found.to_json()), plans.frontier([one.to_json() | {"layout": "d4"} for one in found.frontier]))
+    console.file.close()
+    assert "accelerator=b200" in console.export_text()
+
+
+@pytest.mark.parametrize("change", ["seq_len", "seqlen=4", "scale_out=fast", "nodes=3"])
+def test_a_what_if_that_is_not_known_is_an_error(change: str):
+    with pytest.raises(SpecErrors) as caught:
+        vary(Question(**WORDS), change)
+    assert caught.value.problems[0].key == "--what-if"
+
+
+def test_a_prefill_needs_no_optimizer_and_writes_no_run(answered: Answer):
+    words = {key: value for key, value in WORDS.items() if key not in ("tokens", "global_batch")}
+    found = answer(ask(Question(**words, forward_only=True)), top=3)
+    assert found.asked.run.train.global_batch == 1
+    for choice in found.found.choices:
+        assert choice.estimate.memory.optimizer == 0
+    with pytest.raises(SpecErrors) as caught:
+        ask(Question(**words, forward_only=True, tokens="1B", out=True))
+    assert {problem.key for problem in caught.value.problems} == {"--tokens", "--out"}
+
+
+def test_a_mistake_ends_with_status_2():
+    result = CliRunner().invoke(app, ["plan", "--model", "tinny", "--cluster", "h100:4"])
+    assert result.exit_code == 2
+
+
+def test_a_second_call_does_without_torch(answered: Answer):
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from megalith.cli import app
+assert CliRunner().invoke(app, {ARGUMENTS}).exit_code == 0
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,132 @@
+import pytest
+
+from megalith.cost.constants import calibration
+from megalith.cost.memory import memory
+from megalith.cost.parts import parts
+from megalith.cost.workload import Practice, Workload
+from megalith.planner.asked import Question, active_parameters, ask, quantity
+from megalith.spec.plan import Plan
+from megalith.spec.problem import SpecErrors
+
+GOOD = {"model": "tiny", "cluster": "h100:8", "seq_len": 128, "global_batch": 16}
+
+
+def wrong(**words):
+    with pytest.raises(SpecErrors) as caught:
+        ask(Question(**words))
+    return {problem.key: problem for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize(("text", "number"), [("15T", 15e12), ("1.5e9", 1.5e9), ("2Ki", 2048), ("300b", 300e9), ("1_000", 1000)])
+def test_amounts_have_letters(text: str, number: float):
+    assert quantity(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "-3", "1.5.2", "3Q", "1e999x"])
+def test_what_is_no_amount_is_none(text: str):
+    assert quantity(text) is None
+
+
+def test_every_mistake_is_said_at_once_with_the_nearest_name():
+    found = wrong(model="tinny", cluster="h10:8", format="fp9", tokens="many", overrides=("plan.tensor=2",))
+    assert set(found) == {"--model", "cluster", "--format", "--seq-len", "--global-batch", "--tokens", "--set"}
+    assert "'tiny'" in found["--model"].way_out
+    assert "'h100'" in found["cluster"].way_out
+
+
+def test_a_batch_that_no_layout_deals_out_names_those_that_one_does():
+    found = wrong(**{**GOOD, "cluster": "h100:4096", "global_batch": 33})["--global-batch"]
+    numbers = [int(word) for word in found.way_out.split() if word.isdigit()]
+    assert numbers
+    for batch in numbers:
+        ask(Question(**{**GOOD, "cluster": "h100:4096", "global_batch": batch}))
+
+
+def test_a_batch_in_tokens_is_rounded_to_whole_sequences_and_says_so():
+    asked = ask(Question(model="tiny", cluster="h100:8", seq_len=128, global_batch_tokens="2100"))
+    assert asked.run.train.global_batch == 16
+    assert "rounded to whole sequences: 16 of 128 = 2,048 tokens" in asked.notes[0]
+    exact = ask(Question(model="llama3.1-8b", cluster="h100:64", seq_len=8192, global_batch_tokens="16M"))
+    assert exact.run.train.global_batch == 2048
+    assert "rounded" not in exact.notes[0]
+
+
+def test_a_batch_is_said_once():
+    assert set(wrong(**GOOD, global_batch_tokens="4K")) == {"--global-batch-tokens"}
+
+
+def test_a_format_the_trainer_has_not_is_predicted_but_not_written():
+    assert ask(Question(**GOOD, format="fp8")).format == "fp8"
+    assert set(wrong(**GOOD, format="fp8", out=True)) == {"--format"}
+    assert set(wrong(**{**GOOD, "cluster": "a100-80gb:8"}, format="fp8")) == {"--format"}
+
+
+def test_a_device_without_published_figures_is_named():
+    assert "memory_bandwidth" in wrong(**{**GOOD, "cluster": "cpu:4"})["--cluster"].reason
+
+
+def test_positions_that_were_not_learned_are_an_error():
+    assert "train.seq_len" in wrong(**{**GOOD, "model": "gpt2", "seq_len": 4096})
+
+
+RUN = """
+name = "mine"
+cluster = "h100"
+model.preset = "tiny"
+plan = { data = 4, tensor = 2 }
+data.path = "data"
+train = { steps = 100, global_batch = 64, seq_len = 128, precision = "fp32" }
+optimizer.warmup = 10
+"""
+
+
+def test_a_run_file_says_it_all_and_options_override_it(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    asked = ask(Question(path=path))
+    assert (asked.cluster.count, asked.format, asked.own) == (8, "fp32", Plan(data=4, tensor=2))
+    assert asked.tokens == 100 * 64 * 128
+    other = ask(Question(path=path, cluster="h200:16", seq_len=256, format="bf16", overrides=("train.global_batch=32",)))
+    assert (other.cluster.count, other.run.train.seq_len, other.run.train.global_batch, other.own) == (16, 256, 32, None)
+
+
+def test_a_run_on_this_machine_must_say_a_cluster(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.replace('cluster = "h100"', ""))
+    assert set(wrong(path=path)) == {"--cluster"}
+
+
+def test_what_check_refuses_is_not_legal():
+    asked = ask(Question(**GOOD))
+    assert asked.legal(Plan(data=8))
+    assert not asked.legal(Plan(data=1, tensor=7))
+
+
+def test_a_compute_optimal_training_has_20_tokens_a_parameter_that_a_token_meets(monkeypatch):
+    monkeypatch.setenv("MEGALITH_CACHE", "")
+    asked = ask(Question(**GOOD, compute_optimal=True))
+    parameters = 2 * 1024 * 128 + 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 352 + 2 * 128) + 128
+    assert asked.tokens == pytest.approx(20 * parameters, rel=0.005)
+    assert "20 tokens for each" in asked.notes[-1]
+    mixture = ask(Question(model="mixtral-8x7b", cluster="h100:64", seq_len=4096, global_batch=64, compute_optimal=True))
+    assert mixture.tokens == pytest.approx(20 * 12.9e9, rel=0.02)
+
+
+def test_a_training_has_one_length():
+    assert set(wrong(**GOOD, tokens="1B", compute_optimal=True)) == {"--tokens"}
+
+
+def test_two_trillion_parameters_take_what_is_said_of_them(monkeypatch):
+    """16 bytes a parameter, 20 tokens a parameter, 6 FLOP a parameter and token; at 40 % of an H100's peak, and $2.2 an hour."""
+    monkeypatch.setenv("MEGALITH_CACHE", "")
+    asked = ask(Question(model="dense-2t", cluster="h100:16384", seq_len=8192, global_batch=2048, compute_optimal=True))
+    assert asked.tokens is not None
+    work = Workload(asked.model, Plan(zero=0), asked.cluster, 8192, 16384, practice=Practice(gradient_bytes=2))
+    traced = parts(work)
+    held = memory(work, traced, calibration().generations["fused"])
+    assert held.weights + held.gradients + held.optimizer == pytest.approx(32e12, rel=0.05)
+    flop = 6 * active_parameters(asked.model, asked.cluster) * asked.tokens
+    assert flop == pytest.approx(4.8e26, rel=0.05)
+    hours = flop / (0.4 * asked.cluster.accelerator.peak["bf16"]) / 3600
+    assert hours == pytest.approx(3.4e8, rel=0.05)
+    assert hours * 2.2 == pytest.approx(750e6, rel=0.05)

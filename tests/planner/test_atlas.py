@@ -1,0 +1,80 @@
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megalith.cli import app
+from megalith.planner.answer import short
+from megalith.planner.asked import Question
+from megalith.planner.atlas import MOST, Atlas, atlas, columns
+from megalith.report.atlas import page
+from megalith.spec.problem import SpecErrors
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Atlas:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGALITH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        question = Question(cluster="h100:16", seq_len=128, global_batch=16)
+        return atlas(question, ("tiny", "dense-2t"))
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 32, 100, 2048, 4096])
+def test_columns_go_from_one_node_to_all(nodes: int):
+    found = columns(nodes)
+    assert (found[0], found[-1]) == (1, nodes)
+    assert len(found) <= MOST
+    assert sorted(set(found)) == list(found)
+
+
+def test_every_square_has_a_layout_of_its_devices_or_a_reason(found: Atlas):
+    assert [(square.model, square.nodes) for square in found.squares] == [
+        ("tiny", 1), ("tiny", 2), ("dense-2t", 1), ("dense-2t", 2),
+    ]  # fmt: skip
+    for square in found.squares:
+        assert (square.choice is None) == bool(square.why)
+        if square.choice is not None:
+            assert square.choice.plan.ranks == square.devices == 8 * square.nodes
+    assert [square.choice is None for square in found.squares] == [False, False, True, True]
+
+
+def test_the_page_needs_nothing_from_outside_and_shows_every_square(found: Atlas):
+    words = page(found.to_json())
+    parser = HTMLParser()
+    parser.feed(words)
+    assert "http" not in words
+    assert words.count("<svg") == 3
+    assert words.count("does not fit") == 3 * 2
+    for square in found.squares:
+        if square.choice is not None:
+            assert short(square.choice.plan) in words
+
+
+def test_models_that_are_not_known_are_named_all_at_once():
+    with pytest.raises(SpecErrors) as caught:
+        atlas(Question(cluster="h100:8", seq_len=128, global_batch=8), ("tinny", "larma"))
+    assert [problem.value for problem in caught.value.problems] == ["tinny", "larma"]
+
+
+def test_the_command_draws_it_and_leaves_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEGALITH_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "map.html"
+    words = [
+        "plan",
+        "--atlas",
+        "--model",
+        "tiny",
+        "--cluster",
+        "h100:8",
+        "--seq-len",
+        "128",
+        "--global-batch",
+        "8",
+        "--out",
+        str(out),
+    ]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert out.read_text().startswith("<!doctype html>")
+    assert CliRunner().invoke(app, words).exit_code == 1

@@ -1,0 +1,49 @@
+import pytest
+
+from megalith.planner.published.express import express, measured_seconds
+from megalith.planner.published.rows import checking_groups, read
+
+ROWS = read()
+SCORED = [row for row in ROWS if row.scored or row.ran_out]
+SAID = [express(row) for row in SCORED]
+
+
+def test_more_than_85_percent_of_the_transformer_rows_can_be_said():
+    transformers = [item for item in SAID if item.transformer]
+    assert sum(bool(item.choices) for item in transformers) >= 0.85 * len(transformers)
+
+
+def test_every_row_has_workloads_or_a_reason():
+    assert all(bool(item.choices) != bool(item.reason) for item in SAID)
+
+
+def test_every_workload_uses_all_its_devices():
+    for item in SAID:
+        for load in item.choices:
+            assert load.plan.ranks == load.cluster.count, item.row.name
+            assert load.microbatches * load.plan.microbatch * load.plan.data == load.global_batch, item.row.name
+
+
+def test_every_said_row_measured_time_or_memory():
+    for item in SAID:
+        if item.choices and item.row.scored:
+            assert measured_seconds(item.row, item.choices[0]) or item.row.memory, item.row.name
+
+
+def test_every_second_group_is_for_checking():
+    groups = sorted({row.group for row in ROWS if row.text("primary") == "1"})
+    assert [group in checking_groups(ROWS) for group in groups] == [i % 2 == 1 for i in range(len(groups))]
+
+
+@pytest.mark.parametrize("group", ["mosaic", "nemo2407", "mbridge"])
+def test_a_source_s_tflops_by_its_own_convention_are_its_seconds(group):
+    """Rows that print both: the conventions are read right, so rows that print TFLOP/s alone are too."""
+    gaps = []
+    for item in SAID:
+        row = item.row
+        plain = item.choices and row.options.get("task") != "LoRA" and "variant" not in row.options
+        if row.group == group and plain and row.number("step_time_s") and row.number("tflops_per_gpu"):
+            without = {"step_time_s": "", "tokens_per_s_per_gpu": ""}
+            seconds = measured_seconds(type(row)(row.columns | without), item.choices[0])
+            gaps.append(abs(seconds / row.number("step_time_s") - 1))
+    assert sorted(gaps)[len(gaps) // 2] < 0.04
