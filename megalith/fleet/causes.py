@@ -48,7 +48,8 @@ class Exit:
 class Failure:
     """Something that ended wrongly. `rank` None: the fork server. `error` is one line, empty when there was no Python error.
 
-    `traceback` is the evidence (of the Python error, or the last lines of the log), `code` the exit status it asks for.
+    `traceback` is the evidence (of the Python error, or the last lines of the log), `code` the exit status it asks for, `status` how
+    its process ended, as in `Exit`.
     """
 
     rank: int | None
@@ -59,6 +60,7 @@ class Failure:
     time: float
     code: int
     secondary: bool = False
+    status: int = 0
 
     @property
     def name(self) -> str:
@@ -114,11 +116,11 @@ def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phas
         reason = f"raised {error.type} in phase `{error.phase}`"
         code = end.code if end.code > 0 else ExitCode.LOST  # it may have been killed after it wrote the error down
         secondary = is_secondary(error.type, error.message)
-        return Failure(end.rank, reason, error.line, tail(error.traceback), log, error.time, code, secondary)
+        return Failure(end.rank, reason, error.line, tail(error.traceback), log, error.time, code, secondary, end.code)
     evidence = tail(output)
     if end.code > 0:
         reason = f"exited with status {end.code} and without a Python error in phase `{phase}`"
-        return Failure(end.rank, reason, "", evidence, log, end.time, end.code, is_secondary("", evidence))
+        return Failure(end.rank, reason, "", evidence, log, end.time, end.code, is_secondary("", evidence), end.code)
     reason = f"killed by {signal_name(-end.code)} in phase `{phase}`"
     if end.code == -signal.SIGKILL:
         reason += (
@@ -128,7 +130,7 @@ def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phas
         )
     # A C++ thread of gloo or NCCL that loses its peer ends the process with SIGABRT; the text is in the log only.
     secondary = end.code == -signal.SIGABRT and is_secondary("", evidence)
-    return Failure(end.rank, reason, "", evidence, log, end.time, ExitCode.LOST, secondary)
+    return Failure(end.rank, reason, "", evidence, log, end.time, ExitCode.LOST, secondary, end.code)
 
 
 def first(failures: Iterable[Failure]) -> Failure | None:

@@ -16,7 +16,9 @@ class Place:
     `store` is where the ranks meet: "file://PATH" (a FileStore; PATH is taken as it stands) or "tcp://HOST:PORT" (a TCPStore,
     which this rank must serve itself if `serves`). Every key must be prefixed with `generation`: under torchrun the agent's store
     lives on when the ranks are started again, and with gloo they would read the addresses of dead ranks and never connect (torch
-    2.15 reuses the store and no longer adds a prefix of its own).
+    2.15 reuses the store and no longer adds a prefix of its own). None: the ranks must agree on one (`rendezvous.agree`), since
+    their launcher gives them no number that is the same on all machines and new at every start. `engine_serves`: the store is the
+    launcher's, and may hold what earlier starts left in it.
     """
 
     rank: int
@@ -25,8 +27,9 @@ class Place:
     local_world: int
     kind: Literal["local", "torchrun", "slurm", "variables"]
     store: str
-    generation: str
+    generation: str | None
     serves: bool = False
+    engine_serves: bool = False
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -84,18 +87,15 @@ def _local(environment: Mapping[str, str]) -> Place:
 def _torchrun(environment: Mapping[str, str]) -> Place:
     """Ranks of TorchElastic. Its agent serves the store, unless it says otherwise.
 
-    TORCHELASTIC_RESTART_COUNT is the agent's own count: the agents of several machines may disagree on it after a restart. With
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 each start gets a store of its own, and no count is needed: set that on several machines.
+    TORCHELASTIC_RESTART_COUNT is the agent's own count: the agents of several machines may disagree on it after a restart. So there
+    is no generation to be read here.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     _require(environment, "torchrun", *names, "MASTER_ADDR", "MASTER_PORT")
     rank, world, local_rank, local_world = (int(environment[name]) for name in names)
-    fresh_store = environment.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
-    count = "0" if fresh_store else environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    generation = f"{environment['TORCHELASTIC_RUN_ID']}.{count}"
     agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
     serves = rank == 0 and not agent_serves
-    return _checked(Place(rank, world, local_rank, local_world, "torchrun", _tcp(environment), generation, serves))
+    return _checked(Place(rank, world, local_rank, local_world, "torchrun", _tcp(environment), None, serves, agent_serves))
 
 
 def _variables(environment: Mapping[str, str]) -> Place | None:

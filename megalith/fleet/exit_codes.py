@@ -12,6 +12,7 @@ class ExitCode(IntEnum):
     BAD_SPECIFICATION = 2
     LOST = 71  # EX_OSERR of sysexits.h
     STOPPED = 75  # EX_TEMPFAIL of sysexits.h: "the user is invited to retry"
+    REPORTED = 76  # of a rank alone: it has told the supervisor what it saw
     INTERRUPTED = 130  # 128 + SIGINT, as shells report it
     TERMINATED = 143  # 128 + SIGTERM, as shells report it
 
@@ -30,6 +31,9 @@ MEANINGS: dict[ExitCode, Meaning] = {
     ExitCode.BAD_SPECIFICATION: Meaning("the run's description is wrong; nothing was started", retry=False),
     ExitCode.LOST: Meaning("a process was killed or stopped answering; the newest checkpoint is intact", retry=True),
     ExitCode.STOPPED: Meaning("a signal asked to stop and the state was saved; the same command goes on", retry=True),
+    ExitCode.REPORTED: Meaning(
+        "a rank found something wrong and said what (`ranks/reports`, events of kind `incident`)", retry=True
+    ),
     ExitCode.INTERRUPTED: Meaning("interrupted twice, so ended at once; steps since the newest checkpoint are lost", retry=True),
     ExitCode.TERMINATED: Meaning("asked to stop before there was a state to save", retry=True),
 }

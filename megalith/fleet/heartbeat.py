@@ -17,7 +17,7 @@ VARIABLE = "MEGALITH_HEARTBEATS"
 READY = "ready"
 SLOT_BYTES = 128  # fixed and padded: a slot may gain fields without moving the others
 _PHASE_BYTES = 32
-_LAYOUT = struct.Struct(f"<Qdq?{_PHASE_BYTES}s")  # count, wall-clock seconds, step, ready, phase
+_LAYOUT = struct.Struct(f"<Qdqd?{_PHASE_BYTES}s")  # count, wall-clock seconds, step, compute seconds, ready, phase
 _CHECKSUM = struct.Struct("<I")
 _USED = _LAYOUT.size + _CHECKSUM.size
 
@@ -26,7 +26,8 @@ _USED = _LAYOUT.size + _CHECKSUM.size
 class Beat:
     """What a rank last said. `count` beats so far (0: none), `time` seconds since the epoch, `step` -1 before the first step.
 
-    `ready` is whether the rank ever reached phase `ready`, whatever its phase is now.
+    `ready` is whether the rank ever reached phase `ready`, whatever its phase is now. `compute`: seconds of its own work in the step
+    before, without any waiting for others; 0: not known.
     """
 
     count: int = 0
@@ -34,22 +35,23 @@ class Beat:
     step: int = -1
     ready: bool = False
     phase: str = ""
+    compute: float = 0.0
 
 
 def _pack(beat: Beat) -> bytes:
     phase = beat.phase.encode()[:_PHASE_BYTES]
-    fields = _LAYOUT.pack(beat.count, beat.time, beat.step, beat.ready, phase)
+    fields = _LAYOUT.pack(beat.count, beat.time, beat.step, beat.compute, beat.ready, phase)
     return fields + _CHECKSUM.pack(zlib.crc32(fields))
 
 
 def _unpack(slot: bytes) -> Beat | None:
     fields, checksum = slot[: _LAYOUT.size], slot[_LAYOUT.size :]
-    count, at, step, ready, phase = _LAYOUT.unpack(fields)
+    count, at, step, compute, ready, phase = _LAYOUT.unpack(fields)
     if count == 0:
         return Beat()
     if _CHECKSUM.unpack(checksum)[0] != zlib.crc32(fields):
         return None
-    return Beat(count, at, step, ready, phase.rstrip(b"\0").decode(errors="replace"))
+    return Beat(count, at, step, ready, phase.rstrip(b"\0").decode(errors="replace"), compute)
 
 
 class Heartbeat:
@@ -79,10 +81,10 @@ class Heartbeat:
         """What this rank last wrote."""
         return _unpack(self._memory[self._offset : self._offset + _USED]) or Beat()
 
-    def beat(self, phase: str, step: int = -1) -> None:
+    def beat(self, phase: str, step: int = -1, *, compute: float = 0.0) -> None:
         """Say "alive, in this phase of this step". The phase `ready` ends the start-up; at most 32 bytes of a name are kept."""
         last = self.read()
-        now = Beat(last.count + 1, time.time(), step, last.ready or phase == READY, phase)
+        now = Beat(last.count + 1, time.time(), step, last.ready or phase == READY, phase, compute)
         self._memory[self._offset : self._offset + _USED] = _pack(now)
 
 

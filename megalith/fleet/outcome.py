@@ -11,7 +11,7 @@ class Outcome:
     """How a run ended. `code` is for the exit status (`exit_codes`); `stopped` says that a signal asked for the end.
 
     `consequences` are failures after the first cause, `ended` the ranks that the supervisor had to end, `ready_seconds` how long
-    the ranks took to be ready (None: they never were).
+    the ranks took to be ready (None: they never were). `report` says why the policy stopped the run, empty if it did not.
     """
 
     code: int
@@ -21,13 +21,15 @@ class Outcome:
     exits: tuple[Exit, ...]
     ended: tuple[int, ...]
     ready_seconds: float | None
+    report: str = ""
 
     def message(self) -> str:
         """What a person should read: the first cause, its evidence, where to look on, and what else ended because of it."""
         cause = self.first_cause
         if cause is None:
-            return _PEACEFUL[self.code]
-        lines = [f"{cause.name} {cause.reason}" + (f"\n{cause.error}" if cause.error else "")]
+            return self.report or _PEACEFUL[self.code]
+        lines = [self.report, ""] if self.report else []
+        lines.append(f"{cause.name} {cause.reason}" + (f"\n{cause.error}" if cause.error else ""))
         if cause.traceback:
             lines += ["", *(f"  {line}" for line in cause.traceback.splitlines()), ""]
         lines.append(f"output of {cause.name}: {cause.log}")

@@ -32,6 +32,15 @@ def readable(file: IO[bytes] | int, *, seconds: float) -> bool:
 class Processes(Protocol):
     """Running ranks."""
 
+    def start(self, assignment: Assignment, job: Path) -> None:
+        """Start the next generation; all ranks of the one before must have ended."""
+        ...
+
+    @property
+    def fit(self) -> bool:
+        """Whether another generation can be started from here."""
+        ...
+
     def running(self) -> dict[int, int]:
         """Process ids of the ranks that were started and have not been reported as ended."""
         ...
@@ -109,15 +118,19 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 class ForkServer:
-    """Ranks as forks of `megalith.fleet.server`, which has imported `preload` and reports their ends."""
+    """Ranks as forks of `megalith.fleet.server`, which has imported `preload` and reports their ends.
 
-    def __init__(self, assignment: Assignment, job: Path, *, preload: Sequence[str]) -> None:
+    It takes its environment, module path and lifeline from the first assignment.
+    """
+
+    def __init__(self, assignment: Assignment, *, preload: Sequence[str]) -> None:
         self._log = assignment.server_log
         self._generation = assignment.generation
         self._handles: dict[int, Handle] = {}
         self._ended: set[int] = set()
         self._pending = b""
         self._alive = True
+        self._forking = False
         self._unreported_since: float | None = None
         command = [sys.executable, "-P", "-m", "megalith.fleet.server", str(os.getpid()), str(assignment.lifeline)]
         single = dict.fromkeys(THREAD_VARIABLES, "1")  # read when a library is loaded: before any rank can set its own
@@ -137,11 +150,21 @@ class ForkServer:
         assert self._server.stdout is not None
         self._commands, self._reports = self._server.stdin, self._server.stdout
         self._command({"prepare": {"path": assignment.path, "preload": list(preload)}})
-        self._command({"fork": {"job": str(job), "ranks": list(range(assignment.ranks))}})
+
+    def start(self, assignment: Assignment, job: Path) -> None:
+        assert not self.running(), f"ranks {sorted(self.running())} of the generation before still run"
+        for handle in self._handles.values():
+            handle.close()
+        self._handles, self._ended, self._forking = {}, set(), True
+        self._command({"fork": {"job": str(job), "ranks": assignment.here}})
 
     def _command(self, command: dict[str, object]) -> None:
         with contextlib.suppress(BrokenPipeError):  # a server that is gone already is reported by `wait`
             self._commands.write(json.dumps(command).encode() + b"\n")
+
+    @property
+    def fit(self) -> bool:
+        return self._alive and not self._forking and not self.running()
 
     def running(self) -> dict[int, int]:
         return {rank: handle.process for rank, handle in self._handles.items() if rank not in self._ended}
@@ -166,6 +189,7 @@ class ForkServer:
                 self._ended.add(rank)
                 return Exit(rank, code, at)
             case {"forked": dict(processes)}:
+                self._forking = False
                 for rank, process in processes.items():
                     self._handles[int(rank)] = Handle(int(process))
                 return None
@@ -231,12 +255,16 @@ class ForkServer:
 class FreshProcesses:
     """Ranks as fresh interpreters: slower, and right where a fork is unsafe (macOS)."""
 
-    def __init__(self, assignment: Assignment, job: Path, *, preload: Sequence[str]) -> None:
-        del preload  # nothing is shared: each rank imports what its entry needs
+    def __init__(self, assignment: Assignment, *, preload: Sequence[str]) -> None:
+        del assignment, preload  # nothing is shared: each rank imports what its entry needs
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: set[int] = set()
+
+    def start(self, assignment: Assignment, job: Path) -> None:
+        assert not self.running(), f"ranks {sorted(self.running())} of the generation before still run"
+        self._ranks, self._ended = {}, set()
         try:
-            for rank in range(assignment.ranks):
+            for rank in assignment.here:
                 self._ranks[rank] = self._start(assignment, job, rank)
         except BaseException:
             self.close()
@@ -254,6 +282,10 @@ class FreshProcesses:
                 pass_fds=(assignment.lifeline,),
                 process_group=0,
             )
+
+    @property
+    def fit(self) -> bool:
+        return not self.running()
 
     def running(self) -> dict[int, int]:
         return {rank: process.pid for rank, process in self._ranks.items() if rank not in self._ended}

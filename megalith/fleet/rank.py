@@ -15,13 +15,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from time import time
 from typing import Any, NoReturn
 
-from megalith.fleet import heartbeat, lifeline
+from megalith.fleet import heartbeat, lifeline, seat
 from megalith.fleet.causes import RankError
 from megalith.fleet.evidence import STACKS
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
@@ -33,7 +33,12 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Assignment:
-    """All a rank must know: the job file as the supervisor wrote it. `path` is Python's module path, `lifeline` a descriptor."""
+    """All a rank must know: the job file as the supervisor wrote it. `path` is Python's module path, `lifeline` a descriptor.
+
+    `placement` is the node of each slot, `memory` the root of the copies in shared memory; empty: none are kept. `own` is the folder of
+    what this supervisor and its ranks write besides the run itself, `meeting` the store at which all ranks meet ("tcp://HOST:PORT"); empty:
+    a file in that folder, for ranks of one machine.
+    """
 
     entry: str
     arguments: dict[str, Any]
@@ -44,6 +49,11 @@ class Assignment:
     generation: str
     path: list[str]
     lifeline: int
+    own: str
+    placement: list[str] = field(default_factory=lambda: ["0"])
+    memory: str = ""
+    here: list[int] = field(default_factory=list)
+    meeting: str = ""
 
     @classmethod
     def load(cls, path: Path) -> "Assignment":
@@ -55,7 +65,7 @@ class Assignment:
     @property
     def folder(self) -> Path:
         """Where the ranks' logs, errors, heartbeats and store lie."""
-        return Path(self.run_dir) / "ranks"
+        return Path(self.own)
 
     @property
     def heartbeats(self) -> Path:
@@ -65,6 +75,11 @@ class Assignment:
     def store(self) -> Path:
         """The file through which the ranks of this generation meet (`torch.distributed.FileStore`)."""
         return self.folder / f"store-{self.generation}"
+
+    @property
+    def reports(self) -> Path:
+        """Where ranks put what they have seen."""
+        return self.folder / "reports"
 
     @property
     def server_log(self) -> Path:
@@ -81,13 +96,17 @@ class Assignment:
         fixed = {
             "RANK": rank,
             "WORLD_SIZE": self.ranks,
-            "LOCAL_RANK": rank,
-            "LOCAL_WORLD_SIZE": self.ranks,
-            "MEGALITH_STORE": f"file://{self.store}",
+            "LOCAL_RANK": self.here.index(rank),
+            "LOCAL_WORLD_SIZE": len(self.here),
+            "MEGALITH_STORE": self.meeting or f"file://{self.store}",
             "MEGALITH_GENERATION": self.generation,
             "MEGALITH_RUN_DIR": self.run_dir,
             heartbeat.VARIABLE: self.heartbeats,
+            seat.REPORTS: self.reports,
+            seat.PLACEMENT: ",".join(self.placement),
         }
+        if self.memory:
+            fixed[seat.MEMORY] = self.memory
         threads = dict.fromkeys(THREAD_VARIABLES, str(self.threads))
         return threads | self.environment | {name: str(value) for name, value in fixed.items()}
 

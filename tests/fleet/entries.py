@@ -125,7 +125,7 @@ def all_reduce(fail: int | None = None) -> None:
 
     begun = time.monotonic()
     place = find()
-    assert place is not None
+    assert place is not None and place.generation is not None
     store: Any = dist.PrefixStore(place.generation, dist.FileStore(place.store.removeprefix("file://"), place.world))
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world)
     total = torch.ones(1)

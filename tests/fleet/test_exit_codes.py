@@ -9,6 +9,7 @@ def test_stopped_and_lost_runs_may_be_retried_and_errors_not():
     assert {code for code in ExitCode if retryable(code)} == {
         ExitCode.LOST,
         ExitCode.STOPPED,
+        ExitCode.REPORTED,
         ExitCode.INTERRUPTED,
         ExitCode.TERMINATED,
     }

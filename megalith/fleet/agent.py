@@ -1,0 +1,167 @@
+"""The agent of one node: it starts and watches the node's ranks as the run's controller orders, and shows that the node is alive.
+
+All words go through a store. An agent that cannot reach it must assume that its place has been given to another node: it ends its ranks
+before that can happen, and offers itself anew.
+"""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple
+from types import FrameType
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from megalith.fleet import letters, signs
+from megalith.fleet.causes import Exit, Failure
+from megalith.fleet.commands import QuarantineCopy
+from megalith.fleet.copies import Piece
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.local import LocalNodes
+from megalith.fleet.nodes import Generation
+from megalith.fleet.rank import REQUESTS
+from megalith.fleet.rendezvous import Store
+from megalith.fleet.signs import AnySign, Preempted
+
+POLL_SECONDS = 0.02
+BEATS, BEAT_SECONDS = 10, 0.2  # signs of life within the time after which a node counts as lost; at most that far apart
+
+GENERATION: TypeAdapter[Generation] = TypeAdapter(Generation)
+ORDER: TypeAdapter[QuarantineCopy] = TypeAdapter(QuarantineCopy)
+FAILURE: TypeAdapter[Failure] = TypeAdapter(Failure)
+PIECES: TypeAdapter[list[Piece]] = TypeAdapter(list[Piece])
+
+
+class Agent:
+    """A node of a run. `order` is the engine's number for it, by which the first places are given out.
+
+    `store` and `beating` are two connections to one store: a wait for one must not silence the other. `seconds` without reaching it
+    call `cut_off` in a thread, for a call to the store may never come back: it should end the process at once. `pieces` gives the
+    copies of the state that this node holds.
+    """
+
+    def __init__(
+        self, name: str, nodes: LocalNodes, *, order: int, store: Store, beating: Store, seconds: float,
+        cut_off: Callable[[str], None], pieces: Callable[[], Sequence[Piece]] = tuple,
+    ) -> None:  # fmt: skip
+        self._name, self._nodes, self._pieces = name, nodes, pieces
+        self._store, self._beating = store, beating
+        self._seconds, self._cut_off = seconds, cut_off
+        self.member = store.add(letters.JOINED, 1)
+        store.set(letters.member_key(self.member), json.dumps({"name": name, "order": order}))
+        self._orders, self._answers = letters.orders(store, self.member), letters.answers(store, self.member)
+        self._generation = ""
+        self._placement: tuple[str, ...] = ()
+        self._forked: frozenset[int] = frozenset()
+        self._life: dict[str, Any] = {"generation": "", "ranks": {}}  # the last signs of life, as this thread read them
+        self._asked_to_go = self._told_so = False
+        self._reached, self._contact = time.monotonic(), True
+        self._done = threading.Event()
+
+    def run(self) -> int:
+        """Serve until the controller says that the run is over; the exit status it gives."""
+        threads = [threading.Thread(target=loop, daemon=True) for loop in (self._show_life, self._watch_contact)]
+        for thread in threads:
+            thread.start()
+        try:
+            self._nodes.warm()
+            while self._contact:
+                for order in self._orders.take():
+                    if "leave" in order:
+                        self._nodes.close(forget=order["forget"])
+                        return order["leave"]
+                    self._obey(order)
+                self._tell_what_happened()
+        except RuntimeError as error:  # torch's errors of a store that is away
+            self._lose_contact(f"the store no longer answers: {error}")
+        finally:
+            self._done.set()
+        self._nodes.close(forget=False)
+        return ExitCode.LOST
+
+    def take_requests(self) -> None:
+        """Let SIGTERM, SIGUSR1 and SIGINT to this process mean that its node is taken away. Only in the main thread."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._asked_to_go = True
+
+        for number in REQUESTS:
+            signal.signal(number, note)
+
+    def _lose_contact(self, why: str) -> None:
+        if self._contact:
+            self._contact = False
+            self._cut_off(why)
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        match order:
+            case {"start": generation}:
+                started = GENERATION.validate_python(generation)
+                self._generation, self._placement, self._forked = started.name, started.placement, frozenset()
+                self._nodes.start(started)
+            case {"send": int(number), "ranks": ranks}:
+                self._nodes.send(number, ranks)
+            case {"look": ranks, "answer": key}:
+                self._answer(key, {rank: asdict(look) for rank, look in self._nodes.look(ranks).items()})
+            case {"unstarted": True, "answer": key}:
+                self._answer(key, FAILURE.dump_python(self._nodes.unstarted(), mode="json"))
+            case {"survey": True, "answer": key}:
+                self._answer(key, PIECES.dump_python(list(self._pieces()), mode="json"))
+            case {"set_aside": what}:
+                self._nodes.set_aside(ORDER.validate_python(what))
+            case {"check": True}:
+                self._nodes.check(self._name)
+            case _:
+                raise ValueError(f"an order that this agent does not know: {order}. Run the same megalith on all nodes")
+
+    def _answer(self, key: str, value: Any) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def _tell_what_happened(self) -> None:
+        happened = self._nodes.wait(POLL_SECONDS)
+        running = self._nodes.running()
+        forked = running | {what.rank for what in happened if not isinstance(what, signs.Sign) and what.rank is not None}
+        if forked - self._forked:
+            self._forked |= forked
+            self._tell({"forked": sorted(forked)})
+        beats = self._nodes.beats()
+        mine = {rank: astuple(beats[rank]) for rank in sorted(self._forked)}
+        self._life = {"generation": self._generation, "ranks": mine}
+        for what in happened:
+            self._tell(_record(what))
+        if self._asked_to_go and not self._told_so:
+            self._told_so = True
+            self._tell(_record(Preempted(time=time.time(), node=self._name)))
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        self._answers.put({"generation": self._generation, **what})
+
+    def _show_life(self) -> None:
+        """The thread that shows that this node is alive, and what was last seen of its ranks, whatever keeps the main thread busy."""
+        count = 0
+        while not self._done.wait(min(self._seconds / BEATS, BEAT_SECONDS)):
+            count += 1
+            try:
+                self._beating.set(letters.beat_key(self.member), json.dumps({"count": count, **self._life}))
+                if self._beating.check([letters.expelled_key(self.member)]):
+                    self._lose_contact("this node was given up: its signs of life did not arrive in time")
+            except RuntimeError:
+                continue  # whoever watches the contact knows how long that may go on
+            self._reached = time.monotonic()
+
+    def _watch_contact(self) -> None:
+        """The thread that ends this node's part when the store has not been reached for too long; a call to it may never return."""
+        while not self._done.wait(min(self._seconds / BEATS, BEAT_SECONDS)):
+            if time.monotonic() - self._reached > self._seconds:
+                self._lose_contact(f"the store was not reached for {self._seconds:g} s")
+
+
+def _record(what: Exit | Failure | AnySign) -> dict[str, Any]:
+    if isinstance(what, Exit):
+        return {"exit": asdict(what)}
+    if isinstance(what, Failure):
+        return {"failure": FAILURE.dump_python(what, mode="json")}
+    return {"sign": signs.dump(what)}

@@ -1,0 +1,346 @@
+"""A campaign: a run with faults on purpose beside the same run without, and the judgement of both.
+
+The runs are the command that a user would type, as processes of their own; when a fault kills the supervisor itself, the same command
+is typed again. What is judged is read from their event logs, from the marks that the faults left, and from their last checkpoints.
+"""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megalith import events
+from megalith.fleet import faults
+from megalith.fleet.faults import KINDS, Injection
+from megalith.fleet.pace import percentile
+from megalith.fleet.seat import node_folder
+from megalith.spec.fleet import FleetSpec
+
+POLL_SECONDS = 0.1
+REPAIR_SECONDS = 3.0  # until a lost node is back
+MOST_BY_HAND = 3  # unexpected ends after which the campaign gives up
+
+EXPECTED: dict[str, tuple[str, ...]] = {
+    "kill": ("rank_failed",),
+    "stop": ("hang",),
+    "segfault": ("rank_failed",),
+    "exception": ("rank_failed",),
+    "sockets": ("rank_failed",),
+    "weight": ("state_corrupt",),
+    "moment": ("state_corrupt",),
+    "nan": ("nonfinite",),
+    "gradient": ("gradient_wrong", "state_corrupt"),
+    "slow": ("straggler",),
+    "preemption": ("preempted",),
+    "checkpoint": ("rank_failed",),
+    "altered": ("rank_failed",),
+    "node": ("nodes_lost",),
+    "two": ("rank_failed",),
+    "copy": ("rank_failed",),
+    "supervisor": (),
+}
+"""As what each kind is to be seen."""
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of one fault. Seconds; None: not known. `blamed` None: nobody is to be blamed."""
+
+    injection: Injection
+    came: float | None
+    seen_as: str | None = None
+    blamed: bool | None = None
+    detection: float | None = None
+    recovery: float | None = None
+
+    @property
+    def handled(self) -> bool:
+        """It came, was seen, and the run went on."""
+        return self.came is not None and (self.recovery is not None or self.injection.kind == "supervisor")
+
+
+@dataclass(frozen=True)
+class Row:
+    """All faults of a kind."""
+
+    kind: str
+    title: str
+    injected: int
+    handled: int
+    seen_as: str
+    blamed: tuple[int, int]  # right, of so many
+    detection: float | None
+    recovery: float | None
+    slowest: float | None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Everything a campaign shows. `problems` is empty when it was passed."""
+
+    rows: tuple[Row, ...]
+    problems: tuple[str, ...]
+    injected: int
+    handled: int
+    blamed: tuple[int, int]
+    recovery_median: float | None
+    recovery_p99: float | None
+    false_alarms: int
+    generations: int
+    lost_steps: int
+    steps: int
+    seconds: float
+    seconds_without: float
+    supervisor_restarts: tuple[float, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {"ok": self.passed} | asdict(self)
+
+
+def possible(fleet: FleetSpec) -> tuple[dict[str, str], list[str]]:
+    """The kinds of fault that a run with this fleet can stand, and why the others are left out."""
+    out: dict[str, str] = {}
+    for name, kind in KINDS.items():
+        missing = [need for need in kind.needs if not getattr(fleet, need)]
+        if missing:
+            out[name] = f"fleet.{missing[0]} is off"
+        elif name == "node" and fleet.nodes == 1:
+            out[name] = "fleet.nodes = 1"
+    return out, [name for name in KINDS if name not in out and name != "supervisor"]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How one of the two runs went."""
+
+    folder: Path
+    seconds: float
+    by_hand: int
+    supervisor_restarts: tuple[float, ...]
+
+
+def run(
+    command: Sequence[str],
+    folder: Path,
+    *,
+    injections: Path | None = None,
+    nodes: Sequence[Path] = (),
+    tick: Callable[[], None] = lambda: None,
+) -> Ran:
+    """Run a command to its end, again and again where its supervisor was killed; lost `nodes` (their folders) come back meanwhile."""
+    environment = os.environ | ({faults.VARIABLE: str(injections.resolve())} if injections else {})
+    begun, restarts, by_hand = time.monotonic(), [], 0
+    with (folder.parent / f"{folder.name}.log").open("ab") as log:
+        while True:
+            process = subprocess.Popen([*command, "--run-dir", str(folder)], stdout=log, stderr=log, env=environment)
+            if restarts and restarts[-1] < 0:
+                restarts[-1] += _first_step(folder, process)
+            code = _stay(process, nodes, tick)
+            if code == 0:
+                return Ran(folder, time.monotonic() - begun, by_hand, tuple(restarts))
+            if code == -9 and injections:  # one of the faults
+                restarts.append(-time.time())
+                continue
+            by_hand += 1
+            if by_hand > MOST_BY_HAND:
+                return Ran(folder, time.monotonic() - begun, by_hand, tuple(restarts))
+
+
+def _stay(process: "subprocess.Popen[bytes]", nodes: Sequence[Path], tick: Callable[[], None]) -> int:
+    """Wait for a process, and repair nodes that were lost."""
+    gone: dict[Path, float] = {}
+    try:
+        while (code := process.poll()) is None:
+            for node in nodes:
+                if node.parent.is_dir() and not node.is_dir():
+                    if time.monotonic() - gone.setdefault(node, time.monotonic()) > REPAIR_SECONDS:
+                        node.mkdir(exist_ok=True)
+                        del gone[node]
+                else:
+                    gone.pop(node, None)
+            tick()
+            time.sleep(POLL_SECONDS)
+        return code
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+def _first_step(folder: Path, process: "subprocess.Popen[bytes]") -> float:
+    """Wait for the next step in a run's log; seconds since the epoch."""
+    before = sum(record["type"] == "step" for record in events.read(folder))
+    while process.poll() is None:
+        steps = [record for record in events.read(folder) if record["type"] == "step"]
+        if len(steps) > before:
+            return float(steps[before]["time"])
+        time.sleep(POLL_SECONDS)
+    return time.time()
+
+
+# Judging
+
+
+def judge(
+    whole: Ran,
+    faulted: Ran,
+    *,
+    injections: Path,
+    states: tuple[Any, Any],
+    left_out: Mapping[str, str],
+) -> Judgement:
+    """Compare a run with its faults with the run without. `states`: all that each ended with, comparable."""
+    records = list(events.read(faulted.folder))
+    fates = fates_of(faults.load(injections), faults.fired(injections), records)
+    blamed = [fate.blamed for fate in fates if fate.blamed is not None]
+    recoveries = sorted(fate.recovery for fate in fates if fate.recovery is not None)
+    incidents = [record for record in records if record["type"] == "incident"]
+    expected_more = sum(fate.injection.kind in ("checkpoint", "altered", "copy") for fate in fates)
+    seen = len({fate.came for fate in fates if fate.seen_as})
+    return Judgement(
+        rows=tuple(_row(kind, [fate for fate in fates if fate.injection.kind == kind]) for kind in KINDS if _any(fates, kind)),
+        problems=tuple(_problems(fates, list(events.read(whole.folder)), records, states, faulted)),
+        injected=len(fates),
+        handled=sum(fate.handled for fate in fates),
+        blamed=(sum(blamed), len(blamed)),
+        recovery_median=median(recoveries) if recoveries else None,
+        recovery_p99=percentile(recoveries, 0.99) if recoveries else None,
+        false_alarms=max(0, len(incidents) - seen - expected_more),
+        generations=sum(record["type"] == "run_started" for record in records),
+        lost_steps=sum(record["lost_steps"] for record in records if record["type"] == "recovery"),
+        steps=max((record["step"] for record in records if record["type"] == "step"), default=0),
+        seconds=faulted.seconds,
+        seconds_without=whole.seconds,
+        supervisor_restarts=faulted.supervisor_restarts,
+        left_out=left_out,
+    )
+
+
+def _any(fates: Sequence[Fate], kind: str) -> bool:
+    return any(fate.injection.kind == kind for fate in fates)
+
+
+def fates_of(injections: Sequence[Injection], came: Mapping[int, tuple[float, str]], records: Sequence[Record]) -> list[Fate]:
+    """What became of each fault: the first incident after it that it can have been; else the first at all, by which it was hidden, but for
+    faults that had the run to themselves."""
+    incidents = [record for record in records if record["type"] == "incident"]
+    ends = {record["incident"]: record["time"] for record in records if record["type"] == "recovery"}
+    finished = max((record["time"] for record in records if record["type"] == "run_finished"), default=None)
+    pairs: list[tuple[Injection, Record | None]] = []
+    for one in injections:
+        at = came.get(one.number, (float("inf"), ""))[0]
+        after = [record for record in incidents if record["time"] >= at]
+        like = [record for record in after if record["cause"] in EXPECTED[one.kind]]
+        hidden = () if one.kind == "supervisor" or KINDS[one.kind].room else after[:1]
+        pairs.append((one, _nearest(like, after) or next(iter(hidden), None)))
+    fates = []
+    for one, record in pairs:
+        at, _ = came.get(one.number, (None, ""))
+        if record is None or at is None:
+            fates.append(Fate(one, at))
+            continue
+        together = [other for other, theirs in pairs if theirs is record]
+        over = ends.get(record["incident"], finished)
+        fates.append(
+            Fate(
+                one,
+                at,
+                seen_as=record["cause"],
+                blamed=_is_right(record, together, came) if KINDS[one.kind].blames else None,
+                detection=max(0.0, record["time"] - at),
+                recovery=None if over is None else max(0.0, over - record["time"]),
+            )
+        )
+    return fates
+
+
+def _nearest(like: Sequence[Record], after: Sequence[Record]) -> Record | None:
+    """Of the incidents after a fault, the first of its kind, unless others came long before it."""
+    return like[0] if like and after.index(like[0]) <= 2 else None
+
+
+def _is_right(record: Record, together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> bool:
+    """Whether an incident names one of the ranks that its faults befell, or the node of one."""
+    ranks = {rank for one in together for rank in one.ranks}
+    nodes = {came[one.number][1] for one in together if one.number in came}
+    evidence = record["evidence"]
+    if record["rank"] is not None or evidence.get("rank") is not None:
+        return (record["rank"] if record["rank"] is not None else evidence["rank"]) in ranks
+    named = {record["node"], evidence.get("node"), *evidence.get("nodes", ()), *evidence.get("suspects", ())} - {None}
+    return bool(named & nodes)
+
+
+def _row(kind: str, fates: Sequence[Fate]) -> Row:
+    detections = [fate.detection for fate in fates if fate.detection is not None]
+    recoveries = [fate.recovery for fate in fates if fate.recovery is not None]
+    seen = sorted({fate.seen_as for fate in fates if fate.seen_as})
+    judged = [fate.blamed for fate in fates if fate.blamed is not None]
+    return Row(
+        kind=kind,
+        title=KINDS[kind].title,
+        injected=len(fates),
+        handled=sum(fate.handled for fate in fates),
+        seen_as=", ".join(seen),
+        blamed=(sum(judged), len(judged)),
+        detection=median(detections) if detections else None,
+        recovery=median(recoveries) if recoveries else None,
+        slowest=max(recoveries, default=None),
+    )
+
+
+def _problems(
+    fates: Sequence[Fate], whole: Sequence[Record], faulted: Sequence[Record], states: tuple[Any, Any], ran: Ran
+) -> list[str]:
+    """Why a campaign is not passed."""
+    found = []
+    if states[0] is None or states[0] != states[1]:
+        found.append("the end state differs from that of the run without faults")
+    found += _other_steps(_steps(whole), _steps(faulted))
+    if ran.by_hand:
+        found.append(f"the command ended {ran.by_hand} times in a way that no fault explains")
+    for fate in fates:
+        one = fate.injection
+        if fate.came is None:
+            found.append(f"fault {one.number} ({one.kind} at step {one.step}) never came")
+        elif not fate.handled:
+            found.append(f"fault {one.number} ({one.kind} at step {one.step}) was not seen, or not recovered from")
+    judged = [fate.blamed for fate in fates if fate.blamed is not None]
+    if judged and sum(judged) < 0.98 * len(judged):
+        found.append(f"the right rank was blamed for {sum(judged)} of {len(judged)} faults, fewer than 98 %")
+    return found
+
+
+def _steps(records: Sequence[Record]) -> dict[int, tuple[float, float, int]]:
+    """What each step that counts computed: loss, norm of the gradients, tokens seen. A start goes back to where it resumed."""
+    counted: dict[int, tuple[float, float, int]] = {}
+    for record in records:
+        if record["type"] == "run_started":
+            counted = {step: value for step, value in counted.items() if step <= record["resumed_step"]}
+        elif record["type"] == "step":
+            counted[record["step"]] = (record["loss"], record["grad_norm"], record["tokens_seen"])
+    return counted
+
+
+def _other_steps(whole: dict[int, tuple[float, float, int]], faulted: dict[int, tuple[float, float, int]]) -> list[str]:
+    """Steps that saw other samples: their loss, to the last bit, is a function of samples and weights."""
+    missing = sorted(set(whole) - set(faulted))
+    other = [step for step in sorted(set(whole) & set(faulted)) if whole[step] != faulted[step]]
+    found = [f"steps that are not in the log: {len(missing)}, first {missing[0]}"] if missing else []
+    return [*found, f"steps with other losses: {len(other)}, first {other[0]}"] if other else found
+
+
+def node_folders(memory: Path, count: int) -> list[Path]:
+    """Where the nodes of a rehearsal are."""
+    return [node_folder(memory, str(number)) for number in range(count)]

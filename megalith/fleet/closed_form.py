@@ -1,0 +1,31 @@
+"""What can be said of checkpoints and faults on paper: exponential faults, one tier, no waiting. The simulator must agree where this holds.
+
+Times in seconds. `mtbf`: mean time between faults of the whole machine; `interval`: work between two saves; `stall`: how long a save
+stops the work; `restart`: from a fault to working again.
+"""
+
+from math import exp, sqrt
+
+
+def young(mtbf: float, stall: float) -> float:
+    """The best interval to first order (Young 1974, "A first order approximation to the optimum checkpoint interval")."""
+    return sqrt(2 * stall * mtbf)
+
+
+def daly(mtbf: float, stall: float) -> float:
+    """The best interval to higher order (Daly 2006, equation 37); beyond stall = 2 mtbf saving no longer pays and it is mtbf."""
+    if stall >= 2 * mtbf:
+        return mtbf
+    share = stall / (2 * mtbf)
+    return sqrt(2 * stall * mtbf) * (1 + sqrt(share) / 3 + share / 9) - stall
+
+
+def goodput(mtbf: float, *, interval: float, stall: float, restart: float) -> float:
+    """Share of the time that is useful work, faults during saves and restarts included (Daly 2006, equation 20, turned over)."""
+    whole = mtbf * exp(restart / mtbf) * (exp((interval + stall) / mtbf) - 1)
+    return interval / whole
+
+
+def goodput_to_first_order(mtbf: float, *, interval: float, stall: float, restart: float) -> float:
+    """1 - (restart + half an interval) per fault - one stall per interval; right while losses are a few percent."""
+    return 1 - (restart + interval / 2) / mtbf - stall / interval

@@ -1,0 +1,381 @@
+"""Keeps a run going through faults: signs -> policy -> commands, over generations of ranks. `megalith train` on one machine is this.
+
+What is decided is `policy.decide`'s alone; here is what must be seen for it, and how its commands are obeyed. Ranks are never mended
+while they run: every rank is killed, and the same logical ranks begin anew from the newest whole copy of the state. A controller
+that was killed itself leaves nothing that the next one could not pick up: copies are files, and its own memory is `ranks/fleet.json`.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from megalith import events
+from megalith.events import EventLog, Incident, Problem, Recovery
+from megalith.fleet import commands, local, policy, signs, supervisor
+from megalith.fleet.causes import Failure
+from megalith.fleet.commands import Command
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.heartbeat import Beat
+from megalith.fleet.job import Job
+from megalith.fleet.local import LocalNodes
+from megalith.fleet.nodes import Generation, Nodes
+from megalith.fleet.outcome import Outcome
+from megalith.fleet.pace import Pace
+from megalith.fleet.policy import VACANT, Decision, State
+from megalith.fleet.seat import slot_of
+from megalith.fleet.signs import AnySign
+from megalith.fleet.stragglers import Stragglers
+from megalith.fleet.tiers import Copy
+from megalith.fleet.watch import Request, Watch
+from megalith.spec.fleet import FleetSpec
+
+MEMORY_FILE = "fleet.json"
+IDLE_SECONDS = 0.02
+
+Store = Callable[[], tuple[Copy, ...]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A sign, when what it tells of began (seconds since the epoch), and the evidence beyond it."""
+
+    sign: AnySign
+    began: float
+    evidence: dict[str, Any]
+
+
+@dataclass
+class _Open:
+    """An incident whose end has not come."""
+
+    number: int
+    step: int
+    in_place: bool
+
+
+class Controller:
+    """One run, from the first start of its ranks to its end. `store` lists the checkpoints that all nodes can read."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        fleet: FleetSpec,
+        nodes: Nodes,
+        store: Store,
+        requests: list[Request],
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._job, self._fleet, self._nodes, self._store = job, fleet, nodes, store
+        self._requests, self._tick = requests, tick
+        self._log = EventLog(job.run_dir)
+        self._memory = job.run_dir.resolve() / "ranks" / MEMORY_FILE
+        self._pace = Pace(job.start_timeout, job.silence_timeout, fleet)
+        self._stragglers = Stragglers(fleet)
+        self._state = self._remember()
+        self._incidents = sum(record["type"] == "incident" for record in events.read(job.run_dir))
+        self._open: list[_Open] = []
+        self._next: commands.Restart | None = None
+        self._wait_until: float | None = None
+        self._watch: Watch | None = None
+        self._outcome: Outcome | None = None
+        self._report = ""
+        self._stop_code: int | None = None
+        self._done = -1  # steps this generation has done
+        self._begun = -1  # the furthest step any generation began
+        self._end_now = False
+        self._seen: list[Seen] = []
+
+    # What is remembered
+
+    def _remember(self) -> State:
+        """The state a killed controller left, on the nodes that are there now; else a fresh one."""
+        there = self._nodes.there()
+        fresh = State(placement=there[: self._fleet.nodes], spares=there[self._fleet.nodes :])
+        try:
+            old = policy.load(json.loads(self._memory.read_text(encoding="utf-8")))
+        except (OSError, ValueError, ValidationError):
+            return fresh
+        known = {*old.placement, *old.spares, *old.quarantined} - {VACANT}
+        if known != set(there) or len(old.placement) != self._fleet.nodes or VACANT in old.placement:
+            return fresh
+        return replace(old, stopped=False, fruitless=0, waiting=False, leaving=())
+
+    def _keep(self) -> None:
+        part = self._memory.with_suffix(".new")
+        part.write_text(json.dumps(policy.dump(replace(self._state, copies=()))), encoding="utf-8")
+        part.rename(self._memory)
+
+    # The loop
+
+    def run(self) -> Outcome:
+        """Until the last step, a request to stop, or a fault that a person must see to."""
+        try:
+            self._take(Seen(signs.Started(time=time.time()), time.time(), {}))
+            while self._outcome is None:
+                if self._next is not None:
+                    self._generation(self._next)
+                else:
+                    self._idle()
+            return self._outcome
+        finally:
+            self._log.close()
+
+    def _generation(self, order: commands.Restart) -> None:
+        """Start all ranks and stay with them; take what came of it."""
+        self._next, self._done, self._end_now = None, -1, False
+        self._pause(order.after)
+        self._stragglers.begin()
+        self._watch = watch = Watch(self._job, self._nodes, self._requests, limits=self._pace, observe=self._observe)
+        self._nodes.start(Generation(secrets.token_hex(4), order.placement, order.source))
+        outcome = watch.until_all_ended(self._tick)
+        for seen in self._after(watch, outcome):
+            self._take(seen)
+        if self._next is None and self._wait_until is None and self._outcome is None:
+            self._outcome = self._final(outcome)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before a start, but not for somebody who wants to stop."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._requests:
+            self._tick()
+            time.sleep(IDLE_SECONDS)
+
+    def _idle(self) -> None:
+        """No ranks: wait for a node."""
+        if self._requests:
+            self._outcome = _ended(ExitCode.TERMINATED)
+            return
+        self._tick()
+        for sign in self._nodes.wait(IDLE_SECONDS):
+            if isinstance(sign, signs.Sign):
+                self._take(Seen(cast(AnySign, sign), sign.time, {}))
+        if self._wait_until is not None and time.monotonic() >= self._wait_until:
+            self._wait_until = None
+            self._take(Seen(signs.Waited(time=time.time(), step=self._step), time.time(), {}))
+        if self._stop_code is not None:
+            self._outcome = _ended(self._stop_code, report=self._report)
+
+    def _final(self, outcome: Outcome) -> Outcome:
+        """How the run ended: as its ranks did, or as the policy stopped it."""
+        if self._stop_code is None or self._requests:
+            return outcome
+        return replace(outcome, code=self._stop_code, report=self._report)
+
+    # While ranks run
+
+    @property
+    def _step(self) -> int:
+        return max(self._begun, 0)
+
+    def _observe(self, heard: list[AnySign], beats: list[Beat]) -> bool:
+        """Every turn of a generation's loop; whether it must end."""
+        for sign in heard:
+            self._hear(sign)
+        self._progress(beats)
+        slow = self._stragglers.note(beats, nodes=self._state.placement, replacing=self._pace.usual_start())
+        if slow is not None:
+            self._take(Seen(slow, slow.time - slow.lost, {}))
+        return self._end_now
+
+    def _hear(self, sign: AnySign) -> None:
+        """A report of a rank, or news of a node. What ends the generation is decided once all has ended."""
+        if isinstance(sign, signs.Preempted) and self._watch is not None and self._watch.stopping:
+            return  # it was we who asked
+        if isinstance(sign, signs.NodesLost) and not set(sign.nodes) & set(self._state.placement):
+            self._take(Seen(sign, sign.time, {}))
+            return
+        if isinstance(sign, _ENDING) and not (isinstance(sign, signs.Nonfinite) and sign.elsewhere == "not asked"):
+            self._seen.append(Seen(sign, sign.time, {}))
+            self._end_now = True
+            return
+        self._take(Seen(sign, sign.time, {}))
+
+    def _progress(self, beats: Sequence[Beat]) -> None:
+        steps = [beat.step for beat in beats if beat.ready]
+        if len(steps) < len(beats) or not steps:
+            return
+        least = min(steps)
+        if least >= 0 and self._done < 0:
+            self._close_incidents(least)
+            self._done = least
+        self._begun = max(self._begun, *steps)
+        if least > self._done:
+            self._done = least
+            self._close_incidents(least, in_place=True)
+            self._state = policy.decide(self._state, signs.Progressed(time=time.time(), step=least), fleet=self._fleet).state
+
+    def _close_incidents(self, step: int, *, in_place: bool = False) -> None:
+        """The ranks go on: after a start when all have begun a step, in place once they get beyond the step of the incident."""
+        for one in [one for one in self._open if one.in_place == in_place and (not in_place or step > one.step)]:
+            self._open.remove(one)
+            restored = None if in_place else str(self._state.restored)
+            lost = 0 if in_place else max(0, self._begun - step)
+            self._log.write(Recovery(incident=one.number, step=step, restored=restored, lost_steps=lost))
+
+    # After a generation
+
+    def _after(self, watch: Watch, outcome: Outcome) -> list[Seen]:
+        """What the end of a generation was a sign of. Nodes that are gone explain the rest; then what ranks reported; then ends."""
+        seen = [*self._seen, *(Seen(sign, sign.time, {}) for sign in watch.late_signs)]
+        self._seen = []
+        if self._requests:
+            return [Seen(signs.StopRequested(time=time.time(), step=self._step), time.time(), {})]
+        if self._next is not None or self._wait_until is not None or self._stop_code is not None:
+            return [one for one in seen if isinstance(one.sign, _NODES)]  # it was ended on purpose
+        lost = [one for one in seen if isinstance(one.sign, signs.NodesLost)]
+        if lost:
+            return [one for one in seen if isinstance(one.sign, _NODES)]
+        if seen:
+            return [replace(one, evidence=self._of_outcome(outcome)) for one in seen]
+        if outcome.first_cause is None:
+            return self._after_order(outcome)
+        if watch.hang is not None:
+            return [self._hung(watch, outcome)]
+        return [self._failed(outcome.first_cause, outcome)]
+
+    def _after_order(self, outcome: Outcome) -> list[Seen]:
+        """All ranks ended in order: at the last step, or because they agreed to save."""
+        if outcome.code == ExitCode.STOPPED:
+            return [Seen(signs.Saved(time=time.time(), step=self._step), time.time(), {})]
+        return []
+
+    def _failed(self, failure: Failure, outcome: Outcome) -> Seen:
+        slot = self._slot_of(failure.rank or 0)
+        sign = signs.of_failure(failure, time=time.time(), step=self._step, slot=slot, node=self._state.placement[slot])
+        return Seen(sign, failure.time, self._of_outcome(outcome))
+
+    def _hung(self, watch: Watch, outcome: Outcome) -> Seen:
+        hang = watch.hang
+        assert hang is not None
+        slot = self._slot_of(hang.rank) if hang.rank is not None else None
+        sign = signs.Hang(
+            time=time.time(), step=self._step, slot=slot, node=None if slot is None else self._state.placement[slot],
+            rank=hang.rank, phase=hang.phase, silence=hang.silence, limit=hang.limit,
+        )  # fmt: skip
+        stacks = {str(rank): look.stack or "(no answer)" for rank, look in sorted(hang.looks.items())}
+        return Seen(sign, hang.since, self._of_outcome(outcome) | {"stacks": stacks, "behind_by_steps": hang.behind})
+
+    def _of_outcome(self, outcome: Outcome) -> dict[str, Any]:
+        """What else was there to see when a generation ended."""
+        cause, found = outcome.first_cause, {}
+        if cause is not None:
+            found = {"first_cause": f"{cause.name} {cause.reason}", "traceback": cause.traceback}
+        exits = {str(end.rank): end.code for end in outcome.exits}
+        phases = {str(rank): f"{beat.phase} {beat.step}" for rank, beat in enumerate(self._nodes.beats())}
+        return found | {"exits": exits, "phases": phases}
+
+    def _slot_of(self, rank: int) -> int:
+        return slot_of(rank, world=self._job.ranks, slots=len(self._state.placement))
+
+    # Deciding and obeying
+
+    def _take(self, seen: Seen) -> None:
+        """Have a sign decided on, write down what it was, and obey."""
+        if seen.sign.step == 0:  # whoever saw it does not know the step
+            seen = replace(seen, sign=replace(seen.sign, step=self._step))
+        if not isinstance(seen.sign, signs.Straggler):
+            self._state = replace(self._state, copies=self._copies())
+        decision = policy.decide(self._state, seen.sign, fleet=self._fleet)
+        self._state = decision.state
+        if not isinstance(seen.sign, _NO_INCIDENT) and (decision.commands or isinstance(seen.sign, _ALWAYS_TOLD)):
+            self._tell(seen, decision)
+        for command in decision.commands:
+            self._obey(command)
+        self._keep()
+
+    def _copies(self) -> tuple[Copy, ...]:
+        return (*self._nodes.survey(self._state.placement), *self._store())
+
+    def _tell(self, seen: Seen, decision: Decision) -> None:
+        self._incidents += 1
+        restarts = any(
+            isinstance(command, commands.Restart | commands.Wait | commands.SaveState) for command in decision.commands
+        )
+        self._open.append(_Open(self._incidents, seen.sign.step, in_place=not restarts))
+        self._log.write(
+            Incident(
+                incident=self._incidents,
+                began=min(seen.began, time.time()),
+                step=seen.sign.step,
+                cause=seen.sign.kind,
+                reason=decision.reason,
+                node=decision.blamed,
+                rank=decision.blamed_rank,
+                evidence=signs.dump(seen.sign) | seen.evidence,
+                commands=[commands.dump(command) for command in decision.commands],
+            )
+        )
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case commands.Restart():
+                self._next, self._wait_until, self._end_now = command, None, True
+            case commands.Wait(seconds=seconds):
+                self._next, self._wait_until, self._end_now = None, time.monotonic() + seconds, True
+            case commands.SaveState():
+                if self._watch is not None and not self._end_now:
+                    self._watch.stop()
+            case commands.CheckHealth(node=node):
+                self._nodes.check(node)
+            case commands.QuarantineCopy():
+                self._nodes.set_aside(command)
+            case commands.Stop(code=code, report=report):
+                self._next, self._wait_until, self._stop_code, self._report = None, None, code, report
+                self._end_now = True
+            case commands.SkipTier(because=because):
+                self._log.write(Problem("warning", because))
+            case commands.ReadElsewhere(shard=shard, path=path):
+                self._log.write(Problem("warning", f"shard {shard} is read from {path}"))
+            case commands.Shrink() | commands.Grow():
+                raise AssertionError(f"{command.kind} without fleet.fallback, which is refused at the start")
+            case commands.RerunStep() | commands.Replace() | commands.RollBack() | commands.QuarantineNode():
+                pass  # done by the ranks themselves; contained in the placement and source of the start that follows
+
+
+_NODES = (signs.NodesLost, signs.NodeJoined, signs.HealthChecked)
+_ENDING = (signs.NodesLost, signs.Nonfinite, signs.StateCorrupt, signs.CopyCorrupt, signs.GradientWrong, signs.DataDamaged)
+"""Signs after which this generation is over."""
+
+_NO_INCIDENT = (signs.Started, signs.Saved, signs.StopRequested, signs.NodeJoined, signs.HealthChecked, signs.Waited)
+_ALWAYS_TOLD = (signs.Straggler, signs.Nonfinite, signs.SaveFailed, signs.DataDamaged, signs.NodesLost)
+
+
+def _ended(code: int, *, report: str = "") -> Outcome:
+    """A run that ends while no rank runs."""
+    return Outcome(code, code != ExitCode.LOST, None, (), (), (), None, report)
+
+
+def run_here(job: Job, *, fleet: FleetSpec, identity: str, store: Store, tick: Callable[[], None] | None = None) -> Outcome:
+    """Run a job on this machine through faults. `identity`: copies in memory of a run with another one are not this run's.
+
+    Signals as in `supervisor.run`, which raises what this raises. Copies stay in memory when the same command can go on from them.
+    Raises ValueError for a fallback plan: which nodes are left is known here, what their ranks would hold is not.
+    """
+    job.check()
+    if fleet.fallback is not None:
+        raise ValueError(
+            "fleet.fallback names a plan to go on with when nodes are gone, and ranks are not started under another plan by themselves. "
+            "Leave it out; start the same command with --set plan... instead: checkpoints load under any plan."
+        )
+    with supervisor.alone(job.run_dir), supervisor.requests_to_stop() as requests:
+        memory = local.memory_root(job.run_dir, identity)
+        local.clear_memory(job.run_dir, keep=memory)
+        names = tuple(str(number) for number in range(fleet.nodes + fleet.spares))
+        nodes = LocalNodes(job, names=names, memory=memory)
+        outcome = None
+        try:
+            controller = Controller(job, fleet=fleet, nodes=nodes, store=store, requests=requests, tick=tick or (lambda: None))
+            outcome = controller.run()
+            return outcome
+        finally:
+            nodes.close(forget=outcome is not None and outcome.code not in _GOES_ON)
+
+
+_GOES_ON = (ExitCode.LOST, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+"""Ends after which the same command finds copies in memory; the others have saved, or must be seen to."""

@@ -1,0 +1,295 @@
+"""Copies of the ranks' state as files of a node's memory or disk: their form, what a folder of them holds, and which steps are whole.
+
+A file is one buffer of one rank: a header, a layout (which tensor lies where, as JSON), a payload. A writer strikes the header out, fills
+the payload, and writes the header last, so that a process may die at any moment: what was half written has no header. The digest is the
+sum of the payload's 64-bit words, modulo 2^64: any flipped bit changes it, and it costs a fraction of a checksum that would also notice
+words that changed places, which memory does not do.
+"""
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from megalith.fleet.commands import QuarantineCopy
+from megalith.fleet.seat import node_folder, ranks_of, slot_of
+from megalith.fleet.tiers import Copy, Tier
+
+DISK = "MEGALITH_DISK"
+"""Environment of a rank: the root folder of copies on the nodes' disks."""
+
+PAGE = 4096
+ALIGNMENT = 64  # bytes; of each tensor, so that a processor's widest loads are whole and every tensor begins a word of the digest
+_MAGIC = b"MGLCOPY1"
+_FIELDS = struct.Struct("<8sqqqqQQQ32s")
+_CHECKSUM = struct.Struct("<I")
+_PINNED = 512  # where the mark of a pinned copy lies: outside the label's checksum, since it comes later
+LABEL_BYTES = _FIELDS.size + _CHECKSUM.size
+
+Whose = Literal["own", "buddy"]
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a header says: the state of `rank` after `step` steps and `samples` samples. `layout` and `payload` are sizes in bytes."""
+
+    step: int
+    samples: int
+    rank: int
+    world: int
+    digest: int
+    layout: int
+    payload: int
+    generation: str = ""
+
+    def pack(self) -> bytes:
+        """LABEL_BYTES bytes."""
+        *numbers, generation = astuple(self)
+        fields = _FIELDS.pack(_MAGIC, *numbers, generation.encode()[:32])
+        return fields + _CHECKSUM.pack(zlib.crc32(fields))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Label | None":
+        """The label; None where there is none, or half of one."""
+        fields, checksum = data[: _FIELDS.size], data[_FIELDS.size : LABEL_BYTES]
+        if len(checksum) < _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != zlib.crc32(fields):
+            return None
+        magic, *numbers, generation = _FIELDS.unpack(fields)
+        step, samples, rank, world, digest, layout, payload = numbers
+        name = generation.rstrip(b"\0").decode(errors="replace")
+        return cls(step, samples, rank, world, digest, layout, payload, name) if magic == _MAGIC else None
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies in a payload: `offset` and `size` in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a payload, in order."""
+
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> "Layout":
+        """Lay out tensors given as (name, dtype, shape, bytes)."""
+        entries, end = [], 0
+        for name, dtype, shape, size in tensors:
+            entries.append(Entry(name, dtype, tuple(shape), end, size))
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(entries))
+
+    @property
+    def payload(self) -> int:
+        """Bytes of the payload: whole pages."""
+        end = max((entry.offset + entry.size for entry in self.entries), default=0)
+        return max(PAGE, -(-end // PAGE) * PAGE)
+
+    def dump(self) -> bytes:
+        """JSON, filled up to whole pages."""
+        text = json.dumps([list(entry) for entry in self.entries], separators=(",", ":")).encode()
+        return text + b" " * (-len(text) % PAGE)
+
+    @classmethod
+    def load(cls, text: bytes) -> "Layout":
+        return cls(tuple(Entry(name, dtype, tuple(shape), *place) for name, dtype, shape, *place in json.loads(text)))
+
+
+def file_name(whose: Whose, rank: int, buffer: int) -> str:
+    """`rank` is the one whose state it is."""
+    return f"{whose}-{rank}.{buffer}"
+
+
+def parse_name(name: str) -> tuple[str, int, int]:
+    """The inverse of `file_name`."""
+    whose, _, rest = name.partition("-")
+    rank, _, number = rest.partition(".")
+    return whose, int(rank), int(number)
+
+
+class Buffer:
+    """One file of a copy, mapped into memory."""
+
+    def __init__(self, path: Path, memory: mmap.mmap) -> None:
+        self.path, self.memory = path, memory
+
+    @classmethod
+    def create(cls, path: Path, bytes_after_header: int) -> "Buffer":
+        """The buffer at `path`, as it is if it has the right size already. Raises OSError if there is no room for it: all its memory is
+        got now."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        size = PAGE + bytes_after_header
+        with path.open("a+b") as file:
+            if os.fstat(file.fileno()).st_size != size:
+                file.truncate(0)
+                os.posix_fallocate(file.fileno(), 0, size)
+            return cls(path, mmap.mmap(file.fileno(), size))
+
+    @classmethod
+    def open(cls, path: Path) -> "Buffer":
+        """The buffer at `path`. Raises OSError or ValueError (an empty file) if there is none."""
+        with path.open("r+b") as file:
+            return cls(path, mmap.mmap(file.fileno(), 0))
+
+    @property
+    def label(self) -> Label | None:
+        """Of the copy it holds; None: it holds none, or what is left of one."""
+        label = Label.unpack(self.memory[:LABEL_BYTES])
+        whole = label is not None and PAGE + label.layout + label.payload <= len(self.memory)
+        return label if whole else None
+
+    @property
+    def pinned(self) -> bool:
+        """Is the copy to be kept until another is pinned?"""
+        return self.memory[_PINNED] == 1
+
+    def strike_out(self) -> None:
+        """From now on it holds no copy."""
+        self.memory[: _PINNED + 1] = bytes(_PINNED + 1)
+
+    def commit(self, label: Label) -> None:
+        """The payload is complete: say so."""
+        self.memory[:LABEL_BYTES] = label.pack()
+
+    def pin(self, pinned: bool) -> None:
+        self.memory[_PINNED] = pinned
+
+    def layout(self, label: Label) -> Layout:
+        """Which tensors lie where. Raises ValueError for what is no layout."""
+        return Layout.load(self.memory[PAGE : PAGE + label.layout])
+
+    def digest(self, label: Label) -> int:
+        """Of the payload as it lies there."""
+        words = np.frombuffer(self.memory, np.uint64, count=label.payload // 8, offset=PAGE + label.layout)
+        return int(words.sum(dtype=np.uint64))
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+# What a node holds
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's part of a copy. `intact`: it has its digest."""
+
+    tier: Tier
+    rank: int
+    step: int
+    samples: int
+    world: int
+    generation: str
+    intact: bool
+    path: Path
+
+
+def pieces(folder: Path, *, own: Tier = Tier.MEMORY) -> list[Piece]:
+    """The copies in a node's folder, digests verified. `own`: the tier of what is its own ranks'; the rest was kept for others."""
+    found = []
+    for path, buffer, label in _labelled(folder):
+        tier = own if path.name.startswith("own-") else Tier.BUDDY
+        intact = buffer.digest(label) == label.digest
+        found.append(Piece(tier, label.rank, label.step, label.samples, label.world, label.generation, intact, path))
+        buffer.close()
+    return found
+
+
+def _labelled(folder: Path) -> Iterator[tuple[Path, Buffer, Label]]:
+    """The buffers of a folder that hold a copy; the caller closes them."""
+    paths = sorted((*folder.glob("own-*"), *folder.glob("buddy-*"))) if folder.is_dir() else []
+    for path in paths:
+        try:
+            buffer = Buffer.open(path)
+        except (OSError, ValueError):
+            continue
+        label = buffer.label
+        if label is None:
+            buffer.close()
+        else:
+            yield path, buffer, label
+
+
+def together(found: Iterable[Piece], *, world: int, slots: int) -> tuple[Copy, ...]:
+    """What the pieces of all nodes make up: for each tier and step, the slots of which not every rank's piece is there and intact.
+
+    Pieces of a world of another size are of another plan, and are left out.
+    """
+    usable = sorted((p for p in found if p.world == world), key=lambda piece: (piece.tier.depth, -piece.step))
+    copies = []
+    for (tier, step), group in groupby(usable, key=lambda piece: (piece.tier, piece.step)):
+        whole = {piece.rank for piece in group if piece.intact}
+        missing = {slot_of(rank, world=world, slots=slots) for rank in range(world) if rank not in whole}
+        if len(missing) < slots:
+            copies.append(Copy(tier, step, frozenset(missing)))
+    return tuple(copies)
+
+
+def survey(
+    root: Path, *, placement: Sequence[str], world: int, distance: int | None = None, own: Tier = Tier.MEMORY
+) -> tuple[Copy, ...]:
+    """What the nodes whose folders lie under `root` hold. A piece counts where a rank would look for it: a slot's own on its node, those
+    kept for it `distance` slots further (None: wherever they are)."""
+    found = []
+    for slot, node in enumerate(placement):
+        found += in_place(pieces(node_folder(root, node), own=own), slot, world=world, slots=len(placement), distance=distance)
+    return together(found, world=world, slots=len(placement))
+
+
+def in_place(found: Iterable[Piece], slot: int, *, world: int, slots: int, distance: int | None = None) -> list[Piece]:
+    """Of what a node holds that fills `slot`, the pieces that are looked for there; it may have filled another slot before."""
+    own = ranks_of(slot, world=world, slots=slots)
+    kept = range(world) if distance is None else ranks_of((slot - distance) % slots, world=world, slots=slots)
+    return [piece for piece in found if piece.rank in (kept if piece.tier is Tier.BUDDY else own)]
+
+
+def forget(folder: Path, *, above: int | None = None, step: int | None = None, whose: Whose | None = None) -> int:
+    """Strike out the copies of a node: those of steps after `above`, or of `step`; all, if neither is given. How many there were."""
+    count = 0
+    for path, buffer, label in _labelled(folder):
+        meant = (above is None or label.step > above) and (step is None or label.step == step)
+        if meant and (whose is None or path.name.startswith(f"{whose}-")):
+            buffer.strike_out()
+            count += 1
+        buffer.close()
+    return count
+
+
+def set_aside(root: Path, order: QuarantineCopy, *, placement: Sequence[str], world: int) -> int:
+    """Put pieces of a copy where no rank looks for them and a person may: beside the others, as `aside-...`. How many there were."""
+    slots, count = len(placement), 0
+    for node in placement:
+        for piece in pieces(node_folder(root, node), own=Tier.MEMORY if order.tier is Tier.BUDDY else order.tier):
+            here = order.slot is None or slot_of(piece.rank, world=world, slots=slots) == order.slot
+            if piece.tier is order.tier and piece.step == order.step and piece.world == world and here:
+                piece.path.rename(piece.path.with_name(f"aside-{piece.path.name}"))
+                count += 1
+    return count
+
+
+def corrupt_piece(folder: Path, *, rank: int, step: int | None = None, whose: Whose = "own", bit: int = 12345) -> bool:
+    """Flip one bit of the payload of a rank's copy (`step` None: its newest), to show that it is noticed; False if there is none."""
+    held = [(label, path) for path, _, label in _labelled(folder) if path.name.startswith(f"{whose}-{rank}.")]
+    meant = [(label, path) for label, path in held if step is None or label.step == step]
+    if not meant:
+        return False
+    label, path = max(meant, key=lambda pair: pair[0].step)
+    buffer = Buffer.open(path)
+    at = PAGE + label.layout + (bit // 8) % label.payload
+    buffer.memory[at] ^= 1 << bit % 8
+    buffer.close()
+    return True

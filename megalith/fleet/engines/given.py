@@ -1,0 +1,115 @@
+"""A launch from the few things that a person says of it: the rest follows from the run, and what cannot be is told all at once."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.fleet.engines.launch import Launch, problems
+from megalith.spec import cluster as clusters
+from megalith.spec.cluster import ClusterSpec
+from megalith.spec.problem import Problem, SpecErrors
+from megalith.spec.run import RunSpec
+
+SEVERAL = ("torchrun", "slurm", "k8s", "ray")
+ALLOCATES = ("slurm", "k8s", "ray")
+
+USED_BY: Mapping[str, tuple[str, ...]] = {
+    "nodes": SEVERAL, "ranks_per_node": SEVERAL, "grace": SEVERAL, "gpus_per_node": ALLOCATES, "cpus_per_node": ALLOCATES,
+    "restarts": ALLOCATES, "hours": ("slurm",), "partition": ("slurm",), "account": ("slurm",), "image": ("k8s",),
+    "namespace": ("k8s",), "volume": ("k8s",),
+}  # fmt: skip
+"""What only some engines make use of; anywhere else it would be left out in silence."""
+
+
+def given(spec: RunSpec, engine: str, *, run_file: str, run_dir: str, **options: Any) -> tuple[Launch, list[Problem]]:
+    """The launch, and advice on it. `options`: `nodes`, and fields of `Launch`; None for what was not said.
+
+    Raises SpecErrors with all that is wrong. `engine` must be one of `ENGINES`.
+    """
+    said = {name: value for name, value in options.items() if value is not None}
+    found = [_unused(name, said.pop(name), engine) for name in list(said) if engine not in USED_BY.get(name, (engine,))]
+    if engine == "k8s" and "image" not in said:
+        way_out = "Give --image REGISTRY/NAME:TAG of one in which `python -m megalith.cli` runs."
+        found.append(Problem("error", "--image", None, "pods need an image with Megalith in it", way_out))
+    cluster = _cluster(spec)
+    nodes = said.pop("nodes", None)
+    if engine in SEVERAL and spec.fleet.nodes > 1:
+        if nodes not in (None, spec.fleet.nodes):
+            way_out = f"Leave it out, or use --set fleet.nodes={nodes}."
+            found.append(Problem("error", "--nodes", nodes, f"the run is made for fleet.nodes = {spec.fleet.nodes}", way_out))
+        nodes, said["agent"], said["spares"] = spec.fleet.nodes, True, spec.fleet.spares
+    ranks = _ranks_per_node(spec, engine, nodes, said.pop("ranks_per_node", None), cluster)
+    if isinstance(ranks, Problem):
+        raise SpecErrors([*found, ranks])
+    advice: list[Problem] = []
+    if engine in ALLOCATES and "gpus_per_node" not in said:
+        said["gpus_per_node"] = ranks if _on_gpus(spec, cluster) else 0
+        if not said["gpus_per_node"] and spec.train.device != "cpu":
+            way_out = f"Give --gpus-per-node {ranks}, or name the cluster in the run file, if ranks are to have them."
+            advice.append(
+                Problem("advice", "--gpus-per-node", 0, "no GPUs are asked for, since nothing says that there are any", way_out)
+            )
+    launch = Launch(run_file=run_file, run_dir=run_dir, ranks_per_node=ranks, **said)
+    if launch.hours is not None and launch.hours * 3600 <= launch.grace:
+        reason = f"the time limit of {launch.hours * 3600:g} s leaves no time besides the {launch.grace} s in which the run saves"
+        found.append(Problem("error", "--hours", launch.hours, reason, "Give more hours, or a shorter --grace."))
+    found += [_problem(text) for text in problems(spec, launch)]
+    if found:
+        raise SpecErrors(found)
+    return launch, [*advice, *(_advice_on_pods(launch) if engine == "k8s" else [])]
+
+
+def _unused(name: str, value: Any, engine: str) -> Problem:
+    option, users = _option(name), USED_BY[name]
+    reason = "is one machine, and takes all ranks of the plan" if name in ("nodes", "ranks_per_node") else "makes no use of it"
+    return Problem("error", option, value, f"engine {engine!r} {reason}", f"Leave it out, or use --engine {' or '.join(users)}.")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _problem(text: str) -> Problem:
+    reason, _, way_out = text.partition(". ")
+    return Problem("error", "launch", None, reason, f"{way_out}.")
+
+
+def _cluster(spec: RunSpec) -> ClusterSpec | None:
+    return None if spec.cluster == "local" else clusters.load(spec.cluster)
+
+
+def _ranks_per_node(
+    spec: RunSpec, engine: str, nodes: int | None, asked: int | None, cluster: ClusterSpec | None
+) -> int | Problem:
+    """Ranks of a node, or why they are not known."""
+    ranks = spec.plan.ranks
+    if engine not in SEVERAL:
+        return ranks
+    if nodes is not None and asked is not None and nodes * asked != ranks:
+        reason = f"{nodes} nodes of {asked} ranks make {nodes * asked}, and the plan has {ranks}"
+        return Problem("error", "--nodes", nodes, reason, "Give one of --nodes and --ranks-per-node; the other follows.")
+    if asked is not None:
+        return asked
+    if nodes is not None:
+        if nodes < 1 or ranks % nodes:
+            reason = f"{ranks} ranks cannot be shared out evenly among {nodes} nodes"
+            return Problem("error", "--nodes", nodes, reason, "Use a divisor, or another plan.")
+        return ranks // nodes
+    if cluster is not None:
+        return min(ranks, cluster.per_node)
+    reason = f"it is not known how many of the plan's {ranks} ranks run on a node, as the run names no cluster"
+    return Problem("error", "--nodes", None, reason, "Give --nodes or --ranks-per-node, or `--set cluster=h100:16` and the like.")
+
+
+def _on_gpus(spec: RunSpec, cluster: ClusterSpec | None) -> bool:
+    named = cluster is not None and cluster.accelerator.name != "cpu"
+    return spec.train.device == "cuda" or (spec.train.device == "auto" and named)
+
+
+def _advice_on_pods(launch: Launch) -> list[Problem]:
+    """A run folder that is not shared is lost with its pod."""
+    if launch.volume and launch.run_dir.startswith("/shared/"):
+        return []
+    way_out = "Give --volume CLAIM, which is mounted at /shared, and --run-dir /shared/runs/NAME."
+    return [
+        Problem("advice", "--run-dir", launch.run_dir, "lies inside the pods: not shared by them, and lost with them", way_out)
+    ]

@@ -1,0 +1,25 @@
+"""Engine -> what writes its artefact."""
+
+from collections.abc import Callable
+
+from megalith.fleet.engines import kubernetes, local, ray, slurm
+from megalith.fleet.engines.launch import Artefact, Launch, problems
+from megalith.spec.run import RunSpec
+
+ENGINES: dict[str, Callable[[RunSpec, Launch], Artefact]] = {
+    "local": local.emit_local,
+    "torchrun": local.emit_torchrun,
+    "slurm": slurm.emit,
+    "k8s": kubernetes.emit,
+    "ray": ray.emit,
+}
+
+
+def emit(engine: str, spec: RunSpec, launch: Launch) -> Artefact:
+    """What to hand to an engine so that it runs this. Raises ValueError with everything that is wrong."""
+    if engine not in ENGINES:
+        raise ValueError(f"{engine!r} is no engine known here. Use one of {', '.join(ENGINES)}")
+    found = problems(spec, launch)
+    if found:
+        raise ValueError("this run cannot be launched so:\n" + "\n".join(f"- {problem}" for problem in found))
+    return ENGINES[engine](spec, launch)

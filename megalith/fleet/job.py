@@ -1,0 +1,52 @@
+"""What to run on the ranks: an entry, its arguments, limits."""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run on the ranks of a run.
+
+    `entry` is "module:function", called on each rank as `function(**arguments)`; `arguments` must survive JSON. `preload` are
+    modules imported once, before the ranks are forked. Every rank must beat phase `ready`
+    (`heartbeat.Heartbeat.find().beat("ready")`) within `start_timeout` seconds; from then on the ranks may all be without a beat
+    for `silence_timeout` seconds at most (None: for ever). `threads` a rank computes with; 0: cores / ranks. `environment` is
+    added to what the ranks inherit, and is there when their interpreter starts.
+    """
+
+    entry: str
+    arguments: dict[str, object]
+    ranks: int
+    run_dir: Path
+    preload: tuple[str, ...] = ()
+    start_timeout: float = 120.0
+    silence_timeout: float | None = 600.0
+    threads: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def problems(self) -> list[str]:
+        """What is wrong with it; empty when it can be started."""
+        found = []
+        if not re.fullmatch(r"[\w.]+:\w+", self.entry):
+            found.append(f'entry {self.entry!r} does not name a function. Write "module:function"')
+        if self.ranks < 1:
+            found.append(f"ranks = {self.ranks} starts nothing. Use 1 or more")
+        if self.threads < 0:
+            found.append(f"threads = {self.threads} is no number of threads. Use 1 or more, or 0 for cores / ranks")
+        for name in ("start_timeout", "silence_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                found.append(f"{name} = {value} leaves no time. Use a number of seconds above 0")
+        try:
+            json.dumps(self.arguments)
+        except (TypeError, ValueError) as error:
+            found.append(f"arguments cannot be handed to the ranks: {error}. Use numbers, text, lists and dictionaries")
+        return found
+
+    def check(self) -> None:
+        """Raise ValueError with everything that is wrong with it."""
+        if problems := self.problems():
+            raise ValueError("this job cannot be started:\n" + "\n".join(f"- {problem}" for problem in problems))

@@ -1,0 +1,254 @@
+"""The nodes of a run on one machine: this one, or several that are rehearsed on it as folders and groups of ranks.
+
+A rehearsed node is there while its folder is. So losing one is real: its ranks are killed, its memory is gone.
+"""
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from megalith.fleet import causes, copies, evidence, health, report
+from megalith.fleet.causes import Exit, Failure
+from megalith.fleet.commands import QuarantineCopy
+from megalith.fleet.exit_codes import ORDERLY, ExitCode
+from megalith.fleet.heartbeat import Beat, Heartbeats
+from megalith.fleet.job import Job
+from megalith.fleet.nodes import Generation, Look
+from megalith.fleet.processes import STARTS, Processes, method
+from megalith.fleet.rank import Assignment
+from megalith.fleet.seat import node_folder
+from megalith.fleet.signs import AnySign, HealthChecked, NodeJoined, NodesLost
+from megalith.fleet.tiers import Copy
+
+LOOK_SECONDS = 2.0  # that ranks have to write their stacks
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def memory_root(run_dir: Path, identity: str) -> Path:
+    """Where a run keeps copies of its state: the same for the same run and `identity`, whoever asks, however often. A folder that was
+    removed and made again is another run."""
+    return _place() / f"{_family(run_dir)}-{_short(_name(run_dir) + identity)}"
+
+
+def _place() -> Path:
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def _name(run_dir: Path) -> str:
+    """A name that lies in the run folder, and goes with it."""
+    path = run_dir.resolve() / "ranks" / "name"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"name-{secrets.token_hex(4)}")
+    part.write_text(secrets.token_hex(8))
+    with contextlib.suppress(FileExistsError):
+        os.link(part, path)  # whole or not at all, whoever else does the same
+    part.unlink()
+    return path.read_text()
+
+
+def _family(run_dir: Path) -> str:
+    return f"megalith-{_short(str(run_dir.resolve()))}"
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def clear_memory(run_dir: Path, *, keep: Path | None = None) -> None:
+    """Remove what earlier runs in this folder left in memory."""
+    for old in _place().glob(f"{_family(run_dir)}-*"):
+        if old != keep:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+class LocalNodes:
+    """Ranks of this machine, forked from one server that outlives their generations.
+
+    `names` are the nodes, spares last; `memory` is the root of their folders (None: there is one node, which keeps no copies).
+    Where other machines hold the other nodes of a placement, `meeting` is the
+    store at which all ranks meet ("tcp://HOST:PORT"), and `folder` one that only this machine writes to (default: RUN_DIR/ranks).
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        names: Sequence[str] = ("0",),
+        memory: Path | None = None,
+        folder: Path | None = None,
+        meeting: str = "",
+    ) -> None:
+        self._job, self._memory = job, memory
+        self._names, self._meeting = tuple(names), meeting
+        self._found: SimpleQueue[AnySign] = SimpleQueue()
+        self._processes: Processes | None = None
+        self._assignment: Assignment | None = None
+        self._heartbeats: Heartbeats | None = None
+        self._oom_kills = 0
+        # Only this process holds the writing end: when it ends, in whatever way, every rank sees the end of the pipe.
+        self._lifeline, self._held = os.pipe()
+        self._folder = (folder or job.run_dir / "ranks").resolve()
+        (self._folder / "reports").mkdir(parents=True, exist_ok=True)
+        if memory is not None:
+            for name in self._names:
+                node_folder(memory, name).mkdir(parents=True, exist_ok=True)
+        self._there = self.there()
+
+    def there(self) -> tuple[str, ...]:
+        if self._memory is None:
+            return self._names
+        return tuple(name for name in self._names if node_folder(self._memory, name).is_dir())
+
+    def start(self, generation: Generation) -> None:
+        self._forget_last()
+        assignment = self._assignment = self._assign(generation)
+        file = self._folder / "job.json"
+        assignment.save(file)
+        self._heartbeats = Heartbeats.create(assignment.heartbeats, self._job.ranks)
+        self._oom_kills = evidence.oom_kills()
+        if self._processes is not None and not self._processes.fit:
+            self._processes.close()
+            self._processes = None
+        if self._processes is None:
+            self._processes = STARTS[method()](assignment, preload=self._job.preload)
+        self._processes.start(assignment, file)
+
+    def warm(self) -> None:
+        """Import what ranks need before there are any to start."""
+        assignment = self._assign(Generation("warm", self._names))
+        self._processes = STARTS[method()](assignment, preload=self._job.preload)
+
+    def _forget_last(self) -> None:
+        for old in (*self._folder.glob("rank-*.error.json"), *self._folder.glob("store-*"), *self._folder.glob("reports/*")):
+            old.unlink()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+
+    def _assign(self, generation: Generation) -> Assignment:
+        job = self._job
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        source, slots = generation.source, len(generation.placement)
+        mine = [slot for slot, node in enumerate(generation.placement) if node in self._names]
+        here = [rank for slot in mine for rank in report.ranks_of(slot, world=job.ranks, slots=slots)]
+        return Assignment(
+            entry=job.entry,
+            arguments=job.arguments | ({"source": source.as_json()} if source is not None else {}),
+            ranks=job.ranks,
+            threads=job.threads or max(1, cores // max(1, len(here))),
+            environment=job.environment,
+            run_dir=str(job.run_dir.resolve()),
+            generation=generation.name,
+            path=[entry or str(Path.cwd()) for entry in sys.path],
+            lifeline=self._lifeline,
+            placement=list(generation.placement),
+            memory=str(self._memory or ""),
+            own=str(self._folder),
+            here=here,
+            meeting=self._meeting,
+        )
+
+    def wait(self, seconds: float) -> list[Exit | Failure | AnySign]:
+        happened: list[Exit | Failure | AnySign] = []
+        if self._processes is None:
+            time.sleep(seconds)
+        else:
+            happened += [self._describe(what) for what in self._processes.wait(seconds)]
+        happened += report.collect(self._folder / "reports")
+        happened += self._came_and_went()
+        with contextlib.suppress(Empty):
+            while True:
+                happened.append(self._found.get_nowait())
+        return happened
+
+    def _describe(self, what: Exit | Failure) -> Exit | Failure:
+        """A wrong end with its cause."""
+        if isinstance(what, Failure) or what.code in ORDERLY:
+            return what
+        assert self._assignment is not None
+        log = self.log(what.rank)
+        return causes.describe(
+            what,
+            error=causes.read_error(self._assignment.error(what.rank)),
+            log=log,
+            output=evidence.output(log, self._assignment.generation),
+            phase=self.beats()[what.rank].phase or "start",
+            oom_kills=evidence.oom_kills() - self._oom_kills,
+        )
+
+    def _came_and_went(self) -> list[AnySign]:
+        before, self._there = self._there, self.there()
+        lost = tuple(name for name in before if name not in self._there)
+        signs: list[AnySign] = [NodesLost(time=time.time(), nodes=lost)] if lost else []
+        return [*signs, *(NodeJoined(time=time.time(), node=name) for name in self._there if name not in before)]
+
+    def running(self) -> frozenset[int]:
+        return frozenset(self._processes.running()) if self._processes is not None else frozenset()
+
+    def beats(self) -> list[Beat]:
+        return self._heartbeats.read() if self._heartbeats is not None else [Beat()] * self._job.ranks
+
+    def send(self, number: int, ranks: Collection[int]) -> None:
+        if self._processes is not None:
+            self._processes.send(number, ranks)
+
+    def look(self, ranks: Collection[int]) -> dict[int, Look]:
+        assert self._processes is not None
+        processes = self._processes
+        known = {rank: process for rank, process in processes.running().items() if rank in ranks}
+        stopped = {rank for rank, process in known.items() if evidence.is_stopped(process)}
+        stacks = evidence.stacks(
+            {rank: self.log(rank) for rank in known},
+            ask=lambda: processes.send(evidence.STACKS, known),
+            able=set(known) - stopped,
+            seconds=LOOK_SECONDS,
+        )
+        return {rank: Look(stacks.get(rank, ""), rank in stopped) for rank in ranks}
+
+    def unstarted(self) -> Failure:
+        assert self._assignment is not None and self._processes is not None
+        log = self._assignment.server_log
+        stacks = evidence.stacks({0: log}, ask=self._processes.show_stack, able=[0], seconds=LOOK_SECONDS)
+        modules = ", ".join(self._job.preload) or "nothing"
+        reason = f"had not started the ranks within {self._job.start_timeout:g} s; it was importing {modules}"
+        return Failure(None, reason, "", stacks[0], log, time.time(), ExitCode.LOST)
+
+    def log(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}.log"
+
+    def survey(self, placement: Sequence[str]) -> tuple[Copy, ...]:
+        return copies.survey(self._memory, placement=placement, world=self._job.ranks) if self._memory is not None else ()
+
+    def set_aside(self, order: QuarantineCopy) -> None:
+        if self._memory is not None and self._assignment is not None:
+            copies.set_aside(self._memory, order, placement=self._assignment.placement, world=self._job.ranks)
+
+    def check(self, node: str) -> None:
+        """A node that is there is this very machine, and is measured; in a thread, for it takes a second."""
+
+        def measure() -> None:
+            passed = node in self.there() and health.worst(health.doctor(self._job.run_dir)) != "fail"
+            self._found.put(HealthChecked(time=time.time(), node=node, passed=passed))
+
+        threading.Thread(target=measure, name=f"check-{node}", daemon=True).start()
+
+    def close(self, *, forget: bool) -> None:
+        if self._processes is not None:
+            self._processes.close()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+        if self._assignment is not None:
+            self._assignment.store.unlink(missing_ok=True)
+        os.close(self._held)
+        os.close(self._lifeline)
+        if forget and self._memory is not None:
+            shutil.rmtree(self._memory, ignore_errors=True)

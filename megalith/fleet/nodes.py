@@ -1,0 +1,91 @@
+"""What whoever directs a run needs of the machines it runs on: the same few words for one machine and for many."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megalith.fleet.causes import Exit, Failure
+from megalith.fleet.commands import QuarantineCopy
+from megalith.fleet.heartbeat import Beat
+from megalith.fleet.signs import AnySign
+from megalith.fleet.tiers import Copy, Source
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One start of all ranks. `name` is never used again; `placement` is the node of each slot; `source` None: as the entry chooses."""
+
+    name: str
+    placement: tuple[str, ...]
+    source: Source | None = None
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a rank shows when it is asked: the stack of its main thread, "" when it does not answer."""
+
+    stack: str
+    stopped: bool = False  # the kernel says so
+
+    @property
+    def where(self) -> str:
+        """The innermost call."""
+        return self.stack.partition("\n")[0].strip()
+
+
+class Nodes(Protocol):
+    """Nodes that ranks can be started on."""
+
+    def there(self) -> tuple[str, ...]:
+        """Nodes that answer now, in the mesh and outside."""
+        ...
+
+    def start(self, generation: Generation) -> None:
+        """Start all ranks as new processes; those of the generation before must have ended."""
+        ...
+
+    def wait(self, seconds: float) -> list[Exit | Failure | AnySign]:
+        """What happened, waiting at most `seconds`: orderly ends, wrong ends with their cause, reports of ranks, and nodes that came,
+        went or were checked."""
+        ...
+
+    def running(self) -> frozenset[int]:
+        """Ranks that were started and have not ended."""
+        ...
+
+    def beats(self) -> list[Beat]:
+        """The last sign of life of each rank."""
+        ...
+
+    def send(self, number: int, ranks: Collection[int]) -> None:
+        """Send a signal to ranks; SIGKILL goes to the processes they started as well."""
+        ...
+
+    def look(self, ranks: Collection[int]) -> dict[int, Look]:
+        """Ask ranks for their stacks, and wait a moment for the answers."""
+        ...
+
+    def unstarted(self) -> Failure:
+        """What is known of a start from which no rank came in time."""
+        ...
+
+    def log(self, rank: int) -> Path:
+        """Where a rank's output is."""
+        ...
+
+    def survey(self, placement: Sequence[str]) -> tuple[Copy, ...]:
+        """Copies of the state that these nodes hold, whole or in part, digests verified."""
+        ...
+
+    def set_aside(self, order: QuarantineCopy) -> None:
+        """Keep a damaged copy from being used again."""
+        ...
+
+    def check(self, node: str) -> None:
+        """Have a node's health checked; the verdict comes out of `wait`."""
+        ...
+
+    def close(self, *, forget: bool) -> None:
+        """End whatever still runs. `forget`: remove the copies of the state as well."""
+        ...

@@ -1,0 +1,102 @@
+"""How long a run's own phases take, and so how long a silence is too long.
+
+A fixed limit is either too short for one run or too long for another: what counts as a hang follows from what this run did so far.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from megalith.fleet.heartbeat import Beat
+from megalith.spec.fleet import FleetSpec
+
+KEPT = 256  # durations of a phase that the percentile is of
+ENOUGH = 3  # durations from which on a limit follows; for the first step of a start one is enough
+START_FLOORS = 5  # times hang_floor that a start may take in any case
+
+
+class Limits:
+    """Fixed limits: seconds until all ranks are ready, and without a sign of life from then on (None: for ever)."""
+
+    def __init__(self, start: float, silence: float | None) -> None:
+        self._start, self._silence = start, silence
+
+    def begin(self) -> None:
+        """A generation starts."""
+
+    def note(self, beats: Sequence[Beat]) -> None:
+        """What the ranks said last."""
+
+    def of_start(self) -> float:
+        """Seconds from the first beat of a generation until all its ranks are ready."""
+        return self._start
+
+    def of_silence(self, beats: Sequence[Beat]) -> float | None:
+        """Seconds that may pass without a beat of any rank."""
+        return self._silence
+
+
+class Pace(Limits):
+    """Limits that follow the durations of this run's phases, over all its generations."""
+
+    def __init__(self, start: float, silence: float | None, fleet: FleetSpec) -> None:
+        super().__init__(start, silence)
+        self._fleet = fleet
+        self._durations: dict[str, deque[float]] = {}
+        self._starts: deque[float] = deque(maxlen=KEPT)
+        self._last: list[Beat] = []
+        self._first_step = -1
+        self._began: float | None = None
+        self._ready = False
+
+    def begin(self) -> None:
+        self._last, self._first_step, self._began, self._ready = [], -1, None, False
+
+    def note(self, beats: Sequence[Beat]) -> None:
+        before, self._last = self._last or [Beat()] * len(beats), list(beats)
+        for old, new in zip(before, beats, strict=True):
+            if new.count == old.count:
+                continue
+            if new.step >= 0 and self._first_step < 0:
+                self._first_step = new.step
+            if old.count and old.ready:
+                self._durations.setdefault(self._key(old), deque(maxlen=KEPT)).append(new.time - old.time)
+        self._note_start(beats)
+
+    def _note_start(self, beats: Sequence[Beat]) -> None:
+        if self._began is None and any(beat.count for beat in beats):
+            self._began = min(beat.time for beat in beats if beat.count)
+        if self._began is not None and not self._ready and all(beat.ready for beat in beats):
+            self._ready = True
+            self._starts.append(max(beat.time for beat in beats) - self._began)
+
+    def _key(self, beat: Beat) -> str:
+        """The first step of a generation is apart: it compiles, and meets cold caches."""
+        first = beat.step <= self._first_step
+        return f"first {beat.phase}" if first else beat.phase
+
+    def of_start(self) -> float:
+        if not self._starts:
+            return self._start
+        fleet = self._fleet
+        return min(self._start, max(START_FLOORS * fleet.hang_floor, fleet.hang_factor * max(self._starts)))
+
+    def usual_start(self) -> float:
+        """Seconds that a start took in the median, so far."""
+        return percentile(self._starts, 0.5) if self._starts else self._start
+
+    def of_silence(self, beats: Sequence[Beat]) -> float | None:
+        limits = [self._limit(self._key(beat)) for beat in beats if beat.count]
+        known = [limit for limit in limits if limit is not None]
+        return max(known) if known and len(known) == len(limits) else self._silence
+
+    def _limit(self, key: str) -> float | None:
+        times = self._durations.get(key, ())
+        if len(times) < (1 if key.startswith("first ") else ENOUGH):
+            return None
+        return max(self._fleet.hang_floor, self._fleet.hang_factor * percentile(times, 0.99))
+
+
+def percentile(values: Sequence[float] | deque[float], share: float) -> float:
+    """The value that a share of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,552 @@
+"""What to do about a fault: one pure function from (state, sign) to commands. No clock, no files, no processes.
+
+The supervisor of a real run and the goodput simulator obey the same function, so what is simulated is what happens. The rules, in
+short: recover from the newest whole copy in the fastest tier; the same failure again at one step falls back a tier, and the third
+time stops with a report; damaged copies are never used; a broken node's place goes to a spare; what cannot be blamed on a node is
+not; starts that get nowhere come at growing intervals.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from megalith.fleet import signs, tiers
+from megalith.fleet.commands import (
+    CheckHealth,
+    Command,
+    Grow,
+    QuarantineCopy,
+    QuarantineNode,
+    ReadElsewhere,
+    Replace,
+    RerunStep,
+    Restart,
+    RollBack,
+    SaveState,
+    Shrink,
+    SkipTier,
+    Stop,
+    Wait,
+)
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.signs import AnySign
+from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier, fall_back, newest
+from megalith.spec.fleet import FleetSpec
+
+VACANT = ""
+"""What `State.placement` says of a slot that no node fills."""
+
+FREE_STARTS = 2
+"""Starts without a step between them that come at once; only from the next on does waiting help."""
+
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class State:
+    """All the policy remembers. The caller refreshes `copies` before it asks; everything else changes only through `decide`.
+
+    `placement` is the node of each slot. `bad` are pieces that failed their digest: (tier, step, slot or None for all), which no
+    refresh of `copies` brings back. `faults` are the times of the faults blamed on a node, `quarantined` since when a node is out.
+    `repeats` counts failures by "signature @ step", `reruns` the runs in place of a step. `restored` is what this generation began
+    from, `fruitless` the starts since a step was done. `leaving` are nodes that go once the state is saved, `least` how many nodes
+    the fallback plan needs.
+    """
+
+    placement: tuple[str, ...]
+    spares: tuple[str, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    bad: tuple[tuple[Tier, int, int | None], ...] = ()
+    faults: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    quarantined: Mapping[str, float] = field(default_factory=dict)
+    repeats: Mapping[str, int] = field(default_factory=dict)
+    reruns: Mapping[int, int] = field(default_factory=dict)
+    restored: Source = BEGINNING
+    fruitless: int = 0
+    waiting: bool = False
+    shrunk: bool = False
+    skipped: tuple[Tier, ...] = ()
+    leaving: tuple[str, ...] = ()
+    least: int = 1
+    stopped: bool = False
+
+    @property
+    def vacant(self) -> tuple[int, ...]:
+        """Slots without a node."""
+        if VACANT not in self.placement:  # the usual case, a thousand times faster than the loop
+            return ()
+        return tuple(slot for slot, node in enumerate(self.placement) if node == VACANT)
+
+    def slot(self, node: str) -> int | None:
+        """The slot a node fills."""
+        return self.placement.index(node) if node in self.placement else None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do, in this order, and why. `blamed` is the node at fault, None when it is nobody's or nobody knows."""
+
+    commands: tuple[Command, ...]
+    state: State
+    reason: str
+    blamed: str | None = None
+    blamed_rank: int | None = None
+
+
+_STATES: TypeAdapter[State] = TypeAdapter(State)
+
+
+def dump(state: State) -> dict[str, Any]:
+    """A state as JSON can hold it: a supervisor that is started again goes on counting."""
+    return _STATES.dump_python(state, mode="json")
+
+
+def load(record: dict[str, Any]) -> State:
+    """The state `dump` wrote. Raises pydantic's ValidationError for anything else."""
+    return _STATES.validate_python(record)
+
+
+def decide(state: State, sign: AnySign, *, fleet: FleetSpec) -> Decision:
+    """What a sign calls for. The same arguments give the same decision, always."""
+    if state.stopped:
+        return Decision((), state, "the run has been stopped")
+    rule = RULES[type(sign)]
+    return rule(_with_trusted_copies(state), sign, fleet)
+
+
+def _with_trusted_copies(state: State) -> State:
+    copies = state.copies
+    for tier, step, slot in state.bad:
+        copies = tiers.without_piece(copies, tier, step, slot)
+    return state if copies == state.copies else replace(state, copies=copies)
+
+
+# What several rules need
+
+
+def _evict(
+    state: State, slot: int, sign: AnySign, fleet: FleetSpec, *, because: str, forced: bool
+) -> tuple[State, list[Command]]:
+    """Take the node out of a slot and put a spare in. Without a spare a node that is only suspect (not `forced`) stays.
+
+    What the node kept of copies does not move with the slot: the spare reads it from a buddy, or a slower tier.
+    """
+    node = state.placement[slot]
+    if not state.spares and not forced:
+        return state, []
+    spare, rest = (state.spares[0], state.spares[1:]) if state.spares else (VACANT, ())
+    placement = (*state.placement[:slot], spare, *state.placement[slot + 1 :])
+    nodes = len(placement)
+    copies = tiers.without_nodes(state.copies, (slot,), nodes=nodes, distance=fleet.buddy_distance(nodes))
+    out = {**state.quarantined, node: sign.time}
+    after = replace(state, placement=placement, spares=rest, quarantined=out, copies=copies)
+    commands: list[Command] = [QuarantineNode(node, because), CheckHealth(node)]
+    return after, [*commands, Replace(slot, node, spare)] if spare else commands
+
+
+def _blame(state: State, node: str, sign: AnySign, fleet: FleetSpec) -> tuple[State, bool]:
+    """Note a fault against a node; whether it has had so many lately that it should go."""
+    since = sign.time - fleet.lemon_hours * HOUR
+    times = (*(time for time in state.faults.get(node, ()) if time > since), sign.time)
+    return replace(state, faults={**state.faults, node: times}), len(times) >= fleet.lemon_faults
+
+
+def _restart(
+    state: State, commands: list[Command], fleet: FleetSpec, *, reason: str, source: Source | None = None, blamed: str | None = None,
+    rank: int | None = None,
+) -> Decision:  # fmt: skip
+    """Go on from `source` (default: the newest whole copy), or see to empty slots first; stop when starting does not help."""
+    source = source or newest(state.copies) or BEGINNING
+    if state.fruitless >= fleet.fruitless:
+        report = f"{state.fruitless} starts in a row did not get one step done. The last reason: {reason}."
+        return _stop(state, commands, ExitCode.LOST, report, blamed=blamed, rank=rank)
+    if state.vacant:
+        return _see_to_vacancy(state, commands, fleet, reason=reason, blamed=blamed, rank=rank)
+    waits = state.fruitless - FREE_STARTS
+    after = min(fleet.backoff * 2.0**waits, fleet.backoff_limit) if waits >= 0 else 0.0
+    state = replace(state, restored=source, fruitless=state.fruitless + 1, waiting=False, shrunk=False)
+    return Decision((*commands, Restart(source, state.placement, after)), state, reason, blamed, rank)
+
+
+def _see_to_vacancy(
+    state: State, commands: list[Command], fleet: FleetSpec, *, reason: str, blamed: str | None, rank: int | None
+) -> Decision:
+    empty = ", ".join(map(str, state.vacant))
+    shrinks = state.shrunk or fleet.no_spare == "shrink"
+    if shrinks and fleet.fallback and _can_shrink(state):
+        return _shrink(state, commands, f"{reason}; no spare for slot {empty}", blamed=blamed, rank=rank)
+    if fleet.no_spare != "stop":
+        order = Wait(fleet.wait_limit, state.vacant)
+        return Decision((*commands, order), replace(state, waiting=True), f"{reason}; no spare for slot {empty}", blamed, rank)
+    report = f"{reason}; no spare is left for slot {empty}, and fleet.no_spare = {fleet.no_spare!r}."
+    return _stop(state, commands, ExitCode.LOST, report, blamed=blamed, rank=rank)
+
+
+def _for_any_plan(copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
+    """Copies that ranks of another plan can read: a node's own copies are cut as its plan says."""
+    return tuple(copy for copy in copies if copy.tier is Tier.STORE)
+
+
+def _can_shrink(state: State) -> bool:
+    return len(state.placement) - len(state.vacant) >= state.least
+
+
+def _shrink(
+    state: State, commands: list[Command], reason: str, *, blamed: str | None = None, rank: int | None = None
+) -> Decision:
+    """Go on under the fallback plan."""
+    left = tuple(node for node in state.placement if node != VACANT)
+    kept = _for_any_plan(state.copies)
+    source = newest(kept) or BEGINNING
+    state = replace(state, copies=kept, shrunk=True, waiting=False, restored=source, fruitless=state.fruitless + 1)
+    return Decision((*commands, Shrink(source, left)), state, reason, blamed, rank)
+
+
+def _stop(
+    state: State, commands: list[Command], code: int, report: str, *, blamed: str | None = None, rank: int | None = None
+) -> Decision:
+    return Decision((*commands, Stop(code, report)), replace(state, stopped=True), report, blamed, rank)
+
+
+def _repeated(state: State, key: str, sign: AnySign) -> tuple[State, int]:
+    """Count a failure at its step; how often it has come there."""
+    name = f"{key} @ {sign.step}"
+    times = state.repeats.get(name, 0) + 1
+    return replace(state, repeats={**state.repeats, name: times}), times
+
+
+def _after_failure(
+    state: State, commands: list[Command], sign: AnySign, fleet: FleetSpec, *,
+    key: str, reason: str, code: int = ExitCode.LOST, blamed: str | None = None, rank: int | None = None,
+) -> Decision:  # fmt: skip
+    """Restart after a failure; when it came before at this step, from a slower tier, and at last not at all."""
+    state, times = _repeated(state, key, sign)
+    if times >= fleet.same_failure:
+        report = (
+            f"{reason}: for the {_ordinal(times)} time at step {sign.step}, the last time after restoring {state.restored}. "
+            "What it restored from does not matter, so it is in the program, its data or its numerics, or a machine nobody blamed. "
+            "Look at the evidence of each time; then start the same command again, or from an earlier checkpoint."
+        )
+        return _stop(state, commands, code, report, blamed=blamed, rank=rank)
+    if times == 1:
+        return _restart(state, commands, fleet, reason=reason, blamed=blamed, rank=rank)
+    source = fall_back(state.copies, state.restored)
+    if source is None:
+        return _restart(state, commands, fleet, reason=f"{reason}, again at step {sign.step}; no slower tier is left",
+                        blamed=blamed, rank=rank)  # fmt: skip
+    because = f"{reason}, again at step {sign.step} after restoring {state.restored}"
+    commands = [*commands, RollBack(source, because)]
+    newer = tuple((copy.tier, copy.step, None) for copy in state.copies if copy.step > source.step)
+    state = replace(state, bad=(*state.bad, *newer))
+    return _restart(state, commands, fleet, reason=because, source=source, blamed=blamed, rank=rank)
+
+
+def _ordinal(number: int) -> str:
+    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
+
+
+# The rules, one for each kind of sign
+
+
+def _started(state: State, sign: signs.Started, fleet: FleetSpec) -> Decision:
+    """Starting, resuming and recovering are one path."""
+    return _restart(state, [], fleet, reason=f"start from {newest(state.copies) or BEGINNING}")
+
+
+def _progressed(state: State, sign: signs.Progressed, fleet: FleetSpec) -> Decision:
+    """A step that was not done before: what failed at earlier steps is over."""
+    if not (state.fruitless or state.repeats or state.reruns or state.bad):
+        return Decision((), state, "progress")
+    repeats = {key: times for key, times in state.repeats.items() if int(key.rpartition(" @ ")[2]) >= sign.step}
+    reruns = {step: times for step, times in state.reruns.items() if step >= sign.step}
+    # copies of steps that were done again since are new ones
+    bad = tuple(piece for piece in state.bad if not state.restored.step <= piece[1] <= sign.step)
+    return Decision((), replace(state, fruitless=0, repeats=repeats, reruns=reruns, bad=bad), "progress")
+
+
+def _rank_failed(state: State, sign: signs.RankFailed, fleet: FleetSpec) -> Decision:
+    """A dead process. The memory of its node outlives it, unless the machine itself is broken."""
+    who = f"rank {sign.rank} on {sign.node}" if sign.rank is not None else f"what starts the ranks on {sign.node}"
+    reason = f"{who}: {sign.text or sign.signature}"
+    if not sign.blamed:  # the program's own error: no node is at fault, whichever rank met it
+        return _after_failure(state, [], sign, fleet, key=sign.signature, reason=reason, code=ExitCode.FAILED, rank=sign.rank)
+    if sign.hardware:
+        return _broken(state, sign, fleet, node=sign.node, rank=sign.rank, reason=reason)
+    return _after_fault_of_node(state, sign, fleet, node=sign.node, rank=sign.rank, key=sign.signature, reason=reason)
+
+
+def _broken(state: State, sign: AnySign, fleet: FleetSpec, *, node: str, rank: int | None, reason: str) -> Decision:
+    """The machine itself says that it is broken: it goes at once, whether there is a spare or not."""
+    commands: list[Command] = []
+    slot = state.slot(node)
+    state, _ = _blame(state, node, sign, fleet)
+    if slot is not None:
+        state, commands = _evict(state, slot, sign, fleet, because=reason, forced=True)
+    return _restart(state, commands, fleet, reason=reason, blamed=node, rank=rank)
+
+
+def _after_fault_of_node(
+    state: State, sign: AnySign, fleet: FleetSpec, *, node: str, rank: int | None, key: str, reason: str
+) -> Decision:
+    """A fault blamed on a node that may be chance: a node with too many of them goes, if a spare can take its place.
+
+    Like faults of several nodes at one step are counted together as well: then it is not the nodes.
+    """
+    state, lemon = _blame(state, node, sign, fleet)
+    state, together = _repeated(state, key, sign)
+    slot = state.slot(node)
+    if lemon and slot is not None and together < 2 * fleet.same_failure:
+        because = f"{fleet.lemon_faults} faults within {fleet.lemon_hours:g} hours; last: {reason}"
+        state, commands = _evict(state, slot, sign, fleet, because=because, forced=False)
+        if commands:
+            return _restart(state, commands, fleet, reason=reason, blamed=node, rank=rank)
+    if together >= 2 * fleet.same_failure:
+        report = f"{reason}: the {_ordinal(together)} like failure at step {sign.step}, on several nodes. It is not the nodes."
+        return _stop(state, [], ExitCode.LOST, report, rank=rank)
+    return _after_failure(state, [], sign, fleet, key=f"{key} on {node}", reason=reason, blamed=node, rank=rank)
+
+
+def _hang(state: State, sign: signs.Hang, fleet: FleetSpec) -> Decision:
+    """Everybody waits for one. Who it is was judged from phases and collectives; if nobody can say, nobody is blamed."""
+    reason = f"no sign of life for {sign.silence:.3g} s (limit {sign.limit:.3g} s) in phase `{sign.phase}`"
+    if sign.node is None:
+        return _after_failure(state, [], sign, fleet, key=f"hang in {sign.phase}", reason=reason)
+    reason = f"rank {sign.rank} on {sign.node}: {reason}"
+    if sign.hardware:
+        return _broken(state, sign, fleet, node=sign.node, rank=sign.rank, reason=reason)
+    return _after_fault_of_node(state, sign, fleet, node=sign.node, rank=sign.rank, key="hang", reason=reason)
+
+
+def _nodes_lost(state: State, sign: signs.NodesLost, fleet: FleetSpec) -> Decision:
+    """Machines that went away take the memory and disks of their slots along. A lost spare is only struck off."""
+    slots = tuple(slot for slot, node in enumerate(state.placement) if node in sign.nodes)
+    gone = dict.fromkeys(sign.nodes, sign.time)
+    spares = tuple(node for node in state.spares if node not in sign.nodes)
+    state = replace(state, spares=spares, quarantined={**state.quarantined, **gone})
+    names = ", ".join(sign.nodes[:4]) + (f" and {len(sign.nodes) - 4} more" if len(sign.nodes) > 4 else "")
+    if not slots:
+        return Decision((), state, f"outside the mesh: lost {names}")
+    commands: list[Command] = []
+    for slot in slots:
+        state, _ = _blame(state, state.placement[slot], sign, fleet)
+        state, orders = _evict(state, slot, sign, fleet, because="it no longer answers", forced=True)
+        commands += orders
+    blamed = sign.nodes[0] if len(sign.nodes) == 1 else None
+    return _restart(state, commands, fleet, reason=f"lost {names}", blamed=blamed)
+
+
+def _nonfinite(state: State, sign: signs.Nonfinite, fleet: FleetSpec) -> Decision:
+    """Transient: gone when run again. Persistent and reproduced elsewhere: numerics. Not reproduced elsewhere: this rank's fault."""
+    runs = state.reruns.get(sign.step, 0)
+    what = f"a gradient of {sign.name} is not finite at step {sign.step} (rank {sign.rank} on {sign.node})"
+    if runs == 0:
+        state = replace(state, reruns={**state.reruns, sign.step: 1})
+        return Decision((RerunStep(sign.step),), state, f"{what}: run it again")
+    if sign.elsewhere == "reproduced":
+        report = f"{what}, again when the step was run again, and on another replica. This is numerics: no restart helps."
+        return _stop(state, [], ExitCode.FAILED, report, rank=sign.rank)
+    if sign.elsewhere == "clean":
+        state, _ = _blame(state, sign.node, sign, fleet)
+        commands: list[Command] = []
+        if (slot := state.slot(sign.node)) is not None:
+            state, commands = _evict(state, slot, sign, fleet, because=f"{what}; another replica got finite ones", forced=False)
+        key = f"not finite on {sign.node}"
+        return _after_failure(state, commands, sign, fleet, key=key, reason=what, blamed=sign.node, rank=sign.rank)
+    reason = f"{what}, again when the step was run again; no other replica could be asked"
+    return _after_failure(state, [], sign, fleet, key="not finite", reason=reason, code=ExitCode.FAILED, rank=sign.rank)
+
+
+def _state_corrupt(state: State, sign: signs.StateCorrupt, fleet: FleetSpec) -> Decision:
+    """What a rank holds in its memory was altered. Copies were taken with the right digest, so the newest one is good."""
+    reason = f"the state of rank {sign.rank} on {sign.node} has a wrong digest ({sign.where})"
+    return _after_fault_of_node(state, sign, fleet, node=sign.node, rank=sign.rank, key="corrupt state", reason=reason)
+
+
+def _copy_corrupt(state: State, sign: signs.CopyCorrupt, fleet: FleetSpec) -> Decision:
+    """A damaged copy is set aside, and the next newest whole one taken. This is no failure of the run: nothing is counted."""
+    which = "" if sign.slot is None else f" of slot {sign.slot}"
+    reason = f"the copy{which} of step {sign.copy_step} in {sign.tier.value} is damaged" + (
+        f": {sign.error}" if sign.error else ""
+    )
+    state = replace(
+        state,
+        bad=(*state.bad, (sign.tier, sign.copy_step, sign.slot)),
+        copies=tiers.without_piece(state.copies, sign.tier, sign.copy_step, sign.slot),
+        fruitless=max(0, state.fruitless - 1),
+    )
+    source = newest(state.copies, at_most=state.restored.step) or newest(state.copies) or BEGINNING
+    commands: list[Command] = [QuarantineCopy(sign.tier, sign.copy_step, sign.slot)]
+    if source != state.restored:
+        commands.append(RollBack(source, reason))
+    return _restart(state, commands, fleet, reason=reason, source=source)
+
+
+def _gradient_wrong(state: State, sign: signs.GradientWrong, fleet: FleetSpec) -> Decision:
+    """Every state since the last good verification may be wrong: no copy of it is used; suspects go as far as there are spares."""
+    tainted = tuple((copy.tier, copy.step, None) for copy in state.copies if copy.step > sign.good_step)
+    known = sign.suspects[0] if len(sign.suspects) == 1 else None
+    reason = f"wrong gradients since step {sign.good_step}, from {' or '.join(sign.suspects)}"
+    state = replace(state, bad=(*state.bad, *tainted), copies=tuple(copy for copy in state.copies if copy.step <= sign.good_step))
+    evicted: list[Command] = []
+    for node in sign.suspects:
+        state, _ = _blame(state, node, sign, fleet)
+        slot = state.slot(node)
+        if slot is not None:
+            state, orders = _evict(state, slot, sign, fleet, because=reason, forced=False)
+            evicted += orders
+    source = newest(state.copies) or BEGINNING
+    commands = [RollBack(source, reason), *evicted]
+    state, times = _repeated(state, f"wrong gradients after {sign.good_step} from {sign.suspects}", sign)
+    if times >= fleet.same_failure:
+        return _stop(state, commands, ExitCode.FAILED, f"{reason}: for the {_ordinal(times)} time, whatever was restored.")
+    return _restart(state, commands, fleet, reason=reason, source=source, blamed=known)
+
+
+def _straggler(state: State, sign: signs.Straggler, fleet: FleetSpec) -> Decision:
+    """Replace a slow node once it has cost as much as its replacement will: at most twice the best choice in hindsight."""
+    reason = f"rank {sign.rank} on {sign.node} computes {sign.ratio:.2f} times as long as the others"
+    slot = state.slot(sign.node)
+    if sign.lost < sign.replacing or not state.spares or slot is None:
+        return Decision((), state, f"{reason}: bear it", sign.node, sign.rank)
+    state, _ = _blame(state, sign.node, sign, fleet)
+    state, commands = _evict(state, slot, sign, fleet, because=reason, forced=False)
+    return _restart(state, commands, fleet, reason=reason, blamed=sign.node, rank=sign.rank)
+
+
+def _preempted(state: State, sign: signs.Preempted, fleet: FleetSpec) -> Decision:
+    """There is time for an agreed stop: nothing is lost but the restart."""
+    slot = state.slot(sign.node)
+    if slot is None:
+        spares = tuple(node for node in state.spares if node != sign.node)
+        return Decision((), replace(state, spares=spares), f"{sign.node}, outside the mesh, is taken away")
+    leaving = (*state.leaving, sign.node)
+    reason = f"{sign.node} is taken away by the scheduler in {sign.grace:g} s"
+    return Decision((SaveState(sign.grace),), replace(state, leaving=leaving), reason)
+
+
+def _saved(state: State, sign: signs.Saved, fleet: FleetSpec) -> Decision:
+    """The ranks have stopped together and their state is among the copies: what waited for it can be done."""
+    if not state.leaving:
+        if state.shrunk and not state.vacant:
+            source = newest(_for_any_plan(state.copies)) or BEGINNING
+            grown = replace(state, shrunk=False, restored=source)
+            return Decision((Grow(source, state.placement),), grown, "grow to the run's own plan")
+        return _restart(state, [], fleet, reason="nothing is to be done: go on")
+    commands: list[Command] = []
+    for node in state.leaving:
+        slot = state.slot(node)
+        if slot is not None:
+            state, orders = _evict(state, slot, sign, fleet, because="the scheduler takes it away", forced=True)
+            commands += orders
+    names = ", ".join(state.leaving)
+    return _restart(replace(state, leaving=()), commands, fleet, reason=f"the scheduler took {names} away", blamed=None)
+
+
+def _stop_requested(state: State, sign: signs.StopRequested, fleet: FleetSpec) -> Decision:
+    return _stop(state, [SaveState(fleet.wait_limit)], ExitCode.STOPPED, "stopped as asked; the same command goes on")
+
+
+def _save_failed(state: State, sign: signs.SaveFailed, fleet: FleetSpec) -> Decision:
+    """Training goes on: a copy that cannot be written is no reason to lose steps. A person must hear of it."""
+    skipped = state.skipped if sign.tier in state.skipped else (*state.skipped, sign.tier)
+    reason = f"no copy could be written to {sign.tier.value}: {sign.error}"
+    return Decision((SkipTier(sign.tier, True, reason),), replace(state, skipped=skipped), reason)
+
+
+def _save_works(state: State, sign: signs.SaveWorks, fleet: FleetSpec) -> Decision:
+    if sign.tier not in state.skipped:
+        return Decision((), state, "as before")
+    skipped = tuple(tier for tier in state.skipped if tier is not sign.tier)
+    reason = f"{sign.tier.value} takes copies again"
+    return Decision((SkipTier(sign.tier, False, reason),), replace(state, skipped=skipped), reason)
+
+
+def _data_damaged(state: State, sign: signs.DataDamaged, fleet: FleetSpec) -> Decision:
+    if sign.other_copy is not None:
+        reason = f"shard {sign.shard}: {sign.error}; read from {sign.other_copy}"
+        return Decision((ReadElsewhere(sign.shard, sign.other_copy),), state, reason)
+    report = (
+        f"shard {sign.shard} of the data: {sign.error}, and there is no other copy. Training on without it would change the data "
+        "order. Put the shard back (`megalith data verify` says which are damaged), then start the same command again."
+    )
+    return _stop(state, [SaveState(fleet.wait_limit)], ExitCode.FAILED, report)
+
+
+def _node_joined(state: State, sign: signs.NodeJoined, fleet: FleetSpec) -> Decision:
+    if sign.node in state.quarantined:
+        return Decision((CheckHealth(sign.node),), state, f"{sign.node} is back, and is checked first")
+    if sign.node in state.spares or sign.node in state.placement:
+        return Decision((), state, f"{sign.node} is known already")
+    return _welcome(state, sign.node, fleet)
+
+
+def _health_checked(state: State, sign: signs.HealthChecked, fleet: FleetSpec) -> Decision:
+    slot = state.slot(sign.node)
+    if not sign.passed and slot is not None:
+        reason = f"{sign.node} failed its health check"
+        state, commands = _evict(state, slot, sign, fleet, because=reason, forced=True)
+        return _restart(state, commands, fleet, reason=reason, blamed=sign.node)
+    if not sign.passed:
+        out = {**state.quarantined, sign.node: state.quarantined.get(sign.node, sign.time)}
+        spares = tuple(node for node in state.spares if node != sign.node)
+        return Decision((), replace(state, quarantined=out, spares=spares), f"{sign.node} failed its check and stays out")
+    if sign.node not in state.quarantined:
+        return Decision((), state, f"{sign.node} is healthy")
+    left = {node: since for node, since in state.quarantined.items() if node != sign.node}
+    faults = {node: times for node, times in state.faults.items() if node != sign.node}
+    return _welcome(replace(state, quarantined=left, faults=faults), sign.node, fleet)
+
+
+def _welcome(state: State, node: str, fleet: FleetSpec) -> Decision:
+    """A healthy node: for a slot that waits for one, else a spare."""
+    state = replace(state, spares=(*state.spares, node))
+    if len(state.spares) < len(state.vacant) or not state.vacant:
+        return Decision((), state, f"{node} is a spare")
+    commands: list[Command] = []
+    for slot in state.vacant:
+        spare, *rest = state.spares
+        placement = (*state.placement[:slot], spare, *state.placement[slot + 1 :])
+        state = replace(state, placement=placement, spares=tuple(rest))
+        commands.append(Replace(slot, VACANT, spare))
+    if state.shrunk:
+        return Decision((*commands, SaveState(fleet.wait_limit)), state, f"{node} is back: save, then grow to the run's own plan")
+    return _restart(state, commands, fleet, reason=f"{node} takes the empty place")
+
+
+def _waited(state: State, sign: signs.Waited, fleet: FleetSpec) -> Decision:
+    if not state.waiting:
+        return Decision((), state, "nobody waits")
+    empty = ", ".join(map(str, state.vacant))
+    if fleet.fallback and _can_shrink(state):
+        return _shrink(state, [], f"no node came for slot {empty}")
+    report = (
+        f"no node came for slot {empty} within fleet.wait_limit = {fleet.wait_limit:g} s, and there is no fleet.fallback that the "
+        "nodes left can hold. Start the same command again when there are nodes."
+    )
+    return _stop(state, [], ExitCode.LOST, report)
+
+
+RULES: dict[type[signs.Sign], Callable[[State, Any, FleetSpec], Decision]] = {
+    signs.Started: _started,
+    signs.Progressed: _progressed,
+    signs.RankFailed: _rank_failed,
+    signs.Hang: _hang,
+    signs.NodesLost: _nodes_lost,
+    signs.Nonfinite: _nonfinite,
+    signs.StateCorrupt: _state_corrupt,
+    signs.CopyCorrupt: _copy_corrupt,
+    signs.GradientWrong: _gradient_wrong,
+    signs.Straggler: _straggler,
+    signs.Preempted: _preempted,
+    signs.Saved: _saved,
+    signs.StopRequested: _stop_requested,
+    signs.SaveFailed: _save_failed,
+    signs.SaveWorks: _save_works,
+    signs.DataDamaged: _data_damaged,
+    signs.NodeJoined: _node_joined,
+    signs.HealthChecked: _health_checked,
+    signs.Waited: _waited,
+}
+"""Kind of sign -> what is done about it."""

@@ -1,0 +1,270 @@
+"""The nodes of a run on many machines, as its controller sees them: through the agents that answer in the store."""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megalith.fleet import letters, signs
+from megalith.fleet.agent import FAILURE, GENERATION, ORDER, PIECES
+from megalith.fleet.causes import Exit, Failure
+from megalith.fleet.commands import QuarantineCopy
+from megalith.fleet.copies import in_place, together
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.heartbeat import Beat
+from megalith.fleet.job import Job
+from megalith.fleet.letters import Letters
+from megalith.fleet.nodes import Generation, Look
+from megalith.fleet.rendezvous import Store
+from megalith.fleet.seat import ranks_of
+from megalith.fleet.signs import AnySign, HealthChecked, NodeJoined, NodesLost
+from megalith.fleet.tiers import Copy
+from megalith.spec.fleet import FleetSpec
+
+POLL_SECONDS = 0.02
+LOOK_SECONDS = 4.0  # that agents may take to collect stacks
+LEAVE_SECONDS = 10.0  # that agents may take to read that the run is over
+SURVEY_SECONDS = 60.0  # that agents may take to read all their copies
+
+
+@dataclass
+class Member:
+    """An agent that joined, `number` counting from 1. `seen`: when its signs of life last changed, by this process's clock."""
+
+    number: int
+    name: str
+    order: int
+    orders: Letters
+    answers: Letters
+    seen: float
+    life: str = ""
+    generation: str = ""
+    beats: dict[int, Beat] = field(default_factory=dict)
+
+
+class RemoteNodes:
+    """Nodes behind agents. One that shows no sign of life for `fleet.node_timeout` is lost; what it says after that is not heard.
+
+    Joining agents are known by name: a second one of the same name takes the place of the first, which is lost.
+    """
+
+    def __init__(self, store: Store, job: Job, fleet: FleetSpec, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._job, self._fleet, self._clock = store, job, fleet, clock
+        self._members: dict[str, Member] = {}
+        self._joined = self._questions = 0
+        self._generation = Generation("none", ())
+        self._running: set[int] = set()
+        self._found: list[AnySign] = []
+
+    def await_nodes(self, least: int, wanted: int, *, seconds: float) -> tuple[str, ...]:
+        """Wait until `wanted` nodes have joined, and be content with `least` after `seconds`.
+
+        Raises TimeoutError when there are fewer still. What there is comes first in the engine's order: neighbours stay neighbours.
+        """
+        end = self._clock() + seconds
+        while len(self.there()) < wanted and self._clock() < end:
+            self.wait(POLL_SECONDS)
+        there = self.there()
+        if len(there) < least:
+            names = ", ".join(there) or "none"
+            raise TimeoutError(
+                f"{len(there)} of {least} nodes came within {seconds:g} s ({names}). See why the others' agents do not start, "
+                "or set launch.start_timeout higher"
+            )
+        return there
+
+    def there(self) -> tuple[str, ...]:
+        return tuple(member.name for member in sorted(self._members.values(), key=lambda member: (member.order, member.number)))
+
+    def start(self, generation: Generation) -> None:
+        self._generation, self._running = generation, set()
+        record = GENERATION.dump_python(generation, mode="json")
+        for member in self._of(set(generation.placement)):
+            member.beats = {}
+            member.orders.put({"start": record})
+
+    def wait(self, seconds: float) -> list[Exit | Failure | AnySign]:
+        end = self._clock() + seconds
+        while True:
+            happened: list[Exit | Failure | AnySign] = [*self._newcomers()]
+            for member in list(self._members.values()):
+                happened += [what for letter in member.answers.take() if (what := self._understand(member, letter)) is not None]
+            happened += self._silent()
+            happened, self._found = [*happened, *self._found], []
+            left = end - self._clock()
+            if happened or left <= 0:
+                return happened
+            time.sleep(min(POLL_SECONDS, left))
+
+    def _newcomers(self) -> list[AnySign]:
+        """Take in who joined since the last call."""
+        found: list[AnySign] = []
+        while self._store.check([letters.member_key(self._joined + 1)]):
+            self._joined += 1
+            record = json.loads(self._store.get(letters.member_key(self._joined)))
+            if (before := self._members.get(record["name"])) is not None:
+                found.append(self._lose([before]))
+            member = Member(
+                number=self._joined,
+                name=record["name"],
+                order=record["order"],
+                orders=letters.orders(self._store, self._joined),
+                answers=letters.answers(self._store, self._joined),
+                seen=self._clock(),
+            )
+            self._members[member.name] = member
+            found.append(NodeJoined(time=time.time(), node=member.name))
+        return found
+
+    def _understand(self, member: Member, letter: dict[str, Any]) -> Exit | Failure | AnySign | None:
+        """What an agent said; None if it is about ranks that are no more."""
+        if "sign" not in letter and letter["generation"] not in (self._generation.name, ""):
+            return None
+        match letter:
+            case {"forked": ranks}:
+                self._running |= set(ranks)
+                return None
+            case {"exit": end}:
+                self._running.discard(end["rank"])
+                return Exit(**end)
+            case {"failure": record}:
+                failure = FAILURE.validate_python(record)
+                if failure.rank is None:
+                    return replace(failure, reason=f"{failure.reason} (on {member.name})")
+                self._running.discard(failure.rank)
+                return failure
+            case {"sign": record}:
+                return signs.load(record)
+        raise ValueError(
+            f"the agent of {member.name} says {letter}, which means nothing here. Run the same megalith on all nodes"
+        )
+
+    def _silent(self) -> list[AnySign]:
+        """Nodes that have shown no sign of life for too long."""
+        late = []
+        for member in self._members.values():
+            life = self._store.get(letters.beat_key(member.number)).decode() if self._has_beaten(member) else ""
+            now = self._clock()
+            if life != member.life:
+                member.life, member.seen = life, now
+                record = json.loads(life)
+                member.generation = record["generation"]
+                member.beats = {int(rank): Beat(*beat) for rank, beat in record["ranks"].items()}
+            elif now - member.seen > self._fleet.node_timeout:
+                late.append(member)
+        return [self._lose(late)] if late else []
+
+    def _has_beaten(self, member: Member) -> bool:
+        return bool(member.life) or self._store.check([letters.beat_key(member.number)])
+
+    def _lose(self, members: Sequence[Member]) -> NodesLost:
+        for member in members:
+            self._store.set(letters.expelled_key(member.number), "")
+            self._running -= self._ranks_on(member.name)
+            del self._members[member.name]
+        return NodesLost(time=time.time(), nodes=tuple(member.name for member in members))
+
+    def _ranks_on(self, node: str) -> set[int]:
+        placement = self._generation.placement
+        slots = [slot for slot, name in enumerate(placement) if name == node]
+        return {rank for slot in slots for rank in ranks_of(slot, world=self._job.ranks, slots=len(placement))}
+
+    def _node_of(self, rank: int) -> str:
+        return next(name for name in self._generation.placement if rank in self._ranks_on(name))
+
+    def _of(self, names: Collection[str]) -> list[Member]:
+        return [member for name, member in self._members.items() if name in names]
+
+    def _holders(self, ranks: Iterable[int]) -> list[tuple[Member, list[int]]]:
+        """Which agents have some of these ranks, and which."""
+        wanted = set(ranks)
+        found = [(member, sorted(wanted & self._ranks_on(member.name))) for member in self._members.values()]
+        return [(member, mine) for member, mine in found if mine]
+
+    def running(self) -> frozenset[int]:
+        return frozenset(self._running)
+
+    def beats(self) -> list[Beat]:
+        beats = [Beat()] * self._job.ranks
+        for member in self._members.values():
+            if member.generation == self._generation.name:
+                for rank, beat in member.beats.items():
+                    beats[rank] = beat
+        return beats
+
+    def send(self, number: int, ranks: Collection[int]) -> None:
+        for member, mine in self._holders(ranks):
+            member.orders.put({"send": int(number), "ranks": mine})
+
+    def look(self, ranks: Collection[int]) -> dict[int, Look]:
+        asked = [(member, {"look": mine}) for member, mine in self._holders(ranks)]
+        answers = [answer for answer in self._ask(asked, LOOK_SECONDS) if answer is not None]
+        found = {int(rank): Look(**look) for answer in answers for rank, look in answer.items()}
+        return {rank: found.get(rank, Look("")) for rank in ranks}
+
+    def unstarted(self) -> Failure:
+        asked = [(member, {"unstarted": True}) for member in self._of(set(self._generation.placement))]
+        for answer in self._ask(asked, LOOK_SECONDS):
+            if answer is not None:
+                return FAILURE.validate_python(answer)
+        reason = f"had not started the ranks within {self._job.start_timeout:g} s, and no agent says why"
+        return Failure(None, reason, "", "", self._job.run_dir / "ranks", time.time(), ExitCode.LOST)
+
+    def _ask(self, asked: Sequence[tuple[Member, dict[str, Any]]], seconds: float) -> list[Any]:
+        """Put a question to each of some agents; their answers in that order, None from those that do not answer in time."""
+        keys = []
+        for member, question in asked:
+            self._questions += 1
+            keys.append(f"answer/{self._questions}")
+            member.orders.put(question | {"answer": keys[-1]})
+        end, found = self._clock() + seconds, dict[str, Any]()
+        while len(found) < len(keys) and self._clock() < end:
+            for key in keys:
+                if key not in found and self._store.check([key]):
+                    found[key] = json.loads(self._store.get(key))
+            time.sleep(POLL_SECONDS if len(found) < len(keys) else 0)
+        return [found.get(key) for key in keys]
+
+    def log(self, rank: int) -> Path:
+        return node_logs(self._job.run_dir, self._node_of(rank)) / f"rank-{rank}.log"
+
+    def survey(self, placement: Sequence[str]) -> tuple[Copy, ...]:
+        members = self._of(set(placement))
+        answers = self._ask([(member, {"survey": True}) for member in members], SURVEY_SECONDS)
+        world, slots, found = self._job.ranks, len(placement), []
+        for member, answer in zip(members, answers, strict=True):
+            pieces = PIECES.validate_python(answer or [])
+            slot = placement.index(member.name)
+            found += in_place(pieces, slot, world=world, slots=slots, distance=self._fleet.buddy_distance(slots))
+        return together(found, world=world, slots=slots)
+
+    def set_aside(self, order: QuarantineCopy) -> None:
+        for member in self._of(set(self._generation.placement)):
+            member.orders.put({"set_aside": ORDER.dump_python(order, mode="json")})
+
+    def check(self, node: str) -> None:
+        for member in self._of({node}):
+            member.orders.put({"check": True})
+        if node not in self._members:
+            self._found.append(HealthChecked(time=time.time(), node=node, passed=False))
+
+    def close(self, *, forget: bool) -> None:
+        self.leave(ExitCode.LOST, forget=forget)
+
+    def leave(self, code: int, *, forget: bool) -> None:
+        """Send all agents home with an exit status, and what they keep in memory away if `forget`."""
+        self.send(signal.SIGKILL, self.running())
+        for member in self._members.values():
+            member.orders.put({"leave": int(code), "forget": forget})
+        end = self._clock() + LEAVE_SECONDS  # the store may end once all have read this
+        while any(member.orders.pending() for member in self._members.values()) and self._clock() < end:
+            time.sleep(POLL_SECONDS)
+        self._members.clear()
+
+
+def node_logs(run_dir: Path, node: str) -> Path:
+    """Where the agent of a node and its ranks write."""
+    return run_dir / "ranks" / f"node-{node}"

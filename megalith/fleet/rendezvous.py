@@ -1,0 +1,71 @@
+"""How processes that an engine started meet in a key-value store that may hold what earlier starts left in it.
+
+The store is given (torch's TCPStore, or a dictionary in a test): nothing here imports torch.
+"""
+
+import secrets
+import time
+from typing import Protocol
+
+POLL_SECONDS = 0.02
+
+
+class Store(Protocol):
+    """What is asked of a store; torch's stores have it. `get` waits for the key, as long as the store's own time limit is."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """Read, once it is there."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of these are there."""
+        ...
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number that begins at 0; the sum."""
+        ...
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a key; whether it was there."""
+        ...
+
+
+def agree(store: Store, value: str, *, rank: int, world: int, seconds: float) -> str:
+    """Rank 0's `value`, on every rank of this very start.
+
+    An engine may start ranks again beside a store that lives on, and its own count of starts is no common one: agents of several
+    machines count apart. So each rank draws a word that nobody used before and rank 0 answers it: an answer to a fresh word cannot be
+    an old one. Rank 0 leaves when all have thanked it for this meeting, and meanwhile answers old words too, which nobody reads.
+    Raises TimeoutError on rank 0, naming ranks that did not come within `seconds`; elsewhere whatever the store's `get` raises.
+    """
+    if rank:
+        word = secrets.token_hex(8)
+        store.set(f"hello/{rank}", word)
+        meeting, _, answer = store.get(f"answer/{word}").decode().partition(" ")
+        store.set(f"thanks/{meeting}/{rank}", "")
+        return answer
+    meeting, end = secrets.token_hex(8), time.monotonic() + seconds
+    missing, answered = set(range(1, world)), dict[int, str]()
+    while missing:
+        for other in sorted(missing):
+            word = store.get(f"hello/{other}").decode() if store.check([f"hello/{other}"]) else None
+            if word and answered.get(other) != word:
+                answered[other] = word
+                store.set(f"answer/{word}", f"{meeting} {value}")
+            elif word and store.check([f"thanks/{meeting}/{other}"]):
+                missing.discard(other)
+        if missing and time.monotonic() > end:
+            raise TimeoutError(
+                f"{_ranks(missing)} of {world} did not come within {seconds:g} s. See their output, or give them more time"
+            )
+        time.sleep(POLL_SECONDS if missing else 0)
+    return value
+
+
+def _ranks(missing: set[int]) -> str:
+    first = ", ".join(map(str, sorted(missing)[:8]))
+    return f"rank{'s' * (len(missing) > 1)} {first}{' and more' * (len(missing) > 8)}"

@@ -1,0 +1,50 @@
+"""What a rank tells whoever started it: signs of faults that only the rank can see.
+
+A report is a file of its own, written whole and then renamed, so that it is there once it can be seen and survives its writer.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from megalith.fleet import signs
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.seat import REPORTS, Seat, node_folder, ranks_of, slot_of
+from megalith.fleet.signs import AnySign
+
+__all__ = ["Reported", "Seat", "collect", "node_folder", "ranks_of", "report", "slot_of"]
+
+
+class Reported(RuntimeError):  # noqa: N818  # it says what was done
+    """Ends a rank that has reported a sign: what is to be done about it is for others to decide."""
+
+    exit_code = ExitCode.REPORTED
+
+
+def report(sign: AnySign, environment: Mapping[str, str] = os.environ) -> None:
+    """Tell the supervisor. Where nobody listens (ranks of another launcher) it is printed."""
+    text = json.dumps(signs.dump(sign))
+    folder = environment.get(REPORTS)
+    if folder is None:
+        print(f"seen: {text}", flush=True)
+        return
+    path = Path(folder) / f"rank-{environment.get('RANK', '0')}-{secrets.token_hex(4)}"
+    path.with_suffix(".new").write_text(text, encoding="utf-8")
+    path.with_suffix(".new").rename(path.with_suffix(".json"))
+
+
+def collect(folder: Path) -> list[AnySign]:
+    """The reports that have come, oldest first; each is given once. One that cannot be read is left where it lies."""
+    found: list[AnySign] = []
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
+        try:
+            found.append(signs.load(json.loads(path.read_text(encoding="utf-8"))))
+        except (ValidationError, json.JSONDecodeError):
+            path.rename(path.with_suffix(".unreadable"))
+            continue
+        path.unlink()
+    return found

@@ -1,0 +1,65 @@
+"""Where a rank sits: its slot, the node that fills it, and where that node keeps copies. Light: every rank imports it first."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+REPORTS, PLACEMENT, MEMORY = "MEGALITH_REPORTS", "MEGALITH_PLACEMENT", "MEGALITH_MEMORY"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place in the fleet. `placement` is the node of each slot; a slot holds `world / slots` consecutive ranks.
+
+    `memory` is the root of the copies in shared memory, None where none are kept; this rank writes only below `folder`.
+    """
+
+    rank: int
+    world: int
+    placement: tuple[str, ...]
+    memory: Path | None
+
+    @classmethod
+    def find(cls, environment: Mapping[str, str] = os.environ) -> "Seat":
+        """This process's, from its environment; outside a supervised run the only rank of the only slot."""
+        rank, world = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
+        memory = environment.get(MEMORY)
+        placement = tuple(environment.get(PLACEMENT, "0").split(","))
+        return cls(rank, world, placement, Path(memory) if memory else None)
+
+    def slot_of(self, rank: int) -> int:
+        """The slot that holds a rank."""
+        return slot_of(rank, world=self.world, slots=len(self.placement))
+
+    def node_of(self, rank: int) -> str:
+        """The node that fills that slot now."""
+        return self.placement[self.slot_of(rank)]
+
+    @property
+    def slot(self) -> int:
+        return self.slot_of(self.rank)
+
+    @property
+    def node(self) -> str:
+        return self.placement[self.slot]
+
+    @property
+    def folder(self) -> Path | None:
+        """Where this rank's node keeps copies."""
+        return self.memory and node_folder(self.memory, self.node)
+
+
+def slot_of(rank: int, *, world: int, slots: int) -> int:
+    """The slot of a rank: slots hold equally many consecutive ranks."""
+    return rank * slots // world
+
+
+def ranks_of(slot: int, *, world: int, slots: int) -> range:
+    """The ranks of a slot."""
+    return range(slot * world // slots, (slot + 1) * world // slots)
+
+
+def node_folder(memory: Path, node: str) -> Path:
+    """Where a node keeps copies."""
+    return memory / f"node-{node}"

@@ -1,0 +1,253 @@
+"""What was seen to go wrong (or right again): the evidence that the policy decides on. Plain values that survive JSON.
+
+Every sign has `time` (seconds since the epoch, or of the simulation) and `step` (the step being run: as many are done). A `slot` is a
+place in the mesh that one node fills with its ranks; a `node` is the machine that fills it now.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from megalith.fleet.causes import Failure
+from megalith.fleet.tiers import Tier
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sign:
+    """Base of all signs."""
+
+    time: float = 0.0
+    step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Sign):
+    """The supervisor has begun, for the first time or after its own end: nothing runs yet."""
+
+    kind: Literal["started"] = "started"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progressed(Sign):
+    """The ranks have done a step of this generation: `step` steps are done now."""
+
+    kind: Literal["progressed"] = "progressed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailed(Sign):
+    """A rank's process ended wrongly. `signature` is alike for like failures; `hardware`: the machine itself reported a fault.
+
+    `blamed` says that this very node was at fault: True for signals and machine reports, False for a program's own exception.
+    """
+
+    kind: Literal["rank_failed"] = "rank_failed"
+    slot: int
+    node: str
+    rank: int | None
+    signature: str
+    text: str = ""
+    hardware: bool = False
+    blamed: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang(Sign):
+    """No rank goes on. `slot` None: nobody is furthest behind, so nobody can be blamed. `limit` and `silence` in seconds.
+
+    `hardware`: the blamed node's machine reported a fault, or failed the quick check that a hang calls for.
+    """
+
+    kind: Literal["hang"] = "hang"
+    slot: int | None
+    node: str | None
+    rank: int | None
+    phase: str
+    silence: float
+    limit: float
+    hardware: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesLost(Sign):
+    """Machines that no longer answer; several at once when they shared a rack, a switch or a power supply."""
+
+    kind: Literal["nodes_lost"] = "nodes_lost"
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nonfinite(Sign):
+    """NaN or Inf in a gradient. `elsewhere`: what another replica got from the same microbatch, once it was asked."""
+
+    kind: Literal["nonfinite"] = "nonfinite"
+    slot: int
+    node: str
+    rank: int | None
+    name: str
+    elsewhere: Literal["not asked", "reproduced", "clean", "nobody to ask"] = "not asked"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateCorrupt(Sign):
+    """A rank's live state has not the digest it must have: changed at rest, unlike its true replica, or unlike its recomputed update."""
+
+    kind: Literal["state_corrupt"] = "state_corrupt"
+    slot: int
+    node: str
+    rank: int | None
+    where: Literal["at rest", "replica", "update"] = "at rest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyCorrupt(Sign):
+    """A copy that was to be restored failed its digest, or could not be read. `slot` None: all of it."""
+
+    kind: Literal["copy_corrupt"] = "copy_corrupt"
+    tier: Tier
+    copy_step: int
+    slot: int | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientWrong(Sign):
+    """Two replicas got different gradients from the same microbatch. States up to `good_step` are known to be right.
+
+    One suspect: a third computation named it. Two: nobody could say which of them erred.
+    """
+
+    kind: Literal["gradient_wrong"] = "gradient_wrong"
+    good_step: int
+    suspects: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler(Sign):
+    """A node whose ranks compute `ratio` times as long as the median. `lost` seconds so far, `replacing` what a replacement takes."""
+
+    kind: Literal["straggler"] = "straggler"
+    slot: int
+    node: str
+    rank: int | None
+    ratio: float
+    lost: float
+    replacing: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preempted(Sign):
+    """The scheduler takes a node away, in `grace` seconds."""
+
+    kind: Literal["preempted"] = "preempted"
+    node: str
+    grace: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Sign):
+    """The ranks stopped together at the end of a step, as `SaveState` ordered, and their state is among the copies."""
+
+    kind: Literal["saved"] = "saved"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRequested(Sign):
+    """A person or a scheduler asked the whole run to stop."""
+
+    kind: Literal["stop_requested"] = "stop_requested"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFailed(Sign):
+    """A copy could not be written: disk full, store away."""
+
+    kind: Literal["save_failed"] = "save_failed"
+    tier: Tier
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveWorks(Sign):
+    """A tier that failed takes copies again."""
+
+    kind: Literal["save_works"] = "save_works"
+    tier: Tier
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataDamaged(Sign):
+    """A shard of the training data is missing or has another digest. `other_copy`: where an intact one lies, if anywhere."""
+
+    kind: Literal["data_damaged"] = "data_damaged"
+    shard: str
+    error: str
+    other_copy: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeJoined(Sign):
+    """A node offers itself: new, or back from repair. A quarantined one must pass a health check first."""
+
+    kind: Literal["node_joined"] = "node_joined"
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthChecked(Sign):
+    """What `megalith doctor` said of a node."""
+
+    kind: Literal["health_checked"] = "health_checked"
+    node: str
+    passed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waited(Sign):
+    """The time given by a `Wait` is over and no node has come."""
+
+    kind: Literal["waited"] = "waited"
+
+
+AnySign = (
+    Started | Progressed | RankFailed | Hang | NodesLost | Nonfinite | StateCorrupt | CopyCorrupt | GradientWrong | Straggler
+    | Preempted | Saved | StopRequested | SaveFailed | SaveWorks | DataDamaged | NodeJoined | HealthChecked | Waited
+)  # fmt: skip
+
+_SIGNS: TypeAdapter[AnySign] = TypeAdapter(Annotated[AnySign, Field(discriminator="kind")])
+
+
+def load(record: dict[str, Any]) -> AnySign:
+    """The sign a record holds. Raises pydantic's ValidationError for anything else."""
+    return _SIGNS.validate_python(record)
+
+
+def dump(sign: AnySign) -> dict[str, Any]:
+    """A sign as JSON can hold it."""
+    return _SIGNS.dump_python(sign, mode="json")
+
+
+_VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?|/[^\s'\"]+")
+
+
+def signature(text: str) -> str:
+    """What like failures have in common: the text without numbers, addresses and paths."""
+    return _VARYING.sub("#", text.strip().partition("\n")[0])[:200]
+
+
+def of_failure(failure: Failure, *, time: float, step: int, slot: int, node: str, hardware: bool = False) -> RankFailed:
+    """The sign that a rank's end is. A Python error of its own is the program's, and anything else the node's, until others say more."""
+    what = failure.error or failure.reason
+    return RankFailed(
+        time=time,
+        step=step,
+        slot=slot,
+        node=node,
+        rank=failure.rank,
+        signature=signature(failure.error or failure.reason.partition(" (")[0]),
+        text=what,
+        hardware=hardware,
+        blamed=hardware or not failure.error,
+    )

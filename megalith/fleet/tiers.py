@@ -1,0 +1,129 @@
+"""Where copies of the state lie, what is left of them, and which of them together make the newest whole one."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import groupby
+from typing import Any
+
+
+class Tier(StrEnum):
+    """Places for a copy, fastest first. A node's end takes MEMORY and DISK of its slot, and the BUDDY copies that it kept."""
+
+    MEMORY = "memory"
+    BUDDY = "buddy"
+    DISK = "disk"
+    STORE = "store"
+
+    @property
+    def depth(self) -> int:
+        """0 for the fastest."""
+        return _DEPTH[self]
+
+
+_DEPTH = {tier: depth for depth, tier in enumerate(Tier)}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The state after `step` steps in one tier. `missing`: slots whose piece is gone or failed its digest."""
+
+    tier: Tier
+    step: int
+    missing: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to restore: the state after `step` steps. `tier` None: nothing is left, the run begins anew at step 0.
+
+    `elsewhere` are the slots that must read from another tier than the others, since theirs is missing in `tier`.
+    """
+
+    step: int
+    tier: Tier | None
+    elsewhere: tuple[tuple[int, Tier], ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """As ranks get it."""
+        return {"step": self.step, "tier": self.tier and self.tier.value, "elsewhere": [list(pair) for pair in self.elsewhere]}
+
+    def __str__(self) -> str:
+        if self.tier is None:
+            return "the beginning"
+        others = sorted({tier.value for _, tier in self.elsewhere})
+        return f"step {self.step} in {self.tier.value}" + (f" with pieces from {', '.join(others)}" if others else "")
+
+
+BEGINNING = Source(step=0, tier=None)
+
+
+def newest(
+    copies: Iterable[Copy], *, at_most: int | None = None, before: int | None = None, below: Tier | None = None
+) -> Source | None:
+    """The newest step that is whole, from the fastest tiers that have its pieces; None when there is none.
+
+    `at_most`: no later step. `before`: strictly earlier steps only. `below`: only tiers slower than this one.
+    """
+    usable = [
+        copy
+        for copy in copies
+        if (at_most is None or copy.step <= at_most)
+        and (before is None or copy.step < before)
+        and (below is None or copy.tier.depth > below.depth)
+    ]
+    usable.sort(key=lambda copy: (-copy.step, copy.tier.depth))
+    for step, together in groupby(usable, key=lambda copy: copy.step):
+        source = _assemble(step, list(together))
+        if source:
+            return source
+    return None
+
+
+def _assemble(step: int, copies: Sequence[Copy]) -> Source | None:
+    """One step from its copies, fastest first; None when some slot's piece is in none of them."""
+    main, *others = copies
+    elsewhere = []
+    for slot in sorted(main.missing):
+        tier = next((copy.tier for copy in others if slot not in copy.missing), None)
+        if tier is None:
+            return _assemble(step, others) if others else None
+        elsewhere.append((slot, tier))
+    return Source(step, main.tier, tuple(elsewhere))
+
+
+def fall_back(copies: Collection[Copy], used: Source) -> Source | None:
+    """The next thing to try when what was restored from `used` failed alike: an earlier step, from a tier written apart from it.
+
+    The same step of another tier holds the same bits (its digest says so), and a buddy's copy is made from the same bytes as the
+    one in memory: whatever went wrong before the digest was taken is in both. Where there is nothing better, a slower tier at all;
+    None when nothing slower is left.
+    """
+    if used.tier is None:
+        return None
+    apart = Tier.BUDDY if used.tier is Tier.MEMORY else used.tier
+    return (
+        newest(copies, before=used.step, below=apart)
+        or newest(copies, before=used.step, below=used.tier)
+        or newest(copies, at_most=used.step, below=used.tier)
+    )
+
+
+def without_nodes(copies: Iterable[Copy], slots: Collection[int], *, nodes: int, distance: int) -> tuple[Copy, ...]:
+    """What the copies still hold when the nodes in these slots are gone. `distance`: how far a slot's buddy is (0: none)."""
+    own = frozenset(slots)
+    kept_for = frozenset((slot - distance) % nodes for slot in slots)
+    lost = {Tier.MEMORY: own, Tier.DISK: own, Tier.BUDDY: kept_for, Tier.STORE: frozenset[int]()}
+    return tuple(replace(copy, missing=copy.missing | lost[copy.tier]) if lost[copy.tier] else copy for copy in copies)
+
+
+def without_piece(copies: Iterable[Copy], tier: Tier, step: int, slot: int | None) -> tuple[Copy, ...]:
+    """What is left when the piece of `slot` failed its digest; `slot` None: the whole copy is not to be trusted."""
+    left = []
+    for copy in copies:
+        if copy.tier is tier and copy.step == step:
+            if slot is None:
+                continue
+            copy = replace(copy, missing=copy.missing | {slot})
+        left.append(copy)
+    return tuple(left)

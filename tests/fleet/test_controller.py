@@ -1,0 +1,102 @@
+"""A run goes on through faults and ends as if there had been none: real processes, without torch."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith import events
+from megalith.fleet import faults
+from megalith.fleet.controller import run_here
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.faults import Injection
+from megalith.fleet.job import Job
+from megalith.fleet.outcome import Outcome
+from megalith.spec.fleet import FleetSpec
+from tests.fleet.walk import checkpoints
+
+STEPS, RANKS = 12, 4
+FLEET = FleetSpec(nodes=2, spares=1, hang_floor=4.0, hang_factor=20.0)  # far from what a busy machine may take
+
+
+def _walk(folder: Path, *injections: Injection) -> Outcome:
+    folder.mkdir(exist_ok=True)
+    faults.save(folder / "faults.json", injections)
+    return _run(folder)
+
+
+def _run(folder: Path) -> Outcome:
+    job = Job(
+        entry="tests.fleet.walk:walk",
+        arguments={"steps": STEPS},
+        ranks=RANKS,
+        run_dir=folder,
+        preload=("tests.fleet.walk",),
+        start_timeout=60.0,
+        silence_timeout=60.0,
+        threads=1,
+        environment={faults.VARIABLE: str(folder / "faults.json")},
+    )
+    return run_here(job, fleet=FLEET, identity="walk", store=lambda: checkpoints(folder))
+
+
+def _state(folder: Path) -> list[Any]:
+    return [json.loads((folder / f"state-{STEPS}-{rank}").read_text()) for rank in range(RANKS)]
+
+
+def _incidents(folder: Path) -> list[dict[str, Any]]:
+    return [record for record in events.read(folder) if record["type"] == "incident"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert _walk(folder).code == ExitCode.FINISHED
+    assert not _incidents(folder)
+    return _state(folder)
+
+
+CASES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
+    "kill": ("rank_failed", lambda found: found["rank"] == 2 and found["evidence"]["exits"]["2"] == -signal.SIGKILL),
+    "segfault": ("rank_failed", lambda found: found["rank"] == 2 and "SIGSEGV" in found["reason"]),
+    "exception": ("rank_failed", lambda found: found["rank"] == 2 and found["node"] is None and "Injected" in found["reason"]),
+    "stop": ("hang", lambda found: found["rank"] == 2 and found["evidence"]["limit"] < 60),
+    "preemption": ("preempted", lambda found: found["node"] is None and found["evidence"]["node"] == "1"),
+    "node": ("nodes_lost", lambda found: found["node"] == "1"),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_end_is_that_of_a_run_without_faults(kind: str, whole: list[Any], tmp_path: Path) -> None:
+    cause, named = CASES[kind]
+    outcome = _walk(tmp_path / "run", Injection(0, kind, 7, "step", (2, 3) if kind == "node" else (2,)))
+    assert outcome.code == ExitCode.FINISHED, outcome.message()
+    assert _state(tmp_path / "run") == whole
+    (found,) = _incidents(tmp_path / "run")
+    assert found["cause"] == cause, found
+    assert named(found), found
+    (recovery,) = [record for record in events.read(tmp_path / "run") if record["type"] == "recovery"]
+    assert recovery["incident"] == found["incident"]
+    assert recovery["restored"] == ("step 8 in store" if kind == "preemption" else "step 6 in store")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc and the fork server are Linux's")
+def test_the_same_command_goes_on_when_the_supervisor_itself_was_killed(whole: list[Any], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    faults.save(folder / "faults.json", [Injection(0, "supervisor", 7, "step", (1,))])
+    command = [sys.executable, "-m", "tests.fleet.test_controller", str(folder)]
+    root = Path(__file__).resolve().parents[2]
+    codes = [subprocess.run(command, check=False, timeout=120, cwd=root).returncode for _ in range(2)]
+    assert codes == [-signal.SIGKILL, ExitCode.FINISHED]
+    assert _state(folder) == whole
+    assert not _incidents(folder), "nobody was there to see it"
+
+
+if __name__ == "__main__":
+    raise SystemExit(_run(Path(sys.argv[1])).code)

@@ -1,0 +1,63 @@
+"""Limits follow what a run's own phases took."""
+
+from megalith.fleet.heartbeat import Beat
+from megalith.fleet.pace import Limits, Pace
+from megalith.spec.fleet import FleetSpec
+
+FLEET = FleetSpec(hang_floor=1.0, hang_factor=3.0)
+
+
+def _steps(pace: Pace, *, first: int, count: int, seconds: float, start: float = 0.0) -> float:
+    """Two ranks get ready and do steps; the time at which the next begins."""
+    pace.begin()
+    number, at = 1, start
+    pace.note([Beat(number, at, -1, False, "building")] * 2)
+    at += 2.0
+    number += 1
+    pace.note([Beat(number, at, -1, True, "ready")] * 2)
+    for step in range(first, first + count + 1):
+        number += 1
+        at += 0.5 if step == first else seconds
+        pace.note([Beat(number, at, step, True, "step")] * 2)
+    return at
+
+
+def _asked(pace: Limits, step: int, phase: str = "step") -> float | None:
+    return pace.of_silence([Beat(9, 0.0, step, True, phase)] * 2)
+
+
+def test_until_enough_is_known_the_fixed_limits_hold():
+    pace = Pace(120.0, 600.0, FLEET)
+    pace.begin()
+    assert pace.of_start() == 120.0
+    assert _asked(pace, 3) == 600.0
+
+
+def test_a_hang_is_thrice_the_slowest_percent_of_steps_and_never_less_than_the_floor():
+    pace = Pace(120.0, 600.0, FLEET)
+    _steps(pace, first=0, count=20, seconds=2.0)
+    assert _asked(pace, 20) == 6.0
+    fast = Pace(120.0, 600.0, FLEET)
+    _steps(fast, first=0, count=20, seconds=0.05)
+    assert _asked(fast, 20) == 1.0
+
+
+def test_a_phase_that_was_never_seen_keeps_the_fixed_limit():
+    pace = Pace(120.0, 600.0, FLEET)
+    _steps(pace, first=0, count=20, seconds=0.05)
+    assert _asked(pace, 20, "validation") == 600.0
+
+
+def test_the_first_step_of_a_start_has_a_limit_of_its_own():
+    pace = Pace(120.0, 600.0, FLEET)
+    end = _steps(pace, first=0, count=1, seconds=40.0)  # compiles
+    _steps(pace, first=1, count=9, seconds=1.0, start=end)
+    assert _asked(pace, 10) == 3.0
+    assert _asked(pace, 1) == 120.0
+
+
+def test_a_start_may_take_thrice_the_longest_one_so_far():
+    pace = Pace(120.0, 600.0, FLEET)
+    _steps(pace, first=0, count=3, seconds=0.1)
+    assert pace.of_start() == 6.0  # 3 x 2 s, more than 5 floors
+    assert pace.usual_start() == 2.0

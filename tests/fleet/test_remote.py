@@ -1,0 +1,169 @@
+"""A controller's view of many machines: agents as threads of this process, each with ranks of its own, over a dictionary."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.fleet.agent import Agent
+from megalith.fleet.causes import Exit, Failure
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.job import Job
+from megalith.fleet.local import LocalNodes
+from megalith.fleet.nodes import Generation
+from megalith.fleet.remote import RemoteNodes, node_logs
+from megalith.fleet.signs import HealthChecked, NodeJoined, NodesLost
+from megalith.spec.fleet import FleetSpec
+from tests.fleet.conftest import until
+from tests.fleet.stores import Dictionary
+
+SECONDS = 100.0  # of silence that make a node lost here: the machine may be busy
+
+
+class Fleet:
+    """A controller's nodes, and agents that can be started and cut off."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.store = job, Dictionary()
+        self.nodes = RemoteNodes(self.store, job, FleetSpec(node_timeout=SECONDS))
+        self.agents: dict[str, Agent] = {}
+        self.threads: list[threading.Thread] = []
+        self.codes: dict[str, int] = {}
+        self.reasons: dict[str, str] = {}
+
+    def join(self, name: str, *, order: int = 0, deaf: bool = False) -> None:
+        local = LocalNodes(self.job, names=(name,), folder=node_logs(self.job.run_dir, name))
+        store = Unreachable(self.store) if deaf else self.store
+
+        def cut_off(why: str) -> None:
+            self.reasons[name] = why
+
+        self.agents[name] = agent = Agent(
+            name, local, order=order, store=self.store, beating=store, seconds=1.0 if deaf else SECONDS, cut_off=cut_off
+        )
+
+        def run() -> None:
+            self.codes[name] = agent.run()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        self.threads.append(thread)
+
+    def until(self, true: Callable[[list[Any]], bool]) -> list[Any]:
+        """Listen until what was heard is enough."""
+        heard: list[Any] = []
+        end = time.monotonic() + SECONDS
+        while not true(heard):
+            heard += self.nodes.wait(0.1)
+            assert time.monotonic() < end, heard
+        return heard
+
+
+class Unreachable(Dictionary):
+    """A connection that has been cut: what is sent never arrives."""
+
+    def __init__(self, behind: Dictionary) -> None:
+        super().__init__()
+        self.behind = behind
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("no route to host")
+
+
+@pytest.fixture
+def fleet(job: Callable[..., Job]) -> Iterator[Callable[..., Fleet]]:
+    made: list[Fleet] = []
+
+    def make(entry: str, **rest: Any) -> Fleet:
+        made.append(Fleet(job(entry, ranks=4, **rest)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.nodes.leave(ExitCode.LOST, forget=True)
+        for thread in one.threads:
+            thread.join(timeout=SECONDS)
+        assert not any(thread.is_alive() for thread in one.threads)
+
+
+def _ends(heard: list[Any]) -> set[int]:
+    return {what.rank for what in heard if isinstance(what, Exit | Failure)}
+
+
+def test_slots_and_not_machines_give_ranks_their_numbers(fleet: Callable[..., Fleet], tmp_path: Path) -> None:
+    run = fleet("finish", word="hello")
+    for order, name in enumerate(("c", "a", "b")):
+        run.join(name, order=order)
+    assert run.nodes.await_nodes(2, 3, seconds=SECONDS) == ("c", "a", "b")
+    run.nodes.start(Generation("g1", ("b", "c")))
+    heard = run.until(lambda heard: len(_ends(heard)) == 4)
+    assert sorted((end.rank, end.code) for end in heard if isinstance(end, Exit)) == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    for rank, node in enumerate("bbcc"):
+        assert "hello from rank" in run.nodes.log(rank).read_text()
+        assert run.nodes.log(rank) == tmp_path / f"ranks/node-{node}/rank-{rank}.log"
+    assert run.nodes.running() == frozenset()
+    run.nodes.leave(ExitCode.FINISHED, forget=True)
+    until(lambda: len(run.codes) == 3, seconds=SECONDS)
+    assert set(run.codes.values()) == {ExitCode.FINISHED}
+
+
+def test_beats_stacks_signals_and_the_ends_of_ranks_travel(fleet: Callable[..., Fleet]) -> None:
+    run = fleet("wait")
+    for name in "ab":
+        run.join(name)
+    run.nodes.await_nodes(2, 2, seconds=SECONDS)
+    run.nodes.start(Generation("g1", ("a", "b")))
+    run.until(lambda _: all(beat.ready for beat in run.nodes.beats()))
+    assert run.nodes.running() == {0, 1, 2, 3}
+    looks = run.nodes.look([1, 2])
+    assert all("in wait" in look.stack and not look.stopped for look in looks.values()), looks
+    run.nodes.send(signal.SIGKILL, [3])
+    [end] = [what for what in run.until(lambda heard: _ends(heard) == {3}) if isinstance(what, Failure)]
+    assert "killed by SIGKILL" in end.reason
+    run.nodes.send(signal.SIGKILL, run.nodes.running())
+    run.until(lambda heard: len(_ends(heard)) == 3)
+    run.nodes.check("b")
+    run.nodes.check("nobody")
+    checked = run.until(lambda heard: len(heard) == 2)
+    assert {(sign.node, sign.passed) for sign in checked if isinstance(sign, HealthChecked)} == {("b", True), ("nobody", False)}
+
+
+def test_a_silent_node_is_lost_and_ends_its_own_ranks_and_another_takes_its_slot(fleet: Callable[..., Fleet]) -> None:
+    run = fleet("wait")
+    run.join("a")
+    run.join("b", deaf=True)
+    run.join("spare")
+    run.nodes.await_nodes(3, 3, seconds=SECONDS)
+    run.nodes.start(Generation("g1", ("a", "b")))
+    until(lambda: run.codes.get("b") == ExitCode.LOST, seconds=SECONDS)
+    assert run.reasons["b"] == "the store was not reached for 1 s"
+    run.nodes._members["b"].seen -= SECONDS  # the time goes by
+    heard = run.until(lambda heard: any(isinstance(what, NodesLost) for what in heard))
+    assert [what.nodes for what in heard if isinstance(what, NodesLost)] == [("b",)]
+    assert run.nodes.running() <= {0, 1}
+    run.nodes.send(signal.SIGKILL, run.nodes.running())
+    run.until(lambda _: not run.nodes.running())
+    run.nodes.start(Generation("g2", ("a", "spare")))
+    run.until(lambda _: all(beat.ready for beat in run.nodes.beats()))
+    assert run.nodes.log(2).parent.name == "node-spare"
+
+
+def test_a_node_that_joins_again_under_its_name_was_lost_before(fleet: Callable[..., Fleet]) -> None:
+    run = fleet("wait")
+    run.join("a")
+    run.nodes.await_nodes(1, 1, seconds=SECONDS)
+    run.join("a")
+    heard = run.until(lambda heard: len(heard) >= 2)
+    assert [type(what) for what in heard] == [NodesLost, NodeJoined]
+    until(lambda: "given up" in run.reasons.get("a", ""), seconds=SECONDS)
+
+
+def test_too_few_nodes_are_an_error_that_names_those_that_came(fleet: Callable[..., Fleet]) -> None:
+    run = fleet("wait")
+    run.join("only")
+    with pytest.raises(TimeoutError, match=r"1 of 2 nodes came within 0\.5 s \(only\)"):
+        run.nodes.await_nodes(2, 3, seconds=0.5)
