@@ -90,6 +90,11 @@ class Follow:
                 self._times.append((record["step"], record["time"]))
             case "validation":
                 self._validation = record
+            case "incident":
+                self._print(Text.assemble(("incident", "yellow"), f" at step {record['step']}: {record['reason']}"))
+            case "recovery":
+                how = f"from {record['restored']}" if record["restored"] else "in place"
+                self._print(Text.assemble(("going on", "green"), f" at step {record['step']}, {how}"))
             case "problem":
                 where = f" (rank {record['rank']})" if record.get("rank") is not None else ""
                 colour = "red" if record["severity"] == "error" else "yellow"
@@ -114,6 +119,8 @@ class Follow:
     def _left(self) -> float | None:
         """Seconds to the last step: what recent steps took from one to the next, validations and checkpoints between included."""
         assert self._step is not None, "no step yet"
+        if not self._times:  # the ranks have started again and not done a step yet
+            return None
         (first, begin), (last, end) = self._times[0], self._times[-1]
         each = (end - begin) / (last - first) if last > first else self._step["seconds"]
         return max(self._steps - last, 0) * each

@@ -9,9 +9,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from megalith import events
+from megalith.fleet import ledger
 from megalith.report import timeline, units
 from megalith.report.history import History, Record, history
 from megalith.report.holding import who_holds_what
+from megalith.report.signs import signs
 from megalith.report.style import PAGE
 from megalith.report.svg import Point, Series, line_chart, stacked_columns, stacked_rows
 from megalith.schedule import Timeline, build, lower, simulate
@@ -47,11 +50,12 @@ def render(run: History, *, folder: Path) -> str:
         ("Memory", lambda: _memory(run)),
         ("Who holds what", lambda: who_holds_what(run)),
         ("Pipeline", lambda: _pipeline(run)),
+        ("Faults", lambda: _faults(folder)),
         ("Samples", lambda: _samples(run)),
         ("Checkpoints", lambda: _checkpoints(run)),
         ("Specification", lambda: _specification(run, folder)),
     ]
-    body = _header(run, name) + _problems(run)
+    body = _header(run, name) + _problems(run) + _signs(run)
     for title, section in sections:
         if inside := section():
             body += f"<section>{f'<h2>{title}</h2>' if title else ''}{inside}</section>"
@@ -131,6 +135,12 @@ def _lost(run: History) -> str:
     return ", ".join(words)
 
 
+def _signs(run: History) -> str:
+    """What suggests another plan."""
+    found = "".join(f'<li class="warning"><b>sign</b><span>{escape(sign)}</span></li>' for sign in signs(run))
+    return f'<ul class="problems">{found}</ul>' if found else ""
+
+
 def _problems(run: History) -> str:
     """What a person should know, the newest first, equal ones together."""
     if not run.problems:
@@ -198,6 +208,9 @@ def _curves(run: History) -> str:
         _curve("gradient norm", _points(run.steps, "grad_norm"), 2),
         [Series("learning rate", _points(run.steps, "lr"), 7)],
     )
+    if balance := [(s["step"], s["experts"]["max_load"]) for s in run.steps if s.get("experts")]:
+        chart = line_chart(_curve("largest load over the mean", balance, 4), x_label="step", y_format=digits, from_zero=True)
+        figures.append(_figure("Load of the busiest expert, of the mean, in the least even layer", chart))
     figures.append(_figure("Gradient norm, before clipping", line_chart(norm, x_label="step", y_format=digits, from_zero=True)))
     figures.append(
         _figure("Learning rate", line_chart(rate, x_label="step", y_format=lambda y: f"{y:.2g}" if y else "0", from_zero=True))
@@ -331,6 +344,33 @@ def predict(run: History) -> tuple[Timeline, str, int]:
         return sum(table.get((action.kind, action.stage), 0.0) for action in parts(slot) if isinstance(action, Action))
 
     return simulate(lower(schedule, plan.zero), cost), basis, microbatches
+
+
+def trace(run: History) -> dict[str, Any]:
+    """The pipeline's timelines for Perfetto, as they are drawn: predicted, and every step whose spans were recorded."""
+    groups: dict[str, Timeline | Sequence[timeline.Bar]] = {}
+    if run.plan is not None and run.microbatches:
+        foreseen, basis, _ = predict(run)
+        groups[f"predicted from {basis}"] = foreseen
+        groups |= {f"measured in step {one['step']}": timeline.measured(one["spans"], run.plan.pipeline) for one in run.spans}
+    return timeline.chrome_trace(groups)
+
+
+def _faults(folder: Path) -> str:
+    """Where every second went, and each incident from its beginning to its end; nothing while nothing went wrong."""
+    records = list(events.read(folder))
+    found = ledger.post_mortems(records)
+    if not found:
+        return ""
+    account = ledger.goodput(records)
+    rows = [(cause, units.duration(seconds), units.percent(share), words) for cause, seconds, share, words in account.rows()]
+    where = _table(("went to", "time", "share", ""), rows)
+    incidents = "".join(
+        f"<details><summary>{escape(f'incident {one.incident}, step {one.step}: {one.reason}')}</summary>"
+        f"<pre>{escape(one.text())}</pre></details>"
+        for one in found
+    )
+    return f"<p>Goodput {units.percent(account.share)}; {len(found)} incidents.</p>{where}{incidents}"
 
 
 def _samples(run: History) -> str:

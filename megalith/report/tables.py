@@ -2,13 +2,18 @@
 
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megalith import events
+from megalith.fleet import ledger
 from megalith.report import units
 from megalith.report.history import History, history
+
+SHOWN = 5  # incidents in the summary; the report page has them all
 
 STATE = {"finished": "green", "stopped": "yellow", "failed": "red"}
 """How a run ended -> the colour that says so."""
@@ -22,7 +27,7 @@ def summary(run_dir: Path) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    for name, value in _facts(run):
+    for name, value in [*_facts(run), *_faults(list(events.read(run_dir)))]:
         table.add_row(name, value)
     return Group(table, *_problems(run)) if run.problems else table
 
@@ -59,6 +64,20 @@ def _facts(run: History) -> list[tuple[str, RenderableType]]:
         newest = run.checkpoints[-1]
         facts.append(("newest checkpoint", f"step {newest['step']:,}, {units.memory(newest['bytes'])}, {newest['path']}"))
     return facts
+
+
+def _faults(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Where the time went, once something has gone wrong; the newest incidents, with whom they blame and what they cost."""
+    found = ledger.post_mortems(records)
+    if not found:
+        return []
+    account = ledger.goodput(records)
+    lost = ", ".join(f"{cause} {units.duration(seconds)}" for cause, seconds, _, _ in account.rows() if cause != "useful")
+    rows = [("goodput", f"{units.percent(account.share)} ({lost})"), ("incidents", f"{len(found)}; the last {SHOWN}:")]
+    for one in found[-SHOWN:]:
+        took = "not over" if one.recovery is None else f"{one.detection:.1f} s + {one.recovery:.1f} s"
+        rows.append((f"  step {one.step}", f"{one.reason} [{took}]"))
+    return rows
 
 
 def _mfu(run: History) -> str:

@@ -29,7 +29,11 @@ FILLS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 
 
 class Bar(NamedTuple):
-    """Something a rank did, from `start` to `end` in seconds. `kind` is a key of FILLS, `word` what stands on the bar."""
+    """Something a rank did, from `start` to `end` in seconds. `kind` is a key of FILLS, `word` what stands on the bar.
+
+    `shade` is the number of the rank's chunk, or 1 for the other direction of a bidirectional schedule. `frame` is how many seconds
+    from `start` a frame goes around this bar and the one after it, which run together; 0 for none.
+    """
 
     rank: int
     name: str
@@ -38,6 +42,7 @@ class Bar(NamedTuple):
     start: float
     end: float
     shade: int = 0
+    frame: float = 0.0
 
 
 def predicted(timeline: Timeline) -> list[Bar]:
@@ -61,20 +66,26 @@ def measured(spans: Iterable[Sequence[Any]], ranks: int) -> list[Bar]:
 def _bars(rank: int, slot: Slot, start: float, end: float, ranks: int) -> list[Bar]:
     if isinstance(slot, Overlap):  # one above the other would be too flat to read: each takes its half of the time
         middle = (start + end) / 2
-        return _bars(rank, slot.first, start, middle, ranks) + _bars(rank, slot.second, middle, end, ranks)
+        (first,) = _bars(rank, slot.first, start, middle, ranks)
+        return [first._replace(frame=end - start), *_bars(rank, slot.second, middle, end, ranks)]
     kind = slot.kind if slot.kind in FILLS else "MESSAGE"
     word = "" if slot.microbatch is None else str(slot.microbatch)
-    return [Bar(rank, str(slot), kind, word, start, end, slot.stage // ranks)]
+    shade = slot.stage // ranks or int(slot.kind in COMPUTATIONS and slot.stage != rank)  # a stage of the other direction
+    return [Bar(rank, str(slot), kind, word, start, end, shade)]
 
 
 def mean_seconds(spans: Iterable[Sequence[Any]]) -> dict[tuple[str, int], float]:
-    """Mean seconds of each (kind, stage) among measured spans of `[rank, action, start, end]`."""
-    found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    for _, name, start, end in spans:
+    """Mean seconds of each (kind, stage) among one step's measured spans of `[rank, action, start, end]`. An action that waited for
+    what travels, or took turns with another, has several."""
+    whole: defaultdict[tuple[int, str], float] = defaultdict(float)
+    for rank, name, start, end in spans:
         if re.fullmatch(r"\d+[FBIW]\d+", name):
-            action = parse(name)
-            assert isinstance(action, Action), name
-            found[action.kind, action.stage].append(end - start)
+            whole[rank, name] += end - start
+    found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for (_, name), seconds in whole.items():
+        action = parse(name)
+        assert isinstance(action, Action), name
+        found[action.kind, action.stage].append(seconds)
     return {key: mean(values) for key, values in found.items()}
 
 
@@ -107,7 +118,9 @@ def draw(groups: Mapping[str, Sequence[Bar]], ranks: int, *, width: float = 1180
         for rank in range(ranks):
             body += text(left - 10, y + 17, f"rank {rank}", anchor="end")
             body += f'<rect x="{left}" y="{y}" width="{(right - left) * last / end:.2f}" height="26" rx="3" class="soft"/>'
-            body += "".join(_rectangle(bar, left, y, (right - left) / end) for bar in group if bar.rank == rank)
+            mine = [bar for bar in group if bar.rank == rank]
+            body += "".join(_rectangle(bar, left, y, (right - left) / end) for bar in mine)
+            body += "".join(_frame(bar, left, y, (right - left) / end) for bar in mine if bar.frame)
             y += 31
         y += 8
     return picture(width, y + 24, body + _seconds(end, left, right, y), "pipeline timeline")
@@ -132,6 +145,13 @@ def _rectangle(bar: Bar, left: float, y: float, scale: float) -> str:
     return f'<g class="bar"><title>{title}</title>{body}</g>'
 
 
+def _frame(bar: Bar, left: float, y: float, scale: float) -> str:
+    """The line around two computations that share a slot."""
+    wide = max(bar.frame * scale - 0.8, 0.6)
+    place = f'x="{left + bar.start * scale + 0.4:.2f}" y="{y + 0.6}" width="{wide:.2f}" height="24.8" rx="2"'
+    return f'<rect {place} style="fill:none;stroke:var(--ink);stroke-width:1.2"/>'
+
+
 def _legend(kinds: Iterable[str], left: float) -> str:
     body, x = "", left
     for kind in (kind for kind in FILLS if kind in set(kinds)):
@@ -150,24 +170,32 @@ def _seconds(end: float, left: float, right: float, y: float) -> str:
     return body
 
 
-def chrome_trace(timeline: Timeline | Sequence[Bar]) -> dict[str, Any]:
-    """The timeline in Chrome's trace format, which Perfetto and chrome://tracing open: a thread a rank, times in microseconds."""
-    bars = predicted(timeline) if isinstance(timeline, Timeline) else list(timeline)
-    found: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
-        for rank in sorted({bar.rank for bar in bars})
-    ]
-    found += [_trace_event(bar.rank, bar.name, FILLS[bar.kind][0], bar.start, bar.end, pid=0) for bar in bars]
-    if isinstance(timeline, Timeline):  # messages overlap computations, so they have threads of their own
-        found += [
-            _trace_event(span.rank, str(action), "message", span.start, span.end, pid=1)
-            for span in timeline.transfers
-            for action in parts(span.action)
-        ]
-    names = {0: "ranks", 1: "messages under way"}
-    used = {event["pid"] for event in found}
-    found += [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": names[pid]}} for pid in sorted(used)]
+def chrome_trace(groups: Mapping[str, Timeline | Sequence[Bar]]) -> dict[str, Any]:
+    """Timelines in Chrome's trace format, which Perfetto and chrome://tracing open: a process a group, a thread a rank, microseconds.
+    Messages of a simulated timeline overlap computations, so they have a process of their own."""
+    found: list[dict[str, Any]] = []
+    for name, group in groups.items():
+        bars = predicted(group) if isinstance(group, Timeline) else list(group)
+        found += _process(found, name, [(bar.rank, bar.name, FILLS[bar.kind][0], bar.start, bar.end) for bar in bars])
+        if isinstance(group, Timeline) and group.transfers:
+            sent = [
+                (span.rank, str(action), "message", span.start, span.end)
+                for span in group.transfers
+                for action in parts(span.action)
+            ]
+            found += _process(found, f"{name}: messages under way", sent)
     return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def _process(
+    before: Sequence[Mapping[str, Any]], name: str, rows: Sequence[tuple[int, str, str, float, float]]
+) -> list[dict[str, Any]]:
+    """A process after those before it, with its ranks' names and events."""
+    pid = len({event["pid"] for event in before})
+    found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}]
+    for rank in sorted({row[0] for row in rows}):
+        found.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": f"rank {rank}"}})
+    return found + [_trace_event(*row, pid=pid) for row in rows]
 
 
 def _trace_event(rank: int, name: str, category: str, start: float, end: float, *, pid: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import pytest
 
 from megalith.report.timeline import bubble, chrome_trace, draw, mean_seconds, measured, predicted
 from megalith.schedule import Schedule, build, lower, simulate
-from megalith.schedule.action import parse_row
+from megalith.schedule.action import Action, parse, parse_row
 
 
 def timeline(**changes):
@@ -54,6 +54,29 @@ def test_an_overlap_is_drawn_as_its_two_halves():
     assert [(bar.name, bar.start, bar.end) for bar in bars[1:3]] == [("0F1", 1.0, 2.0), ("0B0", 2.0, 3.0)]
 
 
+def test_a_frame_goes_around_the_two_halves_of_an_overlap():
+    rows = (parse_row("0F0 (0F1;0B0) 0B1"),)
+    bars = predicted(simulate(lower(Schedule("overlap", rows, 1, 2, (0,)), 0), {"F": 1.0, "B": 3.0}))
+    assert [bar.frame for bar in bars] == [0, 4.0, 0, 0]
+    root = ElementTree.fromstring(draw({"predicted": bars}, 1))
+    (frame,) = [rect for rect in root.iter("rect") if "stroke" in rect.attrib.get("style", "")]
+    first, second = (g[1] for g in root.iter("g") if (g[0].text or "").startswith(("0F1\n", "0B0\n")))
+    end = float(second.attrib["x"]) + float(second.attrib["width"])
+    assert float(frame.attrib["x"]) == pytest.approx(float(first.attrib["x"]), abs=1)
+    assert float(frame.attrib["x"]) + float(frame.attrib["width"]) == pytest.approx(end, abs=2)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("interleaved", 2), ("zb-v", 2), ("dualpipev", 2), ("dualpipe", 1)])
+def test_shades_tell_a_ranks_chunks_or_the_two_directions_apart(name, chunks):
+    schedule = build(name, ranks=2, microbatches=4, chunks=chunks)
+    bars = predicted(simulate(lower(schedule, 0), {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}))
+    for bar in bars:
+        action = parse(bar.name)
+        assert isinstance(action, Action)
+        mirrored = schedule.mirrored is not None and (action.microbatch or 0) >= schedule.mirrored
+        assert bar.shade == (action.stage // 2 if chunks == 2 else mirrored)
+
+
 def test_means_are_by_kind_and_stage():
     spans = [(0, "0F0", 0.0, 1.0), (0, "0F1", 1.0, 4.0), (1, "1B0", 0.0, 5.0), (0, "0SEND_F0", 0, 9), (0, "optimizer", 0, 9)]
     assert mean_seconds(spans) == {("F", 0): 2.0, ("B", 1): 5.0}
@@ -61,7 +84,11 @@ def test_means_are_by_kind_and_stage():
 
 def test_a_trace_holds_every_span_and_message_in_microseconds():
     found = timeline(transfer=0.25)
-    events = [e for e in chrome_trace(found)["traceEvents"] if e["ph"] == "X"]
+    all_events = chrome_trace({"predicted": found, "measured": measured([(0, "0F0", 0.0, 1.5)], 2)})["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in all_events if e["name"] == "process_name"}
+    assert names == {0: "predicted", 1: "predicted: messages under way", 2: "measured"}
+    assert [(e["name"], e["dur"]) for e in all_events if e["ph"] == "X" and e["pid"] == 2] == [("0F0", 1.5e6)]
+    events = [e for e in all_events if e["ph"] == "X" and e["pid"] != 2]
     assert len(events) == len(found.spans) + len(found.transfers)
     backward = next(e for e in events if e["name"] == "1B0")
     span = next(s for s in found.spans if str(s.action) == "1B0")

@@ -1,0 +1,92 @@
+"""A dry run beside its prediction, as tables for a terminal of 80 columns."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from megalith.report import svg, units
+
+if TYPE_CHECKING:
+    from megalith.cost.foreseen import Line
+    from megalith.train.meter import Memory
+
+
+def memory(held: "Memory", lines: Mapping[str, "Line"], limit: int | None) -> Table:
+    """Bytes by category; the column at the peak adds up."""
+    table = _table("memory", "at the peak", "predicted", "gap", "at most", "between steps")
+    for name in held.peak:
+        row = lines[f"memory.{name}"]
+        table.add_row(name, *_sides(row), units.memory(held.most[name]), units.memory(held.between[name]))
+    table.add_row("[bold]all[/]", *_sides(lines["memory.all"]), "", units.memory(sum(held.between.values())))
+    table.add_row("while building", units.memory(held.building))
+    if limit is not None:
+        table.add_row("the device has", units.memory(limit))
+    return table
+
+
+COLOURS = {"weights": 0, "optimizer": 2, "gradients": 1, "buffers": 6, "activations": 4}
+"""Category -> colour, from the bottom up: what stays is below what comes and goes."""
+
+
+def course(moments: Sequence[Mapping[str, int]]) -> str:
+    """Memory over the step by category, as one SVG."""
+    most = max((sum(sizes.values()) for sizes in moments), default=0)
+    unit, scale = units.memory_unit(most)
+    columns = [
+        (100 * at / len(moments), {name: size / scale for name, size in sizes.items()}) for at, sizes in enumerate(moments)
+    ]
+    chart = svg.stacked_columns(
+        columns,
+        COLOURS,
+        x_label="% of the step's allocations",
+        y_format=lambda size: f"{size:.3g} {unit}",
+        width=1000,
+        height=380,
+    )
+    return svg.standalone(chart)
+
+
+def traffic(lines: Mapping[str, "Line"]) -> Table:
+    """Collectives and messages by axis."""
+    table = _table("axis", "collective", "calls", "predicted", "bytes", "predicted", "gap")
+    table.columns[1].justify = "left"
+    for name, calls in lines.items():
+        if not name.startswith("traffic.") or not name.endswith(".calls"):
+            continue
+        _, axis, kind, _ = name.split(".")
+        size = lines[f"traffic.{axis}.{kind}.bytes"]
+        expected = units.NOTHING if calls.foreseen is None else f"{calls.foreseen:,.0f}"
+        table.add_row(axis, kind, f"{calls.counted:,.0f}", expected, *_sides(size))
+    return table
+
+
+def work(lines: Mapping[str, "Line"]) -> Table:
+    """FLOPs by kind."""
+    table = _table("FLOPs", "dry run", "predicted", "gap")
+    for name in ("products", "attention"):
+        row = lines[f"work.{name}"]
+        table.add_row(
+            {"products": "matrix products"}.get(name, name), units.count(row.counted), units.count(row.foreseen), gap(row.gap)
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in table.columns[1:]:
+        column.justify = "right"
+        column.no_wrap = True
+    return table
+
+
+def _sides(row: "Line") -> Sequence[str]:
+    """Counted, predicted, gap: in bytes."""
+    return units.memory(row.counted), units.memory(row.foreseen), gap(row.gap)
+
+
+def gap(share: float | None) -> str:
+    """+3.1 %; a gap that rounds to nothing is said to be none."""
+    if share is None:
+        return units.NOTHING
+    return "none" if abs(share) < 5e-5 else f"{share * 100:+.1f} %" if abs(share) < 9.995 else f"{share + 1:,.0f} times"

@@ -1,0 +1,232 @@
+"""The pictures of docs/guide/parallelism.md, drawn by what they show: schedules are simulated, placements asked of the mesh and of the code
+that splits. `make guide-pictures` draws them again; a test asks whether those in the guide are these.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from types import MappingProxyType
+
+from megalith.mesh import Mesh
+from megalith.report import timeline
+from megalith.report.svg import Cell, grid, picture, stacked_rows, standalone, text
+from megalith.schedule import build, lower, simulate
+from megalith.spec.plan import Plan
+
+RANKS, MICROBATCHES = 4, 8
+SCHEDULES: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {
+        "gpipe": ("GPipe", 1),
+        "1f1b": ("1F1B", 1),
+        "interleaved": ("interleaved 1F1B, 2 chunks a rank", 2),
+        "zb-h1": ("ZB-H1", 1),
+        "zb-h2": ("ZB-H2", 1),
+        "zb-v": ("ZB-V, 2 chunks a rank", 2),
+        "dualpipev": ("DualPipeV, 2 chunks a rank", 2),
+        "dualpipe": ("DualPipe", 1),
+    }
+)
+"""Name in a plan -> name in words, chunks."""
+
+STATE = MappingProxyType({"weights to compute with": 0, "master weights": 1, "gradients": 2, "moments": 3})
+
+
+def schedule(name: str) -> str:
+    """A schedule on RANKS ranks: a forward of all that a rank holds of a microbatch takes 1 s, as do both halves of its backward."""
+    words, chunks = SCHEDULES[name]
+    program = lower(build(name, ranks=RANKS, microbatches=MICROBATCHES, chunks=chunks), zero=0)
+    each = 1 / chunks
+    done = simulate(program, {"F": each, "I": each, "W": each, "B": 2 * each})
+    return timeline.draw({words: timeline.predicted(done)}, RANKS)
+
+
+def placements() -> str:
+    """Which of eight stages a rank holds, for the three placements that schedules use."""
+    kinds = {
+        "interleaved, 2 chunks": ("interleaved", 4, 2),
+        "a V (zb-v, dualpipev)": ("zb-v", 4, 2),
+        "both ways (dualpipe)": ("dualpipe", 8, 1),
+    }
+    rows, most = [], 0
+    for name, ranks, chunks in kinds.values():
+        made = build(name, ranks=ranks, microbatches=2 * ranks, chunks=chunks)
+        held = [made.stages_of(rank) for rank in range(ranks)]
+        rows.append([_strip(f"rank {rank}", [f"stages {stages[0]}, {stages[1]}"], stages, 8) for rank, stages in enumerate(held)])
+        most = max(most, ranks)
+    return grid(rows, list(kinds), [""] * most, cell_width=112)
+
+
+def zero() -> str:
+    """Bytes a parameter that each of eight data ranks keeps from step to step, in a bf16 run."""
+    return stacked_rows(
+        {f"ZeRO {stage}": state_bytes(stage, 8) for stage in range(4)}, dict(STATE), form=lambda size: f"{size:.4g} bytes"
+    )
+
+
+def state_bytes(stage: int, shards: int) -> dict[str, float]:
+    """Bytes a parameter a rank keeps under a ZeRO stage over `shards` ranks, with bf16 weights to compute with and all else in fp32."""
+    shares = {"weights to compute with": (2, 3), "master weights": (4, 1), "gradients": (4, 2), "moments": (8, 1)}
+    kept = {name: size / (shards if stage >= first else 1) for name, (size, first) in shares.items()}
+    return kept | ({"weights to compute with": 0.0} if stage == 3 else {})  # ZeRO 3 makes them of the shares, a part at a time
+
+
+def hsdp() -> str:
+    """Four data ranks, two copies of two shards."""
+    plan = Plan(data=4, replicate=2, zero=3)
+    mesh = Mesh.of(plan)
+    places = [mesh.state_coordinates(rank) for rank in range(mesh.ranks)]
+    cells = [
+        _strip(f"data {rank}", [f"copy {at['copies']}, shard {at['shards']}", "of every weight"], [at["shards"]], plan.shards)
+        for rank, at in enumerate(places)
+    ]
+    return grid([cells], ["state"], [""] * len(cells), cell_width=150)
+
+
+def tensor() -> str:
+    """What four tensor ranks have of a layer: its eight heads, its channels, and the tokens of a norm."""
+    ranks, heads, tokens = 4, 8, 16
+    shown = {"attention's heads": heads, "the MLP's channels": 16, "vocabulary rows": 32, "tokens, in norms": tokens}
+    rows = [
+        [
+            _strip(f"tensor {rank}", [_run(rank * size // ranks, (rank + 1) * size // ranks)], _share(size, rank, ranks), size)
+            for rank in range(ranks)
+        ]
+        for size in shown.values()
+    ]
+    return grid(rows, list(shown), [""] * ranks, cell_width=160)
+
+
+def context() -> str:
+    """A causal sequence shared by four context ranks: rows are queries, columns keys, colours the ranks that score the pairs."""
+    from megalith.parallel.context import parts  # asked, not told again; torch comes with it, and only here
+
+    ranks, chunks, size = 4, 8, 30.0
+    owner = {
+        position: rank for rank, runs in enumerate(parts(chunks, ranks)) for first, end in runs for position in range(first, end)
+    }
+    body, left, top = "", 150.0, 26.0
+    for query in range(chunks):
+        y = top + query * size
+        body += text(left - 10, y + 19, f"chunk {query}: rank {owner[query]}", anchor="end")
+        for key in range(chunks):
+            place = f'x="{left + key * size:.1f}" y="{y:.1f}" width="{size - 2:.1f}" height="{size - 2:.1f}" rx="3"'
+            seen = f'class="f{owner[query]}" fill-opacity="{0.55 if key == query else 0.95}"' if key <= query else 'class="soft"'
+            body += f"<rect {place} {seen}/>"
+    body += text(left, top - 10, "keys: chunk 0 ... 7; paler where only half of a square is seen")
+    for rank in range(ranks):
+        work = sum(query + 0.5 for query, of in owner.items() if of == rank)
+        x, y = left + chunks * size + 26, top + 14 + 24 * rank
+        body += f'<rect x="{x:.1f}" y="{y:.1f}" width="13" height="13" rx="3" class="f{rank}"/>'
+        body += text(x + 20, y + 11, f"rank {rank} scores {work:g} squares", style="strong")
+    return picture(620, top + chunks * size + 8, body, "which context rank scores which queries and keys")
+
+
+def experts() -> str:
+    """Which of eight experts each of eight ranks holds, expert 4 x expert_tensor 2, beside the part of the work it does outside them."""
+    plan = Plan(data=2, tensor=2, context=2, expert=4, expert_tensor=2)
+    mesh, shown = Mesh.of(plan), 8
+    cells = []
+    for rank in range(mesh.ranks):
+        work, at = mesh.coordinates(rank), mesh.expert_coordinates(rank)
+        held = _share(shown, at["expert"], plan.expert)
+        lines = [
+            f"data {work['data']}, context {work['context']}",
+            f"tensor {work['tensor']}",
+            f"experts {_run(held.start, held.stop)}",
+        ]
+        lines.append(f"half {at['expert_tensor']} of their width")
+        cells.append(Cell(f"rank {rank}", lines, [0.5 * (i in held) for i in range(shown)], f"rank {rank}"))
+    return grid([cells[:4], cells[4:]], ["data 0", "data 1"], [""] * 4, cell_width=165)
+
+
+def views() -> str:
+    """The same eight ranks in the views of work, state and experts."""
+    plan = Plan(data=2, context=2, tensor=2, expert=4, zero=1)
+    mesh = Mesh.of(plan)
+    asked: tuple[tuple[str, Callable[[int], Mapping[str, int]]], ...] = (
+        ("work", mesh.coordinates),
+        ("state", mesh.state_coordinates),
+        ("experts", mesh.expert_coordinates),
+    )
+    rows = [
+        [
+            Cell(
+                f"rank {rank}", [f"{axis} {at}" for axis, at in view(rank).items() if axis not in ("place", "pipeline")], [], name
+            )
+            for rank in range(mesh.ranks)
+        ]
+        for name, view in asked
+    ]
+    return grid(rows, [name for name, _ in asked], [""] * mesh.ranks, cell_width=118)
+
+
+def recompute() -> str:
+    """Of sixteen blocks, those that keep all they made in forward; the others keep their input and run again."""
+    from megalith.parallel.recompute import recomputed  # asked, not told again; torch comes with it, and only here
+
+    blocks = 16
+    kept = {
+        policy: [number for number in range(blocks) if not recomputed(number, blocks=blocks, policy=policy)]
+        for policy in ("none", "every:4", "every:2", "sqrt", "full")
+    }
+    cells = [[_strip(f"{len(numbers)} blocks keep everything", [], numbers, blocks)] for numbers in kept.values()]
+    return grid(cells, list(kept), [""], cell_width=760)
+
+
+def ahead() -> str:
+    """What the head and one further block see and predict at each of four positions."""
+    rows = [
+        [
+            Cell(
+                f"token {at + 1 + depth}",
+                [f"from tokens 0 to {at + depth}"],
+                [1.0 * (i <= at + depth) for i in range(6)],
+                "prediction",
+            )
+            for at in range(4)
+        ]
+        for depth in range(2)
+    ]
+    return grid(rows, ["head predicts", "further block predicts"], [f"position {at}" for at in range(4)], cell_width=150)
+
+
+def _share(size: int, index: int, shares: int) -> range:
+    return range(index * size // shares, (index + 1) * size // shares)
+
+
+def _run(first: int, end: int) -> str:
+    return f"{first} to {end - 1}" if end - first > 1 else str(first)
+
+
+def _strip(head: str, lines: Sequence[str], held: Sequence[int], size: int) -> Cell:
+    return Cell(head, lines, [1.0 * (i in held) for i in range(size)], escape(head))
+
+
+PICTURES: Mapping[str, Callable[[], str]] = MappingProxyType(
+    {f"schedule-{name}": lambda name=name: schedule(name) for name in SCHEDULES}
+    | {
+        "placements": placements,
+        "zero": zero,
+        "hsdp": hsdp,
+        "tensor": tensor,
+        "context": context,
+        "experts": experts,
+        "views": views,
+        "recompute": recompute,
+        "ahead": ahead,
+    }
+)
+"""File name without its ending -> what draws it."""
+
+
+def write(folder: Path) -> list[Path]:
+    """Draw every picture into a folder; the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{name}.svg" for name in PICTURES]
+    for file, drawn in zip(files, PICTURES.values(), strict=True):
+        file.write_text(standalone(drawn()), encoding="utf-8")
+    return files
+
+
+if __name__ == "__main__":
+    write(Path("docs/guide/pictures"))

@@ -1,0 +1,106 @@
+"""Warning signs of a plan that does not suit its machine, read from what a run recorded. Each says what was seen and what helps."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from megalith.report.history import History, Record
+from megalith.report.timeline import bubble, measured
+from megalith.report.units import count, percent
+from megalith.schedule.action import COMPUTATIONS
+
+FALLS = 0.05
+"""Share of throughput a rank must lose for it to be a sign."""
+
+ALONE = 1.1
+"""Busy for at most this many times 1/N of the time, N ranks work one after another."""
+
+MOST = 0.5
+"""Share of the time in experts' computations that waiting may take."""
+
+
+def signs(run: History) -> list[str]:
+    """What a person should look at; empty if nothing was seen."""
+    return [*_tensor(run), *_taking_turns(run), *_experts(run)]
+
+
+def _tensor(run: History) -> Iterator[str]:
+    """Throughput that falls as tensor grows, over the run's starts."""
+    rates: defaultdict[int, list[float]] = defaultdict(list)
+    for start, steps in _by_start(run):
+        tensor = _plan(start).get("tensor")
+        warm = [step["tokens_per_second"] / start["world"] for step in steps[2:]]
+        if tensor and warm:
+            rates[tensor].append(median(warm))
+    known = sorted((tensor, median(values)) for tensor, values in rates.items())
+    for (less, fast), (more, slow) in pairwise(known):
+        if slow < (1 - FALLS) * fast:
+            yield (
+                f"Throughput falls as tensor grows: {count(fast)} tokens/s a rank with tensor {less}, {count(slow)} with {more} "
+                f"({percent(slow / fast - 1)}). Its collectives cost more than the split saves: keep tensor inside the fastest links, "
+                f"and use data or pipeline for the rest."
+            )
+
+
+def _by_start(run: History) -> Iterator[tuple[Record, list[Record]]]:
+    """Each start with the steps that were done after it and before the next one."""
+    steps = sorted((*run.steps, *run.repeated), key=lambda step: step["time"])
+    starts = sorted(run.starts, key=lambda start: start["time"])
+    ends = [*(one["time"] for one in starts), float("inf")][1:]
+    for start, end in zip(starts, ends, strict=False):
+        yield start, [step for step in steps if start["time"] <= step["time"] < end]
+
+
+def _plan(start: Mapping[str, Any]) -> Mapping[str, Any]:
+    return start["spec"].get("plan", {})
+
+
+def _taking_turns(run: History) -> Iterator[str]:
+    """Pipeline ranks that are busy 1/N of the time."""
+    if run.plan is None or not run.spans or run.plan.pipeline == 1:
+        return
+    ranks = run.plan.pipeline
+    bars = measured(run.spans[-1]["spans"], ranks)
+    if not any(bar.kind in COMPUTATIONS for bar in bars):
+        return
+    busy = 1 / (1 + bubble(bars, ranks))
+    if busy <= ALONE / ranks:
+        yield (
+            f"Each of {ranks} pipeline ranks is busy for {percent(busy)} of the time, about 1/{ranks}: they work one after another. "
+            f"{run.microbatches} microbatch{'es' * (run.microbatches != 1)} a step are too few: use a smaller plan.microbatch, a larger "
+            f"batch, or fewer stages."
+        )
+
+
+def _experts(run: History) -> Iterator[str]:
+    """Waiting that dominates the layers of experts: what lies between two turns of one computation is tokens on their way."""
+    if run.plan is None or not run.spans or run.plan.expert == 1:
+        return
+    waiting, computing = journeys(run.spans[-1]["spans"])
+    if waiting and waiting > MOST * (waiting + computing):
+        share = percent(waiting / (waiting + computing))
+        yield (
+            f"Waiting dominates the layers of experts: ranks spend {share} of those computations waiting for tokens on their way over "
+            f"{run.plan.expert} expert ranks. Keep plan.expert inside the fast links, use larger microbatches, or a schedule that "
+            f"computes another microbatch meanwhile (dualpipe, dualpipev)."
+        )
+
+
+def journeys(spans: Sequence[Sequence[Any]]) -> tuple[float, float]:
+    """Seconds in which ranks waited amid a computation, and seconds of the computations that were so interrupted."""
+    lines: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
+    for rank, name, start, end in sorted(spans, key=lambda span: (span[0], span[2])):
+        lines[rank].append((name, end - start))
+    waiting = computing = 0.0
+    for line in lines.values():
+        turns: defaultdict[str, list[int]] = defaultdict(list)
+        for at, (name, _) in enumerate(line):
+            if name != "WAIT":
+                turns[name].append(at)
+        interrupted = {name: places for name, places in turns.items() if len(places) > 1}
+        computing += sum(line[at][1] for places in interrupted.values() for at in places)
+        inside = {at for places in interrupted.values() for at in range(places[0], places[-1])}
+        waiting += sum(line[at][1] for at in inside if line[at][0] == "WAIT")
+    return waiting, computing
