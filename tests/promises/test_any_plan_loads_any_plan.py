@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalith.checkpoint.checkpointer import Checkpointer, Saved
 from megalith.checkpoint.read import read_full
@@ -27,10 +28,23 @@ PLANS: list[dict[str, Any]] = [
     {"tensor": 4, "pipeline": 2},
     {"data": 2, "tensor": 2, "zero": 3, "pipeline": 2, "schedule": "interleaved", "chunks": 2},
 ]
+EXPERTS: list[dict[str, Any]] = [
+    {},
+    {"data": 2, "expert": 2, "zero": 3},
+    {"data": 2, "tensor": 2, "expert": 2, "expert_tensor": 2, "zero": 1},
+    {"context": 2, "ulysses": 2, "tensor": 2, "expert": 4, "zero": 2},
+    {"data": 2, "pipeline": 2, "schedule": "dualpipe", "zero": 1, "expert": 2},
+    {"data": 4, "replicate": 2, "zero": 3, "expert": 2},
+    {"pipeline": 2, "schedule": "zb-v", "chunks": 2, "context": 2, "tensor": 2, "expert_tensor": 2},
+]
+"""Plans of a model with experts, latent attention, a router's bias, and a block that predicts further tokens."""
 
 
 def _spec(plan: dict[str, Any]) -> RunSpec:
     """One model that every plan here can split."""
+    if any(plan is one for one in EXPERTS):
+        run = tiny_run(model={"preset": "deepseek-tiny"}, plan=plan, train={"global_batch": 8, "seq_len": 32})
+        return run.model_copy(update={"model": run.model.small(layers=4, unit=4, heads_unit=4)})
     model = shrink(tiny_run(plan={"data": 4, "tensor": 4, "zero": 3}), steps=1).model
     return tiny_run(model=model.model_dump() | {"layers": 4, "tied": True}, plan=plan, train={"global_batch": 8, "seq_len": 24})
 
@@ -72,13 +86,25 @@ def _ranks(plan: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("first", range(len(PLANS)))
 def test_what_is_loaded_is_what_was_saved(first: int, tmp_path: Path) -> None:
-    run_ranks(_train_and_save, _ranks(PLANS[first]), PLANS[first], tmp_path / "saved", 0, False)
+    _save_and_load(PLANS, first, tmp_path)
+
+
+@pytest.mark.parametrize("first", range(len(EXPERTS)))
+def test_experts_and_their_routers_too(first: int, tmp_path: Path) -> None:
+    saved = _save_and_load(EXPERTS, first, tmp_path)
+    assert saved["weights.blocks.2.mlp.router.load"].sum() > 0
+    assert saved["weights.blocks.2.mlp.router.bias"].any()
+
+
+def _save_and_load(plans: list[dict[str, Any]], first: int, tmp_path: Path) -> dict[str, Tensor]:
+    run_ranks(_train_and_save, _ranks(plans[first]), plans[first], tmp_path / "saved", 0, False)
     saved = read_full(tmp_path / "saved")
     assert any(name.startswith("moments.second.") and tensor.any() for name, tensor in saved.items())
-    for number, plan in enumerate(PLANS):
+    for number, plan in enumerate(plans):
         if number != first:
             run_ranks(_load_and_save, _ranks(plan), plan, tmp_path / "saved", tmp_path / f"copy-{number}")
             assert_same_bits(saved, read_full(tmp_path / f"copy-{number}"))
+    return saved
 
 
 @pytest.mark.parametrize(("first", "second"), [pair for pair in permutations(range(4), 2) if 0 in pair])

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -26,9 +26,11 @@ from megalith.fleet.exit_codes import MEANINGS
 from megalith.spec import files
 from megalith.spec.base import Spec
 from megalith.spec.cluster import load as load_cluster
+from megalith.spec.families import FAMILIES
 from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
 from megalith.spec.toml import literal
+from megalith.spec.validate import kinds_of
 from tests.report.run_folder import write_run
 
 ROOT = Path(__file__).parents[2]
@@ -130,6 +132,8 @@ def test_runs_that_are_shown_are_legal(monkeypatch: pytest.MonkeyPatch) -> None:
     for page, arguments in SHOWN:
         if arguments[0] not in ("train", "parity", "check") or not Path(arguments[1]).is_file():
             continue
+        if any("file:" in argument for argument in arguments):  # a file that the page shows, and that running it will find
+            continue
         command, rest = _command(arguments)
         context = command.make_context(command.name, rest)
         checked = verbs.check(
@@ -207,9 +211,7 @@ def _rows(text: str, heading: str) -> dict[str, tuple[str, ...]]:
 
 
 TABLES: dict[str, type[Spec]] = {"### Top level": RunSpec} | {
-    f"### `[{name}]`": field.annotation
-    for name, field in RunSpec.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Spec)
+    f"### `[{name}]`": kinds[0] for name, field in RunSpec.model_fields.items() if (kinds := kinds_of(field.annotation))
 }
 
 
@@ -217,7 +219,7 @@ TABLES: dict[str, type[Spec]] = {"### Top level": RunSpec} | {
 def test_the_reference_of_keys_is_the_specs(heading: str) -> None:
     rows = _rows((ROOT / "docs/guide/training.md").read_text(encoding="utf-8"), heading)
     fields = TABLES[heading].model_fields
-    tables = {name for name, field in fields.items() if isinstance(field.annotation, type) and issubclass(field.annotation, Spec)}
+    tables = {n for n, field in fields.items() if kinds_of(field.annotation) and type(None) not in get_args(field.annotation)}
     assert set(rows) - {"preset"} == set(fields) - tables
     for name in set(fields) - tables:
         default, meaning = rows[name]
@@ -225,6 +227,13 @@ def test_the_reference_of_keys_is_the_specs(heading: str) -> None:
         assert default == ("needed" if field.is_required() else f"`{literal(field.default)}`"), name
         assert meaning, name
         assert meaning.startswith(field.description or ""), name
+
+
+def test_every_familys_own_keys_are_named() -> None:
+    rows = _rows((ROOT / "docs/guide/training.md").read_text(encoding="utf-8"), "### Families of models")
+    llama = set(FAMILIES["llama"].model_fields)
+    for name, family in FAMILIES.items():
+        assert name == "llama" or set(re.findall(r"`(\w+)`", rows[name][1])) == set(family.model_fields) - llama, name
 
 
 def test_all_presets_are_named() -> None:

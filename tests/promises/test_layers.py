@@ -13,8 +13,8 @@ LAYERS = {
     "mesh": 1, "schedule": 1, "kernels": 1,
     "models": 2, "data": 2, "check": 2, "fleet": 2,
     "parallel": 3, "checkpoint": 3,
-    "train": 4,
-    "report": 5,
+    "train": 4, "cost": 4,
+    "report": 5, "planner": 5,
     "verbs": 6,
     "cli": 7,
 }  # fmt: skip
@@ -32,6 +32,8 @@ WITHOUT_TORCH += [
     "megalith.report.live",
     "megalith.spec.files",
     "megalith.data.prepare",
+    "megalith.planner.search",
+    "megalith.cost.estimate",
 ]
 
 

@@ -1,0 +1,103 @@
+"""A dry run of one rank counts what that rank counts when all of them run: messages, state and order exactly, activations within 3 %."""
+
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+from megalith.schedule.lower import lower
+from megalith.schedule.table import build
+from megalith.spec.run import RunSpec
+from megalith.train.dryrun import Counted
+from tests.specs import tiny_run
+from tests.train.dry import dry, real
+
+MIXTRAL = {
+    "family": "mixtral",
+    "layers": 4,
+    "dim": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "ffn": 16,
+    "experts": 8,
+    "active": 2,
+}
+DENSE = {"layers": 8, "ffn": 512}  # large beside the messages between stages, as are wider experts
+PLANS: dict[str, dict[str, Any]] = {
+    "zero 0": {"plan": {"data": 4, "zero": 0}},
+    "zero 1": {"plan": {"data": 4, "zero": 1}},
+    "zero 2": {"plan": {"data": 4, "zero": 2}, "train": {"precision": "bf16"}},
+    "zero 3": {"plan": {"data": 4, "zero": 3}, "train": {"precision": "bf16"}},
+    "copies": {"plan": {"data": 4, "zero": 3, "replicate": 2}},
+    "tensor": {"plan": {"data": 2, "tensor": 2, "zero": 1}},
+    "recomputed": {"plan": {"data": 2, "tensor": 2, "recompute": "full"}, "train": {"precision": "bf16"}},
+    "ring": {"plan": {"data": 2, "context": 2}},
+    "gather": {"plan": {"context": 4, "context_method": "gather"}},
+    "ulysses": {"plan": {"context": 2, "ulysses": 2, "data": 2, "zero": 3}},
+    "1f1b": {"plan": {"pipeline": 2, "data": 2, "zero": 2}},
+    "interleaved": {"plan": {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "data": 2, "tensor": 2, "zero": 3}},
+    "zero bubble": {"plan": {"pipeline": 2, "schedule": "zb-h1", "data": 2, "tensor": 2}},
+    "experts": {"plan": {"data": 4, "expert": 4, "zero": 2}, "model": MIXTRAL},
+    "experts in a pipeline": {
+        "plan": {"pipeline": 2, "data": 2, "tensor": 2, "expert": 2, "zero": 1},
+        "model": MIXTRAL | {"ffn": 128},
+    },
+}
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def both(request: pytest.FixtureRequest) -> tuple[RunSpec, list[tuple[Counted, Counted]]]:
+    """The run, and of its first and last rank what was counted when all ranks ran, and without the others."""
+    parts = PLANS[request.param]
+    spec = tiny_run(**{"model": DENSE} | parts)
+    together = real(spec)
+    return spec, [(together[rank], dry(spec, rank)) for rank in (0, spec.plan.ranks - 1)]
+
+
+Both = tuple[RunSpec, list[tuple[Counted, Counted]]]
+
+
+def test_messages_are_the_same_calls_and_bytes(both: Both) -> None:
+    for run, alone in both[1]:
+        assert alone.traffic == run.traffic
+        assert sum(row.bytes for row in alone.traffic) > 0
+
+
+def test_state_is_the_same_bytes(both: Both) -> None:
+    for run, alone in both[1]:
+        assert (alone.parameters, alone.state, alone.parts) == (run.parameters, run.state, run.parts)
+        for category in ("weights", "optimizer"):
+            assert alone.memory.most[category] == run.memory.most[category] > 0
+        assert alone.memory.between == run.memory.between
+        assert alone.memory.building == run.memory.building
+
+
+def test_activations_differ_at_most_by_messages_under_way(both: Both) -> None:
+    """A message is held until it has left, which takes no time in a dry run."""
+    spec, pairs = both
+    for run, alone in pairs:
+        ours, theirs = alone.memory.most["activations"], run.memory.most["activations"]
+        assert theirs * 0.97 <= ours <= theirs
+        if spec.plan.pipeline == 1:
+            assert ours == theirs
+
+
+def test_products_and_attention_are_the_same_flops(both: Both) -> None:
+    for run, alone in both[1]:
+        assert alone.work.products == run.work.products > 0
+        assert alone.work.attention == run.work.attention > 0
+
+
+def test_actions_run_in_the_order_of_the_program(both: Both) -> None:
+    spec, pairs = both
+    plan = spec.plan
+    program = lower(build(plan.schedule, ranks=plan.pipeline, microbatches=spec.microbatches, chunks=plan.chunks), plan.zero)
+    for run, alone in pairs:
+        row = [str(action) for action in program.rows[run.coordinates["pipeline"]]]
+        assert _once(alone.actions) == _once(run.actions) == _once(row)
+
+
+def _once(actions: list[str]) -> list[str]:
+    """A computation that waits for what travels goes on later, under the same name."""
+    return [name for name, _ in groupby(actions)]

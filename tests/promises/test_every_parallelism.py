@@ -1,0 +1,91 @@
+"""Any combination of parallelisms trains like one process: every pair of choices that can go together is in the sample."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.train.draw import AXES, Draw, draw, legal, uncovered
+from megalith.train.parity import Recording, compare, reference, shrink
+from megalith.train.prove import CPU, prove, recorded
+from tests.specs import tiny_run
+
+FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
+DRAWS = draw(300, seed=1) if FULL else draw(80, seed=0)
+
+
+torch.set_num_threads(1)  # a forked child hangs in OpenMP if its parent ever used more than one thread
+REFERENCES: dict[Any, Recording] = {}
+
+
+@pytest.mark.parametrize("one", DRAWS, ids=lambda one: one.name)
+def test_a_drawn_combination_trains_like_one_process(one: Draw) -> None:
+    """A tie proves nothing: then draw with another seed."""
+    proof = prove(one, references=REFERENCES)
+    assert proof.outcome == "equal", proof.error or "\n".join(map(str, proof.rows))
+
+
+@pytest.mark.parametrize(
+    ("preset", "plan"),
+    [
+        ("mixtral-8x7b", {"data": 2, "expert": 2, "zero": 3}),
+        ("deepseek-tiny", {"tensor": 2, "expert": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2}),
+    ],
+    ids=lambda value: str(value),
+)
+def test_rounding_sends_no_token_elsewhere_that_has_a_clear_choice(preset: str, plan: dict[str, Any]) -> None:
+    """The drawn combinations in bf16 deal tokens out; here routers choose."""
+    exact = shrink(tiny_run(plan=plan, train={"global_batch": 8}, model={"preset": preset}), steps=3)
+    one = Draw((), exact.model_copy(update={"train": exact.train.model_copy(update={"precision": "bf16"})}))
+    proof = prove(one, references=REFERENCES)
+    assert proof.rows[0].quantity.startswith("routing")
+    assert proof.outcome == "equal", proof
+
+
+def test_every_pair_of_choices_is_shown_or_refused() -> None:
+    """What no draw shows cannot be drawn: `check` refuses it whatever else is chosen."""
+    assert set(uncovered(DRAWS)) == {
+        *(("model dense", f"expert {value}") for value in AXES["expert"] if value != "1"),
+        *((f"zero {stage}", "pipeline dualpipe") for stage in (2, 3)),
+    }
+
+
+def test_draws_are_a_function_of_the_seed() -> None:
+    assert [one.choices for one in draw(20, seed=5)] == [one.choices for one in draw(20, seed=5)]
+    assert [one.choices for one in draw(20, seed=5)] != [one.choices for one in draw(20, seed=6)]
+    assert len({one.choices for one in draw(120, seed=3)}) == 120
+
+
+def test_an_illegal_combination_is_not_drawn() -> None:
+    plain = {axis: next(iter(values)) for axis, values in AXES.items()}
+    assert legal(tuple(plain.items())) is not None
+    assert legal(tuple((plain | {"expert": "2", "data": "2 shards"}).items())) is None
+
+
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("gpt2", {"tensor": 2, "data": 2, "zero": 3}),
+    ("gpt2", {"pipeline": 2, "schedule": "zb-v", "chunks": 2, "context": 2}),
+    ("palm-8b", {"tensor": 2, "data": 2, "zero": 2}),
+    ("palm-8b", {"tensor": 2, "context": 2, "ulysses": 2}),
+    ("gemma2-2b", {"tensor": 2, "context": 2}),
+    ("gemma2-2b", {"pipeline": 2, "schedule": "dualpipe", "recompute": "full"}),
+    ("qwen3-0.6b", {"tensor": 2, "pipeline": 2, "schedule": "zb-h1"}),
+    ("qwen3-30b-a3b", {"data": 2, "tensor": 2, "expert": 4, "zero": 3}),
+    ("switch-base-8", {"data": 2, "context": 2, "expert": 2}),
+    ("switch-base-8", {"tensor": 2, "pipeline": 2, "expert": 2}),
+    ("grok-1", {"data": 2, "expert": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2}),
+    ("deepseek-v2-lite", {"tensor": 2, "expert": 2, "recompute": "selective"}),
+    ("tiny", {"context": 4, "ulysses": 2, "pipeline": 2, "zero": 3}),
+    ("tiny", {"pipeline": 4, "schedule": "dualpipe", "data": 2, "zero": 1}),
+    ("tiny", {"pipeline": 4, "schedule": "dualpipev", "chunks": 2}),
+    ("deepseek-tiny", {"pipeline": 4, "schedule": "zb-h2", "data": 2, "expert": 2}),
+]
+
+
+@pytest.mark.parametrize(("preset", "plan"), OTHERS, ids=lambda value: str(value))
+def test_every_family_trains_like_one_process(preset: str, plan: dict[str, Any]) -> None:
+    run = tiny_run(plan=plan, train={"global_batch": 8}, model={"preset": preset})
+    spec = shrink(run, steps=2)
+    rows = compare(reference(spec, device=CPU), recorded(spec), spec=spec)
+    assert all(row.equal for row in rows), "\n".join(map(str, rows))

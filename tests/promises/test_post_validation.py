@@ -1,0 +1,268 @@
+"""An update made before the norm is known, and undone if it was wrong, changes no bit of a run."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.events import read
+from megalith.fleet.exit_codes import ExitCode
+from megalith.parallel.data import local
+from megalith.parallel.gradients import NotFinite
+from megalith.parallel.passes import Runner
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import Trainer
+from megalith.train.parity import compare, record, reference, shrink
+from megalith.train.post_validation import Stepper
+from megalith.train.step import Stepped
+from tests.parallel.running import CPU, microbatches, trainer_of
+from tests.ranks import run_ranks
+from tests.runs import assert_same_bits, at_step, final_state, finish, position, prepare_text, start, train
+from tests.specs import tiny_run
+
+STEPS = 6
+PLANS: list[dict[str, Any]] = [
+    {},
+    {"pipeline": 2, "schedule": "zb-h2"},
+    {"pipeline": 4, "schedule": "zb-h2"},
+    {"pipeline": 2, "data": 2, "zero": 1, "schedule": "zb-h2"},
+    {"pipeline": 2, "data": 2, "zero": 3, "schedule": "zb-h2"},
+    {"pipeline": 2, "chunks": 2, "schedule": "dualpipev", "data": 2, "expert": 2},
+    {"pipeline": 4, "schedule": "dualpipe", "zero": 1},
+    {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "tensor": 2},
+]
+
+
+def _spec(plan: dict[str, Any], *, clip: float, late: bool, **parts: dict[str, Any]) -> RunSpec:
+    model = {"preset": "deepseek-tiny"} if "expert" in plan else {}
+    tables = {"plan": plan, "train": {"global_batch": 16}, "model": model} | parts
+    spec = shrink(tiny_run(**tables), steps=STEPS)
+    changes = {
+        "plan": spec.plan.model_copy(update={"post_validation": late}),
+        "optimizer": spec.optimizer.model_copy(update={"clip": clip, "lr": 1e-3}),
+    }
+    return spec.model_copy(update=changes)
+
+
+def _state(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: local(tensor).clone() for name, tensor in trainer.state().items()}
+
+
+def _steps(trainer: Trainer) -> list[Stepped]:
+    stepper = Stepper(trainer)
+    told = [done for step in range(STEPS) for done in stepper.step(microbatches(trainer, step), step=step)]
+    return told + stepper.settle()
+
+
+def _lost(done: Stepped) -> bool:
+    return any(name == "LOST" for name, _, _ in done.spans)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One rank's run of both kinds."""
+
+    limit: float
+    different: list[str]
+    numbers: list[list[tuple[int, float, float, float, dict[str, float]]]]
+    again: list[bool]  # steps whose row was begun twice
+
+
+def _beside(rank: int, plan: dict[str, Any]) -> Beside:
+    limit = median(done.grad_norm for done in _steps(trainer_of(_spec(plan, clip=0.0, late=False))))
+    states, numbers, again = [], [], []
+    for late in (False, True):
+        trainer = trainer_of(_spec(plan, clip=limit, late=late))
+        told = _steps(trainer)
+        states.append(_state(trainer))
+        numbers.append([(done.step, done.loss, done.grad_norm, done.lr, done.experts) for done in told])
+        again = [_lost(done) for done in told]
+    different = [name for name in states[0] if not torch.equal(states[0][name], states[1][name])]
+    return Beside(limit, different, numbers, again)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_weights_moments_losses_and_norms_are_those_of_the_synchronous_run_bit_for_bit(plan: dict[str, Any]) -> None:
+    for found in run_ranks(_beside, _spec(plan, clip=1.0, late=True).plan.ranks, plan, timeout=240):
+        assert found.different == []
+        assert found.numbers[0] == found.numbers[1]
+        clipped = [norm > found.limit for _, _, norm, _, _ in found.numbers[0]]
+        assert True in clipped[:-1] and False in clipped[:-1]
+        assert found.again == [False, *clipped[:-1]], "a row begins again when the step before it was clipped, and only then"
+
+
+def _record(rank: int, spec: RunSpec) -> Any:
+    return record(trainer_of(spec))
+
+
+@pytest.mark.parametrize("plan", [{"pipeline": 2, "schedule": "zb-v", "chunks": 2}, {"data": 2, "zero": 2}], ids=str)
+def test_it_trains_like_one_process(plan: dict[str, Any]) -> None:
+    spec = _spec(plan, clip=1e-3, late=True, model={"tied": True})
+    found = run_ranks(_record, spec.plan.ranks, spec, timeout=240)[0]
+    rows = compare(reference(spec, device=CPU), found, spec=spec)
+    assert all(row.equal for row in rows), rows
+
+
+# --- a gradient that is not finite ---
+
+BAD = 3
+
+
+def _poisoned(rank: int, plan: dict[str, Any], between: bool) -> tuple[str, list[str]]:
+    """What is raised for a NaN in step BAD, and the names that are not what they were before it. `between`: found between two steps."""
+    trainer = trainer_of(_spec(plan, clip=0.0, late=True))
+    stepper = Stepper(trainer)
+    for step in range(BAD):
+        stepper.step(microbatches(trainer, step), step=step)
+    stepper.settle()
+    before = _state(trainer)
+    if rank == trainer.groups.line[-1]:
+        _poison(trainer)
+    stepper.step(microbatches(trainer, BAD), step=BAD)
+    changed = [name for name, tensor in _state(trainer).items() if not torch.equal(before[name], tensor)]
+    assert changed, "the update was made"
+    with pytest.raises(NotFinite) as raised:
+        stepper.settle() if between else stepper.step(microbatches(trainer, BAD + 1), step=BAD + 1)
+    after = _state(trainer)
+    return str(raised.value), [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def _poison(trainer: Trainer) -> None:
+    """The next gradient of one parameter becomes NaN."""
+    parameter = next(iter(trainer.runners[max(trainer.runners)].stage.parameters()))
+    handle = parameter.register_hook(lambda grad: (handle.remove(), grad * torch.nan)[1])
+
+
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("plan", [PLANS[2], PLANS[5]], ids=str)
+def test_a_nan_names_its_own_step_and_leaves_the_weights_before_it(plan: dict[str, Any], between: bool) -> None:
+    for message, changed in run_ranks(_poisoned, _spec(plan, clip=0.0, late=True).plan.ranks, plan, between, timeout=240):
+        assert message.startswith(f"step {BAD}: ")
+        assert changed == []
+
+
+# --- what it is for ---
+
+NAP = 0.08  # seconds of every computation
+
+
+def _slow(runner: Runner) -> None:
+    """Every computation of the stage takes NAP longer."""
+
+    def slowed(run: Callable[..., Any]) -> Callable[..., Any]:
+        def napping(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(NAP)
+            return (yield from run(*args, **kwargs))
+
+        return napping
+
+    for name in ("forward", "backward", "input_backward", "weight_backward"):
+        setattr(runner, name, slowed(getattr(runner, name)))
+
+
+def _moments(rank: int, late: bool) -> list[tuple[float, float, float]]:
+    """Of each step, on the one clock of this machine: the start of the first computation, the end of the last, seconds of the check."""
+    trainer = trainer_of(_spec({"pipeline": 4, "schedule": "zb-h2"}, clip=0.0, late=late))
+    for runner in trainer.runners.values():
+        _slow(runner)
+    found, run = [], trainer.executor.run
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        executed = run(*args, **kwargs)
+        work = [(start, end) for name, start, end in executed.marks if name[:1].isdigit() and name.strip("0123456789") in "FBIW"]
+        found.append((work[0][0], work[-1][1], sum(end - start for name, start, end in executed.marks if name == "CHECK")))
+        return executed
+
+    trainer.executor.run = noted  # pyright: ignore[reportAttributeAccessIssue]
+    _steps(trainer)
+    return found
+
+
+def test_no_rank_waits_for_the_others_between_two_steps() -> None:
+    """Ranks of ZB-H2 end one after another: those that end first are in the next step before the last one is done with this."""
+    whole = run_ranks(_moments, 4, False, timeout=240)
+    early = run_ranks(_moments, 4, True, timeout=240)
+
+    def ahead(ranks: list[list[tuple[float, float, float]]]) -> list[list[float]]:
+        """By rank and step: seconds between the start of a step and the end of the slowest rank's step before it."""
+        ends = [max(rank[step][1] for rank in ranks) for step in range(STEPS)]
+        return [[ends[step] - rank[step + 1][0] for step in range(STEPS - 1)] for rank in ranks]
+
+    assert all(seconds < 0 for rank in ahead(whole) for seconds in rank), "the synchronous step waits for all"
+    for rank, seconds in enumerate(ahead(early)[:3]):
+        assert median(seconds) > (2 - rank) * NAP, (rank, seconds)  # (3 - rank) on an idle machine
+    assert max(median(check for _, _, check in rank[1:]) for rank in early) < NAP / 2, "nor does it wait at the check"
+
+
+# --- through the loop ---
+
+CLIP = 1.25  # the norms of this text's gradients rise from 1.05 to 1.4
+
+
+def _run(data: Path, **plan: Any) -> RunSpec:
+    return tiny_run(
+        model={"vocab": 264},
+        plan={"pipeline": 2, "schedule": "zb-h2"} | plan,
+        data={"path": str(data)},
+        train={"steps": 10, "global_batch": 8, "seq_len": 32, "precision": "bf16"},
+        checkpoint={"every": 3},
+        validation={"every": 4, "samples": 4},
+        optimizer={"warmup": 4, "schedule": "cosine", "clip": CLIP},
+    )
+
+
+def _steps_logged(folder: Path) -> dict[int, tuple[float, float, int]]:
+    return {e["step"]: (e["loss"], e["grad_norm"], e["tokens_seen"]) for e in read(folder) if e["type"] == "step"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A synchronous run that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(_run(data), folder)
+    clipped = [norm > CLIP for _, norm, _ in _steps_logged(folder).values()]
+    assert True in clipped and False in clipped
+    return folder
+
+
+def test_killed_and_started_again_it_ends_with_the_bits_of_a_synchronous_run(data: Path, whole: Path, tmp_path: Path) -> None:
+    spec = _run(data, post_validation=True)
+
+    def kill(running: dict[int, int]) -> None:
+        os.kill(min(running), signal.SIGKILL)
+
+    assert -signal.SIGKILL in finish(start(spec, tmp_path), meanwhile=at_step(4, tmp_path, kill))
+    train(spec, tmp_path)
+    assert_same_bits(final_state(whole), final_state(tmp_path))
+    assert position(tmp_path) == position(whole) == {"step": 10, "samples": 80}
+    assert _steps_logged(tmp_path) == _steps_logged(whole)
+    assert [(e["step"], e["loss"]) for e in read(tmp_path) if e["type"] == "validation"][-3:] == [
+        (e["step"], e["loss"]) for e in read(whole) if e["type"] == "validation"
+    ]
+
+
+def test_a_signal_is_heard_a_step_later_and_nothing_unchecked_is_saved(data: Path, whole: Path, tmp_path: Path) -> None:
+    spec = _run(data, post_validation=True)
+
+    def ask(running: dict[int, int]) -> None:
+        os.kill(max(running), signal.SIGTERM)
+
+    assert finish(start(spec, tmp_path), meanwhile=at_step(2, tmp_path, ask)) == [ExitCode.STOPPED] * 2
+    stopped = position(tmp_path)["step"]
+    assert 2 < stopped < 10
+    assert set(_steps_logged(tmp_path)) == set(range(1, stopped + 1))
+    train(spec, tmp_path)
+    assert_same_bits(final_state(whole), final_state(tmp_path))

@@ -1,0 +1,244 @@
+"""Copies of the ranks' state in memory: bit for bit under any plan, from a node's own memory or its buddy's, whenever a rank was killed."""
+
+import os
+import shutil
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalith.checkpoint.memory import Damaged, Memory
+from megalith.fleet import copies
+from megalith.fleet.seat import MEMORY, PLACEMENT, Seat, node_folder
+from megalith.fleet.tiers import Copy, Source, Tier, newest
+from megalith.train.assemble import Trainer
+from megalith.train.step import train_step
+from tests.parallel.running import microbatches, trainer_of
+from tests.ranks import run_ranks
+from tests.runs import assert_same_bits, at_step, final_state, finish, position, prepare_text, start, train
+from tests.specs import tiny_run
+
+EXPERTS: dict[str, Any] = {"preset": "deepseek-tiny"}
+PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"data": 2, "zero": 0}, {}),
+    ({"data": 2, "zero": 3}, {}),
+    ({"data": 2, "zero": 1, "tensor": 2}, {}),
+    ({"pipeline": 2, "zero": 1}, {"model": {"tied": True}}),
+    ({"data": 2, "expert": 2, "zero": 1}, {"model": EXPERTS}),
+]
+
+
+def seat(rank: int, root: Path, *, world: int, slots: int = 2) -> Seat:
+    return Seat(rank, world, tuple(f"n{slot}" for slot in range(slots)), root)
+
+
+def memory_of(trainer: Trainer, root: Path, *, distance: int = 1) -> Memory:
+    here = seat(trainer.groups.rank, root, world=trainer.spec.plan.ranks)
+    memory, group = Memory(trainer.shares(), seat=here), dist.group.WORLD
+    assert group is not None
+    memory.join(distance, group=group)
+    return memory
+
+
+def bits(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: share.clone() for name, share in trainer.shares().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _round_trip(rank: int, run: dict[str, Any], root: Path) -> list[bool]:
+    """Is the state of step 1 back, from each tier, and does the step after it give the same bits?"""
+    trainer = trainer_of(tiny_run(**run))
+    memory = memory_of(trainer, root)
+    train_step(trainer, microbatches(trainer, 0), step=0)
+    memory.copy(1, 8)
+    one, drawn = bits(trainer), torch.rand(3)
+    train_step(trainer, microbatches(trainer, 1), step=1)
+    memory.copy(2, 16)
+    two = bits(trainer)
+    memory.finish()
+    dist.barrier()
+    placement, found = ("n0", "n1"), []
+    surveyed = copies.survey(root, placement=placement, world=dist.get_world_size())
+    assert surveyed == tuple(Copy(tier, step) for tier in (Tier.MEMORY, Tier.BUDDY) for step in (2, 1)), surveyed
+    dist.barrier()
+    for source in (Source(1, Tier.BUDDY), Source(1, Tier.MEMORY, ((1, Tier.BUDDY),))):
+        fresh = trainer_of(tiny_run(**run))
+        again = memory_of(fresh, root)
+        label = again.restore(source)
+        assert label is not None
+        found += [(label.step, label.samples) == (1, 8), same(bits(fresh), one), torch.equal(torch.rand(3), drawn)]
+        train_step(fresh, microbatches(fresh, 1), step=1)
+        found.append(same(bits(fresh), two))
+    found.append(copies.survey(root, placement=placement, world=dist.get_world_size())[0].step == 1)  # the newer one is forgotten
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(("plan", "parts"), PLANS, ids=str)
+def test_the_state_comes_back_bit_for_bit(plan: dict[str, Any], parts: dict[str, Any], tmp_path: Path) -> None:
+    run = {"plan": plan} | parts
+    for found in run_ranks(_round_trip, tiny_run(**run).plan.ranks, run, tmp_path):
+        assert all(found), found
+
+
+# --- without a model ---
+
+
+def state_at(step: int, rank: int, size: int = 400_000) -> dict[str, torch.Tensor]:
+    """Tensors of odd sizes and kinds that tell their step and rank."""
+    return {
+        "weights.a": torch.full((size,), float(step)),
+        "weights.odd": torch.full((7, 3), step + 0.5 + rank, dtype=torch.bfloat16),
+        "weights.none": torch.empty(0, 4),
+        "moments.first.a": torch.full((size + 1,), float(-step)),
+        "count": torch.tensor([step], dtype=torch.int64),
+    }
+
+
+def set_to(live: dict[str, torch.Tensor], step: int, rank: int) -> None:
+    for name, tensor in state_at(step, rank, live["weights.a"].numel()).items():
+        live[name].copy_(tensor)
+
+
+def _copy_on_and_on(rank: int, root: Path, first: int) -> None:
+    live = state_at(first, rank)
+    memory = Memory(live, seat=seat(rank, root, world=2))
+    for step in range(first + 1, first + 10_000):
+        set_to(live, step, rank)
+        memory.copy(step, 8 * step)
+    os._exit(0)
+
+
+def test_killed_at_any_moment_a_whole_step_is_left(tmp_path: Path) -> None:
+    """Two ranks that do nothing but copy, each at its own pace, are killed: what either holds is intact, and is what it says."""
+    last = [0, 0]
+    for turn in range(5):
+        children = []
+        for rank in range(2):
+            pid = os.fork()
+            if pid == 0:
+                _copy_on_and_on(rank, tmp_path, max(last))
+            children.append(pid)
+        before = list(last)
+        while not all(step > old for step, old in zip(last, before, strict=True)):
+            time.sleep(0.003 * turn + 0.002)
+            last = [max((piece.step for piece in pieces_of(tmp_path, rank)), default=0) for rank in range(2)]
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for rank in range(2):
+            held = pieces_of(tmp_path, rank)
+            assert len(held) >= 2 and all(piece.intact for piece in held), "a torn copy claims to be one"
+            newest_step = max(piece.step for piece in held)
+            live = state_at(0, rank)
+            label = Memory(live, seat=seat(rank, tmp_path, world=2)).restore(Source(newest_step, Tier.MEMORY))
+            assert label and label.samples == 8 * newest_step
+            assert same(live, state_at(newest_step, rank))
+
+
+def pieces_of(root: Path, rank: int) -> list[copies.Piece]:
+    return copies.pieces(node_folder(root, f"n{rank}"))
+
+
+def test_a_torn_or_altered_or_foreign_copy_is_refused(tmp_path: Path) -> None:
+    here = seat(0, tmp_path, world=2)
+    live = state_at(3, 0, 100)
+    memory = Memory(live, seat=here)
+    memory.copy(3, 24)
+    with pytest.raises(Damaged, match="there is none"):
+        memory.restore(Source(4, Tier.MEMORY))
+    assert copies.corrupt_piece(node_folder(tmp_path, "n0"), rank=0, bit=64 * 8)
+    with pytest.raises(Damaged, match="digest"):
+        memory.restore(Source(3, Tier.MEMORY))
+    memory.copy(4, 32)
+    memory.own.files[memory.own.find(4) or 0].strike_out()  # as far as a rank gets that is killed while it copies
+    with pytest.raises(Damaged, match="there is none"):
+        memory.restore(Source(4, Tier.MEMORY))
+    memory.copy(5, 40)
+    other = Memory({"weights.b" if name == "weights.a" else name: t for name, t in live.items()}, seat=here)
+    assert other.own.find(5) is None, "files of the same size with another layout hold nothing of this plan's"
+
+
+def test_the_ring_keeps_the_newest_and_the_pinned_one(tmp_path: Path) -> None:
+    live = state_at(0, 0, 10)
+    memory = Memory(live, seat=seat(0, tmp_path, world=2), keep=2, pinned=True)
+    for step in range(1, 9):
+        memory.copy(step, step)
+        if step in (2, 5):
+            memory.pin()
+    steps = {piece.step for piece in pieces_of(tmp_path, 0)}
+    assert steps == {5, 6, 7, 8}
+    set_to(live, 99, 0)
+    restored = memory.restore(Source(5, Tier.MEMORY))
+    assert restored and restored.step == 5 and same(live, state_at(0, 0, 10))
+
+
+def test_a_copy_of_the_same_step_takes_the_place_of_the_other_and_its_pin(tmp_path: Path) -> None:
+    memory = Memory(state_at(0, 0, 10), seat=seat(0, tmp_path, world=2), pinned=True)
+    for step in (1, 2, 2):
+        memory.copy(step, step)
+        memory.pin()
+    memory.copy(2, 2)
+    assert sorted(piece.step for piece in pieces_of(tmp_path, 0)) == [1, 2]
+    assert memory.pinned_step() == 2
+
+
+def test_the_disk_holds_the_same_file_and_is_read_like_it(tmp_path: Path) -> None:
+    live = state_at(6, 0, 100)
+    memory = Memory(live, seat=seat(0, tmp_path / "memory", world=2), disk=tmp_path / "disk")
+    memory.copy(6, 48, to_disk=True)
+    memory.settle()
+    shutil.rmtree(tmp_path / "memory")  # as a node that was switched off and on again
+    (found,) = copies.survey(tmp_path / "disk", placement=("n0", "n1"), world=2, own=Tier.DISK)
+    assert found == Copy(Tier.DISK, 6, frozenset({1}))
+    set_to(live, 0, 0)
+    again = Memory(live, seat=seat(0, tmp_path / "memory", world=2), disk=tmp_path / "disk")
+    restored = again.restore(Source(6, Tier.DISK))
+    assert restored and restored.samples == 48
+    assert same(live, state_at(6, 0, 100))
+
+
+def test_a_disk_that_is_full_costs_a_copy_and_is_told(tmp_path: Path) -> None:
+    (tmp_path / "disk").write_text("no folder")
+    memory = Memory(state_at(6, 0, 100), seat=seat(0, tmp_path / "memory", world=2), disk=tmp_path / "disk")
+    memory.copy(6, 48, to_disk=True)
+    memory.settle()
+    assert memory.disk_error
+
+
+# --- a whole run ---
+
+
+def test_a_run_without_a_checkpoint_that_lost_a_node_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """All ranks are killed, one node's memory is gone: the other node holds the copy of its state."""
+    spec = tiny_run(
+        model={"vocab": 264},
+        plan={"data": 2, "zero": 3},
+        data={"path": str(prepare_text(tmp_path))},
+        train={"steps": 6, "global_batch": 4, "seq_len": 32, "precision": "fp32"},
+        fleet={"nodes": 2, "verify_every": 2},
+    )
+    memory = tmp_path / "memory"
+    environment = {MEMORY: str(memory), PLACEMENT: "0,1"}
+    train(spec, tmp_path / "whole")
+
+    def kill(running: dict[int, int]) -> None:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+
+    folder = tmp_path / "killed"
+    finish(start(spec, folder, environment=environment), meanwhile=at_step(3, folder, kill))
+    shutil.rmtree(node_folder(memory, "0"))
+    source = newest(copies.survey(memory, placement=("0", "1"), world=2))
+    assert source is not None and source.step >= 2 and Tier.BUDDY in (source.tier, *dict(source.elsewhere).values())
+    assert finish(start(spec, folder, source=asdict(source), environment=environment)) == [0, 0]
+    assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
+    assert position(folder) == position(tmp_path / "whole")

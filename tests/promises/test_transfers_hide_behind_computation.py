@@ -1,0 +1,235 @@
+"""Transfers hide behind computation: one microbatch's tokens travel to their experts while another's computes, and weights arrive while
+the part before theirs computes."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalith.models.block import Block
+from megalith.models.moe import Exchange, Moe, Pending, Traffic
+from megalith.parallel.data import Bucket
+from megalith.parallel.execute import Executor
+from megalith.schedule.action import Overlap, parts
+from megalith.schedule.lower import Program
+from megalith.train.assemble import Trainer
+from megalith.train.batches import Cut, to_batch
+from tests.parallel.running import CPU, microbatches, trainer_of
+from tests.ranks import run_ranks
+from tests.specs import tiny_run
+
+DELAY = 0.02  # seconds that rows are on their way at least
+COMPUTES = 0.03  # seconds that experts take, and what comes after them: a model large enough to hide the way
+TRIES = 3
+HARDLY = 0.2
+Marks = list[tuple[str, float, float]]
+
+
+# --- tokens on their way to experts ---
+
+
+@dataclass
+class Journey:
+    """Rows that arrive DELAY after they set out. Moments in seconds on the clock of the executor's marks."""
+
+    pending: Pending | None
+    started: float = field(default_factory=time.perf_counter)
+    asked: float = 0.0
+    arrived: float = 0.0
+
+    def wait(self) -> Tensor:
+        assert self.pending is not None
+        self.asked = time.perf_counter()
+        time.sleep(max(0.0, self.started + DELAY - self.asked))
+        rows = self.pending.wait()
+        self.arrived, self.pending = time.perf_counter(), None
+        return rows
+
+
+class Link:
+    """An exchange through a padded link, which notes its journeys."""
+
+    def __init__(self, exchange: Exchange, journeys: list[Journey]) -> None:
+        self._exchange, self._journeys = exchange, journeys
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._exchange, name)
+
+    def start_dispatch(self, rows: Tensor, traffic: Traffic) -> Pending:
+        return self._note(self._exchange.start_dispatch(rows, traffic), rows)
+
+    def start_combine(self, rows: Tensor, traffic: Traffic) -> Pending:
+        return self._note(self._exchange.start_combine(rows, traffic), rows)
+
+    def _note(self, pending: Pending, rows: Tensor) -> Pending:
+        if rows.shape[1] == 1:
+            return pending  # weights, which travel beside the rows that they are of
+        self._journeys.append(Journey(pending))
+        return self._journeys[-1]
+
+
+class Slow(torch.autograd.Function):
+    """The same, a while later; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(COMPUTES)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        time.sleep(COMPUTES)
+        return grad
+
+
+def slowed(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args: Slow.apply(compute(*args))  # pyright: ignore[reportReturnType]
+
+
+def one_after_the_other(program: Program) -> Program:
+    """The same actions, none together."""
+    return replace(program, rows=tuple(tuple(chain.from_iterable(map(parts, row))) for row in program.rows))
+
+
+def partners(program: Program, rank: int) -> dict[str, str]:
+    """What each action that shares a slot shares it with."""
+    slots = (slot for slot in program.rows[rank] if isinstance(slot, Overlap))
+    return dict(chain.from_iterable(((str(s.first), str(s.second)), (str(s.second), str(s.first))) for s in slots))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank's step."""
+
+    partners: dict[str, str]  # as the schedule has it
+    marks: Marks
+    journeys: list[Journey]
+
+    def overlapped(self) -> Iterator[tuple[str, Journey]]:
+        """The journeys of actions that the schedule lets share a slot, with the action's name."""
+        for journey in self.journeys:
+            (name,) = (name for name, start, end in self.marks if name != "WAIT" and start <= journey.started <= end)
+            if name in self.partners:
+                yield name, journey
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for those."""
+        return sum(journey.arrived - journey.asked for _, journey in self.overlapped())
+
+    def hidden(self) -> list[bool]:
+        """Did the other action compute between a journey's start and the moment its rows were asked for?"""
+        return [
+            any(
+                name == self.partners[action] and journey.started <= start and end <= journey.asked
+                for name, start, end in self.marks
+            )
+            for action, journey in self.overlapped()
+        ]
+
+
+def _step(trainer: Trainer, program: Program, journeys: list[Journey]) -> Seen:
+    """The second step of a program: the first opens connections."""
+    executor = trainer.executor
+    again = Executor(program, trainer.runners, reducer=executor.reducer, groups=trainer.groups, hidden=executor.hidden)
+    batches = [to_batch(s, Cut.of(trainer), device=CPU, loss_scale=1 / 400) for s in microbatches(trainer)]
+    again.run(batches)
+    journeys.clear()
+    marks = again.run(batches).marks
+    return Seen(partners(executor.program, trainer.groups.coordinates["pipeline"]), marks, list(journeys))
+
+
+def _both(rank: int) -> tuple[Seen, Seen]:
+    plan = {"pipeline": 2, "data": 2, "expert": 2, "schedule": "dualpipev", "chunks": 2}
+    model = {"family": "mixtral", "experts": 4, "active": 2, "ffn": 16}
+    trainer = trainer_of(tiny_run(plan=plan, model=model, train={"global_batch": 12}))
+    journeys: list[Journey] = []
+    for block in chain.from_iterable(stage.blocks.values() for stage in trainer.stages.values()):
+        assert isinstance(block, Block) and isinstance(block.mlp, Moe)
+        block.mlp.exchange = Link(block.mlp.exchange, journeys)
+        block.mlp.run, block.join = slowed(block.mlp.run), slowed(block.join)
+    program = trainer.executor.program
+    return _step(trainer, program, journeys), _step(trainer, one_after_the_other(program), journeys)
+
+
+@cache
+def steps() -> list[tuple[Seen, Seen]]:
+    """Of each rank, a step with overlaps and one without."""
+    return run_ranks(_both, 4)
+
+
+def test_in_an_overlap_the_other_action_computes_during_every_journey() -> None:
+    for together, apart in steps():
+        assert len(together.hidden()) == len(apart.hidden()) > 0
+        assert all(together.hidden())
+        assert not any(apart.hidden())
+
+
+def test_rows_of_overlapped_actions_are_there_when_they_are_asked_for() -> None:
+    """One action after the other waits for each journey to its end; together they hardly wait. What is left is what a busy machine
+    makes ranks wait for each other."""
+    for _ in range(TRIES):
+        shares = [together.waited / apart.waited for together, apart in steps()]
+        if max(shares) < HARDLY:
+            break
+        steps.cache_clear()
+    assert max(shares) < HARDLY
+    for _, apart in steps():
+        assert apart.waited > 0.9 * DELAY * len(apart.hidden())
+
+
+# --- weights on their way ---
+
+
+def _watch(trainer: Trainer, events: list[tuple[str, int]]) -> None:
+    """Note which part's weights set out, which are there, and which part computes."""
+    runner = trainer.runners[0]
+    part_of = {bucket: number for number, used in enumerate(runner.buckets) for bucket in used}
+    start = Bucket.start
+
+    def started(bucket: Bucket) -> None:
+        before = bucket._arriving
+        start(bucket)
+        if bucket._arriving is not before:
+            events.append(("gather", part_of[bucket]))
+
+    def computes(kind: str, number: int) -> None:
+        assert [part_of[bucket] for bucket in part_of if bucket.whole] == [number], "one part's weights are here, no other's"
+        events.append((kind, number))
+
+    def leaves(number: int, out: Any) -> None:
+        (out if isinstance(out, Tensor) else out.objective).register_hook(lambda _: computes("backward", number))
+
+    Bucket.start = started
+    for number, part in enumerate(runner.parts):
+        assert isinstance(part, nn.Module)
+        part.register_forward_pre_hook(lambda *_, number=number: computes("forward", number))
+        part.register_forward_hook(lambda _, args, out, number=number: leaves(number, out))
+
+
+def _events(rank: int) -> tuple[list[tuple[str, int]], int]:
+    trainer = trainer_of(tiny_run(plan={"data": 2, "zero": 3}, train={"global_batch": 2}))
+    events: list[tuple[str, int]] = []
+    _watch(trainer, events)
+    trainer.executor.run([to_batch(s, Cut.of(trainer), device=CPU, loss_scale=1 / 400) for s in microbatches(trainer)])
+    return events, len(trainer.runners[0].parts)
+
+
+def _told(kind: str, numbers: list[int]) -> list[tuple[str, int]]:
+    """Each part computes after the next one's weights have set out."""
+    events = [("gather", numbers[0])]
+    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+        events += [("gather", following)] if following is not None else []
+        events.append((kind, number))
+    return events
+
+
+def test_zero_3_lets_the_next_part_s_weights_set_out_before_it_computes_one() -> None:
+    for events, count in run_ranks(_events, 2):
+        there = list(range(count))
+        assert events == _told("forward", there) + _told("backward", there[::-1])
