@@ -4,12 +4,13 @@ SHELL := /bin/bash
 PYTHON ?= python3
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := .venv/bin/
+WORKERS := -n 3 --dist worksteal
 export UV_PROJECT_ENVIRONMENT := .venv
 
-.PHONY: help setup quickstart test test-fast test-gpu check format bench clean
+.PHONY: help setup quickstart test test-fast test-full test-gpu check format bench guide-pictures clean
 
 help: ## Say what can be made
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 setup: .venv/.ready ## Make the locked environment
 
@@ -29,10 +30,13 @@ quickstart: setup ## Prepare real text, train a small Llama on 4 CPU ranks, let 
 	$(RUN)megalith report runs/quickstart
 
 test: setup ## Run all tests
-	$(RUN)pytest
+	$(RUN)pytest $(WORKERS)
 
 test-fast: setup ## Run the tests of an inner loop, under two minutes
-	$(RUN)pytest -m "not slow" --ignore tests/promises
+	$(RUN)pytest $(WORKERS) -m "not slow" --ignore tests/promises
+
+test-full: setup ## Prove 300 combinations of parallelisms rather than 80 (hours on a small machine)
+	MEGALITH_FULL=1 $(RUN)pytest tests/promises/test_every_parallelism.py
 
 test-gpu: ## Run the tests that one GPU can run, in the environment at hand
 	python3 -m pytest tests/gpu
@@ -48,6 +52,9 @@ format: setup ## Format the code
 
 bench: setup ## Measure training speed beside plain Hugging Face transformers
 	$(RUN)python benchmarks/train_speed.py --peer
+
+guide-pictures: setup ## Draw the pictures of docs/guide/parallelism.md again
+	$(RUN)python -m megalith.report.guide
 
 clean: ## Remove what was made, but runs and data
 	rm -rf .venv .uv .pytest_cache .ruff_cache dist

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from megalith.schedule.table import MOST_CHUNKS, SCHEDULES
+from megalith.mesh import Mesh
+from megalith.schedule.table import misfits
 from megalith.spec import cluster as clusters
 from megalith.spec.cluster import ClusterSpec
-from megalith.spec.model import BlockSpec, ModelSpec
+from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.run import RunSpec
@@ -26,19 +27,28 @@ from megalith.spec.validate import leaves
 
 __all__ = ["MAY_CHANGE", "RULES", "Case", "Problem", "check", "check_resume"]
 
-PARTS = ("attention", "attention.core", "attention_norm", "mlp", "mlp_norm")
-"""The parts of a block that selective recomputation can name."""
+PARTS: dict[str, tuple[str, ...]] = {
+    "attend": (),
+    "attention": ("attend",),
+    "attention.core": ("attention", "attend"),
+    "attention_norm": ("attend",),
+    "mlp": (),
+    "mlp.experts": ("mlp",),
+    "mlp.shared": ("mlp",),
+    "mlp_norm": ("attend",),
+}
+"""The parts of a block that selective recomputation can name -> those that have this one in them."""
 
 WIDTH = {"fp32": 4, "bf16": 2}
 """Bytes of a number, by precision."""
 
-STATE_BYTES = 16
-"""Bytes a parameter: master weight, gradient and AdamW's two moments, each fp32 (Rajbhandari et al. 2019)."""
+STATE_BYTES, GRADIENT_BYTES = 16, 4
+"""Bytes a parameter: master weight, gradient and AdamW's two moments, each fp32 (Rajbhandari et al. 2019); of these the gradient."""
 
 MAY_CHANGE: dict[str, str] = {
     "name": "a label",
     "cluster": "what MFU is measured against",
-    "plan": "where the work happens, never its result",
+    "plan": "where the work happens, never its result (but see _other_sets)",
     "data.path": "where the data lies; that it is the same data is checked by its manifest's digest",
     "train.steps": "a run may be made longer",
     "train.device": "where the work happens",
@@ -46,8 +56,12 @@ MAY_CHANGE: dict[str, str] = {
     "checkpoint": "the same",
     "log": "what is written besides the event log",
     "launch": "ranks and their limits",
+    "fleet": "how faults are met",
 }
 """What may differ when a run is resumed, and why: keys, or whole tables."""
+
+SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipev")
+"""Schedules that put weight gradients off."""
 
 Found = Iterator[Problem]
 
@@ -122,18 +136,30 @@ def check_resume(saved: RunSpec, asked: RunSpec, *, provenance: Mapping[str, str
     before = {dotted(leaf.path): leaf.value for leaf in leaves(saved)}
     now = {dotted(leaf.path): leaf.value for leaf in leaves(asked)}
     changed = [name for name in dict.fromkeys([*now, *before]) if now.get(name) != before.get(name)]
-    return [
-        Problem(
-            severity="error",
-            key=name,
-            value=now.get(name),
-            reason=f"the run in this folder has {literal(before.get(name))}, and would no longer be the same run",
-            way_out="Set it back, or start another run with --run-dir.",
-            source=(provenance or {}).get(name, ""),
-        )
+    reason = "the run in this folder has {}, and would no longer be the same run"
+    way_out = "Set it back, or start another run with --run-dir."
+    found = [
+        _error(name, now.get(name), reason.format(literal(before.get(name))), way_out)
         for name in changed
         if not {name, name.partition(".")[0]} & set(MAY_CHANGE)
     ]
+    found += _other_sets(saved, asked.plan, "plan")
+    return [replace(problem, source=(provenance or {}).get(problem.key, "")) for problem in found]
+
+
+def _other_sets(run: RunSpec, plan: Plan, name: str) -> Found:
+    """Why a run could not go on under another plan, called `name`: its balance loss would be over other sets of tokens."""
+    before, now = run.plan.set_sequences, plan.set_sequences
+    if before != now and run.model.build().balances_microbatches:
+        field = "data" if plan.data != run.plan.data else "microbatch"
+        reason = (
+            f"with {name}.data x {name}.microbatch = {now} balances experts over sets of {now} sequences, and the run over sets of "
+            f"{before}: it would no longer be the same run"
+        )
+        way_out = (
+            f'Use {name}.data x {name}.microbatch = {before}. Runs with model.balance_set = "sequence" are free to change it.'
+        )
+        yield _error(f"{name}.{field}", getattr(plan, field), reason, way_out)
 
 
 def _error(name: str, value: Any, reason: str, way_out: str) -> Problem:
@@ -149,25 +175,33 @@ def _advice(name: str, value: Any, reason: str, way_out: str) -> Problem:
 
 def heads_make_up_the_width(case: Case) -> Found:
     """Attention heads split the width evenly, share keys evenly, and have pairs of channels to rotate."""
-    model = case.spec.model
-    kv_heads = model.kv_heads or model.heads
-    if model.head_dim is None and model.dim % model.heads:
-        way_out = _divisors("heads", model.dim, model.heads)
-        yield _error("model.heads", model.heads, f"does not divide model.dim = {model.dim}", way_out)
-    if model.heads % kv_heads:
-        reason = f"does not divide model.heads = {model.heads}, so groups of heads would share keys unevenly"
-        yield _error("model.kv_heads", kv_heads, reason, _divisors("kv_heads", model.heads, kv_heads))
-    head_dim = model.head_dim or model.dim // model.heads
-    if head_dim % 2:
-        name = "model.heads" if model.head_dim is None else "model.head_dim"
-        reason = f"gives heads of {head_dim} channels, and rotary positions turn channels in pairs"
-        yield _error(name, model.head_dim or model.heads, reason, f"Use an even head_dim, such as {head_dim + 1}.")
+    sizes = dict(case.spec.model)
+    implied = "head_dim" in sizes and sizes["head_dim"] is None  # the heads' width follows from dim
+    if implied and sizes["dim"] % sizes["heads"]:
+        way_out = _divisors("heads", sizes["dim"], sizes["heads"])
+        yield _error("model.heads", sizes["heads"], f"does not divide model.dim = {sizes['dim']}", way_out)
+    attention = next((block.attention for block in case.blocks), None)  # blocks of one model differ in other things
+    if isinstance(attention, AttentionSpec) and attention.heads % attention.kv_heads:
+        reason = f"does not divide model.heads = {attention.heads}, so groups of heads would share keys unevenly"
+        way_out = _divisors("kv_heads", attention.heads, attention.kv_heads)
+        yield _error("model.kv_heads", attention.kv_heads, reason, way_out)
+    if isinstance(attention, AttentionSpec) and attention.rope and attention.head_dim % 2:
+        name = "heads" if implied else "head_dim"
+        reason = f"gives heads of {attention.head_dim} channels, and rotary positions turn channels in pairs"
+        yield _error(f"model.{name}", sizes[name], reason, f"Use an even head_dim, such as {attention.head_dim + 1}.")
+    if isinstance(attention, LatentAttentionSpec) and attention.rope_dim % 2:
+        reason = "is odd, and rotary positions turn channels in pairs"
+        yield _error("model.rope_dim", attention.rope_dim, reason, f"Use {attention.rope_dim + 1}, say.")
 
 
 def sequences_fit_the_context(case: Case) -> Found:
-    """Positions beyond the model's context were never meant."""
+    """Positions beyond the model's context were never meant; learned ones are not there."""
     length, context = case.spec.train.seq_len, case.spec.model.context
-    if length > context:
+    learned = case.model.embedding.positions if case.model else None
+    if learned is not None and length > learned:
+        reason = f"goes beyond the {learned} positions that this model learns a vector each for"
+        yield _error("train.seq_len", length, reason, f"Use seq_len <= {learned}, or set model.context = {length}.")
+    elif length > context:
         reason = f"goes beyond model.context = {context}, the longest sequence the positions are meant for"
         yield _advice("train.seq_len", length, reason, f"Use seq_len <= {context}, or set model.context = {length}.")
 
@@ -189,8 +223,10 @@ def replicate_divides_data(case: Case) -> Found:
 def ranks_match_the_plan(case: Case) -> Found:
     """A plan uses every rank there is, and no more."""
     plan = case.plan
-    need = f"data {plan.data} x tensor {plan.tensor} x pipeline {plan.pipeline} = {plan.ranks} ranks are needed"
-    fixed = plan.tensor * plan.pipeline
+    axes = [("data", plan.data), ("context", plan.context), ("tensor", plan.tensor), ("pipeline", plan.pipeline)]
+    sizes = " x ".join(f"{name} {size}" for name, size in axes if name != "context" or size > 1)
+    need = f"{sizes} = {plan.ranks} ranks are needed"
+    fixed = plan.context * plan.tensor * plan.pipeline
     if case.world is not None and case.world != plan.ranks:
         fits = case.world % fixed == 0
         way_out = f"Use plan.data = {case.world // fixed}" if fits else f"Start a multiple of {fixed} ranks"
@@ -200,6 +236,13 @@ def ranks_match_the_plan(case: Case) -> Found:
         reason = f"has {case.cluster.count} devices, and {need}"
         way_out = f"Use {case.cluster.accelerator.name}:{plan.ranks}, or a smaller plan."
         yield _error("cluster", case.spec.cluster, reason, way_out)
+
+
+def nodes_share_the_ranks(case: Case) -> Found:
+    """A node fills a place of the mesh with as many ranks as any other."""
+    ranks, nodes = case.plan.ranks, case.spec.fleet.nodes
+    if ranks % nodes:
+        yield _error("fleet.nodes", nodes, f"does not divide the plan's {ranks} ranks", _divisors("fleet.nodes", ranks, nodes))
 
 
 def tensor_divides_the_model(case: Case) -> Found:
@@ -217,26 +260,78 @@ def tensor_divides_the_model(case: Case) -> Found:
             yield _error("plan.tensor", case.plan.tensor, f"does not divide {what} = {size} ({where})", way_out)
 
 
-def rows_divide_over_tensor_and_shards(case: Case) -> Found:
-    """Weights that `tensor` splits by rows are split by rows again among the data ranks that share them, evenly."""
-    plan = case.plan
-    if plan.tensor == 1 or plan.shards == 1 or case.model is None or plan.data % plan.replicate:
-        return
-    rows = {("vocab", "embedding, head"): case.model.embedding.vocab}
+def kv_heads_meet_the_tensor_ranks(case: Case) -> Found:
+    """Tensor ranks share out the heads of keys and values, or each has the one that its queries need."""
+    tensor = case.plan.tensor
     for block, name in case.blocks.items():
-        attention = block.attention
-        rows["heads * head_dim", f"{name}.attention"] = attention.heads * attention.head_dim
-        rows["kv_heads * head_dim", f"{name}.attention"] = attention.kv_heads * attention.head_dim
-        rows["ffn", f"{name}.mlp"] = block.mlp.hidden
-    pieces = plan.tensor * plan.shards
-    common = gcd(*rows.values())
-    fits = max((s for s in range(1, plan.shards) if plan.data % s == 0 and common % (plan.tensor * s) == 0), default=None)
-    other = f"Use plan.replicate = {plan.data // fits} (shards of {fits})" if fits else "Use a smaller plan.tensor"
-    for (what, where), size in rows.items():
-        if size % pieces and size % plan.tensor == 0:  # the tensor rule speaks of the others
-            reason = f"with tensor = {plan.tensor} and {plan.shards} shards cuts {what} = {size} ({where}) into uneven pieces"
-            way_out = f"{other}, or make {what} a multiple of {pieces}, such as {_up(size, pieces)}."
-            yield _error("plan.data", plan.data, reason, way_out)
+        heads = block.attention.kv_heads if isinstance(block.attention, AttentionSpec) else tensor
+        if heads % tensor and tensor % heads:
+            reason = f"neither divides kv_heads = {heads} ({name}.attention) nor is a multiple of it"
+            yield _error("plan.tensor", tensor, reason, _divisors("tensor", heads, tensor))
+
+
+def context_divides_the_sequence(case: Case) -> Found:
+    """Each context rank has one early and one late part of every sequence; Ulysses' ranks exchange whole heads."""
+    plan, length = case.plan, case.spec.train.seq_len
+    if plan.context % plan.ulysses:
+        yield _error(
+            "plan.ulysses",
+            plan.ulysses,
+            f"does not divide plan.context = {plan.context}",
+            _divisors("ulysses", plan.context, plan.ulysses),
+        )
+    if plan.context == 1:
+        return
+    unit = 2 * plan.context * (plan.tensor if plan.sequence else 1)
+    if length % unit:
+        reason = f"is no multiple of 2 x context {plan.context}" + (f" x tensor {plan.tensor}" if unit > 2 * plan.context else "")
+        yield _error(
+            "train.seq_len", length, f"{reason} = {unit}", f"Use seq_len = {_up(length, unit)}, say, or a smaller plan.context."
+        )
+    for block, name in case.blocks.items():
+        heads, split = block.attention.heads, plan.tensor * plan.ulysses
+        if plan.ulysses > 1 and heads % split:
+            reason = f"with tensor = {plan.tensor} does not divide heads = {heads} ({name}.attention)"
+            yield _error("plan.ulysses", plan.ulysses, reason, "Use a smaller ulysses; the rest of the context is a ring.")
+
+
+def experts_have_ranks(case: Case) -> Found:
+    """Expert ranks are taken from those of one pipeline rank; they share out experts, and split the width of each, evenly."""
+    plan = case.plan
+    moes = {name: block.mlp for block, name in case.blocks.items() if isinstance(block.mlp, MoeSpec)}
+    asked = [name for name in ("expert", "expert_tensor") if getattr(plan, name) > 1]
+    if asked and case.model is not None and not moes:
+        for name in asked:
+            yield _error(f"plan.{name}", getattr(plan, name), "shares out experts, and the model has none", "Use 1.")
+        return
+    ranks = plan.data * plan.context * plan.tensor
+    if ranks % (plan.expert * plan.expert_tensor):
+        product = plan.expert * plan.expert_tensor
+        reason = f"x expert_tensor {plan.expert_tensor} = {product} does not divide data x context x tensor = {ranks}"
+        way_out = f"Use a product that does: {', '.join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)}."
+        yield _error("plan.expert", plan.expert, reason, way_out)
+    for name, moe in moes.items():
+        if moe.experts % plan.expert:
+            reason = f"does not divide the {moe.experts} experts ({name}.mlp)"
+            yield _error("plan.expert", plan.expert, reason, _divisors("expert", moe.experts, plan.expert))
+        if moe.hidden % plan.expert_tensor:
+            reason = f"does not divide an expert's width {moe.hidden} ({name}.mlp)"
+            yield _error(
+                "plan.expert_tensor", plan.expert_tensor, reason, _divisors("expert_tensor", moe.hidden, plan.expert_tensor)
+            )
+
+
+def routing_is_learnt(case: Case) -> Found:
+    """Tokens that are dealt out go to experts that know nothing of them."""
+    if any(isinstance(block.mlp, MoeSpec) and block.mlp.router.balanced for block in case.blocks):
+        reason = "sends tokens to experts in turn, whatever their scores: it measures speed, and learns no routing"
+        yield _advice("model.balanced", True, reason, "Leave it out of a run whose weights are wanted.")
+
+
+def fallback_is_the_same_run(case: Case) -> Found:
+    """The plan to go on with when nodes are gone leaves the sets of tokens as they are."""
+    if case.spec.fleet.fallback is not None and case.model is not None:
+        yield from _other_sets(case.spec, case.spec.fleet.fallback, "fleet.fallback")
 
 
 def batch_divides(case: Case) -> Found:
@@ -275,27 +370,60 @@ def layers_fill_the_stages(case: Case) -> Found:
         yield _error("plan.layers", layers, f"places {sum(layers)} blocks, and the model has {blocks}", way_out)
 
 
-def schedule_is_known(case: Case) -> Found:
-    """The schedule is in the table and can hold as many stages a rank."""
+def schedule_can_be_built(case: Case) -> Found:
+    """The schedule is there, and runs on this many ranks, microbatches and chunks, under this ZeRO stage."""
     plan = case.plan
-    if plan.schedule not in SCHEDULES:
-        nearest = near(plan.schedule, SCHEDULES)
-        hint = f'Did you mean "{nearest}"? ' if nearest else ""
-        yield _error("plan.schedule", plan.schedule, "no schedule has this name", f"{hint}Known: {', '.join(SCHEDULES)}.")
-        return
-    most = MOST_CHUNKS.get(plan.schedule, plan.chunks)
-    if plan.chunks > most:
-        several = ", ".join(f'"{name}"' for name in SCHEDULES if name not in MOST_CHUNKS)
-        reason = f'is more than schedule = "{plan.schedule}" holds a rank, {most}'
-        yield _error("plan.chunks", plan.chunks, reason, f"Use chunks = {most}, or a schedule that holds several: {several}.")
+    fields = {"ranks": "pipeline", "microbatches": "microbatch"}
+    if case.spec.microbatches:  # else the batch does not divide, which another rule says
+        for misfit in misfits(
+            plan.schedule, ranks=plan.pipeline, microbatches=case.spec.microbatches, chunks=plan.chunks, zero=plan.zero
+        ):
+            yield _error(f"plan.{fields.get(misfit.field, misfit.field)}", misfit.value, misfit.reason, misfit.way_out)
     if plan.schedule == "interleaved" and plan.chunks == 1 and plan.pipeline > 1:
         yield _advice("plan.chunks", 1, 'interleaves nothing with schedule = "interleaved"', "Use chunks = 2 or more.")
+
+
+def zero_bubble_is_worth_its_memory(case: Case) -> Found:
+    """ZB-H2 fills the bubble only if the next step may begin before the global norm is known (Qi et al. 2024, section 4)."""
+    plan = case.plan
+    if plan.schedule == "zb-h2" and not plan.post_validation and plan.pipeline > 1:
+        reason = (
+            f"keeps up to {2 * plan.pipeline - 1} microbatches in flight, and still waits for all ranks at the end of each step"
+        )
+        yield _advice(
+            "plan.schedule", plan.schedule, reason, 'Use plan.post_validation = true, or "zb-h1", which keeps half of that.'
+        )
+    if plan.compile and plan.schedule in SPLIT_BACKWARD:
+        reason = "compiles blocks whole, so that no weight gradient can be put off"
+        yield _advice("plan.compile", True, f'{reason}, which schedule = "{plan.schedule}" counts on', "Use one or the other.")
+
+
+def journeys_can_hide(case: Case) -> Found:
+    """What travels in pieces is started and awaited between products, which a compiler would have to see through."""
+    plan = case.plan
+    if plan.overlap_tensor > 1 and plan.compile:
+        reason = "with compile = true, whose blocks are compiled whole"
+        yield _error("plan.overlap_tensor", plan.overlap_tensor, reason, "Use one or the other.")
+
+
+def second_copies_are_worth_it(case: Case) -> Found:
+    """DualPipe keeps every stage twice, for a bubble hardly smaller than DualPipeV's on the same ranks (Sea AI Lab, "cut in half")."""
+    plan, ranks, microbatches = case.plan, case.plan.pipeline, case.spec.microbatches
+    if plan.schedule != "dualpipe" or ranks == 1 or case.model is None or len(case.model.blocks) < 2 * ranks:
+        return
+    other = plan.model_copy(update={"schedule": "dualpipev", "chunks": 2})
+    reason = f"keeps a second copy of each stage, about {_size(_state_bytes(case, plan) - _state_bytes(case, other))} a rank"
+    if microbatches >= 2 * ranks:  # else both idle for more than these, which are exact where F = I = W and nothing is hidden
+        own, theirs = (ranks - 2) / (3 * microbatches), (ranks - 1) / (3 * microbatches)
+        reason += f", and idles for {own:.1%} of the useful time where 'dualpipev' idles for {theirs:.1%}"
+    way_out = "Use schedule = 'dualpipev' and chunks = 2, unless twice the messages between stages cost more."
+    yield _advice("plan.schedule", plan.schedule, reason, way_out)
 
 
 def bubble_is_small(case: Case) -> Found:
     """Many more microbatches than stages, or ranks wait (Narayanan et al. 2021: (p - 1) / m of the useful time)."""
     plan, microbatches = case.plan, case.spec.microbatches
-    if plan.pipeline == 1 or not 0 < microbatches < 4 * plan.pipeline:
+    if plan.pipeline == 1 or not 0 < microbatches < 4 * plan.pipeline or plan.schedule not in ("gpipe", "1f1b", "interleaved"):
         return
     chunks = plan.chunks if plan.schedule == "interleaved" else 1
     bubble = (plan.pipeline - 1) / (microbatches * chunks)
@@ -332,9 +460,9 @@ def recomputation_names_what_exists(case: Case) -> Found:
     if plan.recompute == "selective" and not plan.recompute_parts:
         way_out = 'Use ["attention.core"], or recompute = "none".'
         yield _error("plan.recompute_parts", (), 'names nothing, with recompute = "selective"', way_out)
-    nested = [part for part in plan.recompute_parts if part.rpartition(".")[0] in plan.recompute_parts]
+    nested = [(part, outer) for part in plan.recompute_parts for outer in PARTS.get(part, ()) if outer in plan.recompute_parts]
     if plan.recompute == "selective" and nested:
-        reason = f"{nested[0]} is computed a third time, inside {nested[0].rpartition('.')[0]}"
+        reason = "{} is computed a third time, inside {}".format(*nested[0])
         yield _advice("plan.recompute_parts", plan.recompute_parts, reason, "Name the outer part only.")
 
 
@@ -403,6 +531,22 @@ def tensor_stays_on_fast_links(case: Case) -> Found:
         reason = f"leaves the {device.scale_up_domain} {device.name} that fast links join{rates}"
         way_out = f"Use tensor <= {device.scale_up_domain}, and pipeline or data for more."
         yield _advice("plan.tensor", case.plan.tensor, reason, way_out)
+
+
+def experts_stay_on_fast_links(case: Case) -> Found:
+    """Every layer of experts sends each token there and back: inside a domain that is fast, and over the network it sets the pace."""
+    if case.cluster is None:
+        return
+    device, plan = case.cluster.accelerator, case.plan
+    line = plan.expert * plan.expert_tensor
+    if line > device.scale_up_domain and plan.expert > 1:
+        ranks = f"{line} neighbouring ranks" if plan.expert_tensor > 1 else "these ranks"
+        reason = f"takes tokens over {ranks}, beyond the {device.scale_up_domain} {device.name} that fast links join"
+        most = max(1, device.scale_up_domain // plan.expert_tensor)
+        way_out = (
+            f"Use expert <= {most} if that many experts fit a rank; else the messages want hiding, as by dualpipe or dualpipev."
+        )
+        yield _advice("plan.expert", plan.expert, reason, way_out)
 
 
 def device_suits(case: Case) -> Found:
@@ -527,12 +671,20 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     sequences_fit_the_context,
     replicate_divides_data,
     ranks_match_the_plan,
+    nodes_share_the_ranks,
     tensor_divides_the_model,
-    rows_divide_over_tensor_and_shards,
+    kv_heads_meet_the_tensor_ranks,
+    context_divides_the_sequence,
+    experts_have_ranks,
+    routing_is_learnt,
+    fallback_is_the_same_run,
     batch_divides,
     every_stage_has_a_block,
     layers_fill_the_stages,
-    schedule_is_known,
+    schedule_can_be_built,
+    zero_bubble_is_worth_its_memory,
+    journeys_can_hide,
+    second_copies_are_worth_it,
     bubble_is_small,
     tied_weights_stay_together,
     recomputation_names_what_exists,
@@ -541,6 +693,7 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     long_sequences_recompute,
     cluster_is_known,
     tensor_stays_on_fast_links,
+    experts_stay_on_fast_links,
     device_suits,
     warmup_and_decay_fit,
     long_runs_save,
@@ -561,32 +714,77 @@ def _split_sizes(case: Case) -> dict[tuple[str, str], int]:
     """What tensor parallelism splits, and where it is: (name, part) -> size."""
     assert case.model is not None
     sizes = {("vocab", "embedding, head"): case.model.embedding.vocab}
+    if case.model.embedding.positions is not None:
+        sizes["context", "embedding"] = case.model.embedding.positions
     for block, name in case.blocks.items():
         sizes["heads", f"{name}.attention"] = block.attention.heads
-        sizes["kv_heads", f"{name}.attention"] = block.attention.kv_heads
-        sizes["ffn", f"{name}.mlp"] = block.mlp.hidden
+        if isinstance(block.mlp, MlpSpec):
+            sizes["ffn", f"{name}.mlp"] = block.mlp.hidden
+        elif block.mlp.shared:
+            sizes["shared", f"{name}.mlp"] = block.mlp.shared
     return sizes
 
 
 def _parameters(block: BlockSpec, dim: int) -> int:
     """Weights of one block. The trainer counts its own; here there is no torch to count with."""
-    attention = block.attention
-    return dim * (2 * (attention.heads + attention.kv_heads) * attention.head_dim + 3 * block.mlp.hidden + 2)
+    norms = (1 if block.parallel else 2) + (2 if block.post_norms else 0)
+    per_norm = dim * (2 if block.norm.kind == "layer" and block.norm.bias else 1)
+    return _attention_parameters(block.attention, dim) + _mlp_parameters(block.mlp, dim) + norms * per_norm
+
+
+def _attention_parameters(attention: AttentionSpec | LatentAttentionSpec, dim: int) -> int:
+    heads = attention.heads
+    if isinstance(attention, AttentionSpec):
+        channels = attention.head_dim
+        biases = (heads + 2 * attention.kv_heads) * channels + dim if attention.bias else 0
+        return 2 * dim * (heads + attention.kv_heads) * channels + biases + (2 * channels if attention.qk_norm else 0)
+    queries, keys_and_values = heads * (attention.nope_dim + attention.rope_dim), heads * (attention.nope_dim + attention.v_dim)
+    rank, kv_rank = attention.q_rank, attention.kv_rank
+    of_queries = dim * queries if rank is None else rank * (dim + 1 + queries)
+    return of_queries + dim * (kv_rank + attention.rope_dim) + kv_rank * (1 + keys_and_values) + dim * heads * attention.v_dim
+
+
+def _mlp_parameters(mlp: MlpSpec | MoeSpec, dim: int) -> int:
+    matrices = 3 if mlp.gated else 2
+    if isinstance(mlp, MlpSpec):
+        return matrices * dim * mlp.hidden + ((matrices - 1) * mlp.hidden + dim if mlp.bias else 0)
+    shared = matrices * dim * mlp.shared + (dim if mlp.shared and mlp.shared_gate else 0)
+    return mlp.experts * (matrices * dim * mlp.hidden + dim) + shared
 
 
 def _saved_numbers(block: BlockSpec, dim: int) -> int:
     """About how many numbers a token leaves in a block for backward, with fused attention: both norms' inputs and outputs;
-    queries, keys, values and attention's output; the MLP's gate and up, silu(gate) and their product."""
-    attention = block.attention
-    return 4 * dim + 2 * (attention.heads + attention.kv_heads) * attention.head_dim + 4 * block.mlp.hidden
+    queries, keys, values and attention's output; the MLP's gate and up, activation(gate) and their product, of each expert it meets."""
+    attention, mlp = block.attention, block.mlp
+    if isinstance(attention, AttentionSpec):
+        attended = 2 * (attention.heads + attention.kv_heads) * attention.head_dim
+    else:
+        attended = attention.heads * 2 * (attention.nope_dim + attention.rope_dim + attention.v_dim)
+        attended += (attention.q_rank or 0) + attention.kv_rank
+    kept = 4 if mlp.gated else 2
+    inner = (
+        kept * mlp.hidden if isinstance(mlp, MlpSpec) else mlp.router.active * (kept * mlp.hidden + 2 * dim) + kept * mlp.shared
+    )
+    return 4 * dim + attended + inner
 
 
 def _state_bytes(case: Case, plan: Plan) -> int:
-    """At least what a rank holds of the blocks' state. Below ZeRO-3 it also holds whole weights to compute with."""
-    precision = case.spec.train.precision
-    whole = WIDTH[precision] if plan.zero < 3 and (plan.shards > 1 or precision == "bf16") else 0
-    per_rank = case.block_parameters / (plan.tensor * plan.pipeline)
-    return int(per_rank * (STATE_BYTES / plan.shards + whole))
+    """At least what a rank holds of the blocks' state; experts are laid out apart. Below ZeRO-3 it also holds whole weights to
+    compute with."""
+    precision, mesh = case.spec.train.precision, Mesh.of(plan)
+    places = max(1, plan.pipeline // plan.sides)  # of stages: the two directions of a pipeline keep each of them twice
+    moes = [block.mlp for block in case.model.blocks if isinstance(block.mlp, MoeSpec)] if case.model else []
+    experts = sum(moe.experts * (3 if moe.gated else 2) * moe.hidden for moe in moes) * (case.model.dim if case.model else 0)
+    held = 0.0
+    for parameters, split, shards in (
+        (case.block_parameters - experts, plan.tensor, max(1, plan.shards)),  # 0 where it asks for more copies than ranks
+        (experts, plan.expert * plan.expert_tensor, max(1, mesh.experts[2])),  # or for more expert ranks
+    ):
+        whole = WIDTH[precision] if plan.zero < 3 and (shards > 1 or precision == "bf16") else 0
+        gradients = GRADIENT_BYTES * (1 if plan.zero < 2 else 1 / shards)  # whole until the end of a step, below ZeRO-2
+        undoing = STATE_BYTES / shards if plan.post_validation else 0  # gradients and copies, once those are gone
+        held += parameters / (split * places) * ((STATE_BYTES - GRADIENT_BYTES) / shards + max(gradients, undoing) + whole)
+    return int(held)
 
 
 def _tokens(case: Case, split: Literal["train", "validation"]) -> int | None:

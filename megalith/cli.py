@@ -23,7 +23,13 @@ from rich.table import Table
 from megalith import __version__
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from megalith.fleet.campaign import Judgement
+    from megalith.fleet.simulate import Simulated, Tried
+    from megalith.planner.asked import Question
     from megalith.spec.problem import Problem
+    from megalith.verbs import Dried
 
 BAD_SPECIFICATION = 2
 
@@ -157,6 +163,9 @@ def check(
     settings: Set = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks there will be, to compare with the plan.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the whole run: every value and where it came from.")] = False,
+    price: Annotated[
+        bool, typer.Option("--price", help="And what each broken rule of the plan costs on the run's cluster, predicted.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Find everything that is wrong with a run, or unwise, before anything starts.
@@ -167,15 +176,19 @@ def check(
     """
     checked = verbs().check(run, overrides=settings or (), world=ranks)
     status = BAD_SPECIFICATION if checked.errors else 0
+    prices = verbs().prices(run, overrides=settings or ()) if price and not checked.errors else ()
     if as_json:
         rows = verbs().problem_rows(checked.problems)
-        say({"ok": not checked.errors, "problems": rows} | verbs().described(checked.resolved))
+        priced = {"prices": [one.to_json() for one in prices]} if price else {}
+        say({"ok": not checked.errors, "problems": rows} | priced | verbs().described(checked.resolved))
         return status
     if show:
         from megalith.spec.files import dump  # see verbs()
 
         print(dump(checked.resolved))
     say_problems(checked.problems, as_json=False)
+    if price and not checked.errors:
+        show_prices([one.to_json() for one in prices])
     if not checked.errors:
         spec, plan = checked.resolved.spec, checked.resolved.spec.plan
         ranks_of = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
@@ -185,6 +198,14 @@ def check(
             f"{spec.train.steps:,} steps"
         )
     return status
+
+
+def show_prices(rows: Sequence[dict[str, Any]]) -> None:
+    """What broken rules cost."""
+    from megalith.report import plans  # drawing, which only this needs
+
+    console = Console(highlight=False)
+    console.print(plans.prices(rows) if rows else "No rule of the plan that has a price in time is broken.")
 
 
 @command(app)
@@ -222,20 +243,64 @@ def train(
 
 
 @command(app)
-def parity(
+def agent(
     run: RunFile,
     settings: Set = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the run is kept, the same on all machines. Default: runs/NAME.")
+    ] = None,
+    machine: Annotated[str | None, typer.Option(help="This machine's name in the run. Default: its host name.")] = None,
+) -> int:
+    """Be one machine of a run on many: torchrun or srun starts one such process a node, which starts the ranks itself.
+
+    fleet.nodes machines train; fleet.spares more wait warm, and one takes the place of a machine that is lost. The engine's first process
+    directs the run. MEGALITH_MEETING=tcp://HOST:PORT lets a machine join a run that goes on.
+
+    Example:  torchrun --nnodes 3 --nproc-per-node 1 -m megalith.cli agent run.toml --set fleet.nodes=2 --set fleet.spares=1
+    """
+    trained = verbs().agent(run, console=Console(), overrides=settings or (), run_dir=run_dir, machine=machine)
+    if trained.message:
+        Console(stderr=trained.code != 0, soft_wrap=True, highlight=False).print(escape(trained.message))
+        print(f"run folder: {trained.run_dir}")
+    return trained.code
+
+
+@command(app)
+def parity(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run whose plan is shown.", show_default=False)
+    ] = None,
+    settings: Set = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps to compare. Default: 3.", show_default=False)] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the ranks' logs go. Default: runs/NAME-parity.")] = None,
+    random: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Instead of a run: N combinations drawn at random.", show_default=False)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the draws; the same seed draws the same. Default: 0.", show_default=False)
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Show that a plan changes nothing: a small model of the run's shape, trained under its plan and in one process, compared.
 
     Losses, gradients, gradient norm and weights after several steps, in fp32. Needs no data. Exit status 1 on any gap.
 
+    With --random, combinations of models, data, context, tensor, pipeline and expert parallelism and recomputation, on up to 8 ranks.
+
     Example:  megalith parity run.toml --set plan.tensor=2
+
+    Any combination:  megalith parity --random 20 --seed 7
     """
-    found = verbs().parity(run, overrides=settings or (), steps=steps, run_dir=run_dir)
+    if random is not None:
+        unused = {"RUN.toml": run, "--set": settings, "--steps": steps, "--run-dir": run_dir}
+        if wrong := [name for name, value in unused.items() if value is not None]:
+            raise typer.BadParameter(f"--random draws runs of its own and makes no use of {' or '.join(wrong)}. Leave one out.")
+        return parity_of_draws(random, seed or 0, as_json=as_json)
+    if run is None:
+        raise typer.BadParameter("Name a run, as in `megalith parity run.toml`, or draw some: `megalith parity --random 20`.")
+    if seed is not None:
+        raise typer.BadParameter("--seed chooses the draws of --random N; a run file has its own seed: --set train.seed=1.")
+    found = verbs().parity(run, overrides=settings or (), steps=steps or 3, run_dir=run_dir)
     if as_json:
         say({"ok": found["equal"]} | found)
     else:
@@ -246,6 +311,121 @@ def parity(
         Console(highlight=False).print(table)
         print("equal: the plan changes nothing" if found["equal"] else "NOT equal: the plan changes the result")
     return 0 if found["equal"] else 1
+
+
+def parity_of_draws(count: int, seed: int, *, as_json: bool) -> int:
+    """Prove combinations drawn at random, with a bar on the error stream; the exit status."""
+    done = {"equal": 0, "tie": 0, "NOT equal": 0, "failed": 0}
+    with progress() as bar:
+        task = bar.add_task("starting", total=count, counts="")
+        bar.refresh()
+
+        def ended(outcome: str) -> None:
+            done[outcome] += 1
+            counts = ", ".join(f"{number} {word}" for word, number in done.items() if number or word == "equal")
+            bar.update(task, advance=outcome != "tie", counts=counts, refresh=True)
+            if bar.disable:
+                print(outcome, file=sys.stderr)
+
+        def starting(name: str, ranks: int) -> None:
+            name = f"{name} on {counted(ranks, 'rank')}"
+            bar.update(task, description=escape(name), refresh=True)
+            if bar.disable:
+                print(f"{sum(done.values()) + 1}/{count}  {name}: ", end="", file=sys.stderr, flush=True)
+
+        found = verbs().parity_of_draws(count, seed=seed, starting=starting, ended=ended)
+    if as_json:
+        say({"ok": found["equal"]} | found)
+        return 0 if found["equal"] else 1
+    wrong = [case for case in found["cases"] if case["outcome"] != "equal"]
+    if wrong:
+        Console(highlight=False).print(table_of_gaps(wrong))
+    equal, ties = found["outcomes"]["equal"], found["outcomes"]["tie"]
+    if ties:
+        print(f"{ties} tied, and {'counts' if ties == 1 else 'count'} for nothing: tokens had two experts too close to call")
+    if found["equal"]:
+        ranks = counted(max(case["ranks"] for case in found["cases"]), "rank")
+        print(f"equal: {counted(equal, 'combination')} (seed {seed}, up to {ranks}) as in one process")
+    elif found["outcomes"]["NOT equal"] or found["outcomes"]["failed"]:
+        print(f"NOT equal: {equal} of {count} combinations (seed {seed}) train like one process")
+    else:
+        print(f"not shown: there were {equal} combinations to compare, and {count} were asked for. Use a smaller --random.")
+    return 0 if found["equal"] else 1
+
+
+def table_of_gaps(cases: Sequence[dict[str, Any]]) -> Table:
+    """Cases that are not equal, and why."""
+    table = Table("combination", "ranks", "", "why", show_lines=True)
+    for case in cases:
+        gaps = [f"{r['quantity']}: {r['gap']:.2g}, limit {r['limit']:g} ({r['where']})" for r in case["rows"] if not r["equal"]]
+        if case["outcome"] == "tie":
+            gaps = [f"{case['tokens_tied']} tokens had experts too close to call"]
+        why = case["error"].strip().splitlines()[-6:] or gaps
+        colour = "yellow" if case["outcome"] == "tie" else "bold red"
+        table.add_row(escape(case["name"]), str(case["ranks"]), f"[{colour}]{case['outcome']}[/]", escape("\n".join(why)))
+    return table
+
+
+def progress() -> "Progress":
+    """A bar on the error stream, if someone watches: how much is done, counts in words, time left, what is done now.
+
+    It is drawn at each update only: a thread that draws would be forked with the ranks.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # few commands draw
+
+    console = Console(stderr=True)
+    counts, name = TextColumn("{task.fields[counts]}"), TextColumn("{task.description}")
+    columns = (BarColumn(20), MofNCompleteColumn(), counts, TextColumn("left"), TimeRemainingColumn(), name)
+    hidden = not console.is_terminal
+    return Progress(*columns, console=console, auto_refresh=False, disable=hidden, speed_estimate_period=3600, transient=True)
+
+
+@command(app)
+def dryrun(
+    run: RunFile,
+    settings: Set = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks there will be, to compare with the plan.")] = None,
+    rank: Annotated[int, typer.Option(min=0, help="The rank to be.")] = 0,
+    draw: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw memory over the step by category.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Be one rank of a run of any size, without the others, a GPU or data: what it holds, sends and computes in a step.
+
+    The trainer's own code runs, on tensors without data; beside what it counts stands what the planner's figures predict. Exit status
+    2 if it does not fit the cluster's device.
+
+    Example:  megalith dryrun recipes/llama3.1-405b-16k.toml --world 16384 --rank 8000
+    """
+    dried = verbs().dryrun(run, overrides=settings or (), world=world, rank=rank)
+    if draw is not None:
+        from megalith.report.dried import course  # drawing, which few ask for
+
+        write(course(dried.run.counted.course), draw, overwrite=True)
+    if as_json:
+        rows = verbs().problem_rows(dried.problems)
+        beside = [line.to_json() for line in dried.lines]
+        say({"ok": not dried.problems, "problems": rows, "limit": dried.limit, "beside": beside} | asdict(dried.run))
+    else:
+        show_dried(dried)
+        if dried.problems:
+            say_problems(dried.problems, as_json=False)
+    return BAD_SPECIFICATION if dried.problems else 0
+
+
+def show_dried(dried: "Dried") -> None:
+    """Memory, messages and work of a dry run beside what is predicted of it."""
+    from megalith.report import dried as tables  # see verbs()
+    from megalith.report import units
+
+    run, counted, console = dried.run, dried.run.counted, Console(highlight=False)
+    place = ", ".join(f"{axis} {at}" for axis, at in counted.coordinates.items())
+    console.print(
+        f"rank {run.rank} of {run.world:,}: {place}; {units.count(counted.parameters)} parameters of {len(counted.parts)} parts"
+    )
+    lines = {line.name: line for line in dried.lines}
+    console.print(tables.memory(counted.memory, lines, dried.limit), "", tables.traffic(lines), "", tables.work(lines), sep="\n")
+    console.print(f"Other operations move {units.memory(counted.work.moved)}.")
+    console.print(f"found out in {units.duration(run.seconds)} with {units.memory(run.resident)} of memory")
 
 
 @command(app)
@@ -307,17 +487,410 @@ def import_(
 
 
 @command(app)
-def report(run_dir: RunFolder, as_json: Json = False) -> None:
+def report(
+    run_dir: RunFolder,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Also write trace.json: the pipeline, predicted and measured, for ui.perfetto.dev.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Show a run in short, and write its report.html again, from the files in its folder; also while it trains.
 
-    Example:  megalith report runs/first
+    Example:  megalith report runs/first --trace
     """
     page = verbs().report(run_dir)
+    traced = verbs().trace(run_dir) if trace else None
     if as_json:
-        say({"ok": True, "report": str(page)})
+        say({"ok": True, "report": str(page)} | ({"trace": str(traced)} if traced else {}))
         return
     Console().print(verbs().summary(run_dir))
-    print(f"report: {page}")
+    print(f"report: {page}" + (f"\ntrace: {traced}" if traced else ""))
+
+
+@command(app)
+def plan(
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="A run to plan for.", show_default=False)] = None,
+    settings: Set = None,
+    model: Annotated[str | None, typer.Option(help="A preset, such as llama3.1-405b.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="h100:16384 and the like, or a TOML file of a cluster.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step.")] = None,
+    global_batch_tokens: Annotated[
+        str | None, typer.Option(metavar="TOKENS", help="Or tokens a step, to whole sequences: 16M is 16 x 2^20, 16e6 is exact.")
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="Of the whole training, such as 15T: for days, dollars and energy.")] = None,
+    compute_optimal: Annotated[
+        bool, typer.Option("--compute-optimal", help="Or as many tokens as Chinchilla's rule says: 20 a parameter.")
+    ] = False,
+    format: Annotated[
+        str | None, typer.Option(help="bf16, fp32, or predicted only: fp16, fp8, mxfp8, fp4. Default: the run's, or bf16.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
+    explain: Annotated[bool, typer.Option("--explain", help="What each neighbour of the best layout would cost.")] = False,
+    pareto: Annotated[
+        bool,
+        typer.Option(
+            "--pareto", help="Instead: layouts, also on fewer devices, that nothing beats in time, cost and memory at once."
+        ),
+    ] = False,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="And the best layout if one thing were otherwise: accelerator, cluster, scale_out, scale_up (GB/s), seq_len, "
+            "global_batch, global_batch_tokens, format. May be repeated.",
+        ),
+    ] = None,
+    forward_only: Annotated[
+        bool, typer.Option("--forward-only", help="No training, but the prefill of long prompts; 1 sequence, if nothing is said.")
+    ] = False,
+    atlas: Annotated[
+        bool,
+        typer.Option(
+            "--atlas", help="Instead: a map of the best layouts by model (--model A,B,...) and nodes, up to the cluster's."
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the best layout as a run to this file (.toml); the map (.html).")
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Predict the best layouts of a model on a cluster: speed, memory, what waits and what is exposed. Options override RUN.toml.
+
+    Needs no GPU; torch only for shapes that were not predicted before. How far off it is: docs/planner.md.
+
+    Example:  megalith plan --model llama3.1-405b --cluster h100:16384 --seq-len 8192 --global-batch 2048 --tokens 15T
+    """
+    from megalith.planner.asked import Question  # see verbs()
+
+    if atlas:
+        length, batch = seq_len or 8192, global_batch_tokens or (None if global_batch else "4M")
+        asked = Question(cluster=cluster, seq_len=length, global_batch=global_batch, global_batch_tokens=batch, format=format)
+        show_atlas(asked, model.split(",") if model else [], out or Path("atlas.html"), overwrite=overwrite, as_json=as_json)
+        return
+    question = Question(
+        path=run, model=model, cluster=cluster, seq_len=seq_len, global_batch=global_batch, global_batch_tokens=global_batch_tokens,
+        tokens=tokens, compute_optimal=compute_optimal, format=format, forward_only=forward_only,
+        overrides=tuple(settings or ()), out=out is not None,
+    )  # fmt: skip
+    with Console(stderr=True).status("searching"):
+        answered = verbs().plan(question, top=top, why=explain, pareto=pareto, what_ifs=what_if or ())
+    if out is not None:
+        write(verbs().plan_as_run(answered), out, overwrite=overwrite)
+    broken = verbs().prices_of(answered) if explain or answered.own else ()
+    found = answered.to_json() | {"prices": [one.to_json() for one in broken]}
+    if as_json:
+        say({"ok": True} | found | ({"out": str(out)} if out else {}))
+        return
+    show_planned(found, pareto=pareto)
+    if out is not None:
+        print(f"written: {out}")
+
+
+def show_atlas(question: "Question", models: list[str], out: Path, *, overwrite: bool, as_json: bool) -> None:
+    """Draw the map, square by square."""
+    if out.exists() and not overwrite:
+        raise FileExistsError(f"{out} is there already. Use --overwrite, or another --out.")
+    with Console(stderr=True).status("searching") as status:
+        found = verbs().atlas(question, models, tick=lambda name: status.update(escape(name)))
+    drawn = verbs().draw_atlas(found, out)
+    say({"ok": True, "out": str(drawn)} | found.to_json()) if as_json else print(f"drawn: {drawn}")
+
+
+def show_planned(found: dict[str, Any], *, pareto: bool) -> None:
+    """Layouts on the terminal."""
+    from megalith.report import plans  # drawing, which only this needs
+
+    console, narrow = Console(highlight=False, soft_wrap=True), Console(highlight=False)
+    for line in (*found["notes"], plans.heading(found)):
+        console.print(escape(line))
+    narrow.print(plans.frontier(found["frontier"]) if pareto else plans.table(found["choices"], found["own"]))
+    console.print(escape(plans.legend(found)), style="dim")
+    if whole := plans.trainings(found):
+        console.print(escape(whole))
+    if found["neighbours"]:
+        narrow.print("", plans.reasons(found), sep="\n")
+    if found["prices"]:
+        narrow.print("", plans.prices(found["prices"]), sep="\n")
+    if found["what_ifs"]:
+        narrow.print("", plans.what_ifs(found), sep="\n")
+
+
+@command(app)
+def simulate(
+    cluster: Annotated[str, typer.Option(help="h100:16384 and the like, or a TOML file of a cluster.", show_default=False)],
+    days: Annotated[float, typer.Option(help="How long the run takes.")] = 30.0,
+    seeds: Annotated[int, typer.Option(min=1, help="How often it is played, each time with other faults.")] = 20,
+    spares: Annotated[
+        int | None, typer.Option(min=0, help="Nodes besides those that train. Default: one for every 128.", show_default=False)
+    ] = None,
+    checkpoint_every: Annotated[float, typer.Option(metavar="MINUTES", help="Between checkpoints in the shared store.")] = 30.0,
+    profile: Annotated[str, typer.Option(help="How fast recovery is assumed to be: cold, warm or memory.")] = "warm",
+    sweep: Annotated[str | None, typer.Option(help="Try out a range: intervals (between checkpoints) or spares.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Draw the result into this file (.svg).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Play a long run on a large cluster through, with the faults that such clusters have, and say where its time goes.
+
+    Needs no GPU and no torch.
+
+    Example:  megalith simulate --cluster h100:16384 --days 54 --profile memory --checkpoint-every 5
+
+    How many spares pay:  megalith simulate --cluster h100:16384 --days 54 --sweep spares --out spares.svg
+    """
+    one_of("--profile", profile, "cold", "warm", "memory")
+    above_zero("--days", days)
+    above_zero("--checkpoint-every", checkpoint_every)
+    if sweep is not None:
+        one_of("--sweep", sweep, "intervals", "spares")
+    if out is not None and out.suffix != ".svg":
+        raise typer.BadParameter(f"--out {out} is no name of a picture. Use one that ends in .svg.")
+    settings = {"days": days, "spares": spares, "store_every": 60.0 * checkpoint_every, "profile": profile}
+    with progress() as bar:
+        task = bar.add_task("simulating", total=seeds, counts="lives")
+
+        def begun(total: int) -> None:
+            bar.update(task, total=total, refresh=True)
+
+        def tick() -> None:
+            bar.update(task, advance=1, refresh=True)
+
+        if sweep is None:
+            found = verbs().simulate(cluster, seeds=seeds, tick=tick, **settings)
+        else:
+            found = verbs().try_out(cluster, sweep, seeds=seeds, begun=begun, tick=tick, **settings)
+    drawn = verbs().draw_goodput(found, out, what=sweep or "") if out else None
+    if as_json:
+        what = {"sweep": sweep, "tried": [asdict(one) for one in found]} if sweep else found.as_json()
+        say({"ok": True} | what | ({"picture": str(drawn)} if drawn else {}))
+        return
+    show_tried(found, sweep) if sweep else show_simulated(found, checkpoint_every, profile)
+    if drawn:
+        print(f"drawn: {drawn}")
+
+
+def show_simulated(found: "Simulated", minutes: float, profile: str) -> None:
+    """A simulation on the terminal."""
+    plan, (low, high) = found.scenario, found.band
+    print(
+        f"{plan.name}: {plan.days:g} days, {counted(plan.nodes, 'node')} and {counted(plan.fleet.spares, 'spare')}, "
+        f"a checkpoint every {minutes:g} minutes, {counted(len(found.lives), 'seed')}"
+    )
+    table = Table("what time went to", "share", "hours")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = found.rows()
+    for what, seconds, share in rows:
+        table.add_row(what, f"{share:.2%}", f"{seconds / 3600:,.1f}")
+    Console(highlight=False).print(table)
+    faults, restarts, stops, unseen = (
+        found.mean(count)
+        for count in (
+            lambda life: sum(life.faults.values()), lambda life: life.restarts, lambda life: life.stops, lambda life: life.undetected
+        )
+    )  # fmt: skip
+    print(f"goodput {found.goodput:.1%} (seeds: {low:.1%} to {high:.1%}); {found.per_device:.1%} of all devices, spares included")
+    print(
+        f"on average {faults:,.1f} faults, {restarts:,.1f} restarts, {stops:,.1f} stops for a person, {unseen:,.1f} never noticed"
+    )
+    print(f"latencies ({profile}): {plan.latencies.source}")
+    missing = sum(share for what, _, share in rows if what in ("waiting for nodes", "waiting for a person"))
+    if missing > 0.02:
+        print(f"{missing:.0%} of the time went to waiting: {plan.fleet.spares} spares are too few. --sweep spares tries more.")
+
+
+def show_tried(found: "Sequence[Tried]", what: str) -> None:
+    """What was tried out, on the terminal; the best stands out."""
+    scale, heading = (60, "minutes between checkpoints") if what == "intervals" else (1, "spare nodes")
+    best = max(found, key=lambda one: one.goodput if what == "intervals" else one.per_device)
+    table = Table(heading, "goodput", "seeds", "of all devices, spares included", "")
+    for one in found:
+        low, high = one.band
+        value = f"{one.value / scale:g}"
+        table.add_row(value, f"{one.goodput:.1%}", f"{low:.1%} to {high:.1%}", f"{one.per_device:.1%}", "best" * (one is best))
+    Console(highlight=False).print(table)
+
+
+def counted(number: int, noun: str) -> str:
+    """1 node, 2 nodes."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+@command(app)
+def campaign(
+    run: RunFile,
+    count: Annotated[int, typer.Option("--faults", min=1, help="Faults, in the mix of Llama 3's table.")] = 24,
+    seed: Annotated[int, typer.Option(help="Of the list of faults; the same seed gives the same list.")] = 0,
+    settings: Set = None,
+    out: Annotated[Path | None, typer.Option(help="Where both runs go; emptied first. Default: runs/NAME-campaign.")] = None,
+    supervisor_kills: Annotated[int, typer.Option(min=0, help="Besides, kill the supervisor itself so often.")] = 0,
+    as_json: Json = False,
+) -> int:
+    """Hurt a run on purpose, and show that it ends as if nothing had happened.
+
+    Trains twice, about three steps a fault: without faults, and with processes killed and stopped, bits flipped, connections torn, nodes
+    and checkpoints lost. Passed, if no person was needed, the end state is equal bit for bit, no sample was lost or repeated, and the
+    right rank was blamed. Exit status 1 if not.
+
+    Example:  megalith campaign run.toml --faults 24 --seed 1 --set fleet.nodes=2 --set fleet.spares=1
+    """
+    found = verbs().campaign(run, count=count, seed=seed, overrides=settings or (), out=out, supervisor_kills=supervisor_kills)
+    if as_json:
+        say(found.as_json())
+        return 0 if found.passed else 1
+    console = Console(highlight=False)
+    console.print(table_of_faults(found))
+    for line in words_of_campaign(found):
+        print(line)
+    return 0 if found.passed else 1
+
+
+def table_of_faults(found: "Judgement") -> Table:
+    """What became of each kind of fault."""
+    table = Table("fault", "injected", "handled", "seen as", "blamed right", "seen after", "going on after", "at most")
+    for row in found.rows:
+        right, of = row.blamed
+        times = (row.detection, row.recovery, row.slowest)
+        table.add_row(
+            row.title, str(row.injected), str(row.handled), row.seen_as, f"{right} of {of}" if of else "nobody",
+            *("" if value is None else f"{value:.2f} s" for value in times),
+        )  # fmt: skip
+    return table
+
+
+def words_of_campaign(found: "Judgement") -> Iterator[str]:
+    """A campaign in sentences."""
+    if found.recovery_median is not None and found.recovery_p99 is not None:
+        yield f"recovery after detection: median {found.recovery_median:.2f} s, 99th percentile {found.recovery_p99:.2f} s"
+    right, of = found.blamed
+    yield (
+        f"{counted(found.steps, 'step')}, {counted(found.generations, 'start')}, {found.lost_steps} steps done again, "
+        f"{found.false_alarms} false alarms; {found.seconds:.0f} s, {found.seconds_without:.0f} s without faults"
+    )
+    if found.supervisor_restarts:
+        each = ", ".join(f"{seconds:.1f} s" for seconds in found.supervisor_restarts)
+        yield f"supervisor killed and started again by the same command, until its first step: {each}"
+    for kind, why in found.left_out.items():
+        yield f"left out: {kind} ({why})"
+    for problem in found.problems:
+        yield f"not met: {problem}"
+    verdict = "passed" if found.passed else "NOT passed"
+    yield f"{verdict}: {found.handled} of {found.injected} faults handled, {right} of {of} blamed right"
+
+
+@command(app)
+def doctor(
+    folder: Annotated[Path, typer.Option(help="Where runs will write.")] = Path(),
+    burn_in: Annotated[
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Compute that long for each data type, on every GPU; 0: not at all.")
+    ] = 1.0,
+    as_json: Json = False,
+) -> int:
+    """Check whether this machine is fit to train on: memory, disk, network, clock, and whether it computes the same twice.
+
+    Exit status 1 if anything fails; warnings do not count. Without a burn-in no torch is needed.
+
+    Example:  megalith doctor --folder runs --burn-in 60
+    """
+    from megalith.fleet.health import worst  # see verbs()
+
+    findings = verbs().doctor(folder, burn_in=burn_in)
+    verdict = worst(findings)
+    if as_json:
+        say({"ok": verdict != "fail", "worst": verdict, "findings": [one.as_json() for one in findings]})
+        return 1 if verdict == "fail" else 0
+    colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    table = Table("", "check", "found", "limit", "what to do")
+    for one in findings:
+        table.add_row(f"[{colours[one.verdict]}]{one.verdict}[/]", one.check, escape(one.value), one.limit, escape(one.way_out))
+    Console(highlight=False).print(table)
+    said = {"ok": "fit to train on", "warn": "fit to train on, with warnings", "fail": "NOT fit to train on"}
+    print(said[verdict])
+    return 1 if verdict == "fail" else 0
+
+
+@command(app)
+def launch(
+    run: RunFile,
+    engine: Annotated[str, typer.Option(help="slurm, k8s, ray, torchrun or local.", show_default=False)],
+    settings: Set = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept, on the machines. Default: runs/NAME.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes. Default: what the run's cluster needs.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Or the ranks of each node.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="Default: one a rank, if the run is for GPUs.")] = None,
+    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Processors of each node to ask for.")] = None,
+    hours: Annotated[
+        float | None, typer.Option(min=0.0, help="slurm: time limit; before it ends the run saves and queues.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="slurm: where to queue.")] = None,
+    account: Annotated[str | None, typer.Option(help="slurm: who pays.")] = None,
+    image: Annotated[str | None, typer.Option(help="k8s: container image with Megalith.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="k8s: where the JobSet is made.")] = None,
+    volume: Annotated[str | None, typer.Option(help="k8s: a claim that all pods mount at /shared.")] = None,
+    workdir: Annotated[str | None, typer.Option(help="Folder on the machines that paths are relative to.")] = None,
+    restarts: Annotated[int | None, typer.Option(min=0, help="Of the whole job, by the engine. Default: 20.")] = None,
+    grace: Annotated[int | None, typer.Option(min=1, help="Seconds to save before the end. Default: 300.")] = None,
+    environment: Annotated[list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="May be repeated.")] = None,
+    show: Annotated[bool, typer.Option("--print", help="Print what would be written. So without --out.")] = False,
+    out: Annotated[str | None, typer.Option(metavar="PATH", help="Write it to this file, or into this folder.")] = None,
+    submit: Annotated[
+        bool, typer.Option("--submit", help="Hand it to the engine; written to the run folder if --out is not given.")
+    ] = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> int:
+    """Write what an engine needs to start a run: a batch script, a JobSet, a job. Only --submit starts it.
+
+    The run is checked first; exit status 2 if it, or how it is launched, is wrong.
+
+    Example:  megalith launch run.toml --engine slurm --nodes 2 --hours 24 --submit
+    """
+    from megalith.fleet.engines import ENGINES  # see verbs()
+
+    one_of("--engine", engine, *ENGINES)
+    if submit and engine == "torchrun":
+        raise typer.BadParameter("--submit: nothing takes a script for torchrun. Use --out, and start it on every node.")
+    options = {
+        "nodes": nodes, "ranks_per_node": ranks_per_node, "gpus_per_node": gpus_per_node, "cpus_per_node": cpus_per_node,
+        "hours": hours, "partition": partition, "account": account, "image": image, "namespace": namespace, "volume": volume,
+        "workdir": workdir, "restarts": restarts, "grace": grace, "environment": variables_of(environment),
+    }  # fmt: skip
+    artefact, advice = verbs().launch(run, engine=engine, overrides=settings or (), run_dir=run_dir, options=options)
+    if submit and out is None:
+        out = f"{run_dir or Path('runs') / artefact.file.partition('.')[0]}/"
+    path = None if out is None else Path(out, artefact.file if out.endswith("/") or Path(out).is_dir() else "")
+    command = artefact.submit.replace(artefact.file, str(path)) if path else artefact.submit
+    text = artefact.text.replace(artefact.submit, command)
+    if path:
+        write(text, path, overwrite=overwrite or (submit and path.parent == run_dir))
+    if as_json:
+        rows = verbs().problem_rows(advice)
+        say({"ok": True, "file": str(path) if path else artefact.file, "text": text, "submit": command, "problems": rows})
+        return verbs().submit(command) if submit else 0
+    if show or not path:
+        print(text, end="")
+    if advice:
+        say_problems(advice, as_json=False)
+    said = f"written: {path}" if path else f"not written. Add --out {artefact.file}"
+    start = "" if submit else f"\nstart it with: {command}"
+    Console(stderr=path is None, soft_wrap=True, highlight=False).print(escape(f"{said}{start}"))
+    return verbs().submit(command) if submit else 0
+
+
+def variables_of(settings: list[str] | None) -> dict[str, str] | None:
+    """NAME=VALUE, as often as there are. Raises a usage error for anything else."""
+    if wrong := [text for text in settings or () if "=" not in text]:
+        raise typer.BadParameter(f"--env {wrong[0]} has no value. Write --env {wrong[0]}=VALUE.")
+    return {name: value for name, _, value in (text.partition("=") for text in settings)} if settings else None
+
+
+def write(text: str, path: Path, *, overwrite: bool) -> None:
+    """Write a file that people will look for; one that holds something else is left alone unless told otherwise."""
+    if not overwrite and path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
+        raise FileExistsError(f"{path} is there already and holds something else. Use --overwrite, or another --out.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 @command(data_app, "prepare")
@@ -443,6 +1016,12 @@ def one_of(option: str, value: str, *known: str) -> None:
     """Raises a usage error for a value that is not known."""
     if value not in known:
         raise typer.BadParameter(f"{option} {value!r} is not known. Use {option} {' or '.join(known)}.")
+
+
+def above_zero(option: str, value: float) -> None:
+    """Raises a usage error for a value that is not."""
+    if not value > 0:
+        raise typer.BadParameter(f"{option} {value:g} is no length of time. Use a number above 0.")
 
 
 def main() -> None:

@@ -56,7 +56,9 @@ class Holding(Event):
 @dataclass(frozen=True)
 class Step(Event):
     """One optimizer step. `seconds` is wall time on the first rank; `breakdown` splits it: data, forward, backward, bubble (waiting for a
-    neighbour in the pipeline), communication, optimizer, other. `memory` is the first rank's; `resident` the largest of all ranks."""
+    neighbour in the pipeline), communication, optimizer, other. `memory` is the first rank's; `resident` the largest of all ranks.
+    `experts`: of the layer where it is worst, the largest load over the mean ("max_load"), the entropy of the loads (1: even), and the
+    share of choices "dropped"; empty without experts."""
 
     kind: ClassVar[str] = "step"
     step: int
@@ -70,6 +72,7 @@ class Step(Event):
     mfu: float | None
     breakdown: dict[str, float]
     memory: dict[str, int]
+    experts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,34 @@ class Problem(Event):
 
 
 @dataclass(frozen=True)
+class Incident(Event):
+    """Something went wrong and the policy has decided; `time` is when. `began`: when it happened, as far as can be known (the last sign
+    of life; for a slow rank, its first slow step). `evidence` is the sign (`fleet.signs`), `commands` what was ordered."""
+
+    kind: ClassVar[str] = "incident"
+    incident: int
+    began: float
+    step: int
+    cause: str
+    reason: str
+    node: str | None
+    rank: int | None
+    evidence: dict[str, Any]
+    commands: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Recovery(Event):
+    """An incident is over: the ranks go on, `time` is when. `restored`: "step 12 in memory"; None when they went on in place."""
+
+    kind: ClassVar[str] = "recovery"
+    incident: int
+    step: int
+    restored: str | None
+    lost_steps: int
+
+
+@dataclass(frozen=True)
 class RunFinished(Event):
     """The ranks stopped. `reason`: "finished", "stopped" (a signal asked, state saved) or "failed"."""
 
@@ -152,8 +183,13 @@ class EventLog:
 
 def _drop_torn_line(path: Path) -> None:
     """A writer that was killed in mid-line left half an event; the next one would be glued to it."""
-    if path.exists() and not (whole := path.read_bytes()).endswith(b"\n"):
-        os.truncate(path, whole.rfind(b"\n") + 1)
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read() == b"\n":  # the usual case: nothing else is read, however long the run is
+            return
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def read(run_dir: Path) -> Iterator[dict[str, Any]]:

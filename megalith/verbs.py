@@ -6,11 +6,15 @@ Parts that need torch, or take long to import, are imported by the verb that use
 import importlib
 import json
 import os
+import shlex
+import shutil
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +30,23 @@ from megalith.spec.run import RunSpec
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from megalith.cost.foreseen import Line
     from megalith.data.manifest import Manifest
+    from megalith.fleet.campaign import Judgement
+    from megalith.fleet.engines import Artefact
     from megalith.fleet.environment import Place
+    from megalith.fleet.health import Finding
+    from megalith.fleet.job import Job
     from megalith.fleet.outcome import Outcome
+    from megalith.fleet.simulate import Scenario, Simulated, Tried
+    from megalith.fleet.tiers import Copy
+    from megalith.planner.answer import Answer
+    from megalith.planner.asked import Question
+    from megalith.planner.atlas import Atlas
+    from megalith.planner.price import Price
+    from megalith.train.dryrun import DryRun
 
-PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo")
+PRELOAD = ("torch", "torch.distributed.tensor", "torch._dynamo")
 """What every rank needs besides its entry: imported once, before they are forked."""
 
 
@@ -44,6 +60,17 @@ class Checked:
     @property
     def errors(self) -> list[Problem]:
         return [problem for problem in self.problems if problem.severity == "error"]
+
+
+@dataclass(frozen=True)
+class Dried:
+    """What one rank of a run would hold, send and compute, and the same as the planner's figures foresee it. `limit`: bytes of the
+    cluster's device, None where not known."""
+
+    run: "DryRun"
+    lines: "tuple[Line, ...]"
+    limit: int | None
+    problems: list[Problem]
 
 
 @dataclass(frozen=True)
@@ -94,13 +121,42 @@ def train(
 
     with Follow(folder, checked.resolved.spec.train.steps, console) as follow:
         if place is None:
-            outcome = _start(checked.resolved, folder, entry, arguments, tick=follow.poll)
+            outcome = _start(checked.resolved, folder, entry, arguments, tick=follow.poll, recover=True)
             code, message = outcome.code, outcome.message()
         else:
             with _called_often(follow.poll):
                 code = _join(checked.resolved, folder, place, entry, arguments)
             message = f"ended with status {code}" if code else "finished"
     return Trained(folder, code, message, _report(folder))
+
+
+def agent(
+    path: Path, *, console: Console, overrides: Sequence[str] = (), run_dir: Path | None = None, machine: str | None = None
+) -> Trained:
+    """Be one machine of a run on many, under the name `machine` (default: the machine's own): with ranks of its own, or warm as a spare.
+
+    The process that the engine calls the first also directs the run, and shows it on `console`. Raises what `train` raises, ValueError
+    where nothing says how to meet the others, TimeoutError when too few of them come.
+    """
+    from megalith.fleet import environment  # only commands with ranks ask who started them
+    from megalith.report.live import Follow  # drawing, for the one process that people watch
+    from megalith.train import agents  # needs torch
+
+    place = environment.find()
+    checked = check(path, overrides=overrides)
+    spec = checked.resolved.spec
+    folder = run_dir or Path("runs") / spec.name
+    if problems := [*checked.errors, *_other_run(checked.resolved, folder)]:
+        raise SpecErrors(problems)
+    job = _job(spec, folder.resolve(), "megalith.train.run:main", {"run_dir": str(folder.resolve())})
+    host = agents.Host(job, spec.fleet, agents.own_name(machine), _identity(spec), lambda: agents.open_data(spec))
+    if not agents.directs(place):
+        return Trained(folder, agents.serve_node(host, place), "", None)
+    assert place is not None  # else it would not direct
+    files.save(checked.resolved, folder)
+    with Follow(folder, spec.train.steps, console) as follow:
+        outcome = agents.direct(host, place, checkpoints=lambda: _checkpoints(folder), tick=follow.poll)
+    return Trained(folder, outcome.code, outcome.message(), _report(folder))
 
 
 def parity(path: Path, *, overrides: Sequence[str] = (), steps: int = 3, run_dir: Path | None = None) -> dict[str, Any]:
@@ -130,6 +186,60 @@ def parity(path: Path, *, overrides: Sequence[str] = (), steps: int = 3, run_dir
     return json.loads(result.read_text(encoding="utf-8"))
 
 
+def parity_of_draws(
+    count: int,
+    *,
+    seed: int = 0,
+    starting: Callable[[str, int], None] = lambda name, ranks: None,
+    ended: Callable[[str], None] = lambda outcome: None,
+) -> dict[str, Any]:
+    """Prove `count` combinations of parallelisms, drawn such that soon every pair of choices occurs: `{"equal", "asked", "seed",
+    "outcomes", "cases": [...]}`.
+
+    `starting` hears the name and ranks of each before it runs, `ended` how it went. All is equal if as many as were asked for are: a
+    tie counts for nothing.
+    """
+    from megalith.train import prove  # needs torch
+
+    cases: list[dict[str, Any]] = []
+    outcomes = {"equal": 0, "tie": 0, "NOT equal": 0, "failed": 0}
+    for proof in prove.prove_drawn(count, seed, starting=lambda one: starting(one.name, one.spec.plan.ranks)):
+        outcomes[proof.outcome] += 1
+        rows = [asdict(row) | {"equal": row.equal} for row in proof.rows]
+        known = {"name": proof.draw.name, "choices": dict(proof.draw.choices), "ranks": proof.draw.spec.plan.ranks}
+        cases.append({**known, "outcome": proof.outcome, "tokens_tied": proof.tokens_tied, "rows": rows, "error": proof.error})
+        ended(proof.outcome)
+    return {"equal": outcomes["equal"] == count, "asked": count, "seed": seed, "outcomes": outcomes, "cases": cases}
+
+
+def dryrun(path: Path, *, overrides: Sequence[str] = (), world: int | None = None, rank: int = 0) -> Dried:
+    """Count what rank `rank` of the run would hold, send and compute in a step, without the other ranks and without data.
+
+    `world` is the number of ranks there will be, to compare with the plan. Raises SpecErrors for a plan that is not legal and for a rank
+    that the plan has not.
+    """
+    from megalith.spec import cluster  # no torch, but only this and training ask what a device is
+
+    resolved = files.load(path, overrides=overrides)
+    spec = resolved.spec
+    found = find_problems(spec, world=world, files=False, provenance=resolved.provenance)
+    errors = [problem for problem in found if problem.severity == "error"]
+    if not 0 <= rank < spec.plan.ranks:
+        last = spec.plan.ranks - 1
+        errors.append(Problem("error", "--rank", rank, f"the plan has ranks 0 to {last}", f"Use --rank 0 to {last}."))
+    if errors:
+        raise SpecErrors(errors)
+    limit = None if spec.cluster == "local" else cluster.load(spec.cluster).accelerator.memory
+    from megalith.cost.foreseen import foresee, of_run  # only this compares
+    from megalith.planner.beside import beside
+    from megalith.train import dryrun, fits  # needs torch
+
+    lines = foresee(of_run(spec), rank=rank)
+    run = dryrun.dryrun(spec, rank=rank)
+    problem = fits.does_not_fit(spec, run.counted.memory, limit) if limit else None
+    return Dried(run, beside(lines, run.counted), limit, [problem] if problem else [])
+
+
 def generate(
     run_dir: Path,
     *,
@@ -153,11 +263,11 @@ def export(run_dir: Path, *, out: Path, dtype: str = "fp32", step: int | None = 
     """Write a run's newest weights (or those of `step`) as a Hugging Face checkpoint; the folder."""
     from megalith.checkpoint import folder, huggingface, read  # needs torch
     from megalith.parallel.data import COMPUTE_DTYPE
-    from megalith.spec.llama import Llama
+    from megalith.spec import families
 
     found = folder.find(run_dir if step is None else run_dir / "checkpoints" / folder.name(step))
     spec = folder.read_manifest(found).meta["spec"]
-    model = Llama.model_validate(spec["model"])
+    model = families.read(spec["model"])
     names = list(huggingface.shapes(model))
     tensors = read.read_full(found, [f"weights.{name}" for name in names], check=False)
     data = spec.get("data", {}).get("path")
@@ -188,11 +298,242 @@ def report(run_dir: Path) -> Path:
     return page.write(run_dir)
 
 
+def trace(run_dir: Path) -> Path:
+    """Write a run's pipeline, predicted and measured, as trace.json for Perfetto; the file."""
+    from megalith.report import history, page  # drawing, which only this needs
+
+    out = run_dir / "trace.json"
+    out.write_text(json.dumps(page.trace(history.history(run_dir))), encoding="utf-8")
+    return out
+
+
 def summary(run_dir: Path) -> "RenderableType":
     """A run in one table."""
     from megalith.report import tables  # drawing, which only runs need
 
     return tables.summary(run_dir)
+
+
+def plan(
+    question: "Question", *, top: int = 10, why: bool = False, pareto: bool = False, what_ifs: Sequence[str] = ()
+) -> "Answer":
+    """The best layouts for a model on a cluster. Raises SpecErrors with all that is wrong with the question, or where nothing fits."""
+    from megalith.planner import answer, asked  # only this predicts
+
+    others = [(change, asked.vary(question, change)) for change in what_ifs]
+    return answer.answer(asked.ask(question), top=top, why=why, pareto=pareto, what_ifs=others)
+
+
+def atlas(question: "Question", models: Sequence[str] = (), *, tick: Callable[[str], None] = lambda name: None) -> "Atlas":
+    """The best layout of several models (default: `planner.atlas.MODELS`) on numbers of nodes up to the question's cluster."""
+    from megalith.planner import atlas as mapped  # see plan()
+
+    return mapped.atlas(question, models or mapped.MODELS, tick=tick)
+
+
+def draw_atlas(found: "Atlas", out: Path) -> Path:
+    """Write the map as one HTML page; the file."""
+    from megalith.report import atlas as pages  # drawing, which only this needs
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(pages.page(found.to_json()), encoding="utf-8")
+    return out
+
+
+def prices(path: Path, *, overrides: Sequence[str] = ()) -> "tuple[Price, ...]":
+    """What each broken rule of a run's plan costs on its cluster, predicted. Raises SpecErrors where the cluster is not one to predict."""
+    from megalith.planner import asked, price  # see plan()
+
+    question = asked.ask(asked.Question(path=path, overrides=tuple(overrides)))
+    plan = question.run.plan
+    counted = question.cluster.model_copy(update={"count": plan.ranks})  # a plan may leave devices of a cluster idle
+    return price.prices(replace(question, cluster=counted), plan)
+
+
+def prices_of(answered: "Answer") -> "tuple[Price, ...]":
+    """The same for what was planned: of the run file's own plan, else of the best."""
+    from megalith.planner import price  # see plan()
+
+    return price.of_answer(answered)
+
+
+def plan_as_run(answered: "Answer") -> str:
+    """The best of the layouts, in a run file."""
+    from megalith.planner import answer  # see plan()
+
+    return answer.as_run(answered)
+
+
+def simulate(cluster: str, *, seeds: int = 20, tick: Callable[[], None] = lambda: None, **settings: Any) -> "Simulated":
+    """Play a long run on a cluster through, with faults, once a seed; `tick` is called after each. `settings`: see `_scenario`.
+
+    Raises SpecErrors for a cluster that is not known, ValueError with all that is wrong with the settings.
+    """
+    from megalith.fleet import simulate as simulator  # numpy takes a tenth of a second
+
+    return simulator.simulate(_scenario(cluster, **settings), seeds=seeds, tick=tick)
+
+
+def try_out(
+    cluster: str, what: str, *, seeds: int = 20, begun: Callable[[int], None], tick: Callable[[], None], **settings: Any
+) -> "list[Tried]":
+    """The same for a range of "intervals" (seconds between checkpoints) or "spares" (nodes), the given one among them.
+
+    `begun` is told how often `tick` will be called.
+    """
+    from megalith.fleet import simulate as simulator  # see simulate()
+
+    plan = _scenario(cluster, **settings)
+    if what == "intervals":
+        intervals = sorted({plan.store_every, *(60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30, 60, 120))})
+        begun(len(intervals) * seeds)
+        return simulator.try_intervals(plan, intervals, seeds=seeds, tick=tick)
+    powers = (2**i for i in range(20))
+    counts = sorted({0, plan.fleet.spares, *(count for count in powers if count <= max(4, plan.nodes // 32))})
+    begun(len(counts) * seeds)
+    return simulator.try_spares(plan, counts, seeds=seeds, tick=tick)
+
+
+def _scenario(
+    cluster: str, *, days: float, spares: int | None = None, store_every: float = 1800.0, profile: str = "warm"
+) -> "Scenario":
+    """What is simulated. `spares` in nodes (None: one for every 128, at least one), `store_every` in seconds, `profile` of latencies."""
+    from megalith.fleet import latencies  # see simulate()
+    from megalith.fleet import simulate as simulator
+    from megalith.spec import cluster as clusters
+    from megalith.spec.fleet import FleetSpec
+
+    found = clusters.load(cluster)
+    fleet = FleetSpec(spares=max(1, found.nodes // 128) if spares is None else spares)
+    return simulator.scenario(
+        found, days=days, latencies=latencies.of_cluster(found, profile), fleet=fleet, store_every=store_every
+    )
+
+
+def draw_goodput(result: "Simulated | Sequence[Tried]", out: Path, *, what: str = "") -> Path:
+    """Write what was simulated, or tried out (`what`: "intervals" or "spares"), as one SVG; the file."""
+    from megalith.report import goodput, svg  # drawing, which only this needs
+
+    if isinstance(result, Sequence):
+        scale, label = (1 / 60, "minutes between checkpoints") if what == "intervals" else (1, "spare nodes")
+        picture = svg.standalone(goodput.tried([asdict(one) | {"value": one.value * scale} for one in result], x_label=label))
+    else:
+        picture = goodput.simulated(result.as_json())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(picture, encoding="utf-8")
+    return out
+
+
+def campaign(
+    path: Path,
+    *,
+    count: int,
+    seed: int,
+    overrides: Sequence[str] = (),
+    out: Path | None = None,
+    supervisor_kills: int = 0,
+    tick: Callable[[Path], None] = lambda folder: None,
+) -> "Judgement":
+    """Train what a run file describes twice, without faults and with `count` faults of Llama 3's mix, and judge the second by the first.
+
+    Both runs lie in `out` (default: runs/NAME-campaign), which is emptied first. `supervisor_kills`: times that the supervisor itself is
+    killed, besides. `tick` is called with the folder that is trained in. Raises SpecErrors for a run that is not legal.
+    """
+    from megalith.fleet import campaign as runner  # only this hurts runs on purpose
+    from megalith.fleet import faults, local
+    from megalith.spec.faults import tables
+
+    checked = check(path, overrides=overrides)
+    if checked.errors:
+        raise SpecErrors(checked.errors)
+    spec = checked.resolved.spec
+    folder = (out or Path("runs") / f"{spec.name}-campaign").resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    left_out, kinds = runner.possible(spec.fleet)
+    amounts = faults.counts(count, tables()["llama3"], kinds) | ({"supervisor": supervisor_kills} if supervisor_kills else {})
+    injections = faults.draw(amounts, seed=seed, first=3, every=3, ranks=spec.plan.ranks, slots=spec.fleet.nodes)
+    steps = max(one.step for one in injections) + faults.AFTERMATH
+    listed, file = folder / "faults.json", folder / "run.toml"
+    faults.save(listed, injections)
+    resolved = replace(checked.resolved, spec=spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})}))
+    file.write_text(files.dump(resolved), encoding="utf-8")
+    command = [sys.executable, "-m", "megalith.cli", "train", str(file)]
+    whole = runner.run(command, folder / "whole", tick=lambda: tick(folder / "whole"))
+    memory = local.memory_root(folder / "faulted", _identity(resolved.spec))
+    nodes = runner.node_folders(memory, spec.fleet.nodes + spec.fleet.spares)
+    faulted = runner.run(command, folder / "faulted", injections=listed, nodes=nodes, tick=lambda: tick(folder / "faulted"))
+    states = _end_state(whole.folder), _end_state(faulted.folder)
+    return runner.judge(whole, faulted, injections=listed, states=states, left_out=left_out)
+
+
+def _end_state(folder: Path) -> dict[str, Any] | None:
+    """All that a run ended with, comparable: digests of the files with weights and moments, position, rule of random numbers."""
+    from megalith.checkpoint.folder import DamagedCheckpointError, find, read_manifest  # no torch, but only this compares
+
+    try:
+        manifest = read_manifest(find(folder))
+    except (FileNotFoundError, DamagedCheckpointError):
+        return None
+    return {"files": manifest.files, "step": manifest.step, **{key: manifest.meta[key] for key in ("position", "rng", "data")}}
+
+
+def doctor(folder: Path, *, burn_in: float = 1.0) -> "list[Finding]":
+    """Check whether this machine is fit to train on; `folder` is where a run would write.
+
+    `burn_in`: seconds of matrix products on every GPU, or the processor without one, for each data type; 0: none, and no torch.
+    """
+    from megalith.fleet import health  # only this looks at the machine
+
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file. Give the folder that runs will write to.")
+    findings = health.doctor(folder)
+    if burn_in:
+        import torch  # the rest does without
+
+        from megalith.train import doctor as burner  # needs torch
+
+        for device in [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]:
+            findings += [replace(one, check=f"{one.check}, {device}") for one in burner.burn_in(device, seconds=burn_in)]
+    return findings
+
+
+def launch(
+    path: Path,
+    *,
+    engine: str,
+    overrides: Sequence[str] = (),
+    run_dir: Path | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple["Artefact", list[Problem]]:
+    """What an engine needs to start a run, and advice on it. `options`: see `fleet.engines.given`.
+
+    Raises SpecErrors with everything that is wrong with the run, or with how it is to be launched. Data that is not here may be there:
+    that is advice.
+    """
+    from megalith.fleet import engines  # only this writes for engines
+
+    resolved = files.load(path, overrides=overrides)
+    spec, provenance = resolved.spec, resolved.provenance
+    everywhere = find_problems(spec, files=False, provenance=provenance)
+    errors = [problem for problem in everywhere if problem.severity == "error"]
+    here = [one for one in find_problems(spec, provenance=provenance) if one.severity == "error" and one not in everywhere]
+    folder = run_dir or Path("runs") / spec.name
+    advice = [replace(one, severity="advice", reason=f"seen from this machine, {one.reason}") for one in here]
+    try:
+        chosen, more = engines.given(
+            spec, engine, run_file=str(path), run_dir=str(folder), overrides=tuple(overrides), **(options or {})
+        )
+    except SpecErrors as found:
+        raise SpecErrors([*errors, *(one for one in found.problems if one not in errors)]) from None
+    if errors:
+        raise SpecErrors(errors)
+    return engines.emit(engine, spec, chosen), [*advice, *more]
+
+
+def submit(command: str) -> int:
+    """Hand a launch to its engine; the exit status of the command that takes it. Raises FileNotFoundError where there is none."""
+    return subprocess.run(shlex.split(command), check=False).returncode
 
 
 def prepare_data(
@@ -276,24 +617,57 @@ def _too_many(spec: RunSpec) -> list[Problem]:
 
 
 def _start(
-    resolved: Resolved, folder: Path, entry: str, arguments: dict[str, Any], *, tick: Callable[[], None] | None
+    resolved: Resolved,
+    folder: Path,
+    entry: str,
+    arguments: dict[str, Any],
+    *,
+    tick: Callable[[], None] | None,
+    recover: bool = False,
 ) -> "Outcome":
-    """Start the plan's ranks on this machine and stay with them."""
-    from megalith.fleet import supervisor  # only commands with ranks start some
+    """Start the plan's ranks on this machine and stay with them; `recover`: through faults, as the run's fleet says."""
+    from megalith.fleet import controller, supervisor  # only commands with ranks start some
 
-    launch = resolved.spec.launch
+    spec = resolved.spec
     files.save(resolved, folder)
-    job = supervisor.Job(
+    job = _job(spec, folder, entry, arguments)
+    if not (recover and spec.fleet.recover):
+        return supervisor.run(job, tick=tick)
+    return controller.run_here(job, fleet=spec.fleet, identity=_identity(spec), store=lambda: _checkpoints(folder), tick=tick)
+
+
+def _job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> "Job":
+    """What all ranks of a run are started for."""
+    from megalith.fleet.job import Job  # only commands with ranks start some
+
+    return Job(
         entry=entry,
         arguments=arguments,
-        ranks=resolved.spec.plan.ranks,
+        ranks=spec.plan.ranks,
         run_dir=folder,
         preload=(*PRELOAD, entry.partition(":")[0]),
-        start_timeout=launch.start_timeout,
-        silence_timeout=launch.timeout,
-        threads=launch.threads,
+        start_timeout=spec.launch.start_timeout,
+        silence_timeout=spec.launch.timeout,
+        threads=spec.launch.threads,
     )
-    return supervisor.run(job, tick=tick)
+
+
+def _identity(spec: RunSpec) -> str:
+    """What a run computes: copies in memory of a run that computes something else are not this run's."""
+    return spec.model_dump_json(exclude={"fleet", "launch", "log", "validation", "checkpoint", "name"})
+
+
+def _checkpoints(folder: Path) -> "tuple[Copy, ...]":
+    """A run's checkpoints as copies of its state. One that was committed before the run was sent back to an earlier step is none."""
+    from megalith.checkpoint.folder import committed, latest, read_manifest  # no torch, but only training looks for checkpoints
+    from megalith.fleet.tiers import Copy, Tier
+
+    newest = latest(folder / "checkpoints")
+    if newest is None:
+        return ()
+    last = read_manifest(newest).step
+    steps = (int(path.name.removeprefix("step-")) for path in committed(folder / "checkpoints"))
+    return tuple(Copy(Tier.STORE, step) for step in steps if step <= last)
 
 
 def _join(resolved: Resolved, folder: Path, place: "Place", entry: str, arguments: dict[str, Any]) -> int:

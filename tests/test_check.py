@@ -5,13 +5,18 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalith.check import MAY_CHANGE, RULES, Problem, check, check_resume
+from megalith.check import MAY_CHANGE, RULES, Problem, _parameters, _size, check, check_resume
+from megalith.models.stage import Stage
+from megalith.schedule.lower import lower
+from megalith.schedule.simulate import simulate
 from megalith.schedule.table import build
 from megalith.spec.files import Layer, read_setting, resolve
 from megalith.spec.plan import Plan
+from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
 
 BASE = {
@@ -66,19 +71,41 @@ def test_every_rule_says_what_it_wants():
         (["model.head_dim=15"], "model.head_dim", "rotary"),
         (["model.heads=256", "model.kv_heads=256"], "model.heads", "does not divide model.dim"),
         (["plan.data=4", "plan.replicate=3"], "plan.replicate", "does not divide plan.data = 4. Use replicate = 1, 2 or 4."),
-        (["plan.tensor=8"], "plan.tensor", "does not divide kv_heads = 4 (blocks.0.attention). Use tensor = 1, 2 or 4."),
+        (["plan.data=4", "fleet.nodes=3"], "fleet.nodes", "does not divide the plan's 4 ranks. Use fleet.nodes = 1, 2 or 4."),
+        (
+            ["plan.tensor=4", "model.heads=24", "model.kv_heads=3", "model.head_dim=16"],
+            "plan.tensor",
+            "neither divides kv_heads = 3",
+        ),
+        (["plan.context=2", "train.seq_len=126"], "train.seq_len", "Use seq_len = 128"),
+        (["plan.context=2", "plan.tensor=2", "train.seq_len=124"], "train.seq_len", "2 x context 2 x tensor 2 = 8"),
+        (["plan.context=4", "plan.ulysses=3"], "plan.ulysses", "does not divide plan.context = 4. Use ulysses = 1, 2 or 4."),
+        (["plan.context=16", "plan.ulysses=16"], "plan.ulysses", "does not divide heads = 8"),
+        (["plan.expert=2", "plan.data=2"], "plan.expert", "the model has none"),
+        (
+            ["plan.expert=3", "plan.data=2", "model.preset=mixtral-8x7b"],
+            "plan.expert",
+            "= 3 does not divide data x context x tensor = 2",
+        ),
+        (["plan.expert=16", "plan.data=16", "model.preset=mixtral-8x7b"], "plan.expert", "does not divide the 8 experts"),
+        (
+            ["plan.expert=4", "plan.zero=0", "cluster=h100", "model.preset=mixtral-8x7b"],
+            "plan.expert",
+            "does not divide data x context x tensor = 1",
+        ),
+        (["plan.pipeline=2", "plan.schedule=dualpipe", "plan.data=2", "plan.zero=2"], "plan.zero", "Use zero <= 1"),
+        (["plan.pipeline=2", "plan.schedule=zb-v"], "plan.chunks", "Use chunks = 2"),
         (["plan.tensor=3", "model.vocab=1026"], "plan.tensor", "does not divide heads = 8"),
         (["plan.tensor=2", "model.ffn=351"], "plan.tensor", "does not divide ffn = 351 (blocks.0.mlp). Use tensor = 1."),
         (["plan.tensor=2", "model.vocab=1023"], "plan.tensor", "does not divide vocab = 1023"),
         (["plan.tensor=2", "train.seq_len=127"], "plan.tensor", "does not divide seq_len = 127"),
-        (["plan.tensor=4", "plan.data=64", "plan.zero=3"], "plan.data", "ffn = 352"),
         (["train.global_batch=65", "plan.data=4", "plan.microbatch=8"], "train.global_batch", "Use 64 or 96"),
         (["train.global_batch=3", "plan.data=4"], "train.global_batch", "Use 4"),
         (["plan.pipeline=8"], "plan.pipeline", "makes 8 stages, and the model has 4 blocks"),
         (["plan.pipeline=2", "plan.layers=[3,2]"], "plan.layers", "places 5 blocks, and the model has 4. Use [2, 2]"),
         (["plan.pipeline=2", "plan.layers=[4]"], "plan.layers", "names 1 stages"),
-        (["plan.schedule=1f1"], "plan.schedule", 'Did you mean "1f1b"?'),
-        (["plan.pipeline=2", "plan.chunks=2"], "plan.chunks", '"interleaved"'),
+        (["plan.schedule=1f1"], "plan.schedule", "Did you mean '1f1b'?"),
+        (["plan.pipeline=2", "plan.chunks=2"], "plan.chunks", "'interleaved'"),
         (["plan.recompute=every:9"], "plan.recompute", "Use every:N with N <= 4."),
         (["plan.recompute=selective", "plan.recompute_parts=[]"], "plan.recompute_parts", "names nothing"),
         (["plan.recompute_parts=['mpl']"], "plan.recompute_parts", 'Did you mean "mlp"?'),
@@ -106,11 +133,17 @@ def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[
         (["plan.data=2", "plan.zero=0", "plan.replicate=2"], "plan.replicate"),
         (["plan.pipeline=2", "model.tied=true"], "model.tied"),
         (["plan.pipeline=2", "plan.schedule=interleaved"], "plan.chunks"),
+        (["plan.pipeline=2", "plan.schedule=zb-h2"], "plan.schedule"),
+        (["plan.pipeline=2", "plan.schedule=zb-h1", "plan.compile=true"], "plan.compile"),
         (["train.seq_len=32768"], "plan.recompute"),
         (["cluster=h100:64", "plan.tensor=16", "model.heads=16", "model.kv_heads=16"], "plan.tensor"),
+        (["cluster=h100", "model.preset=switch-base-16", "plan.data=16", "plan.expert=16"], "plan.expert"),
         (["cluster=v100-32gb"], "train.precision"),
         (["plan.recompute=selective", "plan.recompute_parts=['attention','attention.core']"], "plan.recompute_parts"),
+        (["plan.recompute=selective", "plan.recompute_parts=['mlp_norm','attend']"], "plan.recompute_parts"),
         (["train.steps=1000"], "checkpoint.every"),
+        (["model.preset=deepseek-tiny", "model.balanced=true"], "model.balanced"),
+        (["plan.pipeline=2", "plan.schedule=dualpipe"], "plan.schedule"),
     ],
 )
 def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
@@ -151,6 +184,25 @@ def test_the_interleaved_bubble_is_divided_by_the_chunks():
     assert "12.5%" in problem.reason
 
 
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 10), (8, 16)])
+def test_dualpipe_is_priced_against_its_half(ranks: int, microbatches: int):
+    """A stage's weights in bf16 and its gradients in fp32; idle times as simulated where F = I = W and nothing is hidden."""
+    sizes = (f"plan.pipeline={ranks}", f"model.layers={2 * ranks}", f"train.global_batch={microbatches}")
+    asked = ("plan.schedule=dualpipe", *sizes)
+    (problem,) = [p for p in found(*asked) if p.key == "plan.schedule"]
+    (block,) = set(spec(*asked).model.build().blocks)
+    assert f"about {_size(2 * _parameters(block, 128) * (2 + 4))} a rank" in problem.reason
+    idle = [
+        simulate(lower(build(name, ranks=ranks, microbatches=microbatches, chunks=chunks), 0), dict.fromkeys("FIW", 1) | {"B": 2})
+        for name, chunks in (("dualpipe", 1), ("dualpipev", 2))
+    ]
+    assert [f"{timeline.bubble:.1%}" for timeline in idle] == re.findall(r"idles for (\S+%)", problem.reason)
+
+
+def test_dualpipe_is_let_be_where_its_half_has_too_few_blocks():
+    assert "plan.schedule" not in advice("plan.schedule=dualpipe", "plan.pipeline=4")
+
+
 def test_a_copied_optimizer_is_said_in_bytes():
     """8 bytes of moments a parameter of the blocks, of which two data ranks each could keep half."""
     (problem,) = [
@@ -167,6 +219,14 @@ def test_state_that_fits_when_sharded_is_said_to():
     ]
     assert "plan.zero = 3 would keep" in problem.way_out
     assert errors("cluster=h100:64", "model.preset=llama3-8b", "plan.data=8", "plan.zero=3") == []
+
+
+@pytest.mark.parametrize(("late", "each"), [("false", 12 + 4 + 2), ("true", 12 + 16 + 2)])
+def test_what_undoing_an_update_takes_counts_as_state(late: str, each: int):
+    """Copies of weights and moments, and gradients, beside what is there anyway."""
+    blocks = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
+    (problem,) = errors("cluster=h100", "model.preset=llama2-7b", f"plan.post_validation={late}", "plan.zero=0")
+    assert f"at least {_size(each * blocks)}" in problem.reason
 
 
 def test_started_ranks_are_compared_with_the_plan():
@@ -284,10 +344,9 @@ def test_a_plan_without_errors_can_be_carried_out(plan: Plan):
     if any(problem.severity == "error" for problem in check(run, files=False)):
         return
     attention, ffn = run.model.build().blocks[0].attention, run.model.ffn
-    pieces = plan.tensor * (plan.shards if plan.tensor > 1 else 1)
     assert plan.data % plan.replicate == 0
-    assert attention.kv_heads % plan.tensor == 0
-    assert (ffn % pieces, run.model.vocab % pieces, attention.kv_heads * attention.head_dim % pieces) == (0, 0, 0)
+    assert attention.kv_heads % plan.tensor == 0 or plan.tensor % attention.kv_heads == 0
+    assert (ffn % plan.tensor, run.model.vocab % plan.tensor, attention.heads % plan.tensor) == (0, 0, 0)
     assert run.microbatches * plan.data * plan.microbatch == run.train.global_batch
     assert len(plan.bounds(run.model.layers)) == plan.stages
     assert build(plan.schedule, ranks=plan.pipeline, microbatches=run.microbatches, chunks=plan.chunks).stages == plan.stages
@@ -303,6 +362,30 @@ def test_a_resumed_run_may_change_where_and_how_long_but_not_what():
     assert {p.key for p in changed} == {"optimizer.lr", "model.ffn", "data.weights.austen", "train.seed"}
     (rate,) = [p for p in changed if p.key == "optimizer.lr"]
     assert "0.0003" in rate.reason
+
+
+def test_a_run_keeps_the_sets_of_tokens_over_which_it_balances():
+    """Mixtral balances microbatch i of all data ranks: as many sequences in every plan that the run goes on under."""
+    before = spec("model.preset=mixtral-8x7b", "plan.data=2", "plan.microbatch=2")
+
+    def refused(*settings: str) -> list[tuple[str, object]]:
+        return [(p.key, p.value) for p in check_resume(before, spec("model.preset=mixtral-8x7b", *settings))]
+
+    assert refused("plan.data=4", "plan.zero=3") == refused("plan.microbatch=4", "plan.expert=1") == []
+    assert refused("plan.data=4", "plan.microbatch=2") == [("plan.data", 4)]
+    assert refused("plan.data=2", "plan.tensor=2") == [("plan.microbatch", 1)]
+    (problem,) = check_resume(before, spec("model.preset=mixtral-8x7b", "plan.data=8"))
+    assert "sets of 8 sequences, and the run over sets of 4" in problem.reason
+    assert "plan.data x plan.microbatch = 4" in problem.way_out
+    for free in ("model.balance_set=sequence", "model.balance_set=global", "model.balance_weight=0"):
+        sets = ["model.preset=mixtral-8x7b", free]
+        assert check_resume(spec(*sets, "plan.data=2"), spec(*sets, "plan.data=4")) == []
+
+
+def test_the_plan_that_a_run_falls_back_on_keeps_them_too():
+    mixtral = ["model.preset=mixtral-8x7b", "plan.data=4", "fleet.fallback.data=2"]
+    assert [p.key for p in errors(*mixtral)] == ["fleet.fallback.data"]
+    assert errors(*mixtral, "fleet.fallback.microbatch=2") == errors(*mixtral, "model.balance_set=sequence") == []
 
 
 def test_what_may_change_exists():
@@ -330,3 +413,27 @@ def test_a_cluster_file_with_too_few_devices_is_an_error(tmp_path: Path):
     small.write_text('accelerator = "h100"\ncount = 2\n')
     assert "cluster" in {p.key for p in errors(f"cluster={small}", "plan.data=4")}
     assert "cluster" not in {p.key for p in errors(f"cluster={small}", "plan.data=2")}
+
+
+@pytest.mark.parametrize("name", presets())
+def test_blocks_have_the_parameters_that_the_rules_count(name: str):
+    model = presets()[name].build().build()
+    for block, number in {block: number for number, block in enumerate(model.blocks)}.items():
+        with torch.device("meta"):
+            made = Stage(model, number + 1, number + 2)
+        assert _parameters(block, model.dim) == sum(parameter.numel() for parameter in made.parameters())
+
+
+def test_learned_positions_end_and_rotary_ones_only_advise():
+    assert [p.key for p in errors("model.preset=gpt2", "train.seq_len=2048")] == ["train.seq_len"]
+    assert errors("model.preset=llama2-7b", "train.seq_len=8192", "plan.zero=0") == []
+    assert "train.seq_len" in advice("model.preset=llama2-7b", "train.seq_len=8192")
+
+
+def test_heads_that_do_not_rotate_may_be_odd():
+    assert errors("model.preset=gpt2", "model.dim=36", "model.heads=12") == []
+    assert [p.key for p in errors("model.preset=gemma2-2b", "model.head_dim=15")] == ["model.head_dim"]
+
+
+def test_a_single_key_head_is_split_by_no_number_of_ranks():
+    assert errors("model.preset=palm-8b", "plan.tensor=8") == []

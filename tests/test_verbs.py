@@ -10,9 +10,11 @@ import pytest
 from rich.console import Console
 
 from megalith import verbs
-from megalith.fleet import environment, supervisor
+from megalith.fleet import controller, environment, supervisor
 from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.health import Finding
+from megalith.fleet.latencies import PROFILES
 from megalith.fleet.outcome import Outcome
 from megalith.spec import files
 from megalith.spec.problem import SpecErrors
@@ -53,6 +55,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[supervisor.Job]:
         return PEACE
 
     monkeypatch.setattr(supervisor, "run", start)
+    monkeypatch.setattr(controller, "run_here", lambda job, *, tick, **_: start(job, tick=tick))
     return started
 
 
@@ -188,3 +191,68 @@ def test_parity_refuses_an_illegal_plan(run: Path, jobs: list[supervisor.Job]):
 def test_a_report_wants_a_run_folder(run: Path):
     with pytest.raises(FileNotFoundError, match="no run folder"):
         verbs.report(Path("data"))
+
+
+def test_draws_are_all_equal_only_if_as_many_as_asked_for_are(monkeypatch: pytest.MonkeyPatch):
+    outcomes = ["equal", "tie", "equal"]
+    drawn = SimpleNamespace(
+        name="dense; data 2 shards", choices=(("data", "2 shards"),), spec=SimpleNamespace(plan=SimpleNamespace(ranks=2))
+    )
+
+    def prove_drawn(count: int, seed: int, *, starting: Any) -> Any:
+        for outcome in outcomes:
+            starting(drawn)
+            yield SimpleNamespace(draw=drawn, outcome=outcome, rows=(), tokens_tied=0, error="")
+
+    monkeypatch.setattr("megalith.train.prove.prove_drawn", prove_drawn)
+    heard: list[Any] = []
+    found = verbs.parity_of_draws(2, seed=1, starting=lambda name, ranks: heard.append(ranks), ended=heard.append)
+    assert found["equal"]
+    assert found["outcomes"] == {"equal": 2, "tie": 1, "NOT equal": 0, "failed": 0}
+    assert heard == [2, "equal", 2, "tie", 2, "equal"]
+    assert not verbs.parity_of_draws(3, seed=1)["equal"]
+
+
+def test_a_launch_whose_data_is_elsewhere_is_advised_not_refused(run: Path):
+    options = {"nodes": 2, "gpus_per_node": 2}
+    artefact, advice = verbs.launch(run, engine="slurm", overrides=["data.path=far/away"], options=options)
+    assert "--set data.path=far/away" in artefact.text
+    assert [(one.severity, one.key) for one in advice] == [("advice", "data.path")]
+    assert "seen from this machine" in advice[0].reason
+
+
+def test_a_wrong_run_is_not_launched_and_all_is_said(run: Path):
+    with pytest.raises(SpecErrors) as caught:
+        verbs.launch(run, engine="k8s", overrides=["plan.tensor=3", "train.global_batch=5"], options={"hours": 1.0})
+    assert {"plan.tensor", "train.global_batch", "--image", "--hours", "--nodes"} <= {one.key for one in caught.value.problems}
+
+
+def test_the_doctor_wants_a_folder(run: Path):
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        verbs.doctor(run, burn_in=0)
+
+
+def test_the_doctor_burns_in_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given: list[str] = []
+
+    def burn_in(device: str, *, seconds: float) -> list[Finding]:
+        given.append(device)
+        return [Finding("burn-in", "ok", "2 products", "the same bits")]
+
+    monkeypatch.setattr("megalith.train.doctor.burn_in", burn_in)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    findings = verbs.doctor(tmp_path, burn_in=0.1)
+    assert given == ["cuda:0", "cuda:1"]
+    assert [one.check for one in findings[-2:]] == ["burn-in, cuda:0", "burn-in, cuda:1"]
+
+
+def test_every_profile_of_latencies_can_be_simulated():
+    for profile in PROFILES:
+        assert verbs.simulate("h100:16", days=1, seeds=1, profile=profile).scenario.latencies.source == PROFILES[profile].source
+
+
+def test_a_sweep_tries_the_given_value_among_others():
+    calls: list[int] = []
+    tried = verbs.try_out("h100:64", "spares", seeds=2, days=1, spares=3, begun=calls.append, tick=lambda: calls.append(1))
+    assert [one.value for one in tried] == [0, 1, 2, 3, 4]
+    assert calls == [10] + [1] * 10
