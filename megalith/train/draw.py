@@ -28,7 +28,8 @@ AXES: Mapping[str, Mapping[str, dict[str, Any]]] = {
         "experts": {"preset": "mixtral-8x7b"},
         "latent attention, experts, tokens ahead": {"preset": "deepseek-tiny"},
     },
-    "data": {"1": {}, "2 shards": {"data": 2}, "2 copies": {"data": 2, "replicate": 2}},
+    "shards": {"1": {}, "2": {"data": 2}},
+    "copies": {"1": {}, "2": {"replicate": 2}},  # each of so many shards: `legal` multiplies
     "zero": {str(stage): {"zero": stage} for stage in range(4)},
     "tensor": {
         "1": {},
@@ -70,7 +71,7 @@ AXES: Mapping[str, Mapping[str, dict[str, Any]]] = {
 PLAIN = ("1", "none", "known at once", "fp32")
 """Values that ask for nothing, which goes without saying."""
 
-FIRST = dict.fromkeys(("data", "tensor", "context", "pipeline", "expert"), 0.5) | {"precision": 0.9}
+FIRST = dict.fromkeys(("shards", "copies", "tensor", "context", "pipeline", "expert"), 0.5) | {"precision": 0.9}
 """How often an axis has its first value without a draw: axes of ranks, or hardly a combination would have few enough; the precision that
 shows most."""
 
@@ -169,7 +170,7 @@ def legal(choices: tuple[Choice, ...]) -> RunSpec | None:
     """The run of a combination, or None where it has too many ranks or `check` refuses it."""
     asked = {key: value for axis, name in choices for key, value in AXES[axis][name].items()}
     preset, precision = asked.pop("preset"), asked.pop("precision", "fp32")
-    plan = Plan.model_validate(asked)
+    plan = Plan.model_validate(asked | {"data": asked.get("data", 1) * asked.get("replicate", 1)})
     if plan.ranks > MOST_RANKS:
         return None
     spec = _run(preset, precision, plan)

@@ -1,6 +1,7 @@
 """Any combination of parallelisms trains like one process: every pair of choices that can go together is in the sample."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_draws_are_a_function_of_the_seed() -> None:
 def test_an_illegal_combination_is_not_drawn() -> None:
     plain = {axis: next(iter(values)) for axis, values in AXES.items()}
     assert legal(tuple(plain.items())) is not None
-    assert legal(tuple((plain | {"expert": "2", "data": "2 shards"}).items())) is None
+    assert legal(tuple((plain | {"expert": "2", "shards": "2"}).items())) is None
 
 
 OTHERS: list[tuple[str, dict[str, Any]]] = [
@@ -89,3 +90,21 @@ def test_every_family_trains_like_one_process(preset: str, plan: dict[str, Any])
     spec = shrink(run, steps=2)
     rows = compare(reference(spec, device=CPU), recorded(spec), spec=spec)
     assert all(row.equal for row in rows), "\n".join(map(str, rows))
+
+
+OWN = """
+name = each rank has two neighbouring stages, gradients last come first
+stages = 4
+microbatches = 4
+placement = 0 0 1 1
+rank 0: 0F0 1F0 0F1 1F1 0F2 1F2 0F3 1F3 1B3 0B3 1I2 0I2 1B1 0B1 1W2 0W2 1B0 0B0
+rank 1: 2F0 3F0 2F1 3F1 2F2 3F2 2F3 3F3 3B3 2B3 3I2 2I2 3B1 2B1 3W2 2W2 3B0 2B0
+"""
+
+
+def test_a_schedule_from_a_file_trains_like_one_process(tmp_path: Path) -> None:
+    """It places stages and orders microbatches as none of the others does."""
+    (tmp_path / "own.schedule").write_text(OWN, encoding="utf-8")
+    plan = {"pipeline": 2, "chunks": 2, "schedule": f"file:{tmp_path}/own.schedule", "data": 2, "zero": 3}
+    proof = prove(Draw((), shrink(tiny_run(plan=plan, train={"global_batch": 8}), steps=2)), references={})
+    assert proof.outcome == "equal", proof
