@@ -21,6 +21,7 @@ from megalith.data.prepare import prepare
 from megalith.data.tokenizer import load
 from megalith.events import read
 from megalith.spec.run import RunSpec
+from tests.patience import PATIENCE
 
 torch.set_num_threads(1)
 
@@ -72,7 +73,7 @@ def _rank(spec: RunSpec, folder: Path, rank: int, store: Path, source: dict[str,
 
 
 def finish(
-    pids: dict[int, int], *, timeout: float = 120.0, meanwhile: Callable[[dict[int, int]], None] = lambda _: None
+    pids: dict[int, int], *, timeout: float = PATIENCE, meanwhile: Callable[[dict[int, int]], None] = lambda _: None
 ) -> list[int]:
     """Wait for the ranks and give their exit statuses (minus the signal's number for a killed one). Once one has failed, the others
     are killed, as a supervisor would. `meanwhile` is called with the ranks by process id all the time."""

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from megalith import __version__, verbs
 from megalith.cli import app
 from megalith.fleet.health import Finding
+from tests.patience import PATIENCE
 
 COMMANDS = [
     ["check"],
@@ -61,7 +62,9 @@ def call(*arguments: str) -> Result:
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(Path(verbs.__file__).parents[1])}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, env=environment, check=False
+    )
 
 
 NO_TORCH = """

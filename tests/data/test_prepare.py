@@ -15,6 +15,7 @@ from megalith.data.prepare import prepare
 from megalith.data.shards import SplitReader
 from megalith.data.sources import documents, parse_source
 from megalith.data.tokenizer import load
+from tests.patience import PATIENCE
 
 BYTES = load("bytes")
 
@@ -128,7 +129,9 @@ def test_a_killed_prepare_leaves_no_manifest_and_the_next_one_succeeds(tmp_path)
         "prepare._write_last = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL);"
         "prepare.prepare(sys.argv[1:2], tokenizer=tokenizer.load('bytes'), out=sys.argv[2], shard_tokens=100)"
     )
-    child = subprocess.run([sys.executable, "-c", killed_before_the_last_document, source, str(out)], timeout=60, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", killed_before_the_last_document, source, str(out)], timeout=PATIENCE, check=False
+    )
     assert child.returncode == -signal.SIGKILL
     assert not out.exists()
     assert list(tmp_path.glob(".out.partial/*.bin"))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megalith.fleet.supervisor import Job
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +42,7 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         started.append(process)
-        until(lambda: all((tmp_path / f"pids-{rank}").exists() for rank in range(ranks)), seconds=20)
+        until(lambda: all((tmp_path / f"pids-{rank}").exists() for rank in range(ranks)), seconds=PATIENCE)
         return process
 
     yield start

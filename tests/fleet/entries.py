@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -90,10 +89,11 @@ def fall_silent(own: int) -> None:
 
 def save_when_asked() -> None:
     """Stop in an orderly way at SIGTERM."""
-    asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    asked: list[int] = []  # not an Event, whose lock a handler may find held by what it interrupted
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     _start()
-    asked.wait(60)
+    while not asked:
+        time.sleep(0.01)
     print("saved")
     raise SystemExit(ExitCode.STOPPED)
 

@@ -7,6 +7,7 @@ import pytest
 
 from megalith.fleet import evidence
 from tests.fleet.conftest import until
+from tests.patience import PATIENCE
 
 DUMP = """loss 3.1
 Thread 0x00007f01 (most recent call first):
@@ -43,7 +44,7 @@ def test_a_stopped_process_is_seen_as_stopped():
     try:
         assert not evidence.is_stopped(process.pid)
         os.kill(process.pid, signal.SIGSTOP)
-        until(lambda: evidence.is_stopped(process.pid), seconds=5)
+        until(lambda: evidence.is_stopped(process.pid), seconds=PATIENCE)
     finally:
         process.kill()
         process.wait()

@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 from tests.fleet.conftest import ROOT
+from tests.patience import PATIENCE
 
 WATCH = """
 import sys, time
@@ -27,7 +28,7 @@ def test_the_end_of_the_pipe_ends_the_process():
     assert process.stdout.readline() == b"watching\n"
     assert process.poll() is None
     os.close(writing)
-    assert process.wait(timeout=5) != 0
+    assert process.wait(timeout=PATIENCE) != 0
     process.stdout.close()
 
 

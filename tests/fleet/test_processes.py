@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from megalith.fleet.processes import Handle, method, readable
+from tests.patience import PATIENCE
 
 
 def test_ranks_are_forked_on_linux_and_spawned_elsewhere():
@@ -31,7 +32,7 @@ def test_a_handle_follows_a_process_to_its_end_and_not_beyond():
     handle = Handle(process.pid)
     assert handle.alive()
     handle.send(9)
-    assert process.wait(timeout=5) == -9
+    assert process.wait(timeout=PATIENCE) == -9
     assert not handle.alive()
     handle.send(9)  # the id may be another process's by now: nothing is sent
     handle.close()
@@ -44,7 +45,7 @@ def test_a_descriptor_above_1023_can_be_waited_for():
     try:
         assert not readable(high, seconds=0)
         os.write(write, b"x")
-        assert readable(high, seconds=1)
+        assert readable(high, seconds=PATIENCE)
     finally:
         for descriptor in {low, high, write}:
             os.close(descriptor)

@@ -13,6 +13,7 @@ import pytest
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.supervisor import Job, run
 from tests.fleet.conftest import is_alive, processes, until
+from tests.patience import PATIENCE
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the fork server and /proc are Linux's")
 both_ways = pytest.mark.parametrize("method", [pytest.param("fork", marks=linux), "spawn"])
@@ -44,7 +45,7 @@ def test_an_error_ends_the_others_within_seconds_and_is_the_first_cause(job, mon
     monkeypatch.setenv("MEGALITH_START", method)
     begun = time.monotonic()
     outcome = run(job("one_raises_rest_waits", ranks=3, own=1))
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 50  # the others would wait 60
     assert outcome.code == ExitCode.FAILED
     assert outcome.first_cause is not None
     assert (outcome.first_cause.rank, outcome.first_cause.error) == (1, "ValueError: mine")
@@ -77,12 +78,12 @@ def test_a_killed_rank_is_named_with_its_signal_and_place(job, number):
 @both_ways
 def test_a_rank_that_hangs_at_start_up_is_named_with_its_stack(job, monkeypatch, method):
     monkeypatch.setenv("MEGALITH_START", method)
-    outcome = run(job("never_ready", ranks=3, own=1, start_timeout=1.5))
+    outcome = run(job("never_ready", ranks=3, own=1, start_timeout=3.0))
     assert outcome.code == ExitCode.LOST
     cause = outcome.first_cause
     assert cause is not None
     assert cause.rank == 1
-    assert "not ready within 1.5 s; its last phase is `run`" in cause.reason
+    assert "not ready within 3.0 s; its last phase is `run`" in cause.reason
     assert "sleep_in_a_function_with_this_name" in cause.traceback
     assert {(failure.rank, "`join`" in failure.reason) for failure in outcome.consequences} == {(0, True), (2, True)}
 
@@ -99,7 +100,7 @@ def test_ranks_that_fall_silent_are_ended_and_the_one_furthest_behind_is_named(j
 @linux
 def test_a_stopped_process_is_told_from_those_that_wait_for_it(job, tmp_path):
     def stop() -> None:
-        until(lambda: len(processes(tmp_path)) == 4, seconds=20)
+        until(lambda: len(processes(tmp_path)) == 4, seconds=PATIENCE)
         os.kill(processes(tmp_path)["pids-1"], signal.SIGSTOP)
 
     thread = threading.Thread(target=stop)
@@ -118,13 +119,13 @@ def test_nothing_survives_a_killed_supervisor(supervise, tmp_path, method):
     left = processes(tmp_path)
     os.kill(left["pids-1"], signal.SIGSTOP)  # a stopped rank runs no code that could notice
     supervisor.send_signal(signal.SIGKILL)
-    until(lambda: not any(is_alive(process) for process in left.values()), seconds=2)
+    until(lambda: not any(is_alive(process) for process in left.values()), seconds=PATIENCE)
 
 
 @linux
 def test_a_killed_fork_server_is_reported_and_leaves_no_rank(job, tmp_path):
     def kill() -> None:
-        until(lambda: len(processes(tmp_path)) == 4, seconds=20)
+        until(lambda: len(processes(tmp_path)) == 4, seconds=PATIENCE)
         os.kill(processes(tmp_path)["parent"], signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
@@ -133,13 +134,13 @@ def test_a_killed_fork_server_is_reported_and_leaves_no_rank(job, tmp_path):
     thread.join()
     assert outcome.code == ExitCode.LOST
     assert "the fork server was killed by SIGKILL" in outcome.message()
-    until(lambda: not any(is_alive(process) for process in processes(tmp_path).values()), seconds=2)
+    until(lambda: not any(is_alive(process) for process in processes(tmp_path).values()), seconds=PATIENCE)
 
 
 @linux
 def test_a_stopped_fork_server_cannot_keep_ranks_alive(job, tmp_path):
     def stop() -> None:
-        until(lambda: len(processes(tmp_path)) == 3, seconds=20)
+        until(lambda: len(processes(tmp_path)) == 3, seconds=PATIENCE)
         os.kill(processes(tmp_path)["parent"], signal.SIGSTOP)
 
     thread = threading.Thread(target=stop)
@@ -155,7 +156,7 @@ def test_a_stopped_fork_server_cannot_keep_ranks_alive(job, tmp_path):
 def test_a_request_to_stop_reaches_every_rank_once(supervise, tmp_path, method, number):
     supervisor = supervise("save_when_asked", ranks=2, method=method)
     supervisor.send_signal(number)
-    output, _ = supervisor.communicate(timeout=20)
+    output, _ = supervisor.communicate(timeout=PATIENCE)
     assert supervisor.returncode == ExitCode.STOPPED, output
     assert "state saved" in output
     for rank in range(2):
@@ -168,7 +169,7 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen(supervise, tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         supervisor.communicate(timeout=0.6)
     supervisor.send_signal(signal.SIGINT)
-    output, _ = supervisor.communicate(timeout=10)
+    output, _ = supervisor.communicate(timeout=PATIENCE)
     assert supervisor.returncode == ExitCode.INTERRUPTED, output
     assert not any(is_alive(process) for process in processes(tmp_path).values())
 
@@ -176,7 +177,7 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen(supervise, tmp_path):
 def test_ranks_without_a_handler_end_without_a_failure(supervise):
     supervisor = supervise("wait", ranks=2)
     supervisor.send_signal(signal.SIGTERM)
-    output, _ = supervisor.communicate(timeout=20)
+    output, _ = supervisor.communicate(timeout=PATIENCE)
     assert supervisor.returncode == ExitCode.TERMINATED, output
 
 
@@ -188,7 +189,7 @@ def test_the_exit_status_an_error_asks_for_becomes_the_runs(job):
 def test_what_a_rank_started_ends_with_it(job, tmp_path):
     run(job("start_a_process", ranks=1))
     grandchild = int((tmp_path / "grandchild").read_text())
-    until(lambda: not is_alive(grandchild), seconds=2)
+    until(lambda: not is_alive(grandchild), seconds=PATIENCE)
 
 
 def test_tick_is_called_and_its_error_leaves_no_rank(job, tmp_path):

@@ -100,7 +100,7 @@ def errors(rank: int, ranks: int, cases: list[Case], wholes: list[list[Tensor]])
 @cache
 def measured(ranks: int, cases: tuple[Case, ...]) -> dict[tuple[str, Case], float]:
     """The largest error on any rank, by method and case; forked once for all of them."""
-    found = run_ranks(errors, ranks, ranks, list(cases), [case.whole() for case in cases], timeout=120)
+    found = run_ranks(errors, ranks, ranks, list(cases), [case.whole() for case in cases])
     keys = [(method, case) for method in METHODS for case in cases]
     return {key: max(each) for key, each in zip(keys, zip(*found, strict=True), strict=True)}
 

@@ -66,7 +66,7 @@ def _all_runs(rank: int) -> dict[str, Sent]:
 @pytest.fixture(scope="module")
 def sent() -> dict[str, Sent]:
     """Every run on two data ranks, as the second rank saw it."""
-    first, second = run_ranks(_all_runs, 2, timeout=120)
+    first, second = run_ranks(_all_runs, 2)
     assert first == second
     return second
 

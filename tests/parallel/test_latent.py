@@ -39,7 +39,7 @@ def _train(rank: int, spec: RunSpec) -> tuple[Recording, list[set[str]]]:
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_one_table_is_used_in_four_places_and_learns_like_one_process(plan: dict[str, Any], tied: bool) -> None:
     spec = _spec(plan, tied=tied)
-    ranks = run_ranks(_train, spec.plan.ranks, spec, timeout=240)
+    ranks = run_ranks(_train, spec.plan.ranks, spec)
     shared = TABLES if tied else TABLES - {"head.output.weight"}
     assert {name for _, stages in ranks for same in stages for name in same} == shared
     rows = compare(reference(spec, device=CPU), ranks[0][0], spec=spec)

@@ -106,7 +106,7 @@ def _all(rank: int) -> list[tuple[Found, dict[str, Found]]]:
 @pytest.fixture(scope="module")
 def found() -> list[tuple[Found, dict[str, Found]]]:
     """For each plan, the block as one graph, and with journeys under each policy; on both ranks."""
-    return [each for mine in run_ranks(_all, 2, timeout=200) for each in mine]
+    return [each for mine in run_ranks(_all, 2) for each in mine]
 
 
 def test_pieces_give_the_bits_of_one_graph_whatever_runs_again(found: list[tuple[Found, dict[str, Found]]]) -> None:

@@ -15,6 +15,7 @@ from megalith.planner.asked import Question, ask, vary
 from megalith.report import plans
 from megalith.spec.plan import Plan
 from megalith.spec.problem import SpecErrors
+from tests.patience import PATIENCE
 
 WORDS = {"model": "tiny", "cluster": "h100:4", "seq_len": 128, "global_batch": 8, "tokens": "1B"}
 ARGUMENTS = ["plan", *(word for key, value in WORDS.items() for word in (f"--{key.replace('_', '-')}", str(value)))]
@@ -191,5 +192,5 @@ from megalith.cli import app
 assert CliRunner().invoke(app, {ARGUMENTS}).exit_code == 0
 assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr

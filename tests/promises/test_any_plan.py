@@ -48,7 +48,7 @@ def _record(rank: int, spec: RunSpec) -> Recording:
 
 def _check(plan: dict[str, Any], **parts: dict[str, Any]) -> None:
     spec = shrink(tiny_run(plan=plan, train={"global_batch": 16}, **parts), steps=STEPS)
-    found = run_ranks(_record, spec.plan.ranks, spec, timeout=240)[0]
+    found = run_ranks(_record, spec.plan.ranks, spec)[0]
     rows = compare(reference(spec, device=CPU), found, spec=spec)
     assert all(row.equal for row in rows), rows
 

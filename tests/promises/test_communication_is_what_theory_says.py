@@ -102,7 +102,7 @@ def _second_steps(rank: int, specs: dict[str, RunSpec]) -> dict[str, Sent]:
 @cache
 def _world(ranks: int) -> list[dict[str, Sent]]:
     specs = {name: spec for name, spec in RUNS.items() if spec.plan.ranks == ranks}
-    return run_ranks(_second_steps, ranks, specs, timeout=200)
+    return run_ranks(_second_steps, ranks, specs)
 
 
 def sent(name: str) -> list[Bytes]:

@@ -16,6 +16,7 @@ from megalith.events import read
 from megalith.fleet.exit_codes import ExitCode
 from megalith.spec.run import RunSpec
 from megalith.train.batches import indices
+from tests.patience import PATIENCE
 from tests.runs import assert_same_bits, at_step, final_state, finish, position, prepare_text, start, train
 from tests.specs import tiny_run
 
@@ -113,7 +114,7 @@ def test_megalith_train_itself_goes_on_after_kill_9(data: Path, tmp_path: Path) 
         '[train]\nsteps = 30\nglobal_batch = 8\nseq_len = 64\nprecision = "fp32"\n[checkpoint]\nevery = 5\n'
     )
     command = [sys.executable, "-m", "megalith.cli", "train", str(tmp_path / "run.toml"), "--run-dir"]
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True, timeout=200)
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True, timeout=PATIENCE)
     folder = tmp_path / "killed"
     process = subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while not any(event["type"] == "step" and event["step"] > 7 for event in read(folder)):
@@ -122,7 +123,7 @@ def test_megalith_train_itself_goes_on_after_kill_9(data: Path, tmp_path: Path) 
     header = re.search(r"rank 1 of 2, process (\d+)", (folder / "ranks/rank-1.log").read_text())
     assert header
     os.kill(int(header[1]), signal.SIGKILL)
-    said = process.communicate(timeout=250)[0]
+    said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == ExitCode.FINISHED, said
     assert "rank 1 on 0: killed by SIGKILL" in said
     assert "going on at step" in said

@@ -23,7 +23,7 @@ def dry(spec: RunSpec, rank: int) -> Counted:
 
 def real(spec: RunSpec) -> list[Counted]:
     """What all ranks count when they run."""
-    return run_ranks(_count, spec.plan.ranks, spec, timeout=240)
+    return run_ranks(_count, spec.plan.ranks, spec)
 
 
 def _count(rank: int, spec: RunSpec) -> Counted:

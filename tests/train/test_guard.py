@@ -122,7 +122,7 @@ def _train(
 def train(
     run: dict[str, Any], fault: Callable[[int], Watcher | None] = lambda rank: None, root: Path | None = None
 ) -> list[Outcome]:
-    return run_ranks(_train, tiny_run(**run).plan.ranks, run, fault, root, timeout=120)
+    return run_ranks(_train, tiny_run(**run).plan.ranks, run, fault, root)
 
 
 def alike(one: list[Outcome], other: list[Outcome]) -> bool:
@@ -249,7 +249,7 @@ def test_the_buddy_that_holds_the_copy_makes_the_update_again(tmp_path: Path) ->
     """Sharded, so that no replica has it. The buddy ends; a supervisor would end the others."""
     run = {"plan": {"data": 2, "zero": 1}, "fleet": {"verify_every": 2}}
     with pytest.raises(RuntimeError, match=rf"rank 1 of 2 failed first(.|\n)*rank 0's update of step {BAD} is not"):
-        run_ranks(_train, 2, run, only(0, updated=flip_moment), tmp_path, True, timeout=120)
+        run_ranks(_train, 2, run, only(0, updated=flip_moment), tmp_path, True)
 
 
 def test_of_three_replicas_the_one_that_differs_is_blamed() -> None:
