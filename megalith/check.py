@@ -497,7 +497,7 @@ def long_sequences_recompute(case: Case) -> Found:
     saved = sum(_saved_numbers(block, case.model.dim) for block in case.model.blocks)
     in_flight = case.spec.microbatches if plan.schedule == "gpipe" else min(plan.pipeline, case.spec.microbatches)
     tokens = train.seq_len * plan.microbatch * in_flight
-    held = saved * tokens * WIDTH[train.precision] / (plan.pipeline * plan.tensor)
+    held = saved * tokens * WIDTH[train.precision] / (plan.pipeline * plan.tensor * plan.context)
     memory = case.cluster.accelerator.memory if case.cluster else None
     if held > memory / 2 if memory else train.seq_len >= 16_384:
         reason = f"keeps about {_size(held)} of activations a rank for backward"

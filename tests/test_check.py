@@ -169,6 +169,14 @@ def test_what_is_legal_and_wise_is_let_be(settings: list[str]):
     assert found(*settings) == []
 
 
+def test_a_context_rank_keeps_activations_of_its_share_of_a_sequence():
+    whole, share = (
+        next(problem.reason.partition(" at ")[0] for problem in found(*settings) if problem.key == "plan.recompute")
+        for settings in (["train.seq_len=32768"], ["train.seq_len=65536", "plan.context=2"])
+    )
+    assert whole == share
+
+
 def test_the_bubble_is_said_as_a_number():
     """(p - 1) / m of the useful time: 3 / 4."""
     (problem,) = [p for p in found("plan.pipeline=4", "plan.microbatch=16") if p.key == "plan.pipeline"]

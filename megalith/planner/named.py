@@ -1,0 +1,201 @@
+"""Trainings that were published by name, with their layouts, predicted: `python -m megalith.planner.named` prints them side by side.
+
+No torch unless a part must be traced. What a source leaves open (chunks, the microbatch) is not guessed: each choice is predicted, and
+the fastest counts, as for the rows of measurements.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from megalith.cost.estimate import Estimate, estimate
+from megalith.cost.prefill import prefill
+from megalith.cost.workload import Format, Practice, Workload
+from megalith.planner.published.express import EAGER_2023, PLAIN_2021
+from megalith.planner.published.flops import step_flops
+from megalith.schedule import SCHEDULES
+from megalith.spec import cluster as clusters
+from megalith.spec.plan import Plan
+from megalith.spec.presets import presets
+
+Unit = Literal["TFLOP/s", "hardware TFLOP/s", "tokens/s", "% MFU", "GPU-hours a trillion tokens", "s"]
+"""Of a device, but for the last two. `hardware` counts what is computed again in backward, by the source's own formula."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A published training. `plans` are the choices its source leaves open."""
+
+    name: str
+    preset: str
+    cluster: str
+    plans: tuple[Plan, ...]
+    seq_len: int
+    global_batch: int
+    published: float
+    unit: Unit
+    source: str
+    format: Format = "bf16"
+    practice: Practice = field(default_factory=Practice)
+    sizes: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Keys of `[model]` that differ from the preset's."""
+    forward_only: bool = False
+
+    def workloads(self) -> list[Workload]:
+        """One for each choice."""
+        known = presets()[self.preset]
+        model = replace(known, values=known.values | self.sizes).build().build()
+        cluster = clusters.load(self.cluster)
+        return [
+            Workload(model, plan, cluster, self.seq_len, self.global_batch, self.format, self.practice) for plan in self.plans
+        ]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The fastest of the choices, and its figure in the source's unit."""
+
+    named: Named
+    workload: Workload
+    estimate: Estimate
+
+    @property
+    def figure(self) -> float:
+        """What the source would have printed."""
+        return UNITS[self.named.unit](self.workload, self.estimate)
+
+    @property
+    def error(self) -> float:
+        """Of the figure, over the published one."""
+        return self.figure / self.named.published - 1
+
+
+def _hardware(workload: Workload, found: Estimate) -> float:
+    flops = step_flops(workload.model, tokens=workload.tokens, seq_len=workload.seq_len, causal="full", recomputed=True)
+    return flops / found.time.step / found.devices / 1e12
+
+
+UNITS: dict[Unit, Callable[[Workload, Estimate], float]] = {
+    "TFLOP/s": lambda _, found: found.flops_per_second / 1e12,
+    "hardware TFLOP/s": _hardware,
+    "tokens/s": lambda _, found: found.tokens_per_second,
+    "% MFU": lambda _, found: 100 * found.mfu,
+    "GPU-hours a trillion tokens": lambda _, found: 1e12 / found.tokens_per_second / 3600,
+    "s": lambda _, found: found.time.step,
+}
+
+
+def replay(named: Named) -> Replayed:
+    """Predict it."""
+    predict = prefill if named.forward_only else estimate
+    found = [(workload, predict(workload)) for workload in named.workloads()]
+    workload, best = min(found, key=lambda one: one[1].time.step)
+    return Replayed(named, workload, best)
+
+
+def _plan(name: str = "1f1b", **sizes: Any) -> Plan:
+    """ZeRO 1, one sequence at a time, unless said otherwise."""
+    plan = Plan(schedule=name, **sizes)
+    assert plan.schedule in SCHEDULES, plan.schedule
+    return plan
+
+
+def _chunked(*chunks: int, **sizes: Any) -> tuple[Plan, ...]:
+    """One plan a number of chunks."""
+    return tuple(_plan("interleaved" if n > 1 else "1f1b", chunks=n, **sizes) for n in chunks)
+
+
+def _even(stages: int) -> tuple[int, ...]:
+    """Llama 3.1 405B's 126 blocks: one fewer on the first stage and on the last."""
+    each = 128 // stages
+    return (each - 1, *(each,) * (stages - 2), each - 1)
+
+
+LLAMA3 = "arXiv:2407.21783, table 4"
+
+PYTORCH_2024 = Practice(overlap_tensor=False)
+"""Llama 3's software. Its paper tells of the communication it hides: ZeRO's and the messages between stages. Tensor parallelism's is
+not among it, and the gathering of keys and values is said to be exposed (section 3.3.2)."""
+
+DEEPSEEK = Practice(overlap_expert=True)
+"""DualPipe hides the experts' exchange behind the other direction's computation (arXiv:2412.19437, section 3.2.1)."""
+
+CHECKPOINTED_2023 = replace(EAGER_2023, flash=1)
+"""LLaMA's: xformers' attention of the first generation; what is dear to compute again is kept (arXiv:2302.13971, section 2.4)."""
+
+
+def _llama3(devices: int, published: float, *, seq_len: int = 8192, context: int = 1) -> Named:
+    data = devices // (8 * 16 * context)
+    plans = tuple(
+        _plan(
+            "interleaved", data=data, context=context, context_method="gather", tensor=8, pipeline=16, chunks=chunks,
+            layers=_even(16 * chunks),
+        )
+        for chunks in (2, 4)
+    )  # fmt: skip
+    batch = 2**24 // seq_len
+    layout = f"TP8 CP{context} PP16 DP{data}"
+    name = f"Llama 3.1 405B, {devices:,} H100, {layout}, sequences of {seq_len:,}"
+    return Named(
+        name, "llama3.1-405b", f"h100:{devices}", plans, seq_len, batch, published, "TFLOP/s", LLAMA3, practice=PYTORCH_2024
+    )
+
+
+NAMED: tuple[Named, ...] = (
+    _llama3(8192, 430),
+    _llama3(16_384, 400),
+    _llama3(16_384, 380, seq_len=131_072, context=16),
+    Named(
+        "DeepSeek-V3, 2,048 H800, PP16 (DualPipe) EP64 DP128, ZeRO 1, 8 bits", "deepseek-v3", "h800:2048",
+        (
+            _plan(
+                "dualpipe", data=128, expert=64, pipeline=16, recompute="selective",
+                recompute_parts=("attention_norm", "mlp_norm", "attention.q_up", "attention.kv_up", "mlp.experts"),
+            ),
+        ),
+        4096, 15_360, 180e3, "GPU-hours a trillion tokens", "arXiv:2412.19437, sections 1, 3.2 and 4.2", "mxfp8", DEEPSEEK,
+    ),
+    Named(
+        "GPT-3 175B, 1,024 A100, TP8 PP16 DP8, everything recomputed", "gpt3-175b", "a100-80gb:1024",
+        _chunked(1, 3, data=8, tensor=8, pipeline=16, recompute="full"),
+        2048, 1536, 140, "hardware TFLOP/s", "arXiv:2104.04473, section 5.1", "fp16", PLAIN_2021, {"vocab": 51_200},
+    ),
+    Named(
+        "LLaMA 65B, 1,024 A100, TP8 PP8 DP16", "llama1-65b", "a100-80gb:1024",
+        tuple(plan for m in (1, 2) for plan in _chunked(1, 2, 5, data=16, tensor=8, pipeline=8, microbatch=m)),
+        2048, 2048, 380, "tokens/s", "arXiv:2302.13971, section 2.4, there on 2,048", practice=CHECKPOINTED_2023,
+    ),
+    Named(
+        "PaLM 540B, 6,144 TPU v4, TP12, ZeRO 3 over 256, two copies, everything recomputed", "palm-540b", "tpu-v4:6144",
+        (_plan(data=512, replicate=2, zero=3, tensor=12, sequence=False, recompute="full"),),
+        2048, 2048, 46.2, "% MFU", "arXiv:2204.02311, section 4 and table 3", sizes={"vocab": 256_008},
+    ),
+    Named(
+        "Llama 3 405B, prefill of 2^20 tokens, 128 H100, TP8 CP16, 8 bits", "llama3.1-405b", "h100:128",
+        (_plan(tensor=8, context=16, zero=0),),
+        2**20, 1, 77, "s", "arXiv:2411.01783, figure 8", "fp8", forward_only=True,
+    ),
+)  # fmt: skip
+"""With the chunks of interleaved stages left open where no source has them."""
+
+
+def table() -> str:
+    """All of them, as lines of a Markdown table."""
+    lines = ["| run | published | predicted | | GiB of the fullest rank |", "|---|---|---|---|---|"]
+    for named in NAMED:
+        found = replay(named)
+        limit = (found.estimate.limit or 0.0) / 2**30
+        over = "" if found.estimate.fits else ", **does not fit**"
+        chunks = f" ({found.workload.plan.chunks} chunks)" if len({plan.chunks for plan in named.plans}) > 1 else ""
+        published = f"{_digits(named.published)} {named.unit} ({named.source})"
+        held = f"{found.estimate.memory.total / 2**30:.0f} of {limit:.0f}{over}"
+        lines.append(f"| {named.name} | {published} | {_digits(found.figure)}{chunks} | {found.error:+.1%} | {held} |")
+    return "\n".join(lines)
+
+
+def _digits(value: float) -> str:
+    return f"{value / 1e3:,.0f}K" if value >= 1e4 else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    print(table())
