@@ -450,9 +450,13 @@ def campaign(
     folder = (out or Path("runs") / f"{spec.name}-campaign").resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    left_out, kinds = runner.possible(spec.fleet)
+    own_disk = spec.checkpoint.every > 0 and runner.may_mount()
+    left_out, kinds = runner.possible(spec.fleet, own_disk=own_disk)
     amounts = faults.counts(count, tables()["llama3"], kinds) | ({"supervisor": supervisor_kills} if supervisor_kills else {})
-    injections = faults.draw(amounts, seed=seed, first=3, every=3, ranks=spec.plan.ranks, slots=spec.fleet.nodes)
+    injections = faults.draw(
+        amounts, seed=seed, first=3, every=3, ranks=spec.plan.ranks, slots=spec.fleet.nodes,
+        only_at={"once": spec.fleet.verify_every, "full": spec.checkpoint.every},
+    )  # fmt: skip
     steps = max(one.step for one in injections) + faults.AFTERMATH
     listed, file = folder / "faults.json", folder / "run.toml"
     faults.save(listed, injections)
@@ -462,7 +466,8 @@ def campaign(
     whole = runner.run(command, folder / "whole", tick=lambda: tick(folder / "whole"))
     memory = local.memory_root(folder / "faulted", _identity(resolved.spec))
     nodes = runner.node_folders(memory, spec.fleet.nodes + spec.fleet.spares)
-    faulted = runner.run(command, folder / "faulted", injections=listed, nodes=nodes, tick=lambda: tick(folder / "faulted"))
+    with runner.disk_of(folder / "faulted" / "checkpoints", like=whole.folder / "checkpoints", small="full" in amounts):
+        faulted = runner.run(command, folder / "faulted", injections=listed, nodes=nodes, tick=lambda: tick(folder / "faulted"))
     states = _end_state(whole.folder), _end_state(faulted.folder)
     return runner.judge(whole, faulted, injections=listed, states=states, left_out=left_out)
 

@@ -4,10 +4,13 @@ The runs are the command that a user would type, as processes of their own; when
 is typed again. What is judged is read from their event logs, from the marks that the faults left, and from their last checkpoints.
 """
 
+import contextlib
 import os
+import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -34,6 +37,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "moment": ("state_corrupt",),
     "nan": ("nonfinite",),
     "gradient": ("gradient_wrong", "state_corrupt"),
+    "once": ("gradient_wrong",),
     "slow": ("straggler",),
     "preemption": ("preempted",),
     "checkpoint": ("rank_failed",),
@@ -41,6 +45,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "node": ("nodes_lost",),
     "two": ("rank_failed",),
     "copy": ("rank_failed",),
+    "full": ("save_failed",),
     "supervisor": (),
 }
 """As what each kind is to be seen."""
@@ -109,8 +114,9 @@ class Judgement:
         return {"ok": self.passed} | asdict(self)
 
 
-def possible(fleet: FleetSpec) -> tuple[dict[str, str], list[str]]:
-    """The kinds of fault that a run with this fleet can stand, and why the others are left out."""
+def possible(fleet: FleetSpec, *, own_disk: bool) -> tuple[dict[str, str], list[str]]:
+    """The kinds of fault that a run with this fleet can stand, and why the others are left out. `own_disk`: its checkpoints go to a file
+    system that nobody else needs (`small_disk`)."""
     out: dict[str, str] = {}
     for name, kind in KINDS.items():
         missing = [need for need in kind.needs if not getattr(fleet, need)]
@@ -118,7 +124,42 @@ def possible(fleet: FleetSpec) -> tuple[dict[str, str], list[str]]:
             out[name] = f"fleet.{missing[0]} is off"
         elif name == "node" and fleet.nodes == 1:
             out[name] = "fleet.nodes = 1"
+        elif name == "once" and fleet.verify != "all":
+            out[name] = f'fleet.verify = "{fleet.verify}"'
+        elif name == "full" and not own_disk:
+            out[name] = "no checkpoints, or no right to mount a small disk for them"
     return out, [name for name in KINDS if name not in out and name != "supervisor"]
+
+
+def may_mount() -> bool:
+    """Whether this process may mount a file system."""
+    refused = contextlib.suppress(OSError, subprocess.CalledProcessError)
+    with tempfile.TemporaryDirectory() as folder, refused, small_disk(Path(folder), size=1 << 20):
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, *, size: int) -> Iterator[None]:
+    """A file system of so many bytes at `folder`, whose files are there afterwards as well. Raises OSError or CalledProcessError
+    where this process may not mount one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    options = ["-t", "tmpfs", "-o", f"size={size}", "megalith-campaign"]
+    subprocess.run(["mount", *options, str(folder)], check=True, capture_output=True)
+    kept = folder.with_name(f"{folder.name}.kept")
+    try:
+        yield
+        shutil.copytree(folder, kept)
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
+    folder.rmdir()
+    kept.rename(folder)
+
+
+def disk_of(checkpoints: Path, *, like: Path, small: bool) -> contextlib.AbstractContextManager[None]:
+    """Where a run's checkpoints go: where they always do, or to a `small` disk that has room for three times what is in `like`."""
+    held = sum(path.stat().st_size for path in like.rglob("*") if path.is_file())
+    return small_disk(checkpoints, size=3 * held + (1 << 20)) if small else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ it has, whatever became of its rank. Without a list (`MEGALITH_FAULTS`) the hook
 The mix is that of a published table (`spec/faults.toml`): MIX says which kind of fault stands for which of its causes.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Literal
 
 from megalith.fleet.seat import Seat, node_folder, ranks_of
@@ -55,6 +57,7 @@ KINDS: dict[str, Kind] = {
     "moment": Kind("bit flip in an optimizer moment", "resting", needs=("digest",)),
     "nan": Kind("NaN in a gradient", "gradients", needs=("digest",)),
     "gradient": Kind("wrong gradients from now on", "gradients", needs=("verify_every",), lasts=10_000, room=12),
+    "once": Kind("a wrong gradient, once", "gradients", needs=("verify_every",)),
     "slow": Kind("slow rank", "gradients", lasts=14, room=14),
     "preemption": Kind("SIGTERM to a rank", "step"),
     "checkpoint": Kind("newest checkpoint cut off, memory lost", "step"),
@@ -62,6 +65,7 @@ KINDS: dict[str, Kind] = {
     "node": Kind("node lost with its memory", "step"),
     "two": Kind("two ranks and their nodes' memory", "step"),
     "copy": Kind("copy in memory altered, then SIGKILL", "step", needs=("memory_every",)),
+    "full": Kind("no room for a checkpoint", "saving", blames=False),
     "supervisor": Kind("supervisor killed", "step", blames=False),
 }
 """What can be done to a run on one machine."""
@@ -79,24 +83,30 @@ MIX: tuple[tuple[str, str, float], ...] = (
     ("GPU system processor", "stop", 1.0),
     ("network card", "sockets", 1.0),
     ("NCCL watchdog timeout", "stop", 1.0),
-    ("silent data corruption", "gradient", 1.0),
+    ("silent data corruption", "gradient", 1 / 2),
+    ("silent data corruption", "once", 1 / 2),
     ("GPU thermal interface or sensor", "slow", 1.0),
     ("SSD", "checkpoint", 2 / 3),
     ("SSD", "altered", 1 / 3),
     ("power supply", "node", 1.0),
     ("server chassis", "two", 1.0),
-    ("IO expansion board", "kill", 1.0),
+    ("IO expansion board", "full", 1.0),
     ("dependency", "exception", 1.0),
     ("CPU", "slow", 1.0),
     ("system memory", "copy", 1.0),
 )
 """Cause in the table -> kind of fault here, and which share of the cause's count."""
 
+INSTEAD = {"once": "gradient", "full": "kill"}
+"""Kind -> what stands for its causes in a run that it cannot come to."""
+
 MOMENTS: tuple[Moment, ...] = ("step", "gradients", "resting")
 """When a process may die: at the start of a step, in its backward pass, after its update."""
 
 AFTERMATH = 4
 """Steps of a campaign after its last fault."""
+
+BALLAST = "ballast-"  # and the step: files that fill a disk
 
 RECOVERING: tuple[Moment, ...] = ("joining", "building", "restoring")
 
@@ -122,7 +132,8 @@ def counts(total: int, table: FaultTable, kinds: Sequence[str]) -> dict[str, int
     """How many of each kind: in proportion to the table, by largest remainders; one of each at least, where so many are asked for."""
     causes = {cause.name: cause.count for cause in table.causes}
     weights: dict[str, float] = {}
-    for cause, kind, share in MIX:
+    for cause, meant, share in MIX:
+        kind = meant if meant in kinds else INSTEAD.get(meant, meant)
         if kind in kinds:
             weights[kind] = weights.get(kind, 0.0) + causes[cause] * share
     whole = sum(weights.values())
@@ -138,11 +149,20 @@ def counts(total: int, table: FaultTable, kinds: Sequence[str]) -> dict[str, int
     return {kind: count for kind, count in found.items() if count}
 
 
-def draw(amounts: Mapping[str, int], *, seed: int, first: int, every: int, ranks: int, slots: int) -> list[Injection]:
+def draw(
+    amounts: Mapping[str, int],
+    *,
+    seed: int,
+    first: int,
+    every: int,
+    ranks: int,
+    slots: int,
+    only_at: Mapping[str, int] = MappingProxyType({}),
+) -> list[Injection]:
     """A list of faults, about `every` steps apart, from step `first` on. The same arguments give the same list.
 
     About one in eight crashes comes while the ranks start again after the fault before; about one in eight faults comes in the same
-    step as the one before, on another rank.
+    step as the one before, on another rank. `only_at`: kinds that come at multiples of so many steps.
     """
     random = Random(seed)
     kinds = [kind for kind, count in sorted(amounts.items()) for _ in range(count)]
@@ -165,6 +185,7 @@ def draw(amounts: Mapping[str, int], *, seed: int, first: int, every: int, ranks
         else:
             room = KINDS[before.kind].room if before is not None else 0
             step += 1 + room + int(random.expovariate(1 / max(1, every - 1)) + 0.5)
+            step += -step % only_at.get(kind, 1)
             one = replace(one, step=step)
         found.append(one)
     return found
@@ -279,6 +300,8 @@ def at(moment: Moment, step: int | None = None) -> None:
     faults = find()
     if faults is None:
         return
+    if moment == "saving":
+        _make_room(but=step)
     for one in faults.due(moment, step):
         happen(one, faults.seat)
 
@@ -332,10 +355,13 @@ def _lose_memory(seat: Seat, nodes: Sequence[str]) -> None:
             path.unlink(missing_ok=True)
 
 
+def _checkpoints() -> Path:
+    return Path(os.environ["MEGALITH_RUN_DIR"]) / "checkpoints"
+
+
 def _newest_checkpoint() -> list[Path]:
     """The parts of the newest checkpoint, largest first."""
-    folder = Path(os.environ["MEGALITH_RUN_DIR"]) / "checkpoints"
-    steps = sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
+    steps = sorted(path for path in _checkpoints().glob("step-*") if path.name.removeprefix("step-").isdigit())
     return sorted(steps[-1].glob("rank-*"), key=lambda path: -path.stat().st_size) if steps else []
 
 
@@ -379,6 +405,23 @@ def _alter_copy(one: Injection, seat: Seat) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _fill_disk(one: Injection, seat: Seat) -> None:
+    """Leave no room for the checkpoint that is due. Only on a file system that the campaign made for them."""
+    folder = _checkpoints()
+    assert folder.is_mount(), f"{folder} is not a file system of its own: filling it would hurt others"
+    block = bytes(1 << 16)
+    with contextlib.suppress(OSError), (folder / f"{BALLAST}{one.step}").open("wb", buffering=0) as file:
+        while file.write(block):
+            pass
+
+
+def _make_room(*, but: int | None) -> None:
+    """Take away what filled the disk at an earlier checkpoint."""
+    for ballast in _checkpoints().glob(f"{BALLAST}*"):
+        if ballast.name != f"{BALLAST}{but}":
+            ballast.unlink(missing_ok=True)
+
+
 def _kill_supervisor(one: Injection, seat: Seat) -> None:
     os.kill(int((Path(os.environ["MEGALITH_RUN_DIR"]) / "ranks" / "lock").read_text()), signal.SIGKILL)
     time.sleep(60)  # it takes this process along
@@ -396,5 +439,6 @@ ACTIONS: dict[str, Callable[[Injection, Seat], None]] = {
     "node": _lose_node,
     "two": _lose_with_memory,
     "copy": _alter_copy,
+    "full": _fill_disk,
     "supervisor": _kill_supervisor,
 }

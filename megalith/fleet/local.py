@@ -4,7 +4,9 @@ A rehearsed node is there while its folder is. So losing one is real: its ranks 
 """
 
 import contextlib
+import fcntl
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -15,6 +17,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import IO
 
 from megalith.fleet import causes, copies, evidence, health, report
 from megalith.fleet.causes import Exit, Failure
@@ -31,6 +34,7 @@ from megalith.fleet.tiers import Copy
 
 LOOK_SECONDS = 2.0  # that ranks have to write their stacks
 SHARED_MEMORY = Path("/dev/shm")
+OWNER = "owner"  # the file that says which run has copies in a folder of shared memory
 
 
 def memory_root(run_dir: Path, identity: str) -> Path:
@@ -64,10 +68,36 @@ def _short(text: str) -> str:
 
 
 def clear_memory(run_dir: Path, *, keep: Path | None = None) -> None:
-    """Remove what earlier runs in this folder left in memory."""
+    """Remove what earlier runs in this folder left in memory, and what runs left there that nobody can go on with."""
     for old in _place().glob(f"{_family(run_dir)}-*"):
         if old != keep:
             shutil.rmtree(old, ignore_errors=True)
+    for old in _place().glob("megalith-*"):
+        if _is_abandoned(old):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _claim(memory: Path, run_dir: Path) -> IO[str]:
+    """Say whose copies these are. The lock goes with the process: until then they are in use, whatever others see of the run folder."""
+    memory.mkdir(parents=True, exist_ok=True)
+    file = (memory / OWNER).open("a+", encoding="utf-8")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    file.truncate(0)
+    file.write(json.dumps({"run": str(run_dir.resolve()), "name": _name(run_dir)}))
+    file.flush()
+    return file
+
+
+def _is_abandoned(memory: Path) -> bool:
+    """Whether no process uses these copies, and no run folder leads to them."""
+    try:
+        with (memory / OWNER).open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            owner = json.load(file)
+    except (OSError, ValueError):  # in use, or just being made
+        return False
+    name = Path(owner["run"]) / "ranks" / "name"
+    return not name.exists() or name.read_text() != owner["name"]
 
 
 class LocalNodes:
@@ -98,6 +128,7 @@ class LocalNodes:
         self._lifeline, self._held = os.pipe()
         self._folder = (folder or job.run_dir / "ranks").resolve()
         (self._folder / "reports").mkdir(parents=True, exist_ok=True)
+        self._claimed = _claim(memory, job.run_dir) if memory is not None else None
         if memory is not None:
             for name in self._names:
                 node_folder(memory, name).mkdir(parents=True, exist_ok=True)
@@ -250,5 +281,7 @@ class LocalNodes:
             self._assignment.store.unlink(missing_ok=True)
         os.close(self._held)
         os.close(self._lifeline)
+        if self._claimed is not None:
+            self._claimed.close()
         if forget and self._memory is not None:
             shutil.rmtree(self._memory, ignore_errors=True)

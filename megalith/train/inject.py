@@ -13,7 +13,7 @@ from megalith.train.assemble import Trainer
 
 FLIPPED_BIT = 20  # of fp32's mantissa: a change of about 1 % of the value, far from NaN
 WRONG_BY = 0.37
-NAP_SECONDS, NAP_STEPS = 0.15, 3.0  # a slow rank takes that much longer a step, or that many times what steps took before
+SLOW_SECONDS, SLOW_STEPS = 0.15, 3.0  # a slow rank works so much longer a step, or so many times what its steps took before
 
 
 def watcher() -> "Injector | None":
@@ -29,14 +29,14 @@ class Injector:
         self._faults = found
         self._hooks: list[Any] = []
         self._begun: float | None = None
-        self._fastest = float("inf")  # seconds between the beginnings of two steps
+        self._least = float("inf")  # seconds that this thread worked between the beginnings of two steps
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """The start of a step; what befalls its gradients is prepared."""
         self._remove_hooks()
-        now = time.monotonic()
+        now = time.thread_time()
         if self._begun is not None:
-            self._fastest = min(self._fastest, now - self._begun)
+            self._least = min(self._least, now - self._begun)
         self._begun = now
         faults.at("step", step)
         for one in self._faults.due("gradients", step):
@@ -72,7 +72,7 @@ class Injector:
             if one.kind in ACTIONS:
                 faults.happen(one, self._faults.seat)
             if one.kind == "slow":
-                time.sleep(max(NAP_SECONDS, NAP_STEPS * self._fastest) if self._fastest < float("inf") else NAP_SECONDS)
+                work(max(SLOW_SECONDS, SLOW_STEPS * self._least) if self._least < float("inf") else SLOW_SECONDS)
                 return grad
             spoilt = grad.clone()
             spoilt.view(-1)[int(one.place * grad.numel())] += torch.nan if one.kind == "nan" else WRONG_BY
@@ -84,6 +84,13 @@ class Injector:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def work(seconds: float) -> None:
+    """Keep this thread computing: a device that is throttled needs longer for the same work, and does not wait."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
 
 
 @torch.no_grad()

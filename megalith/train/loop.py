@@ -23,7 +23,7 @@ from megalith.train.restore import Position, meta, read_step
 from megalith.train.step import Stepped, Watcher, tell
 from megalith.train.validate import Validator
 
-OWN_WORK = ("forward", "backward", "optimizer")  # of a step's breakdown, what takes longer on a slow rank: in "data" ranks meet
+OWN_WORK = ("forward", "backward", "optimizer")  # of a step's breakdown, what takes longer on a slow GPU: in "data" ranks meet
 SPANS_EVERY = 100  # steps between drawings of the pipeline in the log
 
 
@@ -107,7 +107,7 @@ class Loop:
 
     def _one_step(self, stop: bool) -> bool:
         """Train one step; True if all ranks are to stop now."""
-        began, step = time.perf_counter(), self.step
+        began, worked, step = time.perf_counter(), time.thread_time(), self.step
         self.heartbeat.beat("step", step, compute=self._compute)
         tell(self._watchers, "before_step", self.trainer, step)
         torch.manual_seed(seed_of(self.spec.train.seed, f"step {step}"))
@@ -119,7 +119,10 @@ class Loop:
         settled = self._stepper.step(microbatches, step=step, stop=stop)
         self.position = Position(step + 1, self.position.samples + self.spec.train.global_batch)
         self._timed[step] = _Timed(read, time.perf_counter() - began)
-        return self._learn(settled)
+        stopping = self._learn(settled)
+        if self.trainer.device.type == "cpu":  # its time, not the clock's: waits within a forward are those for the slow rank
+            self._compute = time.thread_time() - worked
+        return stopping
 
     def _drawn(self, step: int) -> bool:
         return (step - self._first) % SPANS_EVERY == 1
@@ -128,7 +131,8 @@ class Loop:
         """Take note of steps whose outcome is known now; True if all ranks are to stop."""
         for done in settled:
             timed = self._timed.pop(done.step)
-            self._compute = timed.read + sum(done.breakdown[what] for what in OWN_WORK)
+            if self.trainer.device.type != "cpu":
+                self._compute = timed.read + sum(done.breakdown[what] for what in OWN_WORK)
             if self._drawn(done.step):
                 self._draw(done)
             if self.log:
@@ -176,7 +180,7 @@ class Loop:
             self.log.write(Validation(step=self.step, loss=loss, domains=domains, seconds=time.perf_counter() - began))
 
     def _save(self, *, asynchronous: bool) -> None:
-        self.heartbeat.beat("checkpoint", self.step)
+        self.heartbeat.beat("checkpoint" if asynchronous else "last checkpoint", self.step)  # they take differently long
         if self._last_saved == self.step:
             self._report_saves(self.checkpointer.wait())
             return

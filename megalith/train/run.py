@@ -1,5 +1,6 @@
 """A rank of a training run, from its process to its last step. `main` is what every launcher calls."""
 
+import hashlib
 import json
 import os
 import platform
@@ -71,6 +72,7 @@ def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None
         heartbeat.beat("ready")
         with _Profile(folder, profile, place.rank) as tick:
             reason = loop.run(stop=stop, after_step=tick)
+        heartbeat.beat("leaving", loop.step)
         if log:
             log.write(RunFinished(reason=reason, step=loop.step))
     except Exception as error:
@@ -221,7 +223,7 @@ def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
 def _yardstick(trainer: Trainer, folder: Path) -> Yardstick:
     """What MFU is measured with. The peak is from the catalogue, or measured on a CPU; never guessed."""
     spec, device = trainer.spec, trainer.device
-    work = flops_per_token(trainer.model, spec.train.seq_len)
+    work = _counted_flops(trainer, folder / "ranks")
     precision, ranks = spec.train.precision, dist.get_world_size()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     accelerator = cluster.load(spec.cluster).accelerator if spec.cluster != "local" else cluster.find(name)
@@ -233,6 +235,22 @@ def _yardstick(trainer: Trainer, folder: Path) -> Yardstick:
     return Yardstick(
         work, None, f"unknown device {name!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name"
     )
+
+
+def _counted_flops(trainer: Trainer, kept: Path) -> float:
+    """FLOP a token, counted at the run's first start and kept: counting takes longer than the rest of a start after a fault."""
+    seq_len = trainer.spec.train.seq_len
+    of = hashlib.sha256(f"{seq_len} {trainer.model.model_dump_json()}".encode()).hexdigest()[:12]
+    path = kept / f"flops-{of}"
+    if path.exists():
+        return float(path.read_text())
+    work = flops_per_token(trainer.model, seq_len)
+    if dist.get_rank() == 0:
+        kept.mkdir(exist_ok=True)
+        part = path.with_name(f"{path.name}.new")
+        part.write_text(str(work))
+        part.rename(path)  # whole or not at all, for ranks that look meanwhile
+    return work
 
 
 def _measured_peak(precision: str, device: torch.device, kept: Path) -> float:

@@ -4,9 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megalith import events
 from megalith.fleet import faults
-from megalith.fleet.campaign import Judgement, Ran, fates_of, judge, possible
+from megalith.fleet.campaign import Judgement, Ran, fates_of, judge, may_mount, possible, small_disk
 from megalith.fleet.faults import Injection
 from megalith.spec.fleet import FleetSpec
 
@@ -123,8 +125,25 @@ def test_faults_that_overlap_share_an_incident_which_may_name_either(tmp_path: P
 
 
 def test_what_a_run_is_not_made_for_is_left_out_with_the_reason():
-    out, kinds = possible(FleetSpec())
-    assert out == {"gradient": "fleet.verify_every is off", "node": "fleet.nodes = 1"}
+    out, kinds = possible(FleetSpec(), own_disk=False)
+    assert out == {
+        "gradient": "fleet.verify_every is off",
+        "once": "fleet.verify_every is off",
+        "node": "fleet.nodes = 1",
+        "full": "no checkpoints, or no right to mount a small disk for them",
+    }
     assert "kill" in kinds
     assert "gradient" not in kinds
-    assert not possible(FleetSpec(nodes=2, spares=1, verify_every=4))[0]
+    assert possible(FleetSpec(nodes=2, verify_every=4), own_disk=True)[0] == {"once": 'fleet.verify = "one"'}
+    assert not possible(FleetSpec(nodes=2, spares=1, verify_every=4, verify="all"), own_disk=True)[0]
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount a file system")
+def test_what_was_written_to_a_small_disk_is_there_afterwards(tmp_path: Path):
+    with small_disk(tmp_path / "disk", size=1 << 20):
+        (tmp_path / "disk" / "kept").write_text("words")
+        with pytest.raises(OSError, match="No space left"):
+            (tmp_path / "disk" / "large").write_bytes(bytes(1 << 21))
+        (tmp_path / "disk" / "large").unlink()
+    assert [(path.name, path.read_text()) for path in (tmp_path / "disk").iterdir()] == [("kept", "words")]
+    assert not (tmp_path / "disk").is_mount()

@@ -1,14 +1,19 @@
 """The list of faults: reproducible, in a table's proportions, each fault once."""
 
+import os
+import shutil
+import signal
+import socket
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from megalith.fleet import faults
-from megalith.fleet.campaign import EXPECTED
-from megalith.fleet.faults import KINDS, MIX, Faults, Injection, counts, draw
-from megalith.fleet.seat import Seat
+from megalith.fleet import copies, faults
+from megalith.fleet.campaign import EXPECTED, may_mount, small_disk
+from megalith.fleet.faults import ACTIONS, BALLAST, INSTEAD, KINDS, MIX, Faults, Injection, counts, draw, happen
+from megalith.fleet.seat import Seat, node_folder
 from megalith.spec.faults import tables
 
 TABLE = tables()["llama3"]
@@ -28,8 +33,14 @@ def test_419_faults_have_exactly_the_counts_of_the_table():
     found = counts(419, TABLE, ALL)
     assert sum(found.values()) == 419 == TABLE.count
     assert {kind: found[kind] for kind in ("kill", "stop", "weight", "exception", "sockets", "preemption", "slow", "node")} == {
-        "kill": 76, "stop": 61, "weight": 36, "exception": 56, "sockets": 42, "preemption": 32, "slow": 8, "node": 3,
+        "kill": 74, "stop": 61, "weight": 36, "exception": 56, "sockets": 42, "preemption": 32, "slow": 8, "node": 3,
     }  # fmt: skip
+
+
+def test_a_cause_keeps_its_count_where_its_kind_cannot_come():
+    found = counts(419, TABLE, [kind for kind in ALL if kind not in INSTEAD])
+    assert (found["kill"], found["gradient"]) == (76, 6)
+    assert sum(found.values()) == 419
 
 
 @pytest.mark.parametrize("total", [1, 5, 16, 24, 100])
@@ -41,7 +52,8 @@ def test_a_smaller_list_has_one_of_each_kind_where_it_can(total: int):
 
 def test_a_seed_gives_its_list_and_steps_never_go_back():
     amounts = counts(60, TABLE, ALL)
-    lists = [draw(amounts, seed=seed, first=3, every=3, ranks=8, slots=4) for seed in (1, 1, 2)]
+    only_at = {"once": 4, "full": 10}
+    lists = [draw(amounts, seed=seed, first=3, every=3, ranks=8, slots=4, only_at=only_at) for seed in (1, 1, 2)]
     assert lists[0] == lists[1] != lists[2]
     for one in lists:
         steps = [injection.step for injection in one]
@@ -49,6 +61,7 @@ def test_a_seed_gives_its_list_and_steps_never_go_back():
         assert Counter(injection.kind for injection in one) == amounts
         assert all(0 <= rank < 8 for injection in one for rank in injection.ranks)
         assert any(injection.after is not None for injection in one)
+        assert all(injection.step % only_at.get(injection.kind, 1) == 0 for injection in one)
 
 
 def test_a_fault_comes_once_and_marks_when_and_where(tmp_path: Path):
@@ -77,3 +90,136 @@ def test_a_fault_during_recovery_waits_for_the_fault_before_it(tmp_path: Path):
 def test_without_a_list_the_hooks_find_nothing():
     assert faults.find({}) is None
     faults.at("step", 3)
+
+
+# --- each kind, as it befalls a process ---
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder with two checkpoints of two parts."""
+    for step in (2, 4):
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step:08}"
+        folder.mkdir(parents=True)
+        for rank in range(2):
+            (folder / f"rank-{rank}").write_bytes(bytes(range(100 + rank)))
+    monkeypatch.setenv("MEGALITH_RUN_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def seat(tmp_path: Path) -> Seat:
+    """Rank 1 of two on two nodes; each has a copy of its state after step 4."""
+    placement = ("a", "b")
+    for rank, node in enumerate(placement):
+        layout = copies.Layout.of([("weights.w", "float32", (16,), 64)])
+        folder = node_folder(tmp_path / "memory", node)
+        buffer = copies.Buffer.create(folder / copies.file_name("own", rank, 0), len(layout.dump()) + layout.payload)
+        label = copies.Label(4, 32, rank, 2, 0, len(layout.dump()), layout.payload)
+        buffer.commit(label)
+        buffer.close()
+    return Seat(1, 2, placement, tmp_path / "memory")
+
+
+def _befall(kind: str, seat: Seat, *, step: int = 4) -> int:
+    """How a process ended that a fault came to, as in `subprocess`; 0 if it outlived it."""
+    process = os.fork()
+    if process == 0:
+        try:
+            happen(Injection(0, kind, step, "step", (seat.rank,)), seat)
+        except faults.Injected:
+            os._exit(7)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(process, os.WUNTRACED)
+    if os.WIFSTOPPED(status):
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        return -os.WSTOPSIG(status)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _held(seat: Seat) -> dict[str, list[bool]]:
+    """Which nodes hold copies, and whether they are intact."""
+    assert seat.memory is not None
+    found = {node: [p.intact for p in copies.pieces(node_folder(seat.memory, node))] for node in seat.placement}
+    return {node: pieces for node, pieces in found.items() if pieces}
+
+
+ENDS = {"kill": -9, "stop": -signal.SIGSTOP, "segfault": -11, "exception": 7, "preemption": -15}
+WHOLE, NOTHING = {"a": [True], "b": [True]}, {}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_a_process_is_ended_as_the_fault_says_and_copies_in_memory_stay(kind: str, run: Path, seat: Seat):
+    assert _befall(kind, seat) == ENDS[kind]
+    assert _held(seat) == WHOLE
+
+
+LEFT = {
+    "checkpoint": NOTHING,
+    "altered": NOTHING,
+    "node": {"a": [True]},
+    "two": {"a": [True]},
+    "copy": {"a": [True], "b": [False]},
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_memory_is_lost_or_altered_with_the_process(kind: str, run: Path, seat: Seat):
+    assert seat.memory is not None
+    assert _befall(kind, seat) == -signal.SIGKILL
+    assert _held(seat) == LEFT[kind]
+    assert node_folder(seat.memory, "b").is_dir() == (kind != "node")
+    whole = [run / "checkpoints" / f"step-{step:08}" / f"rank-{rank}" for step, rank in ((2, 0), (2, 1), (4, 0))]
+    assert all(path.read_bytes() == bytes(range(100 + int(path.name[-1]))) for path in whole)
+    newest = (run / "checkpoints" / "step-00000004" / "rank-1").read_bytes()
+    wrong = sum(one != other for one, other in zip(newest, range(101), strict=False))
+    assert (len(newest), wrong) == {"checkpoint": (50, 0), "altered": (101, 1)}.get(kind, (101, 0))
+
+
+def test_torn_connections_end_for_both_sides_and_the_process_lives(run: Path, seat: Seat):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
+        theirs, _ = server.accept()
+        assert _befall("sockets", seat) == 0
+        assert (mine.recv(1), theirs.recv(1)) == (b"", b"")
+        theirs.close()
+
+
+def test_the_supervisor_is_the_process_that_holds_the_run(run: Path, seat: Seat, monkeypatch: pytest.MonkeyPatch):
+    supervisor = os.fork()
+    if supervisor == 0:
+        signal.pause()
+        os._exit(0)
+    (run / "ranks").mkdir()
+    (run / "ranks" / "lock").write_text(str(supervisor))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert _befall("supervisor", seat) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(supervisor, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount a file system")
+def test_a_full_disk_has_room_again_at_the_next_checkpoint(run: Path, seat: Seat, monkeypatch: pytest.MonkeyPatch):
+    shutil.rmtree(run / "checkpoints")
+    faults.save(run.parent / "faults.json", [])
+    monkeypatch.setenv(faults.VARIABLE, str(run.parent / "faults.json"))
+    with small_disk(run / "checkpoints", size=1 << 20):
+        assert _befall("full", seat, step=10) == 0
+        file = run / "checkpoints" / "file"
+        for step, room in ((10, False), (20, True)):
+            faults.at("saving", step)
+            if room:
+                file.write_bytes(bytes(1 << 19))
+            else:
+                with pytest.raises(OSError, match="No space left"):
+                    file.write_bytes(bytes(1 << 19))
+
+
+def test_no_disk_that_others_need_is_filled(run: Path, seat: Seat):
+    with pytest.raises(AssertionError, match="not a file system of its own"):
+        happen(Injection(0, "full", 10, "saving", (1,)), seat)
+    assert not list((run / "checkpoints").glob(f"{BALLAST}*"))
+
+
+def test_every_kind_that_befalls_a_process_is_tested_here():
+    assert {*ENDS, *LEFT, "sockets", "supervisor", "full"} == set(ACTIONS)

@@ -1,0 +1,96 @@
+"""What the faults of tensors and computations do to one rank, and that they do no more."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.fleet import faults
+from megalith.fleet.faults import ACTIONS, KINDS, Faults, Injection
+from megalith.fleet.seat import Seat
+from megalith.train.assemble import Trainer
+from megalith.train.inject import SLOW_SECONDS, Injector
+from megalith.train.step import accumulate, tell, train_step
+from tests.parallel.running import microbatches, trainer_of
+from tests.ranks import run_ranks
+from tests.specs import tiny_run
+
+RUN: dict[str, Any] = {"train": {"global_batch": 1, "seq_len": 8, "precision": "fp32", "steps": 4}}
+STATES, GRADIENTS = ("weight", "moment"), ("nan", "gradient", "once", "slow")
+
+
+def _injector(kind: str, folder: Path) -> Injector:
+    """The fault comes at step 1."""
+    what, file = KINDS[kind], folder / f"{kind}.json"
+    faults.save(file, [Injection(0, kind, 1, what.moment, (0,), place=0.5, lasts=what.lasts)])
+    return Injector(Faults(file, Seat(0, 1, ("0",), None)))
+
+
+def _flipped(kind: str, folder: Path) -> list[dict[str, int]]:
+    """After steps 0 to 2, how many elements of which tensors are others once the state has rested."""
+    trainer, injector, found = trainer_of(tiny_run(**RUN)), _injector(kind, folder), []
+    for step in range(3):
+        train_step(trainer, microbatches(trainer, step), step=step)
+        before = {name: share.clone() for name, share in trainer.shares().items()}
+        tell([injector], "resting", trainer, step)
+        others = {name: int((before[name] != share).sum()) for name, share in trainer.shares().items()}
+        found.append({name: count for name, count in others.items() if count})
+    return found
+
+
+def _gradients(trainer: Trainer, step: int) -> torch.Tensor:
+    trainer.optimizer.drop_gradients()
+    accumulate(trainer, microbatches(trainer, step))
+    return torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None])
+
+
+def _spoilt(kind: str, folder: Path) -> list[tuple[int, int, float]]:
+    """In steps 0 to 2, how many elements of the gradients are others, and of those of the same step computed once more; seconds of work."""
+    trainer, injector, found = trainer_of(tiny_run(**RUN)), _injector(kind, folder), []
+    whole = [_gradients(trainer, step) for step in range(3)]
+    for step in range(3):
+        tell([injector], "before_step", trainer, step)
+        began = time.thread_time()
+        first = _gradients(trainer, step)
+        seconds = time.thread_time() - began
+        found.append((int((first != whole[step]).sum()), int((_gradients(trainer, step) != whole[step]).sum()), seconds))
+    return found
+
+
+def _hurt(rank: int, folder: Path) -> dict[str, Any]:
+    return {kind: _flipped(kind, folder) for kind in STATES} | {kind: _spoilt(kind, folder) for kind in GRADIENTS}
+
+
+@pytest.fixture(scope="module")
+def hurt(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (found,) = run_ranks(_hurt, 1, tmp_path_factory.mktemp("faults"))
+    return found
+
+
+def test_every_kind_of_fault_is_done_by_somebody() -> None:
+    assert {*ACTIONS, *STATES, *GRADIENTS} == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_one_element_of_the_state_flips_while_it_rests(kind: str, hurt: dict[str, Any]) -> None:
+    before, then, after = hurt[kind]
+    assert before == after == {}
+    ((name, count),) = then.items()
+    assert count == 1 and name.startswith(f"{kind}s.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [("nan", [(0, 0), (1, 0), (0, 0)]), ("once", [(0, 0), (1, 0), (0, 0)]), ("gradient", [(0, 0), (1, 1), (1, 1)])],
+)
+def test_one_element_of_the_gradient_is_wrong_once_or_from_then_on(
+    kind: str, others: list[tuple[int, int]], hurt: dict[str, Any]
+) -> None:
+    assert [found[:2] for found in hurt[kind]] == others
+
+
+def test_a_slow_rank_works_longer_for_the_same_result(hurt: dict[str, Any]) -> None:
+    assert [found[:2] for found in hurt["slow"]] == [(0, 0)] * 3
+    assert all(seconds >= SLOW_SECONDS for _, _, seconds in hurt["slow"][1:])
