@@ -29,6 +29,7 @@ from megalith.kernels.attention import Kernel, Running, add_backward, add_forwar
 from megalith.kernels.pairs import Rows, Runs, rows_of
 from megalith.models.batch import Batch
 from megalith.models.core import CausalCore
+from megalith.parallel.conjugate import conjugates
 from megalith.parallel.groups import Groups, group_of
 from megalith.spec.plan import Plan
 
@@ -352,31 +353,4 @@ def _sequence_for_heads(x: Tensor, line: Line) -> Tensor:
     return arrived.movedim(0, 2).flatten(2, 3)
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, line: Line) -> Tensor:
-        ctx.line = line
-        return _heads_for_sequence(x, line)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _sequence_for_heads(grad, ctx.line), None
-
-
-class _ToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, line: Line) -> Tensor:
-        ctx.line = line
-        return _sequence_for_heads(x, line)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _heads_for_sequence(grad, ctx.line), None
-
-
-def _to_heads(x: Tensor, line: Line) -> Tensor:
-    return _ToHeads.apply(x, line)  # pyright: ignore[reportReturnType]
-
-
-def _to_sequence(x: Tensor, line: Line) -> Tensor:
-    return _ToSequence.apply(x, line)  # pyright: ignore[reportReturnType]
+_to_heads, _to_sequence = conjugates(_heads_for_sequence, _sequence_for_heads)

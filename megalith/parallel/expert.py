@@ -18,8 +18,10 @@ from megalith.kernels.permute import Order, spread
 from megalith.models.init import Held
 from megalith.models.moe import Arrived, Experts, Moe, Pending, Traffic
 from megalith.models.router import Dealing, earlier
+from megalith.parallel.conjugate import conjugates
 from megalith.parallel.data import Place
 from megalith.parallel.groups import Groups
+from megalith.parallel.tensor import gather
 from megalith.spec.plan import Plan
 
 SPLITS: dict[
@@ -173,10 +175,10 @@ class ByExpert:
         self._sources = [[(place["context"], place["tensor"]) for place in row] for row in places]
 
     def enter(self, x: Tensor) -> Tensor:
-        return x if self._same is None else _apply(_Take, x, self._same)
+        return x if self._same is None else take_share(x, self._same)
 
     def leave(self, x: Tensor) -> Tensor:
-        return x if self._same is None else _apply(_Join, x, self._same)
+        return x if self._same is None else join_shares(x, self._same)
 
     def plan(self, counts: Tensor, kept: int | None, dealing: Dealing | None) -> Travel:
         ranks, parts = self.expert.size(), self.expert_tensor.size()
@@ -202,31 +204,31 @@ class ByExpert:
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
         assert isinstance(traffic, Travel)
-        return _apply(_AllToAll, rows, traffic.receive, traffic.send, self.expert)
+        return dispatch(rows, traffic, self.expert)
 
     def combine(self, rows: Tensor, traffic: Traffic) -> Tensor:
         assert isinstance(traffic, Travel)
-        return _apply(_AllToAll, rows, traffic.send, traffic.receive, self.expert)
+        return combine(rows, traffic, self.expert)
 
     def start_dispatch(self, rows: Tensor, traffic: Traffic) -> Pending:
         assert isinstance(traffic, Travel)
-        return _start(rows, traffic.receive, traffic.send, self.expert)
+        return _outward(rows, traffic, self.expert)
 
     def start_combine(self, rows: Tensor, traffic: Traffic) -> Pending:
         assert isinstance(traffic, Travel)
-        return _start(rows, traffic.send, traffic.receive, self.expert)
+        return _homeward(rows, traffic, self.expert)
 
     def run(self, experts: Experts, rows: Tensor, traffic: Traffic) -> Tensor:
         assert isinstance(traffic, Travel)
         split, order = self.expert_tensor.size() > 1, traffic.order
         if split:
-            rows = _apply(_GatherRows, rows, traffic.gathered, self.expert_tensor)
+            rows = gather_rows(rows, traffic.gathered, self.expert_tensor)
         if order is None:
             out = experts(rows, traffic.sizes)
         else:
             back = Order(order.places.flatten(), order.order.unsqueeze(1), order.rows)
             out = spread(experts(spread(rows, order), traffic.sizes), back)
-        return _apply(_ScatterRows, out, traffic.gathered, self.expert_tensor) if split else out
+        return scatter_rows(out, traffic.gathered, self.expert_tensor) if split else out
 
     def _ask(self, counts: Tensor) -> tuple[list[int], list[list[list[int]]]]:
         """Rows this rank sends to each expert, and those arriving at [expert_tensor rank][from][this rank's expert]."""
@@ -277,6 +279,16 @@ def _start(rows: Tensor, receive: list[int], send: list[int], group: dist.Proces
     return _Moving(out, rows, dist.all_to_all_single(out, rows, receive, send, group=group, async_op=True))
 
 
+def _outward(rows: Tensor, travel: Travel, group: dist.ProcessGroup) -> Pending:
+    """Rows to the ranks of their experts."""
+    return _start(rows, travel.receive, travel.send, group)
+
+
+def _homeward(rows: Tensor, travel: Travel, group: dist.ProcessGroup) -> Pending:
+    """The inverse."""
+    return _start(rows, travel.send, travel.receive, group)
+
+
 def _gather_rows(rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
     """The ranks' rows, `sizes` of each, in rank order."""
     copies = rows.repeat(group.size(), 1)
@@ -291,82 +303,11 @@ def _scatter_rows(rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> T
 
 
 def _take(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's share of a sequence that all ranks have."""
     assert x.shape[1] % group.size() == 0, (x.shape, group.size())
     return x.chunk(group.size(), 1)[group.rank()].contiguous()
 
 
-def _join(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-    return out.unflatten(0, (group.size(), -1)).movedim(0, 1).flatten(1, 2)
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    out = function.apply(*args)
-    assert isinstance(out, Tensor)
-    return out
-
-
-class _AllToAll(torch.autograd.Function):
-    """Rows to other ranks; backward sends their gradients back."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.receive, ctx.send, ctx.group = receive, send, group
-        return _start(rows, receive, send, group).wait()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _start(grad, ctx.send, ctx.receive, ctx.group).wait(), None, None, None
-
-
-class _GatherRows(torch.autograd.Function):
-    """All ranks' rows; backward sums the ranks' gradients and keeps those of this rank's rows."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return _gather_rows(rows, sizes, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _scatter_rows(grad, ctx.sizes, ctx.group), None, None
-
-
-class _ScatterRows(torch.autograd.Function):
-    """Partial sums of all rows -> this rank's rows of the total; backward gathers."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return _scatter_rows(rows, sizes, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gather_rows(grad, ctx.sizes, ctx.group), None, None
-
-
-class _Take(torch.autograd.Function):
-    """This rank's share of a sequence that all ranks have; backward joins the shares' gradients."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _take(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _join(grad, ctx.group), None
-
-
-class _Join(torch.autograd.Function):
-    """The inverse; all ranks' gradients are alike, and backward takes this rank's share."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _join(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _take(grad, ctx.group), None
+dispatch, combine = conjugates(lambda *journey: _outward(*journey).wait(), lambda *journey: _homeward(*journey).wait())
+gather_rows, scatter_rows = conjugates(_gather_rows, _scatter_rows)
+take_share, join_shares = conjugates(_take, gather)

@@ -19,6 +19,7 @@ from megalith.kernels.cross_entropy import Loss, cross_entropy
 from megalith.kernels.linear import linear
 from megalith.models.attention import Attention
 from megalith.models.batch import Batch
+from megalith.parallel.conjugate import conjugates
 from megalith.parallel.overlap import Factors, Overlapped, Pieces
 
 
@@ -59,7 +60,7 @@ Style = Callable[[nn.Module, Split, nn.Module], None]
 # --- communication ---
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def gather(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
     """Shares of `dim` (counted from the front) joined in rank order."""
     size = group.size()
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
@@ -67,10 +68,10 @@ def _gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return out.unflatten(0, (size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """This rank's share of `dim` of the sum over the ranks."""
+def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's share of dim 1 of the sum over the ranks."""
     size = group.size()
-    parts = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous().flatten(0, 1)
+    parts = x.unflatten(1, (size, -1)).movedim(1, 0).contiguous().flatten(0, 1)
     out = x.new_empty((parts.shape[0] // size, *parts.shape[1:]))
     dist.reduce_scatter_tensor(out, parts, group=group)
     return out
@@ -82,55 +83,11 @@ def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-class GatherSequence(torch.autograd.Function):
-    """[batch, seq / n, ...] -> [batch, seq, ...]; backward sums the ranks' gradients and keeps this rank's share."""
+gather_sequence, scatter_sequence = conjugates(gather, _scatter_sum)
+"""[batch, seq / n, ...] -> [batch, seq, ...], and partial sums [batch, seq, ...] -> this rank's share of the total."""
 
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group, dim=1)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _scatter_sum(grad, ctx.group, dim=1), None
-
-
-class ScatterSequence(torch.autograd.Function):
-    """Partial sums [batch, seq, ...] -> this rank's share [batch, seq / n, ...] of the total; backward gathers."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scatter_sum(x, group, dim=1)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gather(grad, ctx.group, dim=1), None
-
-
-class Copy(torch.autograd.Function):
-    """The same on all ranks; backward sums their gradients."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _sum(grad, ctx.group), None
-
-
-class Sum(torch.autograd.Function):
-    """Partial sums -> the total on all ranks; backward passes the gradient on."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad, None
+copy, add_up = conjugates(lambda x, group: x.view_as(x), _sum)
+"""What is the same on all ranks, whose gradients are partial; and partial sums -> the total on all ranks, whose gradient they share."""
 
 
 # --- weights ---
@@ -224,16 +181,16 @@ def _own(module: nn.Module) -> list[str]:
 
 def enter(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """The module sees the whole sequence."""
-    function = GatherSequence if split.sequence else Copy
-    module.register_forward_pre_hook(lambda _, args: (function.apply(args[0], split.group), *args[1:]))
+    function = gather_sequence if split.sequence else copy
+    module.register_forward_pre_hook(lambda _, args: (function(args[0], split.group), *args[1:]))
 
 
 def leave(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """The module's partial sums are added up; the biases of its row-split layers come after."""
-    function = ScatterSequence if split.sequence else Sum
+    function = scatter_sequence if split.sequence else add_up
 
     def hook(_: nn.Module, args: tuple, out: Tensor) -> Tensor:
-        return _with_late(module, split, function.apply(out, split.group))  # pyright: ignore[reportArgumentType]
+        return _with_late(module, split, function(out, split.group))
 
     module.register_forward_hook(hook)
 
@@ -323,4 +280,4 @@ def vocabulary_output(module: nn.Module, split: Split, owner: nn.Module) -> None
     _share(module, "weight", split, dim=0)
     module.loss = VocabularyCrossEntropy(split)
     enter(module, split, owner)
-    module.register_forward_hook(lambda _, args, out: _gather(out, split.group, dim=2) if isinstance(out, Tensor) else out)
+    module.register_forward_hook(lambda _, args, out: gather(out, split.group, dim=2) if isinstance(out, Tensor) else out)

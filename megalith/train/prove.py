@@ -16,7 +16,7 @@ from megalith.train.parity import Recording, Row, compare, record, reference, ti
 from megalith.train.worlds import run_ranks
 
 CPU = torch.device("cpu")
-TIMEOUT = 240.0
+TIMEOUT = 600.0
 """Seconds for one combination; a few are enough on a machine that has nothing else to do."""
 
 FEW = 20

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith.models.batch import Batch
-from megalith.parallel.tensor import Copy, GatherSequence, ScatterSequence, Sum, VocabularyLookup
+from megalith.parallel.tensor import VocabularyLookup, add_up, copy, gather_sequence, scatter_sequence
 from tests.models.plain import llama, logits, stage, tokens_of
 from tests.parallel.running import trainer_of
 from tests.ranks import run_ranks
@@ -24,7 +24,7 @@ def _apply(rank: int, function: Any, inner: tuple[int, ...], outer: tuple[int, .
     """(input, output, gradient given, gradient got) of one rank; what is `alike` on all ranks has one seed."""
     group = torch.distributed.group.WORLD
     x = _normal(inner, 1 if alike == "in" else 10 + rank).requires_grad_()
-    out = function.apply(x, group)
+    out = function(x, group)
     given = _normal(outer, 2 if alike == "out" else 20 + rank)
     out.backward(given)
     assert x.grad is not None
@@ -41,26 +41,26 @@ def product(one: list[Tensor], other: list[Tensor]) -> Tensor:
 
 
 def test_gathering_the_sequence_joins_it_in_rank_order_and_its_backward_is_the_adjoint():
-    x, out, given, got = apply(GatherSequence, (2, 4, 5), (2, 12, 5))
+    x, out, given, got = apply(gather_sequence, (2, 4, 5), (2, 12, 5))
     assert all(torch.equal(one, torch.cat(x, dim=1)) for one in out)
     torch.testing.assert_close(product(out, given), product(x, got))
 
 
 def test_scattering_gives_each_rank_its_part_of_the_sum_and_its_backward_is_the_adjoint():
-    x, out, given, got = apply(ScatterSequence, (2, 12, 5), (2, 4, 5))
+    x, out, given, got = apply(scatter_sequence, (2, 12, 5), (2, 4, 5))
     torch.testing.assert_close(torch.cat(out, dim=1), torch.stack(x).sum(0))
     torch.testing.assert_close(product(out, given), product(x, got))
 
 
 def test_a_copy_sums_the_gradients_of_all_ranks():
-    x, out, given, got = apply(Copy, (2, 4), (2, 4), alike="in")
+    x, out, given, got = apply(copy, (2, 4), (2, 4), alike="in")
     assert all(torch.equal(one, x[0]) for one in out)
     for one in got:
         torch.testing.assert_close(one, torch.stack(given).sum(0))
 
 
 def test_a_sum_passes_the_gradient_on():
-    x, out, given, got = apply(Sum, (2, 4), (2, 4), alike="out")
+    x, out, given, got = apply(add_up, (2, 4), (2, 4), alike="out")
     for one in out:
         torch.testing.assert_close(one, torch.stack(x).sum(0))
     assert all(torch.equal(one, given[0]) for one in got)

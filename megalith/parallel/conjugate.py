@@ -1,0 +1,29 @@
+"""Communication that gradients pass through: functions in pairs, of which each is the other's way back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Move = Callable[..., Tensor]
+"""A tensor and how it travels -> what arrives."""
+
+
+def conjugates(there: Move, back: Move) -> tuple[Move, Move]:
+    """`there` and `back` as functions with gradients: the gradient of one is the other, of the gradient that arrives, in the same way."""
+    return _differentiable(there, back), _differentiable(back, there)
+
+
+def _differentiable(forth: Move, home: Move) -> Move:
+    class Journey(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *how: Any) -> Tensor:
+            ctx.how = how
+            return forth(x, *how)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return home(grad, *ctx.how), *(None for _ in ctx.how)
+
+    return Journey.apply  # pyright: ignore[reportReturnType]
