@@ -1,5 +1,6 @@
 """What a rank leaves behind: the end of its output, the stacks it wrote when asked, the kernel's view of its process."""
 
+import contextlib
 import re
 import signal
 import time
@@ -49,6 +50,15 @@ def is_stopped(process: int | None) -> bool:
     except (OSError, IndexError):
         return False
     return state in "Tt"
+
+
+def queued(process: int) -> float:
+    """Seconds that a process's threads were ready to run and had no processor; 0 where the kernel does not say."""
+    nanoseconds = 0
+    for task in Path(f"/proc/{process}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, IndexError):  # a thread that has ended
+            nanoseconds += int(task.read_text(encoding="utf-8").split()[1])
+    return nanoseconds / 1e9
 
 
 def stacks(logs: dict[int, Path], *, ask: Callable[[], None], able: Iterable[int], seconds: float) -> dict[int, str]:

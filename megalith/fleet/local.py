@@ -245,6 +245,10 @@ class LocalNodes:
         )
         return {rank: Look(stacks.get(rank, ""), rank in stopped) for rank in ranks}
 
+    def queued(self) -> float:
+        running = self._processes.running() if self._processes is not None else {}
+        return sum(map(evidence.queued, running.values()))
+
     def unstarted(self) -> Failure:
         assert self._assignment is not None and self._processes is not None
         log = self._assignment.server_log

@@ -66,6 +66,10 @@ class Nodes(Protocol):
         """Ask ranks for their stacks, and wait a moment for the answers."""
         ...
 
+    def queued(self) -> float:
+        """Seconds that all threads of the ranks together were ready to run and had no processor, so far; 0 where nobody can say."""
+        ...
+
     def unstarted(self) -> Failure:
         """What is known of a start from which no rank came in time."""
         ...

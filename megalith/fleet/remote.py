@@ -205,6 +205,9 @@ class RemoteNodes:
         found = {int(rank): Look(**look) for answer in answers for rank, look in answer.items()}
         return {rank: found.get(rank, Look("")) for rank in ranks}
 
+    def queued(self) -> float:
+        return 0.0  # agents do not tell
+
     def unstarted(self) -> Failure:
         asked = [(member, {"unstarted": True}) for member in self._of(set(self._generation.placement))]
         for answer in self._ask(asked, LOOK_SECONDS):

@@ -26,6 +26,8 @@ REPORT_SECONDS = 0.2  # that other ranks have to report their own errors, once a
 CAUSE_SECONDS = 1.5  # the same while every error known is the consequence of another one
 KILL_SECONDS = 30.0  # that the kernel has to end killed ranks; giving up costs a new fork server, and its imports
 BOUNCE_SECONDS = 0.25  # a second SIGINT sooner than this is the same key press, delivered by the terminal and by a wrapper
+STARVED = 0.5  # of a silence: if all ranks together waited as long for a processor, the machine is slow and they do not hang
+MOST_LIMITS = 10  # times its limit after which a silence is a hang all the same
 _PAUSE_SECONDS = 1.0  # what a turn of the loop took beyond this was not spent watching: this process was stopped
 
 Request = tuple[int, float]  # a signal's number, monotonic seconds
@@ -68,6 +70,7 @@ class Watch:
         self._beat_at = 0.0
         self._first_beat_at: float | None = None
         self._ready_at: float | None = None
+        self._queued: tuple[float, float] | None = None  # seconds watched, and waited for a processor until then
         self._stopping = False
         self._exits: dict[int, Exit] = {}
         self._failures: list[Failure] = []
@@ -180,11 +183,26 @@ class Watch:
             limit, begun = self._limits.of_start(), self._first_beat_at
             if self._watched >= self._job.start_timeout:
                 return unready, self._job.start_timeout
-            return (unready if begun is not None and self._watched - begun >= limit else []), limit
+            return (unready if begun is not None and self._is_over(limit, self._watched - begun) else []), limit
         limit = self._limits.of_silence(self._beats)
         if limit is None:
             return [], 0.0
-        return (running if self._watched - self._beat_at >= limit else []), limit
+        return (running if self._is_over(limit, self._watched - self._beat_at) else []), limit
+
+    def _is_over(self, limit: float, silence: float) -> bool:
+        """Whether a silence is too long, and not because ranks that could go on get no processor: looked at twice, half a limit apart."""
+        if silence < limit / 2:
+            self._queued = None
+            return False
+        since, before = self._queued = self._queued or (self._watched, self._nodes.queued())
+        passed = self._watched - since
+        if silence < limit or (passed < limit / 2 and silence < MOST_LIMITS * limit):
+            return False
+        queued = self._nodes.queued()
+        if queued - before < STARVED * passed or silence >= MOST_LIMITS * limit:
+            return True
+        self._queued = self._watched, queued
+        return False
 
     def _hangs(self, late: list[int], limit: float) -> list[Failure]:
         """A failure for each late rank, with its stack. All wait for whoever is furthest behind: the others are secondary."""

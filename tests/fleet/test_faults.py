@@ -5,7 +5,7 @@ import shutil
 import signal
 import socket
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ ALL = [kind for kind in KINDS if kind != "supervisor"]
 
 
 def test_every_cause_of_the_table_stands_for_kinds_of_faults_with_its_whole_count():
-    shares = Counter()
+    shares = defaultdict[str, float](float)
     for cause, kind, share in MIX:
         assert kind in KINDS
         shares[cause] += share
