@@ -63,6 +63,7 @@ class Fate:
     blamed: bool | None = None
     detection: float | None = None
     recovery: float | None = None
+    incident: int | None = None
 
     @property
     def handled(self) -> bool:
@@ -248,8 +249,6 @@ def judge(
     blamed = [fate.blamed for fate in fates if fate.blamed is not None]
     recoveries = sorted(fate.recovery for fate in fates if fate.recovery is not None)
     incidents = [record for record in records if record["type"] == "incident"]
-    expected_more = sum(fate.injection.kind in ("checkpoint", "altered", "copy") for fate in fates)
-    seen = len({fate.came for fate in fates if fate.seen_as})
     return Judgement(
         rows=tuple(_row(kind, [fate for fate in fates if fate.injection.kind == kind]) for kind in KINDS if _any(fates, kind)),
         problems=tuple(_problems(fates, list(events.read(whole.folder)), records, states, faulted)),
@@ -258,7 +257,7 @@ def judge(
         blamed=(sum(blamed), len(blamed)),
         recovery_median=median(recoveries) if recoveries else None,
         recovery_p99=percentile(recoveries, 0.99) if recoveries else None,
-        false_alarms=max(0, len(incidents) - seen - expected_more),
+        false_alarms=sum(not _is_explained(record, fates) for record in incidents),
         generations=sum(record["type"] == "run_started" for record in records),
         lost_steps=sum(record["lost_steps"] for record in records if record["type"] == "recovery"),
         steps=max((record["step"] for record in records if record["type"] == "step"), default=0),
@@ -299,6 +298,7 @@ def fates_of(injections: Sequence[Injection], came: Mapping[int, tuple[float, st
                 one,
                 at,
                 seen_as=record["cause"],
+                incident=record["incident"],
                 blamed=_is_right(record, together, came) if KINDS[one.kind].blames else None,
                 detection=max(0.0, record["time"] - at),
                 recovery=None if over is None else max(0.0, over - record["time"]),
@@ -321,6 +321,15 @@ def _is_right(record: Record, together: Sequence[Injection], came: Mapping[int, 
         return (record["rank"] if record["rank"] is not None else evidence["rank"]) in ranks
     named = {record["node"], evidence.get("node"), *evidence.get("nodes", ()), *evidence.get("suspects", ())} - {None}
     return bool(named & nodes)
+
+
+def _is_explained(record: Record, fates: Sequence[Fate]) -> bool:
+    """Whether an incident is what a fault was seen as, or follows from one: a damaged copy is met later, a slow rank told of twice."""
+    if any(fate.incident == record["incident"] for fate in fates):
+        return True
+    kinds = {"copy_corrupt": ("checkpoint", "altered", "copy"), "straggler": ("slow",), "save_failed": ("full",)}
+    before = [fate.injection for fate in fates if fate.came is not None and fate.came <= record["time"]]
+    return any(one.kind in kinds.get(record["cause"], ()) and record["rank"] in (None, *one.ranks) for one in before)
 
 
 def _row(kind: str, fates: Sequence[Fate]) -> Row:

@@ -231,7 +231,7 @@ def fired(path: Path) -> dict[int, tuple[float, str]]:
     """When each fault came (seconds since the epoch), and to which node; those that have not come are left out."""
     found: dict[int, tuple[float, str]] = {}
     for mark in _marks(path).glob("*-*"):
-        at, _, node = mark.read_text().partition(" ")
+        at, node, *_ = (*mark.read_text().split(" "), "")
         if node:
             number = int(mark.name.partition("-")[0])
             found[number] = min((float(at), node), found.get(number, (float(at), node)))
@@ -248,8 +248,8 @@ def _marks(path: Path) -> Path:
 class Faults:
     """The faults of one rank. `due` marks what it gives: nothing comes twice."""
 
-    def __init__(self, path: Path, seat: Seat) -> None:
-        self.seat = seat
+    def __init__(self, path: Path, seat: Seat, generation: str = "") -> None:
+        self.seat, self._generation = seat, generation
         self._path = path
         self._mine = [one for one in load(path) if seat.rank in one.ranks]
         self._befallen: dict[int, int] = {}  # lasting ones that befell this process: since which step
@@ -269,24 +269,30 @@ class Faults:
         return since <= step < since + one.lasts
 
     def _mark(self, one: Injection, step: int | None) -> bool:
-        """Write down that it came; False if it did before, to another process."""
+        """Write down that it came; False if it did before, to another process, or to other ranks that were started again since."""
         if one.number in self._befallen:
             return True
+        if any(self._is_older(mark) for mark in _marks(self._path).glob(f"{one.number}-*")):
+            return False
         mark = _marks(self._path) / f"{one.number}-{self.seat.rank}"
         try:
             file = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             return False
-        os.write(file, f"{time.time():.6f} {self.seat.node}".encode())
+        os.write(file, f"{time.time():.6f} {self.seat.node} {self._generation}".encode())
         os.close(file)
         if one.lasts > 1:
             self._befallen[one.number] = step or 0
         return True
 
+    def _is_older(self, mark: Path) -> bool:
+        written, _, generation = mark.read_text().rpartition(" ")
+        return bool(written) and generation != self._generation  # empty: being written, so now
+
 
 @cache
 def _find(path: str) -> Faults:
-    return Faults(Path(path), Seat.find())
+    return Faults(Path(path), Seat.find(), os.environ.get("MEGALITH_GENERATION", ""))
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Faults | None:
@@ -392,7 +398,8 @@ def _lose_node(one: Injection, seat: Seat) -> None:
 
 
 def _lose_with_memory(one: Injection, seat: Seat) -> None:
-    _lose_memory(seat, [seat.node])
+    """Also of the other ranks' nodes: they may be killed before it comes to them."""
+    _lose_memory(seat, [seat.node_of(rank) for rank in one.ranks])
     os.kill(os.getpid(), signal.SIGKILL)
 
 

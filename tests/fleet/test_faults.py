@@ -1,5 +1,6 @@
 """The list of faults: reproducible, in a table's proportions, each fault once."""
 
+import faulthandler
 import os
 import shutil
 import signal
@@ -78,6 +79,18 @@ def test_a_fault_comes_once_and_marks_when_and_where(tmp_path: Path):
     assert {number: node for number, (_, node) in faults.fired(file).items()} == {0: "b", 1: "b"}
 
 
+def test_a_fault_of_several_ranks_comes_to_one_generation_of_them(tmp_path: Path):
+    file = tmp_path / "faults.json"
+    faults.save(file, [Injection(0, "node", 5, "step", (0, 1))])
+    (first, second), (again, late) = (
+        [Faults(file, Seat(rank, 2, ("0",), None), generation) for rank in (0, 1)] for generation in ("one", "two")
+    )
+    assert list(first.due("step", 5)), "its node is lost"
+    assert not list(again.due("step", 5))
+    assert not list(late.due("step", 5)), "the rank beside it was ended before it came there"
+    assert list(second.due("step", 5)), "unless it was as quick"
+
+
 def test_a_fault_during_recovery_waits_for_the_fault_before_it(tmp_path: Path):
     file = tmp_path / "faults.json"
     faults.save(file, [Injection(0, "kill", 5, "step", (0,)), Injection(1, "kill", 5, "building", (1,), after=0)])
@@ -125,6 +138,7 @@ def _befall(kind: str, seat: Seat, *, step: int = 4) -> int:
     """How a process ended that a fault came to, as in `subprocess`; 0 if it outlived it."""
     process = os.fork()
     if process == 0:
+        faulthandler.disable()
         try:
             happen(Injection(0, kind, step, "step", (seat.rank,)), seat)
         except faults.Injected:
