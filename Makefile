@@ -7,7 +7,7 @@ RUN := .venv/bin/
 WORKERS := -n 3 --dist worksteal
 export UV_PROJECT_ENVIRONMENT := .venv
 
-.PHONY: help setup quickstart test test-fast test-full test-gpu check format bench guide-pictures clean
+.PHONY: help setup quickstart test test-fast test-full test-gpu engines check format bench guide-pictures clean
 
 help: ## Say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -37,6 +37,9 @@ test-fast: setup ## Run the tests of an inner loop, under two minutes
 
 test-full: setup ## Prove 300 combinations of parallelisms rather than 80 (hours on a small machine)
 	MEGALITH_FULL=1 $(RUN)pytest tests/promises/test_every_parallelism.py
+
+engines: ## Install the engines that tests can run for real: Slurm, and iproute2 for machines as network namespaces (Debian, as root)
+	apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge iproute2
 
 test-gpu: ## Run the tests that one GPU can run, in the environment at hand
 	python3 -m pytest tests/gpu

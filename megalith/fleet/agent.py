@@ -50,9 +50,7 @@ class Agent:
         self._name, self._nodes, self._pieces = name, nodes, pieces
         self._store, self._beating = store, beating
         self._seconds, self._cut_off = seconds, cut_off
-        self.member = store.add(letters.JOINED, 1)
-        store.set(letters.member_key(self.member), json.dumps({"name": name, "order": order}))
-        self._orders, self._answers = letters.orders(store, self.member), letters.answers(store, self.member)
+        self._order = order
         self._generation = ""
         self._placement: tuple[str, ...] = ()
         self._forked: frozenset[int] = frozenset()
@@ -63,11 +61,12 @@ class Agent:
 
     def run(self) -> int:
         """Serve until the controller says that the run is over; the exit status it gives."""
+        self._nodes.warm()  # before it joins: ranks of a node that is there start at once
+        self._join()
         threads = [threading.Thread(target=loop, daemon=True) for loop in (self._show_life, self._watch_contact)]
         for thread in threads:
             thread.start()
         try:
-            self._nodes.warm()
             while self._contact:
                 for order in self._orders.take():
                     if "leave" in order:
@@ -81,6 +80,12 @@ class Agent:
             self._done.set()
         self._nodes.close(forget=False)
         return ExitCode.LOST
+
+    def _join(self) -> None:
+        self._member = self._store.add(letters.JOINED, 1)
+        self._orders, self._answers = letters.orders(self._store, self._member), letters.answers(self._store, self._member)
+        self._store.set(letters.member_key(self._member), json.dumps({"name": self._name, "order": self._order}))
+        self._reached = time.monotonic()
 
     def take_requests(self) -> None:
         """Let SIGTERM, SIGUSR1 and SIGINT to this process mean that its node is taken away. Only in the main thread."""
@@ -145,8 +150,8 @@ class Agent:
         while not self._done.wait(min(self._seconds / BEATS, BEAT_SECONDS)):
             count += 1
             try:
-                self._beating.set(letters.beat_key(self.member), json.dumps({"count": count, **self._life}))
-                if self._beating.check([letters.expelled_key(self.member)]):
+                self._beating.set(letters.beat_key(self._member), json.dumps({"count": count, **self._life}))
+                if self._beating.check([letters.expelled_key(self._member)]):
                     self._lose_contact("this node was given up: its signs of life did not arrive in time")
             except RuntimeError:
                 continue  # whoever watches the contact knows how long that may go on

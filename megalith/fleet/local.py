@@ -32,6 +32,7 @@ from megalith.fleet.seat import node_folder
 from megalith.fleet.signs import AnySign, HealthChecked, NodeJoined, NodesLost
 from megalith.fleet.tiers import Copy
 
+WARM_SECONDS = 0.1  # between looks whether imports are done
 LOOK_SECONDS = 2.0  # that ranks have to write their stacks
 SHARED_MEMORY = Path("/dev/shm")
 OWNER = "owner"  # the file that says which run has copies in a folder of shared memory
@@ -123,6 +124,7 @@ class LocalNodes:
         self._processes: Processes | None = None
         self._assignment: Assignment | None = None
         self._heartbeats: Heartbeats | None = None
+        self._failed: list[Exit | Failure] = []  # while this node was warmed
         self._oom_kills = 0
         # Only this process holds the writing end: when it ends, in whatever way, every rank sees the end of the pipe.
         self._lifeline, self._held = os.pipe()
@@ -154,9 +156,12 @@ class LocalNodes:
         self._processes.start(assignment, file)
 
     def warm(self) -> None:
-        """Import what ranks need before there are any to start."""
+        """Import what ranks need before there are any to start, and come back once that is done; `wait` tells if it failed."""
         assignment = self._assign(Generation("warm", self._names))
-        self._processes = STARTS[method()](assignment, preload=self._job.preload)
+        processes = self._processes = STARTS[method()](assignment, preload=self._job.preload)
+        end = time.monotonic() + self._job.start_timeout
+        while not (processes.fit or self._failed or time.monotonic() > end):
+            self._failed = processes.wait(WARM_SECONDS)
 
     def _forget_last(self) -> None:
         for old in (*self._folder.glob("rank-*.error.json"), *self._folder.glob("store-*"), *self._folder.glob("reports/*")):
@@ -193,7 +198,8 @@ class LocalNodes:
         if self._processes is None:
             time.sleep(seconds)
         else:
-            happened += [self._describe(what) for what in self._processes.wait(seconds)]
+            failed, self._failed = self._failed, []
+            happened += [self._describe(what) for what in (*failed, *self._processes.wait(0 if failed else seconds))]
         happened += report.collect(self._folder / "reports")
         happened += self._came_and_went()
         with contextlib.suppress(Empty):

@@ -38,7 +38,7 @@ class Processes(Protocol):
 
     @property
     def fit(self) -> bool:
-        """Whether another generation can be started from here."""
+        """Whether another generation can be started from here, at once."""
         ...
 
     def running(self) -> dict[int, int]:
@@ -130,7 +130,7 @@ class ForkServer:
         self._ended: set[int] = set()
         self._pending = b""
         self._alive = True
-        self._forking = False
+        self._preparing, self._forking = True, False
         self._unreported_since: float | None = None
         command = [sys.executable, "-P", "-m", "megalith.fleet.server", str(os.getpid()), str(assignment.lifeline)]
         single = dict.fromkeys(THREAD_VARIABLES, "1")  # read when a library is loaded: before any rank can set its own
@@ -164,7 +164,7 @@ class ForkServer:
 
     @property
     def fit(self) -> bool:
-        return self._alive and not self._forking and not self.running()
+        return self._alive and not self._preparing and not self._forking and not self.running()
 
     def running(self) -> dict[int, int]:
         return {rank: handle.process for rank, handle in self._handles.items() if rank not in self._ended}
@@ -196,7 +196,9 @@ class ForkServer:
             case {"problem": str(error), "traceback": str(text)}:
                 reason = "could not prepare the ranks"
                 return Failure(None, reason, error, tail(text), self._log, time.time(), ExitCode.FAILED)
-        return None  # "prepared"
+            case _:
+                self._preparing = False
+                return None
 
     def _is_stuck(self) -> bool:
         """Whether ranks have ended and the server does not say so: it is stopped, or hangs."""

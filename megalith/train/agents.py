@@ -135,19 +135,15 @@ def _end_child(process: int, *, patience: float) -> None:
 
 
 def _be_the_agent(host: Host, meeting: str, *, parent: int) -> NoReturn:
-    """The agent of the machine that directs the run; it has no engine to start it again, and no way to lose sight of a store next to it."""
+    """The agent of the machine that directs the run; lost (the machine may have been too busy for a sign of life), it joins anew."""
     try:
         lifeline.die_with_parent(parent)
-        os._exit(_serve(host, meeting, order=0, cut_off=_end))
+        os.environ[MEETING] = meeting
+        os._exit(_serve(host, meeting, order=0, cut_off=_begin_anew))
     except BaseException:  # this is a fork: nothing may climb back into the caller
         traceback.print_exc()
     finally:
         os._exit(ExitCode.LOST)
-
-
-def _end(why: str) -> NoReturn:
-    print(f"this node's agent ends: {why}", file=sys.stderr, flush=True)
-    os._exit(ExitCode.LOST)
 
 
 def _begin_anew(why: str) -> NoReturn:

@@ -2,7 +2,8 @@
 
 import shlex
 
-from megalith.fleet.engines.launch import HOPELESS, RETRYABLE, Artefact, Launch, exports, label, torchrun
+from megalith.fleet.engines.launch import HOPELESS, Artefact, Launch, exports, label, torchrun, training
+from megalith.fleet.exit_codes import ExitCode
 from megalith.spec.run import RunSpec
 
 TEMPLATE = """\
@@ -15,20 +16,17 @@ TEMPLATE = """\
 #SBATCH --open-mode=append
 #SBATCH --output={name}-%j.log
 #SBATCH --signal=B:USR1@{grace}
-# One task a node: torchrun, which starts the ranks. {grace} s before the end this script is told, and lets the ranks save and stop.
+# One task a node: {task}, which starts the ranks. {grace} s before the end this script is told, and lets the ranks save and stop.
 # When a node fails Slurm queues the job again by itself (--requeue); the run goes on from its newest intact state.
 set -u
 {change_folder}{exports}
-run_dir={run_dir}
+events={run_dir}/events.jsonl
+before=$(tail -n 1 "$events" 2>/dev/null)   # of an earlier start
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 endpoint="$head:$(({port} + SLURM_JOB_ID % 1000))"
 
-stopping=0
-stop() {{
-  stopping=1
-  scancel --signal=TERM "$SLURM_JOB_ID.0"   # the first step: every rank saves and stops at the end of its step
-}}
-trap stop USR1 TERM
+# Told of the end, it tells the first step: every rank saves and stops at the end of its step.
+trap 'scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1 TERM
 
 srun {ends} bash -c {command} -- "$endpoint" &
 step=$!
@@ -39,18 +37,24 @@ while kill -0 "$step" 2>/dev/null; do   # a signal ends `wait` before the step h
   status=$?
 done
 
-# Would the same command get further? torchrun's own status does not tell; then the run's log does.
-again=0
+# What the run itself said of its end goes before what the step's status makes of it: torchrun ends with 1 whatever its ranks ended with,
+# and a step that lost a node that a spare replaced ends badly although the run did not.
+said=$(tail -n 1 "$events" 2>/dev/null)
+if [ "$said" = "$before" ]; then said=; fi
+case $said in
+  *'"type":"run_finished"'*'"reason":"finished"'*) status=0 ;;
+  *'"type":"run_finished"'*'"reason":"stopped"'*) status={stopped} ;;
+  *'"type":"run_finished"'*'"reason":"failed"'*) status={failed} ;;
+  *) if [ "$status" = {failed} ]; then status={lost}; fi ;;   # it died without a word
+esac
+
+again=no
 case $status in
   0|{hopeless}) ;;
-  {retryable}) again=1 ;;
-  *) tail -n 1 "$run_dir/events.jsonl" 2>/dev/null | grep -q '"type":"run_finished".*"reason":"failed"' || again=1 ;;
+  *) if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then again=yes; fi ;;
 esac
-if [ "$stopping" = 1 ] && [ "$status" != 0 ]; then again=1; fi
-if tail -n 1 "$run_dir/events.jsonl" 2>/dev/null | grep -q '"type":"run_finished".*"reason":"stopped"'; then again=1; fi
-if [ "$again" = 1 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
-  scontrol requeue "$SLURM_JOB_ID"
-fi
+echo "$(date -Is) the run ended with status $status; queued again: $again"
+if [ $again = yes ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"
 """
 
@@ -76,12 +80,26 @@ def emit(spec: RunSpec, launch: Launch) -> Artefact:
         exports=exports(launch),
         run_dir=shlex.quote(launch.run_dir),
         port=launch.port,
-        command=shlex.quote("exec " + torchrun(spec, launch, endpoint='"$1"')),
-        hopeless="|".join(str(code) for code in HOPELESS if code != 1),
-        retryable="|".join(map(str, RETRYABLE)),
+        task="an agent" if launch.agent else "torchrun",
+        command=shlex.quote(_task(spec, launch)),
+        hopeless="|".join(map(str, HOPELESS)),
+        stopped=int(ExitCode.STOPPED),
+        failed=int(ExitCode.FAILED),
+        lost=int(ExitCode.LOST),
         restarts=launch.restarts,
     )
     return Artefact(f"{name}.sbatch", text, f"sbatch {name}.sbatch")
+
+
+def _task(spec: RunSpec, launch: Launch) -> str:
+    """What runs on each node; its first argument is where all meet.
+
+    Agents need no torchrun between them and Slurm: it would start all again when a lost node returns, wait for one that does not, and
+    hide their exit status.
+    """
+    if launch.agent:
+        return f"export MASTER_ADDR=${{1%:*}} MASTER_PORT=${{1##*:}}; exec python -m {shlex.join(training(launch))}"
+    return "exec " + torchrun(spec, launch, endpoint='"$1"')
 
 
 def _time(hours: float | None) -> str | None:

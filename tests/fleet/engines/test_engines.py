@@ -11,7 +11,7 @@ import pytest
 
 from megalith.fleet.engines import ENGINES, Launch, emit
 from megalith.fleet.engines.launch import label
-from megalith.fleet.exit_codes import MEANINGS
+from megalith.fleet.exit_codes import MEANINGS, ExitCode
 from megalith.spec.run import RunSpec
 from tests.specs import tiny_run
 
@@ -86,19 +86,23 @@ def _bin(folder: Path, **scripts: str) -> None:
 
 
 def _play_slurm(
-    tmp_path: Path, *, srun: str, events: str = "", restarts: int = 0, launch: Launch = LAUNCH
+    tmp_path: Path, *, srun: str, before: str = "", events: str = "", restarts: int = 0, launch: Launch = LAUNCH
 ) -> tuple[int, str, str]:
-    """Run the batch script with Slurm's programs played by stand-ins: status, what was ordered of Slurm, what srun was given."""
+    """Run the batch script with Slurm's programs played by stand-ins: status, what was ordered of Slurm, what srun was given.
+
+    `before` is what earlier starts left in the run's log, `events` what this one writes.
+    """
     run_dir = tmp_path / "run's folder"
     run_dir.mkdir()
-    (run_dir / "events.jsonl").write_text(events)
+    (run_dir / "events.jsonl").write_text(before)
+    (tmp_path / "events").write_text(events)
     orders, given = tmp_path / "orders", tmp_path / "given"
     note = f'echo "$(basename "$0") $*" >> {orders}'
     _bin(
         tmp_path / "bin",
         scontrol=f'if [ "$1" = show ]; then echo node7; echo node8; else {note}; fi',
         scancel=f"{note}; kill -TERM $(cat {tmp_path}/pid)",
-        srun=f'printf "%s\\n" "$@" > {given}\necho $$ > {tmp_path}/pid\n{srun}',
+        srun=f'printf "%s\\n" "$@" > {given}\necho $$ > {tmp_path}/pid\ncat {tmp_path}/events >> "{run_dir}/events.jsonl"\n{srun}',
     )
     made = emit("slurm", _spec(), replace(launch, run_dir=str(run_dir), workdir=None))
     (tmp_path / made.file).write_text(made.text)
@@ -110,17 +114,37 @@ def _play_slurm(
     return done.returncode, orders.read_text() if orders.exists() else "", given.read_text()
 
 
+def _finished(reason: str) -> str:
+    return f'{{"type":"run_finished","time":1.0,"reason":"{reason}","step":3}}\n'
+
+
+STEP = '{"type":"step","time":1.0}\n'
+
+
 @pytest.mark.parametrize("code", MEANINGS)
-def test_slurm_queues_again_what_another_start_can_help(code: int, tmp_path: Path) -> None:
-    reason = "failed" if code == 1 else "stopped" if code == 75 else "finished"
-    events = f'{{"type":"run_finished","time":1.0,"reason":"{reason}","step":3}}\n'
-    status, orders, _ = _play_slurm(tmp_path, srun=f"exit {int(code)}", events=events)
+def test_slurm_queues_again_what_another_start_can_help(code: ExitCode, tmp_path: Path) -> None:
+    reason = {ExitCode.FINISHED: "finished", ExitCode.FAILED: "failed", ExitCode.STOPPED: "stopped"}.get(code)
+    status, orders, _ = _play_slurm(tmp_path, srun=f"exit {int(code)}", events=_finished(reason) if reason else STEP)
     assert status == code
     assert ("requeue 1042" in orders) == MEANINGS[code].retry
 
 
-def test_slurm_queues_again_a_run_that_died_without_a_word(tmp_path: Path) -> None:
-    assert "requeue" in _play_slurm(tmp_path, srun="exit 1", events='{"type":"step","time":1.0}\n')[1]
+@pytest.mark.parametrize(("reason", "code"), [("finished", 0), ("stopped", 75), ("failed", 1)])
+@pytest.mark.parametrize("step", [0, 1, 137])
+def test_the_jobs_status_is_what_the_run_says_of_its_end(step: int, reason: str, code: int, tmp_path: Path) -> None:
+    """torchrun ends with 1 whatever happened, and a step that lost a node badly although a spare took its place."""
+    assert _play_slurm(tmp_path, srun=f"exit {step}", events=_finished(reason))[0] == code
+
+
+@pytest.mark.parametrize("before", ["", STEP, _finished("failed"), _finished("stopped")])
+def test_slurm_queues_again_a_run_that_died_without_a_word(before: str, tmp_path: Path) -> None:
+    status, orders, _ = _play_slurm(tmp_path, srun="exit 1", before=before)
+    assert status == ExitCode.LOST and "requeue" in orders
+
+
+def test_what_an_earlier_start_said_does_not_make_a_wrong_description_worth_a_retry(tmp_path: Path) -> None:
+    status, orders, _ = _play_slurm(tmp_path, srun="exit 2", before=_finished("stopped"))
+    assert status == ExitCode.BAD_SPECIFICATION and "requeue" not in orders
 
 
 def test_slurm_does_not_queue_for_ever(tmp_path: Path) -> None:
@@ -131,7 +155,7 @@ def test_slurm_passes_the_signal_on_waits_for_the_save_and_queues_again(tmp_path
     told = "trap 'sleep 0.3; echo saved > saved; exit 1' TERM; kill -USR1 $PPID; for i in $(seq 100); do sleep 0.1; done"
     status, orders, _ = _play_slurm(tmp_path, srun=f"cd {tmp_path}; {told}")
     assert (tmp_path / "saved").exists()
-    assert status == 1
+    assert status == ExitCode.LOST, "stopped before there was anything to say"
     assert orders.splitlines() == ["scancel --signal=TERM 1042.0", "scontrol requeue 1042"]
 
 
@@ -168,6 +192,16 @@ def test_a_slurm_job_with_spares_outlives_a_node() -> None:
     text = emit("slurm", _spec(), replace(LAUNCH, agent=True, spares=1)).text
     assert "#SBATCH --no-kill\n" in text and "srun --no-kill --kill-on-bad-exit=0 bash" in text and "#SBATCH --nodes=3\n" in text
     assert "--no-kill" not in emit("slurm", _spec(), LAUNCH).text
+
+
+def test_slurm_starts_agents_itself_and_says_where_they_meet(tmp_path: Path) -> None:
+    launch, shown = replace(LAUNCH, agent=True), 'echo "$MASTER_ADDR $MASTER_PORT $*" >> given-to-python'
+    _bin(tmp_path / "programs", python=shown)
+    srun = f'cd {tmp_path}; export PATH={tmp_path}/programs:$PATH; exec "${{@:2}}"'
+    assert _play_slurm(tmp_path, srun=srun, launch=launch)[0] == 0
+    words = (tmp_path / "given-to-python").read_text()
+    assert words.startswith("node7 29542 -m megalith.cli agent /shared/run.toml --run-dir ")
+    assert words.endswith("--set train.steps=10 --set name=other run\n")
 
 
 def test_everything_wrong_is_said_at_once() -> None:
