@@ -1,5 +1,6 @@
 """A dry run of one rank counts what that rank counts when all of them run: messages, state and order exactly, activations within 3 %."""
 
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.train.dry import dry, real
 
 MIXTRAL = {
     "family": "mixtral",
-    "layers": 4,
+    "layers": 2,
     "dim": 32,
     "heads": 4,
     "kv_heads": 2,
@@ -23,7 +24,8 @@ MIXTRAL = {
     "experts": 8,
     "active": 2,
 }
-DENSE = {"layers": 8, "ffn": 512}  # large beside the messages between stages, as are wider experts
+SHORT = {"layers": 2}
+LONG = {"layers": 8, "ffn": 512}  # large beside the messages between stages, as are wider experts
 PLANS: dict[str, dict[str, Any]] = {
     "zero 0": {"plan": {"data": 4, "zero": 0}},
     "zero 1": {"plan": {"data": 4, "zero": 1}},
@@ -35,22 +37,30 @@ PLANS: dict[str, dict[str, Any]] = {
     "ring": {"plan": {"data": 2, "context": 2}},
     "gather": {"plan": {"context": 4, "context_method": "gather"}},
     "ulysses": {"plan": {"context": 2, "ulysses": 2, "data": 2, "zero": 3}},
-    "1f1b": {"plan": {"pipeline": 2, "data": 2, "zero": 2}},
-    "interleaved": {"plan": {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "data": 2, "tensor": 2, "zero": 3}},
-    "zero bubble": {"plan": {"pipeline": 2, "schedule": "zb-h1", "data": 2, "tensor": 2}},
+    "1f1b": {"plan": {"pipeline": 2, "data": 2, "zero": 2}, "model": LONG},
+    "interleaved": {
+        "plan": {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "data": 2, "tensor": 2, "zero": 3},
+        "model": LONG,
+    },
+    "zero bubble": {"plan": {"pipeline": 2, "schedule": "zb-h1", "data": 2, "tensor": 2}, "model": LONG},
     "experts": {"plan": {"data": 4, "expert": 4, "zero": 2}, "model": MIXTRAL},
     "experts in a pipeline": {
         "plan": {"pipeline": 2, "data": 2, "tensor": 2, "expert": 2, "zero": 1},
-        "model": MIXTRAL | {"ffn": 128},
+        "model": MIXTRAL | {"layers": 4, "ffn": 128},
     },
 }
+
+
+def _run(plan: dict[str, Any], model: Mapping[str, Any] = SHORT, train: Mapping[str, Any] = {}) -> RunSpec:
+    """Two microbatches a data rank, or twice as many as a pipeline has ranks."""
+    batch = 2 * plan.get("data", 1) * plan.get("pipeline", 1)
+    return tiny_run(plan=plan, model=dict(model), train={"global_batch": batch, **train})
 
 
 @pytest.fixture(scope="module", params=PLANS)
 def both(request: pytest.FixtureRequest) -> tuple[RunSpec, list[tuple[Counted, Counted]]]:
     """The run, and of its first and last rank what was counted when all ranks ran, and without the others."""
-    parts = PLANS[request.param]
-    spec = tiny_run(**{"model": DENSE} | parts)
+    spec = _run(**PLANS[request.param])
     together = real(spec)
     return spec, [(together[rank], dry(spec, rank)) for rank in (0, spec.plan.ranks - 1)]
 
