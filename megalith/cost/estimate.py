@@ -224,8 +224,13 @@ def _bubble(workload: Workload, stages: list[StageTime], slowest: int, sent: flo
 
 @cache
 def _idle(name: str, ranks: int, microbatches: int, chunks: int, backward: float) -> float:
-    """Seconds a rank idles in the simulated program, in units of a rank's forward of one microbatch; a backward's two halves are taken
-    as equal."""
+    """Seconds a rank idles in the program, in units of a rank's forward of one microbatch; a backward's two halves are taken as equal.
+    ZB-H1, and ZB-V with enough microbatches, have a closed form (Qi et al. 2023 and 2024, arXiv:2401.10241 and 2405.15362); the other
+    programs are simulated."""
+    if name == "zb-h1" and microbatches >= ranks:
+        return (ranks - 1) * max(1.0, backward / 2)
+    if name == "zb-v" and microbatches >= 2 * ranks and backward >= 2:
+        return (ranks - 1) * backward / 4
     program = lower(build(name, ranks=ranks, microbatches=microbatches, chunks=chunks), 0)
     per_stage = len(program.schedule.stages_of(0)) if name != "dualpipe" else 1
     seconds = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}

@@ -10,7 +10,7 @@ from megalith.cost.workload import Workload
 from megalith.planner.asked import DATA, RUNS, STEPS, Asked
 from megalith.planner.candidates import Space, candidates
 from megalith.planner.explain import Neighbour, explain
-from megalith.planner.search import Choice, Found, Scorer, Training, search, training
+from megalith.planner.search import CLOSED, Choice, Found, Scorer, Training, assumed, search, training
 from megalith.spec import files
 from megalith.spec.cluster import ClusterSpec, catalogue
 from megalith.spec.files import Resolved
@@ -176,16 +176,21 @@ def _what_if(words: str, asked: Asked) -> WhatIf:
 
 def workload_of(asked: Asked, plan: Plan) -> Workload:
     """A step of what was asked, under a plan."""
-    return Workload(asked.model, plan, asked.cluster, asked.run.train.seq_len, asked.run.train.global_batch, asked.format)
+    train = asked.run.train
+    return Workload(asked.model, plan, asked.cluster, train.seq_len, train.global_batch, asked.format, assumed(plan))
 
 
 def short(plan: Plan) -> str:
-    """A layout in a few letters: t8 c2 p16x4 e64 d128 z1 m1; what is 1 is left out, but for data, ZeRO and microbatch."""
+    """A layout in a few letters: t8 c2 p16x4 e64 d128 z1 m1; what is 1 is left out, but for data, ZeRO and microbatch. A schedule other
+    than (interleaved) 1F1B is named behind the pipeline, copies of the state (HSDP) behind ZeRO's stage: p16x2 zb-v d8 z1 m1, d64 z3 r8 m1.
+    """
     axes = (("t", plan.tensor), ("c", plan.context), ("e", plan.expert))
     tensor, context, expert = (f"{letter}{size} " if size > 1 else "" for letter, size in axes)
     chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
-    pipeline = f"p{plan.pipeline}{chunks} " if plan.pipeline > 1 else ""
-    return f"{tensor}{context}{pipeline}{expert}d{plan.data} z{plan.zero} m{plan.microbatch}"
+    name = "" if plan.schedule in CLOSED else f"{plan.schedule} "
+    pipeline = f"p{plan.pipeline}{chunks} {name}" if plan.pipeline > 1 else ""
+    copies = f" r{plan.replicate}" if plan.replicate > 1 else ""
+    return f"{tensor}{context}{pipeline}{expert}d{plan.data} z{plan.zero}{copies} m{plan.microbatch}"
 
 
 def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:

@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
+from megalith.schedule import misfits
+from megalith.schedule.table import CHUNKS
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import AttentionSpec, ModelSpec, MoeSpec
 from megalith.spec.plan import Plan, Zero
@@ -16,6 +19,13 @@ POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Recomputation: nothing, the feed-forward half, everything. With fused attention its core keeps little, so it is not worth its own."""
 
 MICROBATCHES = (1, 2, 4, 8)
+
+SPLIT = ("zb-h1", "zb-v")
+"""Schedules that compute the weights' gradients apart from the inputs', to fill the bubble."""
+
+HIDING = ("dualpipe", "dualpipev")
+"""Schedules that compute on one microbatch while another one's tokens travel to their experts; without experts ZB-V idles less."""
+
 LONG = 16_384
 """Tokens of a sequence from which splitting it is usual; a quarter of that is the least a rank is given."""
 
@@ -28,11 +38,15 @@ class Space:
     microbatches: tuple[int, ...] = MICROBATCHES
     most_chunks: int = 8
     zero: tuple[Zero, ...] = (1, 2, 3)
+    schedules: tuple[str, ...] = (*SPLIT, *HIDING)
+    """Beside 1F1B and interleaved 1F1B."""
+    copies: bool = True
+    """Under ZeRO 3, two copies of the state, or as many as there are nodes, eights of nodes, or sixty-fours (HSDP)."""
 
     @classmethod
     def of_prefill(cls) -> "Space":
         """Nothing is kept for a backward, nor gathered: no recomputation, no ZeRO, one sequence at a time, no interleaving."""
-        return cls(policies=POLICIES[:1], microbatches=(1,), most_chunks=1, zero=(0,))
+        return cls(policies=POLICIES[:1], microbatches=(1,), most_chunks=1, zero=(0,), schedules=())
 
 
 def candidates(
@@ -40,7 +54,7 @@ def candidates(
 ) -> Iterator[Plan]:
     """Every legal plan of the usual kinds: tensor inside the fast links, ZeRO 2 and 3 without a pipeline, interleaving where stages
     come out even."""
-    devices, space = cluster.count, space or Space()
+    devices, space, blocks = cluster.count, space or Space(), len(model.blocks)
     for tensor, context, pipeline in splits(model, cluster, seq_len):
         data = devices // (tensor * context * pipeline)
         if global_batch % data:
@@ -49,22 +63,22 @@ def candidates(
             if (global_batch // data) % micro:
                 continue
             rounds = global_batch // data // micro
-            for (schedule, chunks), zero in product(
-                _schedules(model, pipeline, rounds, space), _zeros(pipeline, data * context, space)
-            ):
+            shares = _shares(cluster, data, context, tensor * context, pipeline, space)
+            for (schedule, chunks), (zero, copies) in product(_schedules(model, pipeline, rounds, space), shares):
                 for policy, parts in space.policies:
                     yield Plan(
-                        data=data, tensor=tensor, context=context, pipeline=pipeline, expert=expert, zero=zero, schedule=schedule,
-                        chunks=chunks, microbatch=micro, recompute=policy, recompute_parts=parts,
-                        layers=even_layers(len(model.blocks), pipeline * chunks),
+                        data=data, replicate=copies, zero=zero, tensor=tensor, sequence=seq_len % (context * tensor) == 0,
+                        context=context, pipeline=pipeline, schedule=schedule, chunks=chunks, expert=expert, microbatch=micro,
+                        recompute=policy, recompute_parts=parts, layers=even_layers(blocks, pipeline * chunks),
                     )  # fmt: skip
 
 
 def splits(model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> Iterator[tuple[int, int, int]]:
-    """Sizes of the tensor, context and pipeline axes that divide the devices and the sequence; data ranks are the rest."""
+    """Sizes of the tensor, context and pipeline axes that divide the devices; context ranks have a part from each end of a sequence.
+    Data ranks are the rest."""
     devices = cluster.count
     for tensor, context, pipeline in product(_tensors(model, cluster), _contexts(seq_len, devices), _pipelines(model, devices)):
-        if devices % (tensor * context * pipeline) == 0 and seq_len % (2 * context * tensor) == 0:
+        if devices % (tensor * context * pipeline) == 0 and seq_len % (2 * context) == 0:
             yield tensor, context, pipeline
 
 
@@ -81,8 +95,13 @@ def _powers(most: int) -> list[int]:
     return [1 << bit for bit in range(most.bit_length()) if 1 << bit <= most]
 
 
+def _sizes(devices: int, most: int) -> list[int]:
+    """Powers of two, and three times them: what nodes are built of, and clusters of nodes. Those that divide the devices."""
+    return sorted(size for size in (*_powers(most), *(3 * power for power in _powers(most // 3))) if devices % size == 0)
+
+
 def _tensors(model: ModelSpec, cluster: ClusterSpec) -> list[int]:
-    """Sizes that divide heads and hidden sizes and stay inside one domain of fast links."""
+    """Sizes that divide heads and hidden sizes and stay inside one domain of fast links; ranks may share a head of keys."""
     fast = min(cluster.accelerator.scale_up_domain, cluster.count, 16)
 
     def divides(size: int) -> bool:
@@ -90,11 +109,11 @@ def _tensors(model: ModelSpec, cluster: ClusterSpec) -> list[int]:
             heads = block.attention.heads
             shared = block.attention.kv_heads if isinstance(block.attention, AttentionSpec) else heads
             hidden = block.mlp.shared if isinstance(block.mlp, MoeSpec) else block.mlp.hidden
-            if heads % size or shared % size or hidden % size:
+            if heads % size or (shared % size and size % shared) or hidden % size:
                 return False
         return model.embedding.vocab % size == 0 and model.head.vocab % size == 0
 
-    return [size for size in _powers(fast) if divides(size)]
+    return [size for size in _sizes(cluster.count, fast) if divides(size)]
 
 
 def _contexts(seq_len: int, devices: int) -> list[int]:
@@ -102,8 +121,7 @@ def _contexts(seq_len: int, devices: int) -> list[int]:
 
 
 def _pipelines(model: ModelSpec, devices: int) -> list[int]:
-    most = min(devices, len(model.blocks))
-    return [size for size in range(1, most + 1) if devices % size == 0 and size & (size - 1) == 0]
+    return _sizes(devices, min(devices, len(model.blocks)))
 
 
 def _experts(model: ModelSpec, ranks: int) -> list[int]:
@@ -120,19 +138,39 @@ def _experts(model: ModelSpec, ranks: int) -> list[int]:
 
 
 def _schedules(model: ModelSpec, pipeline: int, rounds: int, space: Space) -> list[tuple[str, int]]:
+    """Names and chunks of schedules that can be had."""
     if pipeline == 1:
         return [("1f1b", 1)]
     blocks = len(model.blocks)
+    chunked = range(2, space.most_chunks + 1) if rounds >= pipeline else ()
     found = [("1f1b", 1)]
-    if rounds >= pipeline:
-        for chunks in range(2, space.most_chunks + 1):
-            stages = pipeline * chunks
-            if stages <= blocks and (blocks % stages == 0 or (blocks + 2) % stages == 0):
-                found.append(("interleaved", chunks))
+    for chunks in chunked:
+        stages = pipeline * chunks
+        if stages <= blocks and (blocks % stages == 0 or (blocks + 2) % stages == 0):
+            found.append(("interleaved", chunks))
+    experts = any(isinstance(block.mlp, MoeSpec) for block in model.blocks)
+    for name in (one for one in space.schedules if experts or one not in HIDING):
+        chunks = CHUNKS[name][0]
+        legal = not misfits(name, ranks=pipeline, microbatches=rounds, chunks=chunks)
+        if legal and rounds >= pipeline and pipeline * chunks <= blocks:
+            found.append((name, chunks))
     return found
 
 
-def _zeros(pipeline: int, holders: int, space: Space) -> list[Zero]:
-    if holders == 1:
-        return [0]
-    return [zero for zero in space.zero if zero < 2 or pipeline == 1]
+class Share(NamedTuple):
+    """How the state is shared out: the stage of ZeRO, and copies of it."""
+
+    zero: Zero
+    copies: int
+
+
+def _shares(cluster: ClusterSpec, data: int, context: int, stride: int, pipeline: int, space: Space) -> list[Share]:
+    """What a search may choose from."""
+    if data * context == 1:
+        return [Share(0, 1)]
+    found = [Share(zero, 1) for zero in space.zero if zero < 2 or pipeline == 1]
+    if space.copies and 3 in space.zero and pipeline == 1:
+        node = max(1, cluster.per_node // stride)
+        groups = {2, *(data // (node * times) for times in (1, 8, 64) if data % (node * times) == 0)}
+        found += [Share(3, copies) for copies in sorted(groups) if 1 < copies < data and data % copies == 0]
+    return found

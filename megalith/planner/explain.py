@@ -1,11 +1,15 @@
 """Why a plan: what each neighbouring choice would cost. No torch unless a part must be traced."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megalith.cost.workload import Workload
-from megalith.planner.candidates import even_layers
-from megalith.planner.search import Choice, Scorer
+from megalith.planner.candidates import HIDING, SPLIT, even_layers
+from megalith.planner.search import Choice, Scorer, assumed
+from megalith.schedule import misfits
+from megalith.schedule.table import CHUNKS
+from megalith.spec.model import MoeSpec
 from megalith.spec.plan import Plan
 
 
@@ -30,16 +34,11 @@ class Neighbour:
 
 def explain(workload: Workload, scorer: Scorer) -> tuple[Neighbour, ...]:
     """Every neighbour of a workload's plan that is legal, the cheapest first."""
-    own = scorer.estimate(workload)
+    own, base = scorer.estimate(workload), replace(workload.practice, overlap_expert=False)
     here = Choice(workload.plan, own)
     found = []
     for change, plan in neighbours(workload):
-        other = scorer.estimate(
-            Workload(
-                workload.model, plan, workload.cluster, workload.seq_len, workload.global_batch, workload.format, workload.practice,
-                workload.frozen,
-            )
-        )  # fmt: skip
+        other = scorer.estimate(replace(workload, plan=plan, practice=assumed(plan, base)))
         terms = {name: value - getattr(here.estimate.time, name) for name, value in vars(other.time).items() if name != "step"}
         found.append(
             Neighbour(
@@ -58,6 +57,7 @@ def neighbours(workload: Workload) -> list[tuple[str, Plan]]:
         for other in {size * 2, size // 2} - {0}:
             if (changed := _with(workload, ranks, **{axis: other})) is not None:
                 found.append((f"{axis} {size} -> {other}", changed))
+    found += _schedules(workload)
     for policy in {"none", "full"} - {plan.recompute}:
         found.append((f"recompute {plan.recompute} -> {policy}", plan.model_copy(update={"recompute": policy})))
     for zero in {0, 1, 3} - {plan.zero}:
@@ -66,8 +66,20 @@ def neighbours(workload: Workload) -> list[tuple[str, Plan]]:
     return found
 
 
-def _with(workload: Workload, ranks: int, **change: int) -> Plan | None:
-    """The plan with one size changed, or None where that is not legal."""
+def _schedules(workload: Workload) -> Iterator[tuple[str, Plan]]:
+    """The plan under other schedules, with as many chunks as those have."""
+    plan = workload.plan
+    experts = any(isinstance(block.mlp, MoeSpec) for block in set(workload.model.blocks))
+    for name in ("1f1b", "interleaved", *SPLIT, *(HIDING if experts else ())):
+        chunks = CHUNKS[name][0] if name in CHUNKS else max(2, plan.chunks)
+        if name == plan.schedule or plan.pipeline == 1:
+            continue
+        if (changed := _with(workload, plan.ranks, schedule=name, chunks=chunks)) is not None:
+            yield f"{plan.schedule} -> {name}", changed
+
+
+def _with(workload: Workload, ranks: int, **change: Any) -> Plan | None:
+    """The plan with some fields changed, or None where that is not legal."""
     plan = workload.plan.model_copy(update=change)
     split = plan.tensor * plan.context * plan.pipeline
     blocks = len(workload.model.blocks)
@@ -79,7 +91,14 @@ def _with(workload: Workload, ranks: int, **change: int) -> Plan | None:
     heads = [block.attention.heads for block in set(workload.model.blocks)]
     if any(count % plan.tensor for count in heads) or (data * plan.context * plan.tensor) % plan.expert:
         return None
-    schedule = "interleaved" if plan.chunks > 1 else "1f1b"
-    if plan.chunks > 1 and plan.pipeline == 1:
+    if "schedule" not in change and "chunks" in change:  # a number of chunks that the schedule cannot have asks for one that can
+        plan = plan.model_copy(update={"schedule": "interleaved" if plan.chunks > 1 else "1f1b"})
+    if plan.pipeline == 1:
+        if plan.chunks > workload.plan.chunks:
+            return None
+        plan = plan.model_copy(update={"schedule": "1f1b", "chunks": 1})
+    if misfits(
+        plan.schedule, ranks=plan.pipeline, microbatches=workload.global_batch // (data * plan.microbatch), chunks=plan.chunks
+    ):
         return None
-    return plan.model_copy(update={"data": data, "schedule": schedule, "layers": even_layers(blocks, plan.stages)})
+    return plan.model_copy(update={"data": data, "layers": even_layers(blocks, plan.stages)})

@@ -1,8 +1,9 @@
-"""The best plans for a model on a cluster: memory first, then time in closed form, then the real program of the best few. No torch
-unless a part must be traced."""
+"""The best plans for a model on a cluster: memory first, then time in closed form, then the simulated program of those schedules that
+have none, where it could be among the best. No torch unless a part must be traced."""
 
+from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megalith.cost.constants import Calibration, calibration
@@ -13,7 +14,7 @@ from megalith.cost.prefill import prefill, prefill_memory
 from megalith.cost.profile import Layout
 from megalith.cost.time import Setting
 from megalith.cost.workload import Format, Practice, Workload
-from megalith.planner.candidates import Space, candidates
+from megalith.planner.candidates import HIDING, Space, candidates
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
 from megalith.spec.plan import Plan
@@ -93,21 +94,50 @@ def search(
     """The `top` fastest plans that fit. `global_batch` counts sequences; plans that `legal` denies are left out of what is shown."""
     scorer = scorer or Scorer(calibration())
     fitting: list[Choice] = []
+    waiting: list[tuple[float, Workload]] = []
     least: tuple[float, Workload] | None = None
-    looked_at = 0
+    looked_at = too_large = 0
     for plan in candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space or Space()):
         looked_at += 1
-        workload = Workload(model, plan, cluster, seq_len, global_batch, format, practice or Practice())
+        workload = Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, practice))
         held = scorer.memory(workload)
-        if scorer.fits(workload, held):
+        if not scorer.fits(workload, held):
+            too_large += 1
+            least = (held.total, workload) if least is None or held.total < least[0] else least
+        elif plan.schedule in CLOSED:
             fitting.append(Choice(plan, scorer.estimate(workload)))
-        elif least is None or held.total < least[0]:
-            least = held.total, workload
-    ranked = sorted(fitting, key=lambda choice: choice.estimate.time.step)
+        else:
+            waiting.append((scorer.bound(workload), workload))
+    ranked = _simulated(waiting, fitting, scorer, most=2 * top)
     best, refused = _first_legal(ranked, top, legal)
     closest = None if best or least is None else Choice(least[1].plan, scorer.estimate(least[1]))
     thrifty = _first_legal(pareto(ranked), None, legal)[0]
-    return Found(best, thrifty, looked_at, looked_at - len(fitting), closest, refused)
+    return Found(best, thrifty, looked_at, too_large, closest, refused)
+
+
+CLOSED = ("1f1b", "interleaved")
+"""Schedules whose idle time has a closed form; others must be simulated."""
+
+
+def assumed(plan: Plan, practice: Practice | None = None) -> Practice:
+    """The software, which under a schedule that has two microbatches at work hides one's exchange of experts behind the other."""
+    known = practice or Practice()
+    return replace(known, overlap_expert=True) if plan.schedule in HIDING else known
+
+
+def _simulated(waiting: list[tuple[float, Workload]], known: Sequence[Choice], scorer: "Scorer", *, most: int) -> list[Choice]:
+    """The known choices and those that wait, in order of time; without those that, even if they never idled, would not be among the
+    first `most`: they are not simulated."""
+    ranked = sorted(known, key=_step)
+    for bound, workload in sorted(waiting, key=lambda one: one[0]):
+        if len(ranked) >= most and bound >= _step(ranked[most - 1]):
+            break
+        insort(ranked, Choice(workload.plan, scorer.estimate(workload)), key=_step)
+    return ranked
+
+
+def _step(choice: Choice) -> float:
+    return choice.estimate.time.step
 
 
 def _first_legal(
@@ -172,6 +202,13 @@ class Scorer:
         if self.forward_only:
             return prefill(workload, self.figures, traced, self._times[timed])
         return estimate(workload, self.figures, traced, self.memory(workload), self._times[timed])
+
+    def bound(self, workload: Workload) -> float:
+        """Seconds that a step takes at least: those of a schedule with a closed form, if its ranks never idled."""
+        plan = workload.plan
+        plain = plan.model_copy(update={"schedule": "1f1b" if plan.chunks == 1 else "interleaved"})
+        time = self.estimate(replace(workload, plan=plain)).time
+        return time.step - time.bubble - time.other
 
     def _key(self, workload: Workload) -> tuple[int, Layout, str]:
         return id(workload.model), layout(workload), workload.plan.recompute

@@ -73,7 +73,7 @@ def _rate(square: Mapping[str, Any], found: Mapping[str, Any]) -> Said:
 def _layout(square: Mapping[str, Any]) -> tuple[str, str]:
     """In two lines: how a model is split, and how data is."""
     words = square["layout"].split()
-    first = next(i for i, word in enumerate(words) if word.startswith("d"))
+    first = next(i for i, word in enumerate(words) if word[0] == "d" and word[1:].isdigit())
     return " ".join(words[:first]) or "no split of the model", " ".join(words[first:])
 
 
@@ -160,7 +160,9 @@ def _whole(square: Mapping[str, Any]) -> str:
 
 
 def _key() -> str:
-    words = "t tensor, c context, p pipeline x chunks, e expert, d data, z ZeRO stage, m microbatch: what is not said is 1"
+    words = (
+        "t tensor, c context, p pipeline x chunks, e expert, d data, z ZeRO stage, r copies, m microbatch: what is not said is 1"
+    )
     return f'<p class="none">{words}.</p>'
 
 

@@ -5,7 +5,7 @@ import pytest
 from megalith import schedule as schedules
 from megalith.cost.calibrate import BOUNDS, TIED, Observation, as_toml, choose, fit
 from megalith.cost.constants import calibration, parse
-from megalith.cost.estimate import StageTime, _bubble, estimate
+from megalith.cost.estimate import StageTime, _bubble, _idle, estimate
 from megalith.cost.parts import parts
 from megalith.cost.time import Spent
 from megalith.spec.plan import Plan
@@ -94,3 +94,12 @@ def test_a_fit_finds_a_figure_that_was_changed():
         return sum(abs(choose(one.choices, candidate)[1].time.step / one.seconds - 1) for one in seen)
 
     assert wrong(fit(seen, figures, sweeps=3, prior=0.0)) < 0.2 * wrong(figures)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("zb-h1", 1), ("zb-v", 2)])
+@pytest.mark.parametrize("backward", [2.0, 2.3, 3.0])
+@pytest.mark.parametrize(("ranks", "rounds"), [(4, 8), (6, 20)])
+def test_zero_bubbles_closed_form_is_the_simulated_idling(name: str, chunks: int, backward: float, ranks: int, rounds: int):
+    program = schedules.lower(schedules.build(name, ranks=ranks, microbatches=rounds, chunks=chunks), 0)
+    timeline = schedules.simulate(program, {"F": 1 / chunks, "I": backward / 2 / chunks, "W": backward / 2 / chunks})
+    assert _idle(name, ranks, rounds, chunks, backward) == pytest.approx(timeline.end - max(timeline.busy))

@@ -71,6 +71,8 @@ def test_the_tables_fit_a_terminal(answered: Answer):
 def test_a_layout_in_short_leaves_out_what_is_one():
     assert short(Plan()) == "d1 z1 m1"
     assert short(Plan(data=2, tensor=8, context=2, pipeline=4, chunks=3, expert=16, zero=3)) == "t8 c2 p4x3 e16 d2 z3 m1"
+    assert short(Plan(data=8, pipeline=16, chunks=2, schedule="zb-v")) == "p16x2 zb-v d8 z1 m1"
+    assert short(Plan(data=64, zero=3, replicate=8)) == "d64 z3 r8 m1"
 
 
 def test_the_best_plan_is_written_as_a_run_that_check_accepts(answered: Answer, tmp_path: Path):

@@ -1,8 +1,15 @@
+from dataclasses import replace
+from functools import partial
+
 import pytest
 
-from megalith.planner.candidates import Space, candidates
-from megalith.planner.search import search, training
+from megalith.cost.constants import calibration
+from megalith.cost.workload import Workload
+from megalith.planner.candidates import SPLIT, Space, candidates
+from megalith.planner.named import NAMED
+from megalith.planner.search import Scorer, assumed, search, training
 from megalith.spec import cluster as clusters
+from megalith.spec.plan import Plan
 from tests.cost.models import dense, mixture
 
 SPACE = Space(microbatches=(1, 2), policies=(("none", ("attention.core",)), ("full", ("attention.core",))), most_chunks=2)
@@ -23,6 +30,58 @@ def test_every_candidate_uses_all_devices_and_deals_the_batch_out_evenly(model):
         assert 16 % (plan.data * plan.microbatch) == 0
         assert plan.stages <= len(model.blocks)
         assert plan.bounds(len(model.blocks))[-1][1] == len(model.blocks) + 2
+
+
+@pytest.mark.parametrize("model", [dense(), mixture()], ids=["dense", "mixture"])
+def test_every_candidate_computes_the_same_model(model):
+    """FLOPs are conserved: a layout says where they happen."""
+    cluster, scorer = clusters.load("h100:8"), Scorer(calibration())
+    space = Space(microbatches=(1, 2), policies=(("none", ()),))
+    flops = [
+        scorer.estimate(Workload(model, plan, cluster, 256, 16)).flops
+        for plan in candidates(model, cluster, seq_len=256, global_batch=16, space=space)
+    ]
+    assert len(flops) > 10
+    assert max(flops) == pytest.approx(min(flops), rel=0.01)
+
+
+@pytest.mark.parametrize("named", [one for one in NAMED if not one.forward_only], ids=lambda named: named.name)
+def test_the_space_has_the_published_layouts(named):
+    """But for what the planner decides by itself: what is recomputed, and how keys and values travel."""
+    work = named.workloads()[0]
+    space = Space(policies=(("full", ("attention.core",)),))
+    found = candidates(work.model, work.cluster, seq_len=named.seq_len, global_batch=named.global_batch, space=space)
+    ignored = {"recompute": "none", "recompute_parts": (), "context_method": "ring"}
+    sizes = {plan.model_copy(update=ignored) for plan in found}
+    assert any(plan.model_copy(update=ignored) in sizes for plan in named.plans)
+
+
+def test_a_wider_space_is_never_worse():
+    narrow = Space(microbatches=(1,), policies=SPACE.policies, most_chunks=1, schedules=(), copies=False, zero=(1,))
+    wider = [replace(narrow, schedules=SPLIT), replace(narrow, most_chunks=2), replace(narrow, zero=(1, 3)), SPACE, Space()]
+    for model in (dense(), mixture()):
+        ask = partial(search, model, clusters.load("h100:8"), seq_len=256, global_batch=16, top=1)
+        least = ask(space=narrow).best.estimate.time.step
+        for space in wider:
+            assert ask(space=space).best.estimate.time.step <= least
+
+
+def test_what_need_not_be_simulated_would_not_have_been_among_the_best(monkeypatch):
+    ask = partial(search, mixture(8), clusters.load("h100:8"), seq_len=256, global_batch=32, top=3)
+    some = ask()
+    monkeypatch.setattr(Scorer, "bound", lambda self, workload: 0.0)
+    assert ask().choices == some.choices
+
+
+def test_schedules_that_hide_the_exchange_of_experts_are_predicted_so():
+    assert assumed(Plan(schedule="dualpipev", chunks=2)).overlap_expert
+    assert not assumed(Plan(schedule="zb-v", chunks=2)).overlap_expert
+
+
+def test_a_cluster_of_three_times_a_power_of_two_has_layouts_that_split_three_ways():
+    plans = list(candidates(dense(6), clusters.load("h100:24"), seq_len=256, global_batch=16))
+    assert {plan.pipeline for plan in plans} >= {3, 6}
+    assert all(plan.ranks == 24 for plan in plans)
 
 
 def test_candidates_differ():
