@@ -38,8 +38,9 @@ test-fast: setup ## Run the tests of an inner loop, under two minutes
 test-full: setup ## Prove 300 combinations of parallelisms rather than 80 (hours on a small machine)
 	MEGALITH_FULL=1 $(RUN)pytest tests/promises/test_every_parallelism.py
 
-engines: ## Install the engines that tests can run for real: Slurm, and iproute2 for machines as network namespaces (Debian, as root)
-	apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge iproute2
+engines: setup ## Install the engines that tests can run for real: Ray in .ray; Slurm and iproute2 (for machines as namespaces) from Debian, as root
+	$(UV) venv --quiet --allow-existing --python .venv/bin/python .ray && $(UV) pip install --quiet --python .ray/bin/python ray
+	apt-get update -qq && apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge iproute2
 
 test-gpu: ## Run the tests that one GPU can run, in the environment at hand
 	python3 -m pytest tests/gpu

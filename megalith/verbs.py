@@ -108,6 +108,7 @@ def train(
     from megalith.fleet import environment  # only commands with ranks ask who started them
 
     place = environment.find()
+    _end_with_torchrun(place)
     checked = check(path, overrides=overrides, world=place.world if place else None)
     folder = run_dir or Path("runs") / checked.resolved.spec.name
     problems = [*checked.errors, *_other_run(checked.resolved, folder), *([] if place else _too_many(checked.resolved.spec))]
@@ -143,6 +144,7 @@ def agent(
     from megalith.train import agents  # needs torch
 
     place = environment.find()
+    _end_with_torchrun(place)
     checked = check(path, overrides=overrides)
     spec = checked.resolved.spec
     folder = run_dir or Path("runs") / spec.name
@@ -673,6 +675,15 @@ def _checkpoints(folder: Path) -> "tuple[Copy, ...]":
     last = read_manifest(newest).step
     steps = (int(path.name.removeprefix("step-")) for path in committed(folder / "checkpoints"))
     return tuple(Copy(Tier.STORE, step) for step in steps if step <= last)
+
+
+def _end_with_torchrun(place: "Place | None") -> None:
+    """Have this process end with the torchrun that started it. torchrun only sees to that when it ends in order: killed, it leaves ranks
+    that go on and write to the run folder, beside those of the next start."""
+    from megalith.fleet import lifeline  # only commands with ranks have something to outlive
+
+    if place is not None and place.kind == "torchrun":
+        lifeline.die_with_parent(os.getppid())
 
 
 def _join(resolved: Resolved, folder: Path, place: "Place", entry: str, arguments: dict[str, Any]) -> int:

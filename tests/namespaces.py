@@ -21,11 +21,13 @@ def missing() -> str | None:
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if made.returncode:
         return f"network namespaces cannot be made here: {made.stderr.strip()}"
-    bridge = subprocess.run(
-        ["ip", "-n", name, "link", "add", "switch", "type", "bridge"], capture_output=True, text=True, check=False
-    )
+    kinds = (["switch", "type", "bridge"], ["one", "type", "veth", "peer", "name", "other"])
+    adding = [
+        subprocess.run(["ip", "-n", name, "link", "add", *kind], capture_output=True, text=True, check=False) for kind in kinds
+    ]
     subprocess.run(["ip", "netns", "del", name], check=False)
-    return f"network bridges cannot be made here: {bridge.stderr.strip()}" if bridge.returncode else None
+    problems = " ".join(done.stderr.strip() for done in adding if done.returncode)
+    return f"networks cannot be made here: {problems}" if problems else None
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,22 @@ def test_beats_stacks_signals_and_the_ends_of_ranks_travel(fleet: Callable[..., 
     assert {(sign.node, sign.passed) for sign in checked if isinstance(sign, HealthChecked)} == {("b", True), ("nobody", False)}
 
 
+def test_a_node_joins_once_ranks_could_start_there_at_once(fleet: Callable[..., Fleet]) -> None:
+    """Its imports would otherwise look like a hang of the first ranks that it is given."""
+    run = fleet("finish", word="hello", preload=("megalith.spec.run",))
+    run.join("a")
+    run.nodes.await_nodes(1, 1, seconds=SECONDS)
+    warmed = run.agents["a"]._nodes._processes
+    assert warmed is not None and warmed.fit
+
+
+def test_a_node_that_cannot_import_what_ranks_need_joins_and_says_so(fleet: Callable[..., Fleet]) -> None:
+    run = fleet("finish", word="hello", preload=("tests.fleet.nowhere",))
+    run.join("a")
+    heard = run.until(lambda heard: any(isinstance(what, Failure) for what in heard))
+    assert any("No module named 'tests.fleet.nowhere'" in what.error for what in heard if isinstance(what, Failure))
+
+
 def test_a_silent_node_is_lost_and_ends_its_own_ranks_and_another_takes_its_slot(fleet: Callable[..., Fleet]) -> None:
     run = fleet("wait")
     run.join("a")

@@ -5,9 +5,40 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+RANK = """
+import os, time
+from megalith import verbs
+from megalith.fleet.environment import find
+verbs._end_with_torchrun(find())
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_rank_ends_with_the_torchrun_that_started_it() -> None:
+    """Killed, torchrun leaves its processes to themselves: they would go on writing to the run folder, beside those of the next start."""
+    place = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    start = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    environment = os.environ | place | {"TORCHELASTIC_RUN_ID": "one"}
+    with subprocess.Popen([sys.executable, "-c", start, RANK], cwd=ROOT, env=environment, stdout=subprocess.PIPE) as torchrun:
+        assert torchrun.stdout is not None
+        rank = int(torchrun.stdout.readline())
+        assert psutil.pid_exists(rank)
+        torchrun.kill()
+        torchrun.stdout.read()  # comes to its end when no process has it open any more
+    assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow
