@@ -122,24 +122,21 @@ class Weight:
 def _put(flat: Tensor, rows: Tensor, chunk: int) -> None:
     """flat [ranks, chunk * ...] <- rows [up to ranks * chunk, ...], dealt in chunks; what no row fills becomes 0."""
     table = flat.view(flat.shape[0], chunk, *rows.shape[1:])
-    if rows.shape[0] == table.shape[0] * chunk:
-        table.copy_(rows.unflatten(0, (-1, chunk)))
-        return
-    for rank, target in enumerate(table):
-        part = rows[rank * chunk : (rank + 1) * chunk]
-        target[: len(part)].copy_(part)
-        target[len(part) :].zero_()
+    full, rest = divmod(rows.shape[0], chunk)
+    table[:full].copy_(rows[: full * chunk].unflatten(0, (full, chunk)))
+    if full < table.shape[0]:
+        table[full, :rest].copy_(rows[full * chunk :])
+        table[full, rest:].zero_()
+        table[full + 1 :].zero_()
 
 
 def _get(rows: Tensor, flat: Tensor, chunk: int) -> None:
     """rows <- flat: the inverse of `_put`."""
     table = flat.view(flat.shape[0], chunk, *rows.shape[1:])
-    if rows.shape[0] == table.shape[0] * chunk:
-        rows.unflatten(0, (-1, chunk)).copy_(table)
-        return
-    for rank, part in enumerate(table):
-        target = rows[rank * chunk : (rank + 1) * chunk]
-        target.copy_(part[: len(target)])
+    full, rest = divmod(rows.shape[0], chunk)
+    rows[: full * chunk].unflatten(0, (full, chunk)).copy_(table[:full])
+    if rest:
+        rows[full * chunk :].copy_(table[full, :rest])
 
 
 Probe = Callable[[Sequence[Tensor | None]], bool]

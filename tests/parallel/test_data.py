@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalith.parallel.data import Bucket, Place, Reducer, Weight, local
+from megalith.parallel.data import Bucket, Place, Reducer, Weight, _get, _put, local
 from megalith.schedule.action import parts
 from megalith.spec.run import RunSpec
 from megalith.train.step import compute, update
@@ -186,6 +187,38 @@ def _uneven(rank: int) -> bool:
 
 def test_shares_of_any_lengths_come_back_whole_and_their_gradients_add_up():
     assert all(run_ranks(_uneven, 6))
+
+
+class Operations(TorchDispatchMode):
+    """How many ran."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _dealt(rows: int, ranks: int) -> int:
+    """Operations to deal rows to ranks and to collect them; the shares are those of torch.chunk, and zeros."""
+    x = torch.arange(1.0, rows * 3 + 1).view(rows, 3)
+    chunk = -(-rows // ranks)
+    bucket, back = torch.full((ranks, 5 + chunk * 3), torch.nan), torch.full_like(x, torch.nan)
+    flat = bucket[:, 5:]  # other weights lie beside it
+    with Operations() as operations:
+        _put(flat, x, chunk)
+        _get(back, flat, chunk)
+    shares = x.chunk(ranks)
+    for rank, found in enumerate(flat):
+        share = shares[rank].flatten() if rank < len(shares) else x.new_empty(0)
+        assert torch.equal(found, torch.cat([share, x.new_zeros(len(found) - len(share))])), (rows, ranks, rank)
+    assert torch.equal(back, x), (rows, ranks)
+    return operations.count
+
+
+def test_dealing_rows_to_many_ranks_takes_no_more_operations_than_to_few() -> None:
+    few = max(_dealt(rows, 2) for rows in (4, 5))
+    assert all(_dealt(rows, ranks) <= 2 * few for rows in range(1, 8) for ranks in (1, 2, 3, 4, 5, 7, 8, 300))
 
 
 def _gathered_anew(rank: int) -> bool:
