@@ -251,7 +251,9 @@ class Faults:
     def __init__(self, path: Path, seat: Seat, generation: str = "") -> None:
         self.seat, self._generation = seat, generation
         self._path = path
-        self._mine = [one for one in load(path) if seat.rank in one.ranks]
+        listed = load(path)
+        self.fill_disks = any(one.kind == "full" for one in listed)
+        self._mine = [one for one in listed if seat.rank in one.ranks]
         self._befallen: dict[int, int] = {}  # lasting ones that befell this process: since which step
 
     def due(self, moment: Moment, step: int | None) -> Iterator[Injection]:
@@ -306,7 +308,7 @@ def at(moment: Moment, step: int | None = None) -> None:
     faults = find()
     if faults is None:
         return
-    if moment == "saving":
+    if moment == "saving" and faults.fill_disks:
         _make_room(but=step)
     for one in faults.due(moment, step):
         happen(one, faults.seat)

@@ -215,7 +215,7 @@ def test_the_supervisor_is_the_process_that_holds_the_run(run: Path, seat: Seat,
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount a file system")
 def test_a_full_disk_has_room_again_at_the_next_checkpoint(run: Path, seat: Seat, monkeypatch: pytest.MonkeyPatch):
     shutil.rmtree(run / "checkpoints")
-    faults.save(run.parent / "faults.json", [])
+    faults.save(run.parent / "faults.json", [Injection(0, "full", 10, "saving", (0,))])
     monkeypatch.setenv(faults.VARIABLE, str(run.parent / "faults.json"))
     with small_disk(run / "checkpoints", size=1 << 20):
         assert _befall("full", seat, step=10) == 0
