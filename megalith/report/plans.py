@@ -124,7 +124,21 @@ def legend(found: Mapping[str, Any]) -> str:
         f"tok/s: a device. MFU: {found['convention']} of {cluster['peak'] / 1e12:,.0f} TFLOP/s.\n"
         f"GiB: fullest rank{limit}. bubble, exposed communication: shares of the step.\n"
         f"{found['looked_at']:,} plans looked at, {found['too_large']:,} too large{denied}. Predicted: {found['assumption']}."
+        f"{beaten(found)}"
     )
+
+
+def beaten(found: Mapping[str, Any]) -> str:
+    """A line on what the best plan has over the run's own, by the terms of a step; empty where there is no own, or none is faster."""
+    if found["own"] is None:
+        return ""
+    best, own = found["choices"][0]["estimate"]["time"], found["own"]["estimate"]["time"]
+    gain = own["step"] - best["step"]
+    if gain <= 0:
+        return "\nNo plan that was looked at is faster than yours."
+    terms = {name: best[name] - own[name] for name in best if name != "step" and abs(best[name] - own[name]) > gain / 50}
+    said = ", ".join(f"{name} {value:+.3g} s" for name, value in sorted(terms.items(), key=lambda term: term[1]))
+    return f"\nThe best beats yours by {gain / own['step']:.1%} of the step ({said})."
 
 
 def trainings(found: Mapping[str, Any]) -> str:

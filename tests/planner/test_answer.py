@@ -68,6 +68,18 @@ def test_the_tables_fit_a_terminal(answered: Answer):
     assert any("(yours)" in line for line in lines)
 
 
+def test_what_beats_a_plan_is_said_by_the_terms_of_the_step(answered: Answer):
+    found = answered.to_json()
+    slow = found["choices"][-1]
+    assert plans.beaten(found) == ""
+    assert "No plan that was looked at is faster" in plans.beaten(found | {"own": found["choices"][0]})
+    time, best = slow["estimate"]["time"], found["choices"][0]["estimate"]["time"]
+    said = plans.beaten(found | {"own": slow})
+    assert f"beats yours by {1 - best['step'] / time['step']:.1%}" in said
+    largest = min((name for name in best if name != "step"), key=lambda name: best[name] - time[name])
+    assert f"({largest} -" in said
+
+
 def test_a_layout_in_short_leaves_out_what_is_one():
     assert short(Plan()) == "d1 z1 m1"
     assert short(Plan(data=2, tensor=8, context=2, pipeline=4, chunks=3, expert=16, zero=3)) == "t8 c2 p4x3 e16 d2 z3 m1"
