@@ -1,5 +1,9 @@
 """The parts of a dry run: what counts, what stands in for a world and its data, and what does not fit."""
 
+import os
+import re
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -7,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megalith import verbs
+from megalith.cost.foreseen import foresee, of_run
+from megalith.spec import cluster, files
 from megalith.spec.problem import SpecErrors
 from megalith.train import fake
 from megalith.train.fits import GIB, does_not_fit
@@ -213,7 +219,77 @@ def test_a_run_is_dried_without_its_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_what_weights_and_gradients_travel_in_does_not_grow_with_the_microbatches(replicate: int) -> None:
     def most(batch: int) -> int:
-        run = tiny_run(plan={"data": 4, "zero": 3, "replicate": replicate}, train={"global_batch": batch})
+        plan = {"data": 4, "zero": 3, "replicate": replicate}
+        run = tiny_run(plan=plan, model={"layers": 2}, train={"global_batch": batch})
         return dry(run, 0).memory.most["buffers"]
 
     assert most(12) == most(8)
+
+
+# --- the published layouts ---
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A line of the guide's table: a command, and what it finds, in GiB."""
+
+    recipe: str
+    settings: tuple[str, ...]
+    rank: int
+    peak: tuple[float, ...]  # weights, gradients, optimizer, activations, buffers
+    total: float
+    building: float
+    device: float
+    fits: bool
+
+    @classmethod
+    def of(cls, line: str) -> "Shown":
+        command, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        recipe, *options = shlex.split(command.strip("`"))
+        given = list(zip(options[::2], options[1::2], strict=True))
+        *peak, total, building, device = map(float, cells[:8])
+        settings = tuple(value for name, value in given if name == "--set")
+        return cls(recipe, settings, int(dict(given)["--rank"]), tuple(peak), total, building, device, cells[8] == "yes")
+
+
+ROOT = Path(__file__).parents[2]
+TABLE = [Shown.of(line) for line in re.findall(r"^\| `recipes/.*", (ROOT / "docs/guide/dryrun.md").read_text(), re.MULTILINE)]
+FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
+
+
+def test_all_large_recipes_are_shown_by_their_first_and_their_last_rank() -> None:
+    specs = {f"recipes/{path.name}": files.load(path).spec for path in (ROOT / "recipes").glob("*.toml")}
+    ends = {(name, rank) for name, spec in specs.items() if spec.plan.ranks > 100 for rank in (0, spec.plan.ranks - 1)}
+    assert {(one.recipe, one.rank) for one in TABLE if not one.settings} == ends
+    assert {one.fits for one in TABLE} == {True, False}
+
+
+@pytest.mark.parametrize("one", TABLE, ids=lambda one: f"{one.recipe} {one.rank} {' '.join(one.settings)}")
+def test_what_is_shown_to_fit_is_also_predicted_to(one: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    spec = files.load(Path(one.recipe), overrides=one.settings).spec
+    assert cluster.load(spec.cluster).accelerator.memory == one.device * GIB
+    assert one.fits == (max(one.total, one.building) <= one.device)
+    assert one.fits == (sum(foresee(of_run(spec), rank=one.rank).memory.values()) <= one.device * GIB)
+
+
+FEWER = ("train.global_batch=64",)  # eight microbatches a data rank: as many as Mixtral's first rank ever holds
+TAKEN = (
+    [(one, ()) for one in TABLE]
+    if FULL
+    else [(one, FEWER) for one in TABLE if (one.recipe, one.rank) == ("recipes/mixtral-8x22b.toml", 0)]
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one", "fewer"), TAKEN, ids=lambda value: f"{value.recipe} {value.rank}" if isinstance(value, Shown) else ""
+)
+def test_a_large_recipe_holds_what_is_shown(one: Shown, fewer: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    dried = in_a_child(lambda: verbs.dryrun(Path(one.recipe), overrides=(*one.settings, *fewer), rank=one.rank))
+    memory = dried.run.counted.memory
+    found = [*memory.peak.values(), sum(memory.peak.values()), memory.building]
+    assert [size / GIB for size in found] == pytest.approx([*one.peak, one.total, one.building], abs=0.1)
+    assert (not dried.problems) == one.fits
+    assert dried.run.resident < 4 * GIB
