@@ -83,7 +83,7 @@ def test_a_rank_that_hangs_at_start_up_is_named_with_its_stack(job, monkeypatch,
     cause = outcome.first_cause
     assert cause is not None
     assert cause.rank == 1
-    assert "not ready within 3.0 s; its last phase is `run`" in cause.reason
+    assert "not ready within 3 s; its last phase is `run`" in cause.reason
     assert "sleep_in_a_function_with_this_name" in cause.traceback
     assert {(failure.rank, "`join`" in failure.reason) for failure in outcome.consequences} == {(0, True), (2, True)}
 
