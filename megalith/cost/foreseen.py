@@ -15,6 +15,7 @@ from megalith.mesh import Mesh
 from megalith.schedule import build, lower
 from megalith.schedule.action import Action, computations
 from megalith.schedule.action import parts as actions_of
+from megalith.schedule.lower import WEIGHT_GRADIENTS
 from megalith.spec import cluster as clusters
 from megalith.spec.run import RunSpec
 
@@ -126,8 +127,8 @@ def _head(workload: Workload, traced: Parts) -> tuple[Profile, ...]:
 
 
 def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures: Calibration) -> dict[str, float]:
-    """`cost.memory` by the categories of a dry run. That counts the optimizer's own copy of the weights as weights, and sees nothing of
-    what libraries reserve."""
+    """State as `cost.memory` has it, by the categories of a dry run: the optimizer's own copy of the weights counts as weights. Gradients
+    and activations as the program makes and frees them, at the moment when both together are most."""
     plan, practice = workload.plan, workload.practice
     found = every_rank(workload, traced, figures.generations[practice.generation])[place]
     if workload.format != "fp32":
@@ -136,13 +137,59 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     else:  # a share is kept beside the whole weights, unless it is all of them
         apart = plan.zero in (1, 2) and plan.shards > 1
         weights, optimizer = found.weights + apart * found.optimizer * SUM_BYTES / practice.moment_bytes, found.optimizer
+    gradients, activations = max(_moments(workload, traced, here), key=sum)
     return {
         "weights": weights,
-        "gradients": found.gradients,
+        "gradients": gradients,
         "optimizer": optimizer,
-        "activations": found.activations + found.working + found.logits,
+        "activations": activations,
         "buffers": _travelling(workload, here),
     }
+
+
+def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[float, float]]:
+    """Bytes of gradients and of activations in the midst of each computation, and after the last.
+
+    A stage's gradients are added up from its first backward until they are reduced; then the rank keeps its share. From ZeRO 2 on they
+    leave part by part with each backward. What a backward computes in less than fp32 is added part by part too.
+    """
+    saved = {stage: sum(profile.saved for profile in parts if profile is not traced.head) for stage, parts in here.stages.items()}
+    sums = {stage: SUM_BYTES * float(sum(map(_numbers, parts))) for stage, parts in here.stages.items()}
+    largest = max(_numbers(profile) for parts in here.stages.values() for profile in parts)
+    passing = largest * _width(workload) if workload.format != "fp32" else 0.0
+    kept, shares, adding = 0.0, dict.fromkeys(sums, 0.0), dict.fromkeys(sums, 0.0)
+    for action in here.actions:
+        stage = action.stage
+        if action.kind in DOES:
+            kept += saved[stage] if action.kind == "F" else 0.0
+            if action.kind in WEIGHT_GRADIENTS:
+                adding[stage] = sums[stage] if workload.plan.zero < 2 else largest * SUM_BYTES
+            form = action.kind in WEIGHT_GRADIENTS
+            yield sum(shares.values()) + sum(adding.values()) + form * passing, kept + _temporary(traced, here, action)
+            kept -= saved[stage] if form else 0.0
+        elif action.kind == "REDUCE":
+            adding[stage], shares[stage] = 0.0, _share(workload, here.stages[stage])
+    yield sum(shares.values()) + sum(adding.values()), kept
+
+
+def _numbers(profile: Profile) -> int:
+    return profile.weights + profile.expert_weights
+
+
+def _share(workload: Workload, parts: tuple[Profile, ...]) -> float:
+    """Bytes of a rank's share of reduced gradients."""
+    mesh = Mesh.of(workload.plan)
+    shards, expert_shards = mesh.state[2], mesh.experts[2]
+    return SUM_BYTES * sum(profile.weights / shards + profile.expert_weights / expert_shards for profile in parts)
+
+
+def _temporary(traced: Parts, here: _Here, action: Action) -> float:
+    """The most that a computation holds besides what is kept for backward: the head's logits, or what a block's backward works with."""
+    profiles = here.stages[action.stage]
+    logits = traced.head.saved + traced.head.working if any(profile is traced.head for profile in profiles) else 0.0
+    if action.kind == "F":
+        return logits
+    return max(logits, *(profile.working for profile in profiles if profile is not traced.head), 0.0)
 
 
 def _travelling(workload: Workload, here: _Here) -> float:

@@ -11,7 +11,7 @@ from megalith.cost.profile import Layout, Profile
 from megalith.cost.workload import Workload
 from megalith.spec.model import BlockSpec, ModelSpec
 
-VERSION = 2
+VERSION = 3
 """Of the figures: a change in what is counted makes old files worthless."""
 
 

@@ -10,6 +10,11 @@ PHASES: tuple[Phase, ...] = ("F", "I", "W")
 
 Exchanged = Literal["gather", "scatter", "sum", "all_to_all", "ring"]
 
+DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION = "mlp.dense", "mlp.experts.activation", "attention.up"
+"""Parts that Megatron-Core recomputes alone (`mlp`, `moe_act`, `mla_up_proj`), and this project's trainer does not: the feed-forward
+half of blocks without experts; what lies between the experts' products; latent attention's queries, keys and values, none of which is
+kept."""
+
 
 @dataclass(frozen=True)
 class Product:
@@ -83,7 +88,11 @@ class Profile:
     kernels: dict[Phase, int]
     """Operations started,"""
     apart: dict[Phase, int]
-    """and those of them between the dispatch of tokens to experts and their return, whose sizes the host learns late."""
+    """those of them between the dispatch of tokens to experts and their return, whose sizes the host learns late,"""
+    apart_moved: dict[Phase, float]
+    """the bytes these move,"""
+    routed: dict[Phase, int]
+    """and the operations of the router, and of what puts rows in the order of their experts."""
     saved: float
     """What forward leaves in memory for backward."""
     working: float

@@ -106,13 +106,21 @@ def product_seconds(product: Product, setting: Setting, format: Format) -> float
     return product.times * max(seconds, setting.device.gap)
 
 
-def quantising(products: list[Product], setting: Setting, format: Format, phase: Phase) -> float:
-    """Seconds to bring activations and gradients into the products' format; one conversion serves all products of a factor."""
+def _converted(products: list[Product], format: Format, phase: Phase) -> list[tuple[Product, int]]:
+    """Factors brought into a narrow format, as products that read them, and how often: one conversion of an activation serves all
+    products of it, in forward and for the weights' gradients; every gradient is another."""
     if format not in QUANTISE or phase == "W":
-        return 0.0
-    shapes = {(p.rows, p.inner, p.count) if phase == "F" else p: p for p in products if p.weight}
-    numbers = sum(p.rows * p.inner * p.count * (1 if phase == "F" else p.times) for p in shapes.values())
-    return QUANTISE[format] * numbers / setting.bandwidth
+        return []
+    weighted = [product for product in products if product.weight]
+    if phase == "F":
+        return [(product, 1) for product in {(p.rows, p.inner, p.count): p for p in weighted}.values()]
+    return [(product, product.times) for product in weighted]
+
+
+def quantising(products: list[Product], setting: Setting, format: Format, phase: Phase) -> float:
+    """Seconds to bring activations and gradients into the products' format."""
+    numbers = sum(p.rows * p.inner * p.count * times for p, times in _converted(products, format, phase))
+    return QUANTISE.get(format, 0.0) * numbers / setting.bandwidth
 
 
 def core_seconds(core: Core, setting: Setting) -> float:
@@ -168,23 +176,36 @@ def _spread(setting: Setting, router: RouterSpec | None) -> dict[str, Any]:
 def spend(
     profile: Profile, phases: tuple[Phase, ...], setting: Setting, *, format: Format, router: RouterSpec | None = None
 ) -> Spent:
-    """Seconds of phases of a part that run one after the other.
-
-    The host works ahead of the device, so that the slower of the two counts; in a layer of experts it cannot, where it has to learn
-    how many tokens came. Backward knows that from forward.
-    """
-    practice, generation = setting.workload.practice, setting.generation
+    """Seconds of phases of a part that run one after the other."""
     device = Spent()
     for phase in phases:
         device = device + _on_device(profile, phase, setting, format, router)
-    host = max(0.0, _started(profile, phases, practice) * generation.host - device.total)
-    if profile.expert_weights and "F" in phases and practice.waits and practice.graphs != "whole":
-        host += generation.routing
-    return replace(device, host=host)
+    return replace(device, host=_lag(profile, phases, setting, device.total, format, router))
+
+
+def _lag(
+    profile: Profile, phases: tuple[Phase, ...], setting: Setting, device: float, format: Format, router: RouterSpec | None
+) -> float:
+    """Seconds the device waits for the host, which works ahead of it, so that the slower of the two counts.
+
+    In the forward of a layer of experts it cannot work ahead: it waits for the device to learn how many tokens came, and starts the
+    experts' kernels only then. What the device did before does not hide their start. Backward knows the numbers from forward.
+    """
+    practice, generation = setting.workload.practice, setting.generation
+    around, inside = (started * generation.host for started in _started(profile, phases, practice, format))
+    behind = around + inside - device
+    ahead = not practice.waits or practice.graphs == "whole" or practice.overlap_expert  # another microbatch's work is there
+    if not profile.expert_weights or "F" not in phases or ahead:
+        return max(0.0, behind)
+    mine = replace(profile, products=tuple(p for p in profile.products if p.expert), cores=(), moved=profile.apart_moved,
+                   kernels=profile.apart, exchanges=tuple(e for e in profile.exchanges if e.axis == "expert"))  # fmt: skip
+    experts = _on_device(mine, "F", setting, format, router).total
+    return generation.routing + max(0.0, inside - experts, behind)
 
 
 def _on_device(profile: Profile, phase: Phase, setting: Setting, format: Format, router: RouterSpec | None) -> Spent:
     practice, generation = setting.workload.practice, setting.generation
+    gathered = setting.workload.plan.context_method == "gather"
     mine = [product for product in profile.products if product.phase == phase]
     attention = sum(core_seconds(core, setting) for core in profile.cores if core.phase == phase)
     moving = profile.moved[phase] / setting.bandwidth + quantising(mine, setting, format, phase)
@@ -197,19 +218,28 @@ def _on_device(profile: Profile, phase: Phase, setting: Setting, format: Format,
         attention=attention,
         memory=generation.passes * moving + profile.kernels[phase] * setting.device.gap * 0.5,
         tensor=waits["tensor"] * (generation.tensor_exposed if practice.overlap_tensor else 1.0),
-        context=max(waits["context"] - attention, 0.1 * waits["context"]),
+        # keys and values on their way around a ring hide behind attention with those that are there; gathered, they come first
+        context=waits["context"] if gathered else max(waits["context"] - attention, 0.1 * waits["context"]),
         expert=waits["expert"] * generation.expert_exposed * (0.3 if practice.overlap_expert else 1.0),
     )
 
 
-def _started(profile: Profile, phases: tuple[Phase, ...], practice: Practice) -> int:
-    """Operations that the host starts one by one."""
+def _started(profile: Profile, phases: tuple[Phase, ...], practice: Practice, format: Format) -> tuple[int, int]:
+    """Operations that the host starts one by one: around the experts, and between the dispatch of tokens and their return."""
     if practice.graphs == "whole":
-        return 0
-    kernels = profile.kernels if practice.graphs == "none" else profile.apart
-    sent = (e.times for e in profile.exchanges if e.phase in phases and (practice.graphs == "none" or e.axis == "expert"))
-    each = (p.times * (p.count - 1) for p in profile.products if p.phase in phases and p.expert and not practice.grouped)
-    return sum(kernels[phase] for phase in phases) + sum(sent) + sum(each)
+        return 0, 0
+    around = inside = 0
+    for phase in phases:
+        inside += profile.apart[phase] + sum(e.times for e in profile.exchanges if e.phase == phase and e.axis == "expert")
+        around += profile.kernels[phase] - profile.apart[phase] - profile.routed[phase] * (practice.graphs == "router")
+        around += sum(e.times for e in profile.exchanges if e.phase == phase and e.axis != "expert")
+        mine = [product for product in profile.products if product.phase == phase]
+        for product, times in _converted(mine, format, phase):
+            inside += times * product.expert
+            around += times * (not product.expert)
+        if not practice.grouped:
+            inside += sum(p.times * (p.count - 1) for p in mine if p.expert)
+    return 0 if practice.graphs == "parts" else around, inside
 
 
 def router_of(workload: Workload) -> RouterSpec | None:

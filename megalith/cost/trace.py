@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith.cost.cores import FusedCore, Note, PlainCore, fused_collect, fused_norm, fused_rotate, fused_spread
-from megalith.cost.profile import Core, Exchange, Exchanged, Layout, Phase, Product, Profile
+from megalith.cost.profile import (
+    DENSE_MLP,
+    EXPERTS_ACTIVATION,
+    UP_PROJECTION,
+    Core,
+    Exchange,
+    Exchanged,
+    Layout,
+    Phase,
+    Product,
+    Profile,
+)
 from megalith.kernels import grouped
 from megalith.kernels.cross_entropy import Loss
 from megalith.kernels.deferred import Queue, deferring
@@ -56,6 +66,10 @@ FUSED = frozenset({"silu", "gelu", "silu_backward", "gelu_backward"})
 """Parts of one kernel with the product that follows or precedes them, where activation and gate are fused: nothing passes between."""
 
 
+Region = Literal["attention", "router", "experts"]
+"""Of a block: between dispatch and return are the experts; before them the router, and what puts rows in their order."""
+
+
 class Recorder(TorchDispatchMode):
     """Writes down what reaches the dispatcher, and keeps count of the bytes alive."""
 
@@ -69,11 +83,14 @@ class Recorder(TorchDispatchMode):
         self.moved: dict[Phase, float] = {"F": 0.0, "I": 0.0, "W": 0.0}
         self.kernels: dict[Phase, int] = {"F": 0, "I": 0, "W": 0}
         self.apart: dict[Phase, int] = {"F": 0, "I": 0, "W": 0}
-        self.inside = False
+        self.apart_moved: dict[Phase, float] = {"F": 0.0, "I": 0.0, "W": 0.0}
+        self.routed: dict[Phase, int] = {"F": 0, "I": 0, "W": 0}
+        self.region: Region = "attention"
         self.parameters: dict[int, bool] = {}
         self.alive = 0
         self.peak = 0
         self._seen: set[int] = set()
+        self._held: dict[int, int] = {}
         self._results: set[int] = set()
         self.fused = frozenset[str]()
         self.merged = False
@@ -101,13 +118,16 @@ class Recorder(TorchDispatchMode):
         elif self._accumulated(name, inputs):
             self._results.add(outputs[0].untyped_storage()._cdata)
         elif name not in FREE and not func.is_view and any(map(_bytes, outputs)):
-            self.moved[self.phase] += sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
+            moved = sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
+            self.moved[self.phase] += moved
+            self.apart_moved[self.phase] += moved if self.region == "experts" else 0.0
             self._start()
         return out
 
     def _start(self) -> None:
         self.kernels[self.phase] += 1
-        self.apart[self.phase] += self.inside
+        self.apart[self.phase] += self.region == "experts"
+        self.routed[self.phase] += self.region == "router"
 
     def _accumulated(self, name: str, inputs: list[Tensor]) -> bool:
         """Is this the sum of two products' results, in software that computes all products of one input as one, or adds in them?"""
@@ -140,14 +160,31 @@ class Recorder(TorchDispatchMode):
             return
         self._seen.add(key)
         size = storage.nbytes()
+        self._held[key] = size
         self.alive += size
         self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self._release, key, size)
+        weakref.finalize(storage, self._release, key)
 
-    def _release(self, key: int, size: int) -> None:
+    def _release(self, key: int) -> None:
         self._seen.discard(key)
         self._results.discard(key)
-        self.alive -= size
+        self.alive -= self._held.pop(key, 0)
+
+    def forget(self, tensor: Tensor) -> int:
+        """Count a result as freed though it lives on: its bytes; 0 for what is no result, or is forgotten already."""
+        freed = self._held.pop(tensor.untyped_storage()._cdata, 0)
+        self.alive -= freed
+        return freed
+
+    def is_product(self, tensor: Tensor) -> bool:
+        """Did a matrix product give this?"""
+        return tensor.untyped_storage()._cdata in self._results
+
+    def formed_again(self, size: int) -> None:
+        """One kernel writes `size` bytes from two tensors of that size."""
+        self.moved[self.phase] += 3 * size
+        self.apart_moved[self.phase] += 3 * size if self.region == "experts" else 0
+        self._start()
 
     def ignore(self, tensor: Tensor) -> None:
         """Do not count this tensor among the living."""
@@ -249,18 +286,18 @@ class _Dispatched(torch.autograd.Function):
 
 
 class _Border(torch.autograd.Function):
-    """Between attention's side and the experts'; crossed the other way in backward."""
+    """From one region of a block into another; crossed the other way in backward."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, recorder: Recorder, inside: bool) -> Tensor:
-        ctx.recorder, ctx.inside = recorder, inside
-        recorder.inside = inside
+    def forward(ctx, rows: Tensor, recorder: Recorder, before: Region, after: Region) -> Tensor:
+        ctx.recorder, ctx.before = recorder, before
+        recorder.region = after
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.recorder.inside = not ctx.inside
-        return grad, None, None
+        ctx.recorder.region = ctx.before
+        return grad, None, None, None
 
 
 class Away(Here):
@@ -276,10 +313,10 @@ class Away(Here):
         return Traffic(rows, Sizes([each + (expert < left) for expert in range(dealing.experts // self.ranks)]))
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        return self._travel(_Border.apply(rows, self.recorder, True))  # pyright: ignore[reportArgumentType]
+        return self._travel(_Border.apply(rows, self.recorder, "router", "experts"))  # pyright: ignore[reportArgumentType]
 
     def combine(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        return _Border.apply(self._travel(rows), self.recorder, False)  # pyright: ignore[reportReturnType]
+        return _Border.apply(self._travel(rows), self.recorder, "experts", "attention")  # pyright: ignore[reportReturnType]
 
     def _travel(self, rows: Tensor) -> Tensor:
         return rows if self.ranks == 1 else _Dispatched.apply(rows, self.recorder)  # pyright: ignore[reportReturnType]
@@ -343,7 +380,7 @@ def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
             module.get_submodule("mlp").experts = moe.Experts(model.dim, own)  # pyright: ignore[reportAttributeAccessIssue]
         _seams(module, block, recorder, layout)
         if layout.recompute != "none":
-            _recompute(module, layout)
+            _recompute(module, recorder, layout)
         return _run(stage, module, recorder, layout, model, inputs=_activation(layout, model.dim), block=block)
 
 
@@ -365,6 +402,8 @@ def _seams(module: nn.Module, block: BlockSpec, recorder: Recorder, layout: Layo
         mixture = module.get_submodule("mlp")
         assert isinstance(mixture, Moe)
         mixture.exchange = Away(recorder, layout.expert)
+        route = mixture.route
+        mixture.route = lambda x, batch: route(_Border.apply(x, recorder, "attention", "router"), batch)  # pyright: ignore
         if layout.tensor > 1 and mixture.shared is not None:
             _split(mixture.shared, recorder, layout)
 
@@ -376,12 +415,54 @@ def _fuse_norms(module: nn.Module) -> None:
             norm.forward = lambda x, norm=norm: fused_norm(x, norm.weight)
 
 
-def _recompute(module: nn.Module, layout: Layout) -> None:
+def _recompute(module: nn.Module, recorder: Recorder, layout: Layout) -> None:
     if layout.recompute == "full":
         apply_recompute(module, 0, blocks=1, plan=Plan(recompute="full"))
         return
-    wanted = [name for name in layout.recompute.split(",") if _has(module, name)]
+    names = layout.recompute.split(",")
+    mlp = module.get_submodule("mlp")
+    if DENSE_MLP in names:
+        names[names.index(DENSE_MLP)] = "" if isinstance(mlp, Moe) else "mlp"
+    if EXPERTS_ACTIVATION in names and isinstance(mlp, Moe):
+        _form_again(mlp.experts, recorder)
+    if UP_PROJECTION in names:
+        names += ["attention.q_up", "attention.kv_up"]
+        _forget_inputs(module.get_submodule("attention.core"), recorder)
+    wanted = [name for name in names if name and _has(module, name)]
     apply_recompute(module, 0, blocks=1, plan=Plan(recompute="selective", recompute_parts=tuple(wanted)))
+
+
+def _forget_inputs(core: nn.Module, recorder: Recorder) -> None:
+    """Queries, keys and values are not kept for attention's backward: what made them runs again."""
+    once = core.forward
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        out = once(q, k, v, batch)
+        for tensor in (q, k, v):
+            recorder.forget(tensor)
+        return out
+
+    core.forward = forward
+
+
+def _form_again(experts: nn.Module, recorder: Recorder) -> None:
+    """The product of activation and gate is not kept for the last product's weight gradients, but formed again from its factors."""
+    once = experts.forward
+
+    def forward(rows: Tensor, sizes: Sizes) -> Tensor:
+        def pack(tensor: Tensor) -> tuple[Tensor, int]:
+            other = recorder.is_product(tensor) or tensor.untyped_storage()._cdata == rows.untyped_storage()._cdata
+            return tensor, 0 if other else recorder.forget(tensor)
+
+        def unpack(packed: tuple[Tensor, int]) -> Tensor:
+            if packed[1]:
+                recorder.formed_again(packed[1])
+            return packed[0]
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return once(rows, sizes)
+
+    experts.forward = forward
 
 
 def _has(module: nn.Module, name: str) -> bool:
@@ -468,8 +549,10 @@ def trace_embedding(model: ModelSpec, layout: Layout) -> Profile:
         stage = Stage(one, 0, 1)
         recorder = Recorder(layout.width)
         if layout.tensor > 1:
-            shape = (layout.microbatch, layout.seq_len // layout.context, model.dim)
-            recorder.exchange("tensor", "scatter" if layout.sequence else "sum", prod(shape) * layout.width)
+            size = layout.microbatch * (layout.seq_len // layout.context) * model.dim * layout.width
+            recorder.exchange("tensor", "scatter" if layout.sequence else "sum", size)
+            if layout.sequence:
+                recorder.exchange("tensor", "gather", size, "I")
         return _run(stage, stage.embedding, recorder, layout, model, inputs=None, block=None)
 
 
@@ -533,6 +616,8 @@ def _profile(
         moved=recorder.moved,
         kernels=recorder.kernels,
         apart=recorder.apart,
+        apart_moved=recorder.apart_moved,
+        routed=recorder.routed,
         saved=float(saved),
         working=float(max(0, working)),
         weights=sum(p.numel() for _, p in named) - experts,

@@ -48,8 +48,8 @@ class Practice:
     """Rows are put in the order of their experts by one kernel."""
     grouped: bool = False
     """The products of all experts are one kernel; else the host starts each (Transformer Engine's grouped linear)."""
-    graphs: Literal["none", "parts", "whole"] = "none"
-    """Recorded CUDA graphs start the kernels of the whole step, or of all but the experts' (`parts`: attention, router)."""
+    graphs: Literal["none", "router", "parts", "whole"] = "none"
+    """Recorded CUDA graphs start the kernels of the whole step, of all but the experts' (`parts`), or of the router."""
     waits: bool = True
     """The host waits in each layer of experts to learn how many tokens come: not where each expert takes a fixed number."""
     causal_half: bool = True

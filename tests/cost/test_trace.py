@@ -1,7 +1,8 @@
 import pytest
 
-from megalith.cost.profile import Layout, Profile
+from megalith.cost.profile import DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION, Layout, Profile
 from megalith.cost.trace import trace_block, trace_embedding, trace_head
+from megalith.spec.model import LatentAttentionSpec
 from tests.cost.models import DIM, HEADS, HIDDEN, VOCAB, dense, mixture
 
 SEQ = 256
@@ -123,3 +124,40 @@ def test_only_what_lies_between_dispatch_and_return_is_apart():
     experts = trace_block(mixture(), 0, LAYOUT)
     for phase in ("F", "I"):
         assert 3 <= experts.apart[phase] < experts.kernels[phase]  # three products at least, and not attention
+
+
+def test_the_router_ends_where_tokens_leave_for_their_experts():
+    assert trace_block(dense(), 0, LAYOUT).routed == {"F": 0, "I": 0, "W": 0}
+    experts = trace_block(mixture(), 0, LAYOUT)
+    for phase in ("F", "I"):
+        assert 0 < experts.routed[phase] <= experts.kernels[phase] - experts.apart[phase]
+
+
+def test_experts_activation_alone_is_one_kernel_again_and_no_product():
+    kept, again = (trace_block(mixture(), 0, changed(recompute=policy)) for policy in ("none", EXPERTS_ACTIVATION))
+    rows, hidden = 2 * TOKENS, 128  # two experts a token
+    assert kept.saved - again.saved == rows * hidden * 2
+    assert again.moved["I"] - kept.moved["I"] == 3 * rows * hidden * 2
+    assert again.flops() == kept.flops()
+
+
+def test_the_dense_feed_forward_half_alone_leaves_experts_be():
+    assert trace_block(mixture(), 0, changed(recompute=DENSE_MLP)) == trace_block(mixture(), 0, LAYOUT)
+    assert trace_block(dense(), 0, changed(recompute=DENSE_MLP)) == trace_block(dense(), 0, changed(recompute="mlp"))
+
+
+def test_recomputed_up_projections_free_queries_keys_and_values():
+    latent = LatentAttentionSpec(heads=HEADS, q_rank=64, kv_rank=32, nope_dim=64, rope_dim=32, v_dim=64)
+    model = dense().model_copy(update={"blocks": (dense().blocks[0].model_copy(update={"attention": latent}),)})
+    kept, again = (trace_block(model, 0, changed(recompute=policy)) for policy in ("none", UP_PROJECTION))
+    assert kept.saved - again.saved >= TOKENS * HEADS * (96 + 96 + 64) * 2
+    up = 2 * TOKENS * HEADS * (64 * 96 + 32 * 128)
+    assert again.flops() - kept.flops() == up
+
+
+def test_an_embedding_s_output_is_summed_in_forward_and_its_gradient_gathered_in_backward():
+    profile = trace_embedding(dense(), changed(tensor=2))
+    assert {(e.phase, e.kind, e.size) for e in profile.exchanges} == {
+        ("F", "scatter", TOKENS * DIM * 2),
+        ("I", "gather", TOKENS * DIM * 2),
+    }

@@ -7,8 +7,9 @@ the planner's pick among them, the fastest that fits, is the prediction. A row t
 import re
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
+from megalith.cost.profile import DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION
 from megalith.cost.workload import Format, Practice, Workload
 from megalith.planner.published.flops import step_flops
 from megalith.planner.published.rows import Row
@@ -106,11 +107,11 @@ FORMATS: dict[str, Format] = {
 
 PARTS = {  # a recomputed part, as Megatron-Core names it -> the modules of a block here
     "core_attn": ("attention.core",),
-    "mlp": ("mlp",),
+    "mlp": (DENSE_MLP,),
     "moe": ("mlp",),
-    "moe_act": ("mlp.experts",),
+    "moe_act": (EXPERTS_ACTIVATION,),
     "layernorm": ("attention_norm", "mlp_norm"),
-    "mla_up_proj": ("attention.q_up", "attention.kv_up"),
+    "mla_up_proj": (UP_PROJECTION,),
     "shared_experts": ("mlp.shared",),
 }
 
@@ -290,6 +291,8 @@ def _practice(row: Row) -> Practice:
         practice = replace(practice, generation="packaged", overlap_tensor=False, loss="whole")
     elif practice.generation == "fused" and "moe" in row.model:
         practice = _tuned_experts(row, practice)
+    if scopes := _graphed(options):
+        practice = replace(practice, graphs="parts" if "attn" in scopes else "router")
     if options.get("attention") == "unfused":
         practice = replace(practice, attention="plain", causal_half=False)
     if options.get("dispatcher") == "alltoall":
@@ -310,14 +313,22 @@ def _practice(row: Row) -> Practice:
 def _tuned_experts(row: Row, practice: Practice) -> Practice:
     """What Megatron-Bridge's tuned recipes for experts record, and overlap: in MXFP8, DeepSeek's all-to-all; elsewhere none."""
     release = re.match(r"(\d+\.\d+)", str(row.options.get("release", "")))
-    early = row.group == "dsv3-gb200" or "cuda_graphs" in row.options or (release is not None and float(release[1]) < GRAPHED)
+    early = row.group == "dsv3-gb200" or bool(_graphed(row.options)) or (release is not None and float(release[1]) < GRAPHED)
     blocks = row.text("precision") == "mxfp8" and not early
     if row.text("hardware") in RECORDED and blocks:
         return replace(practice, graphs="whole", overlap_expert="mla" in row.model)
     eager = row.text("hardware").startswith("H100") or (release is not None and float(release[1]) < PARTLY)
-    eager = eager and "cuda_graphs" not in row.options
+    small = row.text("hardware") in RECORDED and "mla" not in row.model  # qwen3_workload_base_configs.py: attention is left out
     across = (row.whole("ep") or 1) > (row.whole("gpus_per_node") or 8)
-    return replace(practice, graphs="none" if eager else "parts", overlap_expert=blocks and across and "mla" in row.model)
+    graphs: Literal["none", "router", "parts"] = "none" if eager else "router" if small else "parts"
+    return replace(practice, graphs=graphs, overlap_expert=blocks and across and "mla" in row.model)
+
+
+def _graphed(options: dict[str, Any]) -> str:
+    """The parts of a block whose kernels recorded graphs start, as the row names them; "" where it does not."""
+    feature = options.get("feat") or {}
+    graph = feature.get("cuda_graph") if isinstance(feature, dict) else None
+    return ",".join(graph.get("scopes", ())) if graph else options.get("cuda_graphs", "")
 
 
 def _untuned(row: Row) -> bool:
@@ -406,7 +417,8 @@ def _recompute(row: Row) -> list[tuple[str, tuple[str, ...]]]:
         parts = tuple(module for name in names for module in PARTS.get(name, ()))
         return [("selective", tuple(part for part in parts if part.rpartition(".")[0] not in parts))]
     lighter = [("selective", PARTS["mla_up_proj"])] if "mla" in row.model else []
-    lighter += [("selective", ("mlp.experts",))] if "moe" in row.model else []
+    if "moe" in row.model:
+        lighter += [("selective", (*parts, EXPERTS_ACTIVATION)) for _, parts in (*lighter, ("", ()))]
     return [("none", core), *lighter, ("selective", ("mlp",)), ("full", core)]
 
 
