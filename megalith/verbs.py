@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import threading
@@ -450,8 +449,7 @@ def campaign(
         raise SpecErrors(checked.errors)
     spec = checked.resolved.spec
     folder = (out or Path("runs") / f"{spec.name}-campaign").resolve()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    runner.clear(folder)
     own_disk = spec.checkpoint.every > 0 and runner.may_mount()
     left_out, kinds = runner.possible(spec.fleet, own_disk=own_disk)
     amounts = faults.counts(count, tables()["llama3"], kinds) | ({"supervisor": supervisor_kills} if supervisor_kills else {})
@@ -465,11 +463,12 @@ def campaign(
     resolved = replace(checked.resolved, spec=spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})}))
     file.write_text(files.dump(resolved), encoding="utf-8")
     command = [sys.executable, "-m", "megalith.cli", "train", str(file)]
-    whole = runner.run(command, folder / "whole", tick=lambda: tick(folder / "whole"))
-    memory = local.memory_root(folder / "faulted", _identity(resolved.spec))
+    faultless, hurt = folder / runner.WHOLE, folder / runner.FAULTED
+    whole = runner.run(command, faultless, tick=lambda: tick(faultless))
+    memory = local.memory_root(hurt, _identity(resolved.spec))
     nodes = runner.node_folders(memory, spec.fleet.nodes + spec.fleet.spares)
-    with runner.disk_of(folder / "faulted" / "checkpoints", like=whole.folder / "checkpoints", small="full" in amounts):
-        faulted = runner.run(command, folder / "faulted", injections=listed, nodes=nodes, tick=lambda: tick(folder / "faulted"))
+    with runner.disk_of(hurt, like=faultless, small="full" in amounts):
+        faulted = runner.run(command, hurt, injections=listed, nodes=nodes, tick=lambda: tick(hurt))
     states = _end_state(whole.folder), _end_state(faulted.folder)
     return runner.judge(whole, faulted, injections=listed, states=states, left_out=left_out)
 

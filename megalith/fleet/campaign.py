@@ -25,6 +25,7 @@ from megalith.spec.fleet import FleetSpec
 
 POLL_SECONDS = 0.1
 REPAIR_SECONDS = 3.0  # until a lost node is back
+WHOLE, FAULTED, CHECKPOINTS = "whole", "faulted", "checkpoints"  # folders of a campaign, and of a run
 MOST_BY_HAND = 3  # unexpected ends after which the campaign gives up
 
 EXPECTED: dict[str, tuple[str, ...]] = {
@@ -152,15 +153,28 @@ def small_disk(folder: Path, *, size: int) -> Iterator[None]:
         yield
         shutil.copytree(folder, kept)
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
+        _unmount(folder)
     folder.rmdir()
     kept.rename(folder)
 
 
-def disk_of(checkpoints: Path, *, like: Path, small: bool) -> contextlib.AbstractContextManager[None]:
-    """Where a run's checkpoints go: where they always do, or to a `small` disk that has room for three times what is in `like`."""
-    held = sum(path.stat().st_size for path in like.rglob("*") if path.is_file())
-    return small_disk(checkpoints, size=3 * held + (1 << 20)) if small else contextlib.nullcontext()
+def _unmount(folder: Path) -> None:
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
+
+
+def clear(folder: Path) -> None:
+    """Empty a campaign's folder, also of the small disk of one that was killed."""
+    disk = folder / FAULTED / CHECKPOINTS
+    if disk.is_mount():
+        _unmount(disk)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def disk_of(run: Path, *, like: Path, small: bool) -> contextlib.AbstractContextManager[None]:
+    """Where a run's checkpoints go: where they always do, or to a `small` disk that has room for three times those of the run `like`."""
+    held = sum(path.stat().st_size for path in (like / CHECKPOINTS).rglob("*") if path.is_file())
+    return small_disk(run / CHECKPOINTS, size=3 * held + (1 << 20)) if small else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)

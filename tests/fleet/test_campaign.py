@@ -1,5 +1,6 @@
 """What a campaign concludes from two event logs: no processes."""
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from megalith import events
 from megalith.fleet import faults
-from megalith.fleet.campaign import Judgement, Ran, fates_of, judge, may_mount, possible, small_disk
+from megalith.fleet.campaign import Judgement, Ran, clear, fates_of, judge, may_mount, possible, small_disk
 from megalith.fleet.faults import Injection
 from megalith.spec.fleet import FleetSpec
 
@@ -147,3 +148,13 @@ def test_what_was_written_to_a_small_disk_is_there_afterwards(tmp_path: Path):
         (tmp_path / "disk" / "large").unlink()
     assert [(path.name, path.read_text()) for path in (tmp_path / "disk").iterdir()] == [("kept", "words")]
     assert not (tmp_path / "disk").is_mount()
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount a file system")
+def test_a_campaign_that_was_killed_leaves_no_disk_behind_for_the_next(tmp_path: Path):
+    disk = tmp_path / "out" / "faulted" / "checkpoints"
+    disk.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "test", str(disk)], check=True)
+    clear(tmp_path / "out")
+    assert (tmp_path / "out").is_dir()
+    assert not list((tmp_path / "out").iterdir())
