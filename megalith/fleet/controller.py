@@ -180,8 +180,17 @@ class Controller:
         self._progress(beats)
         slow = self._stragglers.note(beats, nodes=self._state.placement, replacing=self._pace.usual_start())
         if slow is not None:
-            self._take(Seen(slow, slow.time - slow.lost, {}))
+            self._take_now_or_later(Seen(slow, slow.time - slow.lost, {}))
         return self._end_now
+
+    def _take_now_or_later(self, seen: Seen) -> None:
+        """What starts the ranks again is decided once they have ended: until then they go on, and the copies of now are overwritten."""
+        decision = policy.decide(self._state, seen.sign, fleet=self._fleet)
+        if any(isinstance(command, commands.Restart) for command in decision.commands):
+            self._seen.append(seen)
+            self._end_now = True
+        else:
+            self._take(seen)
 
     def _hear(self, sign: AnySign) -> None:
         """A report of a rank, or news of a node. What ends the generation is decided once all has ended."""
@@ -194,7 +203,7 @@ class Controller:
             self._seen.append(Seen(sign, sign.time, {}))
             self._end_now = True
             return
-        self._take(Seen(sign, sign.time, {}))
+        self._take_now_or_later(Seen(sign, sign.time, {}))
 
     def _progress(self, beats: Sequence[Beat]) -> None:
         steps = [beat.step for beat in beats if beat.ready]
@@ -279,7 +288,9 @@ class Controller:
         """Have a sign decided on, write down what it was, and obey."""
         if seen.sign.step == 0:  # whoever saw it does not know the step
             seen = replace(seen, sign=replace(seen.sign, step=self._step))
-        if not isinstance(seen.sign, signs.Straggler):
+        if self._end_now or not isinstance(
+            seen.sign, signs.Straggler
+        ):  # one that is borne needs no copies, which take time to survey
             self._state = replace(self._state, copies=self._copies())
         decision = policy.decide(self._state, seen.sign, fleet=self._fleet)
         self._state = decision.state

@@ -6,17 +6,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from megalith import events
 from megalith.fleet import faults
-from megalith.fleet.controller import run_here
+from megalith.fleet.controller import Controller, Seen, run_here
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.faults import Injection
 from megalith.fleet.job import Job
 from megalith.fleet.outcome import Outcome
+from megalith.fleet.signs import Straggler
+from megalith.fleet.tiers import Copy, Tier
 from megalith.spec.fleet import FleetSpec
 from tests.fleet.walk import checkpoints
 
@@ -96,6 +99,23 @@ def test_the_same_command_goes_on_when_the_supervisor_itself_was_killed(whole: l
     assert codes == [-signal.SIGKILL, ExitCode.FINISHED]
     assert _state(folder) == whole
     assert not _incidents(folder), "nobody was there to see it"
+
+
+def test_a_straggler_is_replaced_from_what_is_there_once_all_have_ended(tmp_path: Path) -> None:
+    """While it is named the ranks go on: the copies of that moment are overwritten before they end."""
+    newest = [92]
+    nodes = SimpleNamespace(there=lambda: ("a", "b", "c"), survey=lambda placement: (Copy(Tier.STORE, newest[0]),), check=str)
+    (tmp_path / "ranks").mkdir()
+    job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
+    controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
+    sign = Straggler(time=1.0, step=98, slot=0, node="a", rank=0, ratio=9.0, lost=9.0, replacing=1.0)
+    controller._take_now_or_later(Seen(sign, 1.0, {}))
+    assert controller._next is None
+    newest[0] = 98
+    for seen in controller._seen:
+        controller._take(seen)
+    assert controller._next is not None
+    assert (controller._next.source.step, controller._next.placement) == (98, ("c", "b"))
 
 
 if __name__ == "__main__":
