@@ -70,10 +70,14 @@ class Exchange:
     hands out in an all-to-all or a ring."""
 
     phase: Phase
-    axis: Literal["tensor", "context", "expert"]
+    axis: Literal["tensor", "context", "expert", "expert_tensor"]
     kind: Exchanged
     size: float
     times: int = 1
+
+
+AMONG_EXPERTS = frozenset({"expert", "expert_tensor"})
+"""Axes along which tokens travel to their experts, or are shared by those that hold parts of one."""
 
 
 @dataclass(frozen=True)

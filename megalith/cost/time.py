@@ -7,7 +7,7 @@ from typing import Any
 from megalith.cost import network
 from megalith.cost.constants import Calibration, Device, Generation
 from megalith.cost.network import Line, Wires
-from megalith.cost.profile import Core, Exchange, Phase, Product, Profile
+from megalith.cost.profile import AMONG_EXPERTS, Core, Exchange, Phase, Product, Profile
 from megalith.cost.workload import RATE, Format, Practice, Workload
 from megalith.spec.cluster import Accelerator
 from megalith.spec.model import MoeSpec, RouterSpec
@@ -144,6 +144,7 @@ def line(axis: str, workload: Workload) -> Line:
         "data": (plan.data, plan.tensor * plan.context),
         "pipeline": (plan.pipeline, plan.tensor * plan.context * plan.data),
         "expert": (plan.expert, plan.expert_tensor),
+        "expert_tensor": (plan.expert_tensor, 1),
         "holders": (plan.data * plan.context, plan.tensor),
         "expert_holders": (
             max(1, plan.data * plan.context * plan.tensor // (plan.expert * plan.expert_tensor)), plan.expert * plan.expert_tensor,
@@ -158,7 +159,8 @@ def exchange_seconds(exchange: Exchange, setting: Setting, router: RouterSpec | 
     if exchange.kind == "sum":
         once = network.reduce(exchange.size, where, wires)
     elif exchange.kind == "all_to_all":
-        once = network.all_to_all(exchange.size, where, wires, **_spread(setting, router))
+        spread = _spread(setting, router) if exchange.axis == "expert" else {}
+        once = network.all_to_all(exchange.size, where, wires, **spread)
     elif exchange.kind == "ring":
         once = (where.size - 1) * network.message(exchange.size, where, wires)
     else:
@@ -198,7 +200,7 @@ def _lag(
     if not profile.expert_weights or "F" not in phases or ahead:
         return max(0.0, behind)
     mine = replace(profile, products=tuple(p for p in profile.products if p.expert), cores=(), moved=profile.apart_moved,
-                   kernels=profile.apart, exchanges=tuple(e for e in profile.exchanges if e.axis == "expert"))  # fmt: skip
+                   kernels=profile.apart, exchanges=tuple(e for e in profile.exchanges if e.axis in AMONG_EXPERTS))  # fmt: skip
     experts = _on_device(mine, "F", setting, format, router).total
     return generation.routing + max(0.0, inside - experts, behind)
 
@@ -209,7 +211,7 @@ def _on_device(profile: Profile, phase: Phase, setting: Setting, format: Format,
     mine = [product for product in profile.products if product.phase == phase]
     attention = sum(core_seconds(core, setting) for core in profile.cores if core.phase == phase)
     moving = profile.moved[phase] / setting.bandwidth + quantising(mine, setting, format, phase)
-    waits = {"tensor": 0.0, "context": 0.0, "expert": 0.0}
+    waits = {"tensor": 0.0, "context": 0.0, "expert": 0.0, "expert_tensor": 0.0}
     for exchange in profile.exchanges:
         if exchange.phase == phase:
             waits[exchange.axis] += exchange_seconds(exchange, setting, router)
@@ -220,7 +222,7 @@ def _on_device(profile: Profile, phase: Phase, setting: Setting, format: Format,
         tensor=waits["tensor"] * (generation.tensor_exposed if practice.overlap_tensor else 1.0),
         # keys and values on their way around a ring hide behind attention with those that are there; gathered, they come first
         context=waits["context"] if gathered else max(waits["context"] - attention, 0.1 * waits["context"]),
-        expert=waits["expert"] * generation.expert_exposed * (0.3 if practice.overlap_expert else 1.0),
+        expert=(waits["expert"] + waits["expert_tensor"]) * generation.expert_exposed * (0.3 if practice.overlap_expert else 1.0),
     )
 
 
@@ -230,9 +232,9 @@ def _started(profile: Profile, phases: tuple[Phase, ...], practice: Practice, fo
         return 0, 0
     around = inside = 0
     for phase in phases:
-        inside += profile.apart[phase] + sum(e.times for e in profile.exchanges if e.phase == phase and e.axis == "expert")
+        inside += profile.apart[phase] + sum(e.times for e in profile.exchanges if e.phase == phase and e.axis in AMONG_EXPERTS)
         around += profile.kernels[phase] - profile.apart[phase] - profile.routed[phase] * (practice.graphs == "router")
-        around += sum(e.times for e in profile.exchanges if e.phase == phase and e.axis != "expert")
+        around += sum(e.times for e in profile.exchanges if e.phase == phase and e.axis not in AMONG_EXPERTS)
         mine = [product for product in profile.products if product.phase == phase]
         for product, times in _converted(mine, format, phase):
             inside += times * product.expert

@@ -37,7 +37,7 @@ from megalith.kernels.grouped import Sizes
 from megalith.kernels.linear import linear
 from megalith.models import attention, latent, moe
 from megalith.models.batch import Batch
-from megalith.models.moe import Here, Moe, Traffic
+from megalith.models.moe import Experts, Here, Moe, Traffic
 from megalith.models.norm import RMSNorm
 from megalith.models.router import Dealing
 from megalith.models.stage import Stage
@@ -285,6 +285,26 @@ class _Dispatched(torch.autograd.Function):
         return grad, None
 
 
+class _Shared(torch.autograd.Function):
+    """Rows for experts that several ranks hold parts of: each sees the rows of all (`parts` > 1), and in the end has the sum of its own
+    (`parts` < -1)."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, parts: int, recorder: Recorder) -> Tensor:
+        ctx.recorder, ctx.shape = recorder, rows.shape
+        with torch._C._DisableTorchDispatch():
+            out = rows.new_empty(rows.shape[0] * parts if parts > 0 else rows.shape[0] // -parts, *rows.shape[1:])
+        ctx.whole = max(_bytes(rows), _bytes(out))
+        recorder.exchange("expert_tensor", "all_to_all", ctx.whole)
+        recorder._hold(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.recorder.exchange("expert_tensor", "all_to_all", ctx.whole)
+        return grad.new_empty(ctx.shape), None, None
+
+
 class _Border(torch.autograd.Function):
     """From one region of a block into another; crossed the other way in backward."""
 
@@ -303,13 +323,13 @@ class _Border(torch.autograd.Function):
 class Away(Here):
     """Experts of several ranks: those of this one are traced, and what travels is written down."""
 
-    def __init__(self, recorder: Recorder, ranks: int) -> None:
-        self.recorder, self.ranks = recorder, ranks
+    def __init__(self, recorder: Recorder, layout: Layout) -> None:
+        self.recorder, self.ranks, self.parts = recorder, layout.expert, layout.expert_tensor
 
     def plan(self, counts: Tensor, kept: int | None, dealing: Dealing | None) -> Traffic:
         assert dealing is not None, "a trace knows no scores: the router deals tokens out"
         rows = dealing.batch * dealing.seq * dealing.active
-        each, left = divmod(rows, dealing.experts // self.ranks)
+        each, left = divmod(rows * self.parts, dealing.experts // self.ranks)
         return Traffic(rows, Sizes([each + (expert < left) for expert in range(dealing.experts // self.ranks)]))
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
@@ -317,6 +337,13 @@ class Away(Here):
 
     def combine(self, rows: Tensor, traffic: Traffic) -> Tensor:
         return _Border.apply(self._travel(rows), self.recorder, "experts", "attention")  # pyright: ignore[reportReturnType]
+
+    def run(self, experts: Experts, rows: Tensor, traffic: Traffic) -> Tensor:
+        if self.parts == 1:
+            return super().run(experts, rows, traffic)
+        seen: Tensor = _Shared.apply(rows, self.parts, self.recorder)  # pyright: ignore[reportAssignmentType]
+        out = super().run(experts, seen, traffic)
+        return _Shared.apply(out, -self.parts, self.recorder)  # pyright: ignore[reportReturnType]
 
     def _travel(self, rows: Tensor) -> Tensor:
         return rows if self.ranks == 1 else _Dispatched.apply(rows, self.recorder)  # pyright: ignore[reportReturnType]
@@ -401,7 +428,7 @@ def _seams(module: nn.Module, block: BlockSpec, recorder: Recorder, layout: Layo
     if isinstance(block.mlp, MoeSpec):
         mixture = module.get_submodule("mlp")
         assert isinstance(mixture, Moe)
-        mixture.exchange = Away(recorder, layout.expert)
+        mixture.exchange = Away(recorder, layout)
         route = mixture.route
         mixture.route = lambda x, batch: route(_Border.apply(x, recorder, "attention", "router"), batch)  # pyright: ignore
         if layout.tensor > 1 and mixture.shared is not None:

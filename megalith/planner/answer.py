@@ -182,10 +182,12 @@ def workload_of(asked: Asked, plan: Plan) -> Workload:
 
 def short(plan: Plan) -> str:
     """A layout in a few letters: t8 c2 p16x4 e64 d128 z1 m1; what is 1 is left out, but for data, ZeRO and microbatch. A schedule other
-    than (interleaved) 1F1B is named behind the pipeline, copies of the state (HSDP) behind ZeRO's stage: p16x2 zb-v d8 z1 m1, d64 z3 r8 m1.
+    than (interleaved) 1F1B is named behind the pipeline, copies of the state (HSDP) behind ZeRO's stage, parts of each expert behind the
+    ranks that share them out: p16x2 zb-v d8 z1 m1, d64 z3 r8 m1, t4 e8x4 d16 z1 m1.
     """
-    axes = (("t", plan.tensor), ("c", plan.context), ("e", plan.expert))
-    tensor, context, expert = (f"{letter}{size} " if size > 1 else "" for letter, size in axes)
+    tensor, context = (f"{letter}{size} " if size > 1 else "" for letter, size in (("t", plan.tensor), ("c", plan.context)))
+    parts = f"x{plan.expert_tensor}" if plan.expert_tensor > 1 else ""
+    expert = f"e{plan.expert}{parts} " if plan.expert > 1 or parts else ""
     chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
     name = "" if plan.schedule in CLOSED else f"{plan.schedule} "
     pipeline = f"p{plan.pipeline}{chunks} {name}" if plan.pipeline > 1 else ""

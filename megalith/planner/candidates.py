@@ -59,7 +59,7 @@ def candidates(
         data = devices // (tensor * context * pipeline)
         if global_batch % data:
             continue
-        for expert, micro in product(_experts(model, data * context * tensor), space.microbatches):
+        for (expert, parts_of_one), micro in product(_experts(model, data * context * tensor, tensor), space.microbatches):
             if (global_batch // data) % micro:
                 continue
             rounds = global_batch // data // micro
@@ -68,7 +68,8 @@ def candidates(
                 for policy, parts in space.policies:
                     yield Plan(
                         data=data, replicate=copies, zero=zero, tensor=tensor, sequence=seq_len % (context * tensor) == 0,
-                        context=context, pipeline=pipeline, schedule=schedule, chunks=chunks, expert=expert, microbatch=micro,
+                        context=context, pipeline=pipeline, schedule=schedule, chunks=chunks, expert=expert,
+                        expert_tensor=parts_of_one, microbatch=micro,
                         recompute=policy, recompute_parts=parts, layers=even_layers(blocks, pipeline * chunks),
                     )  # fmt: skip
 
@@ -124,16 +125,18 @@ def _pipelines(model: ModelSpec, devices: int) -> list[int]:
     return _sizes(devices, min(devices, len(model.blocks)))
 
 
-def _experts(model: ModelSpec, ranks: int) -> list[int]:
-    """Sizes of the expert axis: those that divide the experts and the ranks it is taken from."""
-    counts = {block.mlp.experts for block in set(model.blocks) if isinstance(block.mlp, MoeSpec)}
-    if not counts:
-        return [1]
-    most = min(counts)
+def _experts(model: ModelSpec, ranks: int, tensor: int) -> list[tuple[int, int]]:
+    """Sizes of the expert axis, which divide the experts and the ranks it is taken from; and into how many parts each expert is split:
+    one, or as many as attention where experts are at least as wide as the model (finer ones are small products already)."""
+    mixtures = [block.mlp for block in set(model.blocks) if isinstance(block.mlp, MoeSpec)]
+    if not mixtures:
+        return [(1, 1)]
+    most = min(mlp.experts for mlp in mixtures)
+    wide = all(mlp.hidden >= model.dim and mlp.hidden % tensor == 0 for mlp in mixtures)
     return [
-        size
-        for size in _powers(most)
-        if ranks % size == 0 and all(count % size == 0 for count in counts) and size >= min(8, most)
+        (size, parts)
+        for size, parts in product(_powers(most), (1, tensor) if wide and tensor > 1 else (1,))
+        if ranks % (size * parts) == 0 and all(mlp.experts % size == 0 for mlp in mixtures) and size >= min(8, most)
     ]
 
 

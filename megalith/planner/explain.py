@@ -89,7 +89,7 @@ def _with(workload: Workload, ranks: int, **change: Any) -> Plan | None:
     if workload.global_batch % (data * plan.microbatch) or workload.seq_len % (2 * plan.context * plan.tensor):
         return None
     heads = [block.attention.heads for block in set(workload.model.blocks)]
-    if any(count % plan.tensor for count in heads) or (data * plan.context * plan.tensor) % plan.expert:
+    if any(count % plan.tensor for count in heads) or (data * plan.context * plan.tensor) % (plan.expert * plan.expert_tensor):
         return None
     if "schedule" not in change and "chunks" in change:  # a number of chunks that the schedule cannot have asks for one that can
         plan = plan.model_copy(update={"schedule": "interleaved" if plan.chunks > 1 else "1f1b"})

@@ -119,7 +119,8 @@ def legend(found: Mapping[str, Any]) -> str:
     limit = f", of {memory / GIB:.1f}; plans leave {found['spare']:.0%} free" if memory else ""
     denied = f", {found['refused']:,} denied by `megalith check`" if found["refused"] else ""
     return (
-        f"t tensor, c context, p pipeline x chunks (1F1B, unless named), e expert, d data, z ZeRO stage, r copies, m microbatch.\n"
+        f"t tensor, c context, p pipeline x chunks (1F1B, unless named), e expert x parts of each, d data, z ZeRO stage, r copies, "
+        f"m microbatch.\n"
         f"again: computed twice. "
         f"tok/s: a device. MFU: {found['convention']} of {cluster['peak'] / 1e12:,.0f} TFLOP/s.\n"
         f"GiB: fullest rank{limit}. bubble, exposed communication: shares of the step.\n"

@@ -30,10 +30,10 @@ def dense(blocks: int = 4, *, gated: bool = True) -> ModelSpec:
     )  # fmt: skip
 
 
-def mixture(blocks: int = 2, experts: int = 8) -> ModelSpec:
+def mixture(blocks: int = 2, experts: int = 8, *, hidden: int = 128) -> ModelSpec:
     """A small mixture of experts."""
     model = dense(blocks)
-    mlp = MoeSpec(experts=experts, hidden=128, router=RouterSpec(active=2))
+    mlp = MoeSpec(experts=experts, hidden=hidden, router=RouterSpec(active=2))
     block = model.blocks[0].model_copy(update={"mlp": mlp})
     return model.model_copy(update={"blocks": (block,) * blocks})
 

@@ -10,7 +10,7 @@ from megalith.planner.named import NAMED
 from megalith.planner.search import Scorer, assumed, search, training
 from megalith.spec import cluster as clusters
 from megalith.spec.plan import Plan
-from tests.cost.models import dense, mixture
+from tests.cost.models import DIM, dense, mixture
 
 SPACE = Space(microbatches=(1, 2), policies=(("none", ("attention.core",)), ("full", ("attention.core",))), most_chunks=2)
 
@@ -32,7 +32,7 @@ def test_every_candidate_uses_all_devices_and_deals_the_batch_out_evenly(model):
         assert plan.bounds(len(model.blocks))[-1][1] == len(model.blocks) + 2
 
 
-@pytest.mark.parametrize("model", [dense(), mixture()], ids=["dense", "mixture"])
+@pytest.mark.parametrize("model", [dense(), mixture(), mixture(hidden=DIM)], ids=["dense", "mixture", "wide experts"])
 def test_every_candidate_computes_the_same_model(model):
     """FLOPs are conserved: a layout says where they happen."""
     cluster, scorer = clusters.load("h100:8"), Scorer(calibration())
