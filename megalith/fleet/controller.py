@@ -230,9 +230,12 @@ class Controller:
     # After a generation
 
     def _after(self, watch: Watch, outcome: Outcome) -> list[Seen]:
-        """What the end of a generation was a sign of. Nodes that are gone explain the rest; then what ranks reported; then ends."""
-        seen = [*self._seen, *(Seen(sign, sign.time, {}) for sign in watch.late_signs)]
-        self._seen = []
+        """What the end of a generation was a sign of. Nodes that are gone explain the rest; then what ranks reported; then ends.
+        What else was heard while it ended, such as a node that is well again, explains nothing, and is told before."""
+        late = [Seen(sign, sign.time, {}) for sign in watch.late_signs]
+        ended_by = [*self._seen, *(one for one in late if isinstance(one.sign, _ENDING))]
+        news = [one for one in late if not isinstance(one.sign, _ENDING)]
+        seen, self._seen = [*news, *ended_by], []
         if self._requests:
             return [Seen(signs.StopRequested(time=time.time(), step=self._step), time.time(), {})]
         if self._next is not None or self._wait_until is not None or self._stop_code is not None:
@@ -240,13 +243,13 @@ class Controller:
         lost = [one for one in seen if isinstance(one.sign, signs.NodesLost)]
         if lost:
             return [one for one in seen if isinstance(one.sign, _NODES)]
-        if seen:
-            return [replace(one, evidence=self._of_outcome(outcome)) for one in seen]
+        if ended_by:
+            return [*news, *(replace(one, evidence=self._of_outcome(outcome)) for one in ended_by)]
         if outcome.first_cause is None:
-            return self._after_order(outcome)
+            return [*news, *self._after_order(outcome)]
         if watch.hang is not None:
-            return [self._hung(watch, outcome)]
-        return [self._failed(outcome.first_cause, outcome)]
+            return [*news, self._hung(watch, outcome)]
+        return [*news, self._failed(outcome.first_cause, outcome)]
 
     def _after_order(self, outcome: Outcome) -> list[Seen]:
         """All ranks ended in order: at the last step, or because they agreed to save."""

@@ -13,12 +13,13 @@ import pytest
 
 from megalith import events
 from megalith.fleet import faults
+from megalith.fleet.causes import Failure
 from megalith.fleet.controller import Controller, Seen, run_here
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.faults import Injection
 from megalith.fleet.job import Job
 from megalith.fleet.outcome import Outcome
-from megalith.fleet.signs import Straggler
+from megalith.fleet.signs import HealthChecked, NodeJoined, Straggler
 from megalith.fleet.tiers import Copy, Tier
 from megalith.spec.fleet import FleetSpec
 from tests.fleet.walk import checkpoints
@@ -116,6 +117,24 @@ def test_a_straggler_is_replaced_from_what_is_there_once_all_have_ended(tmp_path
         controller._take(seen)
     assert controller._next is not None
     assert (controller._next.source.step, controller._next.placement) == (98, ("c", "b"))
+
+
+def test_what_is_heard_while_ranks_end_hides_no_failure(tmp_path: Path) -> None:
+    """A node came back just then: the killed rank is still why the generation ended, and the run goes on."""
+    nodes = SimpleNamespace(there=lambda: ("a", "b", "c"), survey=lambda placement: (Copy(Tier.STORE, 7),), check=str, beats=list)
+    (tmp_path / "ranks").mkdir()
+    job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
+    controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
+    failure = Failure(1, "killed by SIGKILL in phase `step`", "", "", tmp_path / "ranks/rank-1.log", 1.0, ExitCode.LOST)
+    outcome = Outcome(ExitCode.LOST, False, failure, (), (), (), None)
+    watch = SimpleNamespace(
+        hang=None, late_signs=[NodeJoined(time=1.0, node="c"), HealthChecked(time=1.0, node="c", passed=True)]
+    )
+    seen = controller._after(cast(Any, watch), outcome)
+    assert [one.sign.kind for one in seen] == ["node_joined", "health_checked", "rank_failed"]
+    for one in seen:
+        controller._take(one)
+    assert controller._next is not None
 
 
 if __name__ == "__main__":
