@@ -7,7 +7,7 @@ RUN := .venv/bin/
 WORKERS := -n 3 --dist worksteal
 export UV_PROJECT_ENVIRONMENT := .venv
 
-.PHONY: help setup quickstart test test-fast test-full test-gpu engines check format bench guide-pictures clean
+.PHONY: help setup quickstart test test-fast test-full test-gpu test-engines engines check format bench guide-pictures clean
 
 help: ## Say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -29,11 +29,14 @@ quickstart: setup ## Prepare real text, train a small Llama on 4 CPU ranks, let 
 	$(RUN)megalith generate runs/quickstart --prompt "It was a truth" --tokens 80
 	$(RUN)megalith report runs/quickstart
 
-test: setup ## Run all tests
-	$(RUN)pytest $(WORKERS)
+test: setup ## Run all tests but those of real engines
+	$(RUN)pytest $(WORKERS) -m "not engines"
+
+test-engines: setup ## Run those: machines as network namespaces, Slurm, Ray (minutes; make engines installs what they need)
+	$(RUN)pytest -m engines -rs
 
 test-fast: setup ## Run the tests of an inner loop, under two minutes
-	$(RUN)pytest $(WORKERS) -m "not slow" --ignore tests/promises
+	$(RUN)pytest $(WORKERS) -m "not slow and not engines" --ignore tests/promises
 
 test-full: setup ## Prove 300 combinations of parallelisms rather than 80, and dry-run large recipes in full (hours on a small machine)
 	MEGALITH_FULL=1 $(RUN)pytest tests/promises/test_every_parallelism.py tests/train/test_dryrun.py

@@ -81,7 +81,7 @@ class Run:
         return self.await_event(lambda event: event["type"] == "step")["step"]
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.skipif(missing() is not None, reason=missing() or "")
 def test_machines_are_lost_and_come_back_and_no_bit_changes(tmp_path: Path) -> None:

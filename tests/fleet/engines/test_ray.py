@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ from tests.patience import PATIENCE
 from tests.runs import assert_same_bits, final_state, position, prepare_text, train
 
 PYTHON = ROOT / ".ray/bin/python"
+RAYS_OWN = "You have likely discovered a bug in Ray"
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"needs Ray in {PYTHON.parents[1].name} (make engines)")
 def test_a_node_whose_processes_die_is_started_again_and_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -35,22 +37,36 @@ def test_a_node_whose_processes_die_is_started_again_and_ends_with_the_same_bits
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
     # without a token in the home folder, and without a word to Ray's makers
     environment = {**os.environ, "PATH": path, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    with output.open("wb") as out:
-        command = [str(PYTHON), str(tmp_path / made.file)]
-        driver = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT, process_group=0)
-    try:
+
+    def kill_torchrun() -> None:
         until_event(folder, lambda event: event["type"] == "checkpoint", output)
         [torchrun] = _torchruns(folder)
         os.kill(torchrun, signal.SIGKILL)
-        assert driver.wait() == 0, output.read_text()[-5000:]
+
+    command, times = [str(PYTHON), str(tmp_path / made.file)], 1
+    code = _submit(command, environment, output, meanwhile=kill_torchrun)
+    while code and RAYS_OWN in output.read_text() and times < 3:  # Ray itself fell over: whoever submitted it submits it again
+        code, times = _submit(command, environment, output), times + 1
+    assert code == 0, output.read_text()[-5000:]
+    starts = [event["resumed_step"] for event in read(folder) if event["type"] == "run_started"]
+    assert len(starts) >= 2 and starts[1] >= 40, starts
+    assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
+    assert position(tmp_path / "whole") == position(folder)
+
+
+def _submit(
+    command: list[str], environment: dict[str, str], output: Path, *, meanwhile: Callable[[], None] = lambda: None
+) -> int:
+    """Run the driver to its end; its exit status."""
+    with output.open("wb") as out:
+        driver = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT, process_group=0)
+    try:
+        meanwhile()
+        return driver.wait()
     finally:
         if driver.poll() is None:
             os.killpg(driver.pid, signal.SIGKILL)
             driver.wait()
-    starts = [event["resumed_step"] for event in read(folder) if event["type"] == "run_started"]
-    assert len(starts) == 2 and starts[1] >= 40, starts
-    assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
-    assert position(tmp_path / "whole") == position(folder)
 
 
 def _torchruns(folder: Path) -> list[int]:

@@ -28,7 +28,7 @@ launch = {{ threads = 1, start_timeout = 250.0 }}
 """
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.skipif(missing() is not None, reason=missing() or "")
 def test_a_job_that_is_told_to_end_and_then_loses_its_node_ends_with_the_same_bits(tmp_path: Path) -> None:
