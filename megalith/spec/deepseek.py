@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megalith.spec.base import Spec
-from megalith.spec.family import Balanced, ExpertWidth, model_of, multiple, shrunk
+from megalith.spec.family import Balanced, ExpertWidth, model_of, multiple, router_of, shrunk
 from megalith.spec.model import (
     AheadSpec,
     BlockSpec,
@@ -15,7 +15,6 @@ from megalith.spec.model import (
     MoeSpec,
     NormSpec,
     RopeSpec,
-    RouterSpec,
     YarnScaling,
 )
 
@@ -112,18 +111,7 @@ class DeepSeek(Spec):
             experts=self.experts,
             hidden=self.expert_ffn,
             shared=self.shared_experts * self.expert_ffn,
-            router=RouterSpec(
-                active=self.active,
-                scores=self.scores,
-                normalise=self.normalise,
-                scale=self.routed_scale,
-                groups=self.groups,
-                active_groups=self.active_groups,
-                group_score=self.group_score,
-                bias_rate=self.bias_rate,
-                balance_weight=self.balance_weight,
-                balanced=self.balanced,
-            ),
+            router=router_of(self, scale=self.routed_scale),
         )
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:

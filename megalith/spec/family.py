@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from megalith.spec.base import Spec
-from megalith.spec.model import AheadSpec, AttentionSpec, BlockSpec, EmbeddingSpec, HeadSpec, ModelSpec, NormSpec, RopeSpec
+from megalith.spec.model import (
+    AheadSpec,
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+    RouterSpec,
+)
 
 Active = Annotated[PositiveInt, Field(description="experts a token goes to")]
 ExpertWidth = Annotated[PositiveInt, Field(description="width of one expert")]
@@ -98,6 +108,12 @@ def attention_of(sizes: Attends, **own: Any) -> AttentionSpec:
         }
         | own
     )
+
+
+def router_of(sizes: Spec, **own: Any) -> RouterSpec:
+    """The router, from a family's fields that have the names of a router's; `own` is the rest."""
+    same = {name: getattr(sizes, name) for name in RouterSpec.model_fields if name in type(sizes).model_fields}
+    return RouterSpec.model_validate(same | own)
 
 
 def shrunk(family: Family, *, layers: int, unit: int, **own: Any) -> Family:

@@ -16,9 +16,10 @@ from megalith.spec.family import (
     few_heads,
     model_of,
     multiple,
+    router_of,
     shrunk,
 )
-from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
+from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec
 
 
 class Grok(Spec):
@@ -59,7 +60,7 @@ class Grok(Spec):
                 experts=self.experts,
                 hidden=self.ffn,
                 activation="gelu_tanh",
-                router=RouterSpec(active=self.active, balance_weight=self.balance_weight, balanced=self.balanced),
+                router=router_of(self),
             ),
             norm=norm,
             post_norms=True,

@@ -17,9 +17,10 @@ from megalith.spec.family import (
     few_heads,
     model_of,
     multiple,
+    router_of,
     shrunk,
 )
-from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
+from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec
 
 
 class Mixtral(Spec):
@@ -52,14 +53,7 @@ class Mixtral(Spec):
     def build(self) -> ModelSpec:
         """The model as a tuple of parts."""
         norm = NormSpec(eps=self.norm_eps)
-        router = RouterSpec(
-            active=self.active,
-            normalise=True,
-            balance_weight=self.balance_weight,
-            balance_set=self.balance_set,
-            z_weight=self.z_weight,
-            balanced=self.balanced,
-        )
+        router = router_of(self, normalise=True)
         block = BlockSpec(
             attention=attention_of(self),
             mlp=MoeSpec(experts=self.experts, hidden=self.ffn, router=router),

@@ -17,9 +17,10 @@ from megalith.spec.family import (
     few_heads,
     model_of,
     multiple,
+    router_of,
     shrunk,
 )
-from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
+from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec
 
 
 class Qwen3Moe(Spec):
@@ -53,14 +54,7 @@ class Qwen3Moe(Spec):
     def build(self) -> ModelSpec:
         """The model as a tuple of parts."""
         norm = NormSpec(eps=self.norm_eps)
-        router = RouterSpec(
-            active=self.active,
-            normalise=self.normalise,
-            balance_weight=self.balance_weight,
-            balance_set=self.balance_set,
-            z_weight=self.z_weight,
-            balanced=self.balanced,
-        )
+        router = router_of(self)
         block = BlockSpec(
             attention=attention_of(self, qk_norm=self.norm_eps),
             mlp=MoeSpec(experts=self.experts, hidden=self.expert_ffn, router=router),

@@ -5,8 +5,8 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from megalith.spec.base import Spec
-from megalith.spec.family import Balanced, ZWeight, model_of, multiple, shrunk
-from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec, RouterSpec
+from megalith.spec.family import Balanced, ZWeight, model_of, multiple, router_of, shrunk
+from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 
 
 class Switch(Spec):
@@ -53,13 +53,7 @@ class Switch(Spec):
         attention = AttentionSpec(
             heads=self.heads, kv_heads=self.heads, head_dim=self.head_dim, rope=RopeSpec(theta=self.rope_theta)
         )
-        router = RouterSpec(
-            active=1,
-            capacity=self.capacity,
-            balance_weight=self.balance_weight,
-            z_weight=self.z_weight,
-            balanced=self.balanced,
-        )
+        router = router_of(self, active=1)
         dense = MlpSpec(hidden=self.ffn, activation=self.activation, gated=self.gated)
         routed = MoeSpec(experts=self.experts, hidden=self.ffn, activation=self.activation, gated=self.gated, router=router)
         kinds = (dense,) * (self.every - 1) + (routed,)

@@ -37,8 +37,6 @@ def deepseek(**sizes: Any) -> DeepSeek:
 def config_of(spec: DeepSeek) -> Any:
     """transformers' configuration of it; skips where transformers is not installed."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (a dependency of the tests only)")
-    if int(transformers.__version__.split(".")[0]) < 5:
-        pytest.skip("transformers 4 knows DeepSeek's models with other settings")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_theta}
     if (scaling := spec.rope_scaling) is not None:
         rope |= scaling.model_dump(exclude={"kind", "original_context"})
@@ -151,10 +149,8 @@ def twin(spec: DeepSeek, ours: Stage) -> Any:
 
 
 def drafting(spec: DeepSeek, ours: Stage, theirs: Any) -> Any:
-    """transformers' module that predicts the further tokens, with our weights; skips where it has none."""
+    """transformers' module that predicts the further tokens, with our weights; skips where transformers is not installed."""
     layers = pytest.importorskip("transformers.modeling_layers", reason="transformers is not installed")
-    if not hasattr(layers, "MtpModel"):
-        pytest.skip("this transformers has no multi-token prediction")
     made, weights = layers.MtpModel(theirs, spec.ahead).eval(), weights_of(ours)
     for number, layer in enumerate(made.layers):
         prefix = f"head.ahead.{number}."

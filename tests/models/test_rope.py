@@ -61,8 +61,6 @@ YARNS = {
 @pytest.mark.parametrize(("theta", "channels", "scaling"), YARNS.values(), ids=YARNS)
 def test_yarn_frequencies_and_temperatures_are_those_of_transformers(theta, channels, scaling):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    if int(transformers.__version__.split(".")[0]) < 5:
-        pytest.skip("transformers 4 holds rotary settings under other names")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 

@@ -14,11 +14,9 @@ from megalith.spec.families import Model
 
 
 def config_of(spec: Model) -> Any:
-    """Its configuration; skips where transformers is not installed, or too old for the family."""
+    """Its configuration; skips where transformers is not installed."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (a dependency of the tests only)")
     settings = configuration(spec)
-    if settings["model_type"] not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {settings['architectures'][0]}")
     return transformers.CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
 
 

@@ -12,7 +12,7 @@ torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
 
 def private(owner: str, method: str):
-    """A private method of torch's: its name may change between versions."""
+    """A private method of torch's, the oracle for our schedules: not ours to keep, and gone or renamed in some supported version."""
     found = getattr(getattr(torch_schedules, owner, None), method, None)
     return found or pytest.skip(f"this torch has no {owner}.{method}")
 

@@ -65,8 +65,6 @@ def test_what_was_exported_is_imported_the_same(spec, tmp_path):
 @every_spec
 def test_transformers_computes_the_same_from_what_was_exported(spec, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (a dependency of the tests only)")
-    if int(transformers.__version__.split(".")[0]) < 5:
-        pytest.skip("transformers 4 knows DeepSeek's models with other settings")
     folder, tokens = written(spec, tmp_path / "out"), tokens_of(spec, seq=48)
     theirs, loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not loaded["missing_keys"] and not loaded["mismatched_keys"]
@@ -81,8 +79,6 @@ def test_transformers_computes_the_same_from_what_was_exported(spec, tmp_path):
 @pytest.mark.parametrize("name", ["v2", "v3"])
 def test_what_transformers_saves_is_imported(name, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (a dependency of the tests only)")
-    if int(transformers.__version__.split(".")[0]) < 5:
-        pytest.skip("transformers 4 knows DeepSeek's models with other settings")
     spec = SPECS[name].model_copy(update={"ahead": 0})  # it leaves those out
     theirs = transformers.AutoModelForCausalLM.from_pretrained(written(spec, tmp_path / "first"))
     theirs.save_pretrained(tmp_path / "second")

@@ -94,6 +94,7 @@ class Cluster:
             ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
             if ended or time.monotonic() > end:
                 outputs = [(self.folder / f"{name}.out").read_text()[-500:] for name in ended or self._daemons]
+                # daemons of others, which want rights (cgroups, names of hosts) that containers may not give
                 pytest.skip(f"Slurm does not run here: {' '.join(ended) or 'no node'}: {' '.join(outputs)}")
             time.sleep(0.1)
 
