@@ -50,6 +50,7 @@ MAY_CHANGE: dict[str, str] = {
     "cluster": "what MFU is measured against",
     "plan": "where the work happens, never its result (but see _other_sets)",
     "data.path": "where the data lies; that it is the same data is checked by its manifest's digest",
+    "data.copies": "the same",
     "train.steps": "a run may be made longer",
     "train.device": "where the work happens",
     "validation": "looks at the weights and leaves them as they are",

@@ -451,26 +451,34 @@ def campaign(
     folder = (out or Path("runs") / f"{spec.name}-campaign").resolve()
     runner.clear(folder)
     own_disk = spec.checkpoint.every > 0 and runner.may_mount()
-    left_out, kinds = runner.possible(spec.fleet, own_disk=own_disk)
+    own_data = runner.may_copy(Path(spec.data.path))
+    left_out, kinds = runner.possible(spec.fleet, own_disk=own_disk, own_data=own_data)
     amounts = faults.counts(count, tables()["llama3"], kinds) | ({"supervisor": supervisor_kills} if supervisor_kills else {})
     injections = faults.draw(
         amounts, seed=seed, first=3, every=3, ranks=spec.plan.ranks, slots=spec.fleet.nodes,
         only_at={"once": spec.fleet.verify_every, "full": spec.checkpoint.every},
     )  # fmt: skip
     steps = max(one.step for one in injections) + faults.AFTERMATH
-    listed, file = folder / "faults.json", folder / "run.toml"
+    listed = folder / "faults.json"
     faults.save(listed, injections)
-    resolved = replace(checked.resolved, spec=spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})}))
-    file.write_text(files.dump(resolved), encoding="utf-8")
-    command = [sys.executable, "-m", "megalith.cli", "train", str(file)]
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})})
     faultless, hurt = folder / runner.WHOLE, folder / runner.FAULTED
-    whole = runner.run(command, faultless, tick=lambda: tick(faultless))
-    memory = local.memory_root(hurt, _identity(resolved.spec))
+    whole = runner.run(_command(checked.resolved, spec, faultless), faultless, tick=lambda: tick(faultless))
+    if "shard" in amounts:
+        spec = spec.model_copy(update={"data": runner.data_of(spec.data, folder / "data")})
+    command, memory = _command(checked.resolved, spec, hurt), local.memory_root(hurt, _identity(spec))
     nodes = runner.node_folders(memory, spec.fleet.nodes + spec.fleet.spares)
     with runner.disk_of(hurt, like=faultless, small="full" in amounts):
         faulted = runner.run(command, hurt, injections=listed, nodes=nodes, tick=lambda: tick(hurt))
     states = _end_state(whole.folder), _end_state(faulted.folder)
     return runner.judge(whole, faulted, injections=listed, states=states, left_out=left_out)
+
+
+def _command(resolved: Resolved, spec: RunSpec, run_dir: Path) -> list[str]:
+    """The command that trains what is resolved, changed to `spec`; its run file lies beside the run's folder."""
+    file = run_dir.with_name(f"{run_dir.name}.toml")
+    file.write_text(files.dump(replace(resolved, spec=spec)), encoding="utf-8")
+    return [sys.executable, "-m", "megalith.cli", "train", str(file)]
 
 
 def _end_state(folder: Path) -> dict[str, Any] | None:

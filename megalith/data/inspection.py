@@ -1,5 +1,6 @@
 """What a prepared folder holds, and whether it is still what was prepared."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from megalith.data.manifest import (
     FILE,
     TOKENIZER_FILE,
     Manifest,
+    Shard,
     Split,
     check_sizes,
     check_tokenizer,
@@ -19,6 +21,7 @@ from megalith.data.manifest import (
 from megalith.data.progress import bars
 from megalith.data.shards import SplitReader
 from megalith.data.tokenizer import Tokenizer
+from megalith.data.whole import Sums, sums_file
 
 _QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 _COUNTED_DOCUMENTS = 1_000_000
@@ -72,23 +75,45 @@ def _describe(reader: SplitReader, split: Split, tokenizer: Tokenizer, samples: 
 
 
 def verify(folder: Path | str, *, progress: bool = False) -> Manifest:
-    """Read every shard again and compare its sha256 with the manifest's. Raises DataError naming every file that differs."""
+    """Read every shard again and compare its sha256 with the manifest's. Raises DataError naming every file that differs.
+
+    Sums by which shards are checked as they are read are compared with shards that are right, and written where there are none.
+    """
     folder = Path(folder)
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
     check_tokenizer(folder, manifest)
     expected = {shard.file: shard.sha256 for shard in manifest.shards()}
     expected |= {shard.index: shard.index_sha256 for shard in manifest.shards()}
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     with bars(progress) as shown:
         bar = shown.start("verifying", total=sum((folder / name).stat().st_size for name in expected))
         for name, digest in expected.items():
             found = file_digest(folder / name, lambda count: shown.advance(bar, count))
             if found != digest:
-                problems.append(
+                problems[name] = (
                     f"{folder / name} has sha256 {found}, {FILE} says {digest}. Copy it back, or prepare the data again."
                 )
         shown.finish(bar)
+    for shard in manifest.shards():
+        if shard.file not in problems and not _has_right_sums(folder, shard):
+            name = sums_file(shard)
+            problems[name] = f"{folder / name} does not fit its shard. Remove it: verifying again writes it anew."
     if problems:
-        raise DataError.of(problems, title=f"{folder} is not as it was prepared")
+        raise DataError.of(list(problems.values()), title=f"{folder} is not as it was prepared")
     return manifest
+
+
+def _has_right_sums(folder: Path, shard: Shard) -> bool:
+    """Whether a shard's sums are those of its blocks; they are written if there are none and the folder can be written to."""
+    sums, path = Sums(), folder / sums_file(shard)
+    with (folder / shard.file).open("rb") as file:
+        while piece := file.read(1 << 22):
+            sums.update(piece)
+    if path.exists():
+        return path.read_bytes() == sums.file_content()
+    with contextlib.suppress(PermissionError):
+        part = path.with_name(f"{path.name}.new")
+        part.write_bytes(sums.file_content())
+        part.rename(path)
+    return True

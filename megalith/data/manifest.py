@@ -6,7 +6,7 @@ says which data a run saw.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -147,20 +147,38 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{path} is not a manifest this version reads: {where}: {first['msg']}. {again}") from error
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Every shard is there and as long as the manifest says; contents are not read. Raises DataError naming each that is not."""
-    problems: list[str] = []
+def check_sizes(folder: Path, manifest: Manifest, *, copies: Sequence[Path] = ()) -> None:
+    """Every shard is there and as long as the manifest says, in the folder or in a copy; contents are not read. Raises DataError naming
+    each that is not."""
+    elsewhere = [_wrong_sizes(copy, manifest) for copy in copies]
+    problems = [text for name, text in _wrong_sizes(folder, manifest).items() if all(name in wrong for wrong in elsewhere)]
+    if problems:
+        raise DataError.of(problems, title=f"{folder} is not as it was prepared")
+
+
+def _wrong_sizes(folder: Path, manifest: Manifest) -> dict[str, str]:
+    """Files of shards that are missing or of another length, with words for a person."""
+    problems: dict[str, str] = {}
     for shard in manifest.shards():
         sizes = {shard.file: shard.tokens * int(shard.dtype[4:]) // 8, shard.index: 8 * (shard.documents + 1)}
         for name, size in sizes.items():
             path = folder / name
             if not path.is_file():
-                problems.append(f"{path} is missing ({size} bytes). Copy it back, or prepare the data again.")
-            elif path.stat().st_size != size:
-                found = path.stat().st_size
-                problems.append(f"{path} has {found} bytes, the manifest says {size}. Copy it back, or prepare the data again.")
+                problems[name] = f"{path} is missing ({size} bytes). Copy it back, or prepare the data again."
+            elif (found := path.stat().st_size) != size:
+                problems[name] = f"{path} has {found} bytes, the manifest says {size}. Copy it back, or prepare the data again."
+    return problems
+
+
+def check_copies(folder: Path, manifest: Manifest, copies: Sequence[Path]) -> None:
+    """Every copy holds the same data, as manifests go. Raises DataError naming each that does not."""
+    problems = [
+        f"{copy} holds other data than {folder}. Copy the folder whole, or take it out of data.copies."
+        for copy in copies
+        if read_manifest(copy) != manifest
+    ]
     if problems:
-        raise DataError.of(problems, title=f"{folder} is not as it was prepared")
+        raise DataError.of(problems, title="data.copies cannot be used")
 
 
 def tokenizer_fingerprint(definition: dict[str, Any], end_of_text: int) -> str:

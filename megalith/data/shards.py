@@ -1,14 +1,16 @@
 """The shard format, written and read: token ids end to end, and where each document begins.
 
 `x.bin` is little-endian uint16 or uint32, one end-of-text id after every document; `x.idx` is int64: the offset of each
-document's first token, then the number of tokens. A document never spans two shards. Both are read in place (memory map).
+document's first token, then the number of tokens. A document never spans two shards. `x.sum` has the sums by which `whole` checks
+what is read.
 """
 
 import hashlib
 import os
 from array import array
 from bisect import bisect_right
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
@@ -17,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalith.data.manifest import Shard, Split
-
-MOST_MAPS = 256  # files a reader keeps open: each map costs a descriptor, and a process often has 1,024
+from megalith.data.whole import Damage, Files, Sums, sums_file
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -31,7 +32,7 @@ class SplitWriter:
         self._end = np.array([end_of_text], dtype)
         self._done: list[Shard] = []
         self._file: IO[bytes] | None = None
-        self._digest = hashlib.sha256()
+        self._digest, self._sums = hashlib.sha256(), Sums()
         self._offsets = array("q", [0])
         self._bytes = 0
 
@@ -49,6 +50,7 @@ class SplitWriter:
         content = np.concatenate([tokens.astype(self._dtype, copy=False), self._end]).tobytes()
         self._file.write(content)
         self._digest.update(content)
+        self._sums.update(content)
         self._offsets.append(self._offsets[-1] + len(tokens) + 1)
         self._bytes += text_bytes
 
@@ -88,30 +90,43 @@ class SplitWriter:
             sha256=self._digest.hexdigest(),
             index_sha256=hashlib.sha256(offsets).hexdigest(),
         )
+        with (self._folder / sums_file(shard)).open("xb") as sums:
+            sums.write(self._sums.file_content())
+            settle(sums)
         self._done.append(shard)
-        self._file, self._digest, self._offsets = None, hashlib.sha256(), array("q", [0])
+        self._file, self._digest, self._sums, self._offsets = None, hashlib.sha256(), Sums(), array("q", [0])
 
 
 class SplitReader:
-    """One split of one domain as one long sequence of tokens. Holds a memory map a shard, opened when it is first read."""
+    """One split of one domain as one long sequence of tokens, in a prepared folder or, where a file of it is damaged, in `copies` of it.
 
-    def __init__(self, folder: Path, split: Split) -> None:
-        self._folder, self._split = folder, split
+    `tell` hears of each damage once. Reading raises DamagedDataError where no copy is right.
+    """
+
+    def __init__(
+        self, folder: Path, split: Split, *, copies: Sequence[Path] = (), tell: Callable[[Damage], None] = lambda damage: None
+    ) -> None:
+        self._split, self._files = split, Files(folder, copies, tell=tell)
         self._starts = list(accumulate((shard.tokens for shard in split.shards), initial=0))
-        self._map = lru_cache(maxsize=MOST_MAPS)(self._open)
         self.tokens: int = split.tokens
         self.documents: int = split.documents
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens start to stop, int64 [stop - start]."""
-        pieces = [self._tokens(shard)[low:high] for shard, _, low, high in self._overlaps(start, stop)]
+        pieces = [self._files.tokens(shard, low, high) for shard, _, low, high in self._overlaps(start, stop)]
         return np.concatenate(pieces).astype(np.int64) if len(pieces) > 1 else pieces[0].astype(np.int64)
+
+    def bytes_of(self, start: int, stop: int) -> tuple[Path, int, int]:
+        """Where the first of tokens start to stop lie: a shard, and its bytes from and to."""
+        shard, _, low, high = self._overlaps(start, stop)[0]
+        width = int(shard.dtype[4:]) // 8
+        return self._files.folder_of(shard), low * width, high * width
 
     def documents_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Where documents begin, of those that begin in start to stop, int64 [documents]."""
         found: list[npt.NDArray[np.int64]] = []
         for shard, begin, low, high in self._overlaps(start, stop):
-            offsets = self._offsets(shard)[:-1]
+            offsets = self._files.offsets(shard)[:-1]
             first, last = np.searchsorted(offsets, (low, high))
             found.append(offsets[first:last] + begin)
         return np.concatenate(found) if found else np.empty(0, np.int64)
@@ -122,13 +137,13 @@ class SplitReader:
         firsts = self._first_documents
         which = bisect_right(firsts, number) - 1
         shard = self._split.shards[which]
-        low, high = self._offsets(shard)[number - firsts[which] : number - firsts[which] + 2]
-        return self._tokens(shard)[low:high].astype(np.int64)
+        low, high = self._files.offsets(shard)[number - firsts[which] : number - firsts[which] + 2]
+        return self._files.tokens(shard, int(low), int(high)).astype(np.int64)
 
     def document_lengths(self, at_most: int) -> npt.NDArray[np.int64]:
         """Tokens of every document, or of evenly spaced ones when there are more than `at_most`, int64."""
         step = max(1, -(-self.documents // at_most))
-        lengths = [np.diff(self._offsets(shard))[::step] for shard in self._split.shards]
+        lengths = [np.diff(self._files.offsets(shard))[::step] for shard in self._split.shards]
         return np.concatenate(lengths) if lengths else np.empty(0, np.int64)
 
     @cached_property
@@ -145,16 +160,6 @@ class SplitReader:
             found.append((self._split.shards[which], begin, max(start - begin, 0), min(stop, end) - begin))
             which += 1
         return found
-
-    def _tokens(self, shard: Shard) -> npt.NDArray[Any]:
-        return self._map(shard.file, "<u2" if shard.dtype == "uint16" else "<u4")
-
-    def _offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
-        return self._map(shard.index, "<i8")
-
-    def _open(self, name: str, dtype: str) -> npt.NDArray[Any]:
-        # a plain array over the map: slicing np.memmap itself costs several microseconds
-        return np.asarray(np.memmap(self._folder / name, dtype, "r"))
 
 
 def settle(file: IO[bytes]) -> None:

@@ -11,7 +11,7 @@ samples among themselves see what one rank would see.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -22,10 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megalith.data.errors import DataError
-from megalith.data.manifest import SPLITS, Domain, SplitName, check_sizes, check_tokenizer, read_manifest
+from megalith.data.manifest import SPLITS, Domain, SplitName, check_copies, check_sizes, check_tokenizer, read_manifest
 from megalith.data.mixture import Mixture
 from megalith.data.shards import SplitReader
 from megalith.data.shuffle import Permutation
+from megalith.data.whole import Damage, sums_file
 
 NO_TARGET = -100  # what torch's cross-entropy, too, leaves out
 
@@ -72,7 +73,7 @@ class Batch:
 
 
 class Stream:
-    """A prepared folder read as samples. Opening checks manifest, tokenizer and file sizes; contents only `verify` checks."""
+    """A prepared folder read as samples. Opening checks manifest, tokenizer and file sizes; contents are checked as they are read."""
 
     def __init__(
         self,
@@ -83,16 +84,21 @@ class Stream:
         seed: int = 0,
         weights: Mapping[str, float] | None = None,
         document_mask: bool = True,
+        copies: Sequence[Path | str] = (),
+        tell: Callable[[Damage], None] = lambda damage: None,
     ) -> None:
         """`weights` gives every domain's share of the samples (they are scaled to add up to 1; 0 leaves a domain out); by
         default shares are in proportion to tokens. The validation split is read in order, once, whatever the weights.
 
+        `copies` are folders with the same data: what is damaged in one is read from the next, and `tell` hears of it once.
+
         Raises DataError, with all problems at once, for a folder that is not as it was prepared, weights that do not fit
-        its domains, or a split without data.
+        its domains, a split without data, or a copy of other data; reading raises DamagedDataError where no copy is right.
         """
-        self._folder = Path(folder)
+        self._folder, others = Path(folder), [Path(copy) for copy in copies]
         self._manifest = read_manifest(self._folder)
-        check_sizes(self._folder, self._manifest)
+        check_copies(self._folder, self._manifest, others)
+        check_sizes(self._folder, self._manifest, copies=others)
         check_tokenizer(self._folder, self._manifest)
         domains = self._manifest.domains
         problems = _problems(domains, split, seq_len, weights)
@@ -105,7 +111,9 @@ class Stream:
         self.domains: tuple[str, ...] = tuple(domains)
         self.vocab_size: int = self._manifest.tokenizer.vocab_size
         self.end_of_text: int = self._manifest.tokenizer.end_of_text
-        self._readers = tuple(SplitReader(self._folder, getattr(domain, split)) for domain in domains.values())
+        self._readers = tuple(
+            SplitReader(self._folder, getattr(domain, split), copies=others, tell=tell) for domain in domains.values()
+        )
         self._windows = tuple(_windows(reader.tokens, seq_len) for reader in self._readers)
         self._firsts = np.cumsum([0, *self._windows])
         self._mixture = Mixture([_default_weight(domains[name], weights, name) for name in self.domains])
@@ -151,6 +159,17 @@ class Stream:
             pieces=tuple(sample.pieces for sample in samples),
             domains=tuple(sample.domain for sample in samples),
         )
+
+    @property
+    def unchecked(self) -> list[str]:
+        """Shards whose tokens are read unchecked, for want of sums."""
+        return [shard.file for shard in self._manifest.shards() if not (self._folder / sums_file(shard)).exists()]
+
+    def bytes_of(self, index: int) -> tuple[Path, int, int]:
+        """Where the first tokens of sample `index` lie: a shard of the folder, and its bytes from and to."""
+        domain, window = self._place(index)
+        reader, start = self._readers[domain], window * self.seq_len
+        return reader.bytes_of(start, min(start + self.seq_len + 1, reader.tokens))
 
     def valid_targets(self, indices: Iterable[int]) -> int:
         """Targets in samples `indices` that are not -100: what the loss of a global batch is divided by. Reads no tokens."""

@@ -22,10 +22,12 @@ from megalith.fleet.faults import KINDS, Injection
 from megalith.fleet.pace import percentile
 from megalith.fleet.seat import node_folder
 from megalith.spec.fleet import FleetSpec
+from megalith.spec.run import DataSpec
 
 POLL_SECONDS = 0.1
 REPAIR_SECONDS = 3.0  # until a lost node is back
 WHOLE, FAULTED, CHECKPOINTS = "whole", "faulted", "checkpoints"  # folders of a campaign, and of a run
+MOST_COPIED = 1 << 30  # bytes of data
 MOST_BY_HAND = 3  # unexpected ends after which the campaign gives up
 
 EXPECTED: dict[str, tuple[str, ...]] = {
@@ -47,6 +49,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "two": ("rank_failed",),
     "copy": ("rank_failed",),
     "full": ("save_failed",),
+    "shard": ("data_damaged",),
     "supervisor": (),
 }
 """As what each kind is to be seen."""
@@ -116,9 +119,9 @@ class Judgement:
         return {"ok": self.passed} | asdict(self)
 
 
-def possible(fleet: FleetSpec, *, own_disk: bool) -> tuple[dict[str, str], list[str]]:
+def possible(fleet: FleetSpec, *, own_disk: bool, own_data: bool) -> tuple[dict[str, str], list[str]]:
     """The kinds of fault that a run with this fleet can stand, and why the others are left out. `own_disk`: its checkpoints go to a file
-    system that nobody else needs (`small_disk`)."""
+    system that nobody else needs (`small_disk`); `own_data`: so does its data (`data_of`)."""
     out: dict[str, str] = {}
     for name, kind in KINDS.items():
         missing = [need for need in kind.needs if not getattr(fleet, need)]
@@ -130,6 +133,8 @@ def possible(fleet: FleetSpec, *, own_disk: bool) -> tuple[dict[str, str], list[
             out[name] = f'fleet.verify = "{fleet.verify}"'
         elif name == "full" and not own_disk:
             out[name] = "no checkpoints, or no right to mount a small disk for them"
+        elif name == "shard" and not own_data:
+            out[name] = f"the data is larger than the {MOST_COPIED >> 30} GiB that a campaign copies, to hurt the copy"
     return out, [name for name in KINDS if name not in out and name != "supervisor"]
 
 
@@ -160,6 +165,18 @@ def small_disk(folder: Path, *, size: int) -> Iterator[None]:
 
 def _unmount(folder: Path) -> None:
     subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
+
+
+def may_copy(data: Path) -> bool:
+    """Whether prepared data is small enough to be copied."""
+    return sum(path.stat().st_size for path in data.iterdir()) <= MOST_COPIED
+
+
+def data_of(spec: DataSpec, folder: Path) -> DataSpec:
+    """Data of the run that is hurt: a copy in `folder`, whose shards may be damaged, and behind it what the other run reads."""
+    shutil.copytree(spec.path, folder)
+    (folder / faults.OWN_DATA).touch()
+    return spec.model_copy(update={"path": str(folder), "copies": (str(Path(spec.path).resolve()), *spec.copies)})
 
 
 def clear(folder: Path) -> None:

@@ -199,7 +199,7 @@ class Controller:
         if isinstance(sign, signs.NodesLost) and not set(sign.nodes) & set(self._state.placement):
             self._take(Seen(sign, sign.time, {}))
             return
-        if isinstance(sign, _ENDING) and not (isinstance(sign, signs.Nonfinite) and sign.elsewhere == "not asked"):
+        if _ends(sign):
             self._seen.append(Seen(sign, sign.time, {}))
             self._end_now = True
             return
@@ -233,8 +233,8 @@ class Controller:
         """What the end of a generation was a sign of. Nodes that are gone explain the rest; then what ranks reported; then ends.
         What else was heard while it ended, such as a node that is well again, explains nothing, and is told before."""
         late = [Seen(sign, sign.time, {}) for sign in watch.late_signs]
-        ended_by = [*self._seen, *(one for one in late if isinstance(one.sign, _ENDING))]
-        news = [one for one in late if not isinstance(one.sign, _ENDING)]
+        ended_by = [*self._seen, *(one for one in late if _ends(one.sign))]
+        news = [one for one in late if not _ends(one.sign)]
         seen, self._seen = [*news, *ended_by], []
         if self._requests:
             return [Seen(signs.StopRequested(time=time.time(), step=self._step), time.time(), {})]
@@ -345,7 +345,7 @@ class Controller:
             case commands.SkipTier(because=because):
                 self._log.write(Problem("warning", because))
             case commands.ReadElsewhere(shard=shard, path=path):
-                self._log.write(Problem("warning", f"shard {shard} is read from {path}"))
+                self._log.write(Problem("warning", f"shard {shard} is damaged, and read from {path}: copy it back"))
             case commands.Shrink() | commands.Grow():
                 raise AssertionError(f"{command.kind} without fleet.fallback, which is refused at the start")
             case commands.RerunStep() | commands.Replace() | commands.RollBack() | commands.QuarantineNode():
@@ -354,10 +354,20 @@ class Controller:
 
 _NODES = (signs.NodesLost, signs.NodeJoined, signs.HealthChecked)
 _ENDING = (signs.NodesLost, signs.Nonfinite, signs.StateCorrupt, signs.CopyCorrupt, signs.GradientWrong, signs.DataDamaged)
-"""Signs after which this generation is over."""
+"""Signs after which this generation is over, if `_ends`."""
+
+
+def _ends(sign: AnySign) -> bool:
+    """Whether this generation is over with it: its ranks help themselves when a step can be run again, or a shard read elsewhere."""
+    if isinstance(sign, signs.DataDamaged):
+        return sign.other_copy is None
+    if isinstance(sign, signs.Nonfinite):
+        return sign.elsewhere != "not asked"
+    return isinstance(sign, _ENDING)
+
 
 _NO_INCIDENT = (signs.Started, signs.Saved, signs.StopRequested, signs.NodeJoined, signs.HealthChecked, signs.Waited)
-_ALWAYS_TOLD = (signs.Straggler, signs.Nonfinite, signs.SaveFailed, signs.DataDamaged, signs.NodesLost)
+_ALWAYS_TOLD = (signs.Straggler, signs.Nonfinite, signs.SaveFailed, signs.NodesLost)
 
 
 def _ended(code: int, *, report: str = "") -> Outcome:

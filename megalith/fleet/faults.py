@@ -28,7 +28,7 @@ from megalith.fleet.seat import Seat, node_folder, ranks_of
 from megalith.spec.faults import FaultTable
 
 VARIABLE = "MEGALITH_FAULTS"
-Moment = Literal["joining", "building", "restoring", "step", "gradients", "resting", "saving"]
+Moment = Literal["joining", "building", "restoring", "step", "reading", "gradients", "resting", "saving"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ KINDS: dict[str, Kind] = {
     "two": Kind("two ranks and their nodes' memory", "step"),
     "copy": Kind("copy in memory altered, then SIGKILL", "step", needs=("memory_every",)),
     "full": Kind("no room for a checkpoint", "saving", blames=False),
+    "shard": Kind("flipped data shard", "reading", blames=False),
     "supervisor": Kind("supervisor killed", "step", blames=False),
 }
 """What can be done to a run on one machine."""
@@ -91,13 +92,13 @@ MIX: tuple[tuple[str, str, float], ...] = (
     ("power supply", "node", 1.0),
     ("server chassis", "two", 1.0),
     ("IO expansion board", "full", 1.0),
-    ("dependency", "exception", 1.0),
+    ("dependency", "shard", 1.0),
     ("CPU", "slow", 1.0),
     ("system memory", "copy", 1.0),
 )
 """Cause in the table -> kind of fault here, and which share of the cause's count."""
 
-INSTEAD = {"once": "gradient", "full": "kill"}
+INSTEAD = {"once": "gradient", "full": "kill", "shard": "exception"}
 """Kind -> what stands for its causes in a run that it cannot come to."""
 
 MOMENTS: tuple[Moment, ...] = ("step", "gradients", "resting")
@@ -105,6 +106,9 @@ MOMENTS: tuple[Moment, ...] = ("step", "gradients", "resting")
 
 AFTERMATH = 4
 """Steps of a campaign after its last fault."""
+
+OWN_DATA = "hurt-by-a-campaign"
+"""A file in a folder of data: its shards may be damaged."""
 
 BALLAST = "ballast-"  # and the step: files that fill a disk
 

@@ -51,8 +51,8 @@ class State:
     `placement` is the node of each slot. `bad` are pieces that failed their digest: (tier, step, slot or None for all), which no
     refresh of `copies` brings back. `faults` are the times of the faults blamed on a node, `quarantined` since when a node is out.
     `repeats` counts failures by "signature @ step", `reruns` the runs in place of a step. `restored` is what this generation began
-    from, `fruitless` the starts since a step was done. `leaving` are nodes that go once the state is saved, `least` how many nodes
-    the fallback plan needs.
+    from, `fruitless` the starts since a step was done. `leaving` are nodes that go once the state is saved, `damaged` what is known to be
+    wrong with the data, `least` how many nodes the fallback plan needs.
     """
 
     placement: tuple[str, ...]
@@ -69,6 +69,7 @@ class State:
     shrunk: bool = False
     skipped: tuple[Tier, ...] = ()
     leaving: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
     least: int = 1
     stopped: bool = False
 
@@ -464,12 +465,17 @@ def _save_works(state: State, sign: signs.SaveWorks, fleet: FleetSpec) -> Decisi
 
 
 def _data_damaged(state: State, sign: signs.DataDamaged, fleet: FleetSpec) -> Decision:
+    """The reader has gone on with the other copy already, and does so again whenever it meets the damage: nobody else need do anything."""
     if sign.other_copy is not None:
+        if sign.error in state.damaged:
+            return Decision((), state, f"shard {sign.shard}: known already")
+        state = replace(state, damaged=(*state.damaged, sign.error))
         reason = f"shard {sign.shard}: {sign.error}; read from {sign.other_copy}"
         return Decision((ReadElsewhere(sign.shard, sign.other_copy),), state, reason)
     report = (
         f"shard {sign.shard} of the data: {sign.error}, and there is no other copy. Training on without it would change the data "
-        "order. Put the shard back (`megalith data verify` says which are damaged), then start the same command again."
+        "order. Put the shard back (`megalith data verify` says which are damaged), or name a whole copy in data.copies; then start the "
+        "same command again: it goes on from the newest checkpoint."
     )
     return _stop(state, [SaveState(fleet.wait_limit)], ExitCode.FAILED, report)
 

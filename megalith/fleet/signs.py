@@ -179,7 +179,7 @@ class SaveWorks(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class DataDamaged(Sign):
-    """A shard of the training data is missing or has another digest. `other_copy`: where an intact one lies, if anywhere."""
+    """A shard of the training data is missing or altered. `other_copy`: the folder it was read from instead; None: no copy is right."""
 
     kind: Literal["data_damaged"] = "data_damaged"
     shard: str

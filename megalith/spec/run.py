@@ -14,6 +14,9 @@ class DataSpec(Spec):
     """Prepared data (`megalith data prepare`) and how it is read."""
 
     path: str = Field(description="folder with manifest.json")
+    copies: tuple[str, ...] = Field(
+        default=(), description="folders with the same data, best on other disks: what is damaged in one is read from the next"
+    )
     weights: dict[str, NonNegativeFloat] | None = Field(
         default=None, description="share of each domain in the mixture; default: in proportion to its tokens"
     )

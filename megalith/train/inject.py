@@ -1,7 +1,9 @@
 """Faults on purpose that befall tensors and computations; those of processes and files are `fleet.faults`'s."""
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,20 +15,23 @@ from megalith.train.assemble import Trainer
 
 FLIPPED_BIT = 20  # of fp32's mantissa: a change of about 1 % of the value, far from NaN
 WRONG_BY = 0.37
+Reads = Callable[[int], tuple[Path, int, int]]
+"""Step -> a shard of which this rank reads bytes from and to in it."""
+
 SLOW_SECONDS, SLOW_STEPS = 0.15, 3.0  # a slow rank works so much longer a step, or so many times what its steps took before
 
 
-def watcher() -> "Injector | None":
+def watcher(*, reads: Reads) -> "Injector | None":
     """What brings this rank its faults; None where none are to come."""
     found = faults.find()
-    return Injector(found) if found is not None else None
+    return Injector(found, reads) if found is not None else None
 
 
 class Injector:
     """Watches the steps of a rank and lets its faults come at their moments."""
 
-    def __init__(self, found: Faults) -> None:
-        self._faults = found
+    def __init__(self, found: Faults, reads: Reads) -> None:
+        self._faults, self._reads = found, reads
         self._hooks: list[Any] = []
         self._begun: float | None = None
         self._least = float("inf")  # seconds that this thread worked between the beginnings of two steps
@@ -39,6 +44,8 @@ class Injector:
             self._least = min(self._least, now - self._begun)
         self._begun = now
         faults.at("step", step)
+        for one in self._faults.due("reading", step):
+            flip_data(one, *self._reads(step))
         for one in self._faults.due("gradients", step):
             stage = trainer.runners[max(trainer.runners)].stage
             parameter = next(p for p in stage.parameters() if p.requires_grad)
@@ -84,6 +91,16 @@ class Injector:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def flip_data(one: Injection, shard: Path, begin: int, end: int) -> None:
+    """Flip one bit of a shard among bytes begin to end, which are about to be read. Only of a copy that a campaign made for it."""
+    assert (shard.parent / faults.OWN_DATA).exists(), f"{shard} is data that others need, and is not harmed"
+    at = begin + int(one.place * (end - begin))
+    with shard.open("r+b", buffering=0) as file:
+        byte = os.pread(file.fileno(), 1, at)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+    print(f"fault {one.number}: a bit of byte {at} of {shard.name} flipped before step {one.step} is read", flush=True)
 
 
 def work(seconds: float) -> None:

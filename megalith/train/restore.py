@@ -43,8 +43,17 @@ def meta(position: Position, *, spec: RunSpec, stream: Stream) -> dict[str, Any]
 
 def read_step(stream: Stream, spec: RunSpec, position: Position, step: int, data_rank: int) -> list[Samples]:
     """The microbatches of a data rank in any step of a run that stands at `position`."""
+    return [stream.batch(part) for part in _of_step(spec, position, step, data_rank)]
+
+
+def first_sample(spec: RunSpec, position: Position, step: int, data_rank: int) -> int:
+    """The number of the first sample that `read_step` reads."""
+    return _of_step(spec, position, step, data_rank)[0].start
+
+
+def _of_step(spec: RunSpec, position: Position, step: int, data_rank: int) -> list[range]:
     first = position.samples + (step - position.step) * spec.train.global_batch
-    return [stream.batch(part) for part in indices(spec, first=first, data_rank=data_rank)]
+    return indices(spec, first=first, data_rank=data_rank)
 
 
 def restore(

@@ -23,6 +23,7 @@ from megalith import __version__
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.memory import Memory
 from megalith.data.stream import Stream
+from megalith.data.whole import Damage
 from megalith.events import EventLog, Holding, Problem, RunFinished, RunStarted
 from megalith.fleet import environment, faults
 from megalith.fleet.copies import DISK
@@ -30,7 +31,7 @@ from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.report import report
 from megalith.fleet.seat import REPORTS, Seat
-from megalith.fleet.signs import Preempted, SaveFailed
+from megalith.fleet.signs import DataDamaged, Preempted, SaveFailed
 from megalith.fleet.tiers import Source, Tier
 from megalith.models.flops import CONVENTION, flops_per_token
 from megalith.models.stage import Stage
@@ -42,7 +43,7 @@ from megalith.train.generate import TOKENIZER
 from megalith.train.guard import Guard
 from megalith.train.join import choose_device, join, keep_memory, matmul_rate
 from megalith.train.loop import Loop, Yardstick
-from megalith.train.restore import read_step, restore
+from megalith.train.restore import first_sample, read_step, restore
 from megalith.train.validate import Validator
 
 
@@ -132,6 +133,8 @@ def _prepare(
         print(message, file=sys.stderr, flush=True)
 
     stream = open_stream(spec, "train")
+    if stream.unchecked:
+        warn(f"{spec.data.path} has no sums, so changes of its bytes are not seen: `megalith data verify` writes them")
     if log:
         shutil.copyfile(Path(spec.data.path) / TOKENIZER, folder / TOKENIZER)
     held_out = open_stream(spec, "validation") if spec.validation.every else None
@@ -153,7 +156,7 @@ def _prepare(
     yardstick = _yardstick(trainer, folder)
     _introduce(trainer, yardstick, resumed=position.step, log=log)
     validator = Validator(trainer, held_out) if held_out else None
-    injector = inject.watcher()
+    injector = inject.watcher(reads=lambda step: stream.bytes_of(first_sample(spec, position, step, groups.coordinates["data"])))
     return Loop(
         trainer,
         stream,
@@ -217,7 +220,14 @@ def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
         seed=spec.train.seed,
         weights=spec.data.weights,
         document_mask=spec.data.document_mask,
+        copies=spec.data.copies,
+        tell=_tell_of_damage,
     )
+
+
+def _tell_of_damage(found: Damage) -> None:
+    elsewhere = None if found.elsewhere is None else str(found.elsewhere)
+    report(DataDamaged(time=time.time(), shard=found.file, error=found.error, other_copy=elsewhere))
 
 
 def _yardstick(trainer: Trainer, folder: Path) -> Yardstick:

@@ -9,9 +9,21 @@ import pytest
 
 from megalith import events
 from megalith.fleet import faults
-from megalith.fleet.campaign import Judgement, Ran, clear, fates_of, judge, may_mount, possible, small_disk
+from megalith.fleet.campaign import (
+    Judgement,
+    Ran,
+    clear,
+    data_of,
+    fates_of,
+    judge,
+    may_copy,
+    may_mount,
+    possible,
+    small_disk,
+)
 from megalith.fleet.faults import Injection
 from megalith.spec.fleet import FleetSpec
+from megalith.spec.run import DataSpec
 
 KILL, STOP = Injection(0, "kill", 3, "step", (1,)), Injection(1, "stop", 6, "step", (2,))
 STATE = {"weights": "abc", "samples": 80}
@@ -126,17 +138,31 @@ def test_faults_that_overlap_share_an_incident_which_may_name_either(tmp_path: P
 
 
 def test_what_a_run_is_not_made_for_is_left_out_with_the_reason():
-    out, kinds = possible(FleetSpec(), own_disk=False)
+    out, kinds = possible(FleetSpec(), own_disk=False, own_data=False)
     assert out == {
         "gradient": "fleet.verify_every is off",
         "once": "fleet.verify_every is off",
         "node": "fleet.nodes = 1",
         "full": "no checkpoints, or no right to mount a small disk for them",
+        "shard": "the data is larger than the 1 GiB that a campaign copies, to hurt the copy",
     }
     assert "kill" in kinds
     assert "gradient" not in kinds
-    assert possible(FleetSpec(nodes=2, verify_every=4), own_disk=True)[0] == {"once": 'fleet.verify = "one"'}
-    assert not possible(FleetSpec(nodes=2, spares=1, verify_every=4, verify="all"), own_disk=True)[0]
+    some = FleetSpec(nodes=2, verify_every=4)
+    assert possible(some, own_disk=True, own_data=True)[0] == {"once": 'fleet.verify = "one"'}
+    assert not possible(some.model_copy(update={"verify": "all"}), own_disk=True, own_data=True)[0]
+
+
+def test_the_run_that_is_hurt_has_data_of_its_own_and_that_of_the_other_behind_it(tmp_path: Path):
+    theirs = tmp_path / "data"
+    theirs.mkdir()
+    (theirs / "shard").write_text("tokens")
+    assert may_copy(theirs)
+    spec = data_of(DataSpec(path=str(theirs), copies=("far",)), tmp_path / "out")
+    assert (spec.path, spec.copies) == (str(tmp_path / "out"), (str(theirs), "far"))
+    assert (tmp_path / "out" / "shard").read_text() == "tokens"
+    assert (tmp_path / "out" / faults.OWN_DATA).exists()
+    assert not (theirs / faults.OWN_DATA).exists()
 
 
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount a file system")

@@ -19,7 +19,7 @@ from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.faults import Injection
 from megalith.fleet.job import Job
 from megalith.fleet.outcome import Outcome
-from megalith.fleet.signs import HealthChecked, NodeJoined, Straggler
+from megalith.fleet.signs import DataDamaged, HealthChecked, NodeJoined, Straggler
 from megalith.fleet.tiers import Copy, Tier
 from megalith.spec.fleet import FleetSpec
 from tests.fleet.walk import checkpoints
@@ -127,11 +127,13 @@ def test_what_is_heard_while_ranks_end_hides_no_failure(tmp_path: Path) -> None:
     controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
     failure = Failure(1, "killed by SIGKILL in phase `step`", "", "", tmp_path / "ranks/rank-1.log", 1.0, ExitCode.LOST)
     outcome = Outcome(ExitCode.LOST, False, failure, (), (), (), None)
-    watch = SimpleNamespace(
-        hang=None, late_signs=[NodeJoined(time=1.0, node="c"), HealthChecked(time=1.0, node="c", passed=True)]
-    )
-    seen = controller._after(cast(Any, watch), outcome)
-    assert [one.sign.kind for one in seen] == ["node_joined", "health_checked", "rank_failed"]
+    late = [
+        NodeJoined(time=1.0, node="c"),
+        HealthChecked(time=1.0, node="c", passed=True),
+        DataDamaged(time=1.0, shard="a.bin", error="byte 5", other_copy="/copy"),
+    ]
+    seen = controller._after(cast(Any, SimpleNamespace(hang=None, late_signs=late)), outcome)
+    assert [one.sign.kind for one in seen] == ["node_joined", "health_checked", "data_damaged", "rank_failed"]
     for one in seen:
         controller._take(one)
     assert controller._next is not None

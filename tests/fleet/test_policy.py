@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.fleet import commands, policy, signs
-from megalith.fleet.commands import Command, Grow, Replace, RerunStep, Restart, Shrink, Stop, Wait
-from megalith.fleet.exit_codes import retryable
+from megalith.fleet.commands import Command, Grow, ReadElsewhere, Replace, RerunStep, Restart, Shrink, Stop, Wait
+from megalith.fleet.exit_codes import ExitCode, retryable
 from megalith.fleet.policy import RULES, VACANT, Decision, State, decide
 from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier
 from megalith.spec.fleet import FleetSpec
@@ -162,6 +162,17 @@ def test_a_rewritten_copy_is_trusted_again() -> None:
     assert decide(refreshed, _kill(), fleet=FleetSpec()).state.restored.elsewhere == ((1, Tier.BUDDY),)
     passed = decide(refreshed, signs.Progressed(step=21), fleet=FleetSpec()).state
     assert decide(replace(passed, copies=COPIES), _kill(step=21), fleet=FleetSpec()).state.restored.elsewhere == ()
+
+
+def test_a_damaged_shard_is_told_of_once_and_stops_the_run_only_without_a_copy() -> None:
+    damaged = signs.DataDamaged(shard="a-train-00000.bin", error="byte 5", other_copy="/copy")
+    first, again = _play(START, [damaged, damaged], FleetSpec())
+    assert first.commands == (ReadElsewhere("a-train-00000.bin", "/copy"),)
+    assert again.commands == ()
+    last = decide(again.state, replace(damaged, other_copy=None), fleet=FleetSpec())
+    assert isinstance(last.commands[-1], Stop)
+    assert last.commands[-1].code == ExitCode.FAILED
+    assert "data.copies" in last.commands[-1].report
 
 
 def test_waiting_between_fruitless_starts_grows_to_its_limit() -> None:

@@ -25,7 +25,9 @@ def _injector(kind: str, folder: Path) -> Injector:
     """The fault comes at step 1."""
     what, file = KINDS[kind], folder / f"{kind}.json"
     faults.save(file, [Injection(0, kind, 1, what.moment, (0,), place=0.5, lasts=what.lasts)])
-    return Injector(Faults(file, Seat(0, 1, ("0",), None)))
+    return Injector(
+        Faults(file, Seat(0, 1, ("0",), None)), lambda step: (folder / "data" / "shard.bin", 10 * step, 10 * step + 6)
+    )
 
 
 def _flipped(kind: str, folder: Path) -> list[dict[str, int]]:
@@ -70,7 +72,7 @@ def hurt(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_kind_of_fault_is_done_by_somebody() -> None:
-    assert {*ACTIONS, *STATES, *GRADIENTS} == set(KINDS)
+    assert {*ACTIONS, *STATES, *GRADIENTS, "shard"} == set(KINDS)
 
 
 @pytest.mark.parametrize("kind", STATES)
@@ -94,3 +96,18 @@ def test_one_element_of_the_gradient_is_wrong_once_or_from_then_on(
 def test_a_slow_rank_works_longer_for_the_same_result(hurt: dict[str, Any]) -> None:
     assert [found[:2] for found in hurt["slow"]] == [(0, 0)] * 3
     assert all(seconds >= SLOW_SECONDS for _, _, seconds in hurt["slow"][1:])
+
+
+def test_a_bit_of_the_data_that_is_read_next_flips_once_and_only_in_data_made_for_it(tmp_path: Path) -> None:
+    shard = tmp_path / "data" / "shard.bin"
+    shard.parent.mkdir()
+    shard.write_bytes(bytes(100))
+    trainer: Any = None  # it is not looked at
+    with pytest.raises(AssertionError, match="others need"):
+        _injector("shard", tmp_path).before_step(trainer, 1)
+    (shard.parent / faults.OWN_DATA).touch()
+    injector, found = _injector("shard", tmp_path), []
+    for step in range(3):
+        injector.before_step(trainer, step)
+        found.append([(at, byte) for at, byte in enumerate(shard.read_bytes()) if byte])
+    assert found == [[], [(13, 1)], [(13, 1)]]
