@@ -40,10 +40,26 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     (kept, turned), (kept_out, turned_out) = _split(x, cos), _split(out, cos)
     kept_out.copy_(kept)
+    if x.device.type == "cpu":
+        _turn_rows(turned, turned_out, cos, sin)
+        return out
     (a, b), (first, second) = turned.chunk(2, dim=-1), turned_out.chunk(2, dim=-1)
     first.copy_((a * cos).addcmul_(b, sin, value=-1))
     second.copy_((b * cos).addcmul_(a, sin))
     return out
+
+
+def _turn_rows(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """One sequence at a time: what lies between the passes stays in the cache."""
+    both = torch.cat((cos, cos), dim=-1)
+    tables = [t.expand(x.shape[0], *t.shape[-3:]) for t in (both, sin)]
+    for row, row_out, row_both, row_sin in zip(x, out, *tables, strict=True):
+        wide = row.to(cos.dtype)
+        (a, b), turned = wide.chunk(2, dim=-1), wide * row_both
+        first, second = turned.chunk(2, dim=-1)
+        first.addcmul_(b, row_sin, value=-1)
+        second.addcmul_(a, row_sin)
+        row_out.copy_(turned)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from megalith.kernels.norm import rms_norm
 from megalith.spec.model import NormSpec
 
 
@@ -22,8 +23,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         if self.offset:
-            return F.rms_norm(x.float(), x.shape[-1:], 1 + self.weight.float(), self.eps).to(x.dtype)
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+            return rms_norm(x, 1 + self.weight.float(), self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
