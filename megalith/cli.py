@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from megalith.fleet.campaign import Judgement
+    from megalith.fleet.replay import Replayed
     from megalith.fleet.simulate import Simulated, Tried
     from megalith.planner.asked import Question
     from megalith.spec.problem import Problem
@@ -619,7 +620,12 @@ def show_planned(found: dict[str, Any], *, pareto: bool) -> None:
 
 @command(app)
 def simulate(
-    cluster: Annotated[str, typer.Option(help="h100:16384 and the like, or a TOML file of a cluster.", show_default=False)],
+    cluster: Annotated[
+        str | None, typer.Option(help="h100:16384 and the like, or a TOML file of a cluster.", show_default=False)
+    ] = None,
+    campaign: Annotated[
+        Path | None, typer.Option(help="Instead: a campaign's folder, whose faults are played again.", show_default=False)
+    ] = None,
     days: Annotated[float, typer.Option(help="How long the run takes.")] = 30.0,
     seeds: Annotated[int, typer.Option(min=1, help="How often it is played, each time with other faults.")] = 20,
     spares: Annotated[
@@ -638,7 +644,16 @@ def simulate(
     Example:  megalith simulate --cluster h100:16384 --days 54 --profile memory --checkpoint-every 5
 
     How many spares pay:  megalith simulate --cluster h100:16384 --days 54 --sweep spares --out spares.svg
+
+    A campaign's goodput, from its list of faults and the latencies in its log:  megalith simulate --campaign runs/NAME-campaign
     """
+    if (cluster is None) == (campaign is None):
+        raise typer.BadParameter("Give --cluster, or --campaign to play one again.")
+    if campaign is not None:
+        replayed = verbs().replay(campaign)
+        say({"ok": True} | replayed.as_json()) if as_json else show_replayed(replayed)
+        return
+    assert cluster is not None
     one_of("--profile", profile, "cold", "warm", "memory")
     above_zero("--days", days)
     above_zero("--checkpoint-every", checkpoint_every)
@@ -668,6 +683,16 @@ def simulate(
     show_tried(found, sweep) if sweep else show_simulated(found, checkpoint_every, profile)
     if drawn:
         print(f"drawn: {drawn}")
+
+
+def show_replayed(found: "Replayed") -> None:
+    """A campaign and its simulation side by side."""
+    table = Table("what time went to", "recorded", "predicted")
+    for what, *seconds in found.rows():
+        table.add_row(what, *(f"{value:.1f} s" for value in seconds))
+    Console(highlight=False).print(table)
+    print(f"latencies: {found.figures.latencies.source}")
+    print(f"goodput {found.recorded.share:.1%} recorded, {found.goodput:.1%} predicted: {found.gap:+.1%}")
 
 
 def show_simulated(found: "Simulated", minutes: float, profile: str) -> None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from megalith.fleet.health import Finding
     from megalith.fleet.job import Job
     from megalith.fleet.outcome import Outcome
+    from megalith.fleet.replay import Replayed
     from megalith.fleet.simulate import Scenario, Simulated, Tried
     from megalith.fleet.tiers import Copy
     from megalith.planner.answer import Answer
@@ -373,6 +374,16 @@ def simulate(cluster: str, *, seeds: int = 20, tick: Callable[[], None] = lambda
     from megalith.fleet import simulate as simulator  # numpy takes a tenth of a second
 
     return simulator.simulate(_scenario(cluster, **settings), seeds=seeds, tick=tick)
+
+
+def replay(folder: Path) -> "Replayed":
+    """Play a campaign's list of faults through the simulator, with the latencies of its own log. `folder`: where the campaign lies.
+
+    Raises FileNotFoundError where there is none, ValueError for one that ended before its first step.
+    """
+    from megalith.fleet import replay as replayer  # see simulate()
+
+    return replayer.replay(folder)
 
 
 def try_out(

@@ -1,11 +1,12 @@
 """How long the parts of a recovery take: assumed profiles, what a cluster's figures allow, or measured in a run with faults."""
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from megalith.fleet.tiers import Source
+from megalith.fleet.tiers import Source, Tier
 from megalith.spec.cluster import ClusterSpec
 
 
@@ -86,35 +87,52 @@ def of_cluster(
     return replace(chosen, restore=restore, source="; ".join(notes))
 
 
+_DEPTH = tuple(tier.value for tier in Tier)  # fastest first
 _SEEN_AS = {"rank_failed": "crash", "hang": "hang", "nodes_lost": "node_lost"}
 
 
-def calibrated(records: Iterable[Mapping[str, Any]], base: Latencies) -> Latencies:
-    """`base` with the medians that a run's incidents and saves show (events `incident`, `recovery`, `checkpoint`).
+def calibrated(
+    records: Iterable[Mapping[str, Any]], base: Latencies, *, typical: Callable[[Sequence[float]], float] = median
+) -> Latencies:
+    """`base` with what a run's incidents and saves typically took (events `incident`, `recovery`, `checkpoint`). `typical`: the median, or
+    the mean where totals are to come right.
 
-    The log knows recovery as a whole, so restart and restore are not told apart: restart takes the fastest tier's median, and a
-    slower tier what its own median is above that.
+    The log knows recovery as a whole, so restart and restore are not told apart: restart takes the fastest tier's time, and a slower
+    tier what its own is above that.
     """
     whole = list(records)
     begun = {record["incident"]: record for record in whole if record["type"] == "incident"}
     detection: dict[str, list[float]] = {}
     for record in begun.values():
         detection.setdefault(_SEEN_AS.get(record["cause"], ""), []).append(max(0.0, record["time"] - record["began"]))
-    recovery: dict[str, list[float]] = {}
-    for record in whole:
-        if record["type"] == "recovery" and record["restored"] and record["incident"] in begun:
-            tier = next((tier for tier in base.restore if f" in {tier}" in record["restored"]), None)
-            if tier:
-                recovery.setdefault(tier, []).append(max(0.0, record["time"] - begun[record["incident"]]["time"]))
-    found: dict[str, Any] = {name: median(times) for name, times in detection.items() if name}
-    medians = {tier: median(times) for tier, times in recovery.items()}
-    if medians:
-        found["restart"] = min(medians.values())
-        found["restore"] = {tier: medians.get(tier, found["restart"]) - found["restart"] for tier in base.restore}
+    found: dict[str, Any] = {name: typical(times) for name, times in detection.items() if name}
+    took = {tier: typical(times) for tier, times in _recoveries(whole, begun).items()}
+    if took:
+        found["restart"] = min(took.values())
+        found["restore"] = {tier: took.get(tier, found["restart"]) - found["restart"] for tier in base.restore}
         found["replace"] = 0.0
     waits = [record["wait_seconds"] for record in whole if record["type"] == "checkpoint"]
     writes = [record["seconds"] for record in whole if record["type"] == "checkpoint"]
     if waits:
-        found["stall"] = {**base.stall, "store": median(waits)}
-        found["write"] = found["save"] = median(writes)
-    return replace(base, **found, source=f"medians of {len(begun)} incidents and {len(waits)} saves")
+        found["stall"] = {**base.stall, "store": typical(waits)}
+        found["write"] = found["save"] = typical(writes)
+    return replace(
+        base, **found, source=f"{typical.__name__.removeprefix('f')}s of {len(begun)} incidents and {len(waits)} saves"
+    )
+
+
+def _recoveries(records: Sequence[Mapping[str, Any]], begun: Mapping[int, Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Seconds from a decision to the next step, by the slowest tier that was read. Of starts that failed, only the last one counts, and
+    what waited for a save is not known apart."""
+    decided = sorted(record["time"] for record in begun.values())
+    found: dict[str, list[float]] = {}
+    for record in records:
+        if record["type"] != "recovery" or not record["restored"] or record["incident"] not in begun:
+            continue
+        tiers = [tier for tier in _DEPTH if f" {tier}" in record["restored"]]
+        at = begun[record["incident"]]["time"]
+        if begun[record["incident"]]["cause"] == "preempted":
+            continue
+        if tiers and bisect_right(decided, record["time"]) == bisect_right(decided, at):
+            found.setdefault(tiers[-1], []).append(max(0.0, record["time"] - at))
+    return found

@@ -180,9 +180,13 @@ def _of_pauses(records: Sequence[Record]) -> list[Interval]:
 
 
 def _of_incidents(records: Sequence[Record], steps: Sequence[Record]) -> list[Interval]:
-    """Detection, then recovery up to the first step after it. What the broken step had done is lost, too."""
+    """Detection, then recovery up to the first step after it. What the broken step had done is lost, too.
+
+    That step's own time is none of it, though the incident is over only once that step is seen to run.
+    """
     ends = sorted(step["time"] for step in steps)
     begins = sorted(step["time"] - step["seconds"] for step in steps)
+    starts = sorted(record["time"] for record in records if record["type"] == "run_started")
     recovered = {record["incident"]: record["time"] for record in records if record["type"] == "recovery"}
     last = max((record["time"] for record in records), default=0.0)
     found = []
@@ -190,13 +194,15 @@ def _of_incidents(records: Sequence[Record], steps: Sequence[Record]) -> list[In
         if record["type"] != "incident" or record["cause"] == "straggler":
             continue
         over = recovered.get(record["incident"], last)
-        after, before = bisect_left(begins, over), bisect_right(ends, record["began"])
-        begun = begins[after] if after < len(begins) else over
+        start, before = bisect_right(starts, over), bisect_right(ends, record["began"])
+        if start and starts[start - 1] > record["time"]:
+            after = bisect_left(begins, starts[start - 1])
+            over = begins[after] if after < len(begins) else over
         done = ends[before - 1] if before else record["began"]
         found += [
             Interval(done, record["began"], Cause.LOST),
             Interval(record["began"], record["time"], Cause.DETECTION),
-            Interval(record["time"], max(over, begun), Cause.RECOVERY),
+            Interval(record["time"], over, Cause.RECOVERY),
         ]
     return found
 

@@ -228,7 +228,7 @@ def _tried(value: float, result: Simulated) -> Tried:
 
 def _life(plan: Scenario, seed: int) -> Life:
     streams = np.random.SeedSequence(seed).spawn(plan.sites)
-    sites = [_Site(plan, np.random.default_rng(stream)).live() for stream in streams]
+    sites = [Site(plan, np.random.default_rng(stream)).live() for stream in streams]
     horizon = plan.days * DAY
     seconds = {what: sum(site.seconds[what] for site in sites) / len(sites) for what in Spent}
     if plan.sites > 1:
@@ -255,7 +255,7 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return total
 
 
-def _joined(plan: Scenario, sites: Sequence["_Site"], alone: dict[Spent, float]) -> dict[Spent, float]:
+def _joined(plan: Scenario, sites: Sequence["Site"], alone: dict[Spent, float]) -> dict[Spent, float]:
     """What is left of each site's own useful time when rounds of all sites must meet.
 
     "skip" costs a site only the synchronisation. "wait" makes each round as long as its slowest site's; faults have no memory, so the
@@ -276,7 +276,7 @@ def _joined(plan: Scenario, sites: Sequence["_Site"], alone: dict[Spent, float])
     return shares | {Spent.SYNC: max(0.0, horizon - sum(shares.values()))}
 
 
-def _mean_curve(sites: Sequence["_Site"], horizon: float) -> list[tuple[float, float]]:
+def _mean_curve(sites: Sequence["Site"], horizon: float) -> list[tuple[float, float]]:
     times = np.linspace(horizon / 200, horizon, 200)
     curves = [np.array(site.curve) for site in sites]
     shares = np.mean([np.interp(times, curve[:, 0], curve[:, 1]) for curve in curves], axis=0)
@@ -289,7 +289,7 @@ def _thin(curve: Sequence[tuple[float, float]], most: int = 200) -> tuple[tuple[
 
 
 @dataclass(frozen=True)
-class _Fault:
+class Fault:
     """A fault on its way. `hours`: how long what it breaks is away; `nodes` by number."""
 
     shows: str
@@ -299,7 +299,7 @@ class _Fault:
     hardware: bool
 
 
-class _Site:
+class Site:
     """One site's run as it unfolds: a clock, a queue of what is to come, and the policy's state."""
 
     def __init__(self, plan: Scenario, random: np.random.Generator) -> None:
@@ -324,12 +324,12 @@ class _Site:
         self.turn = 0  # of the group: what was scheduled for an earlier one is void
         self.queue: list[tuple[float, int, Callable[[], object]]] = []
         self.overhead = self._overhead()
-        self.detect: dict[str, Callable[[_Fault, str, int], None]] = {
+        self.detect: dict[str, Callable[[Fault, str, int], None]] = {
             "straggler": self._slow_down, "wrong gradient": self._compute_wrongly, "not finite": self._be_not_finite,
             "full disk": self._fill_disk,
         }  # fmt: skip
 
-    def live(self) -> "_Site":
+    def live(self) -> "Site":
         """From the first start to the horizon."""
         self._schedule_faults()
         self._at(self.plan.latencies.start, self._ready, of_group=True)
@@ -407,7 +407,7 @@ class _Site:
         for time, node, kind in zip(times, nodes, kinds, strict=True):
             cause = plan.causes[int(kind)]
             hours = own.maintenance_hours if cause.shows == "preemption" else self.random.exponential(own.repair_hours)
-            self._at(time, self._striking(_Fault(cause.shows, cause.name, (int(node),), hours, cause.repair)))
+            self._at(time, self._striking(Fault(cause.shows, cause.name, (int(node),), hours, cause.repair)))
         self._schedule_outages("rack", own.rack_nodes, own.rack_outages, own.rack_hours)
         self._schedule_outages("switch", own.rack_nodes * own.switch_racks, own.switch_outages, own.switch_hours)
         for time in self._poisson(plan.planned / DAY):
@@ -418,16 +418,16 @@ class _Site:
         for time in self._poisson(per_year * groups / YEAR):
             group = int(self.random.integers(groups))
             nodes = tuple(range(group * size, min((group + 1) * size, len(self.number))))
-            self._at(time, self._striking(_Fault("node lost", what, nodes, self.random.exponential(hours), True)))
+            self._at(time, self._striking(Fault("node lost", what, nodes, self.random.exponential(hours), True)))
 
     def _poisson(self, rate: float) -> np.ndarray:
         count = self.random.poisson(rate * self.horizon) if rate else 0
         return np.sort(self.random.random(count) * self.horizon)
 
-    def _striking(self, fault: _Fault) -> Callable[[], None]:
+    def _striking(self, fault: Fault) -> Callable[[], None]:
         return lambda: self._strike(fault)
 
-    def _strike(self, fault: _Fault) -> None:
+    def _strike(self, fault: Fault) -> None:
         """A fault comes: on nodes that are away already it shows nothing; outside the mesh it only takes spares away."""
         names = [f"node{i}" for i in fault.nodes if f"node{i}" not in self.broken]
         if not names:
@@ -452,7 +452,7 @@ class _Site:
         else:
             self._break(fault, names, slot)
 
-    def _break(self, fault: _Fault, names: list[str], slot: int | None) -> None:
+    def _break(self, fault: Fault, names: list[str], slot: int | None) -> None:
         """Something in the mesh stops: everybody stands still until it is seen."""
         latency, plan = self.plan.latencies, self.plan
         node, place = names[0], slot or 0
@@ -491,7 +491,7 @@ class _Site:
             del self.broken[name]
             self._decide(signs.NodeJoined(node=name, **self._when()))
 
-    def _slow_down(self, fault: _Fault, node: str, slot: int) -> None:
+    def _slow_down(self, fault: Fault, node: str, slot: int) -> None:
         """A slow node is reported once it has cost as much as replacing it would, and not before: until then it is borne."""
         latency, plan = self.plan.latencies, self.plan
         self.slow[node] = self.now
@@ -518,7 +518,7 @@ class _Site:
         if not decision.commands:
             del self.broken[node]  # it is borne: it stays in the mesh, slow as it is
 
-    def _compute_wrongly(self, fault: _Fault, node: str, slot: int) -> None:
+    def _compute_wrongly(self, fault: Fault, node: str, slot: int) -> None:
         """Wrong gradients are seen at the next verification, if there is one; until then every step is in vain."""
         every = self.plan.fleet.verify_every * self.plan.step_seconds
         if not every:
@@ -540,10 +540,10 @@ class _Site:
         if node in self.state.placement:
             del self.broken[node]  # there was no spare for it
 
-    def _be_not_finite(self, fault: _Fault, node: str, slot: int) -> None:
+    def _be_not_finite(self, fault: Fault, node: str, slot: int) -> None:
         self._decide(signs.Nonfinite(slot=slot, node=node, rank=slot * self.plan.devices_per_node, name="", **self._when()))
 
-    def _fill_disk(self, fault: _Fault, node: str, slot: int) -> None:
+    def _fill_disk(self, fault: Fault, node: str, slot: int) -> None:
         self._decide(signs.SaveFailed(tier=Tier.DISK, error=fault.name, **self._when()))
 
     def _stop_as_planned(self) -> None:
@@ -572,7 +572,11 @@ class _Site:
             every = fleet.disk_every if tier == "disk" else fleet.memory_every
             newest = step // every * every
             held = {newest - i * every for i in range(fleet.memory_keep)} if newest > base else {base}
-            found += [Copy(Tier(tier), at) for at in held if at >= base or tier == "disk"]
+            held = {at for at in held if at >= base or tier == "disk"}
+            if fleet.verify_every and tier != "disk":  # the last verified step's is kept, through restarts from memory as well
+                verified = (step - 1) // fleet.verify_every * fleet.verify_every
+                held.add(max(0 if self.state.restored.tier is Tier.MEMORY else base, verified))
+            found += [Copy(Tier(tier), at) for at in held]
         written = max(0.0, self.progress - plan.latencies.write)
         last = int(written // plan.store_every)
         marks = {max(0, last - i) * plan.store_every for i in range(STORE_KEEP)}

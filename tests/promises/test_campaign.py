@@ -43,6 +43,7 @@ def test_after_24_faults_the_end_is_bit_for_bit_that_of_the_run_without_them(dat
         row: Row = rows[kind]
         assert row.injected == row.handled >= 1, row
         assert set(row.seen_as.split(", ")) <= {*EXPECTED[kind], "rank_failed"}, (row, "or hidden by a death in the same step")
+    assert abs(verbs.replay(tmp_path / "out").gap) < 0.05, "the simulator with the latencies of this very log"
 
 
 def test_without_the_guards_the_same_faults_would_stay(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
