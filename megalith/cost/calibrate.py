@@ -46,6 +46,8 @@ BOUNDS: Mapping[str, Bounds] = {
     "hop": Bounds(5e-7, 3e-4, 1.0),
     "gap": Bounds(1e-6, 1e-5, 0.5),
     "host": Bounds(1e-6, 2e-4, 0.8),
+    "launch": Bounds(3e-6, 5e-5, 0.5),
+    "slower": Bounds(1.0, 4.0, 0.5),
     "routing": Bounds(1e-5, 2e-2, 0.5),
     "passes": Bounds(0.3, 2.5, 0.4),
     "tensor_exposed": Bounds(0.05, 1.5, 0.4),
@@ -60,7 +62,7 @@ BOUNDS: Mapping[str, Bounds] = {
 """Figures of time that are fitted; those of memory and counts of hardware units are known."""
 
 
-TIED = {"fused.host": "packaged.host", "fused.routing": "packaged.routing"}
+TIED = {f"fused.{name}": f"packaged.{name}" for name in ("host", "launch", "routing")}
 """Figures that are one: an operation of Megatron-Core's takes the host as long in a tuned run, until graphs start it."""
 
 
@@ -148,6 +150,8 @@ def _users(observations: Sequence[Observation], figures: Calibration) -> dict[st
         workload = one.choices[0][0]
         found[figures.families[workload.cluster.accelerator.name]].append(i)
         found[workload.practice.generation].append(i)
+        if host := figures.beside.get(workload.cluster.accelerator.name):
+            found[host].append(i)
     return found
 
 
@@ -189,8 +193,11 @@ def as_toml(figures: Calibration, *, command: str, note: str) -> str:
         "",
         "[families]",
         *(f'{name} = "{family}"' for name, family in figures.families.items()),
+        "",
+        "[beside]",
+        *(f'{name} = "{host}"' for name, host in figures.beside.items()),
     ]
-    for title, table in (("device", figures.devices), ("generation", figures.generations)):
+    for title, table in (("device", figures.devices), ("generation", figures.generations), ("host", figures.hosts)):
         for owner, row in table.items():
             lines += ["", f"[{title}.{owner}]", *(f"{key} = {_number(value)}" for key, value in vars(row).items())]
     return "\n".join(lines) + "\n"

@@ -51,7 +51,9 @@ class Generation:
     """What a generation of software adds."""
 
     host: float
-    """Seconds the host takes to start an operation; it works ahead of the device, so the slower of the two counts."""
+    """Seconds an x86 host takes to start an operation; it works ahead of the device, so the slower of the two counts."""
+    launch: float
+    """Seconds it takes for a kernel alone: for each further one where an operation starts several."""
     routing: float
     """Seconds a layer of experts waits in each direction for the host to learn where tokens go."""
     passes: float
@@ -81,35 +83,48 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What starts the devices' operations, where it is no x86 server."""
+
+    slower: float
+    """How many times as long as an x86 server it takes for that."""
+
+
+@dataclass(frozen=True)
 class Calibration:
     """Every fitted figure, and how they were found."""
 
     devices: dict[str, Device]
     generations: dict[str, Generation]
+    hosts: dict[str, Host]
     families: dict[str, str]
     """Accelerator -> its generation of devices."""
+    beside: dict[str, str]
+    """Accelerator -> its host, where that is no x86 server."""
     fitted: dict[str, Any]
 
     def device(self, accelerator: Accelerator) -> Device:
         """The figures of an accelerator; of its vendor's newest generation if it has no entry of its own."""
         return self.devices[self.families.get(accelerator.name, "hopper")]
 
+    def slower(self, accelerator: Accelerator) -> float:
+        """How many times as long as an x86 server what hosts an accelerator takes to start an operation."""
+        return self.hosts[self.beside[accelerator.name]].slower if accelerator.name in self.beside else 1.0
+
     def changed(self, values: dict[str, float]) -> "Calibration":
         """With some figures replaced: {"hopper.wide": 0.7}."""
-        devices, generations = dict(self.devices), dict(self.generations)
+        tables: dict[str, dict[str, Any]] = {name: dict(getattr(self, name)) for name in ("devices", "generations", "hosts")}
         for name, value in values.items():
             owner, _, key = name.partition(".")
-            if owner in devices:
-                devices[owner] = replace(devices[owner], **{key: value})
-            else:
-                generations[owner] = replace(generations[owner], **{key: value})
-        return replace(self, devices=devices, generations=generations)
+            table = next(table for table in tables.values() if owner in table)
+            table[owner] = replace(table[owner], **{key: value})
+        return replace(self, **tables)
 
     def flat(self) -> dict[str, float]:
         """{"hopper.wide": 0.7, ...}: the inverse of `changed`."""
         return {
             f"{owner}.{field.name}": getattr(figures, field.name)
-            for table in (self.devices, self.generations)
+            for table in (self.devices, self.generations, self.hosts)
             for owner, figures in table.items()
             for field in fields(figures)
         }
@@ -127,6 +142,8 @@ def parse(text: str) -> Calibration:
     return Calibration(
         devices={name: Device(**row) for name, row in table["device"].items()},
         generations={name: Generation(**row) for name, row in table["generation"].items()},
+        hosts={name: Host(**row) for name, row in table["host"].items()},
         families=table["families"],
+        beside=table["beside"],
         fitted=table["fitted"],
     )

@@ -8,8 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megalith.kernels.grouped import Sizes, grouped
 from megalith.kernels.permute import Order
 from megalith.models.batch import Batch
+from megalith.models.moe import Experts
 
 Note = Callable[[str, Tensor, Tensor, Tensor], None]
 """(phase, q, k, v): called where the device would run its kernel."""
@@ -121,6 +123,34 @@ def fused_collect(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
     """`kernels.permute.collect` with one kernel each way. The tokens' weights are factors of the experts' activation, as in
     Megatron-Core, so that the rows themselves need not be kept."""
     return _Collect.apply(rows, weights, order)  # pyright: ignore[reportReturnType]
+
+
+class _Gated(torch.autograd.Function):
+    """activation(gate) * up of rows that hold both: one kernel each way."""
+
+    @staticmethod
+    def forward(ctx, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, -1)
+        return gate * up  # as many bytes as the kernel moves
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (both,) = ctx.saved_tensors
+        return (both.unflatten(-1, (2, -1)) * grad.unsqueeze(-2)).flatten(-2)
+
+
+class PairedExperts(nn.Module):
+    """`models.moe.Experts` as Megatron-Core holds them: gate and up are one weight, and one product."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        count, hidden, dim = experts.up.shape
+        self.up = nn.Parameter(experts.up.new_empty(count, 2 * hidden, dim))
+        self.down = experts.down
+
+    def forward(self, rows: Tensor, sizes: Sizes) -> Tensor:
+        return grouped(_Gated.apply(grouped(rows, self.up, sizes)), self.down, sizes)  # pyright: ignore[reportArgumentType]
 
 
 class _Rotate(torch.autograd.Function):

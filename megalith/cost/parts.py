@@ -44,6 +44,7 @@ def layout(workload: Workload) -> Layout:
         attention=practice.attention,
         regather=practice.generation != "eager" and plan.tensor > 1,
         fused=practice.generation in ("fused", "packaged"),
+        rotary=practice.rotary,
         permute=practice.permute,
         loss=practice.loss,
         width=4 if workload.format == "fp32" else 2,

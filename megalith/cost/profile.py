@@ -142,7 +142,9 @@ class Layout:
     regather: bool = False
     """The input of split products is kept as a share and gathered again for the weights' gradients (Korthikanti et al. 2022)."""
     fused: bool = True
-    """Activation and gate are one kernel, and so is a rotation; products of one input are one product."""
+    """Activation and gate are one kernel; an expert's products of one input are one product."""
+    rotary: bool = True
+    """And a rotation is one kernel there."""
     permute: bool = True
     """Rows are put in the order of their experts by one kernel, in software that is `fused`."""
     loss: Literal["copied", "whole", "fused", "chunked"] = "fused"

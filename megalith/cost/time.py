@@ -23,6 +23,10 @@ QUANTISE = {"fp8": 6.0, "mxfp8": 4.0, "fp4": 4.0}
 (block formats), and written twice, along both directions."""
 
 
+UNFUSED = 72 - 31
+"""Kernels a router has less where its arithmetic is fused (Megatron-LM, docs/discussions/deepseek-v3-gb200-optimization, 2.1.4)."""
+
+
 @dataclass(frozen=True)
 class Spent:
     """Seconds of one phase, by what they are spent on. The collectives' are what computation does not hide."""
@@ -61,6 +65,8 @@ class Setting:
     accelerator: Accelerator
     device: Device
     generation: Generation
+    slower: float
+    """How much longer than an x86 host what is beside the device takes to start an operation."""
     wires: Wires
 
     @classmethod
@@ -72,6 +78,7 @@ class Setting:
             accelerator,
             device,
             calibration.generations[workload.practice.generation],
+            calibration.slower(accelerator),
             Wires.of(workload.cluster, device),
         )
 
@@ -193,8 +200,8 @@ def _lag(
     In the forward of a layer of experts it cannot work ahead: it waits for the device to learn how many tokens came, and starts the
     experts' kernels only then. What the device did before does not hide their start. Backward knows the numbers from forward.
     """
-    practice, generation = setting.workload.practice, setting.generation
-    around, inside = (started * generation.host for started in _started(profile, phases, practice, format))
+    practice = setting.workload.practice
+    around, inside = (setting.slower * seconds for seconds in _started(profile, phases, setting, format))
     behind = around + inside - device
     ahead = not practice.waits or practice.graphs == "whole" or practice.overlap_expert  # another microbatch's work is there
     if not profile.expert_weights or "F" not in phases or ahead:
@@ -202,7 +209,7 @@ def _lag(
     mine = replace(profile, products=tuple(p for p in profile.products if p.expert), cores=(), moved=profile.apart_moved,
                    kernels=profile.apart, exchanges=tuple(e for e in profile.exchanges if e.axis in AMONG_EXPERTS))  # fmt: skip
     experts = _on_device(mine, "F", setting, format, router).total
-    return generation.routing + max(0.0, inside - experts, behind)
+    return setting.generation.routing + max(0.0, inside - experts, behind)
 
 
 def _on_device(profile: Profile, phase: Phase, setting: Setting, format: Format, router: RouterSpec | None) -> Spent:
@@ -210,7 +217,8 @@ def _on_device(profile: Profile, phase: Phase, setting: Setting, format: Format,
     gathered = setting.workload.plan.context_method == "gather"
     mine = [product for product in profile.products if product.phase == phase]
     attention = sum(core_seconds(core, setting) for core in profile.cores if core.phase == phase)
-    moving = profile.moved[phase] / setting.bandwidth + quantising(mine, setting, format, phase)
+    moved = profile.moved[phase] + _sorted(profile, phase, practice)
+    moving = moved / setting.bandwidth + quantising(mine, setting, format, phase)
     waits = {"tensor": 0.0, "context": 0.0, "expert": 0.0, "expert_tensor": 0.0}
     for exchange in profile.exchanges:
         if exchange.phase == phase:
@@ -226,22 +234,55 @@ def _on_device(profile: Profile, phase: Phase, setting: Setting, format: Format,
     )
 
 
-def _started(profile: Profile, phases: tuple[Phase, ...], practice: Practice, format: Format) -> tuple[int, int]:
-    """Operations that the host starts one by one: around the experts, and between the dispatch of tokens and their return."""
+def _sorted(profile: Profile, phase: Phase, practice: Practice) -> float:
+    """Bytes moved to bring rows that came with a plain all-to-all, by sender, into the order of their experts, and back."""
+    if practice.deduplicated or not any(product.expert and product.count > 1 for product in profile.products):
+        return 0.0
+    travelled = (exchange for exchange in profile.exchanges if exchange.phase == phase and exchange.axis == "expert")
+    return sum(2 * exchange.size * exchange.times for exchange in travelled)
+
+
+def _started(profile: Profile, phases: tuple[Phase, ...], setting: Setting, format: Format) -> tuple[float, float]:
+    """Seconds an x86 host takes to start operations one by one: around the experts, and between the dispatch of tokens and their
+    return. A loop over experts is one operation, whose further kernels are launched from within."""
+    practice, generation = setting.workload.practice, setting.generation
     if practice.graphs == "whole":
-        return 0, 0
-    around = inside = 0
+        return 0.0, 0.0
+    around, inside = _Starts(), _Starts()
     for phase in phases:
-        inside += profile.apart[phase] + sum(e.times for e in profile.exchanges if e.phase == phase and e.axis in AMONG_EXPERTS)
-        around += profile.kernels[phase] - profile.apart[phase] - profile.routed[phase] * (practice.graphs == "router")
-        around += sum(e.times for e in profile.exchanges if e.phase == phase and e.axis not in AMONG_EXPERTS)
+        kept = practice.graphs == "router"  # its operations are in a recorded graph
+        around.operations += profile.kernels[phase] - profile.apart[phase] - profile.routed[phase] * kept
+        around.launches += 0 if kept or practice.router == "fused" else _unfused(profile, phase)
+        inside.operations += profile.apart[phase]
+        for exchange in (exchange for exchange in profile.exchanges if exchange.phase == phase):
+            (inside if exchange.axis in AMONG_EXPERTS else around).operations += exchange.times
         mine = [product for product in profile.products if product.phase == phase]
+        for product in mine:
+            inside.launches += product.times * (product.count - 1) * (product.expert and not practice.grouped)
         for product, times in _converted(mine, format, phase):
-            inside += times * product.expert
-            around += times * (not product.expert)
-        if not practice.grouped:
-            inside += sum(p.times * (p.count - 1) for p in mine if p.expert)
-    return 0 if practice.graphs == "parts" else around, inside
+            here = inside if product.expert else around
+            here.operations += times
+            here.launches += times * (product.count - 1) * (product.expert and not practice.grouped)
+            here.launches += times * product.count * practice.scattered
+    before = 0.0 if practice.graphs == "parts" else around.seconds(generation)
+    return before, inside.seconds(generation)
+
+
+@dataclass
+class _Starts:
+    """What a host starts: operations, and further kernels that are launched within them."""
+
+    operations: int = 0
+    launches: int = 0
+
+    def seconds(self, generation: Generation) -> float:
+        return self.operations * generation.host + self.launches * generation.launch
+
+
+def _unfused(profile: Profile, phase: Phase) -> int:
+    """Kernels by which a router of torch's own operations has more than a fused one: 72 for 31 in forward; in backward as the traced
+    router has (`UNFUSED`)."""
+    return round(UNFUSED * profile.routed[phase] / profile.routed["F"]) if profile.routed["F"] else 0
 
 
 def router_of(workload: Workload) -> RouterSpec | None:

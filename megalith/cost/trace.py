@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalith.cost.cores import FusedCore, Note, PlainCore, fused_collect, fused_norm, fused_rotate, fused_spread
+from megalith.cost.cores import FusedCore, Note, PairedExperts, PlainCore, fused_collect, fused_norm, fused_rotate, fused_spread
 from megalith.cost.profile import (
     DENSE_MLP,
     EXPERTS_ACTIVATION,
@@ -355,7 +355,7 @@ def as_on_a_device(layout: Layout) -> Iterator[None]:
     them, fused rotations, and fused ways of tokens to their experts and back."""
     kept = grouped._torch_can, moe.spread, moe.collect, attention.rotate, latent.rotate
     grouped._torch_can = lambda one, other: True
-    if layout.fused:
+    if layout.fused and layout.rotary:
         attention.rotate = latent.rotate = fused_rotate
     if layout.fused and layout.permute:
         moe.spread, moe.collect = fused_spread, fused_collect
@@ -404,7 +404,9 @@ def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
         if isinstance(block.mlp, MoeSpec):
             own = one.blocks[0].mlp.model_copy(update={"experts": block.mlp.experts // layout.expert})
             assert isinstance(own, MoeSpec)
-            module.get_submodule("mlp").experts = moe.Experts(model.dim, own)  # pyright: ignore[reportAttributeAccessIssue]
+            held = moe.Experts(model.dim, own)
+            paired = PairedExperts(held) if layout.fused and own.gated else held
+            module.get_submodule("mlp").experts = paired  # pyright: ignore[reportAttributeAccessIssue]
         _seams(module, block, recorder, layout)
         if layout.recompute != "none":
             _recompute(module, recorder, layout)

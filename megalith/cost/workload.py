@@ -46,8 +46,15 @@ class Practice:
     """A token that goes to several experts of one rank, or of one node, travels there once (DeepEP, HybridEP)."""
     permute: bool = True
     """Rows are put in the order of their experts by one kernel."""
+    rotary: bool = True
+    """Queries and keys are rotated by one kernel, in software that is fused."""
     grouped: bool = False
-    """The products of all experts are one kernel; else the host starts each (Transformer Engine's grouped linear)."""
+    """The products of all experts are one kernel; else one after the other is launched (Transformer Engine's grouped linear)."""
+    router: Literal["fused", "plain"] = "fused"
+    """A router's arithmetic is fused into few kernels, or each step of it is one of torch's operations (`plain`)."""
+    scattered: int = 0
+    """Further kernels to bring one tensor into a format with a scale for each block: to zero its scales, and to put them into the order
+    that the products want."""
     graphs: Literal["none", "router", "parts", "whole"] = "none"
     """Recorded CUDA graphs start the kernels of the whole step, of all but the experts' (`parts`), or of the router."""
     waits: bool = True

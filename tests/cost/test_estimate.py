@@ -73,6 +73,7 @@ def test_the_fit_starts_within_its_bounds():
     start = parse(files("megalith.cost").joinpath("starts.toml").read_text())
     assert start.flat().keys() == calibration().flat().keys()
     assert start.families == calibration().families
+    assert start.beside == calibration().beside
     for name, value in start.flat().items():
         bounds = BOUNDS.get(name.partition(".")[2])
         assert bounds is None or bounds.low <= value <= bounds.high, name

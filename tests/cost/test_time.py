@@ -7,6 +7,7 @@ from megalith.cost.parts import parts
 from megalith.cost.profile import Product
 from megalith.cost.time import Setting, _started, product_seconds, spend
 from megalith.cost.workload import Practice
+from megalith.spec import cluster as clusters
 from megalith.spec.plan import Plan
 from tests.cost.models import dense, mixture, workload
 
@@ -48,15 +49,74 @@ def test_what_ran_before_the_host_knew_the_numbers_does_not_hide_the_start_of_th
     assert waiting > FIGURES.generations["fused"].routing
 
 
+def started(model, phases=("F", "I", "W"), *, format="bf16", operation=1.0, launch=0.0, **practice) -> float:
+    """What the host starts for a block: operations, or, with other weights, the kernels launched within them."""
+    load = workload(model, Plan(), practice=Practice(**practice))
+    setting = Setting.of(load, FIGURES)
+    counting = replace(setting, generation=replace(setting.generation, host=operation, launch=launch))
+    return sum(_started(parts(load).blocks[0], phases, counting, format))
+
+
 def test_narrow_formats_are_more_for_the_host_to_start():
     """In forward each size of input once (the model's width and the feed-forward half's), in backward the gradient of each product."""
-    block = parts(workload(dense(), Plan())).blocks[0]
-    wide, narrow = (sum(_started(block, ("F", "I", "W"), Practice(), format)) for format in ("bf16", "fp8"))
-    assert narrow - wide == 2 + sum(p.times for p in block.products if p.phase == "I" and p.weight)
+    products = parts(workload(dense(), Plan())).blocks[0].products
+    more = started(dense(), format="fp8") - started(dense())
+    assert more == 2 + sum(p.times for p in products if p.phase == "I" and p.weight)
 
 
-def test_one_kernel_for_all_experts_is_started_once():
+def test_scales_in_blocks_are_further_kernels_where_nothing_fuses_them():
+    launches = {"operation": 0.0, "launch": 1.0, "format": "mxfp8"}
+    tensors = started(dense(), format="mxfp8") - started(dense())
+    assert started(dense(), **launches) == 0
+    assert started(dense(), scattered=4, **launches) == 4 * tensors
+
+
+def test_a_loop_over_experts_is_one_operation_whose_kernels_are_launched():
+    """Of eight experts seven are launched within each operation: two products in forward, four in backward."""
+    assert started(mixture(experts=8)) == started(mixture(experts=2))
+    assert started(mixture(experts=8), operation=0.0, launch=1.0) == 6 * 7
+    assert started(mixture(experts=8), operation=0.0, launch=1.0, grouped=True) == 0
     assert host(mixture(), grouped=True) < host(mixture())
+
+
+def test_a_router_of_plain_operations_has_the_kernels_its_source_counts():
+    """72 instead of 31 in forward; a dense block has none."""
+    kernels = {"operation": 0.0, "launch": 1.0, "grouped": True, "router": "plain"}
+    assert started(mixture(), ("F",), **kernels) == 72 - 31
+    assert started(dense(), **kernels) == 0
+    assert started(mixture(), graphs="router", **kernels) == 0
+
+
+def test_a_slower_host_takes_longer_for_the_same_operations():
+    x86, grace = (replace(workload(mixture(), Plan()), cluster=clusters.load(f"{name}:1")) for name in ("b200", "gb200-nvl72"))
+    block = parts(x86).blocks[0]
+    fast, slow = (_lag_alone(load, block) for load in (x86, grace))
+    assert FIGURES.hosts["grace"].slower > 1
+    assert slow == pytest.approx(FIGURES.hosts["grace"].slower * fast)
+
+
+def _lag_alone(load, block) -> float:
+    """Seconds the host takes for a block's backward, nothing of which the device hides."""
+    setting = Setting.of(load, FIGURES)
+    nothing = replace(
+        block, products=(), cores=(), exchanges=(), moved=dict.fromkeys(block.moved, 0.0), kernels={"F": 0, "I": 100, "W": 0}
+    )
+    setting = replace(setting, device=replace(setting.device, gap=0.0))
+    return spend(nothing, ("I",), setting, format="bf16").host
+
+
+def test_rows_that_come_by_sender_are_put_in_order_once_more():
+    """Each way their bytes are read and written again; a token that travels once comes in order."""
+    plain, ordered = (
+        replace(workload(mixture(), Plan(data=4, expert=4)), practice=Practice(deduplicated=deduplicated))
+        for deduplicated in (False, True)
+    )
+    block = parts(plain).blocks[0]
+    sent = sum(e.size * e.times for e in block.exchanges if e.phase == "F" and e.axis == "expert")
+    by_sender, by_expert = (spend(block, ("F",), Setting.of(load, FIGURES), format="bf16").memory for load in (plain, ordered))
+    setting = Setting.of(plain, FIGURES)
+    assert sent > 0
+    assert by_sender - by_expert == pytest.approx(setting.generation.passes * 2 * sent / setting.bandwidth)
 
 
 def test_a_short_inner_size_costs_a_faster_format_more():

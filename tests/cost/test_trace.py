@@ -123,7 +123,23 @@ def test_only_what_lies_between_dispatch_and_return_is_apart():
     assert trace_block(dense(), 0, LAYOUT).apart == {"F": 0, "I": 0, "W": 0}
     experts = trace_block(mixture(), 0, LAYOUT)
     for phase in ("F", "I"):
-        assert 3 <= experts.apart[phase] < experts.kernels[phase]  # three products at least, and not attention
+        assert 3 <= experts.apart[phase] < experts.kernels[phase]  # two products and what is between them, and not attention
+
+
+def test_fused_experts_form_gate_and_up_in_one_product():
+    paired, apart = (trace_block(mixture(), 0, changed(fused=fused)) for fused in (True, False))
+    numbers = [sum(p.times for p in one.products if p.expert and p.phase == "F") for one in (paired, apart)]
+    assert numbers == [2, 3]
+    assert paired.expert_weights == apart.expert_weights
+    for phase in ("F", "I", "W"):
+        assert paired.flops(phase) == apart.flops(phase)
+
+
+def test_a_rotation_that_is_not_fused_is_several_kernels():
+    fused, plain = (trace_block(dense(), 0, changed(rotary=rotary)) for rotary in (True, False))
+    assert plain.kernels["F"] > fused.kernels["F"]
+    assert plain.moved["F"] > fused.moved["F"]
+    assert plain.flops() == fused.flops()
 
 
 def test_the_router_ends_where_tokens_leave_for_their_experts():

@@ -91,6 +91,21 @@ SOFTWARE = {  # source group -> the software its runs used
 GROUPS = {"deepseek-v3": {"groups": 8, "active_groups": 4}}
 """Groups of experts, of which a token goes to a few (arXiv:2412.19437, section 2.1.2); the file of measurements leaves them out."""
 
+_BY_SENDER = {"deduplicated": False, "router": "plain"}
+"""NCCL's all-to-all and a router of torch's operations: Megatron-Core's defaults."""
+
+_AHEAD = {"overlap_expert": True, "moment_bytes": 4}
+
+EXPERTS: dict[tuple[str, str, str], dict[str, Any]] = {  # what rows of experts leave out and their sources' programs say
+    # Megatron-Bridge src/megatron/bridge/recipes/moonlight/h100/moonlight_16b.py, for 8 GPUs and for 16
+    ("mbridge-skills", "moonlight-16b-a3b", "H100-80GB-SXM"): _BY_SENDER | {"moment_bytes": 4},
+    ("mbridge-cards", "moonlight-16b-a3b", "H100-80GB-SXM"): _AHEAD,
+    # recipes/qwen/gb200/qwen3_moe.py: NVTE_CUTEDSL_FUSED_GROUPED_MLP
+    ("mbridge-cards", "qwen3-30b-a3b", "GB200"): {"overlap_expert": True, "grouped": True},
+    # Megatron-LM tests/functional_tests/test_cases/moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed/model_config.yaml
+    ("mlm-golden", "mlm-moe-mla-small", "H100-80GB-SXM"): _BY_SENDER | {"rotary": False},
+}
+
 GRAPHED = 26.04
 """Release of the NeMo container from which Megatron-Bridge's recipes in MXFP8 record whole steps (scripts/performance/configs)."""
 
@@ -288,13 +303,19 @@ def _practice(row: Row) -> Practice:
     if practice.generation == "plain" and row.text("precision") == "fp16":
         practice = replace(practice, gradient_bytes=2)  # Megatron sums gradients in fp32 for bf16 alone, unless told to
     if practice.generation == "fused" and _untuned(row):
-        practice = replace(practice, generation="packaged", overlap_tensor=False, loss="whole")
+        practice = replace(practice, generation="packaged", overlap_tensor=False)
+        if row.group == "mlm-golden":  # Megatron-Bridge's recipes have Transformer Engine's fused cross-entropy
+            practice = replace(practice, loss="whole")
     elif practice.generation == "fused" and "moe" in row.model:
         practice = _tuned_experts(row, practice)
     if scopes := _graphed(options):
         practice = replace(practice, graphs="parts" if "attn" in scopes else "router")
     if options.get("attention") == "unfused":
         practice = replace(practice, attention="plain", causal_half=False)
+    if practice.generation == "packaged":
+        practice = replace(practice, **EXPERTS.get((row.group, row.text("model"), row.text("hardware")), {}))
+    if options.get("step") == "baseline":  # sections 2.1.2 to 2.1.4 of its document: two kernels zero scales, two order them
+        practice = replace(practice, router="plain", scattered=4)
     if options.get("dispatcher") == "alltoall":
         practice = replace(practice, deduplicated=False)
     if options.get("router") == "token-drop":  # each expert takes a fixed number, with torch's own all-to-all
@@ -318,6 +339,8 @@ def _tuned_experts(row: Row, practice: Practice) -> Practice:
     if row.text("hardware") in RECORDED and blocks:
         return replace(practice, graphs="whole", overlap_expert="mla" in row.model)
     eager = row.text("hardware").startswith("H100") or (release is not None and float(release[1]) < PARTLY)
+    if row.options.get("router") == "token-drop" and "mla" not in row.model and row.text("hardware") in (*RECORDED, "B200"):
+        return replace(practice, graphs="whole")  # qwen3_30b_a3b_llm_pretrain.py: fixed numbers of tokens, full_iteration
     small = row.text("hardware") in RECORDED and "mla" not in row.model  # qwen3_workload_base_configs.py: attention is left out
     across = (row.whole("ep") or 1) > (row.whole("gpus_per_node") or 8)
     graphs: Literal["none", "router", "parts"] = "none" if eager else "router" if small else "parts"
