@@ -57,9 +57,10 @@ class QuarantineNode:
 
 @dataclass(frozen=True)
 class CheckHealth:
-    """Run the doctor on a node that is outside the mesh."""
+    """Run the doctor on a node that is outside the mesh, `after` seconds from now."""
 
     node: str
+    after: float = 0.0
     kind: Literal["check_health"] = "check_health"
 
 

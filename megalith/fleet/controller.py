@@ -10,13 +10,14 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
 
 from megalith import events
 from megalith.events import EventLog, Incident, Problem, Recovery
-from megalith.fleet import commands, local, policy, signs, supervisor
+from megalith.fleet import commands, ledger, local, policy, signs, supervisor
 from megalith.fleet.causes import Failure
 from megalith.fleet.commands import Command
 from megalith.fleet.exit_codes import ExitCode
@@ -75,6 +76,8 @@ class Controller:
         self._requests, self._tick = requests, tick
         self._log = EventLog(job.run_dir)
         self._memory = job.run_dir.resolve() / "ranks" / MEMORY_FILE
+        self._ledger = Path(fleet.ledger) if fleet.ledger else job.run_dir.resolve() / ledger.NODES_FILE
+        self._checks: list[tuple[float, str]] = []  # monotonic seconds, node: health checks that are to come
         self._pace = Pace(job.start_timeout, job.silence_timeout, fleet)
         self._stragglers = Stragglers(fleet)
         self._state = self._remember()
@@ -96,7 +99,7 @@ class Controller:
     def _remember(self) -> State:
         """The state a killed controller left, on the nodes that are there now; else a fresh one."""
         there = self._nodes.there()
-        fresh = State(placement=there[: self._fleet.nodes], spares=there[self._fleet.nodes :])
+        fresh = self._fresh(there)
         try:
             old = policy.load(json.loads(self._memory.read_text(encoding="utf-8")))
         except (OSError, ValueError, ValidationError):
@@ -105,6 +108,23 @@ class Controller:
         if known != set(there) or len(old.placement) != self._fleet.nodes or VACANT in old.placement:
             return fresh
         return replace(old, stopped=False, fruitless=0, waiting=False, leaving=())
+
+    def _fresh(self, there: tuple[str, ...]) -> State:
+        """What the ledger knows of the nodes that are there: one that was out, or has had too many faults lately, is not used yet."""
+        fleet, known = self._fleet, ledger.standings(ledger.read_nodes(self._ledger))
+        since = time.time() - fleet.lemon_hours * policy.HOUR
+        faults = {node: known[node].faults_since(since) for node in there if node in known}
+        lemons = {node: times[-1] for node, times in faults.items() if len(times) >= fleet.lemon_faults}
+        out = lemons | {node: at for node in there if node in known and (at := known[node].quarantined) is not None}
+        fit = tuple(node for node in there if node not in out)
+        placement = (*fit[: fleet.nodes], *[VACANT] * (fleet.nodes - len(fit)))
+        return State(placement=placement, spares=fit[fleet.nodes :], faults=faults, quarantined=out)
+
+    def _note(self, before: State, at: float, reason: str) -> None:
+        """Have the ledger of nodes know what a decision changed."""
+        run = str(self._job.run_dir.resolve())
+        for record in ledger.node_changes(before, self._state, time=at, reason=reason, run=run):
+            ledger.note(self._ledger, record)
 
     def _keep(self) -> None:
         part = self._memory.with_suffix(".new")
@@ -133,7 +153,7 @@ class Controller:
         self._stragglers.begin()
         self._watch = watch = Watch(self._job, self._nodes, self._requests, limits=self._pace, observe=self._observe)
         self._nodes.start(Generation(secrets.token_hex(4), order.placement, order.source))
-        outcome = watch.until_all_ended(self._tick)
+        outcome = watch.until_all_ended(self._turn)
         for seen in self._after(watch, outcome):
             self._take(seen)
         if self._next is None and self._wait_until is None and self._outcome is None:
@@ -143,7 +163,7 @@ class Controller:
         """Wait before a start, but not for somebody who wants to stop."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._requests:
-            self._tick()
+            self._turn()
             time.sleep(IDLE_SECONDS)
 
     def _idle(self) -> None:
@@ -151,7 +171,7 @@ class Controller:
         if self._requests:
             self._outcome = _ended(ExitCode.TERMINATED)
             return
-        self._tick()
+        self._turn()
         for sign in self._nodes.wait(IDLE_SECONDS):
             if isinstance(sign, signs.Sign):
                 self._take(Seen(cast(AnySign, sign), sign.time, {}))
@@ -160,6 +180,14 @@ class Controller:
             self._take(Seen(signs.Waited(time=time.time(), step=self._step), time.time(), {}))
         if self._stop_code is not None:
             self._outcome = _ended(self._stop_code, report=self._report)
+
+    def _turn(self) -> None:
+        """What is to be done at every turn of a loop."""
+        self._tick()
+        due = [node for at, node in self._checks if time.monotonic() >= at]
+        self._checks = [(at, node) for at, node in self._checks if node not in due]
+        for node in due:
+            self._nodes.check(node)
 
     def _final(self, outcome: Outcome) -> Outcome:
         """How the run ended: as its ranks did, or as the policy stopped it."""
@@ -296,9 +324,12 @@ class Controller:
         ):  # one that is borne needs no copies, which take time to survey
             self._state = replace(self._state, copies=self._copies())
         decision = policy.decide(self._state, seen.sign, fleet=self._fleet)
-        self._state = decision.state
+        before, self._state = self._state, decision.state
+        self._note(before, seen.sign.time, decision.reason)
         if not isinstance(seen.sign, _NO_INCIDENT) and (decision.commands or isinstance(seen.sign, _ALWAYS_TOLD)):
             self._tell(seen, decision)
+        if isinstance(seen.sign, _CHECKS) and any(isinstance(command, _HELD_UP) for command in decision.commands):
+            self._log.write(Problem("warning", f"{decision.reason} (`megalith doctor` says what is wrong)"))
         for command in decision.commands:
             self._obey(command)
         self._keep()
@@ -335,8 +366,8 @@ class Controller:
             case commands.SaveState():
                 if self._watch is not None and not self._end_now:
                     self._watch.stop()
-            case commands.CheckHealth(node=node):
-                self._nodes.check(node)
+            case commands.CheckHealth(node=node, after=after):
+                self._checks.append((time.monotonic() + after, node))
             case commands.QuarantineCopy():
                 self._nodes.set_aside(command)
             case commands.Stop(code=code, report=report):
@@ -367,6 +398,8 @@ def _ends(sign: AnySign) -> bool:
 
 
 _NO_INCIDENT = (signs.Started, signs.Saved, signs.StopRequested, signs.NodeJoined, signs.HealthChecked, signs.Waited)
+_CHECKS, _HELD_UP = (signs.Started, signs.HealthChecked), (commands.Wait, commands.CheckHealth)
+"""Signs of which a person is told if they hold the run, or a node, up."""
 _ALWAYS_TOLD = (signs.Straggler, signs.Nonfinite, signs.SaveFailed, signs.NodesLost)
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from megalith.fleet.policy import State
+
 Record = Mapping[str, Any]
 """One event as it stands in the log (`events.read`)."""
 
@@ -351,23 +353,24 @@ class NodeRecord:
 
     time: float
     node: str
-    what: Literal["fault", "quarantined", "check passed", "check failed", "joined"]
+    what: Literal["fault", "quarantined", "check passed", "check failed"]
     detail: str = ""
     run: str = ""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known of a node. `quarantined` since when, None: it may be used. `faults` are (time, detail), oldest first."""
+    """What is known of a node. `quarantined` since when, None: it may be used. `faults` are (time, detail) since it last passed a check,
+    oldest first."""
 
     node: str
     faults: tuple[tuple[float, str], ...] = ()
     quarantined: float | None = None
     checks: tuple[tuple[float, bool], ...] = field(default=())
 
-    def faults_since(self, time: float) -> int:
-        """Faults after a time."""
-        return sum(at > time for at, _ in self.faults)
+    def faults_since(self, time: float) -> tuple[float, ...]:
+        """When it had faults after a time."""
+        return tuple(at for at, _ in self.faults if at > time)
 
 
 def note(path: Path, record: NodeRecord) -> None:
@@ -398,21 +401,22 @@ def standings(records: Iterable[NodeRecord]) -> dict[str, Standing]:
             case "quarantined":
                 out = record.time if out is None else out
             case "check passed":
-                out, checks = None, (*checks, (record.time, True))
+                out, faults, checks = None, (), (*checks, (record.time, True))
             case "check failed":
                 out, checks = record.time if out is None else out, (*checks, (record.time, False))
         found[record.node] = Standing(record.node, faults, out, checks)
     return found
 
 
-def node_records(records: Iterable[Record], *, run: str) -> list[NodeRecord]:
-    """What a run's incidents say about nodes, for the ledger."""
+def node_changes(before: State, after: State, *, time: float, reason: str, run: str) -> list[NodeRecord]:
+    """What a decision of the policy means for nodes: `standings` of all of them says what the state does."""
     found = []
-    for record in records:
-        if record["type"] != "incident":
-            continue
-        if record["node"] is not None:
-            found.append(NodeRecord(record["time"], record["node"], "fault", record["reason"], run))
-        orders = (command for command in record["commands"] if command["kind"] == "quarantine_node")
-        found += [NodeRecord(record["time"], order["node"], "quarantined", order["because"], run) for order in orders]
-    return found
+    for node, times in after.faults.items():
+        if times and times[-1:] != before.faults.get(node, ())[-1:]:
+            found.append(NodeRecord(times[-1], node, "fault", reason, run))
+    new = [(node, at) for node, at in after.quarantined.items() if node not in before.quarantined]
+    found += [NodeRecord(at, node, "quarantined", reason, run) for node, at in new]
+    failed = [node for node, count in after.failed_checks.items() if count > before.failed_checks.get(node, 0)]
+    found += [NodeRecord(time, node, "check failed", reason, run) for node in failed]
+    passed = [node for node in before.quarantined if node not in after.quarantined]
+    return [*found, *(NodeRecord(time, node, "check passed", reason, run) for node in passed)]

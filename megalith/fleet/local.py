@@ -277,8 +277,9 @@ class LocalNodes:
         """A node that is there is this very machine, and is measured; in a thread, for it takes a second."""
 
         def measure() -> None:
-            passed = node in self.there() and health.worst(health.doctor(self._job.run_dir)) != "fail"
-            self._found.put(HealthChecked(time=time.time(), node=node, passed=passed))
+            there = node in self.there()
+            passed = there and health.worst(health.doctor(self._job.run_dir)) != "fail"
+            self._found.put(HealthChecked(time=time.time(), node=node, passed=passed, there=there))
 
         threading.Thread(target=measure, name=f"check-{node}", daemon=True).start()
 

@@ -8,7 +8,7 @@ not; starts that get nowhere come at growing intervals.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -43,16 +43,19 @@ FREE_STARTS = 2
 
 HOUR = 3600.0
 
+Kept = TypeVar("Kept")
+
 
 @dataclass(frozen=True)
 class State:
     """All the policy remembers. The caller refreshes `copies` before it asks; everything else changes only through `decide`.
 
     `placement` is the node of each slot. `bad` are pieces that failed their digest: (tier, step, slot or None for all), which no
-    refresh of `copies` brings back. `faults` are the times of the faults blamed on a node, `quarantined` since when a node is out.
-    `repeats` counts failures by "signature @ step", `reruns` the runs in place of a step. `restored` is what this generation began
-    from, `fruitless` the starts since a step was done. `leaving` are nodes that go once the state is saved, `damaged` what is known to be
-    wrong with the data, `least` how many nodes the fallback plan needs.
+    refresh of `copies` brings back. `faults` are the times of the faults blamed on a node, `quarantined` since when a node is out,
+    `failed_checks` its health checks in a row that it did not pass. `repeats` counts failures by "signature @ step", `reruns` the runs
+    in place of a step. `restored` is what this generation began from, `fruitless` the starts since a step was done. `leaving` are
+    nodes that go once the state is saved, `damaged` what is known to be wrong with the data, `least` how many nodes the fallback plan
+    needs.
     """
 
     placement: tuple[str, ...]
@@ -63,6 +66,7 @@ class State:
     quarantined: Mapping[str, float] = field(default_factory=dict)
     repeats: Mapping[str, int] = field(default_factory=dict)
     reruns: Mapping[int, int] = field(default_factory=dict)
+    failed_checks: Mapping[str, int] = field(default_factory=dict)
     restored: Source = BEGINNING
     fruitless: int = 0
     waiting: bool = False
@@ -166,9 +170,14 @@ def _restart(
     if state.vacant:
         return _see_to_vacancy(state, commands, fleet, reason=reason, blamed=blamed, rank=rank)
     waits = state.fruitless - FREE_STARTS
-    after = min(fleet.backoff * 2.0**waits, fleet.backoff_limit) if waits >= 0 else 0.0
+    after = _backoff(waits, fleet) if waits >= 0 else 0.0
     state = replace(state, restored=source, fruitless=state.fruitless + 1, waiting=False, shrunk=False)
     return Decision((*commands, Restart(source, state.placement, after)), state, reason, blamed, rank)
+
+
+def _backoff(times: int, fleet: FleetSpec) -> float:
+    """Seconds to wait before trying again what has been tried so often."""
+    return min(fleet.backoff * 2.0 ** min(times, 64), fleet.backoff_limit)
 
 
 def _see_to_vacancy(
@@ -252,8 +261,13 @@ def _ordinal(number: int) -> str:
 
 
 def _started(state: State, sign: signs.Started, fleet: FleetSpec) -> Decision:
-    """Starting, resuming and recovering are one path."""
-    return _restart(state, [], fleet, reason=f"start from {newest(state.copies) or BEGINNING}")
+    """Starting, resuming and recovering are one path. Nodes that were out then are checked, and waited for where they are needed."""
+    checks: list[Command] = [CheckHealth(node) for node in state.quarantined]
+    if state.vacant and checks:
+        empty = ", ".join(map(str, state.vacant))
+        reason = f"{', '.join(state.quarantined)} must pass a health check before slot {empty} can be filled"
+        return Decision((*checks, Wait(fleet.wait_limit, state.vacant)), replace(state, waiting=True), reason)
+    return _restart(state, checks, fleet, reason=f"start from {newest(state.copies) or BEGINNING}")
 
 
 def _progressed(state: State, sign: signs.Progressed, fleet: FleetSpec) -> Decision:
@@ -497,12 +511,25 @@ def _health_checked(state: State, sign: signs.HealthChecked, fleet: FleetSpec) -
     if not sign.passed:
         out = {**state.quarantined, sign.node: state.quarantined.get(sign.node, sign.time)}
         spares = tuple(node for node in state.spares if node != sign.node)
-        return Decision((), replace(state, quarantined=out, spares=spares), f"{sign.node} failed its check and stays out")
+        failed = state.failed_checks.get(sign.node, 0)
+        state = replace(state, quarantined=out, spares=spares, failed_checks={**state.failed_checks, sign.node: failed + 1})
+        reason = f"{sign.node} failed its check and stays out"
+        if not sign.there:
+            return Decision((), state, f"{reason}, until it comes back")
+        return Decision((CheckHealth(sign.node, _backoff(failed, fleet)),), state, f"{reason}, to be checked again")
     if sign.node not in state.quarantined:
         return Decision((), state, f"{sign.node} is healthy")
-    left = {node: since for node, since in state.quarantined.items() if node != sign.node}
-    faults = {node: times for node, times in state.faults.items() if node != sign.node}
-    return _welcome(replace(state, quarantined=left, faults=faults), sign.node, fleet)
+    state = replace(
+        state,
+        quarantined=_without(state.quarantined, sign.node),
+        faults=_without(state.faults, sign.node),
+        failed_checks=_without(state.failed_checks, sign.node),
+    )
+    return _welcome(state, sign.node, fleet)
+
+
+def _without(kept: Mapping[str, Kept], node: str) -> dict[str, Kept]:
+    return {name: value for name, value in kept.items() if name != node}
 
 
 def _welcome(state: State, node: str, fleet: FleetSpec) -> Decision:

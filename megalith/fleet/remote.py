@@ -252,7 +252,7 @@ class RemoteNodes:
         for member in self._of({node}):
             member.orders.put({"check": True})
         if node not in self._members:
-            self._found.append(HealthChecked(time=time.time(), node=node, passed=False))
+            self._found.append(HealthChecked(time=time.time(), node=node, passed=False, there=False))
 
     def close(self, *, forget: bool) -> None:
         self.leave(ExitCode.LOST, forget=forget)

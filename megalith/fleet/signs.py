@@ -197,11 +197,12 @@ class NodeJoined(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class HealthChecked(Sign):
-    """What `megalith doctor` said of a node."""
+    """What `megalith doctor` said of a node. `there` False: nobody could ask it, since it is gone."""
 
     kind: Literal["health_checked"] = "health_checked"
     node: str
     passed: bool
+    there: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

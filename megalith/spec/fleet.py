@@ -52,10 +52,17 @@ class FleetSpec(Spec):
         default=3, ge=2, description="times the same failure may come at one step: the second falls back a tier, this one stops"
     )
     fruitless: PositiveInt = Field(default=10, description="starts in a row without one step done after which the run stops")
-    backoff: NonNegativeFloat = Field(default=1.0, description="seconds before the third start without a step; doubles each time")
-    backoff_limit: NonNegativeFloat = Field(default=300.0, description="seconds between starts at most")
+    backoff: NonNegativeFloat = Field(
+        default=1.0,
+        description="seconds before the third start without a step, and before a second health check; doubles each time",
+    )
+    backoff_limit: NonNegativeFloat = Field(default=300.0, description="seconds between starts, or health checks, at most")
     lemon_faults: PositiveInt = Field(default=3, description="faults of one node within lemon_hours that take it out for a check")
     lemon_hours: PositiveFloat = Field(default=168.0, description="how long a node's fault counts against it")
+    ledger: str | None = Field(
+        default=None,
+        description="file that keeps what happened to each node, for all runs that name it; default: nodes.jsonl in the run folder",
+    )
 
     @property
     def tiers(self) -> tuple[Literal["memory", "buddy", "disk", "store"], ...]:

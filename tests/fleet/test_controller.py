@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ from megalith.fleet.controller import Controller, Seen, run_here
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.faults import Injection
 from megalith.fleet.job import Job
+from megalith.fleet.ledger import NodeRecord, note, read_nodes, standings
 from megalith.fleet.outcome import Outcome
-from megalith.fleet.signs import DataDamaged, HealthChecked, NodeJoined, Straggler
+from megalith.fleet.signs import DataDamaged, HealthChecked, NodeJoined, Started, Straggler
 from megalith.fleet.tiers import Copy, Tier
 from megalith.spec.fleet import FleetSpec
 from tests.fleet.walk import checkpoints
@@ -137,6 +139,52 @@ def test_what_is_heard_while_ranks_end_hides_no_failure(tmp_path: Path) -> None:
     for one in seen:
         controller._take(one)
     assert controller._next is not None
+
+
+def test_a_node_that_was_a_lemon_last_time_is_not_used_until_its_check_passes(tmp_path: Path) -> None:
+    """The command is typed again, on other nodes than before: what the ledger says of one of them counts all the same."""
+    ledger_file, now = tmp_path / "nodes.jsonl", time.time()
+    for ago in (3, 2, 1):
+        note(ledger_file, NodeRecord(now - ago * 3600.0, "b", "fault", "SIGKILL"))
+    note(ledger_file, NodeRecord(now - 30 * 86400.0, "c", "fault", "long ago"))
+    checked: list[str] = []
+    nodes = SimpleNamespace(there=lambda: ("a", "b", "c"), survey=lambda placement: (), check=checked.append)
+    (tmp_path / "ranks").mkdir()
+    job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
+
+    def started() -> Controller:
+        controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
+        controller._take(Seen(Started(time=now), now, {}))
+        controller._turn()
+        return controller
+
+    controller = started()
+    assert controller._next is not None
+    assert (controller._next.placement, checked) == (("a", "c"), ["b"])
+    controller._take(Seen(HealthChecked(time=now, node="b", passed=False), now, {}))
+    assert "b" in controller._state.quarantined
+    assert standings(read_nodes(ledger_file))["b"].quarantined is not None
+    controller._take(Seen(HealthChecked(time=now, node="b", passed=True), now, {}))
+    assert controller._state.spares == ("b",)
+    (tmp_path / "ranks" / "fleet.json").unlink()
+    assert started()._state.placement == ("a", "b"), "it has passed, so its faults are forgotten"
+
+
+def test_a_check_that_failed_is_made_again_when_its_time_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    nodes = SimpleNamespace(there=lambda: ("a", "b"), survey=lambda placement: (), check=checked.append)
+    (tmp_path / "ranks").mkdir()
+    controller = Controller(
+        Job("nobody:calls", {}, ranks=2, run_dir=tmp_path), fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[]
+    )
+    controller._take(Seen(Straggler(time=1.0, step=1, slot=0, node="a", rank=0, ratio=9.0, lost=0.0, replacing=1.0), 1.0, {}))
+    clock = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    controller._take(Seen(HealthChecked(time=1.0, node="c", passed=False), 1.0, {}))
+    for passed, expected in ((0.5, []), (1.0, ["c"]), (9.0, ["c"])):
+        monkeypatch.setattr(time, "monotonic", lambda passed=passed: clock + passed)
+        controller._turn()
+        assert checked == expected
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.fleet import commands, policy, signs
-from megalith.fleet.commands import Command, Grow, ReadElsewhere, Replace, RerunStep, Restart, Shrink, Stop, Wait
+from megalith.fleet.commands import CheckHealth, Command, Grow, ReadElsewhere, Replace, RerunStep, Restart, Shrink, Stop, Wait
 from megalith.fleet.exit_codes import ExitCode, retryable
 from megalith.fleet.policy import RULES, VACANT, Decision, State, decide
 from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier
@@ -162,6 +162,27 @@ def test_a_rewritten_copy_is_trusted_again() -> None:
     assert decide(refreshed, _kill(), fleet=FleetSpec()).state.restored.elsewhere == ((1, Tier.BUDDY),)
     passed = decide(refreshed, signs.Progressed(step=21), fleet=FleetSpec()).state
     assert decide(replace(passed, copies=COPIES), _kill(step=21), fleet=FleetSpec()).state.restored.elsewhere == ()
+
+
+def test_a_node_that_fails_its_check_is_checked_again_at_growing_intervals_until_it_passes() -> None:
+    out = decide(START, signs.NodesLost(nodes=("n2",)), fleet=FleetSpec()).state
+    failed = [signs.HealthChecked(node="n2", passed=False)] * 5
+    decisions = _play(out, failed, FleetSpec(backoff=1.0, backoff_limit=4.0))
+    assert [decision.commands for decision in decisions] == [(CheckHealth("n2", after),) for after in (1.0, 2.0, 4.0, 4.0, 4.0)]
+    passed = decide(decisions[-1].state, signs.HealthChecked(node="n2", passed=True), fleet=FleetSpec()).state
+    assert (passed.failed_checks, "n2" in passed.spares) == ({}, True)
+    gone = decide(out, signs.HealthChecked(node="n2", passed=False, there=False), fleet=FleetSpec())
+    assert gone.commands == (), "one that is gone comes back by itself"
+
+
+def test_a_start_checks_nodes_that_were_out_and_waits_only_for_those_it_needs() -> None:
+    enough = replace(START, quarantined={"x": 1.0})
+    assert _kinds(decide(enough, signs.Started(), fleet=FleetSpec())) == ["check_health", "restart"]
+    short = replace(enough, placement=("n0", VACANT, *NODES[2:]), spares=())
+    first, passed = _play(short, [signs.Started(), signs.HealthChecked(node="x", passed=True)], FleetSpec(no_spare="stop"))
+    assert _kinds(first) == ["check_health", "wait"]
+    assert _kinds(passed) == ["replace", "restart"]
+    assert passed.state.placement[1] == "x"
 
 
 def test_a_damaged_shard_is_told_of_once_and_stops_the_run_only_without_a_copy() -> None:
