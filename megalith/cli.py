@@ -508,14 +508,26 @@ def report(
     print(f"report: {page}" + (f"\ntrace: {traced}" if traced else ""))
 
 
+def whole(text: str) -> int:
+    """8192, 8k (8 x 1024), 1M (2^20) or 16e6 as a whole number above 0. Raises BadParameter."""
+    from megalith.planner.asked import quantity  # see verbs()
+
+    number = quantity(text, thousand=1024)
+    if number is None or number != int(number):
+        raise typer.BadParameter(f"{text!r} is no whole number above 0. Write 8192, or 8k (8 x 1024), 1M (2^20), 16e6.")
+    return int(number)
+
+
 @command(app)
 def plan(
     run: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="A run to plan for.", show_default=False)] = None,
     settings: Set = None,
     model: Annotated[str | None, typer.Option(help="A preset, such as llama3.1-405b.")] = None,
     cluster: Annotated[str | None, typer.Option(help="h100:16384 and the like, or a TOML file of a cluster.")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(parser=whole, metavar="TOKENS", help="Tokens of a sequence; 8k is 8 x 1024.")
+    ] = None,
+    global_batch: Annotated[int | None, typer.Option(parser=whole, metavar="SEQUENCES", help="Sequences a step.")] = None,
     global_batch_tokens: Annotated[
         str | None, typer.Option(metavar="TOKENS", help="Or tokens a step, to whole sequences: 16M is 16 x 2^20, 16e6 is exact.")
     ] = None,

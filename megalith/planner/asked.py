@@ -159,7 +159,7 @@ def vary(question: Question, change: str) -> Asked:
     key, equals, value = change.partition("=")
     key = key.strip().replace("-", "_")
     known = ("accelerator", "cluster", "seq_len", "global_batch", "global_batch_tokens", "format", *LINKS)
-    number = quantity(value)
+    number = quantity(value, thousand=1024 if key in ("seq_len", "global_batch") else 1000)
     if (
         key not in known
         or not equals

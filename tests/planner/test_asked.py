@@ -1,10 +1,12 @@
 import pytest
+import typer
 
+from megalith.cli import whole
 from megalith.cost.constants import calibration
 from megalith.cost.memory import memory
 from megalith.cost.parts import parts
 from megalith.cost.workload import Practice, Workload
-from megalith.planner.asked import Question, active_parameters, ask, quantity
+from megalith.planner.asked import Question, active_parameters, ask, quantity, vary
 from megalith.spec.plan import Plan
 from megalith.spec.problem import SpecErrors
 
@@ -25,6 +27,20 @@ def test_amounts_have_letters(text: str, number: float):
 @pytest.mark.parametrize("text", ["", "x", "0", "-3", "1.5.2", "3Q", "1e999x"])
 def test_what_is_no_amount_is_none(text: str):
     assert quantity(text) is None
+
+
+def test_lengths_and_batches_count_in_powers_of_two():
+    """On the command line, and in a what-if."""
+    assert whole("8k") == 8192
+    assert whole("1M") == 2**20
+    assert whole("8192") == 8192
+    assert vary(Question(**GOOD), "seq_len=1k").run.train.seq_len == 1024
+
+
+@pytest.mark.parametrize("text", ["8x", "0", "0.3", "-8k"])
+def test_what_is_no_length_says_what_is(text: str):
+    with pytest.raises(typer.BadParameter, match="Write 8192, or 8k"):
+        whole(text)
 
 
 def test_every_mistake_is_said_at_once_with_the_nearest_name():
