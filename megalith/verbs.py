@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -452,7 +452,8 @@ def campaign(
     killed, besides. `tick` is called with the folder that is trained in. Raises SpecErrors for a run that is not legal.
     """
     from megalith.fleet import campaign as runner  # only this hurts runs on purpose
-    from megalith.fleet import faults, local
+    from megalith.fleet import faults, local, networks
+    from megalith.fleet.seat import node_folder
     from megalith.spec.faults import tables
 
     checked = check(path, overrides=overrides)
@@ -463,7 +464,7 @@ def campaign(
     runner.clear(folder)
     own_disk = spec.checkpoint.every > 0 and runner.may_mount()
     own_data = runner.may_copy(Path(spec.data.path))
-    left_out, kinds = runner.possible(spec.fleet, own_disk=own_disk, own_data=own_data)
+    left_out, kinds = runner.possible(spec.fleet, own_disk=own_disk, own_data=own_data, no_network=networks.missing())
     amounts = faults.counts(count, tables()["llama3"], kinds) | ({"supervisor": supervisor_kills} if supervisor_kills else {})
     injections = faults.draw(
         amounts, seed=seed, first=3, every=3, ranks=spec.plan.ranks, slots=spec.fleet.nodes,
@@ -478,9 +479,11 @@ def campaign(
     if "shard" in amounts:
         spec = spec.model_copy(update={"data": runner.data_of(spec.data, folder / "data")})
     command, memory = _command(checked.resolved, spec, hurt), local.memory_root(hurt, _identity(spec))
-    nodes = runner.node_folders(memory, spec.fleet.nodes + spec.fleet.spares)
-    with runner.disk_of(hurt, like=faultless, small="full" in amounts):
-        faulted = runner.run(command, hurt, injections=listed, nodes=nodes, tick=lambda: tick(hurt))
+    names = local.node_names(spec.fleet)
+    nodes = [node_folder(memory, name) for name in names]
+    disk = runner.disk_of(hurt, like=faultless, small="full" in amounts)
+    with disk, networks.joined(names) if "interface" in amounts else nullcontext() as network:
+        faulted = runner.run(command, hurt, injections=listed, nodes=nodes, network=network, tick=lambda: tick(hurt))
     states = _end_state(whole.folder), _end_state(faulted.folder)
     return runner.judge(whole, faulted, injections=listed, states=states, left_out=left_out)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -10,24 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
-def missing() -> str | None:
-    """Why there can be no namespaces here; None if there can."""
-    if shutil.which("ip") is None:
-        return "needs `ip` (apt install iproute2)"
-    if os.geteuid() != 0:
-        return "needs root, who alone may make network namespaces"
-    name = f"mega{os.getpid()}probe"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    if made.returncode:
-        return f"network namespaces cannot be made here: {made.stderr.strip()}"
-    kinds = (["switch", "type", "bridge"], ["one", "type", "veth", "peer", "name", "other"])
-    adding = [
-        subprocess.run(["ip", "-n", name, "link", "add", *kind], capture_output=True, text=True, check=False) for kind in kinds
-    ]
-    subprocess.run(["ip", "netns", "del", name], check=False)
-    problems = " ".join(done.stderr.strip() for done in adding if done.returncode)
-    return f"networks cannot be made here: {problems}" if problems else None
+from megalith.fleet import networks
+from megalith.fleet.networks import Network
 
 
 @dataclass(frozen=True)
@@ -35,9 +18,13 @@ class Machine:
     """One namespace. `name` is also what its processes call their machine."""
 
     name: str
-    namespace: str
+    network: Network
     address: str
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def namespace(self) -> str:
+        return self.network.namespace(self.name)
 
     def start(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Start a process here, which writes to `log`."""
@@ -67,35 +54,16 @@ class Machine:
 
     def plug(self, *, connected: bool) -> None:
         """Take the network interface up or down."""
-        _ip("-n", self.namespace, "link", "set", "eth0", "up" if connected else "down")
+        self.network.plug(self.name, connected=connected)
 
 
 @contextlib.contextmanager
 def machines(names: Sequence[str]) -> Iterator[tuple[Machine, ...]]:
     """Machines at one switch; everything that runs on them is killed at the end."""
-    family = f"mega{os.getpid()}"
-    switch = f"{family}switch"
-    made: list[Machine] = []
-    try:
-        _ip("netns", "add", switch)
-        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
-        _ip("-n", switch, "link", "set", "switch", "up")
-        for number, name in enumerate(names, start=1):
-            machine = Machine(name, f"{family}{name}", f"10.77.0.{number}")
-            _ip("netns", "add", machine.namespace)
-            made.append(machine)
-            _ip("-n", switch, "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", machine.namespace)
-            _ip("-n", switch, "link", "set", f"port{number}", "master", "switch", "up")
-            _ip("-n", machine.namespace, "address", "add", f"{machine.address}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                _ip("-n", machine.namespace, "link", "set", device, "up")
-        yield tuple(made)
-    finally:
-        for machine in made:
-            machine.kill()
-            subprocess.run(["ip", "netns", "del", machine.namespace], check=False)
-        subprocess.run(["ip", "netns", "del", switch], check=False)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+    with networks.joined(names) as network:
+        made = tuple(Machine(name, network, network.address(number)) for number, name in enumerate(names))
+        try:
+            yield made
+        finally:
+            for machine in made:
+                machine.kill()

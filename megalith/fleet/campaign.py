@@ -17,10 +17,10 @@ from statistics import median
 from typing import Any
 
 from megalith import events
-from megalith.fleet import faults
+from megalith.fleet import faults, networks
 from megalith.fleet.faults import KINDS, Injection
+from megalith.fleet.networks import Network
 from megalith.fleet.pace import percentile
-from megalith.fleet.seat import node_folder
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import DataSpec
 
@@ -50,6 +50,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "copy": ("rank_failed",),
     "full": ("save_failed",),
     "shard": ("data_damaged",),
+    "interface": ("rank_failed",),
     "supervisor": (),
 }
 """As what each kind is to be seen."""
@@ -119,15 +120,16 @@ class Judgement:
         return {"ok": self.passed} | asdict(self)
 
 
-def possible(fleet: FleetSpec, *, own_disk: bool, own_data: bool) -> tuple[dict[str, str], list[str]]:
+def possible(fleet: FleetSpec, *, own_disk: bool, own_data: bool, no_network: str | None) -> tuple[dict[str, str], list[str]]:
     """The kinds of fault that a run with this fleet can stand, and why the others are left out. `own_disk`: its checkpoints go to a file
-    system that nobody else needs (`small_disk`); `own_data`: so does its data (`data_of`)."""
+    system that nobody else needs (`small_disk`); `own_data`: so does its data (`data_of`); `no_network`: why its nodes cannot have
+    one of their own (`networks.missing`)."""
     out: dict[str, str] = {}
     for name, kind in KINDS.items():
         missing = [need for need in kind.needs if not getattr(fleet, need)]
         if missing:
             out[name] = f"fleet.{missing[0]} is off"
-        elif name == "node" and fleet.nodes == 1:
+        elif name in ("node", "interface") and fleet.nodes == 1:
             out[name] = "fleet.nodes = 1"
         elif name == "once" and fleet.verify != "all":
             out[name] = f'fleet.verify = "{fleet.verify}"'
@@ -135,6 +137,8 @@ def possible(fleet: FleetSpec, *, own_disk: bool, own_data: bool) -> tuple[dict[
             out[name] = "no checkpoints, or no right to mount a small disk for them"
         elif name == "shard" and not own_data:
             out[name] = f"the data is larger than the {MOST_COPIED >> 30} GiB that a campaign copies, to hurt the copy"
+        elif name == "interface" and no_network:
+            out[name] = f"a network of the run's own {no_network}"
     return out, [name for name in KINDS if name not in out and name != "supervisor"]
 
 
@@ -194,6 +198,19 @@ def disk_of(run: Path, *, like: Path, small: bool) -> contextlib.AbstractContext
     return small_disk(run / CHECKPOINTS, size=3 * held + (1 << 20)) if small else contextlib.nullcontext()
 
 
+def mender(injections: Path, network: Network | None) -> Callable[[], None]:
+    """What brings interfaces up again, a while after they were taken down."""
+    left = {one.number for one in faults.load(injections) if one.kind == "interface"}
+
+    def mend() -> None:
+        for number, (at, node) in faults.fired(injections).items() if left else ():
+            if number in left and network is not None and time.time() - at > REPAIR_SECONDS:
+                network.plug(node, connected=True)
+                left.remove(number)
+
+    return mend
+
+
 @dataclass(frozen=True)
 class Ran:
     """How one of the two runs went."""
@@ -210,17 +227,26 @@ def run(
     *,
     injections: Path | None = None,
     nodes: Sequence[Path] = (),
+    network: Network | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Ran:
-    """Run a command to its end, again and again where its supervisor was killed; lost `nodes` (their folders) come back meanwhile."""
+    """Run a command to its end, again and again where its supervisor was killed; lost `nodes` (their folders) come back meanwhile, and
+    so do interfaces of their `network`."""
     environment = os.environ | ({faults.VARIABLE: str(injections.resolve())} if injections else {})
+    environment |= {networks.VARIABLE: network.family} if network else {}
+    mend = mender(injections, network) if injections else lambda: None
+
+    def turn() -> None:
+        mend()
+        tick()
+
     begun, restarts, by_hand = time.monotonic(), [], 0
     with (folder.parent / f"{folder.name}.log").open("ab") as log:
         while True:
             process = subprocess.Popen([*command, "--run-dir", str(folder)], stdout=log, stderr=log, env=environment)
             if restarts and restarts[-1] < 0:
                 restarts[-1] += _first_step(folder, process)
-            code = _stay(process, nodes, tick)
+            code = _stay(process, nodes, turn)
             if code == 0:
                 return Ran(folder, time.monotonic() - begun, by_hand, tuple(restarts))
             if code == -9 and injections:  # one of the faults
@@ -420,8 +446,3 @@ def _other_steps(whole: dict[int, tuple[float, float, int]], faulted: dict[int, 
     other = [step for step in sorted(set(whole) & set(faulted)) if whole[step] != faulted[step]]
     found = [f"steps that are not in the log: {len(missing)}, first {missing[0]}"] if missing else []
     return [*found, f"steps with other losses: {len(other)}, first {other[0]}"] if other else found
-
-
-def node_folders(memory: Path, count: int) -> list[Path]:
-    """Where the nodes of a rehearsal are."""
-    return [node_folder(memory, str(number)) for number in range(count)]

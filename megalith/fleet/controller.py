@@ -214,7 +214,7 @@ class Controller:
     def _take_now_or_later(self, seen: Seen) -> None:
         """What starts the ranks again is decided once they have ended: until then they go on, and the copies of now are overwritten."""
         decision = policy.decide(self._state, seen.sign, fleet=self._fleet)
-        if any(isinstance(command, commands.Restart) for command in decision.commands):
+        if any(isinstance(command, commands.Restart | commands.Wait) for command in decision.commands):
             self._seen.append(seen)
             self._end_now = True
         else:
@@ -423,8 +423,7 @@ def run_here(job: Job, *, fleet: FleetSpec, identity: str, store: Store, tick: C
     with supervisor.alone(job.run_dir), supervisor.requests_to_stop() as requests:
         memory = local.memory_root(job.run_dir, identity)
         local.clear_memory(job.run_dir, keep=memory)
-        names = tuple(str(number) for number in range(fleet.nodes + fleet.spares))
-        nodes = LocalNodes(job, names=names, memory=memory)
+        nodes = LocalNodes(job, names=local.node_names(fleet), memory=memory)
         outcome = None
         try:
             controller = Controller(job, fleet=fleet, nodes=nodes, store=store, requests=requests, tick=tick or (lambda: None))

@@ -24,6 +24,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Literal
 
+from megalith.fleet import link, networks
 from megalith.fleet.seat import Seat, node_folder, ranks_of
 from megalith.spec.faults import FaultTable
 
@@ -67,6 +68,7 @@ KINDS: dict[str, Kind] = {
     "copy": Kind("copy in memory altered, then SIGKILL", "step", needs=("memory_every",)),
     "full": Kind("no room for a checkpoint", "saving", blames=False),
     "shard": Kind("flipped data shard", "reading", blames=False),
+    "interface": Kind("network interface taken down", "step"),
     "supervisor": Kind("supervisor killed", "step", blames=False),
 }
 """What can be done to a run on one machine."""
@@ -82,7 +84,7 @@ MIX: tuple[tuple[str, str, float], ...] = (
     ("host maintenance", "preemption", 1.0),
     ("GPU SRAM memory", "moment", 1.0),
     ("GPU system processor", "stop", 1.0),
-    ("network card", "sockets", 1.0),
+    ("network card", "interface", 1.0),
     ("NCCL watchdog timeout", "stop", 1.0),
     ("silent data corruption", "gradient", 1 / 2),
     ("silent data corruption", "once", 1 / 2),
@@ -98,7 +100,7 @@ MIX: tuple[tuple[str, str, float], ...] = (
 )
 """Cause in the table -> kind of fault here, and which share of the cause's count."""
 
-INSTEAD = {"once": "gradient", "full": "kill", "shard": "exception"}
+INSTEAD = {"once": "gradient", "full": "kill", "shard": "exception", "interface": "sockets"}
 """Kind -> what stands for its causes in a run that it cannot come to."""
 
 MOMENTS: tuple[Moment, ...] = ("step", "gradients", "resting")
@@ -196,7 +198,7 @@ def draw(
 
 
 _CRASHES = ("kill", "segfault", "exception")
-_RESTARTING = ("kill", "segfault", "exception", "stop", "sockets", "weight", "moment", "node", "two", "copy")
+_RESTARTING = ("kill", "segfault", "exception", "stop", "sockets", "weight", "moment", "node", "two", "copy", "interface")
 
 
 def _may_overlap(before: Injection, one: Injection) -> bool:
@@ -207,7 +209,7 @@ def _may_overlap(before: Injection, one: Injection) -> bool:
 def _one(number: int, kind: str, step: int, random: Random, ranks: int, slots: int) -> Injection:
     rank, what = random.randrange(ranks), KINDS[kind]
     hit: tuple[int, ...] = (rank,)
-    if kind == "node":
+    if kind in ("node", "interface"):
         hit = tuple(ranks_of(random.randrange(slots), world=ranks, slots=slots))
     if kind == "two":
         hit = tuple(sorted(random.sample(range(ranks), min(2, ranks))))
@@ -357,6 +359,12 @@ def _tear_connections(one: Injection, seat: Seat) -> None:
             continue
 
 
+def _unplug(one: Injection, seat: Seat) -> None:
+    """Take this node's interface down: nothing comes or goes any more, and nobody is told so."""
+    assert networks.find() is not None, "the interface is one that others need"
+    link.take_down(networks.INTERFACE)
+
+
 def _lose_memory(seat: Seat, nodes: Sequence[str]) -> None:
     """What nodes held in memory is gone; the nodes are there (again), empty."""
     if seat.memory is None:
@@ -446,6 +454,7 @@ ACTIONS: dict[str, Callable[[Injection, Seat], None]] = {
     "segfault": _segfault,
     "exception": _raise,
     "sockets": _tear_connections,
+    "interface": _unplug,
     "preemption": _send(signal.SIGTERM),
     "checkpoint": _cut_checkpoint,
     "altered": _alter_checkpoint,

@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
 
-from megalith.fleet import causes, copies, evidence, health, report
+from megalith.fleet import causes, copies, evidence, health, networks, report
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
@@ -31,11 +31,17 @@ from megalith.fleet.rank import Assignment
 from megalith.fleet.seat import node_folder
 from megalith.fleet.signs import AnySign, HealthChecked, NodeJoined, NodesLost
 from megalith.fleet.tiers import Copy
+from megalith.spec.fleet import FleetSpec
 
 WARM_SECONDS = 0.1  # between looks whether imports are done
 LOOK_SECONDS = 2.0  # that ranks have to write their stacks
 SHARED_MEMORY = Path("/dev/shm")
 OWNER = "owner"  # the file that says which run has copies in a folder of shared memory
+
+
+def node_names(fleet: FleetSpec) -> tuple[str, ...]:
+    """The nodes of a run on this machine, spares last."""
+    return tuple(str(number) for number in range(fleet.nodes + fleet.spares))
 
 
 def memory_root(run_dir: Path, identity: str) -> Path:
@@ -277,8 +283,9 @@ class LocalNodes:
         """A node that is there is this very machine, and is measured; in a thread, for it takes a second."""
 
         def measure() -> None:
-            there = node in self.there()
-            passed = there and health.worst(health.doctor(self._job.run_dir)) != "fail"
+            there, network = node in self.there(), networks.find()
+            linked = network is None or network.is_connected(node)
+            passed = there and linked and health.worst(health.doctor(self._job.run_dir)) != "fail"
             self._found.put(HealthChecked(time=time.time(), node=node, passed=passed, there=there))
 
         threading.Thread(target=measure, name=f"check-{node}", daemon=True).start()

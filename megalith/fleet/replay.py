@@ -28,9 +28,12 @@ from megalith.spec.run import RunSpec
 SHOWS: dict[str, str] = {
     "kill": "crash", "segfault": "crash", "sockets": "crash", "two": "crash", "copy": "crash", "checkpoint": "crash", "altered": "crash",
     "exception": "bug", "stop": "hang", "weight": "corrupt state", "moment": "corrupt state", "nan": "not finite",
-    "preemption": "preemption", "node": "node lost",
+    "interface": "crash", "preemption": "preemption", "node": "node lost",
 }  # fmt: skip
 """Kind of a campaign's fault -> as what the simulator knows it; the others are `_Hurt.own`'s."""
+
+LOST = ("node", "interface")
+"""Kinds after which a node is away until it is repaired."""
 
 CHECK_SECONDS = 1.0  # that a node's health check takes on one machine
 
@@ -273,7 +276,7 @@ class _Hurt(Site):
             self.own[one.kind](one)
             return
         number = self.number[self._node(one)]
-        self._strike(Fault(SHOWS[one.kind], f"{one.kind} {one.number}", (number,), REPAIR_SECONDS / HOUR, one.kind == "node"))
+        self._strike(Fault(SHOWS[one.kind], f"{one.kind} {one.number}", (number,), REPAIR_SECONDS / HOUR, one.kind in LOST))
         self.state = replace(self.state, copies=self._left_of(self.state.copies, one))
 
     def _slot(self, one: Injection) -> int:

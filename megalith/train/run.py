@@ -25,13 +25,13 @@ from megalith.checkpoint.memory import Memory
 from megalith.data.stream import Stream
 from megalith.data.whole import Damage
 from megalith.events import EventLog, Holding, Problem, RunFinished, RunStarted
-from megalith.fleet import environment, faults
+from megalith.fleet import environment, faults, link, networks
 from megalith.fleet.copies import DISK
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.report import report
-from megalith.fleet.seat import REPORTS, Seat
-from megalith.fleet.signs import DataDamaged, Preempted, SaveFailed
+from megalith.fleet.seat import REPORTS, Seat, ranks_of
+from megalith.fleet.signs import DataDamaged, Preempted, RankFailed, SaveFailed
 from megalith.fleet.tiers import Source, Tier
 from megalith.models.flops import CONVENTION, flops_per_token
 from megalith.models.stage import Stage
@@ -60,6 +60,8 @@ def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None
     heartbeat.beat("joining")
     faults.at("joining")
     spec = RunSpec.model_validate_json((folder / "spec.json").read_text())
+    networks.enter(Seat.find().node)
+    _watch_link()
     place = environment.find()
     assert place is not None, "no rank in the environment: `megalith train` starts ranks"
     keep_memory()
@@ -89,6 +91,24 @@ def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None
     dist.destroy_process_group()
     if reason == "stopped":
         sys.exit(ExitCode.STOPPED)
+
+
+def _watch_link() -> None:
+    """Where ranks are told by which interface they communicate, the first one of each node tells of it when it goes down."""
+    name, seat = link.named(), Seat.find()
+    if (
+        name is None
+        or REPORTS not in os.environ
+        or seat.rank != ranks_of(seat.slot, world=seat.world, slots=len(seat.placement))[0]
+    ):
+        return
+
+    def tell() -> None:
+        text = f"the interface {name} is down"
+        known = {"slot": seat.slot, "node": seat.node, "rank": seat.rank}
+        report(RankFailed(time=time.time(), **known, signature="interface down", text=text, hardware=True))
+
+    link.watch(name, tell)
 
 
 def _open_log(spec: RunSpec, folder: Path) -> EventLog:

@@ -138,19 +138,24 @@ def test_faults_that_overlap_share_an_incident_which_may_name_either(tmp_path: P
 
 
 def test_what_a_run_is_not_made_for_is_left_out_with_the_reason():
-    out, kinds = possible(FleetSpec(), own_disk=False, own_data=False)
+    out, kinds = possible(FleetSpec(), own_disk=False, own_data=False, no_network="needs root")
     assert out == {
         "gradient": "fleet.verify_every is off",
         "once": "fleet.verify_every is off",
         "node": "fleet.nodes = 1",
         "full": "no checkpoints, or no right to mount a small disk for them",
+        "interface": "fleet.nodes = 1",
         "shard": "the data is larger than the 1 GiB that a campaign copies, to hurt the copy",
     }
     assert "kill" in kinds
     assert "gradient" not in kinds
     some = FleetSpec(nodes=2, verify_every=4)
-    assert possible(some, own_disk=True, own_data=True)[0] == {"once": 'fleet.verify = "one"'}
-    assert not possible(some.model_copy(update={"verify": "all"}), own_disk=True, own_data=True)[0]
+    assert possible(some, own_disk=True, own_data=True, no_network=None)[0] == {"once": 'fleet.verify = "one"'}
+    whole = some.model_copy(update={"verify": "all"})
+    assert not possible(whole, own_disk=True, own_data=True, no_network=None)[0]
+    left = possible(whole, own_disk=True, own_data=True, no_network="needs root, who alone may make network namespaces")[0]
+    assert list(left) == ["interface"]
+    assert "root" in left["interface"]
 
 
 def test_the_run_that_is_hurt_has_data_of_its_own_and_that_of_the_other_behind_it(tmp_path: Path):

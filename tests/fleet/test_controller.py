@@ -91,6 +91,36 @@ def test_the_end_is_that_of_a_run_without_faults(kind: str, whole: list[Any], tm
     assert recovery["restored"] == ("step 8 in store" if kind == "preemption" else "step 6 in store")
 
 
+@pytest.mark.parametrize("kind", ["kill", "exception"])
+def test_a_fault_during_recovery_is_recovered_from_as_well(kind: str, whole: list[Any], tmp_path: Path) -> None:
+    """The second rank dies while the ranks start again after the first."""
+    outcome = _walk(
+        tmp_path / "run",
+        Injection(0, "kill", 7, "step", (2,)),
+        Injection(1, kind, 7, "building", (1,), after=0),
+    )
+    assert outcome.code == ExitCode.FINISHED, outcome.message()
+    assert _state(tmp_path / "run") == whole
+    found = _incidents(tmp_path / "run")
+    assert [one["rank"] for one in found] == [2, 1]
+    assert ("building" if kind == "kill" else "Injected") in found[1]["reason"]
+    over = [record["incident"] for record in events.read(tmp_path / "run") if record["type"] == "recovery"]
+    assert over == [1, 2], "both are over once the ranks go on"
+
+
+@pytest.mark.parametrize("second", ["kill", "segfault", "stop", "exception"])
+def test_faults_that_overlap_are_recovered_from_together(second: str, whole: list[Any], tmp_path: Path) -> None:
+    """Two ranks of two nodes in one step: whichever is seen first, both came, and nothing else was blamed."""
+    faulted = (Injection(0, "kill", 7, "step", (2,)), Injection(1, second, 7, "step", (0,)))
+    outcome = _walk(tmp_path / "run", *faulted)
+    assert outcome.code == ExitCode.FINISHED, outcome.message()
+    assert _state(tmp_path / "run") == whole
+    assert set(faults.fired(tmp_path / "run" / "faults.json")) == {0, 1}
+    found = _incidents(tmp_path / "run")
+    assert 1 <= len(found) <= 2
+    assert {one["rank"] for one in found} <= {0, 2}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and the fork server are Linux's")
 def test_the_same_command_goes_on_when_the_supervisor_itself_was_killed(whole: list[Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megalith.fleet import copies, faults
-from megalith.fleet.campaign import EXPECTED, may_mount, small_disk
+from megalith.fleet import copies, faults, networks
+from megalith.fleet.campaign import EXPECTED, REPAIR_SECONDS, may_mount, mender, small_disk
 from megalith.fleet.faults import ACTIONS, BALLAST, INSTEAD, KINDS, MIX, Faults, Injection, counts, draw, happen
 from megalith.fleet.seat import Seat, node_folder
 from megalith.spec.faults import tables
@@ -33,9 +33,11 @@ def test_every_cause_of_the_table_stands_for_kinds_of_faults_with_its_whole_coun
 def test_419_faults_have_exactly_the_counts_of_the_table():
     found = counts(419, TABLE, ALL)
     assert sum(found.values()) == 419 == TABLE.count
-    assert {kind: found[kind] for kind in ("kill", "stop", "weight", "exception", "sockets", "preemption", "slow", "node", "shard")} == {
-        "kill": 74, "stop": 61, "weight": 36, "exception": 54, "shard": 2, "sockets": 42, "preemption": 32, "slow": 8, "node": 3,
+    known = {
+        "kill": 74, "stop": 61, "weight": 36, "exception": 54, "shard": 2, "sockets": 35, "interface": 7, "preemption": 32, "slow": 8,
+        "node": 3,
     }  # fmt: skip
+    assert {kind: found[kind] for kind in known} == known
 
 
 def test_a_cause_keeps_its_count_where_its_kind_cannot_come():
@@ -229,6 +231,35 @@ def test_a_full_disk_has_room_again_at_the_next_checkpoint(run: Path, seat: Seat
                     file.write_bytes(bytes(1 << 19))
 
 
+@pytest.mark.skipif(networks.missing() is not None, reason=networks.missing() or "")
+def test_a_nodes_interface_goes_down_and_comes_up_when_the_campaign_mends_it(
+    run: Path, seat: Seat, monkeypatch: pytest.MonkeyPatch
+):
+    file = run.parent / "faults.json"
+    faults.save(file, [Injection(0, "interface", 4, "step", (1,))])
+    with networks.joined(("a", "b")) as network:
+        monkeypatch.setenv(networks.VARIABLE, network.family)
+        process = os.fork()
+        if process == 0:
+            try:
+                networks.enter("b")
+                happen(next(Faults(file, seat).due("step", 4)), seat)
+            finally:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+        assert [network.is_connected(node) for node in seat.placement] == [True, False]
+        mend, came = mender(file, network), faults.fired(file)[0][0]
+        for passed, connected in ((REPAIR_SECONDS - 1, False), (REPAIR_SECONDS + 1, True)):
+            monkeypatch.setattr(time, "time", lambda passed=passed: came + passed)
+            mend()
+            assert network.is_connected("b") == connected
+
+
+def test_no_interface_that_others_need_is_taken_down(run: Path, seat: Seat):
+    with pytest.raises(AssertionError, match="others need"):
+        happen(Injection(0, "interface", 10, "step", (1,)), seat)
+
+
 def test_no_disk_that_others_need_is_filled(run: Path, seat: Seat):
     with pytest.raises(AssertionError, match="not a file system of its own"):
         happen(Injection(0, "full", 10, "saving", (1,)), seat)
@@ -236,4 +267,4 @@ def test_no_disk_that_others_need_is_filled(run: Path, seat: Seat):
 
 
 def test_every_kind_that_befalls_a_process_is_tested_here():
-    assert {*ENDS, *LEFT, "sockets", "supervisor", "full"} == set(ACTIONS)
+    assert {*ENDS, *LEFT, "sockets", "interface", "supervisor", "full"} == set(ACTIONS)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megalith import verbs
-from megalith.fleet import faults
+from megalith.fleet import faults, networks
 from megalith.fleet.campaign import EXPECTED, Row, may_mount
 from megalith.fleet.faults import KINDS, Injection
 from tests.runs import final_state, prepare_text, train
@@ -23,7 +23,8 @@ checkpoint.every = 10
 launch = {{ threads = 1, start_timeout = 250.0, timeout = 120.0 }}
 fleet = {{ nodes = 2, spares = 1, verify_every = 4, verify = "all" }}
 """
-HERE = [kind for kind in KINDS if kind != "supervisor" and (kind != "full" or may_mount())]
+NEEDS = {"supervisor": False, "full": may_mount(), "interface": networks.missing() is None}
+HERE = [kind for kind in KINDS if NEEDS.get(kind, True)]
 
 
 @pytest.fixture(scope="module")

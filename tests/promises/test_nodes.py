@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from megalith.events import read
+from megalith.fleet.networks import missing
 from megalith.spec.files import load
-from tests.namespaces import Machine, machines, missing
+from tests.namespaces import Machine, machines
 from tests.patience import PATIENCE
 from tests.runs import assert_same_bits, final_state, position, prepare_text, train
 

@@ -1,0 +1,104 @@
+"""Nodes of one machine as network namespaces of Linux, each with one interface at a switch: what is unplugged is really unreachable.
+
+A campaign makes them, to take interfaces down that nobody else needs; ranks enter their node's when they find `VARIABLE`.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+VARIABLE = "MEGALITH_NETWORK"
+INTERFACE = "eth0"
+_CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Network:
+    """Namespaces of nodes; `family` begins their names."""
+
+    family: str
+
+    def namespace(self, node: str) -> str:
+        """The name of a node's."""
+        return f"{self.family}{node}"
+
+    def address(self, number: int) -> str:
+        """The address of the node that comes at this place, from 0."""
+        return f"10.77.0.{number + 1}"
+
+    def plug(self, node: str, *, connected: bool) -> None:
+        """Take a node's interface up or down."""
+        _ip("-n", self.namespace(node), "link", "set", INTERFACE, "up" if connected else "down")
+
+    def is_connected(self, node: str) -> bool:
+        """Whether a node's interface is up."""
+        return bool(_ip("-n", self.namespace(node), "link", "show", INTERFACE, "up"))
+
+
+def find(environment: Mapping[str, str] = os.environ) -> Network | None:
+    """The network of this run's nodes; None where they share the machine's."""
+    family = environment.get(VARIABLE)
+    return Network(family) if family else None
+
+
+def enter(node: str) -> None:
+    """Have this thread, and those that it starts, see nothing but the node's network, where there is one. Raises OSError."""
+    network = find()
+    if network is None:
+        return
+    file = os.open(f"/var/run/netns/{network.namespace(node)}", os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(file, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network of node {node}")
+    finally:
+        os.close(file)
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+
+def missing() -> str | None:
+    """Why there can be no namespaces here; None if there can."""
+    if shutil.which("ip") is None:
+        return "needs `ip` (apt install iproute2)"
+    if os.geteuid() != 0:
+        return "needs root, who alone may make network namespaces"
+    try:
+        with joined(["probe"]):
+            return None
+    except subprocess.CalledProcessError as error:
+        return f"networks cannot be made here: {error.stderr.strip()}"
+
+
+@contextlib.contextmanager
+def joined(nodes: Sequence[str]) -> Iterator[Network]:
+    """Nodes at one switch, as long as the block lasts. Raises CalledProcessError where this process may not make them."""
+    network = Network(f"mega{os.getpid()}")
+    switch, made = f"{network.family}-switch", list[str]()
+
+    def add(namespace: str) -> None:
+        _ip("netns", "add", namespace)
+        made.append(namespace)
+
+    try:
+        add(switch)
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for number, node in enumerate(nodes):
+            own = network.namespace(node)
+            add(own)
+            _ip("-n", switch, "link", "add", f"port{number}", "type", "veth", "peer", "name", INTERFACE, "netns", own)
+            _ip("-n", switch, "link", "set", f"port{number}", "master", "switch", "up")
+            _ip("-n", own, "address", "add", f"{network.address(number)}/24", "dev", INTERFACE)
+            for device in ("lo", INTERFACE):
+                _ip("-n", own, "link", "set", device, "up")
+        yield network
+    finally:
+        for namespace in made:
+            subprocess.run(["ip", "netns", "del", namespace], check=False)
+
+
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
