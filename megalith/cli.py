@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -785,13 +786,24 @@ def campaign(
 
 def table_of_faults(found: "Judgement") -> Table:
     """What became of each kind of fault."""
-    table = Table("fault", "injected", "handled", "seen as", "blamed right", "seen after", "going on after", "at most")
+    table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+        caption="In seconds: found after, on again after that, and the most of these.",
+    )
+    table.add_column("fault", max_width=22)
+    table.add_column("handled", no_wrap=True)
+    table.add_column("seen as", max_width=12)
+    table.add_column("blamed", no_wrap=True)
+    for heading in ("found", "on again", "most"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in found.rows:
         right, of = row.blamed
         times = (row.detection, row.recovery, row.slowest)
         table.add_row(
-            row.title, str(row.injected), str(row.handled), row.seen_as, f"{right} of {of}" if of else "nobody",
-            *("" if value is None else f"{value:.2f} s" for value in times),
+            row.title, f"{row.handled}/{row.injected}", row.seen_as, f"{right}/{of}" if of else "nobody",
+            *("" if value is None else f"{value:.2f}" for value in times),
         )  # fmt: skip
     return table
 
