@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from megalith.cost.profile import Layout, Profile
-from megalith.cost.workload import Workload
+from megalith.cost.workload import KEPT, Workload
 from megalith.spec.model import BlockSpec, ModelSpec
 
 VERSION = 3
@@ -48,6 +48,8 @@ def layout(workload: Workload) -> Layout:
         permute=practice.permute,
         loss=practice.loss,
         width=4 if workload.format == "fp32" else 2,
+        kept=KEPT[workload.format],
+        sparing=practice.sparing,
     )
 
 

@@ -150,4 +150,8 @@ class Layout:
     loss: Literal["copied", "whole", "fused", "chunked"] = "fused"
     """How the logits become a loss: `workload.Practice.loss`."""
     width: int = 2
-    """Bytes of an activation."""
+    """Bytes of an activation,"""
+    kept: float = 2
+    """and of one that a product of a weight keeps for the weight's gradient: fewer where it computes in a narrow format."""
+    sparing: bool = False
+    """Two more tensors are kept in fewer bits: `workload.Practice.sparing`."""

@@ -66,6 +66,10 @@ FUSED = frozenset({"silu", "gelu", "silu_backward", "gelu_backward"})
 """Parts of one kernel with the product that follows or precedes them, where activation and gate are fused: nothing passes between."""
 
 
+TWELVE_BITS = 1.5
+"""Bytes of a number in E5M6."""
+
+
 Region = Literal["attention", "router", "experts"]
 """Of a block: between dispatch and return are the experts; before them the router, and what puts rows in their order."""
 
@@ -92,6 +96,9 @@ class Recorder(TorchDispatchMode):
         self._seen: set[int] = set()
         self._held: dict[int, int] = {}
         self._results: set[int] = set()
+        self._factors: Counter[int] = Counter()
+        self._packed: Counter[int] = Counter()
+        self._inner: set[int] = set()
         self.fused = frozenset[str]()
         self.merged = False
 
@@ -150,6 +157,9 @@ class Recorder(TorchDispatchMode):
             count = first.shape[0]
         weight = bool(weights) or self.phase == "W"
         expert = any(weights) or (self.phase == "W" and count > 1)
+        if self.phase == "F" and weights:
+            self._factors.update(key for t in (first, second) if (key := t.untyped_storage()._cdata) not in self.parameters)
+            self._inner.update({out.untyped_storage()._cdata} if self.region == "experts" else ())
         self.products[Product(self.phase, rows, inner, columns, count, weight, expert)] += 1
         self._start()
 
@@ -168,6 +178,9 @@ class Recorder(TorchDispatchMode):
     def _release(self, key: int) -> None:
         self._seen.discard(key)
         self._results.discard(key)
+        self._factors.pop(key, None)
+        self._packed.pop(key, None)
+        self._inner.discard(key)
         self.alive -= self._held.pop(key, 0)
 
     def forget(self, tensor: Tensor) -> int:
@@ -175,6 +188,23 @@ class Recorder(TorchDispatchMode):
         freed = self._held.pop(tensor.untyped_storage()._cdata, 0)
         self.alive -= freed
         return freed
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """Autograd keeps this tensor for backward."""
+        self._packed[tensor.untyped_storage()._cdata] += 1
+        return tensor
+
+    def spared(self, layout: Layout) -> float:
+        """Bytes by which what is alive shrinks where products keep their factors in a narrow format: the wide tensor stays only where
+        something else keeps it too."""
+        found = 0.0
+        for key, times in self._factors.items():
+            both = TWELVE_BITS if layout.sparing else layout.width + layout.kept
+            kept = both if self._packed[key] > times else layout.kept
+            found += self._held.get(key, 0) * (1 - kept / layout.width)
+        for key in self._inner - self._factors.keys() if layout.sparing else ():
+            found += self._held.get(key, 0) * (1 - layout.kept / layout.width)
+        return found
 
     def is_product(self, tensor: Tensor) -> bool:
         """Did a matrix product give this?"""
@@ -481,7 +511,7 @@ def _form_again(experts: nn.Module, recorder: Recorder) -> None:
     def forward(rows: Tensor, sizes: Sizes) -> Tensor:
         def pack(tensor: Tensor) -> tuple[Tensor, int]:
             other = recorder.is_product(tensor) or tensor.untyped_storage()._cdata == rows.untyped_storage()._cdata
-            return tensor, 0 if other else recorder.forget(tensor)
+            return recorder.kept(tensor), 0 if other else recorder.forget(tensor)
 
         def unpack(packed: tuple[Tensor, int]) -> Tensor:
             if packed[1]:
@@ -616,10 +646,12 @@ def _run(
         recorder.ignore(tensor)
     queue = Queue()
     with recorder:
-        out = module(x, batch)
+        with torch.autograd.graph.saved_tensors_hooks(recorder.kept, lambda tensor: tensor):
+            out = module(x, batch)
         result = out.objective if isinstance(out, Loss) else out
         given = 0 if isinstance(out, Loss) else _bytes(result)
         saved = recorder.alive - given + (0 if inputs is None else _bytes(x))
+        spared = recorder.spared(layout) if layout.kept < layout.width else 0.0
         grad = torch.empty_like(result)
         del out
         recorder.phase = "I"
@@ -629,7 +661,7 @@ def _run(
         working = recorder.peak - saved
         recorder.phase = "W"
         queue.drain()
-    return _profile(module, recorder, layout, saved, working, given, block)
+    return _profile(module, recorder, layout, saved - spared, working, given, block)
 
 
 def _profile(

@@ -10,6 +10,10 @@ from megalith.spec.plan import Plan
 Format = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "fp4"]
 """Precision of the matrix products with weights: `fp8` scales whole tensors, `mxfp8` and `fp4` scale small blocks."""
 
+KEPT: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1, "fp4": 0.5}
+"""Format -> bytes of an activation that a product keeps for its weight's gradient: in the format in which that is computed
+(DeepSeek-V3, arXiv:2412.19437, section 3.3.3; Transformer Engine)."""
+
 RATE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "mxfp8": "fp8", "fp4": "fp4"}
 """Format -> the entry of `Accelerator.peak` whose rate it computes at."""
 
@@ -61,6 +65,9 @@ class Practice:
     """The host waits in each layer of experts to learn how many tokens come: not where each expert takes a fixed number."""
     causal_half: bool = True
     """The attention kernel skips what the causal mask hides."""
+    sparing: bool = False
+    """What experts' activations read is kept for backward in the products' narrow format too, and what attention gives once, in 12 bits,
+    for itself and for the product that follows (DeepSeek-V3, arXiv:2412.19437, section 3.3.3)."""
     offload: float = 0.0
     """Share of the optimizer's state that lives, and is updated, in host memory."""
 

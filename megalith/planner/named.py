@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from megalith.cost.estimate import Estimate, estimate
 from megalith.cost.prefill import prefill
+from megalith.cost.profile import EXPERTS_ACTIVATION, UP_PROJECTION
 from megalith.cost.workload import Format, Practice, Workload
 from megalith.planner.published.express import EAGER_2023, PLAIN_2021
 from megalith.planner.published.flops import step_flops
@@ -117,8 +118,9 @@ PYTORCH_2024 = Practice(overlap_tensor=False)
 """Llama 3's software. Its paper tells of the communication it hides: ZeRO's and the messages between stages. Tensor parallelism's is
 not among it, and the gathering of keys and values is said to be exposed (section 3.3.2)."""
 
-DEEPSEEK = Practice(overlap_expert=True)
-"""DualPipe hides the experts' exchange behind the other direction's computation (arXiv:2412.19437, section 3.2.1)."""
+DEEPSEEK = Practice(overlap_expert=True, moment_bytes=4, sparing=True)
+"""DualPipe hides the experts' exchange behind the other direction's computation (arXiv:2412.19437, section 3.2.1); moments are in bf16,
+and activations are kept in few bits (section 3.3.3)."""
 
 CHECKPOINTED_2023 = replace(EAGER_2023, flash=1)
 """LLaMA's: xformers' attention of the first generation; what is dear to compute again is kept (arXiv:2302.13971, section 2.4)."""
@@ -150,7 +152,7 @@ NAMED: tuple[Named, ...] = (
         (
             _plan(
                 "dualpipe", data=128, expert=64, pipeline=16, recompute="selective",
-                recompute_parts=("attention_norm", "mlp_norm", "attention.q_up", "attention.kv_up", "mlp.experts"),
+                recompute_parts=("attention_norm", "mlp_norm", UP_PROJECTION, EXPERTS_ACTIVATION),  # sections 3.2.3 and 3.3.3
             ),
         ),
         4096, 15_360, 180e3, "GPU-hours a trillion tokens", "arXiv:2412.19437, sections 1, 3.2 and 4.2", "mxfp8", DEEPSEEK,

@@ -162,6 +162,20 @@ def test_the_dense_feed_forward_half_alone_leaves_experts_be():
     assert trace_block(dense(), 0, changed(recompute=DENSE_MLP)) == trace_block(dense(), 0, changed(recompute="mlp"))
 
 
+def test_products_in_a_narrow_format_keep_their_factors_in_it():
+    """Both norms' outputs and the inner activation; what attention gives, as wide as the model, stays for itself and is kept narrow
+    for the product after it."""
+    wide, narrow = (trace_block(dense(), 0, changed(kept=kept)) for kept in (2, 1))
+    assert wide.saved - narrow.saved == TOKENS * (2 * DIM + HIDDEN - DIM)
+    assert wide.working == narrow.working
+
+
+def test_activations_can_be_kept_more_sparingly_still():
+    """Attention's output in 12 bits for both, where 24 were; gate and up of two experts a token in 8."""
+    each, sparing = (trace_block(mixture(), 0, changed(kept=1, sparing=sparing)) for sparing in (False, True))
+    assert each.saved - sparing.saved == TOKENS * (1.5 * DIM + 2 * 2 * 128)
+
+
 def test_recomputed_up_projections_free_queries_keys_and_values():
     latent = LatentAttentionSpec(heads=HEADS, q_rank=64, kv_rank=32, nope_dim=64, rope_dim=32, v_dim=64)
     model = dense().model_copy(update={"blocks": (dense().blocks[0].model_copy(update={"attention": latent}),)})

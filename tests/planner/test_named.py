@@ -3,6 +3,7 @@
 import pytest
 
 from megalith.check import check
+from megalith.cost.profile import UP_PROJECTION
 from megalith.planner.named import NAMED, Named, replay, table
 from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
@@ -40,9 +41,7 @@ def test_check_accepts_a_published_layout(named: Named):
     for plan in named.plans:
         found = check(RunSpec.model_validate(run | {"plan": plan}), files=False)
         denied = {one.key for one in found if one.severity == "error"}
-        assert denied == (
-            {"plan.recompute_parts"} if "attention.q_up" in plan.recompute_parts else set()
-        )  # not run, predicted only
+        assert denied == ({"plan.recompute_parts"} if UP_PROJECTION in plan.recompute_parts else set())  # not run, predicted only
 
 
 def test_the_layouts_are_those_of_the_fields_large_trainings():
