@@ -335,6 +335,23 @@ def fallback_is_the_same_run(case: Case) -> Found:
         yield from _other_sets(case.spec, case.spec.fleet.fallback, "fleet.fallback")
 
 
+def fallback_can_be_run(case: Case) -> Found:
+    """The plan to go on with is as legal as the run's own, on fewer nodes with as many ranks each."""
+    fleet, ranks = case.spec.fleet, case.plan.ranks
+    if fleet.fallback is None or fleet.nodes == 1 or ranks % fleet.nodes:
+        return
+    each, needed = ranks // fleet.nodes, fleet.fallback.ranks
+    if needed % each or needed >= ranks:
+        reason = f"has {needed} ranks, and whole nodes of {each} ranks each must hold them, fewer than the run's {fleet.nodes}"
+        yield _error("fleet.fallback", needed, reason, f"Use a plan of {each} to {ranks - each} ranks, a multiple of {each}.")
+    spec = case.spec.model_copy(
+        update={"plan": fleet.fallback, "fleet": fleet.model_copy(update={"fallback": None, "nodes": max(1, needed // each)})}
+    )
+    for problem in check(spec, files=False):
+        if problem.severity == "error" and problem.key.startswith("plan"):
+            yield replace(problem, key=f"fleet.fallback{problem.key.removeprefix('plan')}")
+
+
 def batch_divides(case: Case) -> Found:
     """Every data rank computes equally many whole microbatches."""
     plan, batch = case.plan, case.spec.train.global_batch
@@ -679,6 +696,7 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     experts_have_ranks,
     routing_is_learnt,
     fallback_is_the_same_run,
+    fallback_can_be_run,
     batch_divides,
     every_stage_has_a_block,
     layers_fill_the_stages,

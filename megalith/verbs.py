@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from megalith.planner.price import Price
     from megalith.train.dryrun import DryRun
 
+TRAIN = "megalith.train.run:main"
+"""What each rank of a training calls."""
+
 PRELOAD = ("torch", "torch.distributed.tensor", "torch._dynamo")
 """What every rank needs besides its entry: imported once, before they are forked."""
 
@@ -115,7 +118,7 @@ def train(
     if problems:
         raise SpecErrors(problems)
     arguments = {"run_dir": str(folder.resolve())} | ({"profile": profile} if profile else {})
-    entry = "megalith.train.run:main"
+    entry = TRAIN
     if place is not None and place.rank > 0:
         return Trained(folder, _join(checked.resolved, folder, place, entry, arguments), "", None)
     from megalith.report.live import Follow  # drawing, for the one process that people watch
@@ -150,7 +153,7 @@ def agent(
     folder = run_dir or Path("runs") / spec.name
     if problems := [*checked.errors, *_other_run(checked.resolved, folder)]:
         raise SpecErrors(problems)
-    job = _job(spec, folder.resolve(), "megalith.train.run:main", {"run_dir": str(folder.resolve())})
+    job = _job(spec, folder.resolve(), TRAIN, {"run_dir": str(folder.resolve())})
     host = agents.Host(job, spec.fleet, agents.own_name(machine), _identity(spec), lambda: agents.open_data(spec))
     if not agents.directs(place):
         return Trained(folder, agents.serve_node(host, place), "", None)
@@ -668,10 +671,15 @@ def _job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> 
     """What all ranks of a run are started for."""
     from megalith.fleet.job import Job  # only commands with ranks start some
 
+    fallback = None
+    if spec.fleet.fallback is not None and entry == TRAIN:
+        smaller = spec.model_copy(update={"plan": spec.fleet.fallback, "fleet": spec.fleet.model_copy(update={"fallback": None})})
+        fallback = _job(smaller, folder, entry, arguments | {"shrunk": True})
     return Job(
         entry=entry,
         arguments=arguments,
         ranks=spec.plan.ranks,
+        fallback=fallback,
         run_dir=folder,
         preload=(*PRELOAD, entry.partition(":")[0]),
         start_timeout=spec.launch.start_timeout,

@@ -396,6 +396,17 @@ def test_the_plan_that_a_run_falls_back_on_keeps_them_too():
     assert errors(*mixtral, "fleet.fallback.microbatch=2") == errors(*mixtral, "model.balance_set=sequence") == []
 
 
+def test_the_plan_that_a_run_falls_back_on_is_legal_and_fits_whole_nodes():
+    run = ["plan.data=4", "fleet.nodes=2"]
+    assert errors(*run, "fleet.fallback.data=2") == []
+    (ranks,) = errors(*run, "fleet.fallback.data=3", "train.global_batch=12")
+    assert (ranks.key, ranks.way_out) == ("fleet.fallback", "Use a plan of 2 to 2 ranks, a multiple of 2.")
+    (more,) = errors(*run, "fleet.fallback.data=4")
+    assert "fewer than the run's 2" in more.reason
+    three = ["plan.data=6", "fleet.nodes=2", "train.global_batch=60"]
+    assert "fleet.fallback.tensor" in {p.key for p in errors(*three, "fleet.fallback.tensor=3")}
+
+
 def test_what_may_change_exists():
     for name in MAY_CHANGE:
         value: object = spec()

@@ -117,6 +117,8 @@ class Agent:
                 self._answer(key, PIECES.dump_python(list(self._pieces()), mode="json"))
             case {"set_aside": what}:
                 self._nodes.set_aside(ORDER.validate_python(what))
+            case {"forget": True}:
+                self._nodes.forget()
             case {"check": True}:
                 self._nodes.check(self._name)
             case _:

@@ -38,6 +38,7 @@ from megalith.spec.fleet import FleetSpec
 MEMORY_FILE = "fleet.json"
 IDLE_SECONDS = 0.02
 
+Start = commands.Restart | commands.Shrink | commands.Grow
 Store = Callable[[], tuple[Copy, ...]]
 
 
@@ -83,7 +84,8 @@ class Controller:
         self._state = self._remember()
         self._incidents = sum(record["type"] == "incident" for record in events.read(job.run_dir))
         self._open: list[_Open] = []
-        self._next: commands.Restart | None = None
+        self._next: Start | None = None
+        self._shrunk, self._placement = False, self._state.placement  # of this generation
         self._wait_until: float | None = None
         self._watch: Watch | None = None
         self._outcome: Outcome | None = None
@@ -107,7 +109,7 @@ class Controller:
         known = {*old.placement, *old.spares, *old.quarantined} - {VACANT}
         if known != set(there) or len(old.placement) != self._fleet.nodes or VACANT in old.placement:
             return fresh
-        return replace(old, stopped=False, fruitless=0, waiting=False, leaving=())
+        return replace(old, stopped=False, fruitless=0, waiting=False, leaving=(), least=fresh.least)
 
     def _fresh(self, there: tuple[str, ...]) -> State:
         """What the ledger knows of the nodes that are there: one that was out, or has had too many faults lately, is not used yet."""
@@ -118,7 +120,8 @@ class Controller:
         out = lemons | {node: at for node in there if node in known and (at := known[node].quarantined) is not None}
         fit = tuple(node for node in there if node not in out)
         placement = (*fit[: fleet.nodes], *[VACANT] * (fleet.nodes - len(fit)))
-        return State(placement=placement, spares=fit[fleet.nodes :], faults=faults, quarantined=out)
+        least = -(-self._job.fallback.ranks * fleet.nodes // self._job.ranks) if self._job.fallback else 1
+        return State(placement=placement, spares=fit[fleet.nodes :], faults=faults, quarantined=out, least=least)
 
     def _note(self, before: State, at: float, reason: str) -> None:
         """Have the ledger of nodes know what a decision changed."""
@@ -146,13 +149,15 @@ class Controller:
         finally:
             self._log.close()
 
-    def _generation(self, order: commands.Restart) -> None:
+    def _generation(self, order: Start) -> None:
         """Start all ranks and stay with them; take what came of it."""
         self._next, self._done, self._end_now = None, -1, False
-        self._pause(order.after)
+        self._shrunk = isinstance(order, commands.Shrink)
+        self._placement = order.nodes[: self._state.least] if isinstance(order, commands.Shrink) else order.placement
+        self._pause(order.after if isinstance(order, commands.Restart) else 0.0)
         self._stragglers.begin()
-        self._watch = watch = Watch(self._job, self._nodes, self._requests, limits=self._pace, observe=self._observe)
-        self._nodes.start(Generation(secrets.token_hex(4), order.placement, order.source))
+        self._watch = watch = Watch(self._now, self._nodes, self._requests, limits=self._pace, observe=self._observe)
+        self._nodes.start(Generation(secrets.token_hex(4), self._placement, order.source, self._shrunk))
         outcome = watch.until_all_ended(self._turn)
         for seen in self._after(watch, outcome):
             self._take(seen)
@@ -198,6 +203,11 @@ class Controller:
     # While ranks run
 
     @property
+    def _now(self) -> Job:
+        """What the ranks of this generation do."""
+        return self._job.now(shrunk=self._shrunk)
+
+    @property
     def _step(self) -> int:
         return max(self._begun, 0)
 
@@ -206,7 +216,7 @@ class Controller:
         for sign in heard:
             self._hear(sign)
         self._progress(beats)
-        slow = self._stragglers.note(beats, nodes=self._state.placement, replacing=self._pace.usual_start())
+        slow = self._stragglers.note(beats, nodes=self._placement, replacing=self._pace.usual_start())
         if slow is not None:
             self._take_now_or_later(Seen(slow, slow.time - slow.lost, {}))
         return self._end_now
@@ -214,7 +224,7 @@ class Controller:
     def _take_now_or_later(self, seen: Seen) -> None:
         """What starts the ranks again is decided once they have ended: until then they go on, and the copies of now are overwritten."""
         decision = policy.decide(self._state, seen.sign, fleet=self._fleet)
-        if any(isinstance(command, commands.Restart | commands.Wait) for command in decision.commands):
+        if any(isinstance(command, Start | commands.Wait) for command in decision.commands):
             self._seen.append(seen)
             self._end_now = True
         else:
@@ -287,7 +297,7 @@ class Controller:
 
     def _failed(self, failure: Failure, outcome: Outcome) -> Seen:
         slot = self._slot_of(failure.rank or 0)
-        sign = signs.of_failure(failure, time=time.time(), step=self._step, slot=slot, node=self._state.placement[slot])
+        sign = signs.of_failure(failure, time=time.time(), step=self._step, slot=slot, node=self._placement[slot])
         return Seen(sign, failure.time, self._of_outcome(outcome))
 
     def _hung(self, watch: Watch, outcome: Outcome) -> Seen:
@@ -295,7 +305,7 @@ class Controller:
         assert hang is not None
         slot = self._slot_of(hang.rank) if hang.rank is not None else None
         sign = signs.Hang(
-            time=time.time(), step=self._step, slot=slot, node=None if slot is None else self._state.placement[slot],
+            time=time.time(), step=self._step, slot=slot, node=None if slot is None else self._placement[slot],
             rank=hang.rank, phase=hang.phase, silence=hang.silence, limit=hang.limit,
         )  # fmt: skip
         stacks = {str(rank): look.stack or "(no answer)" for rank, look in sorted(hang.looks.items())}
@@ -311,7 +321,7 @@ class Controller:
         return found | {"exits": exits, "phases": phases}
 
     def _slot_of(self, rank: int) -> int:
-        return slot_of(rank, world=self._job.ranks, slots=len(self._state.placement))
+        return slot_of(rank, world=self._now.ranks, slots=len(self._placement))
 
     # Deciding and obeying
 
@@ -337,11 +347,18 @@ class Controller:
     def _copies(self) -> tuple[Copy, ...]:
         return (*self._nodes.survey(self._state.placement), *self._store())
 
+    def _tell_of_plan(self, order: Start) -> None:
+        """Whose plan the ranks follow from now on, when that changes."""
+        if isinstance(order, commands.Shrink) and not self._shrunk:
+            nodes = ", ".join(order.nodes[: self._state.least])
+            words = f"from {order.source} on under fleet.fallback, on {nodes}: not bit for bit what the run's own plan gives"
+            self._log.write(Problem("warning", words))
+        elif isinstance(order, commands.Grow):
+            self._log.write(Problem("warning", f"from {order.source} on under the run's own plan again"))
+
     def _tell(self, seen: Seen, decision: Decision) -> None:
         self._incidents += 1
-        restarts = any(
-            isinstance(command, commands.Restart | commands.Wait | commands.SaveState) for command in decision.commands
-        )
+        restarts = any(isinstance(command, Start | commands.Wait | commands.SaveState) for command in decision.commands)
         self._open.append(_Open(self._incidents, seen.sign.step, in_place=not restarts))
         self._log.write(
             Incident(
@@ -359,8 +376,9 @@ class Controller:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case commands.Restart():
+            case commands.Restart() | commands.Shrink() | commands.Grow():
                 self._next, self._wait_until, self._end_now = command, None, True
+                self._tell_of_plan(command)
             case commands.Wait(seconds=seconds):
                 self._next, self._wait_until, self._end_now = None, time.monotonic() + seconds, True
             case commands.SaveState():
@@ -377,8 +395,6 @@ class Controller:
                 self._log.write(Problem("warning", because))
             case commands.ReadElsewhere(shard=shard, path=path):
                 self._log.write(Problem("warning", f"shard {shard} is damaged, and read from {path}: copy it back"))
-            case commands.Shrink() | commands.Grow():
-                raise AssertionError(f"{command.kind} without fleet.fallback, which is refused at the start")
             case commands.RerunStep() | commands.Replace() | commands.RollBack() | commands.QuarantineNode():
                 pass  # done by the ranks themselves; contained in the placement and source of the start that follows
 
@@ -412,14 +428,8 @@ def run_here(job: Job, *, fleet: FleetSpec, identity: str, store: Store, tick: C
     """Run a job on this machine through faults. `identity`: copies in memory of a run with another one are not this run's.
 
     Signals as in `supervisor.run`, which raises what this raises. Copies stay in memory when the same command can go on from them.
-    Raises ValueError for a fallback plan: which nodes are left is known here, what their ranks would hold is not.
     """
     job.check()
-    if fleet.fallback is not None:
-        raise ValueError(
-            "fleet.fallback names a plan to go on with when nodes are gone, and ranks are not started under another plan by themselves. "
-            "Leave it out; start the same command with --set plan... instead: checkpoints load under any plan."
-        )
     with supervisor.alone(job.run_dir), supervisor.requests_to_stop() as requests:
         memory = local.memory_root(job.run_dir, identity)
         local.clear_memory(job.run_dir, keep=memory)

@@ -14,7 +14,8 @@ class Job:
     modules imported once, before the ranks are forked. Every rank must beat phase `ready`
     (`heartbeat.Heartbeat.find().beat("ready")`) within `start_timeout` seconds; from then on the ranks may all be without a beat
     for `silence_timeout` seconds at most (None: for ever). `threads` a rank computes with; 0: cores / ranks. `environment` is
-    added to what the ranks inherit, and is there when their interpreter starts.
+    added to what the ranks inherit, and is there when their interpreter starts. `fallback` is started instead where too few nodes are
+    left: fewer ranks, as many on each node.
     """
 
     entry: str
@@ -26,6 +27,12 @@ class Job:
     silence_timeout: float | None = 600.0
     threads: int = 0
     environment: dict[str, str] = field(default_factory=dict)
+    fallback: "Job | None" = None
+
+    def now(self, *, shrunk: bool) -> "Job":
+        """What is started: this, or its fallback."""
+        assert not shrunk or self.fallback is not None, "shrunk without a fallback"
+        return self.fallback if shrunk and self.fallback is not None else self
 
     def problems(self) -> list[str]:
         """What is wrong with it; empty when it can be started."""

@@ -125,6 +125,7 @@ class LocalNodes:
         meeting: str = "",
     ) -> None:
         self._job, self._memory = job, memory
+        self._now = job  # or its fallback: what the ranks of this generation do
         self._names, self._meeting = tuple(names), meeting
         self._found: SimpleQueue[AnySign] = SimpleQueue()
         self._processes: Processes | None = None
@@ -149,10 +150,13 @@ class LocalNodes:
 
     def start(self, generation: Generation) -> None:
         self._forget_last()
+        self._now = self._job.now(shrunk=generation.shrunk)
+        if generation.shrunk:
+            self.forget()
         assignment = self._assignment = self._assign(generation)
         file = self._folder / "job.json"
         assignment.save(file)
-        self._heartbeats = Heartbeats.create(assignment.heartbeats, self._job.ranks)
+        self._heartbeats = Heartbeats.create(assignment.heartbeats, self._now.ranks)
         self._oom_kills = evidence.oom_kills()
         if self._processes is not None and not self._processes.fit:
             self._processes.close()
@@ -175,8 +179,14 @@ class LocalNodes:
         if self._heartbeats is not None:
             self._heartbeats.close()
 
+    def forget(self) -> None:
+        """Strike out the copies of the state that this machine's nodes hold."""
+        if self._memory is not None:
+            for name in self.there():
+                copies.forget(node_folder(self._memory, name))
+
     def _assign(self, generation: Generation) -> Assignment:
-        job = self._job
+        job = self._now
         affinity = getattr(os, "sched_getaffinity", None)
         cores = len(affinity(0)) if affinity else os.cpu_count() or 1
         source, slots = generation.source, len(generation.placement)
@@ -193,7 +203,7 @@ class LocalNodes:
             path=[entry or str(Path.cwd()) for entry in sys.path],
             lifeline=self._lifeline,
             placement=list(generation.placement),
-            memory=str(self._memory or ""),
+            memory="" if generation.shrunk else str(self._memory or ""),
             own=str(self._folder),
             here=here,
             meeting=self._meeting,
@@ -238,7 +248,7 @@ class LocalNodes:
         return frozenset(self._processes.running()) if self._processes is not None else frozenset()
 
     def beats(self) -> list[Beat]:
-        return self._heartbeats.read() if self._heartbeats is not None else [Beat()] * self._job.ranks
+        return self._heartbeats.read() if self._heartbeats is not None else [Beat()] * self._now.ranks
 
     def send(self, number: int, ranks: Collection[int]) -> None:
         if self._processes is not None:

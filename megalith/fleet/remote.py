@@ -81,6 +81,8 @@ class RemoteNodes:
 
     def start(self, generation: Generation) -> None:
         self._generation, self._running = generation, set()
+        for member in self._members.values() if generation.shrunk else ():  # also those that have no part in it
+            member.orders.put({"forget": True})
         record = GENERATION.dump_python(generation, mode="json")
         for member in self._of(set(generation.placement)):
             member.beats = {}
@@ -170,7 +172,12 @@ class RemoteNodes:
     def _ranks_on(self, node: str) -> set[int]:
         placement = self._generation.placement
         slots = [slot for slot, name in enumerate(placement) if name == node]
-        return {rank for slot in slots for rank in ranks_of(slot, world=self._job.ranks, slots=len(placement))}
+        return {rank for slot in slots for rank in ranks_of(slot, world=self._world, slots=len(placement))}
+
+    @property
+    def _world(self) -> int:
+        """Ranks of this generation."""
+        return self._job.now(shrunk=self._generation.shrunk).ranks
 
     def _node_of(self, rank: int) -> str:
         return next(name for name in self._generation.placement if rank in self._ranks_on(name))
@@ -188,7 +195,7 @@ class RemoteNodes:
         return frozenset(self._running)
 
     def beats(self) -> list[Beat]:
-        beats = [Beat()] * self._job.ranks
+        beats = [Beat()] * self._world
         for member in self._members.values():
             if member.generation == self._generation.name:
                 for rank, beat in member.beats.items():

@@ -47,12 +47,12 @@ from megalith.train.restore import first_sample, read_step, restore
 from megalith.train.validate import Validator
 
 
-def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None = None) -> None:
+def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None = None, *, shrunk: bool = False) -> None:
     """Train the run described by `run_dir/spec.json` until its last step or a signal, continuing from its newest checkpoint.
 
     `profile` is "A:B": steps A to B - 1 are traced by torch.profiler into `run_dir/profile/`. Exits with status STOPPED after a
     signal, once the state is saved. `source` is what to go on from, as a dictionary of `fleet.tiers.Source`; None: the newest intact
-    checkpoint.
+    checkpoint. `shrunk`: under the fleet's fallback plan.
     """
     folder = Path(run_dir)
     stop = _Stop()
@@ -60,6 +60,8 @@ def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None
     heartbeat.beat("joining")
     faults.at("joining")
     spec = RunSpec.model_validate_json((folder / "spec.json").read_text())
+    if shrunk:
+        spec = spec.model_copy(update={"plan": spec.fleet.fallback})
     networks.enter(Seat.find().node)
     _watch_link()
     place = environment.find()

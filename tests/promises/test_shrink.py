@@ -1,0 +1,116 @@
+"""Two nodes, then one, then two: with no spare left a run goes on under its fallback plan, and grows back. Each step sees its samples."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.events import read
+from megalith.fleet import faults, local
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.faults import Injection
+from megalith.fleet.seat import node_folder
+from megalith.spec.files import load
+from megalith.verbs import _identity
+from tests.patience import PATIENCE
+from tests.runs import position, prepare_text, train
+
+RUN = """
+name = "elastic"
+model = {{ layers = 2, dim = 32, heads = 4, kv_heads = 2, ffn = 48, vocab = 264, context = 64 }}
+plan = {{ data = 4, zero = 3 }}
+data.path = "{data}"
+train = {{ steps = 100_000, global_batch = 8, seq_len = 32, precision = "fp32" }}
+optimizer = {{ lr = 1e-3, schedule = "constant", warmup = 0 }}
+checkpoint.every = 5
+launch = {{ threads = 1, start_timeout = 250.0, timeout = 120.0 }}
+fleet = {{ nodes = 2, no_spare = "shrink", fallback = {{ data = 1, tensor = 2 }} }}
+"""
+LOST_AT, AFTER = 12, 6
+
+
+class _Run:
+    """A run of its own process, and its log."""
+
+    def __init__(self, folder: Path, run_file: Path) -> None:
+        self.folder, self.faults = folder, folder.with_suffix(".json")
+        faults.save(self.faults, [Injection(0, "node", LOST_AT, "step", (2, 3))])
+        command = [sys.executable, "-m", "megalith.cli", "train", str(run_file), "--run-dir", str(folder)]
+        environment = os.environ | {faults.VARIABLE: str(self.faults), "OMP_NUM_THREADS": "1"}
+        self.log = folder.with_suffix(".log")
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+
+    def until(self, true: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+        end = time.monotonic() + PATIENCE
+        while not true(events := list(read(self.folder))):
+            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()[-5000:]
+            time.sleep(0.05)
+        return events
+
+
+def _worlds(events: list[dict[str, Any]]) -> list[int]:
+    return [event["world"] for event in events if event["type"] == "run_started"]
+
+
+def _steps_since_start(events: list[dict[str, Any]]) -> int:
+    last = max(i for i, event in enumerate(events) if event["type"] == "run_started")
+    return sum(event["type"] == "step" for event in events[last:])
+
+
+def _counted(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The steps that count: a start goes back to where it resumed."""
+    found: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event["type"] == "run_started":
+            found = {step: one for step, one in found.items() if step <= event["resumed_step"]}
+        elif event["type"] == "step":
+            assert event["step"] not in found, "a step was done twice"
+            found[event["step"]] = event
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE)
+def test_two_nodes_one_node_two_nodes_and_no_sample_is_lost_or_repeated(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN.format(data=prepare_text(tmp_path)))
+    spec = load(tmp_path / "run.toml").spec
+    run = _Run(tmp_path / "run", tmp_path / "run.toml")
+    try:
+        run.until(lambda events: _worlds(events) == [4, 2] and _steps_since_start(events) > AFTER)
+        memory = local.memory_root(run.folder, _identity(spec))
+        assert not node_folder(memory, "1").exists()
+        node_folder(memory, "1").mkdir()  # it is back
+        run.until(lambda events: _worlds(events)[2:] == [4] and _steps_since_start(events) > AFTER)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait(PATIENCE) == ExitCode.STOPPED
+    finally:
+        run.process.kill()
+        run.process.wait()
+
+    events = list(read(run.folder))
+    steps = _counted(events)
+    assert list(steps) == list(range(1, max(steps) + 1))
+    assert position(run.folder) == {"step": max(steps), "samples": 8 * max(steps)}
+    (lost,) = [event for event in events if event["type"] == "incident"]
+    assert [command["kind"] for command in lost["commands"]][-1] == "shrink"
+    resumed = [event["resumed_step"] for event in events if event["type"] == "run_started"]
+    assert resumed[:2] == [0, 10], "the newest checkpoint is what another plan can read"
+    (shrunk, grown) = [event["message"] for event in events if event["type"] == "problem" and "plan" in event["message"]]
+    assert "not bit for bit" in shrunk
+    assert f"step {resumed[2]} in store" in grown
+
+    (tmp_path / "whole.toml").write_text((tmp_path / "run.toml").read_text().replace("100_000", str(max(steps))))
+    train(load(tmp_path / "whole.toml").spec, tmp_path / "whole")
+    whole = {event["step"]: event for event in read(tmp_path / "whole") if event["type"] == "step"}
+    assert {step: one["tokens_seen"] for step, one in steps.items()} == {step: one["tokens_seen"] for step, one in whole.items()}
+    for step, one in steps.items():
+        assert one["loss"] == pytest.approx(whole[step]["loss"], rel=1e-4), (step, "other samples")
+    shutil.rmtree(memory, ignore_errors=True)
