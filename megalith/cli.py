@@ -388,7 +388,10 @@ def dryrun(
     settings: Set = None,
     world: Annotated[int | None, typer.Option(min=1, help="Ranks there will be, to compare with the plan.")] = None,
     rank: Annotated[int, typer.Option(min=0, help="The rank to be.")] = 0,
-    draw: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw memory over the step by category.")] = None,
+    draw: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw memory over the step by category: .svg, or .html with all tables as a page."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Be one rank of a run of any size, without the others, a GPU or data: what it holds, sends and computes in a step.
@@ -398,11 +401,11 @@ def dryrun(
 
     Example:  megalith dryrun recipes/llama3.1-405b-16k.toml --world 16384 --rank 8000
     """
+    if draw is not None and draw.suffix not in (".svg", ".html"):
+        raise typer.BadParameter(f"--draw {draw} is neither a picture nor a page. Use a name that ends in .svg or .html.")
     dried = verbs().dryrun(run, overrides=settings or (), world=world, rank=rank)
     if draw is not None:
-        from megalith.report.dried import course  # drawing, which few ask for
-
-        write(course(dried.run.counted.course), draw, overwrite=True)
+        write(drawn(dried, run.stem, draw), draw, overwrite=True)
     if as_json:
         rows = verbs().problem_rows(dried.problems)
         beside = [line.to_json() for line in dried.lines]
@@ -414,16 +417,22 @@ def dryrun(
     return BAD_SPECIFICATION if dried.problems else 0
 
 
+def drawn(dried: "Dried", name: str, out: Path) -> str:
+    """The picture or the page of a dry run, by the name of the file it is for."""
+    from megalith.report import dried as report  # drawing, which few ask for
+
+    if out.suffix == ".html":
+        return report.page(name, dried.run, {line.name: line for line in dried.lines}, dried.limit, dried.problems)
+    return report.course(dried.run.counted.course)
+
+
 def show_dried(dried: "Dried") -> None:
     """Memory, messages and work of a dry run beside what is predicted of it."""
     from megalith.report import dried as tables  # see verbs()
     from megalith.report import units
 
     run, counted, console = dried.run, dried.run.counted, Console(highlight=False)
-    place = ", ".join(f"{axis} {at}" for axis, at in counted.coordinates.items())
-    console.print(
-        f"rank {run.rank} of {run.world:,}: {place}; {units.count(counted.parameters)} parameters of {len(counted.parts)} parts"
-    )
+    console.print(tables.heading(run))
     lines = {line.name: line for line in dried.lines}
     console.print(tables.memory(counted.memory, lines, dried.limit), "", tables.traffic(lines), "", tables.work(lines), sep="\n")
     console.print(f"Other operations move {units.memory(counted.work.moved)}.")

@@ -1,15 +1,29 @@
-"""A dry run beside its prediction, as tables for a terminal of 80 columns."""
+"""A dry run beside its prediction: as tables for a terminal of 80 columns, as a picture, and as a page."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
 from megalith.report import svg, units
+from megalith.report.style import PAGE
 
 if TYPE_CHECKING:
     from megalith.cost.foreseen import Line
+    from megalith.spec.problem import Problem
+    from megalith.train.dryrun import DryRun
     from megalith.train.meter import Memory
+
+
+def heading(run: "DryRun") -> str:
+    """Which rank this is, and what it has of the model."""
+    counted = run.counted
+    place = ", ".join(f"{axis} {at}" for axis, at in counted.coordinates.items())
+    return (
+        f"rank {run.rank} of {run.world:,}: {place}; {units.count(counted.parameters)} parameters of {len(counted.parts)} parts"
+    )
 
 
 def memory(held: "Memory", lines: Mapping[str, "Line"], limit: int | None) -> Table:
@@ -30,13 +44,47 @@ COLOURS = {"weights": 0, "optimizer": 2, "gradients": 1, "buffers": 6, "activati
 
 
 def course(moments: Sequence[Mapping[str, int]]) -> str:
-    """Memory over the step by category, as one SVG."""
+    """Memory over the step by category, as one SVG that needs nothing else."""
+    return svg.standalone(_course(moments))
+
+
+def page(name: str, run: "DryRun", lines: Mapping[str, "Line"], limit: int | None, problems: "Iterable[Problem]" = ()) -> str:
+    """The dry run of run `name` as one HTML page that needs nothing else: memory over the step by category, and every table."""
+    wrong = "".join(
+        f'<li class="{one.severity}"><b>{one.severity}</b><span>{escape(one.reason)} {escape(one.way_out)}</span></li>'
+        for one in problems
+    )
+    shown = {
+        "Memory": memory(run.counted.memory, lines, limit),
+        "Collectives and messages of a step": traffic(lines),
+        "Work of a step": work(lines),
+    }
+    tables = "".join(f"<h2>{title}</h2>{_html(table)}" for title, table in shown.items())
+    picture = (
+        f'<figure class="wide"><figcaption>Memory over the step by category</figcaption>{_course(run.counted.course)}</figure>'
+    )
+    title = f"Dry run of {name}"
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
+    body = f"<header><h1>{escape(title)}</h1><p>{escape(heading(run))}</p></header>"
+    body += f'<ul class="problems">{wrong}</ul>{picture}{tables}<footer>Made by megalith dryrun.</footer>'
+    return f'<!doctype html><html lang="en"><head>{head}<style>{PAGE}</style></head><body><main>{body}</main></body></html>\n'
+
+
+def _html(table: Table) -> str:
+    """A terminal's table for a browser."""
+    columns = [[Text.from_markup(str(cell)).plain for cell in column.cells] for column in table.columns]
+    top = "".join(f"<th>{escape(str(column.header))}</th>" for column in table.columns)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in zip(*columns, strict=True))
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def _course(moments: Sequence[Mapping[str, int]]) -> str:
     most = max((sum(sizes.values()) for sizes in moments), default=0)
     unit, scale = units.memory_unit(most)
     columns = [
         (100 * at / len(moments), {name: size / scale for name, size in sizes.items()}) for at, sizes in enumerate(moments)
     ]
-    chart = svg.stacked_columns(
+    return svg.stacked_columns(
         columns,
         COLOURS,
         x_label="% of the step's allocations",
@@ -44,7 +92,6 @@ def course(moments: Sequence[Mapping[str, int]]) -> str:
         width=1000,
         height=380,
     )
-    return svg.standalone(chart)
 
 
 def traffic(lines: Mapping[str, "Line"]) -> Table:

@@ -1,11 +1,15 @@
 """A dry run's tables and picture."""
 
 import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
 
 import pytest
 
-from megalith.report.dried import COLOURS, course, gap
-from megalith.train.meter import CATEGORIES
+from megalith.cost.foreseen import Line
+from megalith.report.dried import COLOURS, course, gap, page
+from megalith.spec.problem import Problem
+from megalith.train.dryrun import Counted, DryRun
+from megalith.train.meter import CATEGORIES, Memory, Work
 
 
 @pytest.mark.parametrize(
@@ -24,3 +28,49 @@ def test_the_course_is_a_whole_picture() -> None:
     picture = course(moments)
     assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
     assert "together 40 GiB" in picture
+
+
+class Reader(HTMLParser):
+    """The tags that are open, and the words between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open += [] if tag == "meta" else [tag]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_the_page_has_the_picture_every_table_and_what_does_not_fit() -> None:
+    sizes: dict[str, int] = {name: 2**30 * at for at, name in enumerate(CATEGORIES, 1)}
+    every = sum(sizes.values())
+    held = Memory(peak=sizes, most=sizes, between=sizes, building=every)
+    counted = Counted({"data": 3}, ["embedding", "head"], 1000, {}, held, [sizes] * 8, [], Work(5, 2, 3), [])
+    figures = {f"memory.{name}": size for name, size in sizes.items()} | {
+        "memory.all": every,
+        "work.products": 5,
+        "work.attention": 2,
+    }
+    lines = {name: Line(name, 1.1 * value, value) for name, value in figures.items()}
+    problem = Problem("error", "plan", None, "does not fit <80 GiB", "Use more devices.")
+    reader = Reader()
+    reader.feed(page("first & last", DryRun(8, 3, counted, 1.0, 1), lines, 80 * 2**30, [problem]))
+    assert reader.open == []
+    words = " ".join(reader.words)
+    for expected in (
+        "Dry run of first & last",
+        "rank 3 of 8: data 3",
+        "does not fit <80 GiB",
+        "+10.0 %",
+        "matrix products",
+        *CATEGORIES,
+    ):
+        assert expected in words
+    assert "[bold]" not in words
