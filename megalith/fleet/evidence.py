@@ -10,6 +10,10 @@ from pathlib import Path
 STACKS = signal.SIGUSR2
 """Asks a process of ours to write the stack of every thread into its log; SIGTERM and SIGUSR1 mean "save and stop"."""
 
+POLLING = frozenset({"gloo_tcp_loop"})
+"""Threads, by name, that look for work again and again; gloo has one for every group of ranks."""
+
+PROC = Path("/proc")
 TAIL_LINES = 15
 _LOG_BYTES = 1 << 16  # read from the end of a log
 _TURN_SECONDS = 0.02
@@ -53,11 +57,16 @@ def is_stopped(process: int | None) -> bool:
 
 
 def queued(process: int) -> float:
-    """Seconds that a process's threads were ready to run and had no processor; 0 where the kernel does not say."""
+    """Seconds that a process's threads were ready to run and had no processor; 0 where the kernel does not say.
+
+    Threads that wake a hundred times a second whether there is work or not do not count: some twenty a rank, they would make any hang on
+    a busy machine look like work that gets no processor.
+    """
     nanoseconds = 0
-    for task in Path(f"/proc/{process}/task").glob("*/schedstat"):
+    for task in (PROC / str(process) / "task").glob("*"):
         with contextlib.suppress(OSError, IndexError):  # a thread that has ended
-            nanoseconds += int(task.read_text(encoding="utf-8").split()[1])
+            if (task / "comm").read_text(encoding="utf-8").strip() not in POLLING:
+                nanoseconds += int((task / "schedstat").read_text(encoding="utf-8").split()[1])
     return nanoseconds / 1e9
 
 

@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +51,17 @@ def test_a_stopped_process_is_seen_as_stopped():
         process.wait()
     assert not evidence.is_stopped(None)
     assert evidence.oom_kills() >= 0
+
+
+def test_threads_that_only_look_for_work_do_not_wait_for_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "PROC", tmp_path)
+    for number, (name, nanoseconds) in enumerate(
+        (("python", 2_000_000_000), ("gloo_tcp_loop", 9_000_000_000), ("pt_gloo_runloop", 10**9))
+    ):
+        task = tmp_path / "7/task" / str(number)
+        task.mkdir(parents=True)
+        (task / "comm").write_text(f"{name}\n")
+        (task / "schedstat").write_text(f"5 {nanoseconds} 3\n")
+    (tmp_path / "7/task/9").mkdir()  # one that has ended
+    assert evidence.queued(7) == 3.0
+    assert evidence.queued(8) == 0.0
