@@ -1,11 +1,16 @@
 """Ranks that torchrun starts, and starts again."""
 
+import dataclasses
+import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import get_args_parser
 
 from tests.fleet.conftest import is_alive, until
 from tests.patience import PATIENCE
@@ -57,3 +62,10 @@ def test_ranks_meet_again_after_torchrun_has_started_them_anew(tmp_path: Path) -
     )
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"lives-{rank}").read_text() for rank in range(2)] == ["met\nmet\n"] * 2
+
+
+def test_torchrun_still_has_no_option_for_its_wait_at_the_end() -> None:
+    """It waits five minutes for machines that are gone. Once this fails, the launch files should set what torch offers."""
+    assert "exit_barrier_timeout" in inspect.signature(LocalElasticAgent).parameters
+    assert "exit_barrier_timeout" not in {field.name for field in dataclasses.fields(LaunchConfig)}
+    assert not [action.dest for action in get_args_parser()._actions if "barrier" in action.dest]
