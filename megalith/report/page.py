@@ -324,7 +324,7 @@ def predict(run: History) -> tuple[Timeline, str, int]:
     while plan.stages * microbatches * 2 > MOST_BARS and microbatches > plan.pipeline:
         microbatches = max(microbatches // 2, plan.pipeline)
     schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=microbatches, chunks=plan.chunks)
-    means = timeline.mean_seconds(span for recorded in run.spans for span in recorded["spans"])
+    means = timeline.mean_seconds(recorded["spans"] for recorded in run.spans)
     steps = [step["breakdown"] for step in run.steps if step["breakdown"].get("forward")]
     if {(kind, stage) for kind in "FB" for stage in range(plan.stages)} <= set(means):
         table, basis = means, "the mean time of each stage's forward and backward"

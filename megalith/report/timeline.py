@@ -74,18 +74,19 @@ def _bars(rank: int, slot: Slot, start: float, end: float, ranks: int) -> list[B
     return [Bar(rank, str(slot), kind, word, start, end, shade)]
 
 
-def mean_seconds(spans: Iterable[Sequence[Any]]) -> dict[tuple[str, int], float]:
-    """Mean seconds of each (kind, stage) among one step's measured spans of `[rank, action, start, end]`. An action that waited for
-    what travels, or took turns with another, has several."""
-    whole: defaultdict[tuple[int, str], float] = defaultdict(float)
-    for rank, name, start, end in spans:
-        if re.fullmatch(r"\d+[FBIW]\d+", name):
-            whole[rank, name] += end - start
+def mean_seconds(steps: Iterable[Iterable[Sequence[Any]]]) -> dict[tuple[str, int], float]:
+    """Mean seconds of each (kind, stage) among steps' measured spans of `[rank, action, start, end]`. An action that waited for what
+    travels, or took turns with another, has several in its step."""
     found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    for (_, name), seconds in whole.items():
-        action = parse(name)
-        assert isinstance(action, Action), name
-        found[action.kind, action.stage].append(seconds)
+    for spans in steps:
+        whole: defaultdict[tuple[int, str], float] = defaultdict(float)
+        for rank, name, start, end in spans:
+            if re.fullmatch(r"\d+[FBIW]\d+", name):
+                whole[rank, name] += end - start
+        for (_, name), seconds in whole.items():
+            action = parse(name)
+            assert isinstance(action, Action), name
+            found[action.kind, action.stage].append(seconds)
     return {key: mean(values) for key, values in found.items()}
 
 

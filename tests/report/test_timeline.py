@@ -79,7 +79,9 @@ def test_shades_tell_a_ranks_chunks_or_the_two_directions_apart(name, chunks):
 
 def test_means_are_by_kind_and_stage():
     spans = [(0, "0F0", 0.0, 1.0), (0, "0F1", 1.0, 4.0), (1, "1B0", 0.0, 5.0), (0, "0SEND_F0", 0, 9), (0, "optimizer", 0, 9)]
-    assert mean_seconds(spans) == {("F", 0): 2.0, ("B", 1): 5.0}
+    assert mean_seconds([spans]) == {("F", 0): 2.0, ("B", 1): 5.0}
+    twice = [(rank, name, 3 * start, 3 * end) for rank, name, start, end in spans]
+    assert mean_seconds([spans, twice]) == {("F", 0): 4.0, ("B", 1): 10.0}, "a mean over steps, not a sum"
 
 
 def test_a_trace_holds_every_span_and_message_in_microseconds():
