@@ -374,7 +374,7 @@ def test_a_sweep_marks_the_best(what: str, best: str):
         (["--cluster", "h100", "--profile", "hot"], "Use --profile cold or warm or memory"),
         (["--cluster", "h100", "--sweep", "spare"], "Use --sweep intervals or spares"),
         (["--cluster", "h100", "--out", "goodput.png"], "ends in .svg"),
-        ([], "Missing option '--cluster'"),
+        ([], "Give --cluster, or --campaign to play one again."),
     ],
 )
 def test_mistakes_about_a_simulation_are_said_before_it_runs(arguments: list[str], said: str):
