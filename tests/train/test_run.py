@@ -1,0 +1,79 @@
+"""A run whose data changes on the disk: it reads another copy and ends as if nothing had happened, or stops and says what is wrong."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megalith.events import read
+from megalith.fleet import controller, faults
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.faults import OWN_DATA, Injection
+from megalith.fleet.job import Job
+from megalith.fleet.outcome import Outcome
+from megalith.spec.run import RunSpec
+from tests.runs import assert_same_bits, final_state, prepare_text, train
+from tests.specs import tiny_run
+
+
+def _spec(data: Path, *copies: Path) -> RunSpec:
+    return tiny_run(
+        model={"vocab": 264},
+        plan={"data": 2},
+        data={"path": str(data), "copies": [str(copy) for copy in copies]},
+        train={"steps": 6, "global_batch": 4, "seq_len": 32, "precision": "fp32"},
+    )
+
+
+def _run(spec: RunSpec, folder: Path) -> Outcome:
+    """Through faults, with one: a bit of what rank 1 reads in step 3 flips right before it is read."""
+    folder.mkdir()
+    (folder / "spec.json").write_text(spec.model_dump_json())
+    faults.save(folder / "faults.json", [Injection(0, "shard", 3, "reading", (1,), place=0.5)])
+    job = Job(
+        entry="megalith.train.run:main",
+        arguments={"run_dir": str(folder)},
+        ranks=2,
+        run_dir=folder,
+        preload=("torch", "megalith.train.run"),
+        start_timeout=250.0,
+        silence_timeout=120.0,
+        threads=1,
+        environment={faults.VARIABLE: str(folder / "faults.json")},
+    )
+    return controller.run_here(job, fleet=spec.fleet, identity="data", store=lambda: ())
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+def _own(data: Path, folder: Path) -> Path:
+    out = shutil.copytree(data, folder / "hurt-data")
+    (out / OWN_DATA).touch()
+    return out
+
+
+def test_a_shard_that_changes_under_a_run_is_read_elsewhere_in_the_same_step(data: Path, tmp_path: Path) -> None:
+    train(_spec(data), tmp_path / "whole")
+    outcome = _run(_spec(_own(data, tmp_path), data), tmp_path / "run")
+    assert outcome.code == ExitCode.FINISHED, outcome.message()
+    assert_same_bits(final_state(tmp_path / "whole"), final_state(tmp_path / "run"))
+    events = list(read(tmp_path / "run"))
+    (found,) = [event for event in events if event["type"] == "incident"]
+    assert (found["cause"], found["node"], found["rank"]) == ("data_damaged", None, None)
+    assert found["evidence"]["other_copy"] == str(data)
+    assert sum(event["type"] == "run_started" for event in events) == 1
+
+
+def test_without_another_copy_the_run_stops_and_says_which_byte_of_which_shard(data: Path, tmp_path: Path) -> None:
+    hurt = _own(data, tmp_path)
+    outcome = _run(_spec(hurt), tmp_path / "run")
+    assert outcome.code == ExitCode.FAILED
+    assert "there is no other copy" in outcome.report
+    assert str(hurt) in outcome.report
+    assert "from byte" in outcome.report
+    assert "data.copies" in outcome.report
+    (found,) = [event for event in read(tmp_path / "run") if event["type"] == "incident"]
+    assert found["cause"] == "data_damaged"
