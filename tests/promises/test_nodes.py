@@ -27,7 +27,7 @@ train = {{ steps = 200, global_batch = 8, seq_len = 32, precision = "fp32" }}
 optimizer.warmup = 2
 checkpoint.every = 100
 launch = {{ threads = 1, start_timeout = 250.0, timeout = 120.0 }}
-fleet = {{ nodes = 2, spares = 1, node_timeout = 8.0 }}
+fleet = {{ nodes = 2, spares = 1, node_timeout = 20.0, hang_floor = 60.0 }}
 """
 PORT = 29_500  # of the network namespace's own
 
