@@ -113,6 +113,8 @@ class Agent:
                 self._answer(key, {rank: asdict(look) for rank, look in self._nodes.look(ranks).items()})
             case {"unstarted": True, "answer": key}:
                 self._answer(key, FAILURE.dump_python(self._nodes.unstarted(), mode="json"))
+            case {"queued": True, "answer": key}:
+                self._answer(key, sum(self._nodes.queued().values()))
             case {"survey": True, "answer": key}:
                 self._answer(key, PIECES.dump_python(list(self._pieces()), mode="json"))
             case {"set_aside": what}:

@@ -267,9 +267,9 @@ class LocalNodes:
         )
         return {rank: Look(stacks.get(rank, ""), rank in stopped) for rank in ranks}
 
-    def queued(self) -> float:
+    def queued(self) -> dict[str, float]:
         running = self._processes.running() if self._processes is not None else {}
-        return sum(map(evidence.queued, running.values()))
+        return {"": sum(map(evidence.queued, running.values()))}
 
     def unstarted(self) -> Failure:
         assert self._assignment is not None and self._processes is not None

@@ -70,8 +70,9 @@ class Nodes(Protocol):
         """Ask ranks for their stacks, and wait a moment for the answers."""
         ...
 
-    def queued(self) -> float:
-        """Seconds that all threads of the ranks together were ready to run and had no processor, so far; 0 where nobody can say."""
+    def queued(self) -> dict[str, float]:
+        """Seconds that the threads of each machine's ranks together were ready to run and had no processor, so far, by its name; nothing
+        of a machine where nobody can say."""
         ...
 
     def unstarted(self) -> Failure:

@@ -26,6 +26,7 @@ from megalith.spec.fleet import FleetSpec
 
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 4.0  # that agents may take to collect stacks
+QUEUED_SECONDS = 1.0  # that they may take to read how long ranks waited for processors
 LEAVE_SECONDS = 10.0  # that agents may take to read that the run is over
 SURVEY_SECONDS = 60.0  # that agents may take to read all their copies
 
@@ -212,8 +213,10 @@ class RemoteNodes:
         found = {int(rank): Look(**look) for answer in answers for rank, look in answer.items()}
         return {rank: found.get(rank, Look("")) for rank in ranks}
 
-    def queued(self) -> float:
-        return 0.0  # agents do not tell
+    def queued(self) -> dict[str, float]:
+        asked = self._of(set(self._generation.placement))
+        answers = self._ask([(member, {"queued": True}) for member in asked], QUEUED_SECONDS)
+        return {member.name: seconds for member, seconds in zip(asked, answers, strict=True) if seconds is not None}
 
     def unstarted(self) -> Failure:
         asked = [(member, {"unstarted": True}) for member in self._of(set(self._generation.placement))]

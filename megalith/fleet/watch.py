@@ -26,7 +26,7 @@ REPORT_SECONDS = 0.2  # that other ranks have to report their own errors, once a
 CAUSE_SECONDS = 1.5  # the same while every error known is the consequence of another one
 KILL_SECONDS = 30.0  # that the kernel has to end killed ranks; giving up costs a new fork server, and its imports
 BOUNCE_SECONDS = 0.25  # a second SIGINT sooner than this is the same key press, delivered by the terminal and by a wrapper
-STARVED = 0.5  # of a silence: if all ranks together waited as long for a processor, the machine is slow and they do not hang
+STARVED = 0.5  # of a silence: if all ranks of one machine waited as long for a processor, it is slow and they do not hang
 MOST_LIMITS = 10  # times its limit after which a silence is a hang all the same
 _PAUSE_SECONDS = 1.0  # what a turn of the loop took beyond this was not spent watching: this process was stopped
 
@@ -70,7 +70,7 @@ class Watch:
         self._beat_at = 0.0
         self._first_beat_at: float | None = None
         self._ready_at: float | None = None
-        self._queued: tuple[float, float] | None = None  # seconds watched, and waited for a processor until then
+        self._queued: tuple[float, dict[str, float]] | None = None  # seconds watched, and waited for a processor until then
         self._stopping = False
         self._exits: dict[int, Exit] = {}
         self._failures: list[Failure] = []
@@ -199,7 +199,8 @@ class Watch:
         if silence < limit or (passed < limit / 2 and silence < MOST_LIMITS * limit):
             return False
         queued = self._nodes.queued()
-        if queued - before < STARVED * passed or silence >= MOST_LIMITS * limit:
+        longest = max((seconds - before.get(node, seconds) for node, seconds in queued.items()), default=0.0)
+        if longest < STARVED * passed or silence >= MOST_LIMITS * limit:
             return True
         self._queued = self._watched, queued
         return False

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megalith.fleet import remote
 from megalith.fleet.agent import Agent
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.exit_codes import ExitCode
@@ -130,6 +131,20 @@ def test_beats_stacks_signals_and_the_ends_of_ranks_travel(fleet: Callable[..., 
     run.nodes.check("nobody")
     checked = run.until(lambda heard: len(heard) == 2)
     assert {(sign.node, sign.passed) for sign in checked if isinstance(sign, HealthChecked)} == {("b", True), ("nobody", False)}
+
+
+def test_agents_tell_how_long_their_ranks_waited_for_processors(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "QUEUED_SECONDS", SECONDS)
+    monkeypatch.setattr(LocalNodes, "queued", lambda self: {"": 2.0 * len(self.running())})
+    run = fleet("wait")
+    for name in "ab":
+        run.join(name)
+    run.nodes.await_nodes(2, 2, seconds=SECONDS)
+    run.nodes.start(Generation("g1", ("a", "b")))
+    run.until(lambda _: all(beat.ready for beat in run.nodes.beats()))
+    assert run.nodes.queued() == {"a": 4.0, "b": 4.0}
 
 
 def test_a_node_joins_once_ranks_could_start_there_at_once(fleet: Callable[..., Fleet]) -> None:

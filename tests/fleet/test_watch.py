@@ -30,7 +30,7 @@ def _seconds_until_a_hang(monkeypatch: pytest.MonkeyPatch, queued: Callable[[flo
         running.clear()
 
     nodes = SimpleNamespace(
-        wait=wait, send=send, beats=lambda: beats, running=lambda: frozenset(running), queued=lambda: queued(clock.now),
+        wait=wait, send=send, beats=lambda: beats, running=lambda: frozenset(running), queued=lambda: {"": queued(clock.now), "idle": 0.0},
         look=lambda ranks: {}, log=lambda rank: Path("log"),
     )  # fmt: skip
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now))
