@@ -93,11 +93,21 @@ class Checkpointer:
         self._join()
         self._staging.reserve(self._claim(state))
 
-    def save(self, step: int, state: Mapping[str, Tensor], meta: Mapping[str, Any], *, asynchronous: bool = True) -> None:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        *,
+        asynchronous: bool = True,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Save what this rank holds of the state, and `meta` (JSON, the same on all ranks), as the checkpoint of `step`.
 
         Never raises because of the save: its outcome comes out of `poll` or `wait`. Returns when the tensors may change again:
         once they are copied if `asynchronous`, else when the checkpoint is committed. A save under way is waited for first.
+        `check` looks at the state once it is copied (if not `asynchronous`: before it is read) and raises if it is not to be saved: then
+        there is no checkpoint of this step, for which all ranks must have written.
         """
         job = _Job(step, began=time.monotonic())
         self._join()
@@ -108,6 +118,7 @@ class Checkpointer:
             job.written = Written(error=describe_error(error))
             job.ended = time.monotonic()
         else:
+            check()
             if asynchronous:
                 job.thread = threading.Thread(target=work, name=f"checkpoint-{step}", daemon=True)
                 job.thread.start()

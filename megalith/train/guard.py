@@ -77,11 +77,8 @@ class Guard:
 
     def before_update(self, trainer: Trainer, step: int) -> None:
         """The state must be what it was after the last update."""
-        known = self._digests.get(step)
-        made_again = step + 1 in self._digests  # an update that was undone: routers have taken in their loads meanwhile
-        if known is not None and not made_again and (found := digest(self._lasting)) != known:
-            text = f"the state after {step} steps had the digest {known:016x}, and has {found:016x} before the next update"
-            self._accuse(StateCorrupt(**self._here(step, self.seat.rank), where="at rest"), text)
+        if step + 1 not in self._digests:  # else that update was undone: routers have taken in their loads meanwhile
+            self.look(step)
         if self.updates and self._verifies(step):
             self.updates.begin(step)
 
@@ -98,6 +95,16 @@ class Guard:
 
     def resting(self, trainer: Trainer, step: int) -> None:
         """Nothing to do but to rest."""
+
+    def look(self, step: int) -> None:
+        """The state after `step` steps must be what the last update left; told and raised (Reported) if it is not.
+
+        To be called as well before anything lasting is made of it: a checkpoint of an altered state would be whole by its own digests.
+        """
+        known = self._digests.get(step)
+        if known is not None and (found := digest(self._lasting)) != known:
+            text = f"the state after {step} steps had the digest {known:016x}, and has {found:016x} now"
+            self._accuse(StateCorrupt(**self._here(step, self.seat.rank), where="at rest"), text)
 
     def _verifies(self, step: int) -> bool:
         return self.fleet.verify_every > 0 and step % self.fleet.verify_every == 0

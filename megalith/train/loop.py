@@ -176,6 +176,7 @@ class Loop:
         self.heartbeat.beat("validation", self.step)
         began = time.perf_counter()
         loss, domains = validator.run()
+        self._look()
         if self.log:
             self.log.write(Validation(step=self.step, loss=loss, domains=domains, seconds=time.perf_counter() - began))
 
@@ -186,11 +187,15 @@ class Loop:
             return
         self._last_saved = self.step
         faults.at("saving", self.step)
-        self.checkpointer.save(
-            self.step, self.trainer.state(), meta(self.position, spec=self.spec, stream=self.stream), asynchronous=asynchronous
-        )
+        state, told = self.trainer.state(), meta(self.position, spec=self.spec, stream=self.stream)
+        self.checkpointer.save(self.step, state, told, asynchronous=asynchronous, check=self._look)
         if not asynchronous:
             self._report_saves(self.checkpointer.wait())
+
+    def _look(self) -> None:
+        """The state must still be what the last update left."""
+        if self.guard:
+            self.guard.look(self.step)
 
     def _report_saves(self, outcomes: list[Saved | Failed]) -> None:
         if not self.log:

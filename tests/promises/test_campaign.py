@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megalith import verbs
+from megalith.checkpoint.folder import committed
 from megalith.fleet import faults, networks
 from megalith.fleet.campaign import EXPECTED, Row, may_mount
 from megalith.fleet.faults import KINDS, Injection
@@ -45,6 +46,28 @@ def test_after_24_faults_the_end_is_bit_for_bit_that_of_the_run_without_them(dat
         assert row.injected == row.handled >= 1, row
         assert set(row.seen_as.split(", ")) <= {*EXPECTED[kind], "rank_failed"}, (row, "or hidden by a death in the same step")
     assert abs(verbs.replay(tmp_path / "out").gap) < 0.05, "the simulator with the latencies of this very log"
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_state_that_is_altered_when_its_checkpoint_is_due_is_not_saved(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], asynchronous: bool
+) -> None:
+    """It would be whole by the checkpoint's own digests, newer than any good copy in memory, and so go on."""
+    spec = tiny_run(
+        model={"vocab": 264},
+        plan={"data": 2},
+        data={"path": str(data)},
+        train={"steps": 4, "global_batch": 2, "seq_len": 16, "precision": "fp32"},
+        checkpoint={"every": 2, "asynchronous": asynchronous},
+    )
+    listed, folder = tmp_path / "faults.json", tmp_path / "hurt"
+    faults.save(listed, [Injection(0, "weight", 1, KINDS["weight"].moment, (1,), place=0.5)])  # once two steps are done
+    monkeypatch.setenv(faults.VARIABLE, str(listed))
+    with pytest.raises(RuntimeError):
+        train(spec, folder)  # by itself, without a fleet that goes on
+    assert "the state after 2 steps had the digest" in capfd.readouterr().err
+    assert faults.fired(listed)
+    assert committed(folder / "checkpoints") == []
 
 
 def test_without_the_guards_the_same_faults_would_stay(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
