@@ -567,6 +567,12 @@ def plan(
     forward_only: Annotated[
         bool, typer.Option("--forward-only", help="No training, but the prefill of long prompts; 1 sequence, if nothing is said.")
     ] = False,
+    offload: Annotated[
+        bool,
+        typer.Option(
+            help="Also layouts with some of the optimizer's state in host memory: predicted only, the trainer has none."
+        ),
+    ] = True,
     atlas: Annotated[
         bool,
         typer.Option(
@@ -594,7 +600,7 @@ def plan(
         return
     question = Question(
         path=run, model=model, cluster=cluster, seq_len=seq_len, global_batch=global_batch, global_batch_tokens=global_batch_tokens,
-        tokens=tokens, compute_optimal=compute_optimal, format=format, forward_only=forward_only,
+        tokens=tokens, compute_optimal=compute_optimal, format=format, forward_only=forward_only, offload=offload,
         overrides=tuple(settings or ()), out=out is not None,
     )  # fmt: skip
     with Console(stderr=True).status("searching"):

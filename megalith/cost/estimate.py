@@ -7,18 +7,15 @@ from functools import cache
 from math import log2
 from typing import Any
 
-from megalith.cost import network
+from megalith.cost import host, network
 from megalith.cost.constants import Calibration, calibration
-from megalith.cost.memory import Held, Memory, held, memory
+from megalith.cost.memory import Held, Memory, fits, held, memory
 from megalith.cost.network import gather
 from megalith.cost.parts import Parts, parts
 from megalith.cost.profile import Phase
 from megalith.cost.time import Setting, Spent, line, router_of, spend
 from megalith.cost.workload import Workload
 from megalith.schedule import build, lower, simulate
-
-HOST_LINK = 25e9
-"""Bytes/s between a device and its host's memory, over PCIe 4 x16 or 5 x16 shared by two."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +106,11 @@ def estimate(
     stages = [stage_time(here, spent, sides=workload.plan.sides) for here in ranks]
     space = space or memory(workload, traced, setting.generation)
     time = step_time(workload, setting, traced, ranks, stages)
-    limit = workload.cluster.accelerator.memory
-    total = space.total * (1 + setting.generation.slack)
     return Estimate(
         time=time,
         memory=space,
-        fits=limit is None or total <= limit,
-        limit=limit,
+        fits=fits(workload, space, setting.generation),
+        limit=workload.cluster.accelerator.memory,
         flops=model_flops(workload, traced),
         tokens=workload.tokens,
         devices=workload.cluster.count,
@@ -299,15 +294,15 @@ def _beside(moving: float, computing: float, setting: Setting) -> float:
 
 
 def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here: Held) -> float:
-    """The update of what a rank keeps, from its memory."""
+    """The update of what a rank keeps, from its memory, and of what its host keeps for it, which follows."""
     if workload.frozen:
         return 0.0
     plan, practice = workload.plan, workload.practice
     dense, expert = _stage_numbers(traced, here)
     own = dense / (plan.shards if plan.zero else 1)
     own += expert / (line("expert_holders", workload).size if plan.zero else 1)
-    moved = setting.generation.optimizer * own * (1 - practice.offload) / setting.bandwidth
-    return moved + practice.offload * own * 16 / HOST_LINK
+    away = own * practice.offload
+    return setting.generation.optimizer * (own - away) / setting.bandwidth + host.seconds(workload, away)
 
 
 def model_flops(workload: Workload, traced: Parts) -> float:

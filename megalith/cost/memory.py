@@ -7,6 +7,7 @@ from functools import cache
 from operator import mul
 
 from megalith import schedule as schedules
+from megalith.cost import host
 from megalith.cost.constants import Generation
 from megalith.cost.parts import Parts
 from megalith.cost.profile import Profile
@@ -28,6 +29,8 @@ class Memory:
     reserve: float
     rank: int
     """Which pipeline rank this is of."""
+    host: float = 0.0
+    """Bytes in the memory of its host, which are not in `total`."""
 
     @property
     def total(self) -> float:
@@ -91,6 +94,12 @@ def memory(workload: Workload, parts: Parts, generation: Generation) -> Memory:
     return max(found, key=lambda memory: memory.total)
 
 
+def fits(workload: Workload, held: Memory, generation: Generation) -> bool:
+    """Does it leave the device what an allocator loses, and the host what it needs itself?"""
+    limit = workload.cluster.accelerator.memory
+    return held.host <= host.MEMORY and (limit is None or held.total * (1 + generation.slack) <= limit)
+
+
 def every_rank(workload: Workload, parts: Parts, generation: Generation) -> list[Memory]:
     """Each pipeline rank's memory."""
     flying = _in_flight(workload.plan.schedule, workload.plan.pipeline, workload.microbatches, workload.plan.chunks)
@@ -116,40 +125,41 @@ def _rank(workload: Workload, parts: Parts, generation: Generation, rank: int, h
             expert += parts.ahead.expert_weights * model.head.ahead.depth
     shards = max(1, plan.shards)
     expert_shards = max(1, plan.holders * plan.tensor // (plan.expert * plan.expert_tensor)) if plan.zero else 1
-    width = 4 if workload.format == "fp32" else 2
-    state = _state(workload, dense, shards, width, generation), _state(workload, expert, expert_shards, width, generation)
-    whole = _whole(workload, blocks, shards, width)
+    state = _state(workload, dense, shards), _state(workload, expert, expert_shards)
+    whole = _whole(workload, blocks, shards)
     saved = [sum(parts.blocks[i].saved for i in chunk) for chunk in here.chunks]
     # the head's backward follows its forward: its logits are gone before any block's backward
     logits = parts.head.saved + parts.head.working if here.head else 0.0
     working = generation.working * max((block.working for block in blocks), default=0.0)
     return Memory(
         weights=sum(s[0] for s in state) + whole,
-        gradients=sum(s[1] for s in state) + whole / width * practice.gradient_bytes,
+        gradients=sum(s[1] for s in state) + whole / workload.width * practice.gradient_bytes,
         optimizer=sum(s[2] for s in state),
         activations=sum(map(mul, flying, saved)),
         working=max(working - logits, 0.0),
         logits=logits,
         reserve=generation.reserve,
         rank=rank,
+        host=sum(s[3] for s in state),
     )
 
 
-def _whole(workload: Workload, blocks: list[Profile], shards: int, width: int) -> float:
+def _whole(workload: Workload, blocks: list[Profile], shards: int) -> float:
     """Bytes of the weights ZeRO 3 has gathered at once: of two blocks, the one in use and the next, or of one module, at most a third
     of a block where there are three matrices or more."""
     if workload.plan.zero != 3 or shards == 1:
         return 0.0
     largest = max((block.weights + block.expert_weights for block in blocks), default=0)
-    return width * largest * (2 if workload.practice.gathers == "block" else 1 / 3)
+    return workload.width * largest * (2 if workload.practice.gathers == "block" else 1 / 3)
 
 
-def _state(workload: Workload, numbers: float, shards: int, width: int, generation: Generation) -> tuple[float, float, float]:
-    """Weights, gradients and optimizer of so many parameters, by ZeRO's line (Rajbhandari et al. 2019)."""
+def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, float, float, float]:
+    """Weights, gradients and optimizer of so many parameters, by ZeRO's line (Rajbhandari et al. 2019), and what their host has."""
     zero, practice = workload.plan.zero, workload.practice
-    weights = width * numbers / (shards if zero == 3 else 1)
+    weights = workload.width * numbers / (shards if zero == 3 else 1)
     if workload.frozen:
-        return weights, 0.0, 0.0
+        return weights, 0.0, 0.0, 0.0
     gradients = practice.gradient_bytes * numbers / (shards if zero >= 2 else 1)
-    moments = (practice.moment_bytes + (practice.master_bytes if width < 4 else 0)) * numbers / (shards if zero >= 1 else 1)
-    return weights, gradients, moments * (1 - practice.offload)
+    own = numbers / (shards if zero >= 1 else 1)
+    away = own * practice.offload
+    return weights, gradients, workload.state_bytes * (own - away), host.held(workload, away)

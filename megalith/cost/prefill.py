@@ -3,7 +3,7 @@
 from megalith.cost import network
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.estimate import Estimate, PartTimes, Time, part_times
-from megalith.cost.memory import Held, Memory, held
+from megalith.cost.memory import Held, Memory, fits, held
 from megalith.cost.parts import Parts, parts
 from megalith.cost.profile import Profile
 from megalith.cost.time import Setting, Spent, line
@@ -23,12 +23,11 @@ def prefill(
     traced = traced or parts(workload)
     setting = Setting.of(workload, figures)
     space = prefill_memory(workload, traced, figures)
-    limit = workload.cluster.accelerator.memory
     return Estimate(
         time=_time(workload, setting, spent or part_times(traced, setting)),
         memory=space,
-        fits=limit is None or space.total * (1 + setting.generation.slack) <= limit,
-        limit=limit,
+        fits=fits(workload, space, setting.generation),
+        limit=workload.cluster.accelerator.memory,
         flops=_flops(workload, traced),
         tokens=workload.tokens,
         devices=workload.cluster.count,

@@ -93,6 +93,16 @@ class Workload:
         return self.global_batch // (self.plan.data * self.plan.microbatch)
 
     @property
+    def width(self) -> int:
+        """Bytes of a weight on the device."""
+        return 4 if self.format == "fp32" else 2
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a parameter's moments, and of the optimizer's own copy of it where weights are narrower than that."""
+        return self.practice.moment_bytes + (self.practice.master_bytes if self.width < 4 else 0)
+
+    @property
     def tokens(self) -> int:
         """Tokens of one step."""
         return self.global_batch * self.seq_len

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megalith.cost import host
 from megalith.cost.constants import calibration
 from megalith.cost.memory import Memory
 from megalith.cost.workload import Workload
@@ -42,10 +43,11 @@ class Answer:
     def to_json(self) -> dict[str, Any]:
         """Everything by name, with each plan also in short."""
         asked, cluster = self.asked, self.asked.cluster
-        found = self.found.to_json()
+        found, best = self.found.to_json(), self.found.runnable
+        found["runnable"] = None if best is None else best.to_json() | self._said(best)
         for key in ("choices", "pareto"):
             for row, choice in zip(found[key], getattr(self.found, key), strict=True):
-                row["layout"] = short(choice.plan)
+                row.update(self._said(choice))
         for row, one in zip(found["choices"], self.trainings, strict=False):
             row["training"] = vars(one)
         assumption = SPARE if asked.format in RUNS else f"{SPARE}; the trainer does not compute in {asked.format}: predicted only"
@@ -63,13 +65,21 @@ class Answer:
             "convention": PREFILL if asked.forward_only else CONVENTION,
             "assumption": assumption,
             "spare": calibration().generations["fused"].slack,
+            "host_memory": host.MEMORY,
             "notes": list(asked.notes),
             **found,
-            "own": None if self.own is None else self.own.to_json() | {"layout": short(self.own.plan)},
+            "own": None if self.own is None else self.own.to_json() | self._said(self.own),
             "neighbours": [one.to_json() for one in self.neighbours],
-            "frontier": [one.to_json() | {"layout": short(one.choice.plan)} for one in self.frontier],
-            "what_ifs": [one.to_json() | {"layout": short(one.choice.plan) if one.choice else None} for one in self.what_ifs],
+            "frontier": [one.to_json() | self._said(one.choice) for one in self.frontier],
+            "what_ifs": [one.to_json() | self._said(one.choice) for one in self.what_ifs],
         }  # fmt: skip
+
+    def _said(self, choice: Choice | None) -> dict[str, Any]:
+        """A choice in short, and whether the trainer could not run it."""
+        if choice is None:
+            return {"layout": None, "predicted_only": None}
+        only = choice.offload > 0 or self.asked.format not in RUNS or self.asked.forward_only
+        return {"layout": short(choice.plan, choice.offload), "predicted_only": only}
 
 
 def answer(
@@ -85,9 +95,9 @@ def answer(
     trainings = () if tokens is None else tuple(training(one, asked.cluster, tokens=tokens) for one in found.choices)
     own = asked.own
     mine = None if own is None or not asked.legal(own) else Choice(own, scorer.estimate(workload_of(asked, own)))
-    near = explain(workload_of(asked, found.best.plan), scorer) if why and not asked.forward_only else ()
+    near = explain(workload_of(asked, found.best.plan, found.best.offload), scorer) if why and not asked.forward_only else ()
     return Answer(
-        asked, found, trainings, mine, tuple(one for one in near if asked.legal(one.plan)),
+        asked, found, trainings, mine, tuple(one for one in near if asked.legal(one.plan, one.offload)),
         frontier(asked, found) if pareto else (), tuple(_what_if(words, other) for words, other in what_ifs),
     )  # fmt: skip
 
@@ -97,8 +107,15 @@ def find(asked: Asked, *, top: int) -> Found:
     train = asked.run.train
     return search(
         asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=asked.format, top=top,
-        legal=asked.legal, scorer=scorer_of(asked), space=Space.of_prefill() if asked.forward_only else None,
+        legal=asked.legal, scorer=scorer_of(asked), space=space_of(asked),
     )  # fmt: skip
+
+
+def space_of(asked: Asked) -> Space:
+    """What may be chosen from."""
+    if asked.forward_only:
+        return Space.of_prefill()
+    return Space() if asked.offload else Space(offload=())
 
 
 def scorer_of(asked: Asked) -> Scorer:
@@ -174,16 +191,17 @@ def _what_if(words: str, asked: Asked) -> WhatIf:
     return WhatIf(words, best, training(best, asked.cluster, tokens=asked.tokens) if known else None)  # pyright: ignore[reportArgumentType]
 
 
-def workload_of(asked: Asked, plan: Plan) -> Workload:
-    """A step of what was asked, under a plan."""
-    train = asked.run.train
-    return Workload(asked.model, plan, asked.cluster, train.seq_len, train.global_batch, asked.format, assumed(plan))
+def workload_of(asked: Asked, plan: Plan, offload: float = 0.0) -> Workload:
+    """A step of what was asked, under a plan, with a share of the optimizer's state in host memory."""
+    train, practice = asked.run.train, replace(assumed(plan), offload=offload)
+    return Workload(asked.model, plan, asked.cluster, train.seq_len, train.global_batch, asked.format, practice)
 
 
-def short(plan: Plan) -> str:
+def short(plan: Plan, offload: float = 0.0) -> str:
     """A layout in a few letters: t8 c2 p16x4 e64 d128 z1 m1; what is 1 is left out, but for data, ZeRO and microbatch. A schedule other
     than (interleaved) 1F1B is named behind the pipeline, copies of the state (HSDP) behind ZeRO's stage, parts of each expert behind the
-    ranks that share them out: p16x2 zb-v d8 z1 m1, d64 z3 r8 m1, t4 e8x4 d16 z1 m1.
+    ranks that share them out: p16x2 zb-v d8 z1 m1, d64 z3 r8 m1, t4 e8x4 d16 z1 m1. Behind all, percents of the optimizer's state that
+    are offloaded to host memory: d8 z1 m1 o50.
     """
     tensor, context = (f"{letter}{size} " if size > 1 else "" for letter, size in (("t", plan.tensor), ("c", plan.context)))
     parts = f"x{plan.expert_tensor}" if plan.expert_tensor > 1 else ""
@@ -192,7 +210,8 @@ def short(plan: Plan) -> str:
     name = "" if plan.schedule in CLOSED else f"{plan.schedule} "
     pipeline = f"p{plan.pipeline}{chunks} {name}" if plan.pipeline > 1 else ""
     copies = f" r{plan.replicate}" if plan.replicate > 1 else ""
-    return f"{tensor}{context}{pipeline}{expert}d{plan.data} z{plan.zero}{copies} m{plan.microbatch}"
+    away = f" o{100 * offload:.0f}" if offload else ""
+    return f"{tensor}{context}{pipeline}{expert}d{plan.data} z{plan.zero}{copies} m{plan.microbatch}{away}"
 
 
 def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:
@@ -202,13 +221,15 @@ def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:
         reasons = asked.refusals(next(_plans(asked, asked.cluster)))
         return reasons or [_problem(name, "no plan that fits is legal", "Use more devices, or another global batch.")]
     memory, limit = found.closest.estimate.memory, found.closest.estimate.limit or 0.0
-    kinds = {key: value for key, value in vars(memory).items() if key != "rank"}
+    kinds = {key: value for key, value in vars(memory).items() if key not in ("rank", "host")}
     largest = max(kinds, key=lambda key: kinds[key])
     parts = ", ".join(
         f"{key} {value / 2**30:.1f}" for key, value in sorted(kinds.items(), key=lambda item: -item[1]) if value > 2**26
     )
+    away = f", nor with its state in host memory ({host.MEMORY / 2**30:.0f} GiB a device)" if space_of(asked).offload else ""
     reason = (
-        f"nothing fits: of {found.looked_at:,} plans the smallest ({short(found.closest.plan)}, recompute {found.closest.plan.recompute}) "
+        f"nothing fits{away}: of {found.looked_at:,} plans the smallest ({short(found.closest.plan)}, recompute "
+        f"{found.closest.plan.recompute}) "
         f"needs {memory.total / 2**30:.1f} of {limit / 2**30:.1f} GiB on its fullest rank, and {largest} is what is too large ({parts} GiB)"
     )
     return [_problem(name, reason, _ways_out(asked, memory, largest, scorer))]
@@ -237,8 +258,7 @@ def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str
 
 def _plans(asked: Asked, cluster: ClusterSpec) -> Any:
     train = asked.run.train
-    space = Space.of_prefill() if asked.forward_only else None
-    return candidates(asked.model, cluster, seq_len=train.seq_len, global_batch=train.global_batch, space=space)
+    return candidates(asked.model, cluster, seq_len=train.seq_len, global_batch=train.global_batch, space=space_of(asked))
 
 
 def _fits(asked: Asked, cluster: ClusterSpec, plan: Plan, scorer: Scorer) -> bool:
@@ -250,10 +270,25 @@ def _problem(name: str, reason: str, way_out: str) -> Problem:
     return Problem("error", "--cluster", name, reason, way_out)
 
 
+def _not_written(best: Choice, runnable: Choice | None) -> Problem:
+    reason = (
+        "is the best layout and predicted only: the trainer keeps the optimizer's state on the devices, not in host memory, "
+        "so it cannot be written as a run"
+    )
+    way_out = "No layout fits otherwise: --no-offload says how many devices would do."
+    if runnable is not None:
+        slower = runnable.estimate.time.step / best.estimate.time.step - 1
+        way_out = f"The best that can be written is {short(runnable.plan)}, {slower:.1%} slower: add --no-offload."
+    return Problem("error", "--out", short(best.plan, best.offload), reason, way_out, "command line")
+
+
 def as_run(answered: Answer) -> str:
-    """The best plan in a run file that `megalith check` accepts once its data is there, and `megalith train` runs."""
+    """The best plan in a run file that `megalith check` accepts once its data is there, and `megalith train` runs. Raises SpecErrors
+    where the trainer cannot run it, with the best that it can."""
     asked, best = answered.asked, answered.found.best
     assert best is not None
+    if best.offload:
+        raise SpecErrors([_not_written(best, answered.found.runnable)])
     plan = best.plan
     if best.plan.recompute != "selective":
         plan = plan.model_copy(update={"recompute_parts": Plan().recompute_parts})

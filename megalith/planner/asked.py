@@ -50,6 +50,8 @@ class Question:
     format: str | None = None
     forward_only: bool = False
     """No training, but the prefill of long prompts."""
+    offload: bool = True
+    """Also look at layouts with some of the optimizer's state in host memory, which are predicted only."""
     overrides: tuple[str, ...] = ()
     out: bool = False
     """Is the best plan to be written as a run?"""
@@ -69,23 +71,24 @@ class Asked:
     """What was rounded, or taken for granted."""
     resolved: Resolved | None
     forward_only: bool = False
+    offload: bool = True
 
     @property
     def own(self) -> Plan | None:
         """The plan that the run file has, if it uses the cluster as it is."""
         return self.run.plan if self.resolved is not None and self.run.plan.ranks == self.cluster.count else None
 
-    def legal(self, plan: Plan) -> bool:
-        """Would `megalith check` accept it? Only what concerns the plan counts."""
-        return not self.refusals(plan)
+    def legal(self, plan: Plan, offload: float = 0.0) -> bool:
+        """Would `megalith check` accept it, but for what is in host memory? Only what concerns the plan counts."""
+        return not self.refusals(plan, offload)
 
-    def refusals(self, plan: Plan) -> list[Problem]:
+    def refusals(self, plan: Plan, offload: float = 0.0) -> list[Problem]:
         """Why `megalith check` would not."""
         found = check(self.run.model_copy(update={"plan": plan}), files=False)
         mine = ("plan.", "cluster", "train.global_batch", "train.seq_len")
         denied = [problem for problem in found if problem.severity == "error" and problem.key.startswith(mine)]
-        # what `plan.zero` is denied for is the state of training, which a prefill has not
-        return [problem for problem in denied if not (self.forward_only and problem.key == "plan.zero")]
+        # what `plan.zero` is denied for is the state of training on the device, which a prefill has not, and a host's memory relieves
+        return [problem for problem in denied if not ((self.forward_only or offload) and problem.key == "plan.zero")]
 
 
 def ask(question: Question) -> Asked:
@@ -113,7 +116,7 @@ def ask(question: Question) -> Asked:
         tokens, note = compute_optimal(built, cluster)
         notes = (*notes, note)
     run = _run(spec, model, cluster_name, seq_len, batch, format_, tokens)
-    return Asked(run, built, cluster, format_, tokens, notes, resolved, question.forward_only)
+    return Asked(run, built, cluster, format_, tokens, notes, resolved, question.forward_only, question.offload)
 
 
 def compute_optimal(model: ModelSpec, cluster: ClusterSpec) -> tuple[float, str]:

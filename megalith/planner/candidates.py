@@ -42,11 +42,13 @@ class Space:
     """Beside 1F1B and interleaved 1F1B."""
     copies: bool = True
     """Under ZeRO 3, two copies of the state, or as many as there are nodes, eights of nodes, or sixty-fours (HSDP)."""
+    offload: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
+    """Shares of the optimizer's state in host memory, for plans that do not fit without: the least that does. Predicted only."""
 
     @classmethod
     def of_prefill(cls) -> "Space":
         """Nothing is kept for a backward, nor gathered: no recomputation, no ZeRO, one sequence at a time, no interleaving."""
-        return cls(policies=POLICIES[:1], microbatches=(1,), most_chunks=1, zero=(0,), schedules=())
+        return cls(policies=POLICIES[:1], microbatches=(1,), most_chunks=1, zero=(0,), schedules=(), offload=())
 
 
 def candidates(

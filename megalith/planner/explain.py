@@ -27,6 +27,8 @@ class Neighbour:
     fits: bool
     grows: str
     """The term of time that grows most, or shrinks least."""
+    offload: float
+    """Share of the optimizer's state in host memory; above 0 it is predicted only."""
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "plan": self.plan.model_dump()}
@@ -36,17 +38,31 @@ def explain(workload: Workload, scorer: Scorer) -> tuple[Neighbour, ...]:
     """Every neighbour of a workload's plan that is legal, the cheapest first."""
     own, base = scorer.estimate(workload), replace(workload.practice, overlap_expert=False)
     here = Choice(workload.plan, own)
+    plans = [(change, replace(workload, plan=plan, practice=assumed(plan, base))) for change, plan in neighbours(workload)]
     found = []
-    for change, plan in neighbours(workload):
-        other = scorer.estimate(replace(workload, plan=plan, practice=assumed(plan, base)))
+    for change, changed in (*plans, *_offloads(workload)):
+        other = scorer.estimate(changed)
         terms = {name: value - getattr(here.estimate.time, name) for name, value in vars(other.time).items() if name != "step"}
         found.append(
             Neighbour(
-                change=change, plan=plan, seconds=other.time.step - own.time.step, memory=other.memory.total - own.memory.total,
-                fits=other.fits, grows=max(terms, key=lambda name: terms[name]),
+                change=change, plan=changed.plan, seconds=other.time.step - own.time.step, memory=other.memory.total - own.memory.total,
+                fits=other.fits, grows=max(terms, key=lambda name: terms[name]), offload=changed.practice.offload,
             )
         )  # fmt: skip
     return tuple(sorted(found, key=lambda neighbour: neighbour.seconds))
+
+
+def _offloads(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    """The same plan with none of the optimizer's state in host memory, and with all of it."""
+    here = workload.practice.offload
+    for share in (0.0, 1.0):
+        if share != here:
+            change = f"offload {_moved(here)} -> {_moved(share)}"
+            yield change, replace(workload, practice=replace(workload.practice, offload=share))
+
+
+def _moved(share: float) -> str:
+    return {0.0: "none", 1.0: "optimizer"}.get(share, f"{share:.0%} optimizer")
 
 
 def neighbours(workload: Workload) -> list[tuple[str, Plan]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.estimate import Estimate, PartTimes, estimate, part_times
-from megalith.cost.memory import Memory, memory
+from megalith.cost.memory import Memory, fits, memory
 from megalith.cost.parts import Parts, layout, parts
 from megalith.cost.prefill import prefill, prefill_memory
 from megalith.cost.profile import Layout
@@ -29,9 +29,11 @@ class Choice:
 
     plan: Plan
     estimate: Estimate
+    offload: float = 0.0
+    """Share of the optimizer's state in host memory. The trainer keeps none there: above 0 the choice is predicted only."""
 
     def to_json(self) -> dict[str, Any]:
-        return {"plan": self.plan.model_dump(), "estimate": self.estimate.to_json()}
+        return {"plan": self.plan.model_dump(), "offload": self.offload, "estimate": self.estimate.to_json()}
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ class Found:
     """Where nothing fits: what is least too large."""
     refused: int = 0
     """Plans as fast as those shown that `legal` denied."""
+    offloaded: int = 0
+    """Plans that fit with some of the optimizer's state in host memory, and not without; they are not among those too large."""
+    runnable: Choice | None = None
+    """The best that leaves the state on the devices."""
 
     @property
     def best(self) -> Choice | None:
@@ -75,6 +81,8 @@ class Found:
             "too_large": self.too_large,
             "closest": self.closest.to_json() if self.closest else None,
             "refused": self.refused,
+            "offloaded": self.offloaded,
+            "runnable": self.runnable.to_json() if self.runnable else None,
         }
 
 
@@ -88,31 +96,50 @@ def search(
     practice: Practice | None = None,
     space: Space | None = None,
     top: int = 10,
-    legal: Callable[[Plan], bool] | None = None,
+    legal: Callable[[Plan, float], bool] | None = None,
     scorer: "Scorer | None" = None,
 ) -> Found:
-    """The `top` fastest plans that fit. `global_batch` counts sequences; plans that `legal` denies are left out of what is shown."""
-    scorer = scorer or Scorer(calibration())
+    """The `top` fastest plans that fit. `global_batch` counts sequences; plans that `legal` denies (with their share of the optimizer's
+    state in host memory) are left out of what is shown."""
+    scorer, space = scorer or Scorer(calibration()), space or Space()
     fitting: list[Choice] = []
     waiting: list[tuple[float, Workload]] = []
+    offloaded: list[tuple[float, Workload]] = []
     least: tuple[float, Workload] | None = None
     looked_at = too_large = 0
-    for plan in candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space or Space()):
+    for plan in candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space):
         looked_at += 1
         workload = Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, practice))
         held = scorer.memory(workload)
-        if not scorer.fits(workload, held):
+        if scorer.fits(workload, held):
+            if plan.schedule in CLOSED:
+                fitting.append(_choice(workload, scorer))
+            else:
+                waiting.append((scorer.bound(workload), workload))
+        elif lighter := _lighter(workload, held, scorer, space.offload):
+            offloaded.append((scorer.bound(lighter), lighter))
+        else:
             too_large += 1
             least = (held.total, workload) if least is None or held.total < least[0] else least
-        elif plan.schedule in CLOSED:
-            fitting.append(Choice(plan, scorer.estimate(workload)))
-        else:
-            waiting.append((scorer.bound(workload), workload))
-    ranked = _simulated(waiting, fitting, scorer, most=2 * top)
+    here = _simulated(waiting, fitting, scorer, most=2 * top)
+    ranked = _simulated(offloaded, here, scorer, most=2 * top)
     best, refused = _first_legal(ranked, top, legal)
-    closest = None if best or least is None else Choice(least[1].plan, scorer.estimate(least[1]))
+    runnable = next(iter(_first_legal(here, 1, legal)[0]), None)
+    closest = None if best or least is None else _choice(least[1], scorer)
     thrifty = _first_legal(pareto(ranked), None, legal)[0]
-    return Found(best, thrifty, looked_at, too_large, closest, refused)
+    return Found(best, thrifty, looked_at, too_large, closest, refused, len(offloaded), runnable)
+
+
+def _choice(workload: Workload, scorer: "Scorer") -> Choice:
+    return Choice(workload.plan, scorer.estimate(workload), workload.practice.offload)
+
+
+def _lighter(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequence[float]) -> Workload | None:
+    """The workload with the least share of its optimizer's state in host memory with which it fits; None where none does."""
+    if not scorer.fits(workload, replace(held, optimizer=0.0)):  # nor would this rank without any of it
+        return None
+    others = (replace(workload, practice=replace(workload.practice, offload=share)) for share in shares)
+    return next((other for other in others if scorer.fits(other, scorer.memory(other))), None)
 
 
 CLOSED = ("1f1b", "interleaved")
@@ -132,7 +159,7 @@ def _simulated(waiting: list[tuple[float, Workload]], known: Sequence[Choice], s
     for bound, workload in sorted(waiting, key=lambda one: one[0]):
         if len(ranked) >= most and bound >= _step(ranked[most - 1]):
             break
-        insort(ranked, Choice(workload.plan, scorer.estimate(workload)), key=_step)
+        insort(ranked, _choice(workload, scorer), key=_step)
     return ranked
 
 
@@ -141,7 +168,7 @@ def _step(choice: Choice) -> float:
 
 
 def _first_legal(
-    ranked: Sequence[Choice], most: int | None, legal: Callable[[Plan], bool] | None
+    ranked: Sequence[Choice], most: int | None, legal: Callable[[Plan, float], bool] | None
 ) -> tuple[tuple[Choice, ...], int]:
     """The first `most` choices (None: all) that are legal, and how many were passed over on the way."""
     found: list[Choice] = []
@@ -149,7 +176,7 @@ def _first_legal(
     for choice in ranked:
         if len(found) == most:
             break
-        if legal is None or legal(choice.plan):
+        if legal is None or legal(choice.plan, choice.offload):
             found.append(choice)
         else:
             refused += 1
@@ -189,14 +216,14 @@ class Scorer:
         return memory(workload, self.parts(workload), self.figures.generations[workload.practice.generation])
 
     def fits(self, workload: Workload, held: Memory) -> bool:
-        """Does it leave what an allocator loses?"""
-        limit = workload.cluster.accelerator.memory
-        return limit is None or held.total * (1 + self.figures.generations[workload.practice.generation].slack) <= limit
+        """As `cost.memory.fits`."""
+        return fits(workload, held, self.figures.generations[workload.practice.generation])
 
     def estimate(self, workload: Workload) -> Estimate:
         """As `cost.estimate.estimate`."""
         traced = self.parts(workload)
-        timed = (*self._key(workload), workload.format, workload.practice, workload.cluster.count)
+        practice = replace(workload.practice, offload=0.0)  # which no part's seconds depend on
+        timed = (*self._key(workload), workload.format, practice, workload.cluster.count)
         if timed not in self._times:
             self._times[timed] = part_times(traced, Setting.of(workload, self.figures))
         if self.forward_only:

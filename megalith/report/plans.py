@@ -125,7 +125,19 @@ def legend(found: Mapping[str, Any]) -> str:
         f"tok/s: a device. MFU: {found['convention']} of {cluster['peak'] / 1e12:,.0f} TFLOP/s.\n"
         f"GiB: fullest rank{limit}. bubble, exposed communication: shares of the step.\n"
         f"{found['looked_at']:,} plans looked at, {found['too_large']:,} too large{denied}. Predicted: {found['assumption']}."
-        f"{beaten(found)}"
+        f"{_offloaded(found)}{beaten(found)}"
+    )
+
+
+def _offloaded(found: Mapping[str, Any]) -> str:
+    """A line on layouts that need their hosts' memory; empty where none is shown."""
+    shown = [*found["choices"], *found["frontier"], *found["what_ifs"]]
+    if not any(row.get("offload") for row in shown):
+        return ""
+    room = f"{found['host_memory'] / GIB:.0f} GiB a device, assumed"
+    return (
+        f"\no: % of the optimizer's state offloaded to host memory (at most {room}), updated there: predicted only, the trainer cannot. "
+        f"{found['offloaded']:,} plans fit only so; --no-offload leaves them out."
     )
 
 
@@ -179,6 +191,6 @@ def reasons(found: Mapping[str, Any]) -> Table:
         column.justify = "right"
     for row in found["neighbours"]:
         grows = row["grows"] if row["seconds"] > 0 else ""
-        fits = "" if row["fits"] else "does not fit"
+        fits = ("predicted only" if row["offload"] else "") if row["fits"] else "does not fit"
         drawn.add_row(escape(row["change"]), f"{row['seconds'] / step:+.1%}", f"{row['memory'] / GIB:+.1f}", fits, grows)
     return drawn

@@ -1,8 +1,9 @@
 import pytest
 
 from megalith import schedule as schedules
+from megalith.cost import host
 from megalith.cost.constants import calibration
-from megalith.cost.memory import every_rank, memory
+from megalith.cost.memory import every_rank, fits, memory
 from megalith.cost.parts import parts
 from megalith.cost.workload import Practice
 from megalith.spec.plan import Plan
@@ -63,3 +64,21 @@ def test_offloaded_state_leaves_the_device():
     )
     assert here.optimizer > 0
     assert away.optimizer == 0
+    assert here.host == 0
+    assert away.host == pytest.approx(here.optimizer * (8 + 4 + 4 + 2) / (8 + 4))  # and gradients and weights on their way
+
+
+def test_what_is_offloaded_is_a_ranks_own_share():
+    whole, eighth = (
+        memory(load, parts(load), GENERATION).host
+        for load in (workload(dense(), plan, practice=Practice(offload=1.0)) for plan in (Plan(), Plan(data=8, zero=1)))
+    )
+    assert eighth == pytest.approx(whole / 8)
+
+
+def test_a_full_host_does_not_fit(monkeypatch: pytest.MonkeyPatch):
+    load = workload(dense(), Plan(), practice=Practice(offload=0.5))
+    found = memory(load, parts(load), GENERATION)
+    assert fits(load, found, GENERATION)
+    monkeypatch.setattr(host, "MEMORY", found.host - 1)
+    assert not fits(load, found, GENERATION)

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from megalith.spec.problem import SpecErrors
 from tests.patience import PATIENCE
 
 WORDS = {"model": "tiny", "cluster": "h100:4", "seq_len": 128, "global_batch": 8, "tokens": "1B"}
+TIGHT = {"model": "llama3.2-3b", "cluster": "a100-40gb:1", "seq_len": 8192, "global_batch": 16}
 ARGUMENTS = ["plan", *(word for key, value in WORDS.items() for word in (f"--{key.replace('_', '-')}", str(value)))]
 
 
@@ -40,12 +42,12 @@ def test_all_that_is_shown_is_legal_and_fits(answered: Answer):
     for choice in (*answered.found.choices, *answered.found.pareto):
         assert choice.estimate.fits
         assert answered.asked.legal(choice.plan)
-    assert all(answered.asked.legal(one.plan) for one in answered.neighbours)
+    assert all(answered.asked.legal(one.plan, one.offload) for one in answered.neighbours)
 
 
 def test_what_check_denies_is_passed_over_and_counted(answered: Answer, monkeypatch: pytest.MonkeyPatch):
     best = answered.found.choices[0].plan
-    monkeypatch.setattr(type(answered.asked), "legal", lambda self, plan: plan != best)
+    monkeypatch.setattr(type(answered.asked), "legal", lambda self, plan, offload: plan != best)
     other = answer(answered.asked, top=2)
     assert [one.plan for one in other.found.choices] == [one.plan for one in answered.found.choices[1:3]]
     assert other.found.refused == 1
@@ -85,6 +87,7 @@ def test_a_layout_in_short_leaves_out_what_is_one():
     assert short(Plan(data=2, tensor=8, context=2, pipeline=4, chunks=3, expert=16, zero=3)) == "t8 c2 p4x3 e16 d2 z3 m1"
     assert short(Plan(data=8, pipeline=16, chunks=2, schedule="zb-v")) == "p16x2 zb-v d8 z1 m1"
     assert short(Plan(data=64, zero=3, replicate=8)) == "d64 z3 r8 m1"
+    assert short(Plan(data=8), 0.25) == "d8 z1 m1 o25"
 
 
 def test_the_best_plan_is_written_as_a_run_that_check_accepts(answered: Answer, tmp_path: Path):
@@ -120,9 +123,64 @@ def test_a_run_files_own_values_stay_as_they_were(tmp_path: Path):
     assert "# preset tiny" in text
 
 
+@pytest.fixture(scope="module")
+def tight(cache) -> Answer:
+    """Of a model whose moments a device cannot hold, and its host can."""
+    return answer(ask(Question(**TIGHT)), top=2, why=True)
+
+
+def test_a_layout_that_needs_its_hosts_memory_is_predicted_only(tight: Answer):
+    found = tight.to_json()
+    assert tight.found.best is not None and tight.found.best.offload > 0
+    assert tight.found.runnable is None
+    for row in found["choices"]:
+        assert row["predicted_only"] and row["offload"] > 0
+        assert row["layout"].endswith(f" o{100 * row['offload']:.0f}")
+    assert "predicted only" in plans.legend(found)
+    console = Console(width=80, record=True, file=open(os.devnull, "w"), highlight=False)
+    console.print(plans.reasons(found))
+    console.file.close()
+    assert "predicted only" in console.export_text()
+
+
+def test_what_needs_no_host_memory_is_not_marked(answered: Answer):
+    found = answered.to_json()
+    assert not any(row["predicted_only"] for row in found["choices"])
+    assert "predicted only" not in plans.legend(found)
+    (moved,) = [one for one in answered.neighbours if one.change == "offload none -> optimizer"]
+    assert moved.seconds > 0 > moved.memory
+    assert found["runnable"]["layout"] == found["choices"][0]["layout"]
+
+
+def test_a_layout_that_needs_its_hosts_memory_is_not_written(tight: Answer):
+    with pytest.raises(SpecErrors) as caught:
+        as_run(tight)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == ("--out", tight.to_json()["choices"][0]["layout"])
+    assert "No layout fits otherwise" in problem.way_out
+
+
+def test_instead_of_a_layout_that_cannot_be_written_the_best_that_can_is_named(answered: Answer):
+    """A best layout that keeps its state with the host, beside slower ones that do not."""
+    found = answered.found
+    faster = replace(found.choices[0], offload=0.5)
+    with pytest.raises(SpecErrors) as caught:
+        as_run(replace(answered, found=replace(found, choices=(faster, *found.choices), runnable=found.choices[1])))
+    slower = found.choices[1].estimate.time.step / found.choices[0].estimate.time.step - 1
+    assert f"{short(found.choices[1].plan)}, {slower:.1%} slower: add --no-offload" in caught.value.problems[0].way_out
+
+
+def test_the_command_refuses_to_write_it(tight: Answer, tmp_path: Path):
+    path = tmp_path / "plan.toml"
+    words = ["plan", *(word for key, value in TIGHT.items() for word in (f"--{key.replace('_', '-')}", str(value)))]
+    done = CliRunner().invoke(app, [*words, "--out", str(path)])
+    assert done.exit_code == 2
+    assert not path.exists()
+
+
 def test_where_nothing_fits_the_category_and_ways_out_are_named():
     with pytest.raises(SpecErrors) as caught:
-        answer(ask(Question(model="llama3-8b", cluster="h100:1", seq_len=8192, global_batch=16)))
+        answer(ask(Question(model="llama3-8b", cluster="h100:1", seq_len=8192, global_batch=16, offload=False)))
     (problem,) = caught.value.problems
     assert "optimizer is what is too large" in problem.reason
     assert "2 h100 would do" in problem.way_out

@@ -1,7 +1,14 @@
+from dataclasses import replace
+
 import pytest
 
+from megalith.cost.estimate import estimate
+from megalith.cost.workload import Practice, Workload
 from megalith.planner.published.express import express, measured_seconds
 from megalith.planner.published.rows import checking_groups, read
+from megalith.spec import cluster as clusters
+from megalith.spec.plan import Plan
+from megalith.spec.presets import presets
 
 ROWS = read()
 SCORED = [row for row in ROWS if row.scored or row.ran_out]
@@ -47,3 +54,15 @@ def test_a_source_s_tflops_by_its_own_convention_are_its_seconds(group):
             seconds = measured_seconds(type(row)(row.columns | without), item.choices[0])
             gaps.append(abs(seconds / row.number("step_time_s") - 1))
     assert sorted(gaps)[len(gaps) // 2] < 0.04
+
+
+def test_what_offloading_the_optimizer_costs_is_near_what_was_published():
+    """Megatron-Bridge's card of Qwen3-30B: the same run with none to all of its moments in host memory. Its batch is not printed, so
+    what a step takes longer is compared, which does not depend on it."""
+    rows = {row.name: row.number("step_time_s") for row in ROWS}
+    plan = Plan(data=4, tensor=2, pipeline=2, expert=4)
+    load = Workload(presets()["qwen3-30b-a3b"].build().build(), plan, clusters.load("h100:16"), 4096, 64)
+    none, *moved = (estimate(replace(load, practice=Practice(offload=share))) for share in (0.0, 0.25, 0.5, 0.75, 1.0))
+    for number, one in enumerate(moved, 23):
+        measured = rows[f"mbridge-skills-{number:04}"] - rows["mbridge-skills-0022"]
+        assert one.time.step - none.time.step == pytest.approx(measured, rel=0.3)

@@ -3,7 +3,9 @@ from functools import partial
 
 import pytest
 
+from megalith.cost import host
 from megalith.cost.constants import calibration
+from megalith.cost.parts import parts
 from megalith.cost.workload import Workload
 from megalith.planner.candidates import SPLIT, Space, candidates
 from megalith.planner.named import NAMED
@@ -114,6 +116,58 @@ def test_where_nothing_fits_the_closest_is_named():
     assert found.choices == ()
     assert found.closest is not None
     assert not found.closest.estimate.fits
+
+
+SLACK = calibration().generations["fused"].slack
+
+
+def _tight(model=None, **space):
+    """The best plan, and what is found on devices that lack three fifths of what its optimizer needs."""
+    cluster, ask = clusters.load("h100:8"), partial(search, model or dense(), seq_len=4096, global_batch=16)
+    best = ask(cluster, space=SPACE).best
+    assert best is not None
+    need = best.estimate.memory.total - 0.6 * best.estimate.memory.optimizer
+    device = cluster.accelerator.model_copy(update={"memory": int(need * (1 + SLACK))})
+    small = cluster.model_copy(update={"accelerator": device})
+    return best, ask(small, space=replace(SPACE, **space), top=100)
+
+
+@pytest.mark.parametrize("model", [dense(), mixture()], ids=["dense", "mixture"])
+def test_what_the_host_holds_lets_a_plan_fit_that_did_not(model):
+    best, found = _tight(model)
+    away = [choice for choice in found.choices if choice.offload]
+    assert found.offloaded > 0
+    assert [choice.offload for choice in away if choice.plan == best.plan] == [0.75]
+    for choice in away:
+        assert choice.estimate.fits
+        assert choice.estimate.memory.host > 0
+    assert found.runnable == next(choice for choice in found.choices if not choice.offload)
+
+
+def test_without_offloading_the_rest_is_found_as_it_was():
+    _, some = _tight(offload=())
+    _, all_ = _tight()
+    assert some.offloaded == 0
+    assert some.too_large == all_.too_large + all_.offloaded
+    kept = tuple(choice for choice in all_.choices if not choice.offload)
+    assert kept == some.choices[: len(kept)]
+    assert some.best == all_.runnable
+
+
+def test_a_host_that_is_full_takes_no_more(monkeypatch):
+    monkeypatch.setattr(host, "MEMORY", 0)
+    assert _tight()[1].offloaded == 0
+
+
+def test_offloading_needs_no_more_traces(monkeypatch):
+    seen = []
+    monkeypatch.setattr("megalith.planner.search.parts", lambda load: seen.append(load) or parts(load))
+    counts = []
+    for shares in ((), SPACE.offload):
+        seen.clear()
+        _tight(offload=shares)
+        counts.append(len(seen))
+    assert counts[0] == counts[1] > 0
 
 
 def test_a_training_costs_its_hours():
