@@ -191,12 +191,14 @@ def draw(
         else:
             room = KINDS[before.kind].room if before is not None else 0
             step += 1 + room + int(random.expovariate(1 / max(1, every - 1)) + 0.5)
+            step += _AGAIN if KINDS[kind].room else 0
             step += -step % only_at.get(kind, 1)
             one = replace(one, step=step)
         found.append(one)
     return found
 
 
+_AGAIN = 2  # steps in which the fault before may still end all ranks, and with them what was to be noticed
 _CRASHES = ("kill", "segfault", "exception")
 _RESTARTING = ("kill", "segfault", "exception", "stop", "sockets", "weight", "moment", "node", "two", "copy", "interface")
 

@@ -1,6 +1,7 @@
 """The list of faults: reproducible, in a table's proportions, each fault once."""
 
 import faulthandler
+import itertools
 import os
 import shutil
 import signal
@@ -268,3 +269,14 @@ def test_no_disk_that_others_need_is_filled(run: Path, seat: Seat):
 
 def test_every_kind_that_befalls_a_process_is_tested_here():
     assert {*ENDS, *LEFT, "sockets", "interface", "supervisor", "full"} == set(ACTIONS)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_takes_time_to_be_noticed_begins_when_the_ranks_have_started_again(seed: int) -> None:
+    """A slow rank that is killed for another's fault in its first step was never to be seen."""
+    found = draw(dict.fromkeys(KINDS, 6), seed=seed, first=3, every=3, ranks=8, slots=4)
+    for before, one in itertools.pairwise(found):
+        if KINDS[one.kind].room:
+            assert one.step > before.step + 2
+        if KINDS[before.kind].room:
+            assert one.step > before.step + KINDS[before.kind].room
