@@ -1,4 +1,4 @@
-"""One transformer block."""
+"""One block of a model: what mixes tokens, what works on each alone, or both."""
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from megalith.models.attention import Attention
 from megalith.models.batch import Batch
 from megalith.models.latent import LatentAttention
+from megalith.models.mamba import Mamba
 from megalith.models.mlp import Mlp
 from megalith.models.moe import Moe
 from megalith.models.norm import norm
@@ -16,7 +17,7 @@ MLPS = {MlpSpec: Mlp, MoeSpec: Moe}
 
 
 class Block(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)).
+    """Pre-norm: x + mixer(norm(x)), then x + mlp(norm(x)); the mixer is attention or Mamba-2, and either half may be missing.
 
     Parallel (Wang & Komatsuzaki 2021): x + attention(norm(x)) + mlp(norm(x)), of one norm. With post-norms, what attention and the
     MLP add is normalised too.
@@ -24,21 +25,27 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, spec: BlockSpec, rope_slot: int = 0) -> None:
         super().__init__()
-        self.attention_norm = norm(dim, spec.norm)
-        self.attention = ATTENTIONS[type(spec.attention)](dim, spec.attention, rope_slot)
+        self.attention_norm = norm(dim, spec.norm) if spec.attention else None
+        self.attention = ATTENTIONS[type(spec.attention)](dim, spec.attention, rope_slot) if spec.attention else None
         self.attention_post_norm = norm(dim, spec.norm) if spec.post_norms else None
-        self.mlp_norm = None if spec.parallel else norm(dim, spec.norm)
-        self.mlp = MLPS[type(spec.mlp)](dim, spec.mlp)
+        self.mamba_norm = norm(dim, spec.norm) if spec.mamba else None
+        self.mamba = Mamba(dim, spec.mamba) if spec.mamba else None
+        self.mlp_norm = norm(dim, spec.norm) if spec.mlp and not spec.parallel else None
+        self.mlp = MLPS[type(spec.mlp)](dim, spec.mlp) if spec.mlp else None
         self.mlp_post_norm = norm(dim, spec.norm) if spec.post_norms else None
 
     def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch) -> Float[Tensor, "batch seq dim"]:
         x, normal = self.attend(x, batch)
-        return self.join(x, self.mlp(normal, batch))
+        return x if self.mlp is None else self.join(x, self.mlp(normal, batch))
 
     def attend(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """x with attention added, and what the MLP takes."""
-        normal = self.attention_norm(x)
-        x = x + _through(self.attention_post_norm, self.attention(normal, batch))
+        """x with what the mixer makes of it added, and what the MLP takes."""
+        normal = x
+        if self.attention is not None:
+            normal = _through(self.attention_norm, x)
+            x = x + _through(self.attention_post_norm, self.attention(normal, batch))
+        elif self.mamba is not None:
+            x = x + self.mamba(_through(self.mamba_norm, x), batch)
         return x, normal if self.mlp_norm is None else self.mlp_norm(x)
 
     def join(self, x: Tensor, out: Tensor) -> Tensor:

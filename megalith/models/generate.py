@@ -1,4 +1,4 @@
-"""Writing text with a whole model on one device, a token at a time, keys and values kept."""
+"""Writing text with a whole model on one device, a token at a time, keys and values kept where attention alone mixes tokens."""
 
 from collections.abc import Iterator, Sequence
 
@@ -49,6 +49,8 @@ def generate(
     """Up to `tokens` token ids after `prompt` (at least one id), one by one; ends early after `stop`. Temperature 0 takes the most
     likely token each time (greedy). `top_k` and `top_p` (nucleus, Holtzman et al. 2020) limit the choice.
 
+    A model with Mamba-2 keeps no state, and reads all tokens again for each new one.
+
     Raises ValueError for an empty prompt, or for more tokens than the model's context.
     """
     if not prompt:
@@ -60,7 +62,9 @@ def generate(
         )
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    cores = [(block.attention, block.attention.core) for block in model.modules() if isinstance(block, Block)]
+    blocks = [block for block in model.modules() if isinstance(block, Block)]
+    keeps = all(block.mamba is None for block in blocks)
+    cores = [(block.attention, block.attention.core) for block in blocks if keeps and block.attention is not None]
     for attention, core in cores:
         attention.core = CachedCore(core)
     try:
@@ -70,7 +74,7 @@ def generate(
             positions = torch.arange(start, len(ids), device=device)[None]
             logits = model(x, Batch(x, positions=positions))
             assert isinstance(logits, Tensor)
-            start = len(ids)
+            start = len(ids) if keeps else 0
             ids.append(_choose(logits[0, -1].float(), temperature, top_k, top_p, generator))
             yield ids[-1]
             if ids[-1] == stop:

@@ -2,19 +2,20 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from megalith.models.mamba import CausalConv, GatedNorm, Rates
 from megalith.models.moe import Experts
 from megalith.models.norm import LayerNorm, RMSNorm
 from megalith.models.router import Router
 from megalith.models.stage import tied_names
 from megalith.spec.model import ModelSpec
 
-RESIDUAL_OUTPUTS = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
+RESIDUAL_OUTPUTS = ("attention.out.weight", "mamba.out.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -38,7 +39,7 @@ def initialise(
 ) -> None:
     """Fill a plain part: norms so that they multiply by 1, biases and buffers with 0, matrices with N(0, init_std²), those that write to
     the residual stream with init_std / sqrt(2 · layers), so that its variance does not grow with depth (GPT-2, Radford et al. 2019,
-    §2.3). Each expert is drawn by itself, so that whoever holds some need not draw the others; `held`: of experts, which are."""
+    §2.3). What Mamba-2 has besides starts as in its own code (RATES). Each expert is drawn by itself, so that whoever holds some need not draw the others; `held`: of experts, which are."""
     tied = tied_names(spec)
     for path, module in part.named_modules():
         for child, parameter in module.named_parameters(recurse=False):
@@ -46,7 +47,11 @@ def initialise(
             full_name = tied.get(full_name, full_name)
             if child == "bias":
                 parameter.zero_()
-            elif isinstance(module, RMSNorm | LayerNorm):
+            elif isinstance(module, Rates):
+                parameter.copy_(RATES[child](_uniform(parameter, full_name, seed=seed)))
+            elif isinstance(module, CausalConv):
+                parameter.copy_((2 * _uniform(parameter, full_name, seed=seed) - 1) / math.sqrt(parameter.shape[1]))
+            elif isinstance(module, RMSNorm | LayerNorm | GatedNorm):
                 parameter.fill_(0.0 if isinstance(module, RMSNorm) and module.offset else 1.0)
             elif isinstance(module, Experts):
                 here = (held or {}).get(parameter, Held(0))
@@ -57,6 +62,25 @@ def initialise(
         if isinstance(module, Router):
             for buffer in module.buffers(recurse=False):
                 buffer.zero_()
+
+
+def _step(drawn: Tensor) -> Tensor:
+    """The inverse softplus of step sizes between 0.001 and 0.1, evenly spread in their logarithm."""
+    sizes = torch.exp(math.log(0.001) + drawn * math.log(100))
+    return sizes + torch.log(-torch.expm1(-sizes))
+
+
+RATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "decay": lambda drawn: torch.log(1 + 15 * drawn),
+    "step": _step,
+    "skip": torch.ones_like,
+}
+"""First values of a head's `Rates` from numbers drawn evenly from [0, 1), as in mamba_ssm/modules/mamba2.py: rates of decay between 1 and
+16, and the input itself added to what the state gives."""
+
+
+def _uniform(like: Tensor, name: str, *, seed: int) -> Tensor:
+    return torch.empty_like(like).uniform_(generator=torch.Generator(like.device).manual_seed(seed_of(seed, name)))
 
 
 def _draw(weight: Tensor, name: str, *, spread: float, seed: int) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -11,11 +12,33 @@ from megalith.models.batch import Batch
 from megalith.models.linear import Linear
 from megalith.spec.model import MlpSpec
 
+
+
+class _SquaredRelu(torch.autograd.Function):
+    """Keeps its input alone, which a product has made: what comes of it can be formed again."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.relu().square_()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        return x.relu().mul_(2).mul_(grad)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)² (So et al. 2021, arXiv:2109.08668)."""
+    return F.relu(x).square() if torch.compiler.is_compiling() else _SquaredRelu.apply(x)  # pyright: ignore[reportReturnType]
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": squared_relu,
 }
 
 

@@ -29,6 +29,7 @@ from megalith.kernels.attention import Kernel, Running, add_backward, add_forwar
 from megalith.kernels.pairs import Rows, Runs, rows_of
 from megalith.models.batch import Batch
 from megalith.models.core import CausalCore
+from megalith.models.mamba import MambaCore
 from megalith.parallel.conjugate import conjugates
 from megalith.parallel.groups import Groups, group_of
 from megalith.spec.plan import Plan
@@ -139,9 +140,14 @@ class ContextGroups:
 
 
 def split_context(part: nn.Module, groups: ContextGroups) -> None:
-    """Let the attention in `part`, of whatever kind, work on parts of sequences: each `core` that is a CausalCore is swapped."""
+    """Let the attention in `part`, of whatever kind, work on parts of sequences: each `core` that is a CausalCore is swapped.
+
+    Raises TypeError for Mamba-2, whose state would have to pass from rank to rank.
+    """
     for module in list(part.modules()):
         core = getattr(module, "core", None)
+        if isinstance(core, MambaCore):
+            raise TypeError("Mamba-2 works on whole sequences: use plan.context = 1")
         if isinstance(core, CausalCore):
             module.core = ContextCore(core, groups)
 

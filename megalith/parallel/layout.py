@@ -6,6 +6,7 @@ from megalith.models.attention import Attention
 from megalith.models.embedding import Embedding
 from megalith.models.head import Ahead, Output
 from megalith.models.latent import LatentAttention
+from megalith.models.mamba import Mamba, MambaCore
 from megalith.models.mlp import Mlp
 from megalith.models.moe import Experts, Moe
 from megalith.models.norm import LayerNorm, RMSNorm
@@ -47,6 +48,8 @@ LAYOUT: dict[type[nn.Module], dict[str, Style]] = {  # "" is the module itself
         "kv_up": column,
         "out": row,
     },
+    Mamba: {"": boundary, "gate": column, "x": column, "b": column, "c": column, "step": column, "out": row},
+    MambaCore: {"conv_x": column, "conv_b": column, "conv_c": column, "rates": column, "norm": column},
     Mlp: {"": boundary, "gate": column, "up": column, "down": row},
     Moe: {"shared_gate": whole},
     Router: {"": whole},
@@ -62,6 +65,7 @@ LAYOUT: dict[type[nn.Module], dict[str, Style]] = {  # "" is the module itself
 SEAMS: dict[type[nn.Module], Seams] = {  # where the journeys at a module's boundary can hide behind its products
     Attention: Seams(("q", "k", "v"), "out"),
     LatentAttention: Seams(("q", "q_down", "kv_down"), "out"),
+    Mamba: Seams(("gate", "x", "b", "c", "step"), "out"),
     Mlp: Seams(("gate", "up"), "down"),
 }
 

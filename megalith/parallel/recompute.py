@@ -53,7 +53,8 @@ def recomputed(number: int, *, blocks: int, policy: str) -> bool:
 
 
 def apply_recompute(block: nn.Module, number: int, *, blocks: int, plan: Plan) -> None:
-    """Make a block, or the parts of it that `plan` names, run again in backward. Raises AttributeError for a part that no block has."""
+    """Make a block, or the parts of it that `plan` names, run again in backward; a block that is one half alone has not all of them.
+    Raises AttributeError for a part that no block has."""
     if plan.recompute == "selective":
         for name in plan.recompute_parts:
             _run_again(block, name)
@@ -62,6 +63,9 @@ def apply_recompute(block: nn.Module, number: int, *, blocks: int, plan: Plan) -
 
 
 def _run_again(block: nn.Module, name: str) -> None:
+    half = name.partition(".")[0]
+    if half != "attend" and getattr(block, half) is None:
+        return
     if name in SEAMS:
         owner, _, method = SEAMS[name].rpartition(".")
         module = block.get_submodule(owner)
@@ -72,5 +76,4 @@ def _run_again(block: nn.Module, name: str) -> None:
         return
     owner, _, child = name.rpartition(".")
     part = getattr(block.get_submodule(owner), child)
-    if part is not None:  # a block of one norm has no second one
-        part.forward = Again(part.forward)
+    part.forward = Again(part.forward)

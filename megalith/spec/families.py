@@ -16,6 +16,7 @@ from megalith.spec.gpt import Gpt
 from megalith.spec.grok import Grok
 from megalith.spec.llama import Llama
 from megalith.spec.mixtral import Mixtral
+from megalith.spec.nemotron_h import NemotronH
 from megalith.spec.palm import Palm
 from megalith.spec.qwen3 import Qwen3
 from megalith.spec.qwen3_moe import Qwen3Moe
@@ -40,7 +41,8 @@ Model = Annotated[
     | Annotated[Mixtral, Tag("mixtral")]
     | Annotated[Switch, Tag("switch")]
     | Annotated[Grok, Tag("grok")]
-    | Annotated[DeepSeek, Tag("deepseek")],
+    | Annotated[DeepSeek, Tag("deepseek")]
+    | Annotated[NemotronH, Tag("nemotron_h")],
     Discriminator(family_of),
 ]
 

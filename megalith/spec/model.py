@@ -1,8 +1,8 @@
 """What a model is: an embedding, a tuple of blocks, a head. Each part says all its sizes, so a pipeline stage is a slice."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megalith.spec.base import Spec
 
@@ -65,7 +65,28 @@ class LatentAttentionSpec(Spec):
     rope: RopeSpec = RopeSpec()
 
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+class MambaSpec(Spec):
+    """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): a state of `head_dim` x `state` numbers a head, that decays and takes in each token.
+
+    Heads of a group share what writes to the state and what reads it, as heads of attention share keys and values.
+    """
+
+    heads: PositiveInt
+    head_dim: PositiveInt
+    state: PositiveInt = Field(default=128, description="channels of the state that each of a head's channels has")
+    groups: PositiveInt = Field(default=1, description="groups of heads")
+    conv: PositiveInt = Field(default=4, description="tokens that the convolution before the state sees")
+    chunk: PositiveInt = Field(default=128, description="tokens computed at once; the result is the same for any number")
+    norm_eps: PositiveFloat = 1e-5
+
+    @model_validator(mode="after")
+    def _groups_are_even(self) -> Self:
+        if self.heads % self.groups:
+            raise ValueError(f"groups = {self.groups} does not divide heads = {self.heads}: use a divisor")
+        return self
+
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 class MlpSpec(Spec):
@@ -131,13 +152,27 @@ class NormSpec(Spec):
 
 
 class BlockSpec(Spec):
-    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)); or both from one norm (`parallel`, PaLM)."""
+    """One block: x + mixer(norm(x)), then x + mlp(norm(x)); or both from one norm (`parallel`, PaLM).
 
-    attention: AttentionSpec | LatentAttentionSpec = Field(discriminator="kind")
-    mlp: MlpSpec | MoeSpec = Field(discriminator="kind")
+    The mixer is attention or Mamba-2. A block may also be one half alone, as the layers of hybrids are (Nemotron-H, arXiv:2504.03624).
+    """
+
+    attention: AttentionSpec | LatentAttentionSpec | None = Field(default=None, discriminator="kind")
+    mamba: MambaSpec | None = None
+    mlp: MlpSpec | MoeSpec | None = Field(default=None, discriminator="kind")
     norm: NormSpec = NormSpec()
     parallel: bool = Field(default=False, description="x + attention(norm(x)) + mlp(norm(x)), one norm for both (PaLM)")
     post_norms: bool = Field(default=False, description="attention's and the MLP's outputs are normalised too (Gemma 2, Grok-1)")
+
+    @model_validator(mode="after")
+    def _halves_make_a_block(self) -> Self:
+        if self.attention and self.mamba:
+            raise ValueError("attention and mamba are both given: a block mixes tokens one way; use two blocks")
+        if not (self.attention or self.mamba or self.mlp):
+            raise ValueError("a block of nothing: give attention, mamba or mlp")
+        if (self.parallel or self.post_norms) and not (self.attention and self.mlp):
+            raise ValueError("parallel and post_norms are of blocks with attention and mlp: leave them out of others")
+        return self
 
 
 class EmbeddingSpec(Spec):

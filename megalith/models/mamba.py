@@ -1,0 +1,188 @@
+"""Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): a linear recurrence over the sequence, computed in chunks as matrix products."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from megalith.models.batch import Batch, Pieces
+from megalith.models.linear import Linear
+from megalith.spec.model import MambaSpec
+
+Documents = Int[Tensor, "batch seq"]
+
+
+class CausalConv(nn.Module):
+    """Each channel's sum of its last `width` values, weighted, and a bias; none from before the token's document."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels))
+
+    def forward(
+        self, x: Float[Tensor, "batch seq channels"], documents: Documents | None
+    ) -> Float[Tensor, "batch seq channels"]:
+        seq, width = x.shape[1], self.weight.shape[1]
+        out = x * self.weight[:, -1] + self.bias
+        for back in range(1, min(width, seq)):
+            past = x[:, :-back]
+            if documents is not None:
+                past = past * (documents[:, back:] == documents[:, :-back]).unsqueeze(-1)
+            out = out + F.pad(past * self.weight[:, -1 - back], (0, 0, back, 0))
+        return out
+
+
+class GatedNorm(nn.Module):
+    """RMS norm of x silu(gate), in fp32, over `width` neighbouring channels each: a group's, so that a share of the groups runs the same
+    lines."""
+
+    def __init__(self, channels: int, width: int, eps: float) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.empty(channels))
+
+    def forward(
+        self, x: Float[Tensor, "... channels"], gate: Float[Tensor, "... channels"]
+    ) -> Float[Tensor, "... channels"]:
+        work = _work(x)
+        gated = (x.to(work) * F.silu(gate.to(work))).unflatten(-1, (-1, self.width))
+        normal = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
+        return (normal.flatten(-2) * self.weight.to(work)).to(gate.dtype)
+
+
+class Rates(nn.Module):
+    """What a head has of its own: the log of its state's rate of decay, the bias of its step sizes, and how much of its input passes by
+    the state."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.empty(heads))
+        self.step = nn.Parameter(torch.empty(heads))
+        self.skip = nn.Parameter(torch.empty(heads))
+
+
+class MambaCore(nn.Module):
+    """Convolution, recurrence and gated norm, between the projections. Sizes are inferred (-1), so a copy that holds a share of the
+    groups and their heads runs the same lines; with `batch.pieces` each document begins with an empty state."""
+
+    def __init__(self, spec: MambaSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        inner, shared = spec.heads * spec.head_dim, spec.groups * spec.state
+        self.conv_x = CausalConv(inner, spec.conv)
+        self.conv_b = CausalConv(shared, spec.conv)
+        self.conv_c = CausalConv(shared, spec.conv)
+        self.rates = Rates(spec.heads)
+        self.norm = GatedNorm(inner, inner // spec.groups, spec.norm_eps)
+
+    def forward(
+        self,
+        gate: Float[Tensor, "batch seq inner"],
+        x: Float[Tensor, "batch seq inner"],
+        b: Float[Tensor, "batch seq shared"],
+        c: Float[Tensor, "batch seq shared"],
+        step: Float[Tensor, "batch seq heads"],
+        batch: Batch,
+    ) -> Float[Tensor, "batch seq inner"]:
+        spec, rates, work = self.spec, self.rates, _work(x)
+        documents = None if batch.pieces is None else documents_of(batch.pieces, x.device)
+        x = F.silu(self.conv_x(x, documents)).unflatten(-1, (-1, spec.head_dim))
+        b, c = (
+            F.silu(conv(each, documents)).unflatten(-1, (-1, spec.state)) for conv, each in ((self.conv_b, b), (self.conv_c, c))
+        )
+        step = F.softplus(step.to(work) + rates.step.to(work))
+        decay = -step * rates.decay.to(work).exp()
+        x = x.to(work)
+        y = ssd(x * step.unsqueeze(-1), decay, b.to(work), c.to(work), chunk=spec.chunk, documents=documents)
+        y = y + x * rates.skip.to(work).unsqueeze(-1)
+        return self.norm(y.flatten(-2), gate)
+
+
+class Mamba(nn.Module):
+    """Mamba-2's layer. What other programs project at once is projected apart here, so that every matrix is split by heads or groups."""
+
+    def __init__(self, dim: int, spec: MambaSpec) -> None:
+        super().__init__()
+        inner, shared = spec.heads * spec.head_dim, spec.groups * spec.state
+        self.gate = Linear(dim, inner)
+        self.x = Linear(dim, inner)
+        self.b = Linear(dim, shared)
+        self.c = Linear(dim, shared)
+        self.step = Linear(dim, spec.heads)
+        self.core: nn.Module = MambaCore(spec)
+        self.out = Linear(inner, dim)
+
+    def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch) -> Float[Tensor, "batch seq dim"]:
+        return self.out(self.core(self.gate(x), self.x(x), self.b(x), self.c(x), self.step(x), batch))
+
+
+def ssd(
+    x: Float[Tensor, "batch seq heads channels"],
+    decay: Float[Tensor, "batch seq heads"],
+    b: Float[Tensor, "batch seq groups state"],
+    c: Float[Tensor, "batch seq groups state"],
+    *,
+    chunk: int,
+    documents: Documents | None = None,
+) -> Float[Tensor, "batch seq heads channels"]:
+    """y of the recurrence h_t = exp(decay_t) h_{t-1} + x_t b_tᵀ, y_t = h_t c_t, for any `chunk` (section 6 of the paper): inside a chunk
+    as attention without softmax, between chunks by their states. h begins at 0, in every document anew; heads of a group share b and c.
+    """
+    seq, groups = x.shape[1], b.shape[2]
+    chunk = min(chunk, seq)
+    x, decay, b, c = (_chunks(each, chunk) for each in (x, decay, b, c))  # batch chunks chunk ...
+    x, decay = x.unflatten(3, (groups, -1)), decay.unflatten(3, (groups, -1)).movedim(2, -1)  # ... groups heads chunk
+    total = decay.cumsum(-1)
+    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
+    inside, from_before, to_end, across = lower, None, None, None
+    if documents is not None:
+        which = _chunks(documents, chunk, mode="replicate")  # batch chunks chunk
+        last = which[..., -1]
+        before = F.pad(last[:, :-1], (1, 0), value=-1)
+        inside = lower & (which.unsqueeze(-1) == which.unsqueeze(-2))[:, :, None, None]
+        from_before, to_end = ((which == end.unsqueeze(-1))[:, :, None, None] for end in (before, last))
+        across = (last == before)[:, :, None, None]
+    gaps = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~inside, float("-inf"))
+    scores = torch.einsum("zkign,zkjgn->zkgij", c, b).unsqueeze(3) * gaps.exp()
+    y = torch.einsum("zkghij,zkjghp->zkighp", scores, x)
+    weights = _where(to_end, (total[..., -1:] - total).exp())
+    states = torch.einsum("zkjgn,zkjghp->zkghpn", b, x * weights.movedim(-1, 2).unsqueeze(-1))
+    entering = _pass_on(states, _where(across, total[..., -1].exp()))
+    read = torch.einsum("zkign,zkghpn->zkighp", c, entering)
+    y = y + read * _where(from_before, total.exp()).movedim(-1, 2).unsqueeze(-1)
+    return y.flatten(3, 4).flatten(1, 2)[:, :seq]
+
+
+def _pass_on(states: Tensor, kept: Tensor) -> Tensor:
+    """What each chunk begins with: the chunks' own `states` [batch chunks groups heads channels state] added up, of which each chunk
+    leaves `kept` [batch chunks groups heads]."""
+    held, found = torch.zeros_like(states[:, 0]), []
+    for number in range(states.shape[1]):
+        found.append(held)
+        held = held * kept[:, number, ..., None, None] + states[:, number]
+    return torch.stack(found, dim=1)
+
+
+def _chunks(x: Tensor, chunk: int, mode: str = "constant") -> Tensor:
+    """[batch, seq, ...] -> [batch, chunks, chunk, ...]: the end filled with zeros, or with the last value."""
+    more = -x.shape[1] % chunk
+    if more:
+        end = x[:, -1:].expand(-1, more, *x.shape[2:]) if mode == "replicate" else x.new_zeros(x.shape[0], more, *x.shape[2:])
+        x = torch.cat((x, end), dim=1)
+    return x.unflatten(1, (-1, chunk))
+
+
+def _where(mask: Tensor | None, x: Tensor) -> Tensor:
+    return x if mask is None else x * mask
+
+
+def _work(x: Tensor) -> torch.dtype:
+    """Of sums over many tokens: fp32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@torch.compiler.disable  # the lengths differ in every batch: compiled code would be compiled again for each
+def documents_of(pieces: Pieces, device: torch.device) -> Documents:
+    """The number of each token's document in its row."""
+    return torch.tensor([[number for number, length in enumerate(row) for _ in range(length)] for row in pieces], device=device)
