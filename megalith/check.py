@@ -18,7 +18,7 @@ from megalith.mesh import Mesh
 from megalith.schedule.table import misfits
 from megalith.spec import cluster as clusters
 from megalith.spec.cluster import ClusterSpec
-from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, ModelSpec, MoeSpec
+from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MambaSpec, MlpSpec, ModelSpec, MoeSpec
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.run import RunSpec
@@ -32,6 +32,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "attention": ("attend",),
     "attention.core": ("attention", "attend"),
     "attention_norm": ("attend",),
+    "mamba": ("attend",),
+    "mamba.core": ("mamba", "attend"),
+    "mamba_norm": ("attend",),
     "mlp": (),
     "mlp.experts": ("mlp",),
     "mlp.shared": ("mlp",),
@@ -181,7 +184,7 @@ def heads_make_up_the_width(case: Case) -> Found:
     if implied and sizes["dim"] % sizes["heads"]:
         way_out = _divisors("heads", sizes["dim"], sizes["heads"])
         yield _error("model.heads", sizes["heads"], f"does not divide model.dim = {sizes['dim']}", way_out)
-    attention = next((block.attention for block in case.blocks), None)  # blocks of one model differ in other things
+    attention = next((block.attention for block in case.blocks if block.attention), None)  # blocks of one model differ in other things
     if isinstance(attention, AttentionSpec) and attention.heads % attention.kv_heads:
         reason = f"does not divide model.heads = {attention.heads}, so groups of heads would share keys unevenly"
         way_out = _divisors("kv_heads", attention.heads, attention.kv_heads)
@@ -193,6 +196,10 @@ def heads_make_up_the_width(case: Case) -> Found:
     if isinstance(attention, LatentAttentionSpec) and attention.rope_dim % 2:
         reason = "is odd, and rotary positions turn channels in pairs"
         yield _error("model.rope_dim", attention.rope_dim, reason, f"Use {attention.rope_dim + 1}, say.")
+    groups, mamba_heads = sizes.get("mamba_groups", 1), sizes.get("mamba_heads", 1)
+    if mamba_heads % groups:
+        reason = f"does not divide model.mamba_heads = {mamba_heads}, so groups would have unequal numbers of heads"
+        yield _error("model.mamba_groups", groups, reason, _divisors("mamba_groups", mamba_heads, groups))
 
 
 def sequences_fit_the_context(case: Case) -> Found:
@@ -283,6 +290,10 @@ def context_divides_the_sequence(case: Case) -> Found:
         )
     if plan.context == 1:
         return
+    if mixed := next((name for block, name in case.blocks.items() if block.mamba), None):
+        reason = f"splits sequences, and the state of Mamba-2 ({mixed}.mamba) would have to pass from rank to rank"
+        way_out = "Use context = 1; Mamba-2 keeps little for long sequences, and tensor, recomputation or more data ranks help too."
+        yield _error("plan.context", plan.context, reason, way_out)
     unit = 2 * plan.context * (plan.tensor if plan.sequence else 1)
     if length % unit:
         reason = f"is no multiple of 2 x context {plan.context}" + (f" x tensor {plan.tensor}" if unit > 2 * plan.context else "")
@@ -290,7 +301,7 @@ def context_divides_the_sequence(case: Case) -> Found:
             "train.seq_len", length, f"{reason} = {unit}", f"Use seq_len = {_up(length, unit)}, say, or a smaller plan.context."
         )
     for block, name in case.blocks.items():
-        heads, split = block.attention.heads, plan.tensor * plan.ulysses
+        heads, split = block.attention.heads if block.attention else 0, plan.tensor * plan.ulysses
         if plan.ulysses > 1 and heads % split:
             reason = f"with tensor = {plan.tensor} does not divide heads = {heads} ({name}.attention)"
             yield _error("plan.ulysses", plan.ulysses, reason, "Use a smaller ulysses; the rest of the context is a ring.")
@@ -736,19 +747,25 @@ def _split_sizes(case: Case) -> dict[tuple[str, str], int]:
     if case.model.embedding.positions is not None:
         sizes["context", "embedding"] = case.model.embedding.positions
     for block, name in case.blocks.items():
-        sizes["heads", f"{name}.attention"] = block.attention.heads
+        if block.attention:
+            sizes["heads", f"{name}.attention"] = block.attention.heads
+        if block.mamba:
+            sizes["groups", f"{name}.mamba"] = block.mamba.groups  # and with them the heads
         if isinstance(block.mlp, MlpSpec):
             sizes["ffn", f"{name}.mlp"] = block.mlp.hidden
-        elif block.mlp.shared:
+        elif block.mlp and block.mlp.shared:
             sizes["shared", f"{name}.mlp"] = block.mlp.shared
     return sizes
 
 
 def _parameters(block: BlockSpec, dim: int) -> int:
     """Weights of one block. The trainer counts its own; here there is no torch to count with."""
-    norms = (1 if block.parallel else 2) + (2 if block.post_norms else 0)
+    halves = bool(block.attention or block.mamba) + bool(block.mlp)
+    norms = (1 if block.parallel else halves) + (2 if block.post_norms else 0)
     per_norm = dim * (2 if block.norm.kind == "layer" and block.norm.bias else 1)
-    return _attention_parameters(block.attention, dim) + _mlp_parameters(block.mlp, dim) + norms * per_norm
+    mixer = _attention_parameters(block.attention, dim) if block.attention else 0
+    mixer += _mamba_parameters(block.mamba, dim) if block.mamba else 0
+    return mixer + (_mlp_parameters(block.mlp, dim) if block.mlp else 0) + norms * per_norm
 
 
 def _attention_parameters(attention: AttentionSpec | LatentAttentionSpec, dim: int) -> int:
@@ -763,6 +780,11 @@ def _attention_parameters(attention: AttentionSpec | LatentAttentionSpec, dim: i
     return of_queries + dim * (kv_rank + attention.rope_dim) + kv_rank * (1 + keys_and_values) + dim * heads * attention.v_dim
 
 
+def _mamba_parameters(mamba: MambaSpec, dim: int) -> int:
+    inner, shared = mamba.heads * mamba.head_dim, 2 * mamba.groups * mamba.state
+    return dim * (3 * inner + shared + mamba.heads) + (inner + shared) * (mamba.conv + 1) + 3 * mamba.heads + inner
+
+
 def _mlp_parameters(mlp: MlpSpec | MoeSpec, dim: int) -> int:
     matrices = 3 if mlp.gated else 2
     if isinstance(mlp, MlpSpec):
@@ -772,19 +794,30 @@ def _mlp_parameters(mlp: MlpSpec | MoeSpec, dim: int) -> int:
 
 
 def _saved_numbers(block: BlockSpec, dim: int) -> int:
-    """About how many numbers a token leaves in a block for backward, with fused attention: both norms' inputs and outputs;
-    queries, keys, values and attention's output; the MLP's gate and up, activation(gate) and their product, of each expert it meets."""
-    attention, mlp = block.attention, block.mlp
+    """About how many numbers a token leaves in a block for backward, with fused kernels: inputs and outputs of norms; of attention
+    queries, keys, values and output; of Mamba-2 what its projections give, the recurrence's output and its norm's; the MLP's gate and
+    up, activation(gate) and their product, of each expert it meets."""
+    halves = bool(block.attention or block.mamba) + bool(block.mlp)
+    return 2 * dim * halves + _saved_by_mixer(block) + (_saved_by_mlp(block.mlp, dim) if block.mlp else 0)
+
+
+def _saved_by_mixer(block: BlockSpec) -> int:
+    attention, mamba = block.attention, block.mamba
+    if mamba:
+        return 4 * mamba.heads * mamba.head_dim + 2 * mamba.groups * mamba.state + mamba.heads
     if isinstance(attention, AttentionSpec):
-        attended = 2 * (attention.heads + attention.kv_heads) * attention.head_dim
-    else:
-        attended = attention.heads * 2 * (attention.nope_dim + attention.rope_dim + attention.v_dim)
-        attended += (attention.q_rank or 0) + attention.kv_rank
+        return 2 * (attention.heads + attention.kv_heads) * attention.head_dim
+    if attention is None:
+        return 0
+    attended = attention.heads * 2 * (attention.nope_dim + attention.rope_dim + attention.v_dim)
+    return attended + (attention.q_rank or 0) + attention.kv_rank
+
+
+def _saved_by_mlp(mlp: MlpSpec | MoeSpec, dim: int) -> int:
     kept = 4 if mlp.gated else 2
-    inner = (
-        kept * mlp.hidden if isinstance(mlp, MlpSpec) else mlp.router.active * (kept * mlp.hidden + 2 * dim) + kept * mlp.shared
-    )
-    return 4 * dim + attended + inner
+    if isinstance(mlp, MlpSpec):
+        return kept * mlp.hidden
+    return mlp.router.active * (kept * mlp.hidden + 2 * dim) + kept * mlp.shared
 
 
 def _state_bytes(case: Case, plan: Plan) -> int:
