@@ -184,7 +184,8 @@ def heads_make_up_the_width(case: Case) -> Found:
     if implied and sizes["dim"] % sizes["heads"]:
         way_out = _divisors("heads", sizes["dim"], sizes["heads"])
         yield _error("model.heads", sizes["heads"], f"does not divide model.dim = {sizes['dim']}", way_out)
-    attention = next((block.attention for block in case.blocks if block.attention), None)  # blocks of one model differ in other things
+    # blocks of one model differ in other things
+    attention = next((block.attention for block in case.blocks if block.attention), None)
     if isinstance(attention, AttentionSpec) and attention.heads % attention.kv_heads:
         reason = f"does not divide model.heads = {attention.heads}, so groups of heads would share keys unevenly"
         way_out = _divisors("kv_heads", attention.heads, attention.kv_heads)
@@ -292,7 +293,9 @@ def context_divides_the_sequence(case: Case) -> Found:
         return
     if mixed := next((name for block, name in case.blocks.items() if block.mamba), None):
         reason = f"splits sequences, and the state of Mamba-2 ({mixed}.mamba) would have to pass from rank to rank"
-        way_out = "Use context = 1; Mamba-2 keeps little for long sequences, and tensor, recomputation or more data ranks help too."
+        way_out = (
+            "Use context = 1; Mamba-2 keeps little for long sequences, and tensor, recomputation or more data ranks help too."
+        )
         yield _error("plan.context", plan.context, reason, way_out)
     unit = 2 * plan.context * (plan.tensor if plan.sequence else 1)
     if length % unit:

@@ -1,4 +1,4 @@
-"""Attention cores and norms to trace with: what a device runs is one fused kernel, or, before FlashAttention, a chain of small ones.
+"""Cores and norms to trace with: what a device runs is one fused kernel, or, before FlashAttention, a chain of small ones.
 
 On the meta device torch would take its plain path for any attention, which keeps several times what a fused kernel keeps.
 """
@@ -15,6 +15,9 @@ from megalith.models.moe import Experts
 
 Note = Callable[[str, Tensor, Tensor, Tensor], None]
 """(phase, q, k, v): called where the device would run its kernel."""
+
+NoteRecurrence = Callable[[str, Tensor, Tensor], tuple[Tensor, ...]]
+"""(phase, x, b): the same of Mamba-2's; gives what is there only meanwhile."""
 
 
 class _Fused(torch.autograd.Function):
@@ -73,6 +76,37 @@ class PlainCore(nn.Module):
         seen = _Kept.apply(_Kept.apply(scores, 2), 1)
         out = torch.bmm(seen, v)  # pyright: ignore[reportArgumentType]
         return out.unflatten(0, (batch.tokens.shape[0], -1)).transpose(1, 2)
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate: Tensor, x: Tensor, b: Tensor, c: Tensor, step: Tensor, note: NoteRecurrence) -> Tensor:
+        sums = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(gate, x, b, c, step, torch.empty_like(x), sums)  # but what x is: what the state gives
+        ctx.note = note
+        note("F", x, b)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        gate, x, b, c, step, _, _ = ctx.saved_tensors
+        again = [torch.empty_like(each) for each in (x, b, c)]  # of the convolution
+        states = ctx.note("I", x, b)
+        found = *(torch.empty_like(each) for each in (gate, x, b, c, step)), None
+        del again, states
+        return found
+
+
+class FusedMamba(nn.Module):
+    """Mamba-2 between its projections, as mamba_ssm's `mamba_split_conv1d_scan_combined` computes it: kept are what the projections give
+    and what the state does; convolution and states are computed again in backward."""
+
+    def __init__(self, core: nn.Module, note: NoteRecurrence) -> None:
+        super().__init__()
+        self.core, self.note = core, note  # the core for its weights
+
+    def forward(self, gate: Tensor, x: Tensor, b: Tensor, c: Tensor, step: Tensor, batch: Batch) -> Tensor:
+        return _Recurrence.apply(gate, x, b, c, step, self.note)  # pyright: ignore[reportReturnType]
 
 
 class _Norm(torch.autograd.Function):

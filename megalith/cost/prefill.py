@@ -55,9 +55,17 @@ def _rank(workload: Workload, traced: Parts, rank: int, here: Held, reserve: flo
 
 
 def _cache(workload: Workload, number: int, profile: Profile) -> float:
-    """Bytes of one block's keys and values of a microbatch on a rank; latent attention keeps what it expands them from."""
-    attention, plan = workload.model.blocks[number].attention, workload.plan
+    """Bytes of one block's keys and values of a microbatch on a rank; latent attention keeps what it expands them from, Mamba-2 its
+    state in fp32, whatever the length, and the few tokens that its convolution sees."""
+    block, plan = workload.model.blocks[number], workload.plan
+    attention, mamba = block.attention, block.mamba
     tokens = plan.microbatch * workload.seq_len / plan.context
+    if mamba is not None:
+        inner = mamba.heads * mamba.head_dim
+        convolved = (mamba.conv - 1) * (inner + 2 * mamba.groups * mamba.state)
+        return plan.microbatch * (4.0 * inner * mamba.state + 2.0 * convolved) / plan.tensor
+    if attention is None:
+        return 0.0
     if isinstance(attention, LatentAttentionSpec):
         return 2.0 * tokens * (attention.kv_rank + attention.rope_dim)
     core = next(core for core in profile.cores if core.phase == "F")

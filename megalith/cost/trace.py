@@ -17,7 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalith.cost.cores import FusedCore, Note, PairedExperts, PlainCore, fused_collect, fused_norm, fused_rotate, fused_spread
+from megalith.cost.cores import (
+    FusedCore,
+    FusedMamba,
+    Note,
+    NoteRecurrence,
+    PairedExperts,
+    PlainCore,
+    fused_collect,
+    fused_norm,
+    fused_rotate,
+    fused_spread,
+)
 from megalith.cost.profile import (
     DENSE_MLP,
     EXPERTS_ACTIVATION,
@@ -42,7 +53,7 @@ from megalith.models.norm import RMSNorm
 from megalith.models.router import Dealing
 from megalith.models.stage import Stage
 from megalith.parallel.recompute import SEAMS, apply_recompute
-from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, MoeSpec
+from megalith.spec.model import AttentionSpec, BlockSpec, MambaSpec, MlpSpec, ModelSpec, MoeSpec
 from megalith.spec.plan import Plan
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"})
@@ -408,19 +419,50 @@ def _note(recorder: Recorder, layout: Layout, window: int | None) -> Note:
     return note
 
 
+def _note_recurrence(recorder: Recorder, mamba: MambaSpec) -> NoteRecurrence:
+    """The products of section 6 of Mamba-2's paper, and the bytes that pass between its kernels: the convolution's, those of the states
+    on their way from chunk to chunk, and the norm's. Backward computes the chunks' scores and states again, and twice what forward has.
+    """
+    channels, state, chunk = mamba.head_dim, mamba.state, mamba.chunk
+
+    def note(phase: str, x: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        here, chunks = recorder.phase, x.shape[0] * -(-x.shape[1] // chunk)
+        heads, groups = x.shape[2] // channels, b.shape[2] // state
+        scores = Product(here, chunk, state, chunk, chunks * groups, weight=False)
+        states = Product(here, channels, chunk, state, chunks * heads, weight=False)
+        inside = Product(here, chunk, chunk, channels, chunks * heads, weight=False)
+        read = Product(here, chunk, state, channels, chunks * heads, weight=False)
+        forward, backward = (1, 1, 1, 1), (3, 3, 2, 2)
+        for product, times in zip((scores, states, inside, read), forward if phase == "F" else backward, strict=True):
+            recorder.products[product] += times
+            recorder.kernels[here] += times
+        held = tuple(x.new_empty(chunks, heads, channels, state, dtype=torch.float32) for _ in range(1 if phase == "F" else 2))
+        once = 2 * (_bytes(x) + 2 * _bytes(b)) + 2 * _bytes(held[0]) + 3 * _bytes(x)
+        recorder.moved[here] += once if phase == "F" else 3 * once
+        recorder.kernels[here] += 4 if phase == "F" else 12  # convolution, sums of decays, states passed on, norm
+        return held
+
+    return note
+
+
 def local(block: BlockSpec, layout: Layout) -> BlockSpec:
     """The block with the sizes a rank of the tensor axis holds of it."""
     t = layout.tensor
-    mixer, mlp = block.attention, block.mlp
-    sizes = {"heads": max(1, mixer.heads // t)}
-    if isinstance(mixer, AttentionSpec):
-        sizes |= {"kv_heads": max(1, mixer.kv_heads // t)}
+    attention, mamba, mlp = block.attention, block.mamba, block.mlp
+    if attention is not None:
+        sizes = {"heads": max(1, attention.heads // t)}
+        if isinstance(attention, AttentionSpec):
+            sizes |= {"kv_heads": max(1, attention.kv_heads // t)}
+        attention = attention.model_copy(update=sizes)
+    if mamba is not None:
+        mamba = mamba.model_copy(update={"heads": mamba.heads // t, "groups": max(1, mamba.groups // t)})
     if isinstance(mlp, MlpSpec):
-        hidden = {"hidden": mlp.hidden // t}
-    else:
+        mlp = mlp.model_copy(update={"hidden": mlp.hidden // t})
+    elif mlp is not None:
         router = mlp.router.model_copy(update={"balanced": True, "capacity": None})
         hidden = {"hidden": mlp.hidden // layout.expert_tensor, "shared": mlp.shared // t, "router": router}
-    return block.model_copy(update={"attention": mixer.model_copy(update=sizes), "mlp": mlp.model_copy(update=hidden)})
+        mlp = mlp.model_copy(update=hidden)
+    return block.model_copy(update={"attention": attention, "mamba": mamba, "mlp": mlp})
 
 
 def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
@@ -431,9 +473,8 @@ def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
         stage = Stage(one, 1, 2)
         recorder = Recorder(layout.width)
         module = stage.blocks["0"]
-        if isinstance(block.mlp, MoeSpec):
-            own = one.blocks[0].mlp.model_copy(update={"experts": block.mlp.experts // layout.expert})
-            assert isinstance(own, MoeSpec)
+        if isinstance(here := one.blocks[0].mlp, MoeSpec):
+            own = here.model_copy(update={"experts": here.experts // layout.expert})
             held = moe.Experts(model.dim, own)
             paired = PairedExperts(held) if layout.fused and own.gated else held
             module.get_submodule("mlp").experts = paired  # pyright: ignore[reportAttributeAccessIssue]
@@ -444,19 +485,22 @@ def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
 
 
 def _seams(module: nn.Module, block: BlockSpec, recorder: Recorder, layout: Layout) -> None:
-    """Attention as the device runs it, and what stands at the boundaries of split modules."""
-    mixer = module.get_submodule("attention")
+    """Mixers as the device runs them, and what stands at the boundaries of split modules."""
     window = block.attention.window if isinstance(block.attention, AttentionSpec) else None
     _fuse_norms(module)
     recorder.merged = layout.fused
-    if layout.fused and block.mlp.gated:
+    if layout.fused and block.mlp is not None and block.mlp.gated:
         recorder.fused = FUSED
-    core = FusedCore(_note(recorder, layout, window)) if layout.attention == "fused" else PlainCore()
-    mixer.core = core  # pyright: ignore[reportAttributeAccessIssue]
+    if block.attention is not None:
+        core = FusedCore(_note(recorder, layout, window)) if layout.attention == "fused" else PlainCore()
+        module.get_submodule("attention").core = core  # pyright: ignore[reportAttributeAccessIssue]
+    if block.mamba is not None:
+        mamba = module.get_submodule("mamba")
+        mamba.core = FusedMamba(mamba.get_submodule("core"), _note_recurrence(recorder, block.mamba))  # pyright: ignore[reportAttributeAccessIssue]
     if layout.tensor > 1:
-        _split(mixer, recorder, layout)
-        if isinstance(block.mlp, MlpSpec):
-            _split(module.get_submodule("mlp"), recorder, layout)
+        whole = {"attention": block.attention, "mamba": block.mamba, "mlp": isinstance(block.mlp, MlpSpec)}
+        for name in (name for name, there in whole.items() if there):
+            _split(module.get_submodule(name), recorder, layout)
     if isinstance(block.mlp, MoeSpec):
         mixture = module.get_submodule("mlp")
         assert isinstance(mixture, Moe)
@@ -479,12 +523,12 @@ def _recompute(module: nn.Module, recorder: Recorder, layout: Layout) -> None:
         apply_recompute(module, 0, blocks=1, plan=Plan(recompute="full"))
         return
     names = layout.recompute.split(",")
-    mlp = module.get_submodule("mlp")
+    mlp = getattr(module, "mlp", None)
     if DENSE_MLP in names:
         names[names.index(DENSE_MLP)] = "" if isinstance(mlp, Moe) else "mlp"
     if EXPERTS_ACTIVATION in names and isinstance(mlp, Moe):
         _form_again(mlp.experts, recorder)
-    if UP_PROJECTION in names:
+    if UP_PROJECTION in names and _has(module, "attention.core"):
         names += ["attention.q_up", "attention.kv_up"]
         _forget_inputs(module.get_submodule("attention.core"), recorder)
     wanted = [name for name in names if name and _has(module, name)]

@@ -39,7 +39,8 @@ def initialise(
 ) -> None:
     """Fill a plain part: norms so that they multiply by 1, biases and buffers with 0, matrices with N(0, init_std²), those that write to
     the residual stream with init_std / sqrt(2 · layers), so that its variance does not grow with depth (GPT-2, Radford et al. 2019,
-    §2.3). What Mamba-2 has besides starts as in its own code (RATES). Each expert is drawn by itself, so that whoever holds some need not draw the others; `held`: of experts, which are."""
+    §2.3). What Mamba-2 has besides starts as in its own code (RATES). Each expert is drawn by itself, so that whoever holds some need
+    not draw the others; `held`: of experts, which are."""
     tied = tied_names(spec)
     for path, module in part.named_modules():
         for child, parameter in module.named_parameters(recurse=False):

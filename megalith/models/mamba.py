@@ -20,9 +20,7 @@ class CausalConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, width))
         self.bias = nn.Parameter(torch.empty(channels))
 
-    def forward(
-        self, x: Float[Tensor, "batch seq channels"], documents: Documents | None
-    ) -> Float[Tensor, "batch seq channels"]:
+    def forward(self, x: Float[Tensor, "batch seq channels"], documents: Documents | None) -> Float[Tensor, "batch seq channels"]:
         seq, width = x.shape[1], self.weight.shape[1]
         out = x * self.weight[:, -1] + self.bias
         for back in range(1, min(width, seq)):
@@ -42,9 +40,7 @@ class GatedNorm(nn.Module):
         self.width, self.eps = width, eps
         self.weight = nn.Parameter(torch.empty(channels))
 
-    def forward(
-        self, x: Float[Tensor, "... channels"], gate: Float[Tensor, "... channels"]
-    ) -> Float[Tensor, "... channels"]:
+    def forward(self, x: Float[Tensor, "... channels"], gate: Float[Tensor, "... channels"]) -> Float[Tensor, "... channels"]:
         work = _work(x)
         gated = (x.to(work) * F.silu(gate.to(work))).unflatten(-1, (-1, self.width))
         normal = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
@@ -86,7 +82,7 @@ class MambaCore(nn.Module):
         batch: Batch,
     ) -> Float[Tensor, "batch seq inner"]:
         spec, rates, work = self.spec, self.rates, _work(x)
-        documents = None if batch.pieces is None else documents_of(batch.pieces, x.device)
+        documents = None if batch.pieces is None else documents_of(batch.pieces, x.device)  # pyright: ignore[reportCallIssue]
         x = F.silu(self.conv_x(x, documents)).unflatten(-1, (-1, spec.head_dim))
         b, c = (
             F.silu(conv(each, documents)).unflatten(-1, (-1, spec.state)) for conv, each in ((self.conv_b, b), (self.conv_c, c))

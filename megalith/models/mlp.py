@@ -13,7 +13,6 @@ from megalith.models.linear import Linear
 from megalith.spec.model import MlpSpec
 
 
-
 class _SquaredRelu(torch.autograd.Function):
     """Keeps its input alone, which a product has made: what comes of it can be formed again."""
 

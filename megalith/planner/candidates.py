@@ -109,10 +109,11 @@ def _tensors(model: ModelSpec, cluster: ClusterSpec) -> list[int]:
 
     def divides(size: int) -> bool:
         for block in set(model.blocks):
-            heads = block.attention.heads
+            heads = block.attention.heads if block.attention else size
             shared = block.attention.kv_heads if isinstance(block.attention, AttentionSpec) else heads
-            hidden = block.mlp.shared if isinstance(block.mlp, MoeSpec) else block.mlp.hidden
-            if heads % size or (shared % size and size % shared) or hidden % size:
+            groups = block.mamba.groups if block.mamba else size
+            hidden = block.mlp.shared if isinstance(block.mlp, MoeSpec) else block.mlp.hidden if block.mlp else size
+            if heads % size or (shared % size and size % shared) or groups % size or hidden % size:
                 return False
         return model.embedding.vocab % size == 0 and model.head.vocab % size == 0
 

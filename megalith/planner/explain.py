@@ -104,7 +104,8 @@ def _with(workload: Workload, ranks: int, **change: Any) -> Plan | None:
     data = ranks // split
     if workload.global_batch % (data * plan.microbatch) or workload.seq_len % (2 * plan.context * plan.tensor):
         return None
-    heads = [block.attention.heads for block in set(workload.model.blocks)]
+    heads = [block.attention.heads for block in set(workload.model.blocks) if block.attention]
+    heads += [block.mamba.groups for block in set(workload.model.blocks) if block.mamba]
     if any(count % plan.tensor for count in heads) or (data * plan.context * plan.tensor) % (plan.expert * plan.expert_tensor):
         return None
     if "schedule" not in change and "chunks" in change:  # a number of chunks that the schedule cannot have asks for one that can

@@ -31,7 +31,8 @@ class NemotronH(Spec):
     name: str = "nemotron_h"
     layers: PositiveInt
     pattern: str = Field(
-        pattern=r"^[M*E-]+$", description="the layers, a letter each: M Mamba-2, * attention, E experts, - an MLP; repeated as needed"
+        pattern=r"^[M*E-]+$",
+        description="the layers, a letter each: M Mamba-2, * attention, E experts, - an MLP; repeated as needed",
     )
     dim: PositiveInt
     mamba_heads: PositiveInt
