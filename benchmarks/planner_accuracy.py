@@ -3,8 +3,9 @@
     python benchmarks/planner_accuracy.py [FILE.csv] [--json] [--rows]
 
 Every row of the file (the bundled one by default) that can be said as a workload is predicted; for the others the reason is given.
-Scored are primary, measured, unflagged rows: the median absolute error of each source group, then the average over groups, for dense and
-expert models apart; memory apart; and the rank correlation of predicted and measured speed in groups that vary the layout of one model.
+Scored are primary, measured, unflagged rows: the median absolute error of each source group, then the average over groups, for dense,
+expert and hybrid models apart; memory apart; and the rank correlation of predicted and measured speed in groups that vary the layout of
+one model.
 Groups kept for checking (every second one by name) had no part in the calibration, and are reported apart from the others.
 """
 
@@ -55,7 +56,7 @@ def predict(said: Expressed, figures: Calibration, *, checking: bool) -> Result:
     """The planner's pick among what the row can mean."""
     workload, found = choose([(choice, parts(choice)) for choice in said.choices], figures)
     seconds = measured_seconds(said.row, workload)
-    kind = "expert" if said.expert else "dense"
+    kind = "hybrid" if not said.transformer else "expert" if said.expert else "dense"
     return Result(said.row, kind, checking, workload, found, seconds, _memory(said.row, workload, found, figures))
 
 
@@ -110,7 +111,7 @@ def summary(results: list[Result]) -> dict[str, Any]:
     for result in results:
         for what, error in (("time", result.time_error), ("memory", result.memory_error)):
             if error is not None:
-                kind = result.kind if what == "time" else "all"
+                kind = result.kind if what == "time" or result.kind == "hybrid" else "all"
                 groups[result.checking, what, kind, result.row.group].append(error)
     table = [
         {
@@ -123,7 +124,7 @@ def summary(results: list[Result]) -> dict[str, Any]:
         f"{what} {kind} {name}": mean(
             line["median"] for line in table if (line["what"], line["kind"], line["sample"]) == (what, kind, sample)
         )
-        for what, kind in (("time", "dense"), ("time", "expert"), ("memory", "all"))
+        for what, kind in (("time", "dense"), ("time", "expert"), ("time", "hybrid"), ("memory", "all"))
         for sample, name in (("in", "in-sample"), ("out", "out-of-sample"))
     }
     return {"groups": table, "averages": averages}
@@ -145,7 +146,7 @@ def report(rows: list[Row], figures: Calibration) -> dict[str, Any]:
     results = [predict(item, figures, checking=item.row.group in checking) for item in said if item.choices]
     scored = [result for result in results if result.row.scored]
     transformers = [item for item in said if item.transformer]
-    ranks = correlations(scored)
+    ranks = correlations([result for result in scored if result.kind != "hybrid"])
     return {
         "coverage": {
             "rows": len(said), "transformers": len(transformers),

@@ -456,3 +456,25 @@ def test_heads_that_do_not_rotate_may_be_odd():
 
 def test_a_single_key_head_is_split_by_no_number_of_ranks():
     assert errors("model.preset=palm-8b", "plan.tensor=8") == []
+
+
+HYBRID = ("model.preset=nemotron-h-tiny", "train.seq_len=128")
+
+
+def test_mamba_works_on_whole_sequences():
+    (problem,) = errors(*HYBRID, "plan.context=2")
+    assert problem.key == "plan.context" and "blocks.0.mamba" in problem.reason and "Use context = 1" in problem.way_out
+
+
+def test_mamba_is_split_by_its_groups():
+    assert errors(*HYBRID, "plan.tensor=4") == []
+    assert "groups = 4 (blocks.0.mamba)" in str(errors(*HYBRID, "plan.tensor=8"))
+
+
+def test_heads_of_mamba_come_in_even_groups():
+    assert [p.key for p in errors(*HYBRID, "model.mamba_groups=3")] == ["model.mamba_groups"]
+
+
+def test_half_blocks_may_be_computed_again_in_parts():
+    parts = 'plan.recompute_parts=["mamba.core", "attention.core", "mlp.experts"]'
+    assert errors(*HYBRID, "plan.recompute=selective", parts) == []

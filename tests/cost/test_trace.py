@@ -2,7 +2,7 @@ import pytest
 
 from megalith.cost.profile import DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION, Layout, Profile
 from megalith.cost.trace import trace_block, trace_embedding, trace_head
-from megalith.spec.model import LatentAttentionSpec
+from megalith.spec.model import BlockSpec, LatentAttentionSpec, MambaSpec
 from tests.cost.models import DIM, HEADS, HIDDEN, VOCAB, dense, mixture
 
 SEQ = 256
@@ -191,3 +191,30 @@ def test_an_embedding_s_output_is_summed_in_forward_and_its_gradient_gathered_in
         ("F", "scatter", TOKENS * DIM * 2),
         ("I", "gather", TOKENS * DIM * 2),
     }
+
+
+MAMBA = MambaSpec(heads=8, head_dim=32, state=16, groups=4, chunk=64)
+HYBRID = dense(1).model_copy(update={"blocks": (BlockSpec(mamba=MAMBA),)})
+INNER, SHARED = 8 * 32, 4 * 16
+
+
+def test_mamba_s_forward_is_its_weights_and_the_products_of_its_chunks():
+    profile = trace_block(HYBRID, 0, LAYOUT)
+    matrices = DIM * (3 * INNER + 2 * SHARED + 8)
+    chunks = 2 * 64 * SHARED + INNER * (2 * 64 + 4 * 16)
+    assert profile.flops("F") == TOKENS * (2 * matrices + chunks)
+    assert profile.flops("W") == TOKENS * 2 * matrices
+    assert profile.weights == matrices + DIM + (INNER + 2 * SHARED) * 5 + 3 * 8 + INNER
+
+
+def test_mamba_keeps_what_its_projections_give_and_what_its_state_does():
+    """mamba_ssm's fused kernel; and the norm's input and output, and one number a row for each of both norms."""
+    kept = 2 * (2 * INNER + 2 * SHARED + 8) + 2 * 2 * INNER + 2 * 2 * DIM + 2 * 4
+    assert trace_block(HYBRID, 0, LAYOUT).saved == TOKENS * kept
+    assert trace_block(HYBRID, 0, changed(recompute="full")).saved == TOKENS * 2 * DIM
+
+
+def test_mamba_is_split_by_its_groups():
+    whole, half = (trace_block(HYBRID, 0, changed(tensor=tensor)) for tensor in (1, 2))
+    assert half.flops() == whole.flops() / 2
+    assert {(e.kind, e.axis) for e in half.exchanges} == {("gather", "tensor"), ("scatter", "tensor")}

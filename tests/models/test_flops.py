@@ -3,6 +3,7 @@
 import pytest
 
 from megalith.models.flops import flops_per_token
+from megalith.spec.presets import presets
 from tests.models.plain import llama, stage
 
 
@@ -28,3 +29,14 @@ def test_blocks_of_different_sizes_are_each_counted():
 def test_a_405b_model_is_counted_without_memory_and_at_once():
     spec = llama(layers=126, dim=16384, heads=128, kv_heads=8, head_dim=128, ffn=53248, vocab=128256, context=8192)
     assert flops_per_token(spec.build(), 8192) == pytest.approx(6 * 403.75e9 + 12 * 126 * 16384 * 8192, rel=1e-3)
+
+
+def test_mamba_costs_its_weights_and_the_products_of_its_chunks():
+    """A token, forward: 2 chunk·state a group for scores; 2 chunk + 4 state a channel, for what they give, states, and what is read."""
+    spec = presets()["nemotron-h-tiny"].build().model_copy(update={"pattern": "M", "layers": 1})
+    mamba = spec.build().blocks[0].mamba
+    weights = {name: p for name, p in stage(spec).parameters_by_name().items() if p.dim() == 2 and "conv" not in name}
+    count = sum(p.numel() for name, p in weights.items() if name != "embedding.weight")
+    channels = mamba.heads * mamba.head_dim
+    state = 2 * mamba.chunk * mamba.groups * mamba.state + channels * (2 * mamba.chunk + 4 * mamba.state)
+    assert flops_per_token(spec.build(), 4 * mamba.chunk) == 6 * count + 3 * state

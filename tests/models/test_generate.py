@@ -8,6 +8,7 @@ from megalith.models.batch import Batch
 from megalith.models.block import Block
 from megalith.models.core import CausalCore
 from megalith.models.generate import CachedCore, generate
+from megalith.spec.presets import presets
 from tests.models.plain import lively, llama, logits
 
 
@@ -32,6 +33,16 @@ def test_greedy_text_is_that_of_reading_everything_again_for_each_token(prompt, 
     found = list(generate(model, prompt, tokens=20, temperature=0))
     assert found == line[len(prompt) :]
     assert len(set(found)) > 3  # not one token for ever, which any cache could give
+
+
+def test_a_hybrid_reads_everything_again_for_each_token():
+    spec = presets()["nemotron-h-tiny"].build().small(6, 1, 2)
+    model, line = lively(spec, spread=0.3), [3, 1, 4]
+    with torch.no_grad():
+        for _ in range(12):
+            line.append(int(logits(model, torch.tensor([line]))[0, -1].argmax()))
+    assert list(generate(model, line[:3], tokens=12, temperature=0)) == line[3:]
+    assert len(set(line[3:])) > 3
 
 
 def test_sampled_text_is_that_of_reading_everything_again_for_each_token():

@@ -53,13 +53,14 @@ def test_a_shrunk_model_divides_evenly(model: Model, layers: int, unit: int, hea
     assert len(built.blocks) == layers
     assert (small.dim % unit, small.vocab % unit) == (0, 0)
     for block in built.blocks:
-        assert block.attention.heads % heads_unit == 0
+        assert block.attention is None or block.attention.heads % heads_unit == 0
+        assert block.mamba is None or block.mamba.groups % heads_unit == block.mamba.heads % block.mamba.groups == 0
         if isinstance(block.attention, AttentionSpec):
             assert block.attention.kv_heads == 1 or block.attention.kv_heads % heads_unit == 0
             assert block.attention.heads % block.attention.kv_heads == 0
         if isinstance(block.mlp, MlpSpec):
             assert block.mlp.hidden % unit == 0
-        else:
+        elif block.mlp is not None:
             assert block.mlp.experts % 4 == 0
             assert block.mlp.hidden % unit == block.mlp.shared % unit == 0
 
@@ -69,12 +70,12 @@ def structure(model: ModelSpec) -> set[tuple]:
     kinds = set()
     for block in model.blocks:
         attention, mlp = block.attention, block.mlp
-        of_attention: tuple = (attention.kind,)
+        of_attention: tuple = (attention and attention.kind, block.mamba is not None)
         if isinstance(attention, AttentionSpec):
             switches = (attention.rope, attention.qk_norm, attention.window, attention.softcap)
             grouped = "one" if attention.kv_heads == 1 else attention.kv_heads < attention.heads
             of_attention = (attention.kind, attention.bias, grouped, *(switch is not None for switch in switches))
-        of_mlp: tuple = (mlp.kind, mlp.activation, mlp.gated)
+        of_mlp: tuple = () if mlp is None else (mlp.kind, mlp.activation, mlp.gated)
         if isinstance(mlp, MoeSpec):
             router = mlp.router
             of_mlp += (mlp.shared > 0, mlp.shared_gate, router.scores, router.normalise, router.groups > 1, router.bias_rate > 0)

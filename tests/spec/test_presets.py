@@ -54,6 +54,7 @@ PRINTED = {  # in the digits of the papers
     "mixtral-8x22b": "141e9",
     "qwen3-30b-a3b": "30.5e9",
     "qwen3-235b-a22b": "235e9",
+    "nemotron3-nano-30b-a3b": "31.6e9",
     "grok-1": "314e9",
     "deepseek-v2-lite": "15.7e9",
     "deepseek-v2": "236e9",

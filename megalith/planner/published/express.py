@@ -30,6 +30,7 @@ from megalith.spec.model import (
     RouterSpec,
 )
 from megalith.spec.plan import Plan
+from megalith.spec.presets import presets
 
 HARDWARE = {
     "A100-40GB-SXM": "a100-40gb",
@@ -91,6 +92,9 @@ SOFTWARE = {  # source group -> the software its runs used
 GROUPS = {"deepseek-v3": {"groups": 8, "active_groups": 4}}
 """Groups of experts, of which a token goes to a few (arXiv:2412.19437, section 2.1.2); the file of measurements leaves them out."""
 
+HYBRIDS = {"mamba2+moe+attn pattern MEMEM*EMEMEM*...": "nemotron3-nano-30b-a3b"}
+"""A hybrid's layers, as the file of measurements shortens them, and the preset that has them in full."""
+
 _BY_SENDER = {"deduplicated": False, "router": "plain"}
 """NCCL's all-to-all and a router of torch's operations: Megatron-Core's defaults."""
 
@@ -140,7 +144,7 @@ class Expressed:
     choices: tuple[Workload, ...] = ()
     reason: str = ""
     transformer: bool = True
-    """Attention and feed-forward blocks alone: dense or mixture of experts."""
+    """Attention and feed-forward blocks alone: dense or mixture of experts. Hybrids are predicted, and nothing is fitted on them."""
 
     @property
     def expert(self) -> bool:
@@ -154,15 +158,11 @@ class _CannotSayError(Exception):
 
 def express(row: Row) -> Expressed:
     """The row as workloads, or the reason why not."""
-    hybrid = "hybrid" in row.model
-    if hybrid:
-        return Expressed(
-            row, reason=f"{row.text('model')} has state-space layers, which models/ does not have", transformer=False
-        )
+    transformer = "hybrid" not in row.model
     try:
-        return Expressed(row, _choices(row))
+        return Expressed(row, _choices(row), transformer=transformer)
     except _CannotSayError as reason:
-        return Expressed(row, reason=str(reason))
+        return Expressed(row, reason=str(reason), transformer=transformer)
 
 
 def measured_seconds(row: Row, workload: Workload) -> float | None:
@@ -224,6 +224,8 @@ def _model(row: Row) -> ModelSpec:
     sizes: dict[str, Any] = row.model
     if not sizes:
         raise _CannotSayError(f"the source gives no sizes of {row.text('model')}")
+    if "hybrid" in sizes:
+        return _hybrid(row, sizes)
     if "InternLM-20B" in row.text("notes"):  # the model column names the page's usual model; the note says which one this is
         sizes = sizes | {"layers": 60, "hidden": 5120, "ffn": 13824, "heads": 40, "kv_heads": 40}
     vocab = sizes.get("vocab")
@@ -252,6 +254,15 @@ def _model(row: Row) -> ModelSpec:
         blocks=blocks,
         head=HeadSpec(vocab=vocab, tied=bool(sizes.get("tied_emb")), norm=norm, ahead=ahead),
     )
+
+
+def _hybrid(row: Row, sizes: dict[str, Any]) -> ModelSpec:
+    if sizes["hybrid"] not in HYBRIDS:
+        raise _CannotSayError(f"{row.text('model')} has experts on a latent, which models/ does not have")
+    if "mtp" in sizes:
+        raise _CannotSayError(f"{row.text('model')} predicts further tokens by blocks of two layers, which models/ does not have")
+    model = presets()[HYBRIDS[sizes["hybrid"]]].build()
+    return model.model_copy(update={"balanced": True}).build()
 
 
 def _attention(sizes: dict[str, Any], gated: bool) -> AttentionSpec | LatentAttentionSpec:

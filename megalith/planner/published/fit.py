@@ -25,7 +25,7 @@ def observations(groups: frozenset[str], *, most: int = 40) -> list[Observation]
     found: list[Observation] = []
     rows = [row for row in read() if row.scored and row.group in groups]
     for group in sorted(groups):
-        said = [item for item in (express(row) for row in rows if row.group == group) if item.choices]
+        said = [item for item in (express(row) for row in rows if row.group == group) if item.choices and item.transformer]
         timed = [(item, seconds) for item in said if (seconds := measured_seconds(item.row, item.choices[0])) is not None]
         stride = -(-len(timed) // most) if timed else 1
         found += [
