@@ -14,6 +14,8 @@ from megalith.spec.model import BlockSpec, ModelSpec
 VERSION = 3
 """Of the figures: a change in what is counted makes old files worthless."""
 
+CACHE = "MEGALITH_CACHE"
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -97,8 +99,13 @@ def _bare(model: ModelSpec) -> ModelSpec:
     return model.model_copy(update={"name": "", "blocks": model.blocks[:1], "head": head, "context": 0, "init_std": 0.02})
 
 
-@cache
 def _profile(kind: str, model: ModelSpec, block: BlockSpec | None, layout: Layout) -> Profile:
+    return _found(kind, model, block, layout, os.environ.get(CACHE))  # pyright: ignore[reportArgumentType]
+
+
+@cache
+def _found(kind: str, model: ModelSpec, block: BlockSpec | None, layout: Layout, _folder: str | None) -> Profile:
+    """`_folder` is there so that what was traced for one folder is kept in another as well."""
     path = _path(kind, model, block, layout)
     if path is not None and path.exists():
         try:
@@ -121,7 +128,7 @@ def _profile(kind: str, model: ModelSpec, block: BlockSpec | None, layout: Layou
 
 def folder() -> Path | None:
     """Where traces are kept: $MEGALITH_CACHE, or ~/.cache/megalith; None where that is empty: nowhere."""
-    named = os.environ.get("MEGALITH_CACHE")
+    named = os.environ.get(CACHE)
     if named == "":
         return None
     return (Path(named) if named else Path.home() / ".cache" / "megalith") / "profiles"
