@@ -41,7 +41,9 @@ def over_time(curves: Sequence[Sequence[tuple[float, float]]], *, width: float =
         )
         for i, curve in enumerate(curves)
     ]
-    return svg.line_chart([*series[1:], *series[:1]], x_label="days (goodput so far, a curve a seed)", y_format=units.percent, width=width)
+    return svg.line_chart(
+        [*series[1:], *series[:1]], x_label="days (goodput so far, a curve a seed)", y_format=units.percent, width=width
+    )
 
 
 def tried(points: Sequence[Mapping[str, Any]], *, x_label: str, width: float = 620) -> str:
