@@ -91,6 +91,17 @@ def fleet(job: Callable[..., Job]) -> Iterator[Callable[..., Fleet]]:
         assert not any(thread.is_alive() for thread in one.threads)
 
 
+def _waiting(fleet: Callable[..., Fleet]) -> Fleet:
+    """Two nodes with two ranks each, which wait."""
+    run = fleet("wait")
+    for name in "ab":
+        run.join(name)
+    run.nodes.await_nodes(2, 2, seconds=SECONDS)
+    run.nodes.start(Generation("g1", ("a", "b")))
+    run.until(lambda _: all(beat.ready for beat in run.nodes.beats()))
+    return run
+
+
 def _ends(heard: list[Any]) -> set[int]:
     return {what.rank for what in heard if isinstance(what, Exit | Failure)}
 
@@ -113,12 +124,7 @@ def test_slots_and_not_machines_give_ranks_their_numbers(fleet: Callable[..., Fl
 
 
 def test_beats_stacks_signals_and_the_ends_of_ranks_travel(fleet: Callable[..., Fleet]) -> None:
-    run = fleet("wait")
-    for name in "ab":
-        run.join(name)
-    run.nodes.await_nodes(2, 2, seconds=SECONDS)
-    run.nodes.start(Generation("g1", ("a", "b")))
-    run.until(lambda _: all(beat.ready for beat in run.nodes.beats()))
+    run = _waiting(fleet)
     assert run.nodes.running() == {0, 1, 2, 3}
     looks = run.nodes.look([1, 2])
     assert all("in wait" in look.stack and not look.stopped for look in looks.values()), looks
@@ -138,12 +144,7 @@ def test_agents_tell_how_long_their_ranks_waited_for_processors(
 ) -> None:
     monkeypatch.setattr(remote, "QUEUED_SECONDS", SECONDS)
     monkeypatch.setattr(LocalNodes, "queued", lambda self: {"": 2.0 * len(self.running())})
-    run = fleet("wait")
-    for name in "ab":
-        run.join(name)
-    run.nodes.await_nodes(2, 2, seconds=SECONDS)
-    run.nodes.start(Generation("g1", ("a", "b")))
-    run.until(lambda _: all(beat.ready for beat in run.nodes.beats()))
+    run = _waiting(fleet)
     assert run.nodes.queued() == {"a": 4.0, "b": 4.0}
 
 
