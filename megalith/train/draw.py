@@ -20,7 +20,7 @@ from megalith.train.parity import OPTIMIZER
 
 MOST_RANKS = 8
 SAMPLES = 8
-"""Of a global batch: two microbatches for four data ranks, eight for one."""
+"""Of a global batch: a rank's are two microbatches, in a pipeline four, or two for four data ranks."""
 
 AXES: Mapping[str, Mapping[str, dict[str, Any]]] = {
     "model": {
@@ -75,6 +75,9 @@ FIRST = dict.fromkeys(("shards", "copies", "tensor", "context", "pipeline", "exp
 """How often an axis has its first value without a draw: axes of ranks, or hardly a combination would have few enough; the precision that
 shows most."""
 
+EFFORT = {"tiny": 1.0, "mixtral-8x7b": 1.2, "deepseek-tiny": 1.5}
+"""What a step of each model takes, softened as that of ranks is."""
+
 Choice = tuple[str, str]  # axis and value
 Pair = frozenset[Choice]
 
@@ -92,6 +95,11 @@ class Draw:
         return "; ".join(value if axis == "model" else f"{axis} {value}" for axis, value in self.choices if value not in PLAIN)
 
     @property
+    def effort(self) -> float:
+        """Processor time, softened, so that enough pairs make up for it."""
+        return self.spec.plan.ranks**0.5 * EFFORT[self.spec.name]
+
+    @property
     def pairs(self) -> frozenset[Pair]:
         """Pairs of choices that it shows to go together. Rounding may hide a fault: bf16 shows only that it goes with the others."""
         return _pairs(self.choices)
@@ -105,14 +113,14 @@ def _pairs(choices: tuple[Choice, ...]) -> frozenset[Pair]:
 
 
 def draw(count: int, seed: int) -> list[Draw]:
-    """`count` legal combinations on at most MOST_RANKS ranks, none twice, those that show most new pairs for their ranks first: all
+    """`count` legal combinations on at most MOST_RANKS ranks, none twice, those that show most new pairs for their effort first: all
     pairs that can go together, as far as `count` reaches. The same for the same seed."""
     random = Random(seed)
     pool = _pool(random, max(3000, 8 * count))
     chosen: list[Draw] = []
     left = frozenset[Pair]().union(*(one.pairs for one in pool))
     while pool and len(chosen) < count:
-        best = max(pool, key=lambda one: len(one.pairs & left) / one.spec.plan.ranks**0.5)
+        best = max(pool, key=lambda one: len(one.pairs & left) / one.effort)
         if not best.pairs & left:
             break
         chosen.append(best)
@@ -170,7 +178,9 @@ def legal(choices: tuple[Choice, ...]) -> RunSpec | None:
     """The run of a combination, or None where it has too many ranks or `check` refuses it."""
     asked = {key: value for axis, name in choices for key, value in AXES[axis][name].items()}
     preset, precision = asked.pop("preset"), asked.pop("precision", "fp32")
-    plan = Plan.model_validate(asked | {"data": asked.get("data", 1) * asked.get("replicate", 1)})
+    data = asked.get("data", 1) * asked.get("replicate", 1)
+    microbatches = 4 if "pipeline" in asked else 2
+    plan = Plan.model_validate(asked | {"data": data, "microbatch": max(1, SAMPLES // data // microbatches)})
     if plan.ranks > MOST_RANKS:
         return None
     spec = _run(preset, precision, plan)

@@ -20,12 +20,12 @@ from megalith.fleet.report import Reported
 from megalith.fleet.seat import REPORTS, Seat
 from megalith.fleet.signs import AnySign, GradientWrong, Nonfinite, SaveFailed, SaveWorks, StateCorrupt
 from megalith.fleet.tiers import Tier
-from megalith.models.init import seed_of
 from megalith.parallel.data import local
 from megalith.parallel.gradients import NotFinite
 from megalith.spec.model import MoeSpec
 from megalith.train.assemble import Trainer
 from megalith.train.recompute import Probe, Read, Recomputer, Updates, buckets_of, table
+from megalith.train.step import seed_step
 
 T = TypeVar("T")
 Report = Callable[[AnySign], None]
@@ -147,7 +147,7 @@ class Guard:
         trainer.optimizer.drop_gradients()
         for moe in trainer.routers().values():
             moe.router.counts.zero_()
-        torch.manual_seed(seed_of(trainer.spec.train.seed, f"step {step}"))
+        seed_step(trainer, step)
         self.probe.clear()
         self.before_step(trainer, step)
 

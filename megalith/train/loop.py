@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from megalith.checkpoint.checkpointer import Checkpointer, Failed, Saved
@@ -15,12 +14,11 @@ from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.report import report
 from megalith.fleet.signs import SaveFailed, SaveWorks
 from megalith.fleet.tiers import Tier
-from megalith.models.init import seed_of
 from megalith.train.assemble import Trainer
 from megalith.train.guard import Guard
 from megalith.train.post_validation import Stepper
 from megalith.train.restore import Position, meta, read_step
-from megalith.train.step import Stepped, Watcher, tell
+from megalith.train.step import Stepped, Watcher, seed_step, tell
 from megalith.train.validate import Validator
 
 OWN_WORK = ("forward", "backward", "optimizer")  # of a step's breakdown, what takes longer on a slow GPU: in "data" ranks meet
@@ -110,7 +108,7 @@ class Loop:
         began, worked, step = time.perf_counter(), time.thread_time(), self.step
         self.heartbeat.beat("step", step, compute=self._compute)
         tell(self._watchers, "before_step", self.trainer, step)
-        torch.manual_seed(seed_of(self.spec.train.seed, f"step {step}"))
+        seed_step(self.trainer, step)
         here = self.trainer.groups.coordinates["data"]
         microbatches = read_step(self.stream, self.spec, self.position, step, here)
         read = time.perf_counter() - began

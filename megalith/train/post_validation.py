@@ -16,7 +16,6 @@ from functools import partial
 import torch
 
 from megalith.data.stream import Batch as Samples
-from megalith.models.init import seed_of
 from megalith.parallel.gradients import NotFinite
 from megalith.train.assemble import Trainer
 from megalith.train.guard import Guard
@@ -32,6 +31,7 @@ from megalith.train.step import (
     clipped_update,
     rate,
     refuse_not_finite,
+    seed_step,
     stepped,
     tell,
     train_step,
@@ -138,7 +138,7 @@ class Stepper:
             return accumulate(self.trainer, microbatches, check=self._open.unchecked), self._tell()
         except NotFinite as error:
             told = [self._again(error)]
-        torch.manual_seed(seed_of(self.trainer.spec.train.seed, f"step {step}"))
+        seed_step(self.trainer, step)
         return accumulate(self.trainer, microbatches), told
 
     def settle(self) -> list[Stepped]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalith.data.stream import Batch as Samples
 from megalith.models.batch import Batch
+from megalith.models.init import seed_of
 from megalith.parallel import gradients
 from megalith.parallel.execute import Check, Executed
 from megalith.spec.model import MoeSpec
@@ -59,6 +60,15 @@ def tell(watchers: Sequence[Watcher], moment: Moment, trainer: Trainer, step: in
     """Let them look, in order."""
     for watcher in watchers:
         getattr(watcher, moment)(trainer, step)
+
+
+def seed_step(trainer: Trainer, step: int) -> None:
+    """Random numbers drawn within step `step` depend on it and the run's seed alone."""
+    seed = seed_of(trainer.spec.train.seed, f"step {step}")
+    if trainer.device.type == "cpu":
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for each kind of device there could be
+    else:
+        torch.manual_seed(seed)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,32 @@
 """One step: what it reports, what stops it, and bf16 beside fp32."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megalith.models.init import seed_of
 from megalith.parallel.gradients import local
-from megalith.train.step import Stepped, compute, peak_bytes, resident_bytes, train_step, update
+from megalith.train.step import Stepped, compute, peak_bytes, resident_bytes, seed_step, train_step, update
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
 
 BREAKDOWN = {"data", "forward", "backward", "bubble", "communication", "optimizer"}
+
+
+def test_a_step_s_random_numbers_are_those_of_the_run_s_seed_and_the_step() -> None:
+    """As torch.manual_seed would have it, and again if the step runs again."""
+    trainer: Any = SimpleNamespace(spec=tiny_run(train={"seed": 3}), device=CPU)
+    drawn = []
+    for step in (5, 6, 5):
+        seed_step(trainer, step)
+        drawn.append(torch.rand(4))
+    torch.manual_seed(seed_of(3, "step 5"))
+    assert torch.equal(drawn[0], torch.rand(4))
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
 
 
 def _steps(rank: int, run: dict[str, Any], steps: int, stops: int | None = None) -> list[Stepped]:
