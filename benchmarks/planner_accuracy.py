@@ -63,9 +63,9 @@ def predict(said: Expressed, figures: Calibration, *, checking: bool) -> Result:
 def _memory(row: Row, workload: Workload, found: Estimate, figures: Calibration) -> float:
     kind = row.text("peak_mem_kind").lower()
     if "last rank" not in kind and "rank-0" not in kind:
-        return found.memory.total
+        return found.memory.allocated
     ranks = every_rank(workload, parts(workload), figures.generations[workload.practice.generation])
-    return ranks[-1 if "last rank" in kind else 0].total
+    return ranks[-1 if "last rank" in kind else 0].allocated
 
 
 def rank_correlation(one: list[float], other: list[float]) -> float:

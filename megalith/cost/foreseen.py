@@ -223,7 +223,7 @@ def _exchanges(workload: Workload, here: _Here) -> Iterator[Sent]:
             for one in profile.exchanges:
                 count = one.times * times[one.phase]
                 if one.kind == "ring":
-                    hops = workload.plan.context - 1
+                    hops = workload.plan.context // workload.plan.ulysses - 1
                     yield from (("context", kind, count * hops, one.size) for kind in ("receive", "send"))
                 else:
                     yield one.axis, KINDS[one.kind], count, one.size

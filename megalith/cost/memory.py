@@ -11,9 +11,11 @@ from megalith.cost import host
 from megalith.cost.constants import Generation
 from megalith.cost.parts import Parts
 from megalith.cost.profile import Profile
+from megalith.cost.time import line
 from megalith.cost.workload import Workload
 from megalith.schedule.action import Row
 from megalith.schedule.action import parts as parts_of
+from megalith.spec.model import MoeSpec
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,32 @@ class Memory:
     working: float
     logits: float
     reserve: float
+    non_torch: float
+    """What torch does not report as allocated: the device's context, communicators, buffers of the experts' exchange, and the room in
+    graphs' own pools that is free when it is measured."""
     rank: int
     """Which pipeline rank this is of."""
     host: float = 0.0
     """Bytes in the memory of its host, which are not in `total`."""
 
     @property
-    def total(self) -> float:
+    def allocated(self) -> float:
+        """What torch reports as its peak."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.working + self.logits + self.reserve
+
+    @property
+    def total(self) -> float:
+        return self.allocated + self.non_torch
+
+
+CONTEXT = 1.06e9
+"""Bytes of a device's context and its job's own communicator: 8 H100 before their first all-to-all (NVIDIA/nccl, issue 1685)."""
+
+PAIR, GROUP = 0.544e9, 0.688e9
+"""Bytes of each further communicator, of two ranks and of more: 4 A100 (NVIDIA/nccl, issue 964)."""
+
+ALL_TO_ALL = 3.28e9
+"""Bytes of a communicator whose ranks all write to each other: what the first all-to-all took on 8 H100 (NVIDIA/nccl, issue 1685)."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +69,16 @@ class Held:
 def held(workload: Workload) -> tuple[Held, ...]:
     """Each pipeline rank's share of the model, from the schedule's own placement of stages; both copies of a bidirectional one."""
     plan, blocks = workload.plan, len(workload.model.blocks)
-    bounds = plan.bounds(blocks)
+    return _shares(plan.schedule, plan.pipeline, plan.chunks, tuple(plan.bounds(blocks)), blocks)
+
+
+@cache
+def _shares(schedule: str, pipeline: int, chunks: int, bounds: tuple[tuple[int, int], ...], blocks: int) -> tuple[Held, ...]:
     found = []
-    for stages in _stages(plan.schedule, plan.pipeline, plan.chunks):
+    for stages in _stages(schedule, pipeline, chunks):
         mine = [bounds[stage] for stage in stages]
-        chunks = tuple(tuple(part - 1 for part in range(first, last) if 0 < part <= blocks) for first, last in mine)
-        found.append(Held(chunks, any(first == 0 for first, _ in mine), any(last == blocks + 2 for _, last in mine)))
+        numbers = tuple(tuple(part - 1 for part in range(first, last) if 0 < part <= blocks) for first, last in mine)
+        found.append(Held(numbers, any(first == 0 for first, _ in mine), any(last == blocks + 2 for _, last in mine)))
     return tuple(found)
 
 
@@ -73,14 +97,15 @@ def _in_flight(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[t
 
 
 def _fullest(row: Row, stages: Sequence[int]) -> tuple[int, ...]:
-    held, most = Counter[int](), Counter[int]()
+    held, most, now, top = Counter[int](), Counter[int](), 0, 0
     for slot in row:
-        for action in sorted(
-            parts_of(slot), key=lambda one: one.kind != "F"
-        ):  # in an overlap both are there before either is freed
-            held[action.stage] += {"F": 1, "I": 0}.get(action.kind, -1)
-            if held.total() > most.total():
-                most = held.copy()
+        # in an overlap both are there before either is freed
+        for action in sorted(parts_of(slot), key=lambda one: one.kind != "F"):
+            change = {"F": 1, "I": 0}.get(action.kind, -1)
+            held[action.stage] += change
+            now += change
+            if now > top:
+                most, top = held.copy(), now
     return tuple(most[stage] for stage in stages)
 
 
@@ -135,13 +160,59 @@ def _rank(workload: Workload, parts: Parts, generation: Generation, rank: int, h
         weights=sum(s[0] for s in state) + whole,
         gradients=sum(s[1] for s in state) + whole / workload.width * practice.gradient_bytes,
         optimizer=sum(s[2] for s in state),
-        activations=sum(map(mul, flying, saved)),
+        activations=sum(map(mul, flying, saved)) + _recorded(workload, parts, here, flying),
         working=max(working - logits, 0.0),
         logits=logits,
         reserve=generation.reserve,
+        non_torch=non_torch(workload) + _apart(workload, parts, here),
         rank=rank,
         host=sum(s[3] for s in state),
     )
+
+
+def _recorded(workload: Workload, parts: Parts, here: Held, flying: tuple[int, ...]) -> float:
+    """Bytes that CUDA graphs of parts of blocks keep for themselves: the gradients of what goes in and comes out, as
+    torch.cuda.make_graphed_callables does. Transformer Engine's can share some; that all are kept agrees with what was measured."""
+    recorded = [sum(parts.blocks[i].output for i in chunk if _records(workload, i)) for chunk in here.chunks]
+    return 2 * sum(map(mul, flying, recorded))
+
+
+def _records(workload: Workload, number: int) -> bool:
+    """Is a part of this block started by a graph of its own?"""
+    block = workload.model.blocks[number]
+    match workload.practice.graphs:
+        case "parts":
+            return bool(block.attention or block.mamba)
+        case "router":
+            return isinstance(block.mlp, MoeSpec)
+        case _:
+            return False
+
+
+def _apart(workload: Workload, parts: Parts, here: Held) -> float:
+    """Bytes of the temporary tensors of recorded attention and Mamba-2: graphs have a pool of their own, that nothing else may use."""
+    numbers = [i for chunk in here.chunks for i in chunk if _records(workload, i)]
+    mixers = [parts.blocks[i].working for i in numbers if workload.model.blocks[i].mlp is None]
+    return max(mixers, default=0.0)
+
+
+def non_torch(workload: Workload) -> float:
+    """Bytes of a rank that its allocator never sees: context, a communicator for each axis, buffers of the experts' exchange. Known
+    of NCCL alone."""
+    plan, practice = workload.plan, workload.practice
+    if workload.cluster.accelerator.vendor != "NVIDIA":
+        return 0.0
+    axes = [plan.holders, plan.tensor, plan.pipeline, plan.context]
+    found = CONTEXT if workload.cluster.count > 1 else CONTEXT - PAIR
+    if plan.expert > 1:
+        axes.append(line("expert_holders", workload).size)
+        if practice.deduplicated:  # those of HybridEP: tokens of all near ranks, once to be sent and once to be added up
+            near = min(plan.expert, workload.cluster.per_node)
+            tokens = plan.microbatch * workload.seq_len // plan.context
+            found += GROUP + 2 * near * tokens * workload.model.dim * workload.width
+        else:
+            found += ALL_TO_ALL
+    return found + sum(GROUP if axis > 2 else PAIR for axis in axes if axis > 1)
 
 
 def _whole(workload: Workload, blocks: list[Profile], shards: int) -> float:

@@ -40,6 +40,7 @@ def layout(workload: Workload) -> Layout:
         tensor=plan.tensor,
         sequence=plan.sequence,
         context=plan.context,
+        ulysses=plan.ulysses,
         expert=plan.expert,
         expert_tensor=plan.expert_tensor,
         recompute=recompute,

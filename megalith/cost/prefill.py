@@ -3,7 +3,7 @@
 from megalith.cost import network
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.estimate import Estimate, PartTimes, Time, part_times
-from megalith.cost.memory import Held, Memory, fits, held
+from megalith.cost.memory import Held, Memory, fits, held, non_torch
 from megalith.cost.parts import Parts, parts
 from megalith.cost.profile import Profile
 from megalith.cost.time import Setting, Spent, line
@@ -50,7 +50,7 @@ def _rank(workload: Workload, traced: Parts, rank: int, here: Held, reserve: flo
     cache = sum(_cache(workload, i, traced.blocks[i]) for i in numbers) * workload.microbatches
     return Memory(
         weights=whole + 2.0 * ends, gradients=0.0, optimizer=0.0, activations=cache,
-        working=max((block.saved for block in blocks), default=0.0), logits=0.0, reserve=reserve, rank=rank,
+        working=max((block.saved for block in blocks), default=0.0), logits=0.0, reserve=reserve, non_torch=non_torch(workload), rank=rank,
     )  # fmt: skip
 
 

@@ -134,6 +134,7 @@ class Layout:
     tensor: int = 1
     sequence: bool = True
     context: int = 1
+    ulysses: int = 1
     expert: int = 1
     expert_tensor: int = 1
     recompute: str = "none"

@@ -147,7 +147,8 @@ def line(axis: str, workload: Workload) -> Line:
     plan = workload.plan
     strides = {
         "tensor": (plan.tensor, 1),
-        "context": (plan.context, plan.tensor),
+        "ulysses": (plan.ulysses, plan.tensor),
+        "context": (plan.context // plan.ulysses, plan.tensor * plan.ulysses),
         "data": (plan.data, plan.tensor * plan.context),
         "pipeline": (plan.pipeline, plan.tensor * plan.context * plan.data),
         "expert": (plan.expert, plan.expert_tensor),
@@ -162,7 +163,7 @@ def line(axis: str, workload: Workload) -> Line:
 
 def exchange_seconds(exchange: Exchange, setting: Setting, router: RouterSpec | None) -> float:
     """One collective, as if nothing ran beside it."""
-    where, wires = line(exchange.axis, setting.workload), setting.wires
+    where, wires = line(_way(exchange), setting.workload), setting.wires
     if exchange.kind == "sum":
         once = network.reduce(exchange.size, where, wires)
     elif exchange.kind == "all_to_all":
@@ -173,6 +174,11 @@ def exchange_seconds(exchange: Exchange, setting: Setting, router: RouterSpec | 
     else:
         once = network.gather(exchange.size, where, wires)
     return exchange.times * once
+
+
+def _way(exchange: Exchange) -> str:
+    """The line it goes along: of context ranks, those that deal their parts out by heads are Ulysses'."""
+    return "ulysses" if exchange.axis == "context" and exchange.kind == "all_to_all" else exchange.axis
 
 
 def _spread(setting: Setting, router: RouterSpec | None) -> dict[str, Any]:
@@ -219,17 +225,18 @@ def _on_device(profile: Profile, phase: Phase, setting: Setting, format: Format,
     attention = sum(core_seconds(core, setting) for core in profile.cores if core.phase == phase)
     moved = profile.moved[phase] + _sorted(profile, phase, practice)
     moving = moved / setting.bandwidth + quantising(mine, setting, format, phase)
-    waits = {"tensor": 0.0, "context": 0.0, "expert": 0.0, "expert_tensor": 0.0}
+    waits: dict[str, float] = dict.fromkeys(("tensor", "context", "ulysses", "expert", "expert_tensor"), 0.0)
     for exchange in profile.exchanges:
         if exchange.phase == phase:
-            waits[exchange.axis] += exchange_seconds(exchange, setting, router)
+            waits[_way(exchange)] += exchange_seconds(exchange, setting, router)
     return Spent(
         products=sum(product_seconds(product, setting, format) for product in mine),
         attention=attention,
         memory=generation.passes * moving + profile.kernels[phase] * setting.device.gap * 0.5,
         tensor=waits["tensor"] * (generation.tensor_exposed if practice.overlap_tensor else 1.0),
-        # keys and values on their way around a ring hide behind attention with those that are there; gathered, they come first
-        context=waits["context"] if gathered else max(waits["context"] - attention, 0.1 * waits["context"]),
+        # keys and values on their way around a ring hide behind attention with those that are there; gathered or dealt out by heads, they
+        # come first
+        context=waits["ulysses"] + (waits["context"] if gathered else max(waits["context"] - attention, 0.1 * waits["context"])),
         expert=(waits["expert"] + waits["expert_tensor"]) * generation.expert_exposed * (0.3 if practice.overlap_expert else 1.0),
     )
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from math import gcd
 from typing import Any, Literal
 
 import torch
@@ -408,13 +409,17 @@ def as_on_a_device(layout: Layout) -> Iterator[None]:
 
 def _note(recorder: Recorder, layout: Layout, window: int | None) -> Note:
     def note(phase: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-        keys = k.shape[1] * layout.context
-        sizes = (q.shape[0], q.shape[2], k.shape[2], q.shape[1], keys, q.shape[3], v.shape[3], window)
+        keys, apart = k.shape[1] * layout.context, layout.ulysses
+        copies = apart // gcd(apart, k.shape[2])  # so that each rank has heads of keys of its own
+        heads, kv_heads = q.shape[2] // apart, k.shape[2] * copies // apart
+        sizes = (q.shape[0], heads, kv_heads, q.shape[1] * apart, keys, q.shape[3], v.shape[3], window)
         recorder.cores.append(Core(recorder.phase, *sizes, again=phase == "F" and recorder.phase == "I"))
         recorder.kernels[recorder.phase] += 1 if phase == "F" else 3
-        if layout.context > 1:
-            size = (_bytes(k) + _bytes(v)) * (1 if phase == "F" else 2)
-            recorder.exchange("context", "ring", size)
+        if layout.context > apart:
+            recorder.exchange("context", "ring", copies * (_bytes(k) + _bytes(v)) * (1 if phase == "F" else 2))
+        if apart > 1:  # queries, keys, values and output, or their gradients
+            for size in (_bytes(q), copies * _bytes(k), copies * _bytes(v), _bytes(q) / q.shape[3] * v.shape[3]):
+                recorder.exchange("context", "all_to_all", size)
 
     return note
 

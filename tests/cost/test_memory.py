@@ -3,11 +3,11 @@ import pytest
 from megalith import schedule as schedules
 from megalith.cost import host
 from megalith.cost.constants import calibration
-from megalith.cost.memory import every_rank, fits, memory
+from megalith.cost.memory import GROUP, every_rank, fits, memory, non_torch
 from megalith.cost.parts import parts
 from megalith.cost.workload import Practice
 from megalith.spec.plan import Plan
-from tests.cost.models import dense, workload
+from tests.cost.models import dense, mixture, workload
 
 GENERATION = calibration().generations["fused"]
 BF16_GRADIENTS = Practice(gradient_bytes=2)
@@ -82,3 +82,41 @@ def test_a_full_host_does_not_fit(monkeypatch: pytest.MonkeyPatch):
     assert fits(load, found, GENERATION)
     monkeypatch.setattr(host, "MEMORY", found.host - 1)
     assert not fits(load, found, GENERATION)
+
+
+@pytest.mark.parametrize(("graphs", "blocks"), [("none", 0), ("router", 2), ("parts", 2), ("whole", 0)])
+def test_recorded_parts_keep_the_gradients_of_their_input_and_output(graphs, blocks):
+    """Each of a graph's own, for every microbatch in flight, beside what backward needs anyway."""
+    model, plan = mixture(), Plan(pipeline=2, zero=0)
+    plain, recorded = (workload(model, plan, global_batch=8, practice=Practice(graphs=kind)) for kind in ("none", graphs))
+    traced = parts(plain)
+    before, after = (every_rank(load, traced, GENERATION) for load in (plain, recorded))
+    output = 256 * model.dim * 2
+    for rank, (one, other) in enumerate(zip(before, after, strict=True)):
+        assert other.activations - one.activations == blocks // 2 * 2 * output * (2 - rank)
+
+
+def test_temporary_tensors_of_recorded_attention_are_nobody_else_s():
+    model = dense()
+    alone = model.model_copy(update={"blocks": tuple(block.model_copy(update={"mlp": None}) for block in model.blocks)})
+    load = workload(alone, Plan(), practice=Practice(graphs="parts"))
+    traced = parts(load)
+    apart = memory(load, traced, GENERATION).non_torch - non_torch(load)
+    assert apart == traced.blocks[0].working > 0
+
+
+def test_what_torch_does_not_count_grows_with_the_axes():
+    """A communicator for each axis of more than one rank; experts' all-to-all takes the most."""
+    alone, split = (non_torch(workload(dense(), plan)) for plan in (Plan(), Plan(tensor=4, data=4)))
+    assert 0.3e9 < alone < 1e9
+    assert split - alone >= 2 * GROUP
+    shared = [
+        non_torch(workload(mixture(), Plan(data=8, expert=8), practice=Practice(deduplicated=kind))) for kind in (True, False)
+    ]
+    assert shared[1] > shared[0] > non_torch(workload(mixture(), Plan(data=8))) + GROUP
+
+
+def test_torch_s_own_figure_leaves_out_what_it_does_not_count():
+    load = workload(dense(), Plan(data=8))
+    found = memory(load, parts(load), GENERATION)
+    assert found.total - found.allocated == non_torch(load) > 0

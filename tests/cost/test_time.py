@@ -137,6 +137,19 @@ def test_each_rank_sending_its_share_alone_takes_a_start_for_each():
     assert estimate(alone).time.data > estimate(load).time.data
 
 
+def test_ulysses_sends_its_own_parts_and_a_ring_everyone_s():
+    """Jacobs et al. 2023: what a rank hands out of parts as long stays the same, and around a ring grows with the ranks. Attention has
+    the same FLOPs."""
+    from megalith.cost.estimate import estimate
+
+    def found(ranks: int, ulysses: int):
+        return estimate(workload(dense(), Plan(context=ranks, ulysses=ulysses), seq_len=2048 * ranks))
+
+    assert 1 < found(4, 4).time.context / found(2, 2).time.context < 2  # of a part, three quarters go elsewhere, rather than half
+    assert found(4, 4).flops == found(4, 2).flops == found(4, 1).flops
+    assert found(4, 2).time.context > 0
+
+
 def test_keys_and_values_that_are_gathered_hide_behind_nothing():
     from megalith.cost.estimate import estimate
 

@@ -11,6 +11,10 @@ from typing import Any
 
 GIB = 2**30
 
+DECIMAL = ("mbridge-skills",)
+"""Source groups whose GB are 10^9 bytes: Megatron-Bridge's log divides what torch reports by 1e9 (training/utils/train_utils.py,
+report_memory), and rounds to five digits, as these rows have them."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -60,9 +64,10 @@ class Row:
 
     @property
     def memory(self) -> float | None:
-        """Peak bytes of the rank the source speaks of. What is printed as GB is read as GiB: torch reports in powers of two."""
+        """Peak bytes of the rank the source speaks of. What is printed as GB is read as GiB, torch's own unit, but for `DECIMAL`."""
         found = self.number("peak_mem_gib")
-        return None if found is None else found * GIB
+        printed = "gb as printed" in self.text("peak_mem_kind").lower()
+        return None if found is None else found * (1e9 if printed and self.group in DECIMAL else GIB)
 
 
 def read(path: Path | None = None) -> list[Row]:
