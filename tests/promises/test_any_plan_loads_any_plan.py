@@ -41,8 +41,10 @@ EXPERTS: list[dict[str, Any]] = [
 
 
 def _spec(plan: dict[str, Any]) -> RunSpec:
-    """One model that every plan here can split."""
-    if any(plan is one for one in EXPERTS):
+    """One model that every plan here can split, and no more microbatches than its pipelines need."""
+    experts = any(plan is one for one in EXPERTS)
+    plan = plan | {"microbatch": 8 // plan.get("data", 1) // (4 if "pipeline" in plan else 2)}
+    if experts:
         run = tiny_run(model={"preset": "deepseek-tiny"}, plan=plan, train={"global_batch": 8, "seq_len": 32})
         return run.model_copy(update={"model": run.model.small(layers=4, unit=4, heads_unit=4)})
     model = shrink(tiny_run(plan={"data": 4, "tensor": 4, "zero": 3}), steps=1).model

@@ -82,7 +82,7 @@ class Sent:
     rest: Fraction  # bytes of all else
 
 
-def _second_step(spec: RunSpec) -> Sent:
+def _second_step(rank: int, spec: RunSpec) -> Sent:
     """The first may prepare what later ones use again; and what it leaves to be done shows in the second."""
     trainer = trainer_of(spec)
     for moe in trainer.routers().values():
@@ -95,19 +95,15 @@ def _second_step(spec: RunSpec) -> Sent:
     return Sent(found, sum((call.sent for call in traffic.calls if call.dtype not in FLOATS), Fraction(0)))
 
 
-def _second_steps(rank: int, specs: dict[str, RunSpec]) -> dict[str, Sent]:
-    return {name: _second_step(spec) for name, spec in specs.items()}
-
-
 @cache
-def _world(ranks: int) -> list[dict[str, Sent]]:
-    specs = {name: spec for name, spec in RUNS.items() if spec.plan.ranks == ranks}
-    return run_ranks(_second_steps, ranks, specs)
+def _world(name: str) -> list[Sent]:
+    return run_ranks(_second_step, RUNS[name].plan.ranks, RUNS[name])
 
 
 def sent(name: str) -> list[Bytes]:
-    """What each rank of a run sent in its second step."""
-    return [mine[name].found for mine in _world(RUNS[name].plan.ranks)]
+    """What each rank of a run sent in its second step; all else that it sends is counts and totals."""
+    assert all(mine.rest < NUMBERS for mine in _world(name))
+    return [mine.found for mine in _world(name)]
 
 
 # --- theory ---
@@ -309,9 +305,3 @@ def test_axes_do_not_add_to_each_other_s_traffic():
             ("tensor", "all_reduce"): sums,
             ("pipeline", "send"): Fraction(m * part),
         }
-
-
-@pytest.mark.parametrize("ranks", sorted({spec.plan.ranks for spec in RUNS.values()}))
-def test_all_else_that_a_step_sends_is_counts_and_totals(ranks):
-    for mine in _world(ranks):
-        assert all(one.rest < NUMBERS for one in mine.values())
