@@ -603,8 +603,17 @@ def plan(
         tokens=tokens, compute_optimal=compute_optimal, format=format, forward_only=forward_only, offload=offload,
         overrides=tuple(settings or ()), out=out is not None,
     )  # fmt: skip
-    with Console(stderr=True).status("searching"):
-        answered = verbs().plan(question, top=top, why=explain, pareto=pareto, what_ifs=what_if or ())
+    with progress() as bar:
+        task = bar.add_task("searching", total=None, counts="")
+        bar.refresh()
+
+        def tick(done: int, total: int) -> None:
+            if done < total:
+                bar.update(task, completed=done, total=total, counts="parts", description="tracing what is new", refresh=True)
+            else:
+                bar.update(task, completed=0, total=None, counts="", description="searching", refresh=True)
+
+        answered = verbs().plan(question, top=top, why=explain, pareto=pareto, what_ifs=what_if or (), tick=tick)
     if out is not None:
         write(verbs().plan_as_run(answered), out, overwrite=overwrite)
     broken = verbs().prices_of(answered) if explain or answered.own else ()
@@ -621,8 +630,13 @@ def show_atlas(question: "Question", models: list[str], out: Path, *, overwrite:
     """Draw the map, square by square."""
     if out.exists() and not overwrite:
         raise FileExistsError(f"{out} is there already. Use --overwrite, or another --out.")
-    with Console(stderr=True).status("searching") as status:
-        found = verbs().atlas(question, models, tick=lambda name: status.update(escape(name)))
+    with progress() as bar:
+        task = bar.add_task("searching", total=None, counts="searched")
+
+        def tick(name: str) -> None:
+            bar.update(task, advance=1, description=escape(name), refresh=True)
+
+        found = verbs().atlas(question, models, tick=tick)
     drawn = verbs().draw_atlas(found, out)
     say({"ok": True, "out": str(drawn)} | found.to_json()) if as_json else print(f"drawn: {drawn}")
 

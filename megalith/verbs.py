@@ -320,13 +320,20 @@ def summary(run_dir: Path) -> "RenderableType":
 
 
 def plan(
-    question: "Question", *, top: int = 10, why: bool = False, pareto: bool = False, what_ifs: Sequence[str] = ()
+    question: "Question",
+    *,
+    top: int = 10,
+    why: bool = False,
+    pareto: bool = False,
+    what_ifs: Sequence[str] = (),
+    tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> "Answer":
-    """The best layouts for a model on a cluster. Raises SpecErrors with all that is wrong with the question, or where nothing fits."""
+    """The best layouts for a model on a cluster. `tick` hears how many new parts are traced, of how many. Raises SpecErrors with all that
+    is wrong with the question, or where nothing fits."""
     from megalith.planner import answer, asked  # only this predicts
 
     others = [(change, asked.vary(question, change)) for change in what_ifs]
-    return answer.answer(asked.ask(question), top=top, why=why, pareto=pareto, what_ifs=others)
+    return answer.answer(asked.ask(question), top=top, why=why, pareto=pareto, what_ifs=others, tick=tick)
 
 
 def atlas(question: "Question", models: Sequence[str] = (), *, tick: Callable[[str], None] = lambda name: None) -> "Atlas":

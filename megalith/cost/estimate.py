@@ -9,7 +9,7 @@ from typing import Any
 
 from megalith.cost import host, network
 from megalith.cost.constants import Calibration, calibration
-from megalith.cost.memory import Held, Memory, fits, held, memory
+from megalith.cost.memory import Held, Memory, fits, memory, shares
 from megalith.cost.network import gather
 from megalith.cost.parts import Parts, parts
 from megalith.cost.profile import Phase
@@ -101,13 +101,9 @@ def estimate(
     figures = figures or calibration()
     traced = traced or parts(workload)
     setting = Setting.of(workload, figures)
-    ranks = held(workload)
-    spent = spent or part_times(traced, setting)
-    stages = [stage_time(here, spent, sides=workload.plan.sides) for here in ranks]
     space = space or memory(workload, traced, setting.generation)
-    time = step_time(workload, setting, traced, ranks, stages)
     return Estimate(
-        time=time,
+        time=step_time(workload, setting, traced, spent or part_times(traced, setting)),
         memory=space,
         fits=fits(workload, space, setting.generation),
         limit=workload.cluster.accelerator.memory,
@@ -151,28 +147,21 @@ def part_times(traced: Parts, setting: Setting) -> PartTimes:
 
 def stage_time(here: Held, spent: PartTimes, *, sides: int = 1) -> StageTime:
     """A pipeline rank's seconds for one microbatch; where it holds `sides` copies of stages, each sees that share of microbatches."""
-    mine = [spent.blocks[i] for chunk in here.chunks for i in chunk]
-    mine += [spent.embedding] if here.embedding else []
-    mine += [spent.head] if here.head else []
+    mine = [(*spent.blocks[kind], times) for kind, times in here.blocks]
+    mine += [(*spent.embedding, 1)] if here.embedding else []
+    mine += [(*spent.head, 1)] if here.head else []
     forward, backward = Spent(), Spent()
-    for f, b, times in _distinct(mine):
+    for f, b, times in mine:
         forward, backward = forward + f * (times / sides), backward + b * (times / sides)
     return StageTime(forward, backward)
 
 
-def _distinct(parts: list[tuple[Spent, Spent]]) -> list[tuple[Spent, Spent, int]]:
-    """Equal parts once, with their number: they are the same values, so identity tells."""
-    found: dict[int, tuple[Spent, Spent, int]] = {}
-    for part in parts:
-        f, b, times = found.get(id(part), (*part, 0))
-        found[id(part)] = f, b, times + 1
-    return list(found.values())
-
-
-def step_time(workload: Workload, setting: Setting, traced: Parts, ranks: tuple[Held, ...], stages: list[StageTime]) -> Time:
+def step_time(workload: Workload, setting: Setting, traced: Parts, spent: PartTimes) -> Time:
     """The step as its slowest rank sees it."""
-    plan, generation = workload.plan, setting.generation
-    m = workload.microbatches
+    plan, generation, shared = workload.plan, setting.generation, shares(workload, traced)
+    m, ranks = workload.microbatches, shared.held
+    known = {here: stage_time(here, spent, sides=plan.sides) for here in set(ranks)}
+    stages = [known[here] for here in ranks]
     slowest = max(range(len(stages)), key=lambda rank: stages[rank].total)
     stage = stages[slowest]
     busy = (stage.forward + stage.backward) * m
@@ -211,7 +200,7 @@ def _bubble(workload: Workload, stages: list[StageTime], slowest: int, sent: flo
     others = sum(stage.total for rank, stage in enumerate(stages) if rank != slowest)
     if plan.schedule in ("1f1b", "interleaved"):
         return others / plan.chunks + 2 * (plan.pipeline - 1) * sent
-    few = min(workload.microbatches, 4 * plan.pipeline)
+    few = workload.enough
     forward = sum(stage.forward.total for stage in stages) / len(stages)
     backward = sum(stage.backward.total for stage in stages) / len(stages)
     return _idle(plan.schedule, plan.pipeline, few, plan.chunks, round(backward / forward, 1)) * forward
@@ -220,8 +209,10 @@ def _bubble(workload: Workload, stages: list[StageTime], slowest: int, sent: flo
 @cache
 def _idle(name: str, ranks: int, microbatches: int, chunks: int, backward: float) -> float:
     """Seconds a rank idles in the program, in units of a rank's forward of one microbatch; a backward's two halves are taken as equal.
-    ZB-H1, and ZB-V with enough microbatches, have a closed form (Qi et al. 2023 and 2024, arXiv:2401.10241 and 2405.15362); the other
-    programs are simulated."""
+    GPipe (Huang et al. 2019, arXiv:1811.06965), ZB-H1, and ZB-V with enough microbatches (Qi et al. 2023 and 2024, arXiv:2401.10241 and
+    2405.15362) have a closed form; the other programs are simulated."""
+    if name == "gpipe" and (chunks == 1 or microbatches >= ranks):
+        return (ranks - 1) * (1 + backward) / chunks
     if name == "zb-h1" and microbatches >= ranks:
         return (ranks - 1) * max(1.0, backward / 2)
     if name == "zb-v" and microbatches >= 2 * ranks and backward >= 2:
@@ -235,11 +226,11 @@ def _idle(name: str, ranks: int, microbatches: int, chunks: int, backward: float
 
 def _stage_numbers(traced: Parts, here: Held) -> tuple[float, float]:
     """Weights a pipeline rank holds: of all tokens, of experts."""
-    blocks = [traced.blocks[i] for chunk in here.chunks for i in chunk]
-    dense = sum(block.weights for block in blocks)
+    blocks = [(traced.blocks[kind], times) for kind, times in here.blocks]
+    dense = sum(block.weights * times for block, times in blocks)
     dense += traced.embedding.weights if here.embedding else 0
     dense += traced.head.weights if here.head else 0
-    return float(dense), float(sum(block.expert_weights for block in blocks))
+    return float(dense), float(sum(block.expert_weights * times for block, times in blocks))
 
 
 def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Held, stage: StageTime) -> float:
@@ -252,7 +243,7 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Hel
     shards = network.Line(plan.shards, whole.stride) if plan.zero else whole
     width = 4 if workload.format == "fp32" else 2
     wires, m = setting.wires, workload.microbatches
-    blocks = sum(map(len, here.chunks))
+    blocks = sum(times for _, times in here.blocks)
     calls = blocks * (6 if practice.gathers == "module" else 1) if plan.zero >= 2 else _buckets(dense, shards.size)
 
     def moved(bytes_each: int) -> float:

@@ -1,9 +1,9 @@
 """Bytes a rank holds at the fullest moment of a step, by what they are for. No torch."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from operator import mul
 
 from megalith import schedule as schedules
@@ -57,43 +57,74 @@ ALL_TO_ALL = 3.28e9
 """Bytes of a communicator whose ranks all write to each other: what the first all-to-all took on 8 H100 (NVIDIA/nccl, issue 1685)."""
 
 
+Chunk = tuple[tuple[int, int], ...]
+"""Blocks by kind: the number of the first block of the kind (`Parts.kinds`), and how many of it."""
+
+PerChunk = tuple[tuple[int, ...], ...]
+"""A number for each chunk of each rank."""
+
+
 @dataclass(frozen=True)
 class Held:
-    """What a pipeline rank has of the model: indices of its blocks by chunk, and whether it has the ends."""
+    """What a pipeline rank has of the model: equal for ranks whose parts take the same."""
 
-    chunks: tuple[tuple[int, ...], ...]
+    chunks: tuple[Chunk, ...]
     embedding: bool
     head: bool
 
+    @property
+    def blocks(self) -> Chunk:
+        """Of all chunks."""
+        return tuple(run for chunk in self.chunks for run in chunk)
 
-def held(workload: Workload) -> tuple[Held, ...]:
+
+@dataclass(frozen=True)
+class Shares:
+    """How a schedule shares the model out: for each pipeline rank what it has, and the microbatches it holds of each of its chunks when
+    it holds the most."""
+
+    held: tuple[Held, ...]
+    flying: PerChunk
+
+    @cached_property
+    def fullest(self) -> tuple[int, ...]:
+        """Ranks of which one needs the most memory: any other has what one of them has, and no more microbatches in flight of any kind of
+        chunk."""
+        found: dict[Held, dict[int, Counter[Chunk]]] = {}
+        for rank, (here, flying) in enumerate(zip(self.held, self.flying, strict=True)):
+            most = Counter[Chunk]()
+            for chunk, times in zip(here.chunks, flying, strict=True):
+                most[chunk] += times
+            others = found.setdefault(replace(here, chunks=tuple(sorted(here.chunks))), {})
+            if not any(most <= other for other in others.values()):
+                others[rank] = most
+        return tuple(sorted(rank for ranks in found.values() for rank in ranks))
+
+
+def shares(workload: Workload, parts: Parts) -> Shares:
     """Each pipeline rank's share of the model, from the schedule's own placement of stages; both copies of a bidirectional one."""
-    plan, blocks = workload.plan, len(workload.model.blocks)
-    return _shares(plan.schedule, plan.pipeline, plan.chunks, tuple(plan.bounds(blocks)), blocks)
+    plan = workload.plan
+    stages, flying = _program(plan.schedule, plan.pipeline, workload.enough, plan.chunks)
+    return _shares(stages, flying, plan.bounds(len(parts.blocks)), parts.kinds)
 
 
 @cache
-def _shares(schedule: str, pipeline: int, chunks: int, bounds: tuple[tuple[int, int], ...], blocks: int) -> tuple[Held, ...]:
-    found = []
-    for stages in _stages(schedule, pipeline, chunks):
-        mine = [bounds[stage] for stage in stages]
-        numbers = tuple(tuple(part - 1 for part in range(first, last) if 0 < part <= blocks) for first, last in mine)
-        found.append(Held(numbers, any(first == 0 for first, _ in mine), any(last == blocks + 2 for _, last in mine)))
-    return tuple(found)
+def _shares(stages: PerChunk, flying: PerChunk, bounds: tuple[tuple[int, int], ...], kinds: tuple[int, ...]) -> Shares:
+    parts = ("embedding", *kinds, "head")
+    held: list[Held] = []
+    for own in stages:
+        mine = [Counter(parts[slice(*bounds[stage])]) for stage in own]
+        chunks = tuple(tuple((kind, times) for kind, times in chunk.items() if isinstance(kind, int)) for chunk in mine)
+        held.append(Held(chunks, any("embedding" in chunk for chunk in mine), any("head" in chunk for chunk in mine)))
+    return Shares(tuple(held), flying)
 
 
 @cache
-def _stages(name: str, ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    schedule = schedules.build(name, ranks=ranks, microbatches=2 * ranks, chunks=chunks)
-    return tuple(schedule.stages_of(rank) for rank in range(ranks))
-
-
-@cache
-def _in_flight(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Microbatches each rank holds of each of its chunks when it holds the most; past a few rounds more microbatches change nothing."""
-    few = microbatches if name == "gpipe" else min(microbatches, 4 * ranks)
-    schedule = schedules.build(name, ranks=ranks, microbatches=few, chunks=chunks)
-    return tuple(_fullest(schedule.rows[rank], schedule.stages_of(rank)) for rank in range(ranks))
+def _program(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[PerChunk, PerChunk]:
+    """Stages of each rank, and what it holds of each of them when it holds the most."""
+    schedule = schedules.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    stages = tuple(schedule.stages_of(rank) for rank in range(ranks))
+    return stages, tuple(map(_fullest, schedule.rows, stages))
 
 
 def _fullest(row: Row, stages: Sequence[int]) -> tuple[int, ...]:
@@ -111,12 +142,8 @@ def _fullest(row: Row, stages: Sequence[int]) -> tuple[int, ...]:
 
 def memory(workload: Workload, parts: Parts, generation: Generation) -> Memory:
     """The fullest rank's memory."""
-    flying = _in_flight(workload.plan.schedule, workload.plan.pipeline, workload.microbatches, workload.plan.chunks)
-    ranks = held(workload)
-    found = [
-        _rank(workload, parts, generation, rank, here, flying[rank]) for rank, here in enumerate(ranks) if _distinct(rank, ranks)
-    ]
-    return max(found, key=lambda memory: memory.total)
+    shared = shares(workload, parts)
+    return max(_ranks(workload, parts, generation, shared, shared.fullest), key=lambda memory: memory.total)
 
 
 def fits(workload: Workload, held: Memory, generation: Generation) -> bool:
@@ -127,20 +154,22 @@ def fits(workload: Workload, held: Memory, generation: Generation) -> bool:
 
 def every_rank(workload: Workload, parts: Parts, generation: Generation) -> list[Memory]:
     """Each pipeline rank's memory."""
-    flying = _in_flight(workload.plan.schedule, workload.plan.pipeline, workload.microbatches, workload.plan.chunks)
-    return [_rank(workload, parts, generation, rank, here, flying[rank]) for rank, here in enumerate(held(workload))]
+    return _ranks(workload, parts, generation, shares(workload, parts), range(workload.plan.pipeline))
 
 
-def _distinct(rank: int, ranks: tuple[Held, ...]) -> bool:
-    """Ranks in the middle hold less than the second one, if they hold the same blocks; look at the ends, and at any other."""
-    return rank < 2 or rank == len(ranks) - 1 or list(map(len, ranks[rank].chunks)) != list(map(len, ranks[1].chunks))
+def _ranks(workload: Workload, parts: Parts, generation: Generation, shared: Shares, ranks: Iterable[int]) -> list[Memory]:
+    outside, graphed = non_torch(workload), _graphed(workload)
+    return [_rank(workload, parts, generation, shared, rank, outside, graphed) for rank in ranks]
 
 
-def _rank(workload: Workload, parts: Parts, generation: Generation, rank: int, here: Held, flying: tuple[int, ...]) -> Memory:
+def _rank(
+    workload: Workload, parts: Parts, generation: Generation, shared: Shares, rank: int, outside: float, graphed: frozenset[int]
+) -> Memory:
+    here, flying = shared.held[rank], shared.flying[rank]
     plan, practice, model = workload.plan, workload.practice, workload.model
-    blocks = [parts.blocks[i] for chunk in here.chunks for i in chunk]
-    dense = sum(block.weights for block in blocks)
-    expert = sum(block.expert_weights for block in blocks)
+    blocks = [(parts.blocks[kind], times) for kind, times in here.blocks]
+    dense = sum(block.weights * times for block, times in blocks)
+    expert = sum(block.expert_weights * times for block, times in blocks)
     if here.embedding:
         dense += parts.embedding.weights
     if here.head:
@@ -151,48 +180,53 @@ def _rank(workload: Workload, parts: Parts, generation: Generation, rank: int, h
     shards = max(1, plan.shards)
     expert_shards = max(1, plan.holders * plan.tensor // (plan.expert * plan.expert_tensor)) if plan.zero else 1
     state = _state(workload, dense, shards), _state(workload, expert, expert_shards)
-    whole = _whole(workload, blocks, shards)
-    saved = [sum(parts.blocks[i].saved for i in chunk) for chunk in here.chunks]
+    whole = _whole(workload, [block for block, _ in blocks], shards)
+    saved = [sum(parts.blocks[kind].saved * times for kind, times in chunk) for chunk in here.chunks]
     # the head's backward follows its forward: its logits are gone before any block's backward
     logits = parts.head.saved + parts.head.working if here.head else 0.0
-    working = generation.working * max((block.working for block in blocks), default=0.0)
+    working = generation.working * max((block.working for block, _ in blocks), default=0.0)
     return Memory(
         weights=sum(s[0] for s in state) + whole,
         gradients=sum(s[1] for s in state) + whole / workload.width * practice.gradient_bytes,
         optimizer=sum(s[2] for s in state),
-        activations=sum(map(mul, flying, saved)) + _recorded(workload, parts, here, flying),
+        activations=sum(map(mul, flying, saved)) + _recorded(parts, here, flying, graphed),
         working=max(working - logits, 0.0),
         logits=logits,
         reserve=generation.reserve,
-        non_torch=non_torch(workload) + _apart(workload, parts, here),
+        non_torch=outside + _apart(workload, parts, here, graphed),
         rank=rank,
         host=sum(s[3] for s in state),
     )
 
 
-def _recorded(workload: Workload, parts: Parts, here: Held, flying: tuple[int, ...]) -> float:
+def _graphed(workload: Workload) -> frozenset[int]:
+    """Numbers of the blocks of which a part is started by a CUDA graph of its own."""
+    blocks = enumerate(workload.model.blocks)
+    match workload.practice.graphs:
+        case "parts":
+            return frozenset(number for number, block in blocks if block.attention or block.mamba)
+        case "router":
+            return frozenset(number for number, block in blocks if isinstance(block.mlp, MoeSpec))
+        case _:
+            return frozenset()
+
+
+def _recorded(parts: Parts, here: Held, flying: tuple[int, ...], graphed: frozenset[int]) -> float:
     """Bytes that CUDA graphs of parts of blocks keep for themselves: the gradients of what goes in and comes out, as
     torch.cuda.make_graphed_callables does. Transformer Engine's can share some; that all are kept agrees with what was measured."""
-    recorded = [sum(parts.blocks[i].output for i in chunk if _records(workload, i)) for chunk in here.chunks]
+    if not graphed:
+        return 0.0
+    recorded = [sum(parts.blocks[kind].output * times for kind, times in chunk if kind in graphed) for chunk in here.chunks]
     return 2 * sum(map(mul, flying, recorded))
 
 
-def _records(workload: Workload, number: int) -> bool:
-    """Is a part of this block started by a graph of its own?"""
-    block = workload.model.blocks[number]
-    match workload.practice.graphs:
-        case "parts":
-            return bool(block.attention or block.mamba)
-        case "router":
-            return isinstance(block.mlp, MoeSpec)
-        case _:
-            return False
-
-
-def _apart(workload: Workload, parts: Parts, here: Held) -> float:
+def _apart(workload: Workload, parts: Parts, here: Held, graphed: frozenset[int]) -> float:
     """Bytes of the temporary tensors of recorded attention and Mamba-2: graphs have a pool of their own, that nothing else may use."""
-    numbers = [i for chunk in here.chunks for i in chunk if _records(workload, i)]
-    mixers = [parts.blocks[i].working for i in numbers if workload.model.blocks[i].mlp is None]
+    if not graphed:
+        return 0.0
+    mixers = [
+        parts.blocks[kind].working for kind, _ in here.blocks if kind in graphed and workload.model.blocks[kind].mlp is None
+    ]
     return max(mixers, default=0.0)
 
 

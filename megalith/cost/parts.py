@@ -3,13 +3,19 @@
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
-from functools import cache
+import signal
+import sys
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from megalith.cost.profile import Layout, Profile
-from megalith.cost.workload import KEPT, Workload
-from megalith.spec.model import BlockSpec, ModelSpec
+from megalith.cost.workload import Workload
+from megalith.fleet import lifeline
+from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
 
 VERSION = 3
 """Of the figures: a change in what is counted makes old files worthless."""
@@ -27,61 +33,66 @@ class Parts:
     """One for each block, in order; equal blocks share one value."""
     ahead: Profile | None = None
 
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """For each block the number of the first one that is equal to it."""
+        first: dict[int, int] = {}
+        return tuple(first.setdefault(id(block), number) for number, block in enumerate(self.blocks))
 
-def layout(workload: Workload) -> Layout:
-    """What of the workload changes a part's figures."""
-    plan, practice = workload.plan, workload.practice
-    recompute = plan.recompute
-    if recompute == "selective":
-        recompute = ",".join(plan.recompute_parts)
-    return Layout(
-        microbatch=plan.microbatch,
-        seq_len=workload.seq_len,
-        tensor=plan.tensor,
-        sequence=plan.sequence,
-        context=plan.context,
-        ulysses=plan.ulysses,
-        expert=plan.expert,
-        expert_tensor=plan.expert_tensor,
-        recompute=recompute,
-        attention=practice.attention,
-        regather=practice.generation != "eager" and plan.tensor > 1,
-        fused=practice.generation in ("fused", "packaged"),
-        rotary=practice.rotary,
-        permute=practice.permute,
-        loss=practice.loss,
-        width=4 if workload.format == "fp32" else 2,
-        kept=KEPT[workload.format],
-        sparing=practice.sparing,
-    )
+
+class Key(NamedTuple):
+    """What a part's figures depend on."""
+
+    kind: Literal["embedding", "head", "block"]
+    model: ModelSpec
+    block: BlockSpec | None
+    layout: Layout
+    folder: str | None
+    """Where traces are kept: what was traced for one folder is kept in another as well."""
 
 
 def parts(workload: Workload) -> Parts:
     """The profiles of every part, traced if they are not known yet."""
-    model, plan = workload.model, workload.plan
-    here = layout(workload)
+    embedding, head, blocks, ahead = _keys(workload)
+    found = {id(key): _found(key) for key in {id(key): key for key in blocks}.values()}  # most are one value
+    return Parts(_found(embedding), _found(head), tuple(found[id(key)] for key in blocks), _found(ahead) if ahead else None)
+
+
+def prepare(workloads: Iterable[Workload], tick: Callable[[int, int], None] = lambda done, total: None) -> None:
+    """Trace whatever parts of these workloads are not known yet, many of them in several processes. `tick` hears how many are done, of
+    how many."""
+    keys = (key for workload in workloads for key in _every_key(workload))
+    missing = [key for key in dict.fromkeys(keys) if _read(key) is None]
+    with closing(_traced(missing)) as traced:
+        for done, (key, profile) in enumerate(zip(missing, traced, strict=True)):
+            tick(done, len(missing))
+            _keep(key, profile)
+    if missing:
+        tick(len(missing), len(missing))
+
+
+def _every_key(workload: Workload) -> list[Key]:
+    embedding, head, blocks, ahead = _keys(workload)
+    return [embedding, head, *{id(key): key for key in blocks}.values(), *([ahead] if ahead else [])]
+
+
+def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None]:
+    """Of embedding, head, each block in order, and the module that predicts further tokens."""
+    model, plan, folder = workload.model, workload.plan, os.environ.get(CACHE)
+    here, bare = workload.layout, _bare(workload.model)  # pyright: ignore[reportArgumentType]
+    whole, kept = replace(here, recompute="full"), here if plan.recompute == "selective" else replace(here, recompute="none")
     again = [_recomputed(plan.recompute, number, len(model.blocks)) for number in range(len(model.blocks))]
-    whole, kept = _with(here, "full"), _with(here, "none" if plan.recompute != "selective" else here.recompute)
-    small = _with(here, "none")
     ahead = model.head.ahead
-    known: dict[tuple[int, bool], Profile] = {}
+    known: dict[tuple[int, bool], Key] = {}
 
-    def block_profile(block: BlockSpec, full: bool) -> Profile:
-        key = id(block), full  # blocks alike are mostly one value; comparing whole specs a hundred times would take longest here
-        if key not in known:
-            known[key] = _profile("block", _bare(model), block, whole if full else kept)  # pyright: ignore[reportArgumentType]
-        return known[key]
+    def key(block: BlockSpec, full: bool) -> Key:
+        both = id(block), full  # blocks alike are mostly one value; comparing whole specs a hundred times would take longest here
+        if both not in known:
+            known[both] = Key("block", bare, block, _seen(block, whole if full else kept), folder)
+        return known[both]
 
-    return Parts(
-        embedding=_profile("embedding", _bare(model), None, small),  # pyright: ignore[reportArgumentType]
-        head=_profile("head", _bare(model), None, small),  # pyright: ignore[reportArgumentType]
-        blocks=tuple(block_profile(block, full) for block, full in zip(model.blocks, again, strict=True)),
-        ahead=None if ahead is None else _profile("block", _bare(model), ahead.block, whole if again[-1] else kept),  # pyright: ignore[reportArgumentType]
-    )
-
-
-def _with(layout: Layout, recompute: str) -> Layout:
-    return Layout(**{**asdict(layout), "recompute": recompute})
+    embedding, head = (Key(kind, bare, None, _seen(None, here), folder) for kind in ("embedding", "head"))
+    return embedding, head, list(map(key, model.blocks, again)), key(ahead.block, again[-1]) if ahead else None
 
 
 def _recomputed(policy: str, number: int, blocks: int) -> bool:
@@ -100,31 +111,99 @@ def _bare(model: ModelSpec) -> ModelSpec:
     return model.model_copy(update={"name": "", "blocks": model.blocks[:1], "head": head, "context": 0, "init_std": 0.02})
 
 
-def _profile(kind: str, model: ModelSpec, block: BlockSpec | None, layout: Layout) -> Profile:
-    return _found(kind, model, block, layout, os.environ.get(CACHE))  # pyright: ignore[reportArgumentType]
+def _seen(block: BlockSpec | None, layout: Layout) -> Layout:
+    """The layout without what a part (None: embedding or head) never sees of it, so that it is traced once for all others."""
+    unseen: dict[str, Any] = {}
+    if block is None or not isinstance(block.mlp, MoeSpec):
+        unseen |= {"expert": 1, "expert_tensor": 1, "permute": True}
+    if block is None or block.attention is None:
+        unseen |= {"ulysses": 1, "attention": "fused", "rotary": True}
+    if block is None:
+        unseen |= {"recompute": "none"}
+    else:  # the head's alone
+        unseen |= {"loss": "fused"}
+    return replace(layout, **unseen)
 
 
-@cache
-def _found(kind: str, model: ModelSpec, block: BlockSpec | None, layout: Layout, _folder: str | None) -> Profile:
-    """`_folder` is there so that what was traced for one folder is kept in another as well."""
-    path = _path(kind, model, block, layout)
-    if path is not None and path.exists():
-        try:
-            return Profile.from_json(json.loads(path.read_text()))
-        except (ValueError, KeyError, TypeError):
-            pass  # cut off while it was written: traced again
+_known: dict[Key, Profile] = {}
+
+
+def _found(key: Key) -> Profile:
+    """From memory, from disk, or traced now."""
+    return _read(key) or _keep(key, _trace(key))
+
+
+def _read(key: Key) -> Profile | None:
+    """What is known already."""
+    found = _known.get(key)
+    if found is None and (path := _path(key)) and path.exists():
+        with suppress(ValueError, KeyError, TypeError):  # cut off while it was written: traced again
+            found = _known[key] = Profile.from_json(json.loads(path.read_text()))
+    return found
+
+
+def _keep(key: Key, profile: Profile) -> Profile:
+    _known[key] = profile
+    if path := _path(key):
+        with suppress(OSError):  # a folder that cannot be written spares the next search nothing, and this one can go on
+            path.parent.mkdir(parents=True, exist_ok=True)
+            half = path.with_suffix(f".{os.getpid()}")
+            half.write_text(json.dumps(profile.to_json()))
+            half.replace(path)
+    return profile
+
+
+def _trace(key: Key) -> Profile:
     from megalith.cost import trace  # torch takes seconds to import, and known profiles do not need it
 
-    if block is not None:
-        found = trace.trace_block(model.model_copy(update={"blocks": (block,)}), 0, layout)
-    else:
-        found = (trace.trace_head if kind == "head" else trace.trace_embedding)(model, layout)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        half = path.with_suffix(f".{os.getpid()}")
-        half.write_text(json.dumps(found.to_json()))
-        half.replace(path)
-    return found
+    if key.block is not None:
+        return trace.trace_block(key.model.model_copy(update={"blocks": (key.block,)}), 0, key.layout)
+    return (trace.trace_head if key.kind == "head" else trace.trace_embedding)(key.model, key.layout)
+
+
+MANY = 24
+"""Parts from which on several processes trace sooner than one."""
+
+
+def _traced(keys: list[Key]) -> Generator[Profile, None, None]:
+    """The profile of each, in order; by several processes, if that pays and they can be had."""
+    done, processes = 0, min(8, _cores())
+    if len(keys) >= MANY and processes > 1:
+        from concurrent.futures import ProcessPoolExecutor  # few searches need other processes
+        from concurrent.futures.process import BrokenProcessPool
+        from multiprocessing import get_context
+
+        from megalith.cost import trace  # noqa: F401  # once, for all of them
+
+        fork = get_context("fork")
+        # too little memory for others, or no way to talk to them: the rest is done here
+        with suppress(OSError, BrokenProcessPool), ProcessPoolExecutor(processes, fork, _helper, (os.getpid(),)) as pool:
+            try:
+                for profile in pool.map(_trace, keys, chunksize=4):
+                    done += 1
+                    yield profile
+            finally:
+                pool.shutdown(cancel_futures=True)
+    yield from map(_trace, keys[done:])
+
+
+def _cores() -> int:
+    """Processes that may be forked here: only Linux forks safely, and once torch has run a backward with a GPU at hand, in threads of
+    its own, no process forked after can run one."""
+    torch = sys.modules.get("torch")
+    if sys.platform != "linux" or (torch is not None and torch.cuda.device_count()):
+        return 1
+    return len(os.sched_getaffinity(0))
+
+
+def _helper(parent: int) -> None:
+    """Begin a process that traces: it ends with the one that asked, leaves interrupts to it, and computes in one thread, as forked
+    processes must."""
+    import torch
+
+    lifeline.die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
 
 
 def folder() -> Path | None:
@@ -135,18 +214,21 @@ def folder() -> Path | None:
     return (Path(named) if named else Path.home() / ".cache" / "megalith") / "profiles"
 
 
-def _path(kind: str, model: ModelSpec, block: BlockSpec | None, layout: Layout) -> Path | None:
+def _path(key: Key) -> Path | None:
     where = folder()
     if where is None:
         return None
-    if kind == "block":
-        subject = {"dim": model.dim, "block": None if block is None else block.model_dump()}
-    elif kind == "head":
-        subject = {"dim": model.dim, "head": model.head.model_dump()}
-    else:
-        subject = {"dim": model.dim, "embedding": model.embedding.model_dump()}
-    key = json.dumps([VERSION, _code(), kind, subject, asdict(layout)], sort_keys=True)
-    return where / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    model, block = key.model, key.block
+    subject = {"dim": model.dim}
+    match key.kind:
+        case "block":
+            subject |= {"block": None if block is None else block.model_dump()}
+        case "head":
+            subject |= {"head": model.head.model_dump()}
+        case "embedding":
+            subject |= {"embedding": model.embedding.model_dump()}
+    known = json.dumps([VERSION, _code(), key.kind, subject, asdict(key.layout)], sort_keys=True)
+    return where / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
 
 
 @cache

@@ -3,7 +3,7 @@
 from megalith.cost import network
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.estimate import Estimate, PartTimes, Time, part_times
-from megalith.cost.memory import Held, Memory, fits, held, non_torch
+from megalith.cost.memory import Held, Memory, fits, non_torch, shares
 from megalith.cost.parts import Parts, parts
 from megalith.cost.profile import Profile
 from megalith.cost.time import Setting, Spent, line
@@ -24,7 +24,7 @@ def prefill(
     setting = Setting.of(workload, figures)
     space = prefill_memory(workload, traced, figures)
     return Estimate(
-        time=_time(workload, setting, spent or part_times(traced, setting)),
+        time=_time(workload, setting, traced, spent or part_times(traced, setting)),
         memory=space,
         fits=fits(workload, space, setting.generation),
         limit=workload.cluster.accelerator.memory,
@@ -38,19 +38,19 @@ def prefill(
 def prefill_memory(workload: Workload, traced: Parts, figures: Calibration) -> Memory:
     """The fullest rank: weights, the keys and values of all its sequences (`activations`), and one block at work."""
     reserve = figures.generations[workload.practice.generation].reserve
-    found = [_rank(workload, traced, rank, here, reserve) for rank, here in enumerate(held(workload))]
+    found = [_rank(workload, traced, rank, here, reserve) for rank, here in enumerate(shares(workload, traced).held)]
     return max(found, key=lambda memory: memory.total)
 
 
 def _rank(workload: Workload, traced: Parts, rank: int, here: Held, reserve: float) -> Memory:
-    numbers = [i for chunk in here.chunks for i in chunk]
-    blocks = [traced.blocks[i] for i in numbers]
+    blocks = [(traced.blocks[kind], times) for kind, times in here.blocks]
     ends = (traced.embedding.weights if here.embedding else 0) + (traced.head.weights if here.head else 0)
-    whole = WEIGHT_BYTES.get(workload.format, 2.0) * sum(block.weights + block.expert_weights for block in blocks)
-    cache = sum(_cache(workload, i, traced.blocks[i]) for i in numbers) * workload.microbatches
+    numbers = sum((block.weights + block.expert_weights) * times for block, times in blocks)
+    working = max((block.saved for block, _ in blocks), default=0.0)
+    cache = sum(_cache(workload, kind, traced.blocks[kind]) * times for kind, times in here.blocks) * workload.microbatches
     return Memory(
-        weights=whole + 2.0 * ends, gradients=0.0, optimizer=0.0, activations=cache,
-        working=max((block.saved for block in blocks), default=0.0), logits=0.0, reserve=reserve, non_torch=non_torch(workload), rank=rank,
+        weights=WEIGHT_BYTES.get(workload.format, 2.0) * numbers + 2.0 * ends, gradients=0.0, optimizer=0.0, activations=cache,
+        working=working, logits=0.0, reserve=reserve, non_torch=non_torch(workload), rank=rank,
     )  # fmt: skip
 
 
@@ -72,10 +72,10 @@ def _cache(workload: Workload, number: int, profile: Profile) -> float:
     return 2.0 * tokens * core.kv_heads * (core.qk_dim + core.v_dim)
 
 
-def _time(workload: Workload, setting: Setting, spent: PartTimes) -> Time:
+def _time(workload: Workload, setting: Setting, traced: Parts, spent: PartTimes) -> Time:
     """The first sequence goes through all pipeline ranks, and each other one follows as fast as the slowest of them."""
     plan, microbatches = workload.plan, workload.microbatches
-    stages = [_stage(here, spent) for here in held(workload)]
+    stages = [_stage(here, spent) for here in shares(workload, traced).held]
     slowest = max(stages, key=lambda stage: stage.total)
     sent = 0.0
     if plan.pipeline > 1:
@@ -92,9 +92,8 @@ def _time(workload: Workload, setting: Setting, spent: PartTimes) -> Time:
 
 def _stage(here: Held, spent: PartTimes) -> Spent:
     total = spent.embedding[0] if here.embedding else Spent()
-    for chunk in here.chunks:
-        for i in chunk:
-            total = total + spent.blocks[i][0]
+    for kind, times in here.blocks:
+        total = total + spent.blocks[kind][0] * times
     return total
 
 

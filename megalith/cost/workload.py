@@ -1,8 +1,11 @@
 """What is to be predicted: one step of one model under one plan on one cluster, and the software that runs it. No torch."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
+from megalith.cost.profile import Layout
+from megalith.schedule import enough
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
 from megalith.spec.plan import Plan
@@ -93,6 +96,11 @@ class Workload:
         return self.global_batch // (self.plan.data * self.plan.microbatch)
 
     @property
+    def enough(self) -> int:
+        """As many of them as show what all do (`schedule.enough`)."""
+        return enough(self.plan.schedule, ranks=self.plan.pipeline, microbatches=self.microbatches)
+
+    @property
     def width(self) -> int:
         """Bytes of a weight on the device."""
         return 4 if self.format == "fp32" else 2
@@ -106,3 +114,31 @@ class Workload:
     def tokens(self) -> int:
         """Tokens of one step."""
         return self.global_batch * self.seq_len
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What of the workload changes a part's figures."""
+        plan, practice = self.plan, self.practice
+        recompute = plan.recompute
+        if recompute == "selective":
+            recompute = ",".join(plan.recompute_parts)
+        return Layout(
+            microbatch=plan.microbatch,
+            seq_len=self.seq_len,
+            tensor=plan.tensor,
+            sequence=plan.sequence,
+            context=plan.context,
+            ulysses=plan.ulysses,
+            expert=plan.expert,
+            expert_tensor=plan.expert_tensor,
+            recompute=recompute,
+            attention=practice.attention,
+            regather=practice.generation != "eager" and plan.tensor > 1,
+            fused=practice.generation in ("fused", "packaged"),
+            rotary=practice.rotary,
+            permute=practice.permute,
+            loss=practice.loss,
+            width=self.width,
+            kept=KEPT[self.format],
+            sparing=practice.sparing,
+        )

@@ -1,6 +1,6 @@
 """The best plans for what was asked, as a value: for a table, for programs, and for a run file. No torch unless a part must be traced."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,12 +83,19 @@ class Answer:
 
 
 def answer(
-    asked: Asked, *, top: int = 10, why: bool = False, pareto: bool = False, what_ifs: Sequence[tuple[str, Asked]] = ()
+    asked: Asked,
+    *,
+    top: int = 10,
+    why: bool = False,
+    pareto: bool = False,
+    what_ifs: Sequence[tuple[str, Asked]] = (),
+    tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Answer:
     """Search; with `why` work out what each neighbour of the best plan would cost, with `pareto` also look at fewer devices, and find the
-    best plan for each of `what_ifs` (words, the question so changed). Raises SpecErrors where nothing fits."""
+    best plan for each of `what_ifs` (words, the question so changed). `tick` hears how many new parts the search has traced, of how many.
+    Raises SpecErrors where nothing fits."""
     scorer = scorer_of(asked)
-    found = find(asked, top=top)
+    found = find(asked, top=top, tick=tick)
     if found.best is None:
         raise SpecErrors(_nothing(asked, found, scorer))
     tokens = asked.tokens
@@ -102,12 +109,12 @@ def answer(
     )  # fmt: skip
 
 
-def find(asked: Asked, *, top: int) -> Found:
+def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda done, total: None) -> Found:
     """The search that was asked for."""
     train = asked.run.train
     return search(
         asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=asked.format, top=top,
-        legal=asked.legal, scorer=scorer_of(asked), space=space_of(asked),
+        legal=asked.legal, scorer=scorer_of(asked), space=space_of(asked), tick=tick,
     )  # fmt: skip
 
 

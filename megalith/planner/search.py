@@ -4,12 +4,12 @@ have none, where it could be among the best. No torch unless a part must be trac
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalith.cost.constants import Calibration, calibration
-from megalith.cost.estimate import Estimate, PartTimes, estimate, part_times
+from megalith.cost.estimate import Estimate, PartTimes, estimate, part_times, step_time
 from megalith.cost.memory import Memory, fits, memory
-from megalith.cost.parts import Parts, layout, parts
+from megalith.cost.parts import Parts, parts, prepare
 from megalith.cost.prefill import prefill, prefill_memory
 from megalith.cost.profile import Layout
 from megalith.cost.time import Setting
@@ -98,48 +98,59 @@ def search(
     top: int = 10,
     legal: Callable[[Plan, float], bool] | None = None,
     scorer: "Scorer | None" = None,
+    tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Found:
     """The `top` fastest plans that fit. `global_batch` counts sequences; plans that `legal` denies (with their share of the optimizer's
-    state in host memory) are left out of what is shown."""
+    state in host memory) are left out of what is shown. `tick` hears how many new parts are traced, of how many."""
     scorer, space = scorer or Scorer(calibration()), space or Space()
+    plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
+    workloads = [Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, practice)) for plan in plans]
+    scorer.prepare(workloads, tick)
     fitting: list[Choice] = []
-    waiting: list[tuple[float, Workload]] = []
-    offloaded: list[tuple[float, Workload]] = []
-    least: tuple[float, Workload] | None = None
-    looked_at = too_large = 0
-    for plan in candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space):
-        looked_at += 1
-        workload = Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, practice))
+    waiting: list[Waiting] = []
+    offloaded: list[Waiting] = []
+    least: tuple[Memory, Workload] | None = None
+    too_large = 0
+    for workload in workloads:
         held = scorer.memory(workload)
         if scorer.fits(workload, held):
-            if plan.schedule in CLOSED:
-                fitting.append(_choice(workload, scorer))
+            if workload.plan.schedule in CLOSED:
+                fitting.append(_choice(workload, held, scorer))
             else:
-                waiting.append((scorer.bound(workload), workload))
+                waiting.append(Waiting(scorer.bound(workload), workload, held))
         elif lighter := _lighter(workload, held, scorer, space.offload):
-            offloaded.append((scorer.bound(lighter), lighter))
+            offloaded.append(Waiting(scorer.bound(lighter[0]), *lighter))
         else:
             too_large += 1
-            least = (held.total, workload) if least is None or held.total < least[0] else least
+            least = (held, workload) if least is None or held.total < least[0].total else least
     here = _simulated(waiting, fitting, scorer, most=2 * top)
     ranked = _simulated(offloaded, here, scorer, most=2 * top)
     best, refused = _first_legal(ranked, top, legal)
     runnable = next(iter(_first_legal(here, 1, legal)[0]), None)
-    closest = None if best or least is None else _choice(least[1], scorer)
+    closest = None if best or least is None else _choice(least[1], least[0], scorer)
     thrifty = _first_legal(pareto(ranked), None, legal)[0]
-    return Found(best, thrifty, looked_at, too_large, closest, refused, len(offloaded), runnable)
+    return Found(best, thrifty, len(workloads), too_large, closest, refused, len(offloaded), runnable)
 
 
-def _choice(workload: Workload, scorer: "Scorer") -> Choice:
-    return Choice(workload.plan, scorer.estimate(workload), workload.practice.offload)
+class Waiting(NamedTuple):
+    """A plan that is looked at only where it could be among the best: its step takes `bound` seconds at least."""
+
+    bound: float
+    workload: Workload
+    held: Memory
 
 
-def _lighter(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequence[float]) -> Workload | None:
-    """The workload with the least share of its optimizer's state in host memory with which it fits; None where none does."""
+def _choice(workload: Workload, held: Memory, scorer: "Scorer") -> Choice:
+    return Choice(workload.plan, scorer.estimate(workload, held), workload.practice.offload)
+
+
+def _lighter(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequence[float]) -> tuple[Workload, Memory] | None:
+    """The workload with the least share of its optimizer's state in host memory with which it fits, and its memory; None: none does."""
     if not scorer.fits(workload, replace(held, optimizer=0.0)):  # nor would this rank without any of it
         return None
     others = (replace(workload, practice=replace(workload.practice, offload=share)) for share in shares)
-    return next((other for other in others if scorer.fits(other, scorer.memory(other))), None)
+    found = ((other, scorer.memory(other)) for other in others)
+    return next((one for one in found if scorer.fits(*one)), None)
 
 
 CLOSED = ("1f1b", "interleaved")
@@ -152,14 +163,14 @@ def assumed(plan: Plan, practice: Practice | None = None) -> Practice:
     return replace(known, overlap_expert=True) if plan.schedule in HIDING else known
 
 
-def _simulated(waiting: list[tuple[float, Workload]], known: Sequence[Choice], scorer: "Scorer", *, most: int) -> list[Choice]:
+def _simulated(waiting: list[Waiting], known: Sequence[Choice], scorer: "Scorer", *, most: int) -> list[Choice]:
     """The known choices and those that wait, in order of time; without those that, even if they never idled, would not be among the
     first `most`: they are not simulated."""
     ranked = sorted(known, key=_step)
-    for bound, workload in sorted(waiting, key=lambda one: one[0]):
-        if len(ranked) >= most and bound >= _step(ranked[most - 1]):
+    for one in sorted(waiting, key=lambda one: one.bound):
+        if len(ranked) >= most and one.bound >= _step(ranked[most - 1]):
             break
-        insort(ranked, _choice(workload, scorer), key=_step)
+        insort(ranked, _choice(one.workload, one.held, scorer), key=_step)
     return ranked
 
 
@@ -202,6 +213,10 @@ class Scorer:
         self._parts: dict[tuple[int, Layout, str], Parts] = {}
         self._times: dict[tuple[Any, ...], PartTimes] = {}
 
+    def prepare(self, workloads: Sequence[Workload], tick: Callable[[int, int], None]) -> None:
+        """As `cost.parts.prepare`."""
+        prepare({self._key(workload): workload for workload in workloads}.values(), tick)
+
     def parts(self, workload: Workload) -> Parts:
         """As `cost.parts.parts`."""
         key = self._key(workload)
@@ -219,26 +234,33 @@ class Scorer:
         """As `cost.memory.fits`."""
         return fits(workload, held, self.figures.generations[workload.practice.generation])
 
-    def estimate(self, workload: Workload) -> Estimate:
-        """As `cost.estimate.estimate`."""
+    def estimate(self, workload: Workload, held: Memory | None = None) -> Estimate:
+        """As `cost.estimate.estimate`. `held`, where it is known already, saves work."""
         traced = self.parts(workload)
-        practice = replace(workload.practice, offload=0.0)  # which no part's seconds depend on
-        timed = (*self._key(workload), workload.format, practice, workload.cluster.count)
-        if timed not in self._times:
-            self._times[timed] = part_times(traced, Setting.of(workload, self.figures))
         if self.forward_only:
-            return prefill(workload, self.figures, traced, self._times[timed])
-        return estimate(workload, self.figures, traced, self.memory(workload), self._times[timed])
+            return prefill(workload, self.figures, traced, self._part_times(workload, traced))
+        return estimate(workload, self.figures, traced, held or self.memory(workload), self._part_times(workload, traced))
 
     def bound(self, workload: Workload) -> float:
-        """Seconds that a step takes at least: those of a schedule with a closed form, if its ranks never idled."""
-        plan = workload.plan
+        """Seconds that a step of a training takes at least: those of a schedule with a closed form, if its ranks never idled."""
+        plan, traced = workload.plan, self.parts(workload)
         plain = plan.model_copy(update={"schedule": "1f1b" if plan.chunks == 1 else "interleaved"})
-        time = self.estimate(replace(workload, plan=plain)).time
+        closed = replace(workload, plan=plain)
+        time = step_time(closed, Setting.of(closed, self.figures), traced, self._part_times(workload, traced))
         return time.step - time.bubble - time.other
 
+    def _part_times(self, workload: Workload, traced: Parts) -> PartTimes:
+        practice = workload.practice
+        if practice.offload:
+            practice = replace(practice, offload=0.0)  # which no part's seconds depend on
+        how = workload.format, workload.plan.context_method, workload.frozen
+        timed = (*self._key(workload), *how, practice, workload.cluster.count)
+        if timed not in self._times:
+            self._times[timed] = part_times(traced, Setting.of(workload, self.figures))
+        return self._times[timed]
+
     def _key(self, workload: Workload) -> tuple[int, Layout, str]:
-        return id(workload.model), layout(workload), workload.plan.recompute
+        return id(workload.model), workload.layout, workload.plan.recompute
 
 
 def training(choice: Choice, cluster: ClusterSpec, *, tokens: float) -> Training:

@@ -4,7 +4,7 @@ from megalith.schedule.action import Action, Overlap, Row, Schedule, Slot
 from megalith.schedule.file import dump
 from megalith.schedule.lower import Program, lower
 from megalith.schedule.simulate import Span, Timeline, activations, in_flight, simulate
-from megalith.schedule.table import SCHEDULES, build, misfits, refusals
+from megalith.schedule.table import SCHEDULES, build, enough, misfits, refusals
 from megalith.schedule.verify import problems
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "activations",
     "build",
     "dump",
+    "enough",
     "in_flight",
     "lower",
     "misfits",

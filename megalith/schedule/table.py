@@ -10,7 +10,7 @@ from megalith.schedule import file
 from megalith.schedule.action import Schedule
 from megalith.schedule.dual_pipe import dualpipe, dualpipev
 from megalith.schedule.gpipe import gpipe
-from megalith.schedule.interleaved import interleaved
+from megalith.schedule.interleaved import interleaved, rounds
 from megalith.schedule.lower import lower
 from megalith.schedule.one_f_one_b import one_f_one_b
 from megalith.schedule.verify import problems
@@ -92,6 +92,18 @@ def _holds(name: str, chunks: int) -> bool:
     """Can a schedule have this many stages a rank?"""
     least, most = CHUNKS.get(name, (1, chunks))
     return least <= chunks <= most
+
+
+def enough(name: str, *, ranks: int, microbatches: int) -> int:
+    """As many of the microbatches as show what all of them do: how many are in flight at most, and, but under interleaved 1F1B with uneven
+    rounds, how long ranks idle. Past two rounds each takes another's place; but GPipe holds all, and of an odd number one way has more.
+    """
+    if name == "gpipe" or name not in SCHEDULES:
+        return microbatches
+    if name == "interleaved" and microbatches % ranks:
+        first = rounds(ranks, microbatches)[:2]
+        return next(few for few in range(min(sum(first), microbatches), microbatches + 1) if rounds(ranks, few)[:2] == first)
+    return min(microbatches, 2 * ranks + (microbatches % 2 if name in BIDIRECTIONAL else 0))
 
 
 def _both_ways(name: str, *, ranks: int, microbatches: int, zero: int) -> Iterator[Misfit]:

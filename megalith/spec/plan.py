@@ -1,5 +1,7 @@
 """How the work is split: a value, chosen by a person or by the planner, applied by `parallel/`."""
 
+from functools import cache
+from itertools import accumulate
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, StringConstraints
@@ -100,10 +102,15 @@ class Plan(Spec):
         Blocks are dealt as evenly as possible; what is left over goes to the first stages, since the last also has the output
         projection. `layers` decides otherwise.
         """
-        each, left = divmod(blocks, self.stages)
-        counts = self.layers or tuple(each + (stage < left) for stage in range(self.stages))
-        assert len(counts) == self.stages and sum(counts) == blocks, (counts, self.stages, blocks)
-        ends = [1 + sum(counts[: stage + 1]) for stage in range(self.stages)]
-        starts = [0, *ends[:-1]]
-        ends[-1] += 1
-        return tuple(zip(starts, ends, strict=True))
+        return _bounds(self.layers, self.stages, blocks)
+
+
+@cache
+def _bounds(layers: tuple[int, ...] | None, stages: int, blocks: int) -> tuple[tuple[int, int], ...]:
+    each, left = divmod(blocks, stages)
+    counts = layers or tuple(each + (stage < left) for stage in range(stages))
+    assert len(counts) == stages and sum(counts) == blocks, (counts, stages, blocks)
+    ends = list(accumulate(counts, initial=1))[1:]
+    starts = [0, *ends[:-1]]
+    ends[-1] += 1
+    return tuple(zip(starts, ends, strict=True))

@@ -97,10 +97,12 @@ def test_a_fit_finds_a_figure_that_was_changed():
     assert wrong(fit(seen, figures, sweeps=3, prior=0.0)) < 0.2 * wrong(figures)
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("zb-h1", 1), ("zb-v", 2)])
+@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("gpipe", 3), ("zb-h1", 1), ("zb-v", 2)])
 @pytest.mark.parametrize("backward", [2.0, 2.3, 3.0])
 @pytest.mark.parametrize(("ranks", "rounds"), [(4, 8), (6, 20)])
-def test_zero_bubbles_closed_form_is_the_simulated_idling(name: str, chunks: int, backward: float, ranks: int, rounds: int):
+def test_a_closed_form_is_the_simulated_idling(name: str, chunks: int, backward: float, ranks: int, rounds: int):
     program = schedules.lower(schedules.build(name, ranks=ranks, microbatches=rounds, chunks=chunks), 0)
-    timeline = schedules.simulate(program, {"F": 1 / chunks, "I": backward / 2 / chunks, "W": backward / 2 / chunks})
+    timeline = schedules.simulate(
+        program, {"F": 1 / chunks, "B": backward / chunks, "I": backward / 2 / chunks, "W": backward / 2 / chunks}
+    )
     assert _idle(name, ranks, rounds, chunks, backward) == pytest.approx(timeline.end - max(timeline.busy))

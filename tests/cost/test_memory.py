@@ -1,9 +1,13 @@
+from collections import Counter
+from pathlib import Path
+
 import pytest
 
 from megalith import schedule as schedules
 from megalith.cost import host
 from megalith.cost.constants import calibration
-from megalith.cost.memory import GROUP, every_rank, fits, memory, non_torch
+from megalith.cost.estimate import estimate
+from megalith.cost.memory import GROUP, every_rank, fits, memory, non_torch, shares
 from megalith.cost.parts import parts
 from megalith.cost.workload import Practice
 from megalith.spec.plan import Plan
@@ -49,6 +53,51 @@ def test_a_rank_of_uneven_chunks_keeps_what_its_schedule_says():
     exact = schedules.activations(schedule, saved)
     for rank, found in enumerate(every_rank(load, traced, GENERATION)):
         assert 0.85 * exact[rank] <= found.activations <= exact[rank]
+
+
+DENSE_FIRST = mixture(14).model_copy(update={"blocks": dense(3).blocks + mixture(11).blocks})
+"""As DeepSeek-V3: the first blocks have no experts, and are smaller."""
+
+SPLIT = [
+    Plan(pipeline=8),
+    Plan(pipeline=4, chunks=2, schedule="interleaved", zero=1, data=2),
+    Plan(pipeline=4, schedule="dualpipe", expert=2, data=2),
+    Plan(pipeline=4, chunks=2, schedule="dualpipev"),
+    Plan(pipeline=4, chunks=2, schedule="zb-v", recompute="every:2"),
+    Plan(pipeline=4, layers=(5, 1, 4, 4)),
+]
+
+
+@pytest.mark.parametrize("plan", SPLIT, ids=lambda plan: f"{plan.schedule} {plan.pipeline}")
+def test_the_fullest_rank_is_the_fullest_of_all(plan: Plan):
+    """Though not every rank is looked at."""
+    load = workload(DENSE_FIRST, plan, global_batch=64)
+    traced = parts(load)
+    assert memory(load, traced, GENERATION).total == max(rank.total for rank in every_rank(load, traced, GENERATION))
+
+
+@pytest.mark.parametrize("plan", SPLIT, ids=lambda plan: f"{plan.schedule} {plan.pipeline}")
+def test_ranks_share_the_model_out(plan: Plan):
+    """Every block once, or twice under a schedule that runs both ways; and the two ends."""
+    load = workload(DENSE_FIRST, plan, global_batch=64)
+    held = shares(load, traced := parts(load)).held
+    blocks = Counter[int]()
+    for here in held:
+        for kind, times in here.blocks:
+            blocks[kind] += times
+    assert blocks == {kind: times * plan.sides for kind, times in Counter(traced.kinds).items()}
+    assert sum(here.embedding for here in held) == sum(here.head for here in held) == plan.sides
+
+
+def test_a_schedule_from_a_file_is_its_own_number_of_microbatches(tmp_path: Path):
+    """Which is neither taken for another, nor built for another."""
+    written = schedules.build("1f1b", ranks=4, microbatches=13)
+    (tmp_path / "mine.txt").write_text(schedules.dump(written))
+    plans = [Plan(pipeline=4, schedule=name) for name in (f"file:{tmp_path / 'mine.txt'}", "1f1b")]
+    mine, same = (workload(dense(), plan, global_batch=13) for plan in plans)
+    assert memory(mine, parts(mine), GENERATION) == memory(same, parts(same), GENERATION)
+    idle = [estimate(load).time.bubble for load in (mine, same)]
+    assert idle[0] == pytest.approx(idle[1], rel=0.2)  # simulated with mean stages, and in closed form
 
 
 def test_frozen_weights_have_no_gradients_and_no_moments():

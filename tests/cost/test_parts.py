@@ -1,12 +1,27 @@
 """Profiles of parts are traced once and kept: in memory, and in the folder that the environment names."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megalith.cost.parts import CACHE, parts
+from megalith.cost import parts as known
+from megalith.cost.parts import CACHE, _seen, parts, prepare
+from megalith.cost.profile import Layout, Profile
+from megalith.cost.trace import trace_block, trace_embedding, trace_head
+from megalith.spec.model import BlockSpec, MambaSpec
 from megalith.spec.plan import Plan
-from tests.cost.models import dense, workload
+from tests.cost.models import dense, mixture, workload
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "_known", {})
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
 
 
 def test_what_was_traced_for_one_folder_is_kept_in_the_next_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,5 +30,109 @@ def test_what_was_traced_for_one_folder_is_kept_in_the_next_as_well(tmp_path: Pa
     for name in ("one", "other"):
         monkeypatch.setenv(CACHE, str(tmp_path / name))
         parts(load)
-        kept.append({path.name for path in (tmp_path / name).rglob("*.json")})
+        kept.append(_files(tmp_path / name))
     assert kept[0] == kept[1] != set()
+
+
+def test_a_file_that_was_cut_off_is_traced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    load = workload(dense(), Plan())
+    whole = parts(load)
+    for path in tmp_path.rglob("*.json"):
+        path.write_text(path.read_text()[:100])
+    monkeypatch.setattr(known, "_known", {})
+    assert parts(load) == whole
+    monkeypatch.setattr(known, "_known", {})
+    monkeypatch.setattr(known, "_trace", None)  # what is on disk now is whole
+    assert parts(load) == whole
+
+
+PLANS = [
+    Plan(microbatch=micro, tensor=tensor, recompute=recompute)
+    for micro in (1, 2, 4, 8) for tensor in (1, 2) for recompute in ("none", "full", "every:2")
+]  # fmt: skip
+"""Of more than MANY parts: several processes trace them."""
+
+
+def test_many_parts_traced_by_several_processes_are_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = [workload(mixture(), plan) for plan in PLANS]
+    found, ticks = [], list[tuple[int, int]]()
+    for cores, folder in ((2, "several"), (1, "one")):
+        with monkeypatch.context() as patch:
+            patch.setattr(known, "_known", {})
+            patch.setenv(CACHE, str(tmp_path / folder))
+            patch.setattr(known, "_cores", lambda cores=cores: cores)
+            prepare(loads, lambda done, total: ticks.append((done, total)))
+            patch.setattr(known, "_trace", None)  # nothing is left to be traced
+            found.append([parts(load) for load in loads])
+    assert found[0] == found[1]
+    assert _files(tmp_path / "several") == _files(tmp_path / "one")
+    total = len(_files(tmp_path / "one"))
+    assert total > known.MANY
+    assert ticks == 2 * [(done, total) for done in range(total + 1)]
+
+
+def test_what_is_known_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE, "")
+    loads = [workload(dense(), plan) for plan in PLANS[:2]]
+    prepare(loads)
+    monkeypatch.setattr(known, "_trace", None)
+    ticks: list[tuple[int, int]] = []
+    prepare(loads, lambda done, total: ticks.append((done, total)))
+    assert ticks == []
+
+
+def test_an_error_in_another_process_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE, "")
+    monkeypatch.setattr(known, "_cores", lambda: 2)
+    monkeypatch.setattr("megalith.cost.trace.trace_block", _breaks)
+    with pytest.raises(RuntimeError, match="no such block") as raised:
+        prepare([workload(mixture(), plan) for plan in PLANS])
+    assert str(os.getpid()) not in str(raised.value)
+
+
+def _breaks(*_: object) -> None:
+    raise RuntimeError(f"no such block in process {os.getpid()}")
+
+
+def test_where_no_other_process_can_be_had_this_one_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE, "")
+    monkeypatch.setattr(known, "_cores", lambda: 2)
+    monkeypatch.setattr("megalith.cost.parts._helper", _dies)
+    loads = [workload(mixture(), plan) for plan in PLANS]
+    prepare(loads)
+    monkeypatch.setattr(known, "_trace", None)
+    assert len([parts(load) for load in loads]) == len(PLANS)
+
+
+def _dies(parent: int) -> None:
+    os._exit(1)
+
+
+def test_a_folder_that_cannot_be_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(CACHE, str(tmp_path / "file"))
+    assert parts(workload(dense(), Plan())).blocks
+
+
+MAMBA = BlockSpec(mamba=MambaSpec(heads=4, head_dim=64, state=16, groups=2))
+
+ASKED = Layout(
+    microbatch=2, seq_len=256, tensor=2, context=2, ulysses=2, expert=4, expert_tensor=2, recompute="full", attention="plain",
+    rotary=False, permute=False, loss="whole", regather=True,
+)  # fmt: skip
+
+
+BLOCKS = {"llama": dense().blocks[0], "gpt": dense(gated=False).blocks[0], "mixture": mixture().blocks[0], "mamba": MAMBA}
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
+def test_what_a_block_does_not_see_of_a_layout_changes_none_of_its_figures(block: BlockSpec) -> None:
+    model = dense().model_copy(update={"blocks": (block,)})
+    assert _seen(block, ASKED) != ASKED
+    assert trace_block(model, 0, _seen(block, ASKED)) == trace_block(model, 0, ASKED)
+
+
+@pytest.mark.parametrize("trace", [trace_embedding, trace_head])
+def test_what_the_ends_do_not_see_of_a_layout_changes_none_of_their_figures(trace: Callable[..., Profile]) -> None:
+    assert trace(dense(), _seen(None, ASKED)) == trace(dense(), ASKED)

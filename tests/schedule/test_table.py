@@ -3,8 +3,8 @@ from itertools import product
 import pytest
 
 from megalith.schedule.lower import lower
-from megalith.schedule.simulate import simulate
-from megalith.schedule.table import CHUNKS, SCHEDULES, build, misfits, refusals
+from megalith.schedule.simulate import in_flight, simulate
+from megalith.schedule.table import CHUNKS, SCHEDULES, build, enough, misfits, refusals
 from megalith.schedule.verify import problems
 
 GRID = [
@@ -46,6 +46,25 @@ def test_all_schedules_but_dualpipe_accumulate_in_order(name):
     for _, ranks, microbatches, chunks in (case for case in GRID if case[0] == name):
         schedule = build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
         assert schedule.accumulates_in_order == (name != "dualpipe")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+def test_more_microbatches_than_enough_change_neither_what_is_in_flight_nor_idling(name: str, ranks: int):
+    chunks = CHUNKS.get(name, (1, 3))[1]
+    for microbatches in (2 * ranks, 2 * ranks + 1, 3 * ranks, 4 * ranks + 1, 6 * ranks):
+        few = enough(name, ranks=ranks, microbatches=microbatches)
+        if refusals(name, ranks=ranks, microbatches=few, chunks=chunks):
+            continue
+        schedules = [build(name, ranks=ranks, microbatches=count, chunks=chunks) for count in (few, microbatches)]
+        one, other = map(in_flight, schedules)
+        assert one == other, microbatches
+        if name == "interleaved" and microbatches % ranks:
+            continue
+        for times in ({"F": 2, "B": 2, "I": 1, "W": 1}, {"F": 2, "B": 4, "I": 2, "W": 2}, {"F": 2, "B": 6, "I": 3, "W": 3}):
+            lines = [simulate(lower(schedule, 0), times) for schedule in schedules]
+            one, other = ([line.end - busy for busy in line.busy] for line in lines)
+            assert one == pytest.approx(other), (microbatches, times)
 
 
 def test_a_misspelt_name_is_answered_with_the_near_one():
