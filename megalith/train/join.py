@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megalith.fleet import rendezvous
 from megalith.fleet.environment import Place
+from megalith.parallel import one_round
 from megalith.spec.run import LaunchSpec
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
@@ -39,6 +40,7 @@ def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> None:
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = _store(place, timedelta(seconds=launch.start_timeout))
+    one_round.install()
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(place.generation or _generation(place, store, seconds=launch.start_timeout), store),

@@ -19,12 +19,15 @@ import torch._dynamo  # ranks would each import it at their first DTensor operat
 import torch.distributed as dist
 import torch.distributed.tensor
 
+from megalith.parallel import one_round
+
 
 def _rank(rank: int, ranks: int, folder: Path, timeout: float, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     outcome: tuple[str, Any]
     try:
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+        one_round.install()
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
         )

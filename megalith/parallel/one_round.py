@@ -1,0 +1,150 @@
+"""Small collectives of CPU tensors in one round of messages.
+
+gloo passes what it gathers around a ring, in N - 1 steps, and what it adds up in twice as many; in each step every rank has to get a
+processor. Where ranks share a few cores that wait is nearly all that a small collective takes (benchmarks/collectives.py). Here every rank
+sends each other rank its part at once, in one all-to-all, which moves as many bytes as the ring (for an all-reduce N / 2 times as many).
+What is added is added in the order of ranks, so that all have the same bits.
+
+These are kernels of torch's own operations for CPU tensors: who calls the operations, or counts them, sees nothing of it. Larger tensors,
+other operators and other backends take the way they always took.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ProcessGroup,
+    ReduceOp,
+    ReduceScatterOptions,
+    Work,
+)
+
+MOST = {"gather": 4 << 20, "scatter": 16 << 20, "reduce": 512 << 10}
+"""Bytes of the whole tensor up to which steps take longer than bytes do (benchmarks/collectives.py). gloo has no reduce-scatter but adds
+all up everywhere, so that one round is the faster at any size that was measured."""
+
+ADDS: dict[Any, Callable[[Tensor], Tensor]] = {
+    ReduceOp.SUM: lambda parts: parts.sum(0, dtype=parts.dtype),
+    ReduceOp.MAX: lambda parts: parts.amax(0),
+    ReduceOp.MIN: lambda parts: parts.amin(0),
+}
+"""Of the parts of all ranks, [ranks, numbers]."""
+
+CAN_ADD = hasattr(ReduceOp, "unbox")
+"""torch 2.11 does not tell a kernel which operator is meant: there only gathers take one round."""
+
+_installed: torch.library.Library | None = None
+
+
+def install() -> None:
+    """Have this process's collectives of CPU tensors take one round where that is faster."""
+    global _installed
+    if _installed is None:
+        _installed = torch.library.Library("c10d", "IMPL")
+        kernels = {"_allgather_base_": gather}
+        if CAN_ADD:
+            kernels |= {"_reduce_scatter_base_": scatter, "allreduce_": reduce}
+        for name, kernel in kernels.items():
+            _installed.impl(name, kernel, "CPU")
+
+
+def gather(whole: Tensor, mine: Tensor, boxed: Any, async_op: bool = True, timeout: int = -1) -> tuple[Tensor, Any]:
+    """`c10d::_allgather_base_`."""
+    group = ProcessGroup.unbox(boxed)
+    backend = _backend(group)
+    if _small("gather", backend, whole):
+        work = _exchange(backend, whole.view(-1), _times(mine, group.size()), timeout)
+    else:
+        work = backend._allgather_base(whole.view(-1), mine.reshape(-1), _options(AllgatherOptions(), timeout, async_op))
+    return whole, work.boxed()
+
+
+def scatter(
+    mine: Tensor, whole: Tensor, boxed: Any, operator: Any, async_op: bool = True, timeout: int = -1
+) -> tuple[Tensor, Any]:
+    """`c10d::_reduce_scatter_base_`."""
+    group, operator = ProcessGroup.unbox(boxed), ReduceOp.unbox(operator)
+    backend, adds = _backend(group), _adds(operator)
+    if adds and _small("scatter", backend, whole):
+        parts = mine.new_empty(group.size(), mine.numel())
+        work: Work = _Added(_exchange(backend, parts.view(-1), whole.contiguous().view(-1), timeout), parts, adds, mine)
+    else:
+        options = _options(ReduceScatterOptions(), timeout, async_op)
+        options.reduceOp = operator
+        work = backend._reduce_scatter_base(mine, whole, options)
+    return mine, work.boxed()
+
+
+def reduce(
+    tensors: list[Tensor], boxed: Any, operator: Any, sparse: Tensor | None, async_op: bool = True, timeout: int = -1
+) -> tuple[list[Tensor], Any]:
+    """`c10d::allreduce_`. Of fewer numbers than ranks the ring's steps are mostly empty, and it is the faster."""
+    group, operator = ProcessGroup.unbox(boxed), ReduceOp.unbox(operator)
+    backend, adds, ranks, (first, *more) = _backend(group), _adds(operator), group.size(), tensors
+    if adds and sparse is None and not more and first.numel() >= ranks and _small("reduce", backend, first):
+        parts = first.new_empty(ranks, first.numel())
+        work: Work = _Added(_exchange(backend, parts.view(-1), _times(first, ranks), timeout), parts, adds, first)
+    else:
+        options = _options(AllreduceOptions(), timeout, async_op)
+        options.reduceOp = operator
+        work = backend.allreduce(tensors, options)
+    return tensors, work.boxed()
+
+
+class _Added(Work):
+    """Parts on their way, which are added up when they are waited for."""
+
+    alive: ClassVar["set[_Added]"] = set()  # torch keeps the half of it that is not Python's
+
+    def __init__(self, moving: Work, parts: Tensor, adds: Callable[[Tensor], Tensor], out: Tensor) -> None:
+        super().__init__()
+        self._moving, self._parts, self._adds, self._out = moving, parts, adds, out
+        self._done = False
+        self.alive.add(self)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._done:
+            self.alive.discard(self)
+            self._moving.wait() if timeout is None else self._moving.wait(timeout)
+            self._out.copy_(self._adds(self._parts).view(self._out.shape))
+            self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done
+
+
+def _backend(group: ProcessGroup) -> Any:
+    """Any: torch's stubs leave out the collectives that a backend has."""
+    return group._get_backend(torch.device("cpu"))
+
+
+def _small(what: str, backend: Any, whole: Tensor) -> bool:
+    return backend.name() == "gloo" and 0 < whole.nbytes <= MOST[what]
+
+
+def _adds(operator: ReduceOp) -> Callable[[Tensor], Tensor] | None:
+    return next((adds for known, adds in ADDS.items() if operator == known), None)
+
+
+def _times(tensor: Tensor, ranks: int) -> Tensor:
+    """The same for each rank."""
+    return tensor.reshape(-1).repeat(ranks)
+
+
+def _exchange(backend: Any, arriving: Tensor, leaving: Tensor, timeout: int) -> Work:
+    return backend.alltoall_base(arriving, leaving, [], [], _options(AllToAllOptions(), timeout))
+
+
+def _options(options: Any, timeout: int, async_op: bool = True) -> Any:
+    """As torch's own kernel sets them; -1: the group's time-out."""
+    if timeout >= 0:
+        options.timeout = timedelta(milliseconds=timeout)
+    options.asyncOp = async_op
+    return options
