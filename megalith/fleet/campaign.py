@@ -12,12 +12,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from megalith import events
-from megalith.fleet import faults, networks
+from megalith.fleet import faults, lifeline, networks
 from megalith.fleet.faults import KINDS, Injection
 from megalith.fleet.networks import Network
 from megalith.fleet.pace import percentile
@@ -243,7 +244,9 @@ def run(
     begun, restarts, by_hand = time.monotonic(), [], 0
     with (folder.parent / f"{folder.name}.log").open("ab") as log:
         while True:
-            process = subprocess.Popen([*command, "--run-dir", str(folder)], stdout=log, stderr=log, env=environment)
+            with_this = partial(lifeline.die_with_parent, os.getpid())
+            arguments = [*command, "--run-dir", str(folder)]
+            process = subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, preexec_fn=with_this)
             if restarts and restarts[-1] < 0:
                 restarts[-1] += _first_step(folder, process)
             code = _stay(process, nodes, turn)

@@ -1,6 +1,9 @@
-"""What a campaign concludes from two event logs: no processes."""
+"""What a campaign concludes from two event logs, without processes; and what it leaves of those it starts."""
 
+import os
+import signal
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,14 @@ from megalith.fleet.campaign import (
     may_copy,
     may_mount,
     possible,
+    run,
     small_disk,
 )
 from megalith.fleet.faults import Injection
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import DataSpec
+from tests.fleet.conftest import is_alive, until
+from tests.patience import PATIENCE
 
 KILL, STOP = Injection(0, "kill", 3, "step", (1,)), Injection(1, "stop", 6, "step", (2,))
 STATE = {"weights": "abc", "samples": 80}
@@ -189,3 +195,18 @@ def test_a_campaign_that_was_killed_leaves_no_disk_behind_for_the_next(tmp_path:
     clear(tmp_path / "out")
     assert (tmp_path / "out").is_dir()
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
+def test_a_campaign_that_is_killed_leaves_no_run_behind(tmp_path: Path) -> None:
+    """Whose ranks would go on training, for nobody."""
+    said = tmp_path / "pid"
+    waits = f"import os, time; open({str(said)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    campaign = os.fork()
+    if not campaign:
+        run([sys.executable, "-c", waits], tmp_path / "faulted")
+        os._exit(0)
+    until(lambda: said.exists() and said.read_text() != "", seconds=PATIENCE)
+    os.kill(campaign, signal.SIGKILL)
+    os.waitpid(campaign, 0)
+    until(lambda: not is_alive(int(said.read_text())), seconds=PATIENCE)
