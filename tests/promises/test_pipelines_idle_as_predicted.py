@@ -33,7 +33,7 @@ from megalith.schedule.simulate import Span, Timeline, simulate
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
-RANKS, MICROBATCHES, TRIES = 4, 8, 3
+RANKS, MICROBATCHES, TRIES = 4, 8, 6
 CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipev": 2}
 SECONDS = {"F": 0.25, "B": 0.5, "I": 0.25, "W": 0.25}
 CLOSE = 0.05
