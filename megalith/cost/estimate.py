@@ -241,8 +241,7 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Hel
     dense, expert = _stage_numbers(traced, here)
     whole, own = line("holders", workload), line("expert_holders", workload)
     shards = network.Line(plan.shards, whole.stride) if plan.zero else whole
-    width = 4 if workload.format == "fp32" else 2
-    wires, m = setting.wires, workload.microbatches
+    wires, m, width = setting.wires, workload.microbatches, workload.width
     blocks = sum(times for _, times in here.blocks)
     calls = blocks * (6 if practice.gathers == "module" else 1) if plan.zero >= 2 else _buckets(dense, shards.size)
 

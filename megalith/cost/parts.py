@@ -54,7 +54,7 @@ class Key(NamedTuple):
 def parts(workload: Workload) -> Parts:
     """The profiles of every part, traced if they are not known yet."""
     embedding, head, blocks, ahead = _keys(workload)
-    found = {id(key): _found(key) for key in {id(key): key for key in blocks}.values()}  # most are one value
+    found = {id(key): _found(key) for key in _once(blocks)}
     return Parts(_found(embedding), _found(head), tuple(found[id(key)] for key in blocks), _found(ahead) if ahead else None)
 
 
@@ -73,7 +73,12 @@ def prepare(workloads: Iterable[Workload], tick: Callable[[int, int], None] = la
 
 def _every_key(workload: Workload) -> list[Key]:
     embedding, head, blocks, ahead = _keys(workload)
-    return [embedding, head, *{id(key): key for key in blocks}.values(), *([ahead] if ahead else [])]
+    return [embedding, head, *_once(blocks), *([ahead] if ahead else [])]
+
+
+def _once(keys: list[Key]) -> Iterable[Key]:
+    """Of values that stand there many times each one, told by identity: comparing whole specs takes long."""
+    return {id(key): key for key in keys}.values()
 
 
 def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None]:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -39,14 +39,14 @@ ADDS: dict[Any, Callable[[Tensor], Tensor]] = {
 CAN_ADD = hasattr(ReduceOp, "unbox")
 """torch 2.11 does not tell a kernel which operator is meant: there only gathers take one round."""
 
-_installed: torch.library.Library | None = None
+_installed: library.Library | None = None
 
 
 def install() -> None:
     """Have this process's collectives of CPU tensors take one round where that is faster."""
     global _installed
     if _installed is None:
-        _installed = torch.library.Library("c10d", "IMPL")
+        _installed = library.Library("c10d", "IMPL")
         kernels = {"_allgather_base_": gather}
         if CAN_ADD:
             kernels |= {"_reduce_scatter_base_": scatter, "allreduce_": reduce}
