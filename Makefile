@@ -19,7 +19,8 @@ setup: .venv/.ready ## Make the locked environment
 	.uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 
 .venv/.ready: pyproject.toml uv.lock $(if $(findstring .uv/,$(UV)),.uv/bin/uv)
-	$(UV) sync --locked --extra tensorboard
+	$(UV) sync --locked --extra tensorboard --compile-bytecode
+	$(RUN)python -m compileall -q megalith
 	@touch $@
 
 quickstart: setup ## Prepare real text, train a small Llama on 4 CPU ranks, let it write, make a report

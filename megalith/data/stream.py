@@ -143,7 +143,7 @@ class Stream:
         if self.document_mask:
             begins = reader.documents_between(start + 1, start + real + 1) - start
             targets[begins - 1] = NO_TARGET
-            edges = np.unique(np.concatenate(([0], begins, [real, self.seq_len])))
+            edges = np.array(sorted({0, *begins.tolist(), real, self.seq_len}))  # np.unique would import numpy.ma in every rank
             lengths = np.diff(edges)
             positions -= np.repeat(edges[:-1], lengths)
             pieces = tuple(lengths.tolist())
