@@ -3,12 +3,13 @@ must be traced."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cached_property, lru_cache
 from math import log2
 from typing import Any
 
 from megalith.cost import host, network
 from megalith.cost.constants import Calibration, calibration
+from megalith.cost.kept import kept
 from megalith.cost.memory import Held, Memory, fits, memory, shares
 from megalith.cost.network import gather
 from megalith.cost.parts import Parts, parts
@@ -16,6 +17,7 @@ from megalith.cost.profile import Phase
 from megalith.cost.time import Setting, Spent, line, router_of, spend
 from megalith.cost.workload import Workload
 from megalith.schedule import build, lower, simulate
+from megalith.schedule.table import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,14 @@ class StageTime:
     forward: Spent
     backward: Spent
 
-    @property
+    @cached_property
     def total(self) -> float:
         return self.forward.total + self.backward.total
+
+    @property
+    def whole(self) -> Spent:
+        """Both ways."""
+        return self.forward + self.backward
 
 
 def estimate(
@@ -114,7 +121,7 @@ def estimate(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # told by identity, as `cost.parts.Parts`
 class PartTimes:
     """Seconds of each part: (forward, backward)."""
 
@@ -138,13 +145,13 @@ def part_times(traced: Parts, setting: Setting) -> PartTimes:
         return known[id(profile)]
 
     head = both(traced.head, wide)
-    ahead = setting.workload.model.head.ahead
-    if traced.ahead is not None and ahead is not None:
+    if traced.ahead is not None:
         extra = both(traced.ahead, format)
-        head = head[0] + (extra[0] + head[0]) * ahead.depth, head[1] + (extra[1] + head[1]) * ahead.depth
+        head = head[0] + (extra[0] + head[0]) * traced.depth, head[1] + (extra[1] + head[1]) * traced.depth
     return PartTimes(both(traced.embedding, wide), head, tuple(both(block, format) for block in traced.blocks))
 
 
+@lru_cache(1 << 14)
 def stage_time(here: Held, spent: PartTimes, *, sides: int = 1) -> StageTime:
     """A pipeline rank's seconds for one microbatch; where it holds `sides` copies of stages, each sees that share of microbatches."""
     mine = [(*spent.blocks[kind], times) for kind, times in here.blocks]
@@ -160,11 +167,9 @@ def step_time(workload: Workload, setting: Setting, traced: Parts, spent: PartTi
     """The step as its slowest rank sees it."""
     plan, generation, shared = workload.plan, setting.generation, shares(workload, traced)
     m, ranks = workload.microbatches, shared.held
-    known = {here: stage_time(here, spent, sides=plan.sides) for here in set(ranks)}
-    stages = [known[here] for here in ranks]
+    stages = [stage_time(here, spent, sides=plan.sides) for here in ranks]
     slowest = max(range(len(stages)), key=lambda rank: stages[rank].total)
-    stage = stages[slowest]
-    busy = (stage.forward + stage.backward) * m
+    busy = stages[slowest].whole * m
     sent = _message_seconds(workload, setting)
     bubble = _bubble(workload, stages, slowest, sent)
     messages = 2 * sent * m * plan.chunks * generation.message_exposed if plan.pipeline > 1 else 0.0
@@ -179,6 +184,12 @@ def step_time(workload: Workload, setting: Setting, traced: Parts, spent: PartTi
         tensor=busy.tensor, context=busy.context, expert=busy.expert,
         pipeline=messages, data=data, bubble=bubble, optimizer=optimizer, other=other,
     )  # fmt: skip
+
+
+def busy_seconds(workload: Workload, traced: Parts, spent: PartTimes) -> float:
+    """What the slowest rank computes in a step: less than any step takes."""
+    ranks = dict.fromkeys(shares(workload, traced).held)
+    return max(stage_time(here, spent, sides=workload.plan.sides).whole.total for here in ranks) * workload.microbatches
 
 
 def _message_seconds(workload: Workload, setting: Setting) -> float:
@@ -206,7 +217,7 @@ def _bubble(workload: Workload, stages: list[StageTime], slowest: int, sent: flo
     return _idle(plan.schedule, plan.pipeline, few, plan.chunks, round(backward / forward, 1)) * forward
 
 
-@cache
+@kept("schedule/*.py", "cost/estimate.py", when=lambda name, *_: name in SCHEDULES)
 def _idle(name: str, ranks: int, microbatches: int, chunks: int, backward: float) -> float:
     """Seconds a rank idles in the program, in units of a rank's forward of one microbatch; a backward's two halves are taken as equal.
     GPipe (Huang et al. 2019, arXiv:1811.06965), ZB-H1, and ZB-V with enough microbatches (Qi et al. 2023 and 2024, arXiv:2401.10241 and
@@ -224,6 +235,7 @@ def _idle(name: str, ranks: int, microbatches: int, chunks: int, backward: float
     return timeline.end - max(timeline.busy)
 
 
+@lru_cache(1 << 14)
 def _stage_numbers(traced: Parts, here: Held) -> tuple[float, float]:
     """Weights a pipeline rank holds: of all tokens, of experts."""
     blocks = [(traced.blocks[kind], times) for kind, times in here.blocks]
@@ -297,13 +309,17 @@ def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here
 
 def model_flops(workload: Workload, traced: Parts) -> float:
     """FLOPs of a step that the model asks for: forward, and twice that for backward."""
-    plan, model = workload.plan, workload.model
-    ranks = plan.tensor * plan.context
-    distinct = {id(profile): profile for profile in traced.blocks}
-    counts = Counter(map(id, traced.blocks))
-    blocks = sum(counts[key] * profile.flops("F") for key, profile in distinct.items())
+    plan = workload.plan
+    return 3 * _forward_flops(traced) * plan.tensor * plan.context * workload.global_batch / plan.microbatch
+
+
+@lru_cache(1 << 14)
+def _forward_flops(traced: Parts) -> float:
+    """Of one rank and one microbatch."""
+    counts = Counter(traced.kinds)
+    blocks = sum(times * traced.blocks[kind].flops("F") for kind, times in counts.items())
     head = traced.head.flops() / 3  # a chunked loss forms the gradients in forward
-    if traced.ahead is not None and model.head.ahead is not None:
-        blocks += traced.ahead.flops("F") * model.head.ahead.depth
-        head *= 1 + model.head.ahead.depth
-    return 3 * (blocks + head) * ranks * workload.global_batch / plan.microbatch
+    if traced.ahead is not None:
+        blocks += traced.ahead.flops("F") * traced.depth
+        head *= 1 + traced.depth
+    return blocks + head

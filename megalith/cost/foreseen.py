@@ -107,7 +107,7 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
     plan, model = workload.plan, workload.model
     schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=workload.microbatches, chunks=plan.chunks)
     row = lower(schedule, plan.zero).rows[place]
-    ends = {0: (traced.embedding,), len(model.blocks) + 1: _head(workload, traced)}
+    ends = {0: (traced.embedding,), len(model.blocks) + 1: _head(traced)}
     bounds = plan.bounds(len(model.blocks))
     stages = {
         stage: tuple(
@@ -118,12 +118,11 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
     return _Here(tuple(action for slot in row for action in actions_of(slot)), stages)
 
 
-def _head(workload: Workload, traced: Parts) -> tuple[Profile, ...]:
+def _head(traced: Parts) -> tuple[Profile, ...]:
     """The head's profiles: with tokens further ahead, a block and the output once more for each."""
-    ahead = workload.model.head.ahead
-    if ahead is None or traced.ahead is None:
+    if traced.ahead is None:
         return (traced.head,)
-    return traced.head, *(traced.ahead, traced.head) * ahead.depth
+    return traced.head, *(traced.ahead, traced.head) * traced.depth
 
 
 def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures: Calibration) -> dict[str, float]:

@@ -3,18 +3,20 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from operator import mul
+from typing import NamedTuple
 
 from megalith import schedule as schedules
 from megalith.cost import host
 from megalith.cost.constants import Generation
+from megalith.cost.kept import kept
 from megalith.cost.parts import Parts
-from megalith.cost.profile import Profile
 from megalith.cost.time import line
 from megalith.cost.workload import Workload
 from megalith.schedule.action import Row
 from megalith.schedule.action import parts as parts_of
+from megalith.schedule.table import SCHEDULES
 from megalith.spec.model import MoeSpec
 
 
@@ -72,7 +74,15 @@ class Held:
     embedding: bool
     head: bool
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, as a search asks for it tens of thousands of times."""
+        return hash((self.chunks, self.embedding, self.head))
+
+    @cached_property
     def blocks(self) -> Chunk:
         """Of all chunks."""
         return tuple(run for chunk in self.chunks for run in chunk)
@@ -119,7 +129,7 @@ def _shares(stages: PerChunk, flying: PerChunk, bounds: tuple[tuple[int, int], .
     return Shares(tuple(held), flying)
 
 
-@cache
+@kept("schedule/*.py", "cost/memory.py", when=lambda name, *_: name in SCHEDULES)
 def _program(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[PerChunk, PerChunk]:
     """Stages of each rank, and what it holds of each of them when it holds the most."""
     schedule = schedules.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
@@ -167,35 +177,62 @@ def _rank(
 ) -> Memory:
     here, flying = shared.held[rank], shared.flying[rank]
     plan, practice, model = workload.plan, workload.practice, workload.model
-    blocks = [(parts.blocks[kind], times) for kind, times in here.blocks]
-    dense = sum(block.weights * times for block, times in blocks)
-    expert = sum(block.expert_weights * times for block, times in blocks)
-    if here.embedding:
-        dense += parts.embedding.weights
-    if here.head:
-        dense += parts.head.weights if not (model.head.tied and here.embedding) else model.dim
-        if parts.ahead is not None and model.head.ahead is not None:
-            dense += parts.ahead.weights * model.head.ahead.depth
-            expert += parts.ahead.expert_weights * model.head.ahead.depth
+    own = _own(parts, here, model.dim if model.head.tied and here.embedding else None)
     shards = max(1, plan.shards)
     expert_shards = max(1, plan.holders * plan.tensor // (plan.expert * plan.expert_tensor)) if plan.zero else 1
-    state = _state(workload, dense, shards), _state(workload, expert, expert_shards)
-    whole = _whole(workload, [block for block, _ in blocks], shards)
-    saved = [sum(parts.blocks[kind].saved * times for kind, times in chunk) for chunk in here.chunks]
+    state = _state(workload, own.dense, shards), _state(workload, own.expert, expert_shards)
+    whole = _whole(workload, own.largest, shards)
     # the head's backward follows its forward: its logits are gone before any block's backward
     logits = parts.head.saved + parts.head.working if here.head else 0.0
-    working = generation.working * max((block.working for block, _ in blocks), default=0.0)
+    working = generation.working * own.working
     return Memory(
         weights=sum(s[0] for s in state) + whole,
         gradients=sum(s[1] for s in state) + whole / workload.width * practice.gradient_bytes,
         optimizer=sum(s[2] for s in state),
-        activations=sum(map(mul, flying, saved)) + _recorded(parts, here, flying, graphed),
+        activations=sum(map(mul, flying, own.saved)) + _recorded(parts, here, flying, graphed),
         working=max(working - logits, 0.0),
         logits=logits,
         reserve=generation.reserve,
         non_torch=outside + _apart(workload, parts, here, graphed),
         rank=rank,
         host=sum(s[3] for s in state),
+    )
+
+
+class _Own(NamedTuple):
+    """What a pipeline rank's parts take, before a plan shares it out."""
+
+    dense: float
+    """Numbers of weights of all tokens,"""
+    expert: float
+    """and of experts."""
+    largest: float
+    """Numbers of its largest block."""
+    saved: tuple[float, ...]
+    """Bytes that a microbatch leaves for backward, in each chunk."""
+    working: float
+    """Largest temporary bytes of a block."""
+
+
+@lru_cache(1 << 14)
+def _own(parts: Parts, here: Held, norm: int | None) -> _Own:
+    """`norm`: numbers of a head that has none of its own but these."""
+    blocks = [(parts.blocks[kind], times) for kind, times in here.blocks]
+    dense = sum(block.weights * times for block, times in blocks)
+    expert = sum(block.expert_weights * times for block, times in blocks)
+    if here.embedding:
+        dense += parts.embedding.weights
+    if here.head:
+        dense += parts.head.weights if norm is None else norm
+        if parts.ahead is not None:
+            dense += parts.ahead.weights * parts.depth
+            expert += parts.ahead.expert_weights * parts.depth
+    return _Own(
+        dense,
+        expert,
+        largest=max((block.weights + block.expert_weights for block, _ in blocks), default=0),
+        saved=tuple(sum(parts.blocks[kind].saved * times for kind, times in chunk) for chunk in here.chunks),
+        working=max((block.working for block, _ in blocks), default=0.0),
     )
 
 
@@ -249,12 +286,11 @@ def non_torch(workload: Workload) -> float:
     return found + sum(GROUP if axis > 2 else PAIR for axis in axes if axis > 1)
 
 
-def _whole(workload: Workload, blocks: list[Profile], shards: int) -> float:
+def _whole(workload: Workload, largest: float, shards: int) -> float:
     """Bytes of the weights ZeRO 3 has gathered at once: of two blocks, the one in use and the next, or of one module, at most a third
     of a block where there are three matrices or more."""
     if workload.plan.zero != 3 or shards == 1:
         return 0.0
-    largest = max((block.weights + block.expert_weights for block in blocks), default=0)
     return workload.width * largest * (2 if workload.practice.gathers == "block" else 1 / 3)
 
 

@@ -1,17 +1,16 @@
 """The traced profiles of a workload's parts, from memory, from disk, or traced now."""
 
-import hashlib
-import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from megalith.cost import kept
 from megalith.cost.profile import Layout, Profile
 from megalith.cost.workload import Workload
 from megalith.fleet import lifeline
@@ -20,10 +19,11 @@ from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
 VERSION = 3
 """Of the figures: a change in what is counted makes old files worthless."""
 
-CACHE = "MEGALITH_CACHE"
+TRACED = ("models/*.py", "kernels/*.py", "cost/trace.py", "cost/cores.py", "cost/profile.py")
+"""Modules that are traced, and what traces them: a changed model is traced anew."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # told by identity, so that what follows from it can be kept
 class Parts:
     """Profiles of the distinct parts of a model, and which of its blocks is which."""
 
@@ -32,6 +32,8 @@ class Parts:
     blocks: tuple[Profile, ...]
     """One for each block, in order; equal blocks share one value."""
     ahead: Profile | None = None
+    depth: int = 0
+    """Of the module that predicts further tokens: how often it stands there."""
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
@@ -55,14 +57,22 @@ def parts(workload: Workload) -> Parts:
     """The profiles of every part, traced if they are not known yet."""
     embedding, head, blocks, ahead = _keys(workload)
     found = {id(key): _found(key) for key in _once(blocks)}
-    return Parts(_found(embedding), _found(head), tuple(found[id(key)] for key in blocks), _found(ahead) if ahead else None)
+    more = workload.model.head.ahead
+    return Parts(
+        _found(embedding),
+        _found(head),
+        tuple(found[id(key)] for key in blocks),
+        _found(ahead) if ahead else None,
+        more.depth if more else 0,
+    )
 
 
 def prepare(workloads: Iterable[Workload], tick: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Trace whatever parts of these workloads are not known yet, many of them in several processes. `tick` hears how many are done, of
     how many."""
     keys = (key for workload in workloads for key in _every_key(workload))
-    missing = [key for key in dict.fromkeys(keys) if _read(key) is None]
+    unknown = [key for key in dict.fromkeys(keys) if _read(key) is None]
+    missing = [key for key in dict.fromkeys(base for key in unknown for base in _bases(key) or (key,)) if _read(key) is None]
     with closing(_traced(missing)) as traced:
         for done, (key, profile) in enumerate(zip(missing, traced, strict=True)):
             tick(done, len(missing))
@@ -83,9 +93,9 @@ def _once(keys: list[Key]) -> Iterable[Key]:
 
 def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None]:
     """Of embedding, head, each block in order, and the module that predicts further tokens."""
-    model, plan, folder = workload.model, workload.plan, os.environ.get(CACHE)
+    model, plan, folder = workload.model, workload.plan, os.environ.get(kept.CACHE)
     here, bare = workload.layout, _bare(workload.model)  # pyright: ignore[reportArgumentType]
-    whole, kept = replace(here, recompute="full"), here if plan.recompute == "selective" else replace(here, recompute="none")
+    whole, plain = replace(here, recompute="full"), here if plan.recompute == "selective" else replace(here, recompute="none")
     again = [_recomputed(plan.recompute, number, len(model.blocks)) for number in range(len(model.blocks))]
     ahead = model.head.ahead
     known: dict[tuple[int, bool], Key] = {}
@@ -93,7 +103,7 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None]:
     def key(block: BlockSpec, full: bool) -> Key:
         both = id(block), full  # blocks alike are mostly one value; comparing whole specs a hundred times would take longest here
         if both not in known:
-            known[both] = Key("block", bare, block, _seen(block, whole if full else kept), folder)
+            known[both] = Key("block", bare, block, _seen(block, whole if full else plain), folder)
         return known[both]
 
     embedding, head = (Key(kind, bare, None, _seen(None, here), folder) for kind in ("embedding", "head"))
@@ -109,11 +119,16 @@ def _recomputed(policy: str, number: int, blocks: int) -> bool:
     return policy == "full"
 
 
-@cache
+_bared: dict[int, tuple[ModelSpec, ModelSpec]] = {}  # by identity, of models kept with it: hashing whole ones takes long
+
+
 def _bare(model: ModelSpec) -> ModelSpec:
     """The model without what does not change a single part's figures."""
-    head = model.head.model_copy(update={"ahead": None, "tied": False})
-    return model.model_copy(update={"name": "", "blocks": model.blocks[:1], "head": head, "context": 0, "init_std": 0.02})
+    if id(model) not in _bared:
+        head = model.head.model_copy(update={"ahead": None, "tied": False})
+        bare = {"name": "", "blocks": model.blocks[:1], "head": head, "context": 0, "init_std": 0.02}
+        _bared[id(model)] = model, model.model_copy(update=bare)
+    return _bared[id(model)][1]
 
 
 def _seen(block: BlockSpec | None, layout: Layout) -> Layout:
@@ -134,27 +149,38 @@ _known: dict[Key, Profile] = {}
 
 
 def _found(key: Key) -> Profile:
-    """From memory, from disk, or traced now."""
-    return _read(key) or _keep(key, _trace(key))
+    """From memory, from disk, from what is known of smaller microbatches, or traced now."""
+    return _read(key) or _keep(key, _followed(key) or _trace(key))
+
+
+def _followed(key: Key) -> Profile | None:
+    """From those of smaller microbatches."""
+    if bases := _bases(key):
+        two, four = map(_found, bases)
+        return two.further(four, (key.layout.microbatch - 2) // 2)
+    return None
+
+
+def _bases(key: Key) -> tuple[Key, ...]:
+    """The same part for microbatches of two and four, from which larger even ones' figures follow. One sequence alone would not do: what
+    is copied of two can be a mere view of one."""
+    size = key.layout.microbatch
+    if size <= 4 or size % 2:
+        return ()
+    return tuple(key._replace(layout=replace(key.layout, microbatch=small)) for small in (2, 4))
 
 
 def _read(key: Key) -> Profile | None:
     """What is known already."""
     found = _known.get(key)
-    if found is None and (path := _path(key)) and path.exists():
-        with suppress(ValueError, KeyError, TypeError):  # cut off while it was written: traced again
-            found = _known[key] = Profile.from_json(json.loads(path.read_text()))
+    if found is None and (value := kept.read(_path(key))) is not None:
+        found = _known[key] = Profile.from_json(value)
     return found
 
 
 def _keep(key: Key, profile: Profile) -> Profile:
     _known[key] = profile
-    if path := _path(key):
-        with suppress(OSError):  # a folder that cannot be written spares the next search nothing, and this one can go on
-            path.parent.mkdir(parents=True, exist_ok=True)
-            half = path.with_suffix(f".{os.getpid()}")
-            half.write_text(json.dumps(profile.to_json()))
-            half.replace(path)
+    kept.write(_path(key), profile.to_json())
     return profile
 
 
@@ -211,20 +237,9 @@ def _helper(parent: int) -> None:
     torch.set_num_threads(1)
 
 
-def folder() -> Path | None:
-    """Where traces are kept: $MEGALITH_CACHE, or ~/.cache/megalith; None where that is empty: nowhere."""
-    named = os.environ.get(CACHE)
-    if named == "":
-        return None
-    return (Path(named) if named else Path.home() / ".cache" / "megalith") / "profiles"
-
-
 def _path(key: Key) -> Path | None:
-    where = folder()
-    if where is None:
-        return None
     model, block = key.model, key.block
-    subject = {"dim": model.dim}
+    subject: dict[str, Any] = {"dim": model.dim}
     match key.kind:
         case "block":
             subject |= {"block": None if block is None else block.model_dump()}
@@ -232,17 +247,4 @@ def _path(key: Key) -> Path | None:
             subject |= {"head": model.head.model_dump()}
         case "embedding":
             subject |= {"embedding": model.embedding.model_dump()}
-    known = json.dumps([VERSION, _code(), key.kind, subject, asdict(key.layout)], sort_keys=True)
-    return where / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
-
-
-@cache
-def _code() -> str:
-    """A digest of the modules traced and of what traces them: a changed model is traced anew."""
-    root = Path(__file__).parents[1]
-    names = [*sorted((root / "models").glob("*.py")), *sorted((root / "kernels").glob("*.py"))]
-    names += [root / "cost" / name for name in ("trace.py", "cores.py", "profile.py")]
-    digest = hashlib.sha256()
-    for name in names:
-        digest.update(name.read_bytes())
-    return digest.hexdigest()[:16]
+    return kept.file("profiles", [VERSION, kept.code(*TRACED), key.kind, subject, asdict(key.layout)])

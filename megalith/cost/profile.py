@@ -1,6 +1,6 @@
 """What one part of a model costs a rank for one microbatch: a value, with no torch, kept on disk between runs."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 Phase = Literal["F", "I", "W"]
@@ -123,6 +123,37 @@ class Profile:
             "exchanges": tuple(Exchange(**item) for item in value["exchanges"]),
         }
         return cls(**{**value, **lists})
+
+    def further(self, other: "Profile", times: int) -> "Profile | None":
+        """The profile as far beyond this one as `other` is, so many times: sequences of a microbatch are computed alike, so figures of
+        larger ones lie on a line. None where the two do not do the same operations."""
+        try:
+            return _further(self, other, times)
+        except _UnlikeError:
+            return None
+
+
+class _UnlikeError(Exception):
+    """Two profiles are of different operations."""
+
+
+def _further(one: Any, other: Any, times: int) -> Any:
+    match one:
+        case bool() | str() | None:
+            if one != other:
+                raise _UnlikeError
+            return one
+        case int() | float():
+            return one + (other - one) * times
+        case dict():
+            return {key: _further(value, other[key], times) for key, value in one.items()}
+        case tuple():
+            if len(one) != len(other):
+                raise _UnlikeError
+            return tuple(_further(a, b, times) for a, b in zip(one, other, strict=True))
+        case _:
+            both = ((field.name, getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
+            return replace(one, **{name: _further(a, b, times) for name, a, b in both})
 
 
 @dataclass(frozen=True)

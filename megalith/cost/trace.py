@@ -7,7 +7,7 @@ derived from its name.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from math import gcd
@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith.cost.cores import (
@@ -78,6 +79,12 @@ FUSED = frozenset({"silu", "gelu", "silu_backward", "gelu_backward"})
 """Parts of one kernel with the product that follows or precedes them, where activation and gate are fused: nothing passes between."""
 
 
+WHOLE = frozenset({"add", "sub", "mul", "neg", "cumsum", "floor_divide"})
+"""Operations on each element, which give whole numbers for whole numbers;"""
+
+PLAIN = frozenset({"div", "sigmoid", "sigmoid_backward", *WHOLE, *FUSED})
+"""and those that give 16 or 32 bits for as many."""
+
 TWELVE_BITS = 1.5
 """Bytes of a number in E5M6."""
 
@@ -88,6 +95,10 @@ Region = Literal["attention", "router", "experts"]
 
 class Recorder(TorchDispatchMode):
     """Writes down what reaches the dispatcher, and keeps count of the bytes alive."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and its guard costs every operation something
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -122,8 +133,9 @@ class Recorder(TorchDispatchMode):
             self._seen.add(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        out = _at_once(name, args) if name in PLAIN and not kwargs else None
+        out = func(*args, **(kwargs or {})) if out is None else out
         inputs = [a for a in _flat(args) if isinstance(a, Tensor)]
         outputs = [a for a in _flat(out) if isinstance(a, Tensor)]
         if name in self.fused:
@@ -238,6 +250,19 @@ class Recorder(TorchDispatchMode):
 
     def exchange(self, axis: Any, kind: Exchanged, size: float, phase: Phase | None = None) -> None:
         self.exchanges[Exchange(phase or self.phase, axis, kind, size)] += 1
+
+
+def _at_once(name: str, args: Sequence[Any]) -> Tensor | None:
+    """What a plain operation gives, where all is of one type and in order: to find that by torch's own rules takes half of a trace."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    first = tensors[0]
+    if not first.dtype.is_floating_point and not (first.dtype == torch.int64 and name in WHOLE):
+        return None
+    kinds = (Tensor, int, float) if first.dtype.is_floating_point else (Tensor, int)
+    if any(not isinstance(a, kinds) for a in args) or any(t.dtype != first.dtype or not t.is_contiguous() for t in tensors):
+        return None
+    shape = first.shape if all(t.shape == first.shape for t in tensors) else torch.broadcast_shapes(*(t.shape for t in tensors))
+    return torch.empty(shape, dtype=first.dtype, device="meta")
 
 
 def _flat(value: Any) -> list[Any]:
@@ -475,7 +500,7 @@ def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
     block = model.blocks[number]
     one = model.model_copy(update={"blocks": (local(block, layout),)})
     with torch.device("meta"), _default(layout.width), as_on_a_device(layout):
-        stage = Stage(one, 1, 2)
+        stage = _unfilled(one, 1, 2)
         recorder = Recorder(layout.width)
         module = stage.blocks["0"]
         if isinstance(here := one.blocks[0].mlp, MoeSpec):
@@ -637,7 +662,7 @@ def trace_head(model: ModelSpec, layout: Layout) -> Profile:
     one = model.model_copy(update={"head": head})
     with torch.device("meta"), _default(layout.width), as_on_a_device(layout):
         parts = len(model.part_names)
-        stage = Stage(one, parts - 1, parts)
+        stage = _unfilled(one, parts - 1, parts)
         recorder = Recorder(layout.width)
         _fuse_norms(stage.head)
         output = stage.head.output
@@ -654,7 +679,7 @@ def trace_embedding(model: ModelSpec, layout: Layout) -> Profile:
     embedding = model.embedding.model_copy(update={"vocab": -(-model.embedding.vocab // layout.tensor)})
     one = model.model_copy(update={"embedding": embedding})
     with torch.device("meta"), _default(layout.width), as_on_a_device(layout):
-        stage = Stage(one, 0, 1)
+        stage = _unfilled(one, 0, 1)
         recorder = Recorder(layout.width)
         if layout.tensor > 1:
             size = layout.microbatch * (layout.seq_len // layout.context) * model.dim * layout.width
@@ -662,6 +687,21 @@ def trace_embedding(model: ModelSpec, layout: Layout) -> Profile:
             if layout.sequence:
                 recorder.exchange("tensor", "gather", size, "I")
         return _run(stage, stage.embedding, recorder, layout, model, inputs=None, block=None)
+
+
+class _Unfilled(TorchFunctionMode):
+    """Weights are not given their first values: only their shapes count."""
+
+    FILLS = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func in self.FILLS else func(*args, **(kwargs or {}))
+
+
+def _unfilled(model: ModelSpec, first: int, last: int) -> Stage:
+    """Parts `first` up to `last` of the model."""
+    with _Unfilled():
+        return Stage(model, first, last)
 
 
 def _default(width: int) -> AbstractContextManager[None]:

@@ -4,10 +4,11 @@ have none, where it could be among the best. No torch unless a part must be trac
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heapreplace
 from typing import Any, NamedTuple
 
 from megalith.cost.constants import Calibration, calibration
-from megalith.cost.estimate import Estimate, PartTimes, estimate, part_times, step_time
+from megalith.cost.estimate import Estimate, PartTimes, busy_seconds, estimate, part_times, step_time
 from megalith.cost.memory import Memory, fits, memory
 from megalith.cost.parts import Parts, parts, prepare
 from megalith.cost.prefill import prefill, prefill_memory
@@ -111,17 +112,23 @@ def search(
     offloaded: list[Waiting] = []
     least: tuple[Memory, Workload] | None = None
     too_large = 0
+    smallest: dict[tuple[Any, ...], int] = {}  # the least microbatch that does not fit: no larger one does, all else being equal
     for workload in workloads:
+        size, others = workload.plan.microbatch, _but_microbatch(workload.plan)
+        if smallest.get(others, size) < size:
+            too_large += 1
+            continue
         held = scorer.memory(workload)
         if scorer.fits(workload, held):
             if workload.plan.schedule in CLOSED:
                 fitting.append(_choice(workload, held, scorer))
             else:
-                waiting.append(Waiting(scorer.bound(workload), workload, held))
+                waiting.append(Waiting(scorer.busy(workload), workload, held))
         elif lighter := _lighter(workload, held, scorer, space.offload):
-            offloaded.append(Waiting(scorer.bound(lighter[0]), *lighter))
+            offloaded.append(Waiting(scorer.busy(lighter[0]), *lighter))
         else:
             too_large += 1
+            smallest[others] = size
             least = (held, workload) if least is None or held.total < least[0].total else least
     here = _simulated(waiting, fitting, scorer, most=2 * top)
     ranked = _simulated(offloaded, here, scorer, most=2 * top)
@@ -132,12 +139,20 @@ def search(
     return Found(best, thrifty, len(workloads), too_large, closest, refused, len(offloaded), runnable)
 
 
+def _but_microbatch(plan: Plan) -> tuple[Any, ...]:
+    """All that candidates for one number of devices differ in, but that."""
+    split = plan.tensor, plan.context, plan.pipeline, plan.expert, plan.expert_tensor
+    return *split, plan.schedule, plan.chunks, plan.zero, plan.replicate, plan.recompute, plan.recompute_parts
+
+
 class Waiting(NamedTuple):
-    """A plan that is looked at only where it could be among the best: its step takes `bound` seconds at least."""
+    """A plan that is looked at only where it could be among the best: its step takes `bound` seconds at least, which is more where that
+    is `close` to what it takes."""
 
     bound: float
     workload: Workload
     held: Memory
+    close: bool = False
 
 
 def _choice(workload: Workload, held: Memory, scorer: "Scorer") -> Choice:
@@ -167,10 +182,18 @@ def _simulated(waiting: list[Waiting], known: Sequence[Choice], scorer: "Scorer"
     """The known choices and those that wait, in order of time; without those that, even if they never idled, would not be among the
     first `most`: they are not simulated."""
     ranked = sorted(known, key=_step)
-    for one in sorted(waiting, key=lambda one: one.bound):
-        if len(ranked) >= most and one.bound >= _step(ranked[most - 1]):
+    queue = [(one.bound, number, one) for number, one in enumerate(waiting)]
+    heapify(queue)
+    while queue:
+        bound, number, one = queue[0]
+        if len(ranked) >= most and bound >= _step(ranked[most - 1]):
             break
-        insort(ranked, _choice(one.workload, one.held, scorer), key=_step)
+        if one.close:
+            heappop(queue)
+            insort(ranked, _choice(one.workload, one.held, scorer), key=_step)
+        else:
+            bound = max(bound, scorer.bound(one.workload))
+            heapreplace(queue, (bound, number, one._replace(bound=bound, close=True)))
     return ranked
 
 
@@ -240,6 +263,11 @@ class Scorer:
         if self.forward_only:
             return prefill(workload, self.figures, traced, self._part_times(workload, traced))
         return estimate(workload, self.figures, traced, held or self.memory(workload), self._part_times(workload, traced))
+
+    def busy(self, workload: Workload) -> float:
+        """As `cost.estimate.busy_seconds`: soon known."""
+        traced = self.parts(workload)
+        return busy_seconds(workload, traced, self._part_times(workload, traced))
 
     def bound(self, workload: Workload) -> float:
         """Seconds that a step of a training takes at least: those of a schedule with a closed form, if its ranks never idled."""

@@ -2,15 +2,18 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megalith.cost import parts as known
-from megalith.cost.parts import CACHE, _seen, parts, prepare
+from megalith.cost.kept import CACHE
+from megalith.cost.parts import Parts, _seen, parts, prepare
 from megalith.cost.profile import Layout, Profile
 from megalith.cost.trace import trace_block, trace_embedding, trace_head
-from megalith.spec.model import BlockSpec, MambaSpec
+from megalith.spec.model import BlockSpec, LatentAttentionSpec, MambaSpec
 from megalith.spec.plan import Plan
 from tests.cost.models import dense, mixture, workload
 
@@ -18,6 +21,10 @@ from tests.cost.models import dense, mixture, workload
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "_known", {})
+
+
+def _figures(found: Parts) -> tuple[object, ...]:
+    return found.embedding, found.head, found.blocks, found.ahead
 
 
 def _files(folder: Path) -> set[str]:
@@ -37,19 +44,19 @@ def test_what_was_traced_for_one_folder_is_kept_in_the_next_as_well(tmp_path: Pa
 def test_a_file_that_was_cut_off_is_traced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE, str(tmp_path))
     load = workload(dense(), Plan())
-    whole = parts(load)
+    whole = _figures(parts(load))
     for path in tmp_path.rglob("*.json"):
         path.write_text(path.read_text()[:100])
     monkeypatch.setattr(known, "_known", {})
-    assert parts(load) == whole
+    assert _figures(parts(load)) == whole
     monkeypatch.setattr(known, "_known", {})
     monkeypatch.setattr(known, "_trace", None)  # what is on disk now is whole
-    assert parts(load) == whole
+    assert _figures(parts(load)) == whole
 
 
 PLANS = [
     Plan(microbatch=micro, tensor=tensor, recompute=recompute)
-    for micro in (1, 2, 4, 8) for tensor in (1, 2) for recompute in ("none", "full", "every:2")
+    for micro in (1, 2, 3, 4, 8) for tensor in (1, 2) for recompute in ("none", "full", "every:2")
 ]  # fmt: skip
 """Of more than MANY parts: several processes trace them."""
 
@@ -64,12 +71,14 @@ def test_many_parts_traced_by_several_processes_are_those_of_one(tmp_path: Path,
             patch.setattr(known, "_cores", lambda cores=cores: cores)
             prepare(loads, lambda done, total: ticks.append((done, total)))
             patch.setattr(known, "_trace", None)  # nothing is left to be traced
-            found.append([parts(load) for load in loads])
+            traced = len(_files(tmp_path / folder))
+            found.append([_figures(parts(load)) for load in loads])
+            assert traced > known.MANY
+            assert len(_files(tmp_path / folder)) == traced * 5 // 4  # microbatches of eight were not
+            assert ticks == [(done, traced) for done in range(traced + 1)]
+            ticks.clear()
     assert found[0] == found[1]
     assert _files(tmp_path / "several") == _files(tmp_path / "one")
-    total = len(_files(tmp_path / "one"))
-    assert total > known.MANY
-    assert ticks == 2 * [(done, total) for done in range(total + 1)]
 
 
 def test_what_is_known_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +140,49 @@ def test_what_a_block_does_not_see_of_a_layout_changes_none_of_its_figures(block
     model = dense().model_copy(update={"blocks": (block,)})
     assert _seen(block, ASKED) != ASKED
     assert trace_block(model, 0, _seen(block, ASKED)) == trace_block(model, 0, ASKED)
+
+
+LATENT = LatentAttentionSpec(heads=4, q_rank=64, kv_rank=32, nope_dim=64, rope_dim=32, v_dim=64)
+BLOCKS |= {"latent": mixture().blocks[0].model_copy(update={"attention": LATENT})}
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
+@pytest.mark.parametrize(
+    "layout",
+    [
+        replace(ASKED, recompute="none"),
+        Layout(microbatch=2, seq_len=256),
+        Layout(microbatch=2, seq_len=256, recompute="mlp", kept=1, sparing=True),
+        Layout(microbatch=2, seq_len=256, tensor=2, sequence=False, fused=False, recompute="full"),
+    ],
+)
+def test_a_large_microbatch_s_figures_lie_on_the_line_through_two_smaller_ones(block: BlockSpec, layout: Layout) -> None:
+    model = dense().model_copy(update={"blocks": (block,)})
+    two, four, eight, twelve = (trace_block(model, 0, replace(layout, microbatch=size)) for size in (2, 4, 8, 12))
+    assert two.further(four, 3) == eight
+    assert two.further(four, 5) == twelve
+    assert two != four != eight
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_plain_operations_give_what_torch_says_they_do(block: BlockSpec, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, layout = dense().model_copy(update={"blocks": (block,)}), replace(ASKED, recompute=recompute)
+    quick = trace_block(model, 0, layout), trace_head(model, layout)
+    monkeypatch.setattr("megalith.cost.trace.PLAIN", frozenset())
+    assert quick == (trace_block(model, 0, layout), trace_head(model, layout))
+
+
+@pytest.mark.parametrize("trace", [trace_embedding, trace_head])
+@pytest.mark.parametrize("loss", ["copied", "whole", "fused", "chunked"])
+def test_so_do_those_of_the_ends(trace: Callable[..., Profile], loss: Any) -> None:
+    two, four, eight = (trace(dense(), Layout(microbatch=size, seq_len=256, tensor=2, loss=loss)) for size in (2, 4, 8))
+    assert two.further(four, 3) == eight
+
+
+def test_profiles_of_other_operations_have_nothing_beyond() -> None:
+    one, other = (trace_block(dense(), 0, Layout(microbatch=2, seq_len=256, tensor=tensor)) for tensor in (1, 2))
+    assert one.further(other, 3) is None
 
 
 @pytest.mark.parametrize("trace", [trace_embedding, trace_head])

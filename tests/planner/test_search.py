@@ -71,8 +71,35 @@ def test_a_wider_space_is_never_worse():
 def test_what_need_not_be_simulated_would_not_have_been_among_the_best(monkeypatch):
     ask = partial(search, mixture(8), clusters.load("h100:8"), seq_len=256, global_batch=32, top=3)
     some = ask()
-    monkeypatch.setattr(Scorer, "bound", lambda self, workload: 0.0)
+    for cheap in ("busy", "bound"):
+        monkeypatch.setattr(Scorer, cheap, lambda self, workload: 0.0)
     assert ask().choices == some.choices
+
+
+@pytest.mark.parametrize("model", [dense(8), mixture(8, 2)], ids=["dense", "mixture"])
+def test_bounds_are_bounds(model):
+    scorer, cluster = Scorer(calibration()), clusters.load("h100:8")
+    plans = list(candidates(model, cluster, seq_len=256, global_batch=32))
+    assert len({plan.schedule for plan in plans}) > 3
+    for plan in plans:
+        work = Workload(model, plan, cluster, 256, 32, practice=assumed(plan))
+        assert scorer.busy(work) <= scorer.estimate(work).time.step
+
+
+@pytest.mark.parametrize("model", [dense(8), mixture(8, 2)], ids=["dense", "mixture"])
+def test_what_is_too_large_for_a_microbatch_is_for_a_larger_one(model):
+    """Plans are dropped for it without being looked at."""
+    whole, space, scorer = clusters.load("h100:8"), Space(offload=()), Scorer(calibration())
+    plans = list(candidates(model, whole, seq_len=2048, global_batch=32, space=space))
+    works = [Workload(model, plan, whole, 2048, 32, practice=assumed(plan)) for plan in plans]
+    totals = [scorer.memory(work).total for work in works]
+    for share in (0.1, 0.3, 0.5, 0.8):
+        limit = sorted(totals)[int(share * len(totals))] * 1.1
+        small = whole.model_copy(update={"accelerator": whole.accelerator.model_copy(update={"memory": limit})})
+        found = search(model, small, seq_len=2048, global_batch=32, space=space)
+        fits = [scorer.fits(replace(work, cluster=small), scorer.memory(work)) for work in works]
+        assert 0 < sum(fits) < len(fits)
+        assert (found.looked_at, found.too_large) == (len(plans), fits.count(False))
 
 
 def test_schedules_that_hide_the_exchange_of_experts_are_predicted_so():

@@ -1,0 +1,89 @@
+"""What was worked out once, kept on disk between runs for as long as the code that did it stays the same. No torch."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
+
+CACHE = "MEGALITH_CACHE"
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def folder() -> Path | None:
+    """Where: $MEGALITH_CACHE, or ~/.cache/megalith; None where that is empty: nowhere."""
+    named = os.environ.get(CACHE)
+    if named == "":
+        return None
+    return Path(named) if named else Path.home() / ".cache" / "megalith"
+
+
+def file(kind: str, subject: Any) -> Path | None:
+    """The file of one kind for what `subject`, as JSON, says; None: nothing is kept."""
+    where = folder()
+    if where is None:
+        return None
+    known = json.dumps(subject, sort_keys=True)
+    return where / kind / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
+
+
+def read(path: Path | None) -> Any:
+    """What the file holds; None where there is none, or it was cut off while it was written."""
+    if path is None or not path.exists():
+        return None
+    with suppress(ValueError):
+        return json.loads(path.read_text())
+    return None
+
+
+def write(path: Path | None, value: Any) -> None:
+    """Whole or not at all. A folder that cannot be written spares the next run nothing, and this one can go on."""
+    if path is None:
+        return
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        half = path.with_suffix(f".{os.getpid()}")
+        half.write_text(json.dumps(value))
+        half.replace(path)
+
+
+@cache
+def code(*patterns: str) -> str:
+    """A digest of the modules of this package whose paths match."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in (path for pattern in patterns for path in sorted(root.glob(pattern))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def kept(*patterns: str, when: Callable[..., bool]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Keep what a function gives for plain values, numbers or tuples of them: in memory, and on disk `when` that is true of the values,
+    until a module changes that matches one of the patterns."""
+
+    def keeping(function: Callable[P, T]) -> Callable[P, T]:
+        @cache
+        @wraps(function)
+        def found(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not when(*args, **kwargs):
+                return function(*args, **kwargs)
+            path = file(function.__name__.strip("_"), [code(*patterns), args, kwargs])
+            known = read(path)
+            if known is None:
+                known = function(*args, **kwargs)
+                write(path, known)
+            return cast(T, _as_tuples(known))
+
+        return cast(Callable[P, T], found)
+
+    return keeping
+
+
+def _as_tuples(value: Any) -> Any:
+    """JSON has lists only."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
