@@ -239,10 +239,9 @@ def fired(path: Path) -> dict[int, tuple[float, str]]:
     """When each fault came (seconds since the epoch), and to which node; those that have not come are left out."""
     found: dict[int, tuple[float, str]] = {}
     for mark in _marks(path).glob("*-*"):
-        at, node, *_ = (*mark.read_text().split(" "), "")
-        if node:
-            number = int(mark.name.partition("-")[0])
-            found[number] = min((float(at), node), found.get(number, (float(at), node)))
+        at, node, _ = mark.read_text().split(" ")
+        number = int(mark.name.partition("-")[0])
+        found[number] = min((float(at), node), found.get(number, (float(at), node)))
     return found
 
 
@@ -285,19 +284,18 @@ class Faults:
         if any(self._is_older(mark) for mark in _marks(self._path).glob(f"{one.number}-*")):
             return False
         mark = _marks(self._path) / f"{one.number}-{self.seat.rank}"
+        written = self._path.with_suffix(f".{self.seat.rank}")
+        written.write_text(f"{time.time():.6f} {self.seat.node} {self._generation}")
         try:
-            file = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            os.link(written, mark)  # whole or not at all: a rank may be ended here, for the fault before this one
         except FileExistsError:
             return False
-        os.write(file, f"{time.time():.6f} {self.seat.node} {self._generation}".encode())
-        os.close(file)
         if one.lasts > 1:
             self._befallen[one.number] = step or 0
         return True
 
     def _is_older(self, mark: Path) -> bool:
-        written, _, generation = mark.read_text().rpartition(" ")
-        return bool(written) and generation != self._generation  # empty: being written, so now
+        return mark.read_text().rpartition(" ")[2] != self._generation
 
 
 @cache

@@ -83,7 +83,7 @@ def _runs(folder: Path, *, blamed: int = 1, loss: float | None = None) -> tuple[
     file = folder / "faults.json"
     faults.save(file, [KILL, STOP])
     for number, rank, at in ((0, 1, 204.2), (1, 2, 208.5)):
-        (folder / "faults.came" / f"{number}-{rank}").write_text(f"{at} 0")
+        (folder / "faults.came" / f"{number}-{rank}").write_text(f"{at} 0 ")
     return Ran(whole, 10.0, 0, ()), Ran(hurt, 20.0, 0, ()), file
 
 

@@ -82,6 +82,25 @@ def test_a_fault_comes_once_and_marks_when_and_where(tmp_path: Path):
     assert {number: node for number, (_, node) in faults.fired(file).items()} == {0: "b", 1: "b"}
 
 
+def test_a_rank_that_is_ended_as_its_fault_comes_has_it_in_its_next_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """For the fault of another: a mark without its time would have said that it came, and never when."""
+    file = tmp_path / "faults.json"
+    faults.save(file, [Injection(0, "kill", 5, "step", (0,))])
+    first, next_life = (Faults(file, Seat(0, 1, ("0",), None), generation) for generation in ("one", "two"))
+
+    def ended(*_: object) -> None:
+        raise SystemExit
+
+    for last in ("os.link", "pathlib.Path.write_text"):
+        with monkeypatch.context() as patch:
+            patch.setattr(last, ended)
+            with pytest.raises(SystemExit):
+                list(first.due("step", 5))
+        assert faults.fired(file) == {}
+    assert list(next_life.due("step", 5))
+    assert set(faults.fired(file)) == {0}
+
+
 def test_a_fault_of_several_ranks_comes_to_one_generation_of_them(tmp_path: Path):
     file = tmp_path / "faults.json"
     faults.save(file, [Injection(0, "node", 5, "step", (0, 1))])
