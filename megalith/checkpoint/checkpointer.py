@@ -41,6 +41,8 @@ class Failed:
     error: str
     seconds: float
     wait_seconds: float
+    parted: bool = False
+    """As `storage.Written.parted`."""
 
 
 Outcome = Saved | Failed
@@ -115,7 +117,7 @@ class Checkpointer:
             mine = self._claim(state)
             work = self._prepare(job, mine, meta, copy=asynchronous)
         except Exception as error:  # a save must not end the run, whatever went wrong in it
-            job.written = Written(error=describe_error(error))
+            job.written = self._failed(error)
             job.ended = time.monotonic()
         else:
             check()
@@ -188,10 +190,14 @@ class Checkpointer:
             try:
                 job.written = self._write(mine, writer)
             except (Exception, CheckpointException) as failure:  # the latter is no Exception
-                job.written = Written(error=describe_error(failure))
+                job.written = self._failed(failure)
             job.ended = time.monotonic()
 
         return work
+
+    def _failed(self, error: BaseException) -> Written:
+        """What a transport raises is a RuntimeError; what ranks met with themselves they have told each other."""
+        return Written(error=describe_error(error), parted=self._party.group is not None and isinstance(error, RuntimeError))
 
     def _write(self, mine: dict[str, Share], writer: FolderWriter) -> Written:
         if self._party.group is None:
@@ -218,7 +224,8 @@ class Checkpointer:
                 self._warn(warning)
         seconds = job.ended - job.began
         if written.error or written.path is None:
-            self._outcomes.append(Failed(job.step, written.error or "nothing was written", seconds, job.wait_seconds))
+            error = written.error or "nothing was written"
+            self._outcomes.append(Failed(job.step, error, seconds, job.wait_seconds, written.parted))
         else:
             self._outcomes.append(Saved(job.step, written.path, written.bytes, seconds, job.wait_seconds))
 

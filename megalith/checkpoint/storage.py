@@ -72,6 +72,8 @@ class Written:
     path: Path | None = None
     bytes: int = 0
     error: str | None = None
+    parted: bool = False
+    """The ranks could not agree, as one of them is gone: nothing is known against the folder."""
     warnings: tuple[str, ...] = ()
 
 

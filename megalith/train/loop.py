@@ -209,8 +209,10 @@ class Loop:
                 )
 
     def _report_change(self, outcome: Saved | Failed) -> None:
-        """Tell the fleet when saving begins to fail, and when it works again."""
+        """Tell the fleet when saving begins to fail, and when it works again. What a save met with as a rank died is that rank's fault."""
         failed = isinstance(outcome, Failed)
+        if failed and outcome.parted:
+            return
         if failed != self._save_failed:
             told = {"time": time.time(), "step": outcome.step, "tier": Tier.STORE}
             report(SaveFailed(**told, error=outcome.error) if failed else SaveWorks(**told))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalith.checkpoint import checkpointer as checkpointer_module
 from megalith.checkpoint import folder as files
 from megalith.checkpoint import tensors
 from megalith.checkpoint.checkpointer import Checkpointer, Failed, Saved
@@ -232,8 +233,30 @@ def _one_fails(rank, folder, how):
 def test_one_rank_in_trouble_fails_the_save_on_all_and_the_next_one_succeeds(tmp_path, how, text):
     for failed, saved in run_ranks(_one_fails, 2, tmp_path, how):
         assert text in failed.error
+        assert not failed.parted
         assert isinstance(saved, Saved)
     assert names(tmp_path) == ["step-00000002"]
+
+
+def _left_alone(rank, folder, when):
+    checkpointer = Checkpointer(folder)
+
+    def closed(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    if when == "writing":
+        checkpointer_module.planned_save = closed
+    else:
+        object.__setattr__(checkpointer._party, "any", closed)
+    checkpointer.save(1, {"x": torch.arange(100)}, {})
+    return checkpointer.wait()
+
+
+@pytest.mark.parametrize("when", ["planning", "writing"])
+def test_a_save_in_which_a_rank_goes_missing_says_nothing_against_the_folder(tmp_path, when):
+    for (failed,) in run_ranks(_left_alone, 2, tmp_path, when):
+        assert failed.parted
+        assert "Connection closed" in failed.error
 
 
 def _killed(rank, folder):
