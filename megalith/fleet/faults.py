@@ -285,6 +285,7 @@ class Faults:
             return False
         mark = _marks(self._path) / f"{one.number}-{self.seat.rank}"
         written = self._path.with_suffix(f".{self.seat.rank}")
+        written.unlink(missing_ok=True)  # it is the last mark by another name
         written.write_text(f"{time.time():.6f} {self.seat.node} {self._generation}")
         try:
             os.link(written, mark)  # whole or not at all: a rank may be ended here, for the fault before this one

@@ -101,6 +101,18 @@ def test_a_rank_that_is_ended_as_its_fault_comes_has_it_in_its_next_life(tmp_pat
     assert set(faults.fired(file)) == {0}
 
 
+def test_a_mark_stays_what_it_was_when_the_next_is_made(tmp_path: Path):
+    file = tmp_path / "faults.json"
+    faults.save(file, [Injection(number, "nan", number, "gradients", (0,)) for number in range(2)])
+    mine = Faults(file, Seat(0, 1, ("a",), None))
+    assert list(mine.due("gradients", 0))
+    before = faults.fired(file)
+    assert list(mine.due("gradients", 1))
+    after = faults.fired(file)
+    assert before == {0: after[0]}
+    assert after[1] > after[0]
+
+
 def test_a_fault_of_several_ranks_comes_to_one_generation_of_them(tmp_path: Path):
     file = tmp_path / "faults.json"
     faults.save(file, [Injection(0, "node", 5, "step", (0, 1))])
