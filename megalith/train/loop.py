@@ -209,9 +209,9 @@ class Loop:
                 )
 
     def _report_change(self, outcome: Saved | Failed) -> None:
-        """Tell the fleet when saving begins to fail, and when it works again. What a save met with as a rank died is that rank's fault."""
+        """Tell the fleet when saving begins to fail, and when it works again."""
         failed = isinstance(outcome, Failed)
-        if failed and outcome.parted:
+        if failed and outcome.parted:  # the fault of the rank that is gone, which is told of by its end
             return
         if failed != self._save_failed:
             told = {"time": time.time(), "step": outcome.step, "tier": Tier.STORE}

@@ -20,6 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def gpu() -> torch.device:
     """The GPU, computing fp32 in fp32."""
     if not torch.cuda.is_available():
+        # the set is collected everywhere, so that what it imports is checked, and runs where there is a device
         pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False")
     assert torch.get_float32_matmul_precision() == "highest", "TF32 is on: comparisons with the CPU would mean nothing"
     torch.cuda.set_device(0)
