@@ -47,12 +47,14 @@ def saved(tmp_path_factory) -> list[Path]:
     return folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LOADED, ids=str)
 def test_a_layout_loads_what_every_layout_saved_bit_for_bit(saved, layout):
     for rank in run_ranks(_load_each, prod(layout.values()), saved, layout):
         assert rank == [(7, {"samples": 42}, [])] * len(saved)
 
 
+@pytest.mark.slow
 def test_one_process_reads_whole_tensors_of_what_every_layout_saved(saved):
     for folder in saved:
         assert differing(read_full(folder), values()) == []
@@ -61,6 +63,7 @@ def test_one_process_reads_whole_tensors_of_what_every_layout_saved(saved):
         read_full(saved[3], ["step", "weights.nothing"])
 
 
+@pytest.mark.slow
 def test_replicas_are_written_once_and_by_all_ranks(saved):
     """Two copies hold everything twice: each writes about half, and together as much as one process would."""
     alone, copies = (files.read_manifest(files.find(folder)) for folder in saved[:2])

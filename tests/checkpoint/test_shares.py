@@ -86,6 +86,7 @@ def _boxes(rank, layout):
     return found
 
 
+@pytest.mark.slow
 def test_a_share_is_the_box_it_says_it_is():
     """Also where FSDP2 cuts unevenly what tensor parallelism has cut already: DTensor's arithmetic has 7 rows on 2 x 3 wrong."""
     ranks = run_ranks(_boxes, 6, {"shards": 3, "tensor": 2})

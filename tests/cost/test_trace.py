@@ -220,6 +220,7 @@ def test_mamba_is_split_by_its_groups():
     assert {(e.kind, e.axis) for e in half.exchanges} == {("gather", "tensor"), ("scatter", "tensor")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_trace_is_the_same_each_time(recompute: str):
     """What is known of a tensor that is gone is not taken for one that came to lie where it lay."""

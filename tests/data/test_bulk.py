@@ -30,6 +30,7 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), ENDING])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splitter", [pre_tokenizers.ByteLevel(add_prefix_space=False), _split(LLAMA3)], ids=["gpt2", "llama3"])
 def test_tiktoken_gives_the_ids_of_tokenizers_on_the_bundled_novels(splitter):
     tokenizer = _trained(splitter)
@@ -86,6 +87,7 @@ def test_text_that_a_pattern_leaves_out_is_not_lost_even_far_from_the_compared_p
     assert found == texts
 
 
+@pytest.mark.slow
 def test_a_million_blanks_do_not_stop_the_encoder(tokenizer):
     texts = ["a b", "x" + " " * 1_000_000 + "y", "c"]
     assert [tokenizer.decode(ids) for ids in tokenizer.encode_documents(texts, engine="tiktoken")] == texts

@@ -15,6 +15,7 @@ def _counts_after_each(mixture: Mixture, domains: int, samples: int) -> np.ndarr
     return np.cumsum(order[:, None] == np.arange(domains), axis=0)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(WEIGHTS)
 def test_after_any_number_of_samples_every_domain_is_within_one_of_its_share(weights):

@@ -77,6 +77,7 @@ CASES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CASES)
 def test_the_end_is_that_of_a_run_without_faults(kind: str, whole: list[Any], tmp_path: Path) -> None:
     cause, named = CASES[kind]
@@ -91,6 +92,7 @@ def test_the_end_is_that_of_a_run_without_faults(kind: str, whole: list[Any], tm
     assert recovery["restored"] == ("step 8 in store" if kind == "preemption" else "step 6 in store")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kill", "exception"])
 def test_a_fault_during_recovery_is_recovered_from_as_well(kind: str, whole: list[Any], tmp_path: Path) -> None:
     """The second rank dies while the ranks start again after the first."""
@@ -108,6 +110,7 @@ def test_a_fault_during_recovery_is_recovered_from_as_well(kind: str, whole: lis
     assert over == [1, 2], "both are over once the ranks go on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", ["kill", "segfault", "stop", "exception"])
 def test_faults_that_overlap_are_recovered_from_together(second: str, whole: list[Any], tmp_path: Path) -> None:
     """Two ranks of two nodes in one step: whichever is seen first, both came, and nothing else was blamed."""
@@ -121,6 +124,7 @@ def test_faults_that_overlap_are_recovered_from_together(second: str, whole: lis
     assert {one["rank"] for one in found} <= {0, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and the fork server are Linux's")
 def test_the_same_command_goes_on_when_the_supervisor_itself_was_killed(whole: list[Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -247,6 +247,7 @@ ANY_SIGN = st.builds(lambda kind, node, step: MAKE[kind](node, step), st.sampled
 ENDS = (Restart, Wait, Shrink, Grow, Stop, RerunStep)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ANY_SIGN, max_size=25), st.booleans())
 def test_whatever_happens_the_orders_make_sense(seen: list[signs.AnySign], shrinks: bool) -> None:

@@ -44,6 +44,7 @@ def _llama(restart: float = 600.0, **rest: Any) -> Scenario:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mtbf", [3 * HOUR, HOUR, 1400.0])
 @pytest.mark.parametrize("interval", [300.0, 1800.0])
 def test_agrees_with_the_closed_form(mtbf: float, interval: float) -> None:
@@ -72,6 +73,7 @@ def test_daly_refines_young() -> None:
     assert max(shares) == shares[1]
 
 
+@pytest.mark.slow
 def test_reproduces_more_than_90_percent_effective_time() -> None:
     """Published: more than 90 %. It follows from the published rates and sizes for any restart of up to about twelve minutes."""
     result = simulate(_llama(restart=600.0), seeds=4)
@@ -97,6 +99,7 @@ SHOWS: list[Shows] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.sampled_from(SHOWS), min_size=1, unique=True),

@@ -75,6 +75,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_place(job, number):
     assert ("in kill_yourself" in outcome.first_cause.traceback) == (number == signal.SIGSEGV)
 
 
+@pytest.mark.slow
 @both_ways
 def test_a_rank_that_hangs_at_start_up_is_named_with_its_stack(job, monkeypatch, method):
     monkeypatch.setenv("MEGALITH_START", method)
@@ -151,6 +152,7 @@ def test_a_stopped_fork_server_cannot_keep_ranks_alive(job, tmp_path):
     assert not any(is_alive(process) for process in processes(tmp_path).values())
 
 
+@pytest.mark.slow
 @both_ways
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_request_to_stop_reaches_every_rank_once(supervise, tmp_path, method, number):
@@ -228,6 +230,7 @@ def test_the_supervisor_does_not_import_torch():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
+@pytest.mark.slow
 @linux
 def test_four_ranks_meet_over_the_file_store_and_an_error_wins_over_those_that_gloo_raises(job, tmp_path):
     outcome = run(job("all_reduce", ranks=4, fail=2, preload=("torch", "torch.distributed"), start_timeout=60.0))

@@ -100,6 +100,7 @@ def test_top_k_keeps_the_likeliest_in_their_proportions():
     assert choose([0.1, 0.4, 0.2, 0.3], top_k=99) == pytest.approx([0.1, 0.4, 0.2, 0.3], abs=0.04)
 
 
+@pytest.mark.slow
 def test_top_p_keeps_the_fewest_that_hold_it():
     chances = [0.1, 0.4, 0.2, 0.3]
     assert choose(chances, top_p=0.65) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=0.04)

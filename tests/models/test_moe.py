@@ -286,6 +286,7 @@ def test_dealt_choices_are_even_and_their_counts_known(experts: int) -> None:
     assert record.margins.isposinf().all(), "no score is asked"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_without_data_tokens_are_dealt_and_nothing_is_asked(name: str) -> None:
     """On fake tensors any question about a value raises: none may be asked, forward or backward."""

@@ -37,6 +37,7 @@ def _whole(rank: int, plan: dict[str, Any], tied: bool) -> dict[str, Tensor]:
     return {name: w.kept.full_tensor().detach() for name, w in builder.by_name.items() if isinstance(w.kept, DTensor)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "tied"), [*((plan, False) for plan in PLANS), *((PLANS[i], True) for i in (1, 3, 4))], ids=str)
 def test_names_shapes_and_first_values_are_those_of_the_plain_model(plan, tied):
     spec = tiny_run(plan=plan, model={"tied": tied})

@@ -115,6 +115,7 @@ def long_cases(ranks: int) -> tuple[Case, ...]:
     return tuple(Case(shape=(ranks, max(1, ranks // 4), 4, 4), pieces=pieces) for pieces in PIECES.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -289,6 +290,7 @@ def memory(rank: int, ranks: int, method: str, case: Case) -> tuple[int, int]:
     return kept, seen.most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_memory_of_a_rank_falls_as_one_over_ranks(method):
     case = Case(4096, (8, 8, 4, 4))

@@ -76,6 +76,7 @@ def elements(calls: list[Call]) -> int:
     return sum(call.elements for call in calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("m", [1, 4])
 def test_gathers_and_reductions_are_those_of_the_program(sent, zero, m):
@@ -87,6 +88,7 @@ def test_gathers_and_reductions_are_those_of_the_program(sent, zero, m):
     assert not found.calls["all_reduce"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [1, 4])
 def test_zero_0_only_reduces_one_bucket_a_block_once_a_step(sent, m):
     found = sent[f"zero 0, {m} microbatches"]
@@ -96,12 +98,14 @@ def test_zero_0_only_reduces_one_bucket_a_block_once_a_step(sent, m):
     assert not found.calls["gather"] and not found.calls["reduce_scatter"]
 
 
+@pytest.mark.slow
 def test_all_forwards_before_all_backwards_send_no_more(sent):
     found, other = sent["gpipe"], sent["zero 3, 4 microbatches"]
     assert len(found.calls["gather"]) == len(other.calls["gather"]) == GROUPS * 8
     assert len(found.calls["reduce_scatter"]) == GROUPS * 4
 
 
+@pytest.mark.slow
 def test_a_tied_table_is_gathered_and_reduced_once_for_both_its_ends(sent):
     found = sent["tied"]
     assert elements(found.calls["reduce_scatter"]) == found.parameters

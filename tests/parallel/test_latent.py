@@ -35,6 +35,7 @@ def _train(rank: int, spec: RunSpec) -> tuple[Recording, list[set[str]]]:
     return record(trainer), same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_one_table_is_used_in_four_places_and_learns_like_one_process(plan: dict[str, Any], tied: bool) -> None:

@@ -23,6 +23,8 @@ from tests.models.deepseek import deepseek
 from tests.models.plain import stage
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SPEC = deepseek(layers=2, dense_layers=1, dim=128, q_rank=16, shared_experts=1)
 BATCH, SEQ = 2, 16
 PARTS = {

@@ -18,6 +18,7 @@ def test_the_grid_has_every_schedule():
     assert {name for name, *_ in GRID} == set(SCHEDULES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_over_the_grid_every_schedule_has_no_problems_under_any_zero_stage_it_allows(name):
     for _, ranks, microbatches, chunks in (case for case in GRID if case[0] == name):
@@ -48,6 +49,7 @@ def test_all_schedules_but_dualpipe_accumulate_in_order(name):
         assert schedule.accumulates_in_order == (name != "dualpipe")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 def test_more_microbatches_than_enough_change_neither_what_is_in_flight_nor_idling(name: str, ranks: int):

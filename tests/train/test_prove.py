@@ -11,6 +11,8 @@ from megalith.train.draw import Draw, draw
 from megalith.train.parity import Recording, Row, compare
 from megalith.train.prove import FEW, Proof, prove, prove_drawn
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)  # a forked child hangs in OpenMP if its parent ever used more than one thread
 EQUAL, GAP = Row("loss", 0.0, 1e-5, "step 1"), Row("loss", 1.0, 1e-5, "step 1")
 

@@ -15,6 +15,8 @@ from megalith.spec.run import RunSpec
 from tests.runs import assert_same_bits, final_state, prepare_text, train
 from tests.specs import tiny_run
 
+pytestmark = pytest.mark.slow
+
 
 def _spec(data: Path, *copies: Path) -> RunSpec:
     return tiny_run(

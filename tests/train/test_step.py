@@ -34,12 +34,14 @@ def _steps(rank: int, run: dict[str, Any], steps: int, stops: int | None = None)
     return [train_step(trainer, microbatches(trainer, step), step=step, stop=stops == rank) for step in range(steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"data": 2}, {"pipeline": 2}, {"tensor": 2}], ids=str)
 def test_a_rank_that_is_asked_to_stop_stops_all(plan):
     assert [[done.stop for done in steps] for steps in run_ranks(_steps, 2, {"plan": plan}, 1, 1)] == [[True], [True]]
     assert [[done.stop for done in steps] for steps in run_ranks(_steps, 2, {"plan": plan}, 1)] == [[False], [False]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"data": 2, "zero": 3}, {"pipeline": 2}, {"tensor": 2}], ids=str)
 def test_all_ranks_report_the_same_loss_and_norm_to_the_bit(plan):
     first, second = run_ranks(_steps, 2, {"plan": plan}, 2)
@@ -99,6 +101,7 @@ BF16 = {"plan": {"microbatch": 2}, "train": {"precision": "bf16", "steps": 8}, "
 FP32 = BF16 | {"train": {"precision": "fp32", "steps": 8}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{}, {"data": 2, "zero": 1}, {"data": 2, "zero": 3}, {"pipeline": 2}, {"tensor": 2}], ids=str)
 def test_bf16_losses_stay_within_a_hundredth_of_fp32(plan):
     spec = tiny_run(plan=plan)
@@ -123,6 +126,7 @@ def _dtypes(rank: int, plan: dict[str, Any]) -> dict[str, set[torch.dtype]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{}, {"data": 2, "zero": 3}, {"pipeline": 2, "recompute": "full"}, {"tensor": 2}], ids=str)
 def test_bf16_computes_in_bf16_and_keeps_weights_gradients_and_moments_in_fp32(plan):
     for found in run_ranks(_dtypes, tiny_run(plan=plan).plan.ranks, plan):
