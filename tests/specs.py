@@ -21,3 +21,9 @@ def tiny_run(**parts: dict[str, Any]) -> RunSpec:
         tables["model"] = presets()[preset].values
         parts["model"] = {key: value for key, value in parts["model"].items() if key != "preset"}
     return RunSpec.model_validate({name: tables.get(name, {}) | parts.get(name, {}) for name in tables | parts})
+
+
+def brief_run(*, plan: dict[str, Any], train: dict[str, Any] | None = None, **parts: dict[str, Any]) -> RunSpec:
+    """`tiny_run` of two microbatches a data rank, or twice as many as a pipeline has ranks: enough for most that a step does."""
+    batch = 2 * plan.get("data", 1) * plan.get("pipeline", 1) * plan.get("microbatch", 1)
+    return tiny_run(plan=plan, train={"global_batch": batch} | (train or {}), **parts)

@@ -5,18 +5,20 @@ import pytest
 from megalith.cost.foreseen import Line, foresee, of_run
 from megalith.planner.beside import beside
 from megalith.spec.run import RunSpec
-from tests.specs import tiny_run
+from tests.specs import brief_run
 from tests.train.dry import dry
 
+pytestmark = pytest.mark.slow
+
 RUNS = {
-    "hsdp": tiny_run(plan={"data": 4, "replicate": 2, "zero": 3}),
-    "pipeline": tiny_run(plan={"data": 2, "pipeline": 2, "zero": 2}, train={"global_batch": 8}),
-    "context": tiny_run(plan={"data": 2, "context": 2, "zero": 1, "recompute": "full"}),
-    "ulysses": tiny_run(plan={"data": 2, "context": 2, "ulysses": 2, "zero": 1}),
-    "ulysses, more ranks than key heads": tiny_run(plan={"context": 4, "ulysses": 4, "zero": 0, "recompute": "full"}),
-    "ulysses in a ring": tiny_run(plan={"context": 4, "ulysses": 2, "zero": 2}),
-    "tensor": tiny_run(plan={"data": 2, "tensor": 2, "zero": 1}, train={"precision": "bf16"}),
-    "chunks": tiny_run(
+    "hsdp": brief_run(plan={"data": 4, "replicate": 2, "zero": 3}),
+    "pipeline": brief_run(plan={"data": 2, "pipeline": 2, "zero": 2}),
+    "context": brief_run(plan={"data": 2, "context": 2, "zero": 1, "recompute": "full"}),
+    "ulysses": brief_run(plan={"data": 2, "context": 2, "ulysses": 2, "zero": 1}),
+    "ulysses, more ranks than key heads": brief_run(plan={"context": 4, "ulysses": 4, "zero": 0, "recompute": "full"}),
+    "ulysses in a ring": brief_run(plan={"context": 4, "ulysses": 2, "zero": 2}),
+    "tensor": brief_run(plan={"data": 2, "tensor": 2, "zero": 1}, train={"precision": "bf16"}),
+    "chunks": brief_run(
         plan={"data": 2, "pipeline": 2, "chunks": 2, "schedule": "interleaved", "zero": 1}, train={"precision": "bf16"}
     ),
 }

@@ -33,16 +33,17 @@ def _counted(rank: int, plans: list[dict[str, Any]], tied: bool) -> list[int]:
     """Elements this rank counts under each plan."""
     found = []
     for plan in plans:
-        trainer = trainer_of(tiny_run(plan=plan, model={"tied": tied}))
+        trainer = trainer_of(tiny_run(plan=plan, model={"layers": 2, "tied": tied}))
         names = counted(trainer.parameters, trainer.shared, trainer.groups)
         found.append(sum(local(trainer.parameters[name].detach()).numel() for name in names))
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_element_of_the_model_is_counted_by_exactly_one_rank(ranks, tied):
-    spec = tiny_run(model={"tied": tied})
+    spec = tiny_run(model={"layers": 2, "tied": tied})
     plans = [plan for plan in PLANS if tiny_run(plan=plan).plan.ranks == ranks]
     elements = sum(p.numel() for p in stage(spec.model).parameters_by_name().values())
     for plan, *by_rank in zip(plans, *run_ranks(_counted, ranks, plans, tied), strict=True):
@@ -63,6 +64,7 @@ def _ones(rank: int, plans: list[dict[str, Any]]) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_gradients_of_ones_have_the_norm_of_the_number_of_elements():
     elements = sum(p.numel() for p in stage(tiny_run().model).parameters_by_name().values())
     plans = [plan for plan in PLANS if tiny_run(plan=plan).plan.ranks == 2]
@@ -132,6 +134,7 @@ def _first_nan(grad: Tensor) -> Tensor:
     return grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"pipeline": 2}, {"tensor": 2}], ids=str)
 def test_a_gradient_that_is_not_finite_on_one_rank_is_named_on_all(plan):
     messages = run_ranks(_poison, 2, plan, "blocks.3.mlp.up.weight", "gradient")
@@ -141,6 +144,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_named_on_all(plan):
         assert kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"pipeline": 2}, {"tensor": 2}, {"data": 2, "zero": 3}, {"data": 2, "zero": 0}], ids=str)
 def test_a_weight_that_is_not_finite_on_one_rank_stops_all_with_the_same_words(plan):
     first, second = run_ranks(_poison, 2, plan, "blocks.3.mlp.up.weight", "weight")
@@ -160,6 +164,7 @@ def _poison_activations(rank: int) -> tuple[str, bool]:
     return _failed_step(trainer)
 
 
+@pytest.mark.slow
 def test_one_data_ranks_bad_gradient_is_named_on_all_by_what_it_reached():
     first, second = run_ranks(_poison_activations, 2)
     assert first == second

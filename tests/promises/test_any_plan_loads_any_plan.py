@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalith.checkpoint.checkpointer import Checkpointer, Saved
 from megalith.checkpoint.read import read_full
+from megalith.parallel.data import local
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.batches import indices
@@ -71,42 +72,63 @@ def _train_and_save(rank: int, plan: dict[str, Any], folder: Path, step: int, lo
     return losses
 
 
-def _load_and_save(rank: int, plan: dict[str, Any], source: Path, out: Path) -> None:
-    """Load, and save what was loaded."""
+@torch.no_grad()
+def _load_and_save(rank: int, plan: dict[str, Any], sources: list[Path], out: Path) -> None:
+    """Load each, and save what was loaded, under its own name."""
     spec = _spec(plan)
     trainer = assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)
-    loaded = Checkpointer(source).load(trainer.state())
-    assert loaded is not None
-    copier = Checkpointer(out)
-    copier.save(loaded.step, trainer.state(), loaded.meta, asynchronous=False)
-    assert all(isinstance(outcome, Saved) for outcome in copier.wait())
+    for source in sources:
+        for tensor in trainer.state().values():
+            local(tensor).zero_()  # nothing is left of the one before
+        loaded = Checkpointer(source).load(trainer.state())
+        assert loaded is not None
+        copier = Checkpointer(out / source.name)
+        copier.save(loaded.step, trainer.state(), loaded.meta, asynchronous=False)
+        assert all(isinstance(outcome, Saved) for outcome in copier.wait())
 
 
 def _ranks(plan: dict[str, Any]) -> int:
     return _spec(plan).plan.ranks
 
 
-@pytest.mark.parametrize("first", range(len(PLANS)))
-def test_what_is_loaded_is_what_was_saved(first: int, tmp_path: Path) -> None:
-    _save_and_load(PLANS[first], [plan for plan in PLANS if plan is not PLANS[first]], tmp_path)
+def _saved(plans: list[dict[str, Any]], folder: Path) -> list[Path]:
+    """What each plan trained and saved."""
+    for number, plan in enumerate(plans):
+        run_ranks(_train_and_save, _ranks(plan), plan, folder / f"plan-{number}", 0, False)
+    return [folder / f"plan-{number}" for number in range(len(plans))]
 
 
-@pytest.mark.parametrize("first", range(len(EXPERTS)))
-def test_experts_and_their_routers_too(first: int, tmp_path: Path) -> None:
-    """Into the next three: each saves for three others and loads from three."""
-    saved = _save_and_load(EXPERTS[first], [EXPERTS[(first + further) % len(EXPERTS)] for further in (1, 2, 3)], tmp_path)
-    assert saved["weights.blocks.2.mlp.router.load"].sum() > 0
-    assert saved["weights.blocks.2.mlp.router.bias"].any()
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return _saved(PLANS, tmp_path_factory.mktemp("plans"))
 
 
-def _save_and_load(first: dict[str, Any], others: list[dict[str, Any]], tmp_path: Path) -> dict[str, Tensor]:
-    run_ranks(_train_and_save, _ranks(first), first, tmp_path / "saved", 0, False)
-    saved = read_full(tmp_path / "saved")
-    assert any(name.startswith("moments.second.") and tensor.any() for name, tensor in saved.items())
-    for number, plan in enumerate(others):
-        run_ranks(_load_and_save, _ranks(plan), plan, tmp_path / "saved", tmp_path / f"copy-{number}")
-        assert_same_bits(saved, read_full(tmp_path / f"copy-{number}"))
-    return saved
+@pytest.fixture(scope="module")
+def experts_saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return _saved(EXPERTS, tmp_path_factory.mktemp("experts"))
+
+
+@pytest.mark.parametrize("second", range(len(PLANS)))
+def test_what_is_loaded_is_what_was_saved(second: int, saved: list[Path], tmp_path: Path) -> None:
+    for state in _loaded(PLANS[second], [source for source in saved if source != saved[second]], tmp_path):
+        assert any(name.startswith("moments.second.") and tensor.any() for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("second", range(len(EXPERTS)))
+def test_experts_and_their_routers_too(second: int, experts_saved: list[Path], tmp_path: Path) -> None:
+    """From the three before: each saves for three others and loads from three."""
+    for state in _loaded(EXPERTS[second], [experts_saved[second - before] for before in (1, 2, 3)], tmp_path):
+        assert state["weights.blocks.2.mlp.router.load"].sum() > 0
+        assert state["weights.blocks.2.mlp.router.bias"].any()
+
+
+def _loaded(plan: dict[str, Any], sources: list[Path], out: Path) -> list[dict[str, Tensor]]:
+    """What `plan` loads of each source, which is what was saved there."""
+    run_ranks(_load_and_save, _ranks(plan), plan, sources, out)
+    states = [read_full(source) for source in sources]
+    for source, state in zip(sources, states, strict=True):
+        assert_same_bits(state, read_full(out / source.name))
+    return states
 
 
 @pytest.mark.parametrize(("first", "second"), [pair for pair in permutations(range(4), 2) if 0 in pair])

@@ -1,6 +1,5 @@
 """A dry run of one rank counts what that rank counts when all of them run: messages, state and order exactly, activations within 3 %."""
 
-from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
@@ -10,7 +9,7 @@ from megalith.schedule.lower import lower
 from megalith.schedule.table import build
 from megalith.spec.run import RunSpec
 from megalith.train.dryrun import Counted
-from tests.specs import tiny_run
+from tests.specs import brief_run
 from tests.train.dry import dry, real
 
 MIXTRAL = {
@@ -51,16 +50,10 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def _run(plan: dict[str, Any], model: Mapping[str, Any] = SHORT, train: Mapping[str, Any] = {}) -> RunSpec:
-    """Two microbatches a data rank, or twice as many as a pipeline has ranks."""
-    batch = 2 * plan.get("data", 1) * plan.get("pipeline", 1)
-    return tiny_run(plan=plan, model=dict(model), train={"global_batch": batch, **train})
-
-
 @pytest.fixture(scope="module", params=PLANS)
 def both(request: pytest.FixtureRequest) -> tuple[RunSpec, list[tuple[Counted, Counted]]]:
     """The run, and of its first and last rank what was counted when all ranks ran, and without the others."""
-    spec = _run(**PLANS[request.param])
+    spec = brief_run(**{"model": SHORT} | PLANS[request.param])
     together = real(spec)
     return spec, [(together[rank], dry(spec, rank)) for rank in (0, spec.plan.ranks - 1)]
 

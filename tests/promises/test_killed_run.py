@@ -33,9 +33,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _spec(data: Path, plan: dict[str, Any], **train: Any) -> RunSpec:
+    """Two microbatches for a rank in each of twelve steps."""
     return tiny_run(
         model={"vocab": 264},
-        plan=plan,
+        plan={"microbatch": 4 // plan.get("data", 1)} | plan,
         data={"path": str(data)},
         train={"steps": 12, "global_batch": 8, "seq_len": 32, "precision": "bf16"} | train,
         checkpoint={"every": 3},

@@ -43,7 +43,8 @@ PLANS: list[dict[str, Any]] = [
 
 def _spec(plan: dict[str, Any], *, clip: float, late: bool, **parts: dict[str, Any]) -> RunSpec:
     model = {"preset": "deepseek-tiny"} if "expert" in plan else {}
-    tables = {"plan": plan, "train": {"global_batch": 16}, "model": model} | parts
+    batch = 4 * plan.get("data", 1) * plan.get("pipeline", 1)
+    tables = {"plan": plan, "train": {"global_batch": batch}, "model": model} | parts
     spec = shrink(tiny_run(**tables), steps=STEPS)
     changes = {
         "plan": spec.plan.model_copy(update={"post_validation": late}),

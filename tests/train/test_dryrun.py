@@ -17,7 +17,7 @@ from megalith.spec.problem import SpecErrors
 from megalith.train import fake
 from megalith.train.fits import GIB, does_not_fit
 from megalith.train.meter import Memory, Meter, attention_flops
-from tests.specs import tiny_run
+from tests.specs import brief_run, tiny_run
 from tests.train.dry import dry, in_a_child
 
 # --- the meter ---
@@ -131,22 +131,25 @@ def test_a_rank_of_one_world_cannot_be_a_rank_of_another() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_memory_between_steps_is_the_state_alone() -> None:
-    found = dry(tiny_run(plan={"data": 2, "tensor": 2, "pipeline": 2, "zero": 2}, train={"precision": "bf16"}), 5)
+    found = dry(brief_run(plan={"data": 2, "tensor": 2, "pipeline": 2, "zero": 2}, train={"precision": "bf16"}), 5)
     assert found.memory.between["weights"] == found.state["weights"]
     assert found.memory.between["optimizer"] == found.state["optimizer"]
     assert found.memory.between["activations"] == found.memory.between["gradients"] == 0
 
 
+@pytest.mark.slow
 def test_recomputation_holds_less_and_computes_more() -> None:
-    plain, again = (dry(tiny_run(plan={"recompute": policy}), 0) for policy in ("none", "full"))
+    plain, again = (dry(brief_run(plan={"recompute": policy}), 0) for policy in ("none", "full"))
     assert again.memory.most["activations"] < 0.6 * plain.memory.most["activations"]
     assert again.work.products > 1.2 * plain.work.products
     assert again.memory.most["weights"] == plain.memory.most["weights"]
 
 
+@pytest.mark.slow
 def test_zero_3_holds_less_of_the_weights_and_zero_1_of_the_moments() -> None:
-    held = [dry(tiny_run(plan={"data": 4, "zero": zero}, train={"precision": "bf16"}), 1).memory for zero in range(4)]
+    held = [dry(brief_run(plan={"data": 4, "zero": zero}, train={"precision": "bf16"}), 1).memory for zero in range(4)]
     assert held[1].most["optimizer"] == held[2].most["optimizer"] == held[3].most["optimizer"]
     assert 3.9 < held[0].most["optimizer"] / held[1].most["optimizer"] <= 4
     assert held[2].most["weights"] == held[1].most["weights"] > 1.5 * held[3].most["weights"]
@@ -208,6 +211,7 @@ def test_a_rank_or_a_world_that_the_plan_has_not_is_refused(tmp_path: Path) -> N
         verbs.dryrun(run, world=16)
 
 
+@pytest.mark.slow
 def test_a_run_is_dried_without_its_data(tmp_path: Path) -> None:
     run = _run_file(tmp_path, "{ data = 512, pipeline = 2, tensor = 4 }")
     settings = ["train.global_batch=1024", "cluster=h100:4096"]
@@ -216,6 +220,7 @@ def test_a_run_is_dried_without_its_data(tmp_path: Path) -> None:
     assert dried.run.counted.coordinates == {"pipeline": 1, "data": 511, "context": 0, "tensor": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_what_weights_and_gradients_travel_in_does_not_grow_with_the_microbatches(replicate: int) -> None:
     def most(batch: int) -> int:

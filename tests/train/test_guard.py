@@ -138,6 +138,7 @@ def only(rank: int, **acts: Moment) -> Callable[[int], Watcher | None]:
 ALONE: dict[str, Any] = {"plan": {}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["weights", "moments.first", "moments.second"])
 def test_a_bit_flipped_at_rest_is_found_and_blamed(which: str) -> None:
     def act(trainer: Trainer, step: int) -> None:
@@ -151,9 +152,13 @@ def test_a_bit_flipped_at_rest_is_found_and_blamed(which: str) -> None:
 
 # --- NaN ---
 
-PLANS: list[dict[str, Any]] = [{"data": 2, "zero": 3}, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}]
+PLANS: list[dict[str, Any]] = [
+    {"data": 2, "zero": 3, "microbatch": 2},
+    {"pipeline": 2, "schedule": "zb-h2", "post_validation": True},
+]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_a_nan_that_does_not_come_again_leaves_no_trace(plan: dict[str, Any]) -> None:
     run = {"plan": plan, "model": {"preset": "deepseek-tiny"}} if plan.get("data") else {"plan": plan}
@@ -200,10 +205,11 @@ def test_an_error_that_stays_is_found_with_one_microbatch_and_of_three_replicas_
 
 VERIFIED: list[tuple[str, dict[str, Any]]] = [
     ("one", {"plan": {"data": 2, "zero": 3, "pipeline": 2, "schedule": "zb-h1"}}),
-    ("all", {"plan": {"data": 2, "expert": 2, "tensor": 2}, "model": {"preset": "deepseek-tiny"}}),
+    ("all", {"plan": {"data": 2, "expert": 2, "tensor": 2, "microbatch": 2}, "model": {"preset": "deepseek-tiny"}}),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verify", "run"), VERIFIED, ids=str)
 def test_verification_leaves_no_trace_and_gives_no_false_alarm(verify: str, run: dict[str, Any], tmp_path: Path) -> None:
     clean = train(run | {"fleet": {"digest": False}})
