@@ -309,7 +309,11 @@ class Controller:
             rank=hang.rank, phase=hang.phase, silence=hang.silence, limit=hang.limit,
         )  # fmt: skip
         stacks = {str(rank): look.stack or "(no answer)" for rank, look in sorted(hang.looks.items())}
-        return Seen(sign, hang.since, self._of_outcome(outcome) | {"stacks": stacks, "behind_by_steps": hang.behind})
+        stands = {
+            str(rank): {"begun": look.begun, "recorded": look.recorded} for rank, look in sorted(hang.looks.items()) if look.begun
+        }
+        evidence = {"stacks": stacks, "collectives": stands, "behind_by_steps": hang.behind}
+        return Seen(sign, hang.since, self._of_outcome(outcome) | evidence)
 
     def _of_outcome(self, outcome: Outcome) -> dict[str, Any]:
         """What else was there to see when a generation ended."""

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from megalith.fleet import standing
+
 STACKS = signal.SIGUSR2
 """Asks a process of ours to write the stack of every thread into its log; SIGTERM and SIGUSR1 mean "save and stop"."""
 
@@ -17,6 +19,7 @@ PROC = Path("/proc")
 TAIL_LINES = 15
 _LOG_BYTES = 1 << 16  # read from the end of a log
 _TURN_SECONDS = 0.02
+_STANDING_SECONDS = 0.3  # that a rank's thread has to say where the rank stands, once its stack is there
 
 
 def tail(text: str) -> str:
@@ -70,24 +73,31 @@ def queued(process: int) -> float:
     return nanoseconds / 1e9
 
 
-def stacks(logs: dict[int, Path], *, ask: Callable[[], None], able: Iterable[int], seconds: float) -> dict[int, str]:
-    """Ask processes for their stacks, wait until the `able` ones have written them to their logs, and read the main threads'."""
+def dumps(logs: dict[int, Path], *, ask: Callable[[], None], able: Iterable[int], seconds: float) -> dict[int, str]:
+    """Ask processes for their stacks, wait until the `able` ones have written them to their logs, and read what all wrote.
+
+    A rank of a training run also says where it stands, a moment after its stack; one whose entry does not is waited for in vain.
+    """
     before = {rank: size(log) for rank, log in logs.items()}
     ask()
     expected, end = list(able), time.monotonic() + seconds
     last: dict[int, int] = {}
+    written_at: float | None = None
     while time.monotonic() < end:
         time.sleep(_TURN_SECONDS)
         now = {rank: size(logs[rank]) for rank in expected}
         if now == last and all(now[rank] > before[rank] for rank in expected):
-            break
+            written_at = written_at or time.monotonic()
+            told = all(standing.PREFIX in read_from(logs[rank], before[rank]) for rank in expected)
+            if told or time.monotonic() > written_at + _STANDING_SECONDS:
+                break
         last = now
-    return {rank: main_stack(read_from(log, before[rank])) for rank, log in logs.items()}
+    return {rank: read_from(log, before[rank]) for rank, log in logs.items()}
 
 
 def main_stack(dump: str) -> str:
     """The main thread's innermost calls in a dump by `faulthandler`: it lists that thread last, and the innermost call first."""
-    sections = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x|Stack \(most recent)", dump)
+    sections = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x|Stack \(most recent)", standing.without(dump))
     return "\n".join(sections[-1].strip().splitlines()[:TAIL_LINES])
 
 

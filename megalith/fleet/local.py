@@ -259,13 +259,13 @@ class LocalNodes:
         processes = self._processes
         known = {rank: process for rank, process in processes.running().items() if rank in ranks}
         stopped = {rank for rank, process in known.items() if evidence.is_stopped(process)}
-        stacks = evidence.stacks(
+        dumps = evidence.dumps(
             {rank: self.log(rank) for rank in known},
             ask=lambda: processes.send(evidence.STACKS, known),
             able=set(known) - stopped,
             seconds=LOOK_SECONDS,
         )
-        return {rank: Look(stacks.get(rank, ""), rank in stopped) for rank in ranks}
+        return {rank: Look.of(dumps.get(rank, ""), stopped=rank in stopped) for rank in ranks}
 
     def queued(self) -> dict[str, float]:
         running = self._processes.running() if self._processes is not None else {}
@@ -274,10 +274,10 @@ class LocalNodes:
     def unstarted(self) -> Failure:
         assert self._assignment is not None and self._processes is not None
         log = self._assignment.server_log
-        stacks = evidence.stacks({0: log}, ask=self._processes.show_stack, able=[0], seconds=LOOK_SECONDS)
+        dumps = evidence.dumps({0: log}, ask=self._processes.show_stack, able=[0], seconds=LOOK_SECONDS)
         modules = ", ".join(self._job.preload) or "nothing"
         reason = f"had not started the ranks within {self._job.start_timeout:g} s; it was importing {modules}"
-        return Failure(None, reason, "", stacks[0], log, time.time(), ExitCode.LOST)
+        return Failure(None, reason, "", evidence.main_stack(dumps[0]), log, time.time(), ExitCode.LOST)
 
     def log(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}.log"

@@ -1,10 +1,11 @@
 """What whoever directs a run needs of the machines it runs on: the same few words for one machine and for many."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from megalith.fleet import evidence, standing
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.heartbeat import Beat
@@ -27,10 +28,20 @@ class Generation:
 
 @dataclass(frozen=True)
 class Look:
-    """What a rank shows when it is asked: the stack of its main thread, "" when it does not answer."""
+    """What a rank shows when it is asked: the stack of its main thread, "" when it does not answer, and where it stands.
+
+    `begun`: collectives it has begun in each of its groups, `recorded` the last of them in words; empty when it does not say.
+    """
 
     stack: str
     stopped: bool = False  # the kernel says so
+    begun: dict[str, int] = field(default_factory=dict)
+    recorded: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, dump: str, *, stopped: bool) -> "Look":
+        """From what a rank wrote when it was asked."""
+        return cls(evidence.main_stack(dump), stopped, *standing.read(dump))
 
     @property
     def where(self) -> str:

@@ -135,7 +135,9 @@ def set_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the supervisor's, which asks every rank to stop with SIGTERM
     signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)  # the fork server holds them back
     faulthandler.enable(2)
-    faulthandler.register(STACKS, file=2, all_threads=True, chain=False)
+    faulthandler.unregister(STACKS)  # the fork server's: what is registered already would not be put back over the next line's
+    signal.signal(STACKS, lambda number, frame: None)  # nothing more, but who waits for signals in a thread hears of it
+    faulthandler.register(STACKS, file=2, all_threads=True, chain=True)
 
 
 def set_threads(threads: int) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megalith.fleet import causes
+from megalith.fleet import causes, standing
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.evidence import STACKS
 from megalith.fleet.exit_codes import ExitCode
@@ -217,10 +217,14 @@ class Watch:
         def progress(rank: int) -> tuple[int, int]:
             return self._beats[rank].step, self._beats[rank].count if starting else 0
 
+        numbers = standing.behind({rank: look.begun for rank, look in looks.items() if look.begun and not look.stopped})
+
         def place(rank: int) -> tuple[int, int, int]:
+            """First who does not answer, then whom others wait for in a collective, then who is in no call that waits."""
             look = looks.get(rank, Look(""))
-            waits = 2 if _WAITS.search(look.where) else 1 if look.stack else 0
-            return (0 if look.stopped else waits, *progress(rank))
+            if look.stopped or not look.stack:
+                return (0, *progress(rank))
+            return (1 if rank in numbers else 3 if _WAITS.search(look.where) else 2, *progress(rank))
 
         behind = min(place(rank) for rank in late)
         first = [rank for rank in late if place(rank) == behind]
@@ -238,7 +242,7 @@ class Watch:
         return [
             Failure(
                 rank=rank,
-                reason=self._standing(rank, limit, looks.get(rank, Look(""))),
+                reason=self._standing(rank, limit, looks.get(rank, Look("")), numbers.get(rank, "")),
                 error="",
                 traceback=looks.get(rank, Look("")).stack,
                 log=self._nodes.log(rank),
@@ -249,8 +253,8 @@ class Watch:
             for rank in late
         ]
 
-    def _standing(self, rank: int, limit: float, look: Look) -> str:
-        """What a late rank failed to do, and where it stands."""
+    def _standing(self, rank: int, limit: float, look: Look, behind: str) -> str:
+        """What a late rank failed to do, and where it stands. `behind`: in its collectives."""
         if self._ready_at is None:
             missed = f"was not ready within {limit:g} s"
         else:
@@ -258,7 +262,8 @@ class Watch:
         beat = self._beats[rank]
         where = f"its last phase is `{beat.phase}`" if beat.phase else "it has not said anything"
         step = f" of step {beat.step}" if beat.step >= 0 else ""
-        return f"{missed}; {where}{step}{'; the process is stopped (SIGSTOP)' if look.stopped else ''}"
+        stopped = "the process is stopped (SIGSTOP)" if look.stopped else ""
+        return "; ".join(part for part in (missed, where + step, stopped, behind) if part)
 
     def _end_all(self) -> None:
         """Kill what still runs, and hear how it ended."""

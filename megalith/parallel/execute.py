@@ -15,7 +15,7 @@ from megalith.models.moe import Pending
 from megalith.parallel.clock import Clock
 from megalith.parallel.data import Reducer
 from megalith.parallel.graph import Graph, Steps
-from megalith.parallel.groups import Groups, group_of
+from megalith.parallel.groups import MESSAGES_ONLY, Groups, group_of
 from megalith.parallel.passes import Rest, Runner
 from megalith.schedule.action import COMPUTATIONS, MESSAGES, Action, Row, Slot, parts
 from megalith.schedule.lower import WEIGHT_GRADIENTS, Channel, Program, channel_of
@@ -283,7 +283,7 @@ class Executor:
         """A communicator for each direction of activations and of gradients that the program uses, so that none waits for another."""
         messages = (a for row in self.program.rows for slot in row for a in parts(slot) if a.kind in MESSAGES)
         used = sorted({_lane(channel_of(message, self.program.schedule)) for message in messages})
-        return {lane: group_of(self.groups.line) for lane in used}
+        return {lane: group_of(self.groups.line, purpose=MESSAGES_ONLY) for lane in used}
 
 
 def _lane(channel: Channel) -> tuple[str, bool]:

@@ -92,11 +92,15 @@ def _device_mesh(
     return DeviceMesh(device, ranks, mesh_dim_names=axes)[axes[1:]]
 
 
-def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+MESSAGES_ONLY = "messages"
+"""Describes a group whose members send each other messages, not all equally many: how many they began says nothing of who is late."""
+
+
+def group_of(ranks: Sequence[int], *, purpose: str | None = None) -> dist.ProcessGroup:
     """A process group, made by its members alone: with thousands of ranks, making every group on every rank would take minutes.
 
     All ranks must make equally many, each its own, or those that follow never form: torch names them by their count.
     """
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=purpose)
     assert isinstance(group, dist.ProcessGroup), "called by a rank outside the group"
     return group

@@ -35,9 +35,10 @@ from megalith.fleet.signs import DataDamaged, Preempted, RankFailed, SaveFailed
 from megalith.fleet.tiers import Source, Tier
 from megalith.models.flops import CONVENTION, flops_per_token
 from megalith.models.stage import Stage
+from megalith.parallel.groups import MESSAGES_ONLY
 from megalith.spec import cluster
 from megalith.spec.run import RunSpec
-from megalith.train import inject
+from megalith.train import inject, standing
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.generate import TOKENIZER
 from megalith.train.guard import Guard
@@ -68,6 +69,7 @@ def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None
     assert place is not None, "no rank in the environment: `megalith train` starts ranks"
     keep_memory()
     device = choose_device(spec.train.device, place.local_rank, place.local_world)
+    standing.answer()
     join(place, launch=spec.launch, device=device)
     log = _open_log(spec, folder) if place.rank == 0 else None
     try:
@@ -218,7 +220,8 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
     assert memory is not None
     distance = spec.fleet.buddy_distance(len(seat.placement))
     if distance:
-        lanes = dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.launch.timeout))
+        patience = timedelta(seconds=spec.launch.timeout)
+        lanes = dist.new_group(backend="gloo", timeout=patience, group_desc=MESSAGES_ONLY)
         assert isinstance(lanes, dist.ProcessGroup)
         try:
             memory.join(distance, group=lanes)

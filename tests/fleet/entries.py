@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,25 @@ def all_reduce(fail: int | None = None) -> None:
         raise ValueError("mine")
     dist.all_reduce(total)
     dist.destroy_process_group()
+
+
+def wait_like_the_others(own: int) -> None:
+    """All ranks end up in a call named `wait`: three in a collective that rank `own` never begins."""
+    import torch
+    import torch.distributed as dist
+
+    from megalith.train import standing
+
+    standing.answer()
+    place, never = find(), threading.Event()
+    assert place is not None
+    store: Any = dist.FileStore(place.store.removeprefix("file://"), place.world)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world)
+    total = torch.ones(1)
+    for _ in range(3):
+        dist.all_reduce(total)
+    Heartbeat.find().beat("ready")
+    Heartbeat.find().beat("step", 3)
+    if place.rank == own:
+        never.wait()
+    dist.all_reduce(total, async_op=True).wait()

@@ -241,3 +241,16 @@ def test_four_ranks_meet_over_the_file_store_and_an_error_wins_over_those_that_g
     assert outcome.first_cause is not None
     assert (outcome.first_cause.rank, outcome.first_cause.error) == (2, "ValueError: mine"), outcome.message()
     assert all(failure.secondary for failure in outcome.consequences), outcome.message()
+
+
+@pytest.mark.slow
+@linux
+def test_of_ranks_that_all_wait_the_one_is_named_whose_collective_is_missing(job):
+    """It is not stopped, its last sign of life is that of the others, and its stack says that it waits as theirs do."""
+    preload = ("torch", "torch.distributed")
+    outcome = run(job("wait_like_the_others", ranks=4, own=2, preload=preload, start_timeout=60.0, silence_timeout=2.0))
+    assert outcome.first_cause is not None
+    assert outcome.first_cause.rank == 2, outcome.message()
+    assert "it has begun 3 collectives in group 0 (4 ranks, 0 to 3), another rank 4" in outcome.first_cause.reason
+    assert "in wait" in outcome.first_cause.traceback
+    assert all(failure.secondary for failure in outcome.consequences)

@@ -1,0 +1,54 @@
+"""How far each rank has come in the collectives of its groups: what tells whom the others wait for when all of them merely wait.
+
+A rank is asked with the signal that also asks for its stack. A thread answers, since the main one may be inside a call that never
+returns; a process that is stopped does not answer.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PREFIX = "==== stands at "
+"""Begins the line of a rank's log in which it answers."""
+
+
+def line(begun: Mapping[str, int], recorded: Sequence[str]) -> str:
+    """An answer. `begun`: collectives begun in each group so far, by the group's name; `recorded`: the last ones, in words."""
+    return f"\n{PREFIX}{json.dumps({'begun': dict(begun), 'recorded': list(recorded)})}\n"
+
+
+def read(log: str) -> tuple[dict[str, int], tuple[str, ...]]:
+    """The last answer in what a rank wrote; empty where there is none, or only a part of one."""
+    text = log.rpartition(PREFIX)[2].partition("\n")[0] if PREFIX in log else ""
+    try:
+        found: dict[str, Any] = json.loads(text)
+    except ValueError:
+        return {}, ()
+    return found["begun"], tuple(found["recorded"])
+
+
+def without(log: str) -> str:
+    """What a rank wrote besides its answers."""
+    return "\n".join(text for text in log.split("\n") if not text.startswith(PREFIX))
+
+
+def behind(begun: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
+    """Ranks for which others wait in some group and that wait for nobody themselves, each with the reason in words.
+
+    `begun`: of each rank that answered. A rank that has begun a collective which another member of the group has not waits for that one.
+    Empty when all have begun as many: then the numbers do not say who it is.
+    """
+    groups: dict[str, dict[int, int]] = {}
+    for rank, numbers in begun.items():
+        for group, number in numbers.items():
+            groups.setdefault(group, {})[rank] = number
+    waiting: set[int] = set()
+    late: dict[int, str] = {}
+    for group, members in groups.items():
+        least, most = min(members.values()), max(members.values())
+        for rank, number in members.items():
+            if number > least:
+                waiting.add(rank)
+            if number < most:
+                late.setdefault(rank, f"it has begun {number} collectives in group {group}, another rank {most}")
+    return {rank: reason for rank, reason in late.items() if rank not in waiting}

@@ -1,0 +1,55 @@
+"""A rank's answer to the question how far it has come in its collectives, whatever its main thread is doing."""
+
+import json
+import os
+import signal
+import threading
+
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megalith.fleet import standing
+from megalith.fleet.evidence import STACKS
+from megalith.parallel.groups import MESSAGES_ONLY
+
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""torch's flight recorders: of gloo, and of NCCL where torch was built with it."""
+
+
+def answer() -> None:
+    """Have a thread of this process write into its log where it stands whenever its stack is asked for."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # the signal's number is written even while the main thread is in C
+    threading.Thread(target=_answer, args=(reading,), name="standing", daemon=True).start()
+
+
+def _answer(reading: int) -> None:
+    while asked := os.read(reading, 1):
+        if asked[0] == STACKS:
+            os.write(2, standing.line(begun(), recorded()).encode())
+
+
+def begun() -> dict[str, int]:
+    """Collectives that this rank has begun in each of its groups, by name; in gloo messages between two ranks count as well.
+
+    Groups of pairs that exchange messages are left out: their members do not begin equally many.
+    """
+    found = {}
+    for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
+        if isinstance(group, dist.ProcessGroup) and len(ranks) > 1 and group.group_desc != MESSAGES_ONLY:
+            name = f"{group.group_name} ({len(ranks)} ranks, {min(ranks)} to {max(ranks)})"
+            found[name] = group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
+    return found
+
+
+def recorded() -> list[str]:
+    """The last collective of each group that torch's flight recorder has, with its number and state; none where it is switched off."""
+    last: dict[str, str] = {}
+    for recorder in _RECORDERS:
+        dump = getattr(c10d, recorder, None)
+        for entry in json.loads(dump() or "{}").get("entries", ()) if dump else ():
+            group = str(entry["process_group"][0])
+            last[group] = f"{entry['profiling_name']} {entry['collective_seq_id']} of group {group}: {entry['state']}"
+    return list(last.values())
