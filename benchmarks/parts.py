@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalith.kernels.linear import linear
 from megalith.kernels.norm import rms_norm
 from megalith.kernels.rope import rotate, rotate_plain
 from megalith.train.join import keep_memory
@@ -37,6 +38,12 @@ def rotations() -> dict[str, Callable[[], Tensor]]:
     return {"theirs": lambda: rotate_plain(x, cos, sin), "ours": lambda: rotate(x, cos, sin)}
 
 
+def layers() -> dict[str, Callable[[], Tensor]]:
+    """A linear layer on some of the hidden states: where the processor has no bf16 instructions all of them would take seconds."""
+    x, weight = numbers(SEQ // 4, DIM), numbers(DIM, DIM)
+    return {"theirs": lambda: F.linear(x, weight), "ours": lambda: linear(x, weight)}
+
+
 def measure(sides: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
     """Milliseconds of each side: medians."""
     taken: dict[str, list[float]] = {name: [] for name in sides}
@@ -57,7 +64,7 @@ def main() -> None:
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
     keep_memory()
-    for name, sides in {"RMSNorm": norms(), "rotation": rotations()}.items():
+    for name, sides in {"RMSNorm": norms(), "rotation": rotations(), "linear layer": layers()}.items():
         row = measure(sides, a.rounds)
         print(json.dumps({"part": name, **row}) if a.json else f"{name}: theirs {row['theirs']} ms, ours {row['ours']} ms")
 

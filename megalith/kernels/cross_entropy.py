@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalith.kernels.product import product
+
 Reduce = Callable[[Tensor, str], Tensor]  # (values, "sum" | "max") -> the same, over the ranks that share the vocabulary
 CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full-speed products, small beside the activations
 TILE = 128  # rows a matrix product computes at once: it is fastest on whole ones
@@ -92,9 +94,9 @@ class _Chunked(torch.autograd.Function):
             objective += losses.objective
             nll += losses.nll
             if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[part])
+                product(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden[part]
+                grad_weight += product(grad.T, hidden[part])
         ctx.save_for_backward(grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(nll)
         return objective, nll
@@ -108,7 +110,7 @@ class _Chunked(torch.autograd.Function):
 def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, wants_grad: bool) -> tuple[Loss, Tensor]:
     """Losses of a few rows, and the gradient of their products with `weight` in the dtype of `hidden` (meaningless unless wanted)."""
     scale, z_loss, logit_scale, softcap, offset, reduce = terms
-    logits = (hidden @ weight.T).float()
+    logits = product(hidden, weight.T).float()
     if logit_scale != 1.0:
         logits *= logit_scale
     slope = None

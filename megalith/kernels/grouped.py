@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalith.kernels.deferred import weight_gradient
+from megalith.kernels.product import product
 
 ALIGNMENT = 16  # bytes that the strides of torch's grouped product are multiples of
 
@@ -70,7 +71,7 @@ def _products(x: Tensor, matrices: Tensor, sizes: Sizes) -> Tensor:
     first = 0
     for rows, matrix in zip(sizes.host, matrices, strict=True):
         if rows:  # a product of no rows is a call all the same
-            torch.mm(x[first : first + rows], matrix, out=out[first : first + rows])
+            product(x[first : first + rows], matrix, out=out[first : first + rows])
         first += rows
     assert first == x.shape[0], (first, x.shape)
     return out
@@ -84,7 +85,7 @@ def _outer_products(one: Tensor, other: Tensor, sizes: Sizes) -> Tensor:
     first = 0
     for rows, here in zip(sizes.host, out, strict=True):
         if rows:
-            torch.mm(one[first : first + rows].T, other[first : first + rows], out=here)
+            product(one[first : first + rows].T, other[first : first + rows], out=here)
         else:
             here.zero_()
         first += rows

@@ -1,6 +1,7 @@
 """From a place in the environment to a process group and a device."""
 
 import ctypes
+import math
 import platform
 import secrets
 import time
@@ -76,14 +77,27 @@ def keep_memory() -> None:
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.25, size: int | None = None) -> float:
-    """FLOP/s of square matrix products on this rank now, the best of several: the peak to hold a CPU against, measured, not guessed."""
-    size = size or (1024 if device.type == "cpu" else 8192)
+    """FLOP/s of square matrix products on this rank now, the best of several: the peak to hold a CPU against, measured, not guessed.
+
+    `size` None: 8,192 rows on a GPU; on a CPU the largest up to 1,024 of which two products fit into `seconds`, for some compute a
+    thousand times slower in bf16 than others.
+    """
+    if size is None and device.type == "cpu":
+        size = 128
+        while size < 1024 and 2 * 8 * _product(dtype, device, size, seconds=0.0) < seconds:
+            size *= 2
+    size = size or 8192
+    return 2 * size**3 / _product(dtype, device, size, seconds=seconds)
+
+
+def _product(dtype: torch.dtype, device: torch.device, size: int, *, seconds: float) -> float:
+    """Seconds that a product takes at least, after a first one, of as many as fit into `seconds`."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out, best, end = a @ b, 0.0, time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    out, least, end = a @ b, math.inf, time.perf_counter() + seconds
+    while time.perf_counter() < end or least == math.inf:
         start = time.perf_counter()
         torch.mm(a, b, out=out)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = max(best, 2 * size**3 / (time.perf_counter() - start))
-    return best
+        least = min(least, time.perf_counter() - start)
+    return least

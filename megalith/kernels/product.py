@@ -1,0 +1,39 @@
+"""a b of matrices, in bf16 also on processors that have no instructions for it.
+
+There torch's bf16 products take up to a hundred times as long as those in fp32 (benchmarks/parts.py). The same product is then made of the
+factors in fp32, which hold all that they say, and rounded once: what native instructions do as well. To whoever counts operations it is
+one product, with its result and nothing beside it.
+"""
+
+import functools
+
+import torch
+from torch import Tensor, library, nn
+
+_LIBRARY = library.Library("megalith", "FRAGMENT")
+_LIBRARY.define("mm(Tensor a, Tensor b) -> Tensor")
+_LIBRARY.define("mm.out(Tensor a, Tensor b, *, Tensor(c!) out) -> Tensor(c!)")
+_LIBRARY.impl("mm", lambda a, b: (a.float() @ b.float()).to(a.dtype), "CPU")
+_LIBRARY.impl("mm.out", lambda a, b, *, out: out.copy_(a.float() @ b.float()), "CPU")
+
+
+@functools.cache
+def native() -> bool:
+    """Whether this machine's processor multiplies bf16 numbers."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) if torch.backends.mkldnn.is_available() else False
+
+
+def widened(a: Tensor) -> bool:
+    """Whether products of `a` are made in fp32: not in a dry run, which has no processor, nor by a compiler, which has its own ways."""
+    if a.dtype != torch.bfloat16 or a.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return type(a) in (Tensor, nn.Parameter) and not native()
+
+
+def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """a [..., k] b [k, n] -> [..., n], without a graph. `out`, which must have that shape, is written where it is given."""
+    if not widened(a):
+        return a @ b if out is None else torch.mm(a, b, out=out)
+    if out is not None:
+        return torch.ops.megalith.mm.out(a, b, out=out)
+    return torch.ops.megalith.mm(a.reshape(-1, a.shape[-1]), b).view(*a.shape[:-1], b.shape[-1])

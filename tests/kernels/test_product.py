@@ -1,0 +1,69 @@
+"""Products in bf16 where the processor has none."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megalith.kernels import product as module
+from megalith.kernels.cross_entropy import cross_entropy
+from megalith.kernels.grouped import Sizes, grouped
+from megalith.kernels.linear import linear
+from megalith.kernels.product import product, widened
+from megalith.train.meter import Meter
+
+ROUNDING = 2.0**-8  # of bf16, relative
+
+
+@pytest.fixture(params=[False, True], ids=["no instructions", "instructions"])
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(module, "native", lambda: request.param)
+    return request.param
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).bfloat16()
+
+
+def test_a_product_is_the_exact_one_rounded_once(native: bool) -> None:
+    a, b = _random(2, 3, 40), _random(40, 5)
+    exact = a.double() @ b.double()
+    found = product(a, b)
+    assert found.dtype == torch.bfloat16 and found.shape == exact.shape
+    torch.testing.assert_close(found.double(), exact, rtol=ROUNDING, atol=1e-6)
+    out = torch.empty(3, 5, dtype=torch.bfloat16)
+    assert product(a[0], b, out=out) is out
+    assert torch.equal(out, found[0])
+
+
+def test_layers_give_the_same_to_rounding_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and all gradients of a layer with a bias, of experts, and of the loss."""
+
+    def run(native: bool) -> list[Tensor]:
+        monkeypatch.setattr(module, "native", lambda: native)
+        x, w, bias, experts = (_random(*shape).requires_grad_() for shape in ((12, 16), (24, 16), (24,), (3, 16, 24)))
+        hidden = grouped(linear(x, w, bias), experts, Sizes([5, 0, 7]))
+        loss = cross_entropy(hidden, w.T.contiguous().detach()[:, :16].contiguous(), torch.arange(12), scale=1 / 12)
+        loss.objective.backward()
+        return [hidden.detach(), loss.nll, *(p.grad for p in (x, w, bias, experts) if p.grad is not None)]
+
+    for one, other in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(one, other, rtol=4 * ROUNDING, atol=4 * ROUNDING * float(other.abs().max()))
+
+
+def test_what_is_counted_is_one_product_and_its_result(native: bool) -> None:
+    a, b = nn.Parameter(_random(6, 8), requires_grad=False), _random(8, 4)
+    with Meter() as meter:
+        meter.begin_step()
+        kept = product(a, b)
+    assert meter.work().products == 2 * 6 * 8 * 4
+    assert sum(meter.memory().peak.values()) == 2 * kept.numel()
+
+
+def test_only_real_bf16_numbers_of_a_cpu_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "native", lambda: False)
+    assert widened(_random(2, 2))
+    assert not widened(_random(2, 2).float())
+    assert not widened(torch.empty(2, 2, dtype=torch.bfloat16, device="meta"))
+    with FakeTensorMode():
+        assert not widened(torch.empty(2, 2, dtype=torch.bfloat16))
