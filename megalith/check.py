@@ -4,6 +4,7 @@ A rule is a small function from a Case to the problems it sees. RULES lists them
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -617,6 +618,16 @@ def long_runs_save(case: Case) -> Found:
         yield _advice("checkpoint.every", 0, f"saves nothing before step {steps}; a run that dies starts over", way_out)
 
 
+def verification_has_a_replica(case: Case) -> Found:
+    """Gradients computed again by whoever computed them show only errors that come and go."""
+    plan, fleet = case.plan, case.spec.fleet
+    if fleet.recover and fleet.verify_every and not Mesh.of(plan).replica_shift:
+        reason = f"finds no gradient that is wrong alike each time: with plan.data = {plan.data} ranks can but repeat their own"
+        once = "" if fleet.verify == "all" else ', and with fleet.verify = "one" nothing that training uses'
+        way_out = 'Use more data ranks, or fleet.verify = "all" for errors that come once, or verify_every = 0.'
+        yield _advice("fleet.verify_every", fleet.verify_every, reason + once, way_out)
+
+
 # --- files
 
 
@@ -690,6 +701,22 @@ def data_is_not_worn_out(case: Case) -> Found:
         yield _advice("train.steps", train.steps, reason, way_out)
 
 
+def disk_takes_copies(case: Case) -> Found:
+    """Copies of the state on a node's disk are written from those in memory, into a folder that can be written to."""
+    fleet = case.spec.fleet
+    if not (fleet.recover and fleet.disk_every):
+        return
+    if not fleet.memory_every:
+        reason = "is of copies that are written from those in memory, and fleet.memory_every = 0 makes none"
+        yield _error("fleet.disk_every", fleet.disk_every, reason, f"Use fleet.memory_every = {fleet.disk_every}, say.")
+    folder = Path(fleet.disk).absolute()
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if case.files and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        wrong = "is no folder" if not there.is_dir() else "may not be written to"
+        reason = f"{there} {wrong}, so no node could keep copies of the state there"
+        yield _error("fleet.disk", fleet.disk, reason, "Give a folder on each node's own disk, or set fleet.disk_every = 0.")
+
+
 def first_weights_exist(case: Case) -> Found:
     """The checkpoint to start from is there."""
     start = case.spec.train.init_from
@@ -730,12 +757,14 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     device_suits,
     warmup_and_decay_fit,
     long_runs_save,
+    verification_has_a_replica,
     data_is_prepared,
     vocabulary_covers_the_tokens,
     weighted_domains_exist,
     validation_has_text,
     tensorboard_is_there,
     data_is_not_worn_out,
+    disk_takes_copies,
     first_weights_exist,
 )
 

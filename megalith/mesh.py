@@ -64,6 +64,14 @@ class Mesh:
         copies = gcd(self.replicate, holders) if self.sharded else max(1, holders)  # none hold them: `check` says so
         return self.pipeline // self.sides, copies, holders // copies, self.expert, self.expert_tensor
 
+    @property
+    def replica_shift(self) -> int:
+        """How many data ranks further the replica is that has the same parts of everything: experts that ranks share out among data ranks
+        belong to one replica. 0: there is no other."""
+        line = self.expert * self.expert_tensor
+        shift = line // gcd(line, self.context * self.tensor)
+        return shift if self.data % shift == 0 and shift < self.data else 0
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """What `rank` computes: its place on each WORK axis."""
         assert 0 <= rank < self.ranks, (rank, self)

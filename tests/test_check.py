@@ -142,6 +142,8 @@ def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[
         (["plan.recompute=selective", "plan.recompute_parts=['attention','attention.core']"], "plan.recompute_parts"),
         (["plan.recompute=selective", "plan.recompute_parts=['mlp_norm','attend']"], "plan.recompute_parts"),
         (["train.steps=1000"], "checkpoint.every"),
+        (["fleet.verify_every=10"], "fleet.verify_every"),
+        (["plan.data=2", "plan.expert=2", "model.preset=deepseek-tiny", "fleet.verify_every=10"], "fleet.verify_every"),
         (["model.preset=deepseek-tiny", "model.balanced=true"], "model.balanced"),
         (["plan.pipeline=2", "plan.schedule=dualpipe"], "plan.schedule"),
     ],
@@ -163,6 +165,7 @@ def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
         ["plan.tensor=2", "train.seq_len=127", "plan.sequence=false"],
         ["optimizer.schedule=wsd", "optimizer.decay=0.9"],
         ["plan.pipeline=2", "plan.layers=[1,3]"],
+        ["plan.data=2", "fleet.verify_every=10"],
     ],
 )
 def test_what_is_legal_and_wise_is_let_be(settings: list[str]):
@@ -294,6 +297,17 @@ def test_only_the_weighted_domains_tokens_count(data: Path):
     """200 steps of 64 x 1024 are 3.3 passes over both domains, but 6.6 over one."""
     assert "train.steps" not in {p.key for p in check(spec("train.seq_len=1024", "train.steps=200"))}
     assert "train.steps" in {p.key for p in check(spec("train.seq_len=1024", "train.steps=200", "data.weights={code=1}"))}
+
+
+def test_copies_on_disk_need_a_folder_and_copies_in_memory(data: Path, tmp_path: Path):
+    every, file = "fleet.disk_every=8", tmp_path / "file"
+    file.touch()
+    assert check(spec(every, f"fleet.disk={tmp_path / 'new' / 'folder'}")) == check(spec())
+    (found,) = check(spec(every, f"fleet.disk={file / 'folder'}"))
+    assert (found.key, f"{file} is no folder" in found.reason) == ("fleet.disk", True)
+    assert check(spec(every, f"fleet.disk={file}"), files=False) == check(spec(f"fleet.disk={file}"), files=False) == []
+    (found,) = errors(every, "fleet.memory_every=0")
+    assert (found.key, found.way_out) == ("fleet.disk_every", "Use fleet.memory_every = 8, say.")
 
 
 def test_nothing_on_disk_is_looked_at_when_told_not_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -25,6 +25,7 @@ from megalith.fleet.seat import Seat, node_folder, ranks_of
 from megalith.fleet.tiers import Source, Tier
 
 WORDS = 1 << 64
+ON_DISK = 3  # copies of a rank: where one writes the newest and another still the one before, the third is whole on all
 RNG = "rng.cpu"
 
 
@@ -137,7 +138,7 @@ class Memory:
         self.disk = disk and node_folder(disk, seat.node)
         self.layout = layout_of(self.state)
         text = self.layout.dump()
-        self._count = keep + 1 + pinned
+        self._count = max(keep, 2 if disk else 1) + 1 + pinned  # what the disk is written from is not written over meanwhile
         self._clear_away()
         self.own = _Buffers.create(self.folder, "own", seat.rank, count=self._count, layout_bytes=text, layout=self.layout)
         for file in self.own.files:
@@ -161,6 +162,9 @@ class Memory:
             whose, rank, number = parse_name(path.name)
             moved = whose == "own" and rank not in mine and self.seat.rank == mine[0]
             if moved or (rank == self.seat.rank and number >= self._count):
+                path.unlink(missing_ok=True)
+        for path in self._on_disk():
+            if self.seat.rank == mine[0] and parse_name(path.name)[1] not in mine:
                 path.unlink(missing_ok=True)
 
     def join(self, distance: int, *, group: dist.ProcessGroup) -> None:
@@ -205,10 +209,10 @@ class Memory:
     def copy(self, step: int, samples: int, *, known: int | None = None, to_disk: bool = False) -> None:
         """Copy the state, as of `step` steps and `samples` samples. `known`: the digest of `state`, if it has been taken already.
 
-        Everything but the copying itself goes on while training does.
+        Everything but the copying itself goes on while training does; a copy to disk waits for the one before.
         """
         self.finish()
-        number = self.own.next(busy=[self._writing[1]] if self._writing else [])
+        number = self.own.next(busy=[self._writing[1]] if self._writing and self._writing[0].is_alive() else [])
         into = self.own.views[number]
         rng = torch.get_rng_state()
         torch._foreach_copy_([into[name] for name in self._names], self._live)
@@ -219,7 +223,7 @@ class Memory:
         if self.kept is not None:
             self._travelling = self._send(label, self.own.bodies[number])
         if to_disk and self.disk:
-            self._write_to_disk(number)
+            self._write_to_disk(number, step)
 
     def _send(self, label: Label, body: Tensor) -> "_Travelling":
         assert self.kept is not None
@@ -260,24 +264,28 @@ class Memory:
         """The step of the pinned copy."""
         return next((label.step for file in self.own.files if file.pinned and (label := file.label)), None)
 
-    def _write_to_disk(self, number: int) -> None:
-        """In a thread, whole or not at all. One that is still under way is left to it, and this copy is passed over."""
-        if self._writing and self._writing[0].is_alive():
-            return
-        thread = threading.Thread(target=self._to_disk, args=(number,), name="copy-to-disk", daemon=True)
+    def _write_to_disk(self, number: int, step: int) -> None:
+        """In a thread, whole or not at all. One that is still under way is waited for: ranks that passed copies over would soon hold none
+        of a step that all have."""
+        if self._writing:
+            self._writing[0].join()
+        thread = threading.Thread(target=self._to_disk, args=(number, step), name="copy-to-disk", daemon=True)
         self._writing = thread, number
         thread.start()
 
-    def _to_disk(self, number: int) -> None:
+    def _to_disk(self, number: int, step: int) -> None:
         assert self.disk is not None
-        source = self.own.files[number].path
-        part = self.disk / f"part-{source.name}"
+        rank = self.seat.rank
+        part = self.disk / f"part-{rank}"
         try:
             self.disk.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, part)
+            others = [(old, path) for path, old in self._on_disk(rank).items() if old != step]
+            for _, path in sorted(others, reverse=True)[ON_DISK - 1 :]:
+                path.unlink()
+            shutil.copyfile(self.own.files[number].path, part)
             with part.open("rb") as file:
                 os.fsync(file.fileno())
-            part.rename(self.disk / source.name)
+            part.rename(self.disk / file_name("own", rank, step))
             self.disk_error = None
         except OSError as error:  # a copy less: training goes on, and a person hears of it
             self.disk_error = str(error)
@@ -304,7 +312,7 @@ class Memory:
         if tier is None or tier is Tier.STORE:
             return None
         if tier is Tier.DISK:
-            return self._load_file(self._on_disk(source.step), tier)
+            return self._load_file(self._open_on_disk(source.step), tier)
         number = self.own.find(source.step)
         if number is None:
             raise Damaged(tier, source.step, self.seat.slot, "there is none")
@@ -315,6 +323,9 @@ class Memory:
         for buffers in (self.own, self.kept):
             if buffers is not None:
                 buffers.forget_after(step)
+        for path, later in self._on_disk(self.seat.rank).items():
+            if later > step:
+                path.unlink(missing_ok=True)
 
     def _exchange(self, source: Source) -> None:
         """The pieces that buddies keep travel to the ranks whose they are. Who sends follows from the source alone."""
@@ -346,13 +357,22 @@ class Memory:
         for work, _ in works:
             work.wait()
 
-    def _on_disk(self, step: int) -> Buffer:
+    def _on_disk(self, rank: int | None = None) -> dict[Path, int]:
+        """The files of the node's disk, or of one of its ranks there, and their steps."""
+        paths = self.disk.glob("own-*") if self.disk is not None and self.disk.is_dir() else ()
+        found = {path: parse_name(path.name) for path in paths}
+        return {path: step for path, (_, whose, step) in found.items() if rank is None or whose == rank}
+
+    def _open_on_disk(self, step: int) -> Buffer:
         assert self.disk is not None, "no disk to restore from"
-        for path in self.disk.glob(file_name("own", self.seat.rank, 0).removesuffix("0") + "*"):
-            file = Buffer.open(path)
-            if (label := file.label) and label.step == step:
-                return file
-        raise Damaged(Tier.DISK, step, self.seat.slot, "there is none")
+        try:
+            file = Buffer.open(self.disk / file_name("own", self.seat.rank, step))
+        except (OSError, ValueError) as error:
+            raise Damaged(Tier.DISK, step, self.seat.slot, str(error)) from error
+        label = file.label
+        if label is None or label.step != step:
+            raise Damaged(Tier.DISK, step, self.seat.slot, "there is none")
+        return file
 
     def _load_file(self, file: Buffer, tier: Tier) -> Label:
         label = file.label

@@ -297,7 +297,8 @@ class Controller:
 
     def _failed(self, failure: Failure, outcome: Outcome) -> Seen:
         slot = self._slot_of(failure.rank or 0)
-        sign = signs.of_failure(failure, time=time.time(), step=self._step, slot=slot, node=self._placement[slot])
+        step = self._step_of(failure.rank)
+        sign = signs.of_failure(failure, time=time.time(), step=step, slot=slot, node=self._placement[slot])
         return Seen(sign, failure.time, self._of_outcome(outcome))
 
     def _hung(self, watch: Watch, outcome: Outcome) -> Seen:
@@ -305,7 +306,7 @@ class Controller:
         assert hang is not None
         slot = self._slot_of(hang.rank) if hang.rank is not None else None
         sign = signs.Hang(
-            time=time.time(), step=self._step, slot=slot, node=None if slot is None else self._placement[slot],
+            time=time.time(), step=self._step_of(hang.rank), slot=slot, node=None if slot is None else self._placement[slot],
             rank=hang.rank, phase=hang.phase, silence=hang.silence, limit=hang.limit,
         )  # fmt: skip
         stacks = {str(rank): look.stack or "(no answer)" for rank, look in sorted(hang.looks.items())}
@@ -323,6 +324,12 @@ class Controller:
         exits = {str(end.rank): end.code for end in outcome.exits}
         phases = {str(rank): f"{beat.phase} {beat.step}" for rank, beat in enumerate(self._nodes.beats())}
         return found | {"exits": exits, "phases": phases}
+
+    def _step_of(self, rank: int | None) -> int:
+        """The step that a rank (None: the furthest) had begun in this generation, which may be one that was done before."""
+        steps = [beat.step for number, beat in enumerate(self._nodes.beats()) if rank in (None, number)]
+        begun = max(steps, default=-1)
+        return begun if begun >= 0 else self._step
 
     def _slot_of(self, rank: int) -> int:
         return slot_of(rank, world=self._now.ranks, slots=len(self._placement))
@@ -429,15 +436,17 @@ def _ended(code: int, *, report: str = "") -> Outcome:
 
 
 def run_here(job: Job, *, fleet: FleetSpec, identity: str, store: Store, tick: Callable[[], None] | None = None) -> Outcome:
-    """Run a job on this machine through faults. `identity`: copies in memory of a run with another one are not this run's.
+    """Run a job on this machine through faults. `identity`: copies of the state of a run with another one are not this run's.
 
-    Signals as in `supervisor.run`, which raises what this raises. Copies stay in memory when the same command can go on from them.
+    Signals as in `supervisor.run`, which raises what this raises. Copies stay where they are when the same command can go on from them.
     """
     job.check()
     with supervisor.alone(job.run_dir), supervisor.requests_to_stop() as requests:
         memory = local.memory_root(job.run_dir, identity)
         local.clear_memory(job.run_dir, keep=memory)
-        nodes = LocalNodes(job, names=local.node_names(fleet), memory=memory)
+        disk = local.disk_root(job.run_dir, identity, fleet)
+        local.clear_disk(job.run_dir, fleet, keep=disk)
+        nodes = LocalNodes(job, names=local.node_names(fleet), memory=memory, disk=disk)
         outcome = None
         try:
             controller = Controller(job, fleet=fleet, nodes=nodes, store=store, requests=requests, tick=tick or (lambda: None))

@@ -23,9 +23,6 @@ from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.seat import node_folder, ranks_of, slot_of
 from megalith.fleet.tiers import Copy, Tier
 
-DISK = "MEGALITH_DISK"
-"""Environment of a rank: the root folder of copies on the nodes' disks."""
-
 PAGE = 4096
 ALIGNMENT = 64  # bytes; of each tensor, so that a processor's widest loads are whole and every tensor begins a word of the digest
 _MAGIC = b"MGLCOPY1"
@@ -110,7 +107,7 @@ class Layout:
 
 
 def file_name(whose: Whose, rank: int, buffer: int) -> str:
-    """`rank` is the one whose state it is."""
+    """`rank` is the one whose state it is; a copy on a disk has its step for the buffer."""
     return f"{whose}-{rank}.{buffer}"
 
 
@@ -207,6 +204,12 @@ def pieces(folder: Path, *, own: Tier = Tier.MEMORY) -> list[Piece]:
         found.append(Piece(tier, label.rank, label.step, label.samples, label.world, label.generation, intact, path))
         buffer.close()
     return found
+
+
+def held(node: str, *, memory: Path | None, disk: Path | None) -> list[Piece]:
+    """The copies that a node holds below these roots, digests verified."""
+    in_memory = pieces(node_folder(memory, node)) if memory is not None else []
+    return in_memory + (pieces(node_folder(disk, node), own=Tier.DISK) if disk is not None else [])
 
 
 def _labelled(folder: Path) -> Iterator[tuple[Path, Buffer, Label]]:

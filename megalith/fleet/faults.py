@@ -376,6 +376,12 @@ def _lose_memory(seat: Seat, nodes: Sequence[str]) -> None:
             path.unlink(missing_ok=True)
 
 
+def _lose_disk(seat: Seat, node: str) -> None:
+    """What a node held on its disk is gone."""
+    if seat.disk is not None:
+        shutil.rmtree(node_folder(seat.disk, node), ignore_errors=True)
+
+
 def _checkpoints() -> Path:
     return Path(os.environ["MEGALITH_RUN_DIR"]) / "checkpoints"
 
@@ -386,10 +392,17 @@ def _newest_checkpoint() -> list[Path]:
     return sorted(steps[-1].glob("rank-*"), key=lambda path: -path.stat().st_size) if steps else []
 
 
+def _lose_copies(seat: Seat) -> None:
+    """Only checkpoints are left."""
+    _lose_memory(seat, seat.placement)
+    for node in seat.placement:
+        _lose_disk(seat, node)
+
+
 def _cut_checkpoint(one: Injection, seat: Seat) -> None:
     for part in _newest_checkpoint()[:1]:
         os.truncate(part, part.stat().st_size // 2)
-    _lose_memory(seat, seat.placement)
+    _lose_copies(seat)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -401,19 +414,20 @@ def _alter_checkpoint(one: Injection, seat: Seat) -> None:
             byte = file.read(1)[0]
             file.seek(middle)
             file.write(bytes([byte ^ 1]))
-    _lose_memory(seat, seat.placement)
+    _lose_copies(seat)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _lose_node(one: Injection, seat: Seat) -> None:
-    """The first of the node's ranks takes its folder away; all die."""
+    """The first of the node's ranks takes its folders away; all die."""
     if seat.memory is not None and len(seat.placement) > 1:
+        _lose_disk(seat, seat.node)
         shutil.rmtree(node_folder(seat.memory, seat.node), ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _lose_with_memory(one: Injection, seat: Seat) -> None:
-    """Also of the other ranks' nodes: they may be killed before it comes to them."""
+    """Also of the other ranks' nodes: they may be killed before it comes to them. Disks outlive it, as they do a node's restart."""
     _lose_memory(seat, [seat.node_of(rank) for rank in one.ranks])
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
 
-from megalith.fleet import causes, copies, evidence, health, networks, report
+from megalith.fleet import admission, causes, copies, evidence, networks, report
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
@@ -28,15 +28,15 @@ from megalith.fleet.job import Job
 from megalith.fleet.nodes import Generation, Look
 from megalith.fleet.processes import STARTS, Processes, method
 from megalith.fleet.rank import Assignment
-from megalith.fleet.seat import node_folder
+from megalith.fleet.seat import DISK, node_folder
 from megalith.fleet.signs import AnySign, HealthChecked, NodeJoined, NodesLost
-from megalith.fleet.tiers import Copy
+from megalith.fleet.tiers import Copy, Tier
 from megalith.spec.fleet import FleetSpec
 
 WARM_SECONDS = 0.1  # between looks whether imports are done
 LOOK_SECONDS = 2.0  # that ranks have to write their stacks
 SHARED_MEMORY = Path("/dev/shm")
-OWNER = "owner"  # the file that says which run has copies in a folder of shared memory
+OWNER = "owner"  # the file that says which run has copies in a folder of shared memory, or of a disk
 
 
 def node_names(fleet: FleetSpec) -> tuple[str, ...]:
@@ -47,7 +47,20 @@ def node_names(fleet: FleetSpec) -> tuple[str, ...]:
 def memory_root(run_dir: Path, identity: str) -> Path:
     """Where a run keeps copies of its state: the same for the same run and `identity`, whoever asks, however often. A folder that was
     removed and made again is another run."""
-    return _place() / f"{_family(run_dir)}-{_short(_name(run_dir) + identity)}"
+    return _root(_place(), run_dir, identity)
+
+
+def disk_root(run_dir: Path, identity: str, fleet: FleetSpec) -> Path | None:
+    """The same on the disks of its nodes; None: no copies go there."""
+    return _root(_disk(fleet), run_dir, identity) if fleet.disk_every else None
+
+
+def _root(place: Path, run_dir: Path, identity: str) -> Path:
+    return place / f"{_family(run_dir)}-{_short(_name(run_dir) + identity)}"
+
+
+def _disk(fleet: FleetSpec) -> Path:
+    return Path(fleet.disk).resolve()
 
 
 def _place() -> Path:
@@ -76,17 +89,31 @@ def _short(text: str) -> str:
 
 def clear_memory(run_dir: Path, *, keep: Path | None = None) -> None:
     """Remove what earlier runs in this folder left in memory, and what runs left there that nobody can go on with."""
-    for old in _place().glob(f"{_family(run_dir)}-*"):
+    _clear(_place(), run_dir, keep=keep)
+
+
+def clear_disk(run_dir: Path, fleet: FleetSpec, *, keep: Path | None = None) -> None:
+    """The same on this machine's disk."""
+    _clear(_disk(fleet), run_dir, keep=keep)
+
+
+def _clear(place: Path, run_dir: Path, *, keep: Path | None) -> None:
+    for old in place.glob(f"{_family(run_dir)}-*"):
         if old != keep:
             shutil.rmtree(old, ignore_errors=True)
-    for old in _place().glob("megalith-*"):
+    clear_abandoned(place)
+
+
+def clear_abandoned(place: Path) -> None:
+    """Remove what runs left in a folder of memory, or of a disk, that nobody can go on with."""
+    for old in place.glob("megalith-*"):
         if _is_abandoned(old):
             shutil.rmtree(old, ignore_errors=True)
 
 
 def _claim(memory: Path, run_dir: Path) -> IO[str]:
     """Say whose copies these are. The lock goes with the process: until then they are in use, whatever others see of the run folder."""
-    memory.mkdir(parents=True, exist_ok=True)
+    memory.mkdir(parents=True, exist_ok=True, mode=0o700)  # others have no business with a run's weights
     file = (memory / OWNER).open("a+", encoding="utf-8")
     fcntl.flock(file, fcntl.LOCK_EX)
     file.truncate(0)
@@ -101,16 +128,17 @@ def _is_abandoned(memory: Path) -> bool:
         with (memory / OWNER).open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             owner = json.load(file)
-    except (OSError, ValueError):  # in use, or just being made
+        name = Path(owner["run"]) / "ranks" / "name"
+        return not name.exists() or name.read_text() != owner["name"]
+    except (OSError, ValueError):  # in use, just being made, or another user's
         return False
-    name = Path(owner["run"]) / "ranks" / "name"
-    return not name.exists() or name.read_text() != owner["name"]
 
 
 class LocalNodes:
     """Ranks of this machine, forked from one server that outlives their generations.
 
-    `names` are the nodes, spares last; `memory` is the root of their folders (None: there is one node, which keeps no copies).
+    `names` are the nodes, spares last; `memory` is the root of their folders (None: there is one node, which keeps no copies), `disk` that
+    of their folders on a disk (None: they keep none there).
     Where other machines hold the other nodes of a placement, `meeting` is the
     store at which all ranks meet ("tcp://HOST:PORT"), and `folder` one that only this machine writes to (default: RUN_DIR/ranks).
     """
@@ -121,10 +149,11 @@ class LocalNodes:
         *,
         names: Sequence[str] = ("0",),
         memory: Path | None = None,
+        disk: Path | None = None,
         folder: Path | None = None,
         meeting: str = "",
     ) -> None:
-        self._job, self._memory = job, memory
+        self._job, self._memory, self._disk = job, memory, disk
         self._now = job  # or its fallback: what the ranks of this generation do
         self._names, self._meeting = tuple(names), meeting
         self._found: SimpleQueue[AnySign] = SimpleQueue()
@@ -137,8 +166,12 @@ class LocalNodes:
         self._lifeline, self._held = os.pipe()
         self._folder = (folder or job.run_dir / "ranks").resolve()
         (self._folder / "reports").mkdir(parents=True, exist_ok=True)
-        self._claimed = _claim(memory, job.run_dir) if memory is not None else None
+        self._claimed: list[IO[str]] = []
+        if disk is not None:
+            with contextlib.suppress(OSError):  # a rank that cannot write there says so
+                self._claimed.append(_claim(disk, job.run_dir))
         if memory is not None:
+            self._claimed.append(_claim(memory, job.run_dir))
             for name in self._names:
                 node_folder(memory, name).mkdir(parents=True, exist_ok=True)
         self._there = self.there()
@@ -180,10 +213,11 @@ class LocalNodes:
             self._heartbeats.close()
 
     def forget(self) -> None:
-        """Strike out the copies of the state that this machine's nodes hold."""
-        if self._memory is not None:
-            for name in self.there():
-                copies.forget(node_folder(self._memory, name))
+        """Strike out the copies of the state that this machine's nodes hold, whether or not they are there."""
+        for root in (self._memory, self._disk):
+            if root is not None:
+                for name in self._names:
+                    copies.forget(node_folder(root, name))
 
     def _assign(self, generation: Generation) -> Assignment:
         job = self._now
@@ -192,12 +226,13 @@ class LocalNodes:
         source, slots = generation.source, len(generation.placement)
         mine = [slot for slot, node in enumerate(generation.placement) if node in self._names]
         here = [rank for slot in mine for rank in report.ranks_of(slot, world=job.ranks, slots=slots)]
+        disk = "" if generation.shrunk else str(self._disk or "")
         return Assignment(
             entry=job.entry,
             arguments=job.arguments | ({"source": source.as_json()} if source is not None else {}),
             ranks=job.ranks,
             threads=job.threads or max(1, cores // max(1, len(here))),
-            environment=job.environment,
+            environment=job.environment | {DISK: disk},
             run_dir=str(job.run_dir.resolve()),
             generation=generation.name,
             path=[entry or str(Path.cwd()) for entry in sys.path],
@@ -283,20 +318,29 @@ class LocalNodes:
         return self._folder / f"rank-{rank}.log"
 
     def survey(self, placement: Sequence[str]) -> tuple[Copy, ...]:
-        return copies.survey(self._memory, placement=placement, world=self._job.ranks) if self._memory is not None else ()
+        world, found = self._job.ranks, tuple[Copy, ...]()
+        if self._memory is not None:
+            found += copies.survey(self._memory, placement=placement, world=world)
+        if self._disk is not None:
+            found += copies.survey(self._disk, placement=placement, world=world, own=Tier.DISK)
+        return found
 
     def set_aside(self, order: QuarantineCopy) -> None:
-        if self._memory is not None and self._assignment is not None:
-            copies.set_aside(self._memory, order, placement=self._assignment.placement, world=self._job.ranks)
+        root = self._disk if order.tier is Tier.DISK else self._memory
+        if root is not None and self._assignment is not None:
+            copies.set_aside(root, order, placement=self._assignment.placement, world=self._job.ranks)
 
     def check(self, node: str) -> None:
-        """A node that is there is this very machine, and is measured; in a thread, for it takes a second."""
+        """A node that is there is this very machine, and is measured; in a thread, for it takes seconds."""
 
         def measure() -> None:
             there, network = node in self.there(), networks.find()
-            linked = network is None or network.is_connected(node)
-            passed = there and linked and health.worst(health.doctor(self._job.run_dir)) != "fail"
-            self._found.put(HealthChecked(time=time.time(), node=node, passed=passed, there=there))
+            wrong = "" if network is None or network.is_connected(node) else "its interface is down"
+            if there and not wrong:
+                job = self._job
+                found = admission.before_return(job.run_dir, burn_in=job.burn_in, seconds=job.burn_in_timeout)
+                wrong = admission.failures(found)
+            self._found.put(HealthChecked(time=time.time(), node=node, passed=there and not wrong, there=there, text=wrong))
 
         threading.Thread(target=measure, name=f"check-{node}", daemon=True).start()
 
@@ -309,7 +353,8 @@ class LocalNodes:
             self._assignment.store.unlink(missing_ok=True)
         os.close(self._held)
         os.close(self._lifeline)
-        if self._claimed is not None:
-            self._claimed.close()
-        if forget and self._memory is not None:
-            shutil.rmtree(self._memory, ignore_errors=True)
+        for file in self._claimed:
+            file.close()
+        for root in (self._memory, self._disk):
+            if forget and root is not None:
+                shutil.rmtree(root, ignore_errors=True)

@@ -5,28 +5,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-REPORTS, PLACEMENT, MEMORY = "MEGALITH_REPORTS", "MEGALITH_PLACEMENT", "MEGALITH_MEMORY"
+REPORTS, PLACEMENT, MEMORY, DISK = "MEGALITH_REPORTS", "MEGALITH_PLACEMENT", "MEGALITH_MEMORY", "MEGALITH_DISK"
 
 
 @dataclass(frozen=True)
 class Seat:
     """A rank's place in the fleet. `placement` is the node of each slot; a slot holds `world / slots` consecutive ranks.
 
-    `memory` is the root of the copies in shared memory, None where none are kept; this rank writes only below `folder`.
+    `memory` is the root of the copies in shared memory, None where none are kept; this rank writes only below `folder`. `disk` is that of
+    copies on disks.
     """
 
     rank: int
     world: int
     placement: tuple[str, ...]
     memory: Path | None
+    disk: Path | None = None
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "Seat":
         """This process's, from its environment; outside a supervised run the only rank of the only slot."""
         rank, world = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
-        memory = environment.get(MEMORY)
+        memory, disk = (Path(root) if (root := environment.get(name)) else None for name in (MEMORY, DISK))
         placement = tuple(environment.get(PLACEMENT, "0").split(","))
-        return cls(rank, world, placement, Path(memory) if memory else None)
+        return cls(rank, world, placement, memory, disk)
 
     def slot_of(self, rank: int) -> int:
         """The slot that holds a rank."""

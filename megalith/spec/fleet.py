@@ -35,13 +35,19 @@ class FleetSpec(Spec):
         description="a second copy in another node's memory: the next one's, or half the nodes away (another rack's)",
     )
     disk_every: NonNegativeInt = Field(default=0, description="steps between copies on the node's own disk; 0: none")
+    disk: str = Field(
+        default="/var/tmp", description="folder on each node's own disk for them; best one that outlives a restart of the node"
+    )
     digest: bool = Field(default=True, description="digest the state after each update and before the next: finds flips at rest")
     verify_every: NonNegativeInt = Field(
         default=0,
-        description="steps between recomputations of another replica's microbatch and of the buddy's update; 0: never",
+        description="steps between recomputations of another replica's microbatch and of the buddy's update: what errs from then on is "
+        "found within so many steps, what errs once in one of these steps alone; 0: never",
     )
     verify: Literal["one", "all"] = Field(
-        default="one", description="microbatches recomputed then; all: every one, which alone finds an error that comes once"
+        default="one",
+        description="microbatches recomputed then, apart from the step: an error that comes once is never found; all: every one, compared "
+        "with the step itself: it is found if its step is verified, one time in verify_every, always only with 1",
     )
     hang_factor: PositiveFloat = Field(default=3.0, description="a step may take this many times the rolling 99th percentile")
     hang_floor: PositiveFloat = Field(default=1.0, description="seconds without progress that are never called a hang")
@@ -57,12 +63,25 @@ class FleetSpec(Spec):
         description="seconds before the third start without a step, and before a second health check; doubles each time",
     )
     backoff_limit: NonNegativeFloat = Field(default=300.0, description="seconds between starts, or health checks, at most")
+    check: Literal["start", "return"] = Field(
+        default="start",
+        description="checks of machines: before ranks first start there and before a node that was taken out returns, or only then",
+    )
+    burn_in: NonNegativeFloat = Field(
+        default=2.0,
+        description="seconds of matrix products, compared bit for bit, before a node that was taken out returns; 0: none",
+    )
     lemon_faults: PositiveInt = Field(default=3, description="faults of one node within lemon_hours that take it out for a check")
     lemon_hours: PositiveFloat = Field(default=168.0, description="how long a node's fault counts against it")
     ledger: str | None = Field(
         default=None,
         description="file that keeps what happened to each node, for all runs that name it; default: nodes.jsonl in the run folder",
     )
+
+    @property
+    def looks_before_start(self) -> bool:
+        """Whether a machine is looked at before ranks first start there."""
+        return self.recover and self.check == "start"
 
     @property
     def tiers(self) -> tuple[Literal["memory", "buddy", "disk", "store"], ...]:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from megalith.spec.base import Spec
 from megalith.spec.families import Model
@@ -78,8 +78,19 @@ class LaunchSpec(Spec):
     """Ranks and their limits."""
 
     start_timeout: PositiveFloat = Field(default=120.0, description="seconds all ranks have to meet at start-up")
-    timeout: PositiveFloat = Field(default=600.0, description="seconds a collective may wait before the run stops")
+    timeout: PositiveFloat = Field(
+        default=600.0,
+        description="seconds a collective, or a phase not seen before, may wait; above 600 other limits grow with it where not set",
+    )
     threads: NonNegativeInt = Field(default=0, description="compute threads a rank; 0: cores / ranks of this machine")
+
+
+FOLLOWING: dict[type[Spec], tuple[str, ...]] = {
+    LaunchSpec: ("start_timeout",),
+    FleetSpec: ("node_timeout", "hang_floor", "wait_limit"),
+}
+"""Limits that follow `launch.timeout` where nobody sets them: twice the default of it, twice their defaults. They never shrink: how long a
+busy machine may say nothing does not depend on how soon somebody wants to hear of it."""
 
 
 class RunSpec(Spec):
@@ -98,7 +109,15 @@ class RunSpec(Spec):
     checkpoint: CheckpointSpec = CheckpointSpec()
     log: LogSpec = LogSpec()
     launch: LaunchSpec = LaunchSpec()
-    fleet: FleetSpec = FleetSpec()
+    fleet: FleetSpec = Field(default=FleetSpec(), validate_default=True)
+
+    @field_validator("launch", "fleet", mode="after")
+    @classmethod
+    def _follow_the_timeout(cls, table: Spec, info: ValidationInfo) -> Spec:
+        launch = table if isinstance(table, LaunchSpec) else info.data.get("launch")  # not there where it is wrong itself
+        times = launch.timeout / LaunchSpec.model_fields["timeout"].default if isinstance(launch, LaunchSpec) else 1.0
+        unset = [name for name in FOLLOWING[type(table)] if name not in table.model_fields_set]
+        return table.model_copy(update={name: times * getattr(table, name) for name in unset}) if times > 1.0 else table
 
     @property
     def microbatches(self) -> int:

@@ -216,13 +216,15 @@ class Guard:
 
     def due(self, step: int) -> bool:
         """Is a copy to be made once `step` steps are done?"""
-        return self.memory is not None and step % self.fleet.memory_every == 0
+        return self.memory is not None and (step % self.fleet.memory_every == 0 or self._due_on_disk(step))
+
+    def _due_on_disk(self, step: int) -> bool:
+        return self.fleet.disk_every > 0 and step % self.fleet.disk_every == 0
 
     def copy(self, step: int, samples: int) -> None:
         """Copy the state after `step` steps."""
         assert self.memory is not None
-        disk = self.fleet.disk_every > 0 and step % self.fleet.disk_every == 0
-        self.memory.copy(step, samples, known=self._digests.get(step), to_disk=disk)
+        self.memory.copy(step, samples, known=self._digests.get(step), to_disk=self._due_on_disk(step))
         failed = self.memory.disk_error
         if bool(failed) != self._disk_failed:
             self._disk_failed = bool(failed)

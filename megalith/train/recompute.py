@@ -10,7 +10,6 @@ finds what comes and goes, and not a fault that errs alike each time. (Silent da
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import gcd
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from megalith.checkpoint.memory import Memory, digest, words
 from megalith.data.stream import Batch as Samples
 from megalith.fleet.copies import Entry
-from megalith.mesh import Mesh
 from megalith.parallel.data import Bucket, local
 from megalith.parallel.execute import Executor
 from megalith.schedule.lower import lower
@@ -76,14 +74,6 @@ def buckets_of(trainer: Trainer) -> list[Bucket]:
     return list(dict.fromkeys(bucket for runner in trainer.runners.values() for used in runner.buckets for bucket in used))
 
 
-def shift_of(mesh: Mesh) -> int:
-    """How many data ranks further the replica is that has the same parts of everything: experts that ranks share out among data ranks
-    belong to one replica. 0: there is no other."""
-    line = mesh.expert * mesh.expert_tensor
-    shift = line // gcd(line, mesh.context * mesh.tensor)
-    return shift if mesh.data % shift == 0 and shift < mesh.data else 0
-
-
 @dataclass(frozen=True)
 class Disagreement:
     """Ranks whose gradients others did not get. `suspects`: one where a further computation told, else both; none: nothing could be
@@ -98,7 +88,7 @@ class Recomputer:
 
     def __init__(self, trainer: Trainer, probe: Probe, *, read: Read, microbatches: Literal["one", "all"]) -> None:
         self.trainer, self.probe, self.read, self.whole = trainer, probe, read, microbatches == "all"
-        self.shift = shift_of(trainer.groups.mesh)
+        self.shift = trainer.groups.mesh.replica_shift
         self.executor = trainer.executor if self.whole else self._smallest()
 
     def _smallest(self) -> Executor:

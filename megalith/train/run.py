@@ -26,7 +26,6 @@ from megalith.data.stream import Stream
 from megalith.data.whole import Damage
 from megalith.events import EventLog, Holding, Problem, RunFinished, RunStarted
 from megalith.fleet import environment, faults, link, networks
-from megalith.fleet.copies import DISK
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.report import report
@@ -200,7 +199,6 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
     spec, seat = trainer.spec, Seat.find()
     if seat.memory is None or not spec.fleet.memory_every:
         return None
-    disk = os.environ.get(DISK)
     memory, failed = None, ""
     try:
         memory = Memory(
@@ -208,7 +206,7 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
             seat=seat,
             keep=spec.fleet.memory_keep,
             pinned=spec.fleet.verify_every > 0,
-            disk=Path(disk) if disk else None,
+            disk=seat.disk if spec.fleet.disk_every else None,
             generation=os.environ.get("MEGALITH_GENERATION", ""),
         )
     except OSError as error:

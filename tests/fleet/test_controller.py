@@ -15,7 +15,7 @@ import pytest
 from megalith import events
 from megalith.fleet import faults
 from megalith.fleet.causes import Failure
-from megalith.fleet.controller import Controller, Seen, run_here
+from megalith.fleet.controller import Controller, Seen, Store, run_here
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.faults import Injection
 from megalith.fleet.job import Job
@@ -30,13 +30,13 @@ STEPS, RANKS = 12, 4
 FLEET = FleetSpec(nodes=2, spares=1, hang_floor=4.0, hang_factor=20.0)  # far from what a busy machine may take
 
 
-def _walk(folder: Path, *injections: Injection) -> Outcome:
+def _walk(folder: Path, *injections: Injection, store: Store | None = None) -> Outcome:
     folder.mkdir(exist_ok=True)
     faults.save(folder / "faults.json", injections)
-    return _run(folder)
+    return _run(folder, store)
 
 
-def _run(folder: Path) -> Outcome:
+def _run(folder: Path, store: Store | None = None) -> Outcome:
     job = Job(
         entry="tests.fleet.walk:walk",
         arguments={"steps": STEPS},
@@ -48,7 +48,7 @@ def _run(folder: Path) -> Outcome:
         threads=1,
         environment={faults.VARIABLE: str(folder / "faults.json")},
     )
-    return run_here(job, fleet=FLEET, identity="walk", store=lambda: checkpoints(folder))
+    return run_here(job, fleet=FLEET, identity="walk", store=store or (lambda: checkpoints(folder)))
 
 
 def _state(folder: Path) -> list[Any]:
@@ -57,6 +57,10 @@ def _state(folder: Path) -> list[Any]:
 
 def _incidents(folder: Path) -> list[dict[str, Any]]:
     return [record for record in events.read(folder) if record["type"] == "incident"]
+
+
+def _restored(folder: Path) -> list[str]:
+    return [record["restored"] for record in events.read(folder) if record["type"] == "recovery"]
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +126,56 @@ def test_faults_that_overlap_are_recovered_from_together(second: str, whole: lis
     found = _incidents(tmp_path / "run")
     assert 1 <= len(found) <= 2
     assert {one["rank"] for one in found} <= {0, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [2, 3])
+def test_the_same_failure_at_one_step_falls_back_a_tier_and_the_third_time_stops(
+    times: int, whole: list[Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+
+    def on_disk_and_in_the_store() -> tuple[Copy, ...]:
+        return (*[Copy(Tier.DISK, copy.step) for copy in checkpoints(folder)], *checkpoints(folder))
+
+    alike = [Injection(number, "exception", 10, "step", (2,)) for number in range(times)]
+    outcome = _walk(folder, *alike, store=on_disk_and_in_the_store)
+    assert len(_incidents(folder)) == times
+    assert _restored(folder) == ["step 9 in disk", "step 6 in store"]
+    if times == 2:
+        assert outcome.code == ExitCode.FINISHED, outcome.message()
+        assert _state(folder) == whole
+    else:
+        assert outcome.code == ExitCode.FAILED
+        assert "for the third time at step 10, the last time after restoring step 6 in store" in outcome.report
+
+
+@pytest.mark.slow
+def test_a_like_failure_at_another_step_that_is_done_again_is_another_failure(whole: list[Any], tmp_path: Path) -> None:
+    outcome = _walk(tmp_path / "run", Injection(0, "kill", 8, "step", (2,)), Injection(1, "kill", 0, "step", (2,), after=0))
+    assert outcome.code == ExitCode.FINISHED, outcome.message()
+    assert _state(tmp_path / "run") == whole
+    found = _incidents(tmp_path / "run")
+    assert [one["step"] for one in found] == [8, 6]
+    assert not any("again at step" in one["reason"] for one in found)
+
+
+@pytest.mark.slow
+def test_a_copy_that_fails_its_digest_is_set_aside_and_not_used_again(whole: list[Any], tmp_path: Path) -> None:
+    """Also when there is another failure before that step is done again."""
+    folder = tmp_path / "run"
+    kills = [Injection(0, "kill", 7, "step", (2,)), Injection(1, "kill", 0, "step", (2,), after=0)]
+
+    def damaged() -> tuple[Copy, ...]:
+        if (folder / "state-6-2").exists() and not (folder / "state-9-2").exists():
+            (folder / "state-6-2").write_text("[6, ")
+        return checkpoints(folder)
+
+    outcome = _walk(folder, *kills, store=damaged)
+    assert outcome.code == ExitCode.FINISHED, outcome.message()
+    assert _state(folder) == whole
+    assert [found["cause"] for found in _incidents(folder)] == ["rank_failed", "copy_corrupt", "rank_failed"]
+    assert _restored(folder) == ["step 3 in store"] * 3
 
 
 @pytest.mark.slow

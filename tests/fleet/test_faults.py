@@ -165,7 +165,8 @@ def seat(tmp_path: Path) -> Seat:
         label = copies.Label(4, 32, rank, 2, 0, len(layout.dump()), layout.payload)
         buffer.commit(label)
         buffer.close()
-    return Seat(1, 2, placement, tmp_path / "memory")
+    shutil.copytree(tmp_path / "memory", tmp_path / "disk")
+    return Seat(1, 2, placement, tmp_path / "memory", tmp_path / "disk")
 
 
 def _befall(kind: str, seat: Seat, *, step: int = 4) -> int:
@@ -187,10 +188,11 @@ def _befall(kind: str, seat: Seat, *, step: int = 4) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _held(seat: Seat) -> dict[str, list[bool]]:
-    """Which nodes hold copies, and whether they are intact."""
-    assert seat.memory is not None
-    found = {node: [p.intact for p in copies.pieces(node_folder(seat.memory, node))] for node in seat.placement}
+def _held(seat: Seat, *, disk: bool = False) -> dict[str, list[bool]]:
+    """Which nodes hold copies in memory, or on disk, and whether they are intact."""
+    root = seat.disk if disk else seat.memory
+    assert root is not None
+    found = {node: [p.intact for p in copies.pieces(node_folder(root, node))] for node in seat.placement}
     return {node: pieces for node, pieces in found.items() if pieces}
 
 
@@ -211,6 +213,7 @@ LEFT = {
     "two": {"a": [True]},
     "copy": {"a": [True], "b": [False]},
 }
+LEFT_ON_DISK = {"checkpoint": NOTHING, "altered": NOTHING, "node": {"a": [True]}, "two": WHOLE, "copy": WHOLE}
 
 
 @pytest.mark.parametrize("kind", LEFT)
@@ -218,6 +221,7 @@ def test_memory_is_lost_or_altered_with_the_process(kind: str, run: Path, seat: 
     assert seat.memory is not None
     assert _befall(kind, seat) == -signal.SIGKILL
     assert _held(seat) == LEFT[kind]
+    assert _held(seat, disk=True) == LEFT_ON_DISK[kind]
     assert node_folder(seat.memory, "b").is_dir() == (kind != "node")
     whole = [run / "checkpoints" / f"step-{step:08}" / f"rank-{rank}" for step, rank in ((2, 0), (2, 1), (4, 0))]
     assert all(path.read_bytes() == bytes(range(100 + int(path.name[-1]))) for path in whole)

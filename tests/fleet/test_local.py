@@ -5,9 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from megalith.fleet import local
+from megalith.fleet import copies, local
+from megalith.fleet.commands import QuarantineCopy
+from megalith.fleet.copies import Buffer, Label, Layout
 from megalith.fleet.job import Job
-from megalith.fleet.local import LocalNodes, clear_memory, memory_root
+from megalith.fleet.local import LocalNodes, clear_disk, clear_memory, disk_root, memory_root
+from megalith.fleet.nodes import Generation
+from megalith.fleet.seat import Seat, node_folder
+from megalith.fleet.tiers import Copy, Tier
+from megalith.spec.fleet import FleetSpec
 
 
 @pytest.fixture
@@ -45,3 +51,74 @@ def test_a_folder_that_was_made_anew_is_another_run(shared: Path, tmp_path: Path
     assert memory_root(tmp_path / "run", "identity") != memory
     clear_memory(tmp_path / "run", keep=memory_root(tmp_path / "run", "identity"))
     assert not memory.exists()
+
+
+# --- copies on disk
+
+
+def _on_disk(tmp_path: Path, *, disk_every: int) -> tuple[LocalNodes, Path | None]:
+    """Two nodes with a rank each, and the root of their copies on disk."""
+    run = tmp_path / "run"
+    job = Job("nobody:calls", {}, ranks=2, run_dir=run, fallback=Job("nobody:calls", {}, ranks=1, run_dir=run))
+    disk = disk_root(run, "identity", FleetSpec(disk=str(tmp_path / "scratch"), disk_every=disk_every))
+    both = LocalNodes(job, names=("a", "b"), memory=memory_root(run, "identity"), disk=disk)
+    return both, disk
+
+
+def _write(root: Path, rank: int, step: int) -> None:
+    layout = Layout.of([("w", "F32", (4,), 16)])
+    folder = node_folder(root, "ab"[rank])
+    buffer = Buffer.create(folder / copies.file_name("own", rank, step), len(layout.dump()) + layout.payload)
+    label = Label(step, step, rank, 2, 0, len(layout.dump()), layout.payload)
+    buffer.commit(label)
+    buffer.close()
+
+
+def test_copies_on_disk_are_found_set_aside_and_forgotten(shared: Path, tmp_path: Path) -> None:
+    nodes, disk = _on_disk(tmp_path, disk_every=4)
+    assert disk is not None
+    for rank in range(2):
+        _write(disk, rank, 4)
+        _write(disk, rank, 8)
+    assert nodes.survey(("a", "b")) == (Copy(Tier.DISK, 8), Copy(Tier.DISK, 4))
+    assert {(piece.tier, piece.step) for piece in copies.held("a", memory=None, disk=disk)} == {(Tier.DISK, 4), (Tier.DISK, 8)}
+    assert copies.corrupt_piece(node_folder(disk, "b"), rank=1, step=8)
+    assert nodes.survey(("a", "b"))[0] == Copy(Tier.DISK, 8, frozenset({1}))
+    nodes._assignment = nodes._assign(Generation("g", ("a", "b")))
+    nodes.set_aside(QuarantineCopy(Tier.DISK, 8, 1))
+    assert [path.name for path in node_folder(disk, "b").glob("aside-*")] == ["aside-own-1.8"]
+    shutil.rmtree(node_folder(memory_root(tmp_path / "run", "identity"), "b"))
+    nodes.forget()
+    assert nodes.survey(("a", "b")) == (), "also on the disk of a node whose memory is gone"
+    nodes.close(forget=True)
+    assert not disk.exists()
+
+
+def test_ranks_are_told_of_the_disk_only_where_copies_go_there(shared: Path, tmp_path: Path) -> None:
+    around = {"MEGALITH_DISK": "/of/a/run/around/this/one"}
+    for every, shrunk in ((4, False), (4, True), (0, False)):
+        nodes, disk = _on_disk(tmp_path, disk_every=every)
+        told = nodes._assign(Generation("g", ("a", "b"), shrunk=shrunk)).variables(0)
+        assert Seat.find(around | told).disk == (None if shrunk else disk)
+        assert (disk is None) == (every == 0)
+        nodes.close(forget=False)
+
+
+def test_a_start_clears_disks_as_it_clears_memory(shared: Path, tmp_path: Path) -> None:
+    nodes, disk = _on_disk(tmp_path, disk_every=4)
+    assert disk is not None
+    nodes.close(forget=False)
+    fleet = FleetSpec(disk=str(disk.parent))
+    clear_disk(tmp_path / "other", fleet)
+    clear_disk(tmp_path / "run", fleet, keep=disk)
+    assert disk.is_dir()
+    clear_disk(tmp_path / "run", fleet)
+    assert not disk.exists()
+
+
+def test_a_disk_that_cannot_be_written_to_keeps_no_node_from_joining(shared: Path, tmp_path: Path) -> None:
+    (tmp_path / "scratch").touch()
+    nodes, _ = _on_disk(tmp_path, disk_every=4)
+    assert nodes.there() == ("a", "b")
+    assert nodes.survey(("a", "b")) == ()
+    nodes.close(forget=True)

@@ -10,8 +10,8 @@ from typing import Any
 from megalith.fleet import faults
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
-from megalith.fleet.report import Seat, report
-from megalith.fleet.signs import Preempted
+from megalith.fleet.report import Reported, Seat, report
+from megalith.fleet.signs import CopyCorrupt, Preempted
 from megalith.fleet.tiers import Copy, Tier
 
 
@@ -35,7 +35,7 @@ def walk(steps: int, nap: float = 0.02, every: int = 3, source: dict[str, Any] |
     faults.at("building")
     step, total = 0, seat.rank
     if source and source["tier"] is not None:
-        step, total = json.loads((folder / f"state-{source['step']}-{seat.rank}").read_text())
+        step, total = _restore(folder / f"state-{source['step']}-{seat.rank}", step=source["step"])
     beats.beat("ready")
     while step < steps:
         beats.beat("step", step, compute=nap)
@@ -51,6 +51,15 @@ def walk(steps: int, nap: float = 0.02, every: int = 3, source: dict[str, Any] |
         _meet(folder, seat, step)
         if stop:
             raise SystemExit(ExitCode.STOPPED)
+
+
+def _restore(path: Path, *, step: int) -> tuple[int, int]:
+    """Steps and sum; a file that cannot be read is a copy that fails its digest."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        report(CopyCorrupt(time=time.time(), step=step, tier=Tier.STORE, copy_step=step, error=str(error)))
+        raise Reported(str(error)) from error
 
 
 def _put(path: Path, text: str, seat: Seat) -> None:

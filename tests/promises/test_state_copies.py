@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,17 @@ import torch
 import torch.distributed as dist
 
 from megalith.checkpoint.memory import Damaged, Memory
-from megalith.fleet import copies
+from megalith.events import read
+from megalith.fleet import copies, faults
+from megalith.fleet.controller import run_here
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.faults import Injection
+from megalith.fleet.job import Job
 from megalith.fleet.seat import MEMORY, PLACEMENT, Seat, node_folder
 from megalith.fleet.tiers import Copy, Source, Tier, newest
 from megalith.train.assemble import Trainer
 from megalith.train.step import train_step
+from megalith.verbs import _checkpoints
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.runs import assert_same_bits, at_step, final_state, finish, position, prepare_text, start, train
@@ -206,6 +212,31 @@ def test_the_disk_holds_the_same_file_and_is_read_like_it(tmp_path: Path) -> Non
     assert same(live, state_at(6, 0, 100))
 
 
+def test_a_disk_keeps_three_copies_and_none_of_later_steps_than_was_restored(tmp_path: Path) -> None:
+    live = state_at(6, 0, 100)
+    memory = Memory(live, seat=seat(0, tmp_path / "memory", world=2), keep=1, disk=tmp_path / "disk")
+
+    def steps() -> list[int]:
+        return sorted(piece.step for piece in copies.pieces(node_folder(tmp_path / "disk", "n0"), own=Tier.DISK))
+
+    for step in (0, 4, 8, 12, 12):
+        memory.copy(step, step, to_disk=True)
+    memory.settle()
+    assert steps() == [4, 8, 12]
+    memory.restore(Source(8, Tier.DISK))
+    assert steps() == [4, 8]
+    (path,) = node_folder(tmp_path / "disk", "n0").glob("own-0.8")
+    assert copies.corrupt_piece(path.parent, rank=0, step=8)
+    with pytest.raises(Damaged, match="step 8 in disk, slot 0: its digest"):
+        memory.restore(Source(8, Tier.DISK))
+    path.unlink()
+    with pytest.raises(Damaged, match="step 8 in disk, slot 0"):
+        memory.restore(Source(8, Tier.DISK))
+    elsewhere = replace(seat(1, tmp_path / "memory", world=2), placement=("n1", "n0"))
+    Memory(live, seat=elsewhere, disk=tmp_path / "disk")
+    assert steps() == [], "of the slot that the node once filled"
+
+
 def test_a_disk_that_is_full_costs_a_copy_and_is_told(tmp_path: Path) -> None:
     (tmp_path / "disk").write_text("no folder")
     memory = Memory(state_at(6, 0, 100), seat=seat(0, tmp_path / "memory", world=2), disk=tmp_path / "disk")
@@ -242,3 +273,33 @@ def test_a_run_without_a_checkpoint_that_lost_a_node_ends_with_the_same_bits(tmp
     assert finish(start(spec, folder, source=asdict(source), environment=environment)) == [0, 0]
     assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
     assert position(folder) == position(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_run_whose_memory_is_all_gone_goes_on_from_its_disks(tmp_path: Path) -> None:
+    """Ranks of both nodes are killed and no copy in memory is left: those on disk are newer than the last checkpoint."""
+    spec = tiny_run(
+        model={"vocab": 264},
+        plan={"data": 2, "zero": 3},
+        data={"path": str(prepare_text(tmp_path))},
+        train={"steps": 8, "global_batch": 4, "seq_len": 32, "precision": "fp32"},
+        checkpoint={"every": 3, "asynchronous": False},
+        fleet={"nodes": 2, "disk_every": 1, "disk": str(tmp_path / "scratch"), "hang_floor": 60.0},
+    )
+    train(spec, tmp_path / "whole")
+    folder, listed = tmp_path / "run", tmp_path / "faults.json"
+    folder.mkdir()
+    (folder / "spec.json").write_text(spec.model_dump_json())
+    faults.save(listed, [Injection(0, "two", 5, "step", (0, 1))])
+    job = Job(
+        entry="megalith.train.run:main", arguments={"run_dir": str(folder)}, ranks=2, run_dir=folder,
+        preload=("torch", "megalith.train.run"), start_timeout=250.0, silence_timeout=120.0, threads=1,
+        environment={faults.VARIABLE: str(listed)},
+    )  # fmt: skip
+    outcome = run_here(job, fleet=spec.fleet, identity="disk", store=lambda: _checkpoints(folder))
+    assert outcome.code == ExitCode.FINISHED, outcome.message()
+    (recovery,) = [event for event in read(folder) if event["type"] == "recovery"]
+    assert recovery["restored"] in ("step 4 in disk", "step 5 in disk"), "the newest checkpoint was of step 3"
+    assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
+    assert position(folder) == position(tmp_path / "whole")
+    assert not list((tmp_path / "scratch").glob("megalith-*")), "a run that has ended needs none"

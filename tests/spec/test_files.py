@@ -68,6 +68,15 @@ def test_the_file_lies_over_the_preset_and_the_command_line_over_both(run: Path)
     ]
 
 
+@pytest.mark.parametrize(("timeout", "times"), [(60, 1), (600, 1), (1500, 2.5)])
+def test_one_timeout_raises_the_limits_that_nobody_sets(run: Path, timeout: int, times: float):
+    """And never lowers them."""
+    spec = load(run, overrides=[f"launch.timeout={timeout}", "fleet.hang_floor=7.0"]).spec
+    assert spec.launch.start_timeout == 120.0 * times
+    assert (spec.fleet.node_timeout, spec.fleet.wait_limit, spec.fleet.hang_floor) == (3.0 * times, 3600.0 * times, 7.0)
+    assert load(run, overrides=[f"launch.timeout={timeout}"]).spec.fleet.hang_floor == times
+
+
 def test_a_preset_on_the_command_line_lies_under_the_files_sizes(run: Path):
     run.write_text(RUN.replace("[data]", "layers = 3\n[data]"))
     model = load(run, overrides=["model.preset=tiny"]).spec.model

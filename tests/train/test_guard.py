@@ -195,12 +195,39 @@ def test_an_error_that_came_once_is_found_with_verify_all_and_blamed_by_a_furthe
     ]
 
 
+UNSEEN = [(3, "all"), (1, "one")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("every", "verify"), UNSEEN, ids=["another step is verified", "another computation is"])
+def test_an_error_that_came_once_elsewhere_than_what_is_verified_is_never_found(every: int, verify: str) -> None:
+    """So that with `verify = "all"` one that comes at any step is found with probability 1 / verify_every."""
+    assert BAD % 3
+    run = REPLICAS | {"fleet": {"verify_every": every, "verify": verify}}
+    found = train(run, only(1, before_step=lambda trainer, step: spoil(trainer, 0.37, times=1)))
+    assert [(outcome.signs, outcome.ended) for outcome in found] == [([], "finished")] * 2
+    assert not alike(train(run), found), "it stays in the weights"
+
+
 def test_an_error_that_stays_is_found_with_one_microbatch_and_of_three_replicas_the_wrong_one_is_named() -> None:
     run = {"plan": {"data": 3, "zero": 0}, "train": {"global_batch": 6, "steps": 3, "seq_len": 32, "precision": "fp32"}}
     fault = only(1, before_step=lambda trainer, step: spoil(trainer, 0.37, times=-1))
     found = train(run | {"fleet": {"verify_every": 2}}, fault)
     (sign,) = [sign for outcome in found for sign in outcome.signs]
     assert isinstance(sign, GradientWrong) and sign.suspects == ("n1",)
+
+
+@pytest.mark.parametrize("times", [1, -1], ids=["once", "alike each time"])
+def test_without_another_replica_a_rank_repeats_itself_which_finds_only_what_comes_once(times: int) -> None:
+    """`megalith check` says so: tests/test_check.py."""
+    run = {"plan": {}, "fleet": {"verify_every": 1, "verify": "all"}}
+    (found,) = train(run, only(0, before_step=lambda trainer, step: spoil(trainer, 0.37, times=times)))
+    if times < 0:
+        assert (found.signs, found.ended) == ([], "finished")
+        return
+    (sign,) = found.signs
+    assert isinstance(sign, GradientWrong) and (sign.suspects, sign.good_step) == (("n0",), BAD - 1)
+    assert found.ended == f"Reported: step {BAD}: ranks 0 did not get the same gradients twice"
 
 
 VERIFIED: list[tuple[str, dict[str, Any]]] = [
