@@ -1,10 +1,12 @@
 """Is this machine fit to train on? Small checks that need neither torch nor a GPU; each measures, and a pure function judges.
 
-`megalith doctor` runs them before a start and before a quarantined node returns. What needs torch (a burn-in of matrix products, a
-collective over the ranks) is in `train/doctor.py` and gives the same findings.
+`megalith doctor` runs them; which of them are run before a start and before a quarantined node returns says `admission.py`. What GPUs say
+is in `gpus.py`. What needs torch (a burn-in of matrix products, a collective over the ranks) is in `train/doctor.py`. All give findings.
 """
 
+import contextlib
 import ctypes
+import errno
 import os
 import resource
 import shutil
@@ -13,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,6 +134,19 @@ def _existing(folder: Path) -> Path:
     return found
 
 
+def writable(folder: Path) -> Finding:
+    """Whether a file can be made where the run will write."""
+    path = _existing(folder) / f".doctor-{os.getpid()}"
+    try:
+        path.write_bytes(b"here")
+        path.unlink()
+    except OSError as error:
+        return Finding(
+            "run folder", "fail", f"{folder} cannot be written: {error.strerror}", "can be written", "Use another folder"
+        )
+    return Finding("run folder", "ok", "can be written", "can be written")
+
+
 def disk_speed(folder: Path, limit: float, *, size: int = 32 << 20) -> Finding:
     """How fast a file is written and flushed. A folder that cannot be written to fails."""
     path = _existing(folder) / f".doctor-{os.getpid()}"
@@ -199,30 +214,46 @@ def _clock_status() -> int | None:
     return None if status < 0 else status
 
 
-def loopback(limit: float, *, size: int = 64 << 20) -> Finding:
-    """How fast bytes go from one socket to another through this machine's own network stack: gloo on one machine."""
+def loopback(limit: float, *, size: int = 64 << 20, patience: float = 10.0, timed: bool = True) -> Finding:
+    """How fast bytes go from one socket to another through this machine's own network stack: gloo on one machine.
+
+    `timed` False: one that is slow, or takes more than `patience` seconds for anything, warns, and only one that does not work fails.
+    """
     way_out = "The machine is busy, or its loopback is filtered: look for other processes and firewall rules"
+    slow: Verdict = "fail" if timed else "warn"
     try:
-        speed = _send_to_yourself(size)
+        speed = _send_to_yourself(size, patience)
+    except TimeoutError:
+        return Finding("loopback", slow, f"nothing arrived within {patience:g} s", f"at least {_speed(limit)}", way_out)
     except OSError as error:
         return Finding("loopback", "fail", f"{error.strerror}", f"at least {_speed(limit)}", "Bring the loopback interface up")
-    return at_least("loopback", speed, limit, form=_speed, way_out=way_out)
+    found = at_least("loopback", speed, limit, form=_speed, way_out=way_out)
+    return replace(found, verdict=slow) if found.verdict == "fail" else found
 
 
-def _send_to_yourself(size: int) -> float:
-    """Bytes a second over TCP on 127.0.0.1. Raises OSError when it does not arrive within ten seconds."""
+def _send_to_yourself(size: int, patience: float) -> float:
+    """Bytes a second over TCP on 127.0.0.1. Raises OSError, TimeoutError when nothing arrives for `patience` seconds."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(10)
-        client = socket.create_connection(server.getsockname(), timeout=10)
+        server.settimeout(patience)
+        client = socket.create_connection(server.getsockname(), timeout=patience)
         with client, server.accept()[0] as other:
-            other.settimeout(10)
-            block = bytes(1 << 20)
-            sender = threading.Thread(target=lambda: [client.sendall(block) for _ in range(size >> 20)], daemon=True)
+            other.settimeout(patience)
+            sender = threading.Thread(target=_send, args=(client, size), daemon=True)
             began = time.perf_counter()
             sender.start()
             left, buffer = size, bytearray(1 << 20)
             while left > 0 and (got := other.recv_into(buffer)):
                 left -= got
             seconds = time.perf_counter() - began
-            sender.join(timeout=10)
+            sender.join(timeout=patience)
+    if left > 0:
+        raise ConnectionAbortedError(errno.ECONNABORTED, "the connection ended before all had arrived")
     return size / seconds
+
+
+def _send(client: socket.socket, size: int) -> None:
+    block = bytes(1 << 20)
+    with contextlib.suppress(OSError):  # the receiver sees that less arrives
+        for _ in range(size >> 20):
+            client.sendall(block)
+        client.shutdown(socket.SHUT_WR)

@@ -15,7 +15,8 @@ class Job:
     (`heartbeat.Heartbeat.find().beat("ready")`) within `start_timeout` seconds; from then on the ranks may all be without a beat
     for `silence_timeout` seconds at most (None: for ever). `threads` a rank computes with; 0: cores / ranks. `environment` is
     added to what the ranks inherit, and is there when their interpreter starts. `fallback` is started instead where too few nodes are
-    left: fewer ranks, as many on each node.
+    left: fewer ranks, as many on each node. `burn_in` is a command that says findings of a node's devices as JSON (`admission.burnt`),
+    asked before a node that was taken out returns, within `burn_in_timeout` seconds; empty: none is.
     """
 
     entry: str
@@ -28,6 +29,8 @@ class Job:
     threads: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     fallback: "Job | None" = None
+    burn_in: tuple[str, ...] = ()
+    burn_in_timeout: float = 120.0
 
     def now(self, *, shrunk: bool) -> "Job":
         """What is started: this, or its fallback."""

@@ -57,5 +57,15 @@ def member_key(member: int) -> str:
     return f"member/{member}"
 
 
-JOINED = "joined"
-"""How many have joined."""
+def refuse(store: Store, name: str, why: str) -> None:
+    """Say of a node that it may not join, and why."""
+    store.set(refused_key(store.add(REFUSED, 1)), json.dumps({"name": name, "why": why}))
+
+
+def refused_key(number: int) -> str:
+    """Which node may not join, and why."""
+    return f"refused/{number}"
+
+
+JOINED, REFUSED = "joined", "refused"
+"""How many have joined, and how often it was said of a node that it may not."""

@@ -504,8 +504,9 @@ def _node_joined(state: State, sign: signs.NodeJoined, fleet: FleetSpec) -> Deci
 
 def _health_checked(state: State, sign: signs.HealthChecked, fleet: FleetSpec) -> Decision:
     slot = state.slot(sign.node)
+    why = f" ({sign.text})" if sign.text else ""
     if not sign.passed and slot is not None:
-        reason = f"{sign.node} failed its health check"
+        reason = f"{sign.node} failed its health check{why}"
         state, commands = _evict(state, slot, sign, fleet, because=reason, forced=True)
         return _restart(state, commands, fleet, reason=reason, blamed=sign.node)
     if not sign.passed:
@@ -513,7 +514,7 @@ def _health_checked(state: State, sign: signs.HealthChecked, fleet: FleetSpec) -
         spares = tuple(node for node in state.spares if node != sign.node)
         failed = state.failed_checks.get(sign.node, 0)
         state = replace(state, quarantined=out, spares=spares, failed_checks={**state.failed_checks, sign.node: failed + 1})
-        reason = f"{sign.node} failed its check and stays out"
+        reason = f"{sign.node} failed its check and stays out{why}"
         if not sign.there:
             return Decision((), state, f"{reason}, until it comes back")
         return Decision((CheckHealth(sign.node, _backoff(failed, fleet)),), state, f"{reason}, to be checked again")

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,7 +56,8 @@ class RemoteNodes:
     def __init__(self, store: Store, job: Job, fleet: FleetSpec, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._job, self._fleet, self._clock = store, job, fleet, clock
         self._members: dict[str, Member] = {}
-        self._joined = self._questions = 0
+        self._joined = self._refusals = self._questions = 0
+        self._refused: dict[str, str] = {}
         self._generation = Generation("none", ())
         self._running: set[int] = set()
         self._found: list[AnySign] = []
@@ -71,8 +73,9 @@ class RemoteNodes:
         there = self.there()
         if len(there) < least:
             names = ", ".join(there) or "none"
+            refused = "".join(f"; {name} is not fit: {why}" for name, why in self._refused.items())
             raise TimeoutError(
-                f"{len(there)} of {least} nodes came within {seconds:g} s ({names}). See why the others' agents do not start, "
+                f"{len(there)} of {least} nodes came within {seconds:g} s ({names}{refused}). See why the others' agents do not start, "
                 "or set launch.start_timeout higher"
             )
         return there
@@ -92,7 +95,7 @@ class RemoteNodes:
     def wait(self, seconds: float) -> list[Exit | Failure | AnySign]:
         end = self._clock() + seconds
         while True:
-            happened: list[Exit | Failure | AnySign] = [*self._newcomers()]
+            happened: list[Exit | Failure | AnySign] = [*self._turned_away(), *self._newcomers()]
             for member in list(self._members.values()):
                 happened += [what for letter in member.answers.take() if (what := self._understand(member, letter)) is not None]
             happened += self._silent()
@@ -101,6 +104,18 @@ class RemoteNodes:
             if happened or left <= 0:
                 return happened
             time.sleep(min(POLL_SECONDS, left))
+
+    def _turned_away(self) -> list[AnySign]:
+        """Take note of who would join and is not fit. It stays out until it joins after all."""
+        found: list[AnySign] = []
+        while self._store.check([letters.refused_key(self._refusals + 1)]):
+            self._refusals += 1
+            record = json.loads(self._store.get(letters.refused_key(self._refusals)))
+            name, why = record["name"], record["why"]
+            print(f"node {name} is not admitted: {why}", file=sys.stderr, flush=True)
+            self._refused[name] = why
+            found.append(HealthChecked(time=time.time(), node=name, passed=False, there=False, text=why))
+        return found
 
     def _newcomers(self) -> list[AnySign]:
         """Take in who joined since the last call."""
@@ -119,6 +134,7 @@ class RemoteNodes:
                 seen=self._clock(),
             )
             self._members[member.name] = member
+            self._refused.pop(member.name, None)
             found.append(NodeJoined(time=time.time(), node=member.name))
         return found
 

@@ -197,12 +197,13 @@ class NodeJoined(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class HealthChecked(Sign):
-    """What `megalith doctor` said of a node. `there` False: nobody could ask it, since it is gone."""
+    """What `megalith doctor` said of a node; `text`: what failed. `there` False: nobody could ask it, since it is gone."""
 
     kind: Literal["health_checked"] = "health_checked"
     node: str
     passed: bool
     there: bool = True
+    text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,17 +18,16 @@ from typing import NoReturn
 import psutil
 import torch.distributed as dist
 
-from megalith.fleet import lifeline, rendezvous, supervisor
+from megalith.fleet import admission, letters, lifeline, rendezvous, supervisor
 from megalith.fleet.agent import Agent
 from megalith.fleet.controller import Controller, Store
-from megalith.fleet.copies import pieces
+from megalith.fleet.copies import held
 from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.job import Job
-from megalith.fleet.local import LocalNodes, memory_root
+from megalith.fleet.local import LocalNodes, clear_abandoned, disk_root, memory_root
 from megalith.fleet.outcome import Outcome
 from megalith.fleet.remote import RemoteNodes, node_logs
-from megalith.fleet.seat import node_folder
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import RunSpec
 from megalith.train.store import connect, serve
@@ -40,7 +39,7 @@ MEETING = "MEGALITH_MEETING"
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of a run. `identity`: copies in memory of a run with another one are not this run's. `open_data` warms a node."""
+    """One machine of a run. `identity`: copies of the state of a run with another one are not this run's. `open_data` warms a node."""
 
     job: Job
     fleet: FleetSpec
@@ -52,6 +51,11 @@ class Host:
     def memory(self) -> Path:
         """Where this node keeps copies of the state."""
         return memory_root(self.job.run_dir, f"{self.identity} {self.name}")
+
+    @property
+    def disk(self) -> Path | None:
+        """Where it keeps copies on its disk; None: it does not."""
+        return disk_root(self.job.run_dir, f"{self.identity} {self.name}", self.fleet)
 
 
 def directs(place: Place | None) -> bool:
@@ -160,20 +164,33 @@ def _serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], NoR
     except RuntimeError as error:
         print(f"no run to join at {meeting} within {seconds:g} s: {error}", file=sys.stderr, flush=True)
         return ExitCode.LOST
+    if not _is_fit(host, store, seconds=seconds):
+        return ExitCode.LOST
     data = host.open_data()
     if (interface := _interface_to(meeting)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    local = LocalNodes(
-        host.job, names=(host.name,), memory=host.memory, folder=node_logs(host.job.run_dir, host.name), meeting=meeting
-    )
+    if host.disk is not None:  # unlike memory, it is not empty after a restart of the machine
+        clear_abandoned(host.disk.parent)
+    logs = node_logs(host.job.run_dir, host.name)
+    local = LocalNodes(host.job, names=(host.name,), memory=host.memory, disk=host.disk, folder=logs, meeting=meeting)
     agent = Agent(
         host.name, local, order=order, store=store, beating=beating, seconds=host.fleet.node_timeout, cut_off=cut_off,
-        pieces=lambda: pieces(node_folder(host.memory, host.name)),
+        pieces=lambda: held(host.name, memory=host.memory, disk=host.disk),
     )  # fmt: skip
     agent.take_requests()
     code = agent.run()
     del data  # held open until now
     return code
+
+
+def _is_fit(host: Host, store: rendezvous.Store, *, seconds: float) -> bool:
+    """Whether this machine may join; one that is not fit says so here and to the controller, and has `seconds` to become it."""
+
+    def tell(why: str) -> None:
+        print(f"this node ({host.name}) is not fit to join: {why}. {admission.ANYWAY}", file=sys.stderr, flush=True)
+        letters.refuse(store, host.name, why)
+
+    return not host.fleet.looks_before_start or admission.await_fitness(host.job.run_dir, seconds=seconds, tell=tell)
 
 
 def _interface_to(meeting: str) -> str | None:

@@ -1,16 +1,29 @@
 """What an agent must know before it can join a run."""
 
 import os
+import signal
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megalith.fleet import admission, letters
 from megalith.fleet.environment import Place
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.health import Finding
 from megalith.fleet.job import Job
+from megalith.fleet.nodes import Generation
+from megalith.fleet.remote import RemoteNodes
+from megalith.fleet.signs import NodesLost
 from megalith.spec.fleet import FleetSpec
 from megalith.train import agents
 from megalith.train.agents import MEETING, Host, _interface_to, directs, own_name, serve_node
+from megalith.train.store import connect, serve
+from tests.fleet.conftest import until
+from tests.fleet.stores import Dictionary
+from tests.patience import PATIENCE
 
 
 def _host(tmp_path: Path, name: str = "a") -> Host:
@@ -59,3 +72,53 @@ def test_a_name_that_cannot_be_a_folder_is_refused() -> None:
     assert own_name("node-7") == "node-7" and own_name(None)
     with pytest.raises(ValueError, match="'a/b' is no name for a node"):
         own_name("a/b")
+
+
+def test_a_machine_that_is_not_fit_does_not_join_and_tells_the_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = Finding("memory", "fail", "1 MiB", "at least 256 MiB", "Stop what else runs here")
+    monkeypatch.setattr(admission, "before_start", lambda folder: [short])
+    host, store = _host(tmp_path), Dictionary()
+    assert not agents._is_fit(host, store, seconds=0.0)
+    assert b"1 MiB" in store.get(letters.refused_key(1))
+    assert "not fit to join" in capsys.readouterr().err
+    assert agents._is_fit(replace(host, fleet=FleetSpec(check="return")), store, seconds=0.0)
+
+
+def _fork_agent(host: Host, meeting: str) -> int:
+    process = os.fork()
+    if process == 0:
+        try:
+            os._exit(agents._serve(host, meeting, order=0, cut_off=lambda why: os._exit(ExitCode.LOST)))
+        finally:
+            os._exit(1)
+    return process
+
+
+@pytest.mark.slow
+def test_by_default_a_node_that_falls_silent_is_lost_after_three_seconds(tmp_path: Path) -> None:
+    """Its connections stay up, so that only its silence tells; when it wakes up it finds that it was given up."""
+    keeper, port = serve(0)
+    meeting = f"tcp://127.0.0.1:{port}"
+    job = Job("tests.fleet.entries:wait", {"seconds": PATIENCE}, ranks=2, run_dir=tmp_path, start_timeout=PATIENCE)
+    processes = {name: _fork_agent(Host(job, FleetSpec(), name, "silence", open_data=lambda: None), meeting) for name in "ab"}
+    nodes = RemoteNodes(connect(meeting, seconds=PATIENCE), job, FleetSpec())
+    try:
+        nodes.await_nodes(2, 2, seconds=PATIENCE)
+        nodes.start(Generation("g1", ("a", "b")))
+        until(lambda: nodes.wait(0.1) == [] and all(beat.ready for beat in nodes.beats()), seconds=PATIENCE)
+        os.kill(processes["b"], signal.SIGSTOP)
+        silent, lost = time.monotonic(), dict[str, float]()
+        while "b" not in lost:
+            for sign in nodes.wait(0.1):
+                lost |= dict.fromkeys(sign.nodes, time.monotonic() - silent) if isinstance(sign, NodesLost) else {}
+        assert 2.5 < lost["b"] < 6.0
+        os.kill(processes["b"], signal.SIGCONT)
+        assert os.waitstatus_to_exitcode(os.waitpid(processes.pop("b"), 0)[1]) == ExitCode.LOST
+        nodes.leave(ExitCode.FINISHED, forget=True)
+        assert os.waitstatus_to_exitcode(os.waitpid(processes.pop("a"), 0)[1]) == ExitCode.FINISHED
+    finally:
+        for process in (*processes.values(), keeper):
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)

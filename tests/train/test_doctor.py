@@ -1,14 +1,22 @@
 """The burn-in finds a device that computes differently twice; the collective check finds a rank that got another sum."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megalith.fleet.admission import burn_in as command_of_burn_in
+from megalith.fleet.admission import burnt
 from megalith.fleet.health import Finding
 from megalith.train import doctor
+from tests.patience import PATIENCE
 from tests.ranks import run_ranks
 
 
@@ -72,3 +80,81 @@ def test_the_rank_with_another_sum_is_named_to_all() -> None:
     for findings in run_ranks(_check, 2, 1):
         assert findings[0].verdict == "fail"
         assert "rank 1 of 2" in findings[0].value
+
+
+def _links(rank: int, wrong_on: int | None) -> list[Finding]:
+    if rank == wrong_on:
+        whole = doctor._pass_on
+
+        def spoil(sent: torch.Tensor, got: torch.Tensor, *args: Any) -> float:
+            seconds = whole(sent, got, *args)
+            got[7] ^= 1
+            return seconds
+
+        doctor._pass_on = spoil
+    try:
+        return doctor.links(size=4096, node=f"node {rank // 2}")
+    finally:
+        if rank == wrong_on:
+            doctor._pass_on = whole
+
+
+def test_links_on_a_machine_and_between_machines_are_told_apart() -> None:
+    for findings in run_ranks(_links, 4, None):
+        assert [finding.check for finding in findings] == ["links on a machine", "links between machines"]
+        assert all(finding.verdict in ("ok", "warn") and "GiB/s" in finding.value for finding in findings)
+
+
+def test_the_link_that_changes_bytes_is_named() -> None:
+    for findings in run_ranks(_links, 2, 1):
+        assert findings[0].verdict == "fail"
+        assert "rank 0 to 1" in findings[0].value
+
+
+def test_a_link_much_slower_than_the_others_is_named_and_warns() -> None:
+    found = [doctor.Link(rank, rank + 1, False, 1e9 if rank == 2 else 3e9, 0) for rank in range(5)]
+    finding = doctor._judge_links("links", found)
+    assert finding.verdict == "warn" and "rank 2 to 3" in finding.value
+
+
+def test_ranks_of_this_machine_check_collectives_and_links() -> None:
+    findings = doctor.check_ranks(2, wanted="cpu")
+    assert [finding.check for finding in findings] == ["all-reduce", "all-reduce speed", "links on a machine"]
+    assert findings[0].verdict == "ok"
+
+
+def test_ranks_that_cannot_meet_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*args: Any, **rest: Any) -> list[Finding]:
+        raise RuntimeError("rank 1 of 2 failed first:\nTraceback\nConnectionError: no route")
+
+    monkeypatch.setattr(doctor.worlds, "run_ranks", lost)
+    [finding] = doctor.check_ranks(2)
+    assert finding.verdict == "fail" and "no route" in finding.value
+
+
+def test_a_device_that_raises_fails_its_burn_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(device: str, *, seconds: float) -> list[Finding]:
+        raise RuntimeError("CUDA error: device lost")
+
+    monkeypatch.setattr(doctor, "burn_in", lost)
+    assert [(one.verdict, one.value) for one in doctor.burn_in_all("cpu", seconds=1.0)] == [("fail", "CUDA error: device lost")]
+
+
+@pytest.mark.slow
+def test_a_burn_in_of_its_own_process_tells_the_fleet() -> None:
+    """The command that a fleet runs before a node returns."""
+    findings = burnt(command_of_burn_in(0.1, "cpu"), seconds=PATIENCE)
+    assert [(one.check, one.verdict) for one in findings] == [("burn-in float32, cpu", "ok"), ("burn-in bfloat16, cpu", "ok")]
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_first_process_says_what_all_found(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megalith.cli"]
+    done = subprocess.run(
+        [*command, "doctor", "--json", "--burn-in", "0.1", "--folder", str(tmp_path)],
+        capture_output=True, text=True, timeout=PATIENCE, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.stdout.count('"findings"') == 1, done.stderr
+    found = {one["check"].split(",")[0]: one["verdict"] for one in json.loads(done.stdout)["findings"]}
+    assert {"memory", "burn-in bfloat16", "links on a machine"} <= set(found)
+    assert found["all-reduce"] == found["burn-in float32"] == "ok"
