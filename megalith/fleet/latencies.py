@@ -70,7 +70,13 @@ def of_cluster(
     """
     if profile not in PROFILES:
         raise ValueError(f"{profile!r} is no profile of latencies. Use one of {', '.join(PROFILES)}")
-    chosen = PROFILES[profile]
+    return at_rates(PROFILES[profile], cluster, state_bytes=state_bytes, storage=storage)
+
+
+def at_rates(
+    chosen: Latencies, cluster: ClusterSpec, *, state_bytes: float | None = None, storage: float | None = None
+) -> Latencies:
+    """The same for any latencies: what grows with the state takes as long as its bytes at the hardware's rates."""
     if not state_bytes:
         return chosen
     restore, notes = dict(chosen.restore), [chosen.source, f"a state of {state_bytes / 1e12:.3g} TB"]
@@ -98,7 +104,7 @@ def calibrated(
     the mean where totals are to come right.
 
     The log knows recovery as a whole, so restart and restore are not told apart: restart takes the fastest tier's time, and a slower
-    tier what its own is above that.
+    tier what its own is above that; of a tier that nothing was restored from, what `base` says.
     """
     whole = list(records)
     begun = {record["incident"]: record for record in whole if record["type"] == "incident"}
@@ -109,7 +115,9 @@ def calibrated(
     took = {tier: typical(times) for tier, times in _recoveries(whole, begun).items()}
     if took:
         found["restart"] = min(took.values())
-        found["restore"] = {tier: took.get(tier, found["restart"]) - found["restart"] for tier in base.restore}
+        found["restore"] = {
+            tier: took[tier] - found["restart"] if tier in took else seconds for tier, seconds in base.restore.items()
+        }
         found["replace"] = 0.0
     waits = [record["wait_seconds"] for record in whole if record["type"] == "checkpoint"]
     writes = [record["seconds"] for record in whole if record["type"] == "checkpoint"]

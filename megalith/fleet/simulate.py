@@ -106,7 +106,7 @@ def scenario(
     table = known[cluster.reliability.faults]
     return Scenario(
         name=f"{cluster.count:,} x {cluster.accelerator.title}",
-        nodes=max(1, cluster.nodes // sites),
+        nodes=cluster.nodes // sites,
         devices_per_node=cluster.per_node,
         days=days,
         faults=cluster.interruptions * cluster.per_node,
@@ -138,6 +138,13 @@ class Life:
     curve: tuple[tuple[float, float], ...]
 
 
+SETTING = (
+    "name", "nodes", "devices_per_node", "days", "faults", "step_seconds", "store_every", "planned", "sites", "outer", "outer_every",
+    "outer_seconds",
+)  # fmt: skip
+"""Plain values of a scenario, for programs."""
+
+
 @dataclass(frozen=True)
 class Simulated:
     """All seeds together. `band`: 5th and 95th percentile of the seeds; `error`: standard error of the mean."""
@@ -158,6 +165,10 @@ class Simulated:
         """Mean of something over the seeds."""
         return float(np.mean([count(life) for life in self.lives]))
 
+    def _names(self) -> list[str]:
+        """What broke in any of the lives."""
+        return sorted({name for life in self.lives for name in life.faults})
+
     def rows(self) -> list[tuple[str, float, float]]:
         """(what, mean seconds, share of the wall time) of what took time, largest first."""
         wall = sum(self.seconds.values()) or 1.0
@@ -167,11 +178,13 @@ class Simulated:
     def as_json(self) -> dict[str, Any]:
         """For programs, and for `report.goodput`."""
         plan = self.scenario
-        setting = {name: getattr(plan, name) for name in ("name", "nodes", "devices_per_node", "days", "store_every", "sites")}
+        setting = {name: getattr(plan, name) for name in SETTING}
+        tables = {name: getattr(plan, name).model_dump(mode="json") for name in ("fleet", "reliability")}
         return {
-            "scenario": {**setting, "fleet": plan.fleet.model_dump(mode="json"), "latencies": asdict(plan.latencies)},
+            "scenario": {**setting, **tables, "latencies": asdict(plan.latencies)},
             "goodput": self.goodput, "band": self.band, "error": self.error, "per_device": self.per_device,
             "seconds": {what.value: value for what, value in self.seconds.items()},
+            "causes": {name: self.mean(lambda life, name=name: life.faults.get(name, 0)) for name in self._names()},
             "faults": self.mean(lambda life: sum(life.faults.values())), "restarts": self.mean(lambda life: life.restarts),
             "stops": self.mean(lambda life: life.stops), "undetected": self.mean(lambda life: life.undetected),
             "curves": [life.curve for life in self.lives], "seeds": [life.goodput for life in self.lives],

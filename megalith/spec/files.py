@@ -63,7 +63,7 @@ def resolve(layers: Sequence[Layer], *, path: Path | None = None, problems: Sequ
     tree: Tree = {}
     sources: dict[str, str] = {}
     for layer in (*base, *layers):
-        _lay(tree, layer.values, source=layer.source, sources=sources)
+        lay(tree, layer.values, source=layer.source, sources=sources)
     if isinstance(tree.get("model"), dict):
         tree["model"].pop("preset", None)
 
@@ -73,7 +73,7 @@ def resolve(layers: Sequence[Layer], *, path: Path | None = None, problems: Sequ
         return sources.get(name, "")
 
     try:
-        spec = validate(tree, source=source, preset_failed=bool(failed))
+        spec = validate(tree, RunSpec, source=source, preset_failed=bool(failed))
     except SpecErrors as errors:
         raise SpecErrors([*problems, *failed, *errors.problems]) from None
     if problems or failed:
@@ -120,13 +120,14 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _lay(tree: Tree, values: Tree, *, source: str, sources: dict[str, str], path: tuple[str, ...] = ()) -> None:
+def lay(tree: Tree, values: Tree, *, source: str, sources: dict[str, str], path: tuple[str, ...] = ()) -> None:
+    """Lay values over a tree, tables key by key; `sources` notes where each is from."""
     for name, value in values.items():
         here = (*path, name)
         if isinstance(value, dict):
             if not isinstance(tree.get(name), dict):
                 tree[name] = {}
-            _lay(tree[name], value, source=source, sources=sources, path=here)
+            lay(tree[name], value, source=source, sources=sources, path=here)
         else:
             tree[name] = copy.deepcopy(value)
         sources[dotted(here)] = source

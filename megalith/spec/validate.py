@@ -1,10 +1,10 @@
-"""A tree of raw values -> RunSpec, or every problem in it at once, worded for the person who wrote the values."""
+"""A tree of raw values -> RunSpec or another spec, or every problem in it at once, worded for the person who wrote the values."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -16,6 +16,7 @@ from megalith.spec.run import RunSpec
 from megalith.spec.toml import dotted, key, literal
 
 Tree = dict[str, Any]
+S = TypeVar("S", bound=Spec)
 
 NEEDED: dict[str, str] = {
     "int_type": "a whole number is needed",
@@ -40,18 +41,18 @@ NEEDED: dict[str, str] = {
 """Reasons by pydantic's error type; anything else keeps pydantic's own message."""
 
 
-def validate(tree: Tree, *, source: Callable[[str], str], preset_failed: bool = False) -> RunSpec:
-    """The RunSpec a tree of TOML values describes. `source(key)` tells where a value came from.
+def validate(tree: Tree, spec: type[S], *, source: Callable[[str], str], preset_failed: bool = False) -> S:
+    """The spec a tree of TOML values describes. `source(key)` tells where a value came from.
 
     Types are strict: "4" is no number and 4.0 no whole number. "none" stands for no value where a key may have none. Raises
     SpecErrors with every problem; after a misspelt preset (`preset_failed`) the sizes it would have given are not missed.
     """
-    whole = {name: {} for name, field in RunSpec.model_fields.items() if field.is_required()} | tree
+    whole = {name: {} for name, field in spec.model_fields.items() if field.is_required()} | tree
     try:
-        return RunSpec.model_validate_json(json.dumps(_with_nones(RunSpec, whole), default=str), strict=True)
+        return spec.model_validate_json(json.dumps(_with_nones(spec, whole), default=str), strict=True)
     except ValidationError as error:
         found = list(error.errors())
-    faults = [_fault(e, whole) for e in found]
+    faults = [_fault(e, whole, spec) for e in found]
     meant = {_suggestion(f) for f in faults if f.kind == "extra_forbidden"} | ({"model"} if preset_failed else set())
     heard = [
         f for f in faults if not (f.kind == "missing" and {dotted(f.path), dotted(f.path[:1])} & meant)
@@ -127,9 +128,9 @@ class _Fault:
         return self.tables[len(self.path) - 1] if self.path else None
 
 
-def _fault(error: ErrorDetails, tree: Tree) -> _Fault:
+def _fault(error: ErrorDetails, tree: Tree, spec: type[Spec]) -> _Fault:
     path: list[str | int] = []
-    tables: list[type[Spec] | None] = [RunSpec]
+    tables: list[type[Spec] | None] = [spec]
     value: Any = tree
     kinds: list[type[Spec]] = []
     parts = iter(error["loc"])
@@ -166,7 +167,9 @@ def _suggestion(fault: _Fault) -> str | None:
     nearest = near(word, neighbours)
     if nearest:
         return dotted((*fault.path[:-1], nearest))
-    others = (path for path in _known(RunSpec) if not (inside and path[0] == "model"))  # other families' sizes are no help
+    others = (
+        path for path in _known(fault.tables[0] or RunSpec) if not (inside and path[0] == "model")
+    )  # other families' sizes are no help
     elsewhere = {known[-1]: dotted(known) for known in reversed([*others])}
     return elsewhere.get(near(word, elsewhere) or "")
 

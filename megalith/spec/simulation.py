@@ -1,0 +1,71 @@
+"""What a long run is simulated under, besides its cluster: every key of `megalith simulate --set KEY=VALUE`."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from megalith.spec.base import Spec
+from megalith.spec.faults import Reliability
+from megalith.spec.fleet import FleetSpec
+
+
+class TierSeconds(Spec):
+    """Seconds by tier of copies; what is not said stays as it is."""
+
+    memory: NonNegativeFloat | None = None
+    buddy: NonNegativeFloat | None = None
+    disk: NonNegativeFloat | None = None
+    store: NonNegativeFloat | None = None
+
+
+class LatencySpec(Spec):
+    """Parts of a recovery, in seconds, that are known better than the profile, or the log, says."""
+
+    crash: NonNegativeFloat | None = Field(default=None, description="until a dead rank is seen")
+    hang: NonNegativeFloat | None = Field(default=None, description="until a hang is seen")
+    node_lost: NonNegativeFloat | None = Field(default=None, description="until a lost node is seen")
+    restart: NonNegativeFloat | None = Field(default=None, description="from the decision to ranks that can restore")
+    replace: NonNegativeFloat | None = Field(default=None, description="more when a spare joins")
+    restore: TierSeconds = Field(default=TierSeconds(), description="seconds to restore from each tier")
+    stall: TierSeconds = Field(default=TierSeconds(), description="seconds that work stops for each copy")
+    write: NonNegativeFloat | None = Field(default=None, description="until a checkpoint in the store is whole")
+    save: NonNegativeFloat | None = Field(default=None, description="a save that is waited for")
+    start: NonNegativeFloat | None = Field(default=None, description="the first start")
+    check: NonNegativeFloat | None = Field(default=None, description="a node's health check")
+    verify: NonNegativeFloat | None = Field(
+        default=None, description="share of the time that fleet.verify_every's recomputation takes"
+    )
+
+
+class SimulationSpec(Spec):
+    """A long run with faults. None: from the run file, or else as the description says."""
+
+    days: PositiveFloat = Field(default=30.0, description="how long the run takes")
+    checkpoint_every: PositiveFloat | None = Field(
+        default=None, description="minutes of work between checkpoints in the shared store; else the run's, or 30"
+    )
+    step_seconds: PositiveFloat | None = Field(
+        default=None, description="of one step without faults; else the planner's prediction of the run, or 10"
+    )
+    state_bytes: PositiveFloat | None = Field(
+        default=None, description="of weights and moments, all ranks; gives buddy copies their time; else the run's model's"
+    )
+    storage: PositiveFloat | None = Field(
+        default=None, description="bytes/s of the shared store; gives checkpoints their time; else the profile's, or the log's"
+    )
+    profile: Literal["cold", "warm", "memory"] = Field(default="warm", description="how fast recovery is assumed to be")
+    planned: NonNegativeFloat = Field(default=0.0, description="planned stops a day; Llama 3 405B had 47 in 54 days: 0.87")
+    sites: PositiveInt = Field(default=1, description="groups of nodes, each training on its own between outer steps")
+    outer: Literal["wait", "skip"] = Field(
+        default="wait", description="outer steps: all sites wait for the last, or leave out one that is away"
+    )
+    outer_every: PositiveFloat = Field(default=600.0, description="seconds of work between outer steps")
+    outer_seconds: NonNegativeFloat = Field(
+        default=0.0, description="of one outer step: the bytes exchanged over the rate of the link between sites"
+    )
+    interruptions: NonNegativeFloat | None = Field(
+        default=None, description="unexpected ones a device-hour; else as the cluster says"
+    )
+    fleet: FleetSpec = Field(default=FleetSpec(), description="spares, copies of the state, policy")
+    reliability: Reliability = Field(default=Reliability(), description="how nodes break; keys not said are the cluster's")
+    latencies: LatencySpec = Field(default=LatencySpec(), description="parts of a recovery that are known")
