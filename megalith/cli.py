@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from megalith.fleet.campaign import Judgement
+    from megalith.fleet.hangs import Hangs
     from megalith.fleet.replay import Replayed
     from megalith.fleet.simulate import Simulated, Tried
     from megalith.planner.asked import Question
@@ -662,48 +663,95 @@ def show_planned(found: dict[str, Any], *, pareto: bool) -> None:
 
 @command(app)
 def simulate(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN.toml]", help="A run: its fleet table, checkpoints, state, step and cluster.", show_default=False
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Set a value of the simulation (see below), or of RUN.toml. May be repeated."
+        ),
+    ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="h100:16384 and the like, or a TOML file of a cluster.", show_default=False)
     ] = None,
     campaign: Annotated[
         Path | None, typer.Option(help="Instead: a campaign's folder, whose faults are played again.", show_default=False)
     ] = None,
-    days: Annotated[float, typer.Option(help="How long the run takes.")] = 30.0,
+    latencies: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Of a campaign, or a run with faults: what its log says recovery takes, instead of --profile."
+        ),
+    ] = None,
+    days: Annotated[float | None, typer.Option(help="How long the run takes. Default: 30.", show_default=False)] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How often it is played, each time with other faults.")] = 20,
     spares: Annotated[
-        int | None, typer.Option(min=0, help="Nodes besides those that train. Default: one for every 128.", show_default=False)
+        int | None, typer.Option(help="Nodes of a site besides those that train. Default: one for every 128.", show_default=False)
     ] = None,
-    checkpoint_every: Annotated[float, typer.Option(metavar="MINUTES", help="Between checkpoints in the shared store.")] = 30.0,
-    profile: Annotated[str, typer.Option(help="How fast recovery is assumed to be: cold, warm or memory.")] = "warm",
+    checkpoint_every: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MINUTES", help="Between checkpoints in the shared store. Default: the run's, or 30.", show_default=False
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="How fast recovery is assumed to be: cold, warm or memory. Default: warm.", show_default=False),
+    ] = None,
+    sites: Annotated[
+        int | None, typer.Option(help="Share the nodes out among so many sites, joined by outer steps.", show_default=False)
+    ] = None,
     sweep: Annotated[str | None, typer.Option(help="Try out a range: intervals (between checkpoints) or spares.")] = None,
     out: Annotated[Path | None, typer.Option(help="Draw the result into this file (.svg).")] = None,
     as_json: Json = False,
 ) -> None:
     """Play a long run on a large cluster through, with the faults that such clusters have, and say where its time goes.
 
-    Needs no GPU and no torch.
+    Needs no GPU; torch only to predict a step of RUN.toml that was not predicted before (--set step_seconds=12 says it).
+
+    Keys of --set: step_seconds, state_bytes and storage (bytes/s of the store, for the time that checkpoints take), planned (stops a day),
+    outer (wait, skip), outer_every and outer_seconds (between sites), interruptions (a device-hour), fleet.KEY as in a run file,
+    reliability.KEY as in a cluster's (racks, switches, lemon nodes, repairs), latencies.KEY. All of them: docs/reliability.md.
 
     Example:  megalith simulate --cluster h100:16384 --days 54 --profile memory --checkpoint-every 5
 
     How many spares pay:  megalith simulate --cluster h100:16384 --days 54 --sweep spares --out spares.svg
 
+    A run of yours:  megalith simulate run.toml --cluster h100:1024 --set storage=2e11 --set fleet.verify_every=100
+
+    Racks, switches and lemon nodes:  megalith simulate --cluster clusters/h100-16k-outages.toml --set reliability.rack_outages=0.5
+
+    Four sites:  megalith simulate --cluster h100:16384 --sites 4 --set outer_every=600 --set outer_seconds=30 --set outer=skip
+
+    Latencies that were measured:  megalith simulate --cluster h100:16384 --latencies runs/NAME-campaign
+
     A campaign's goodput, from its list of faults and the latencies in its log:  megalith simulate --campaign runs/NAME-campaign
     """
-    if (cluster is None) == (campaign is None):
-        raise typer.BadParameter("Give --cluster, or --campaign to play one again.")
+    given = {
+        "days": days, "fleet.spares": spares, "checkpoint_every": checkpoint_every, "profile": profile, "sites": sites,
+    }  # fmt: skip
+    options = {key: value for key, value in given.items() if value is not None}
+    words = [f"--{key.removeprefix('fleet.').replace('_', '-')}" for key in options]
     if campaign is not None:
-        replayed = verbs().replay(campaign)
+        said = {"RUN.toml": run, "--cluster": cluster, "--set": settings, "--sweep": sweep, "--out": out}
+        if idle := [*(name for name, value in said.items() if value is not None), *words]:
+            raise typer.BadParameter(f"--campaign plays a campaign as it was. Leave out {', '.join(idle)}, or --campaign.")
+        replayed = verbs().replay(campaign, like=latencies)
         say({"ok": True} | replayed.as_json()) if as_json else show_replayed(replayed)
         return
-    assert cluster is not None
-    one_of("--profile", profile, "cold", "warm", "memory")
-    above_zero("--days", days)
-    above_zero("--checkpoint-every", checkpoint_every)
+    if run is None and cluster is None:
+        raise typer.BadParameter("Give --cluster, a RUN.toml that names one, or --campaign to play one again.")
     if sweep is not None:
         one_of("--sweep", sweep, "intervals", "spares")
     if out is not None and out.suffix != ".svg":
         raise typer.BadParameter(f"--out {out} is no name of a picture. Use one that ends in .svg.")
-    settings = {"days": days, "spares": spares, "store_every": 60.0 * checkpoint_every, "profile": profile}
+    from megalith.fleet.scenarios import Wanted  # see verbs()
+
+    prepared = verbs().scenario(Wanted(cluster, run, latencies, options, tuple(settings or ())))
     with progress() as bar:
         task = bar.add_task("simulating", total=seeds, counts="lives")
 
@@ -714,15 +762,18 @@ def simulate(
             bar.update(task, advance=1, refresh=True)
 
         if sweep is None:
-            found = verbs().simulate(cluster, seeds=seeds, tick=tick, **settings)
+            found = verbs().simulate(prepared.scenario, seeds=seeds, tick=tick)
         else:
-            found = verbs().try_out(cluster, sweep, seeds=seeds, begun=begun, tick=tick, **settings)
+            found = verbs().try_out(prepared.scenario, sweep, seeds=seeds, begun=begun, tick=tick)
     drawn = verbs().draw_goodput(found, out, what=sweep or "") if out else None
     if as_json:
-        what = {"sweep": sweep, "tried": [asdict(one) for one in found]} if sweep else found.as_json()
-        say({"ok": True} | what | ({"picture": str(drawn)} if drawn else {}))
+        best = {"best": asdict(verbs().best_of(found, sweep))} if sweep else {}
+        what = {"sweep": sweep, "tried": [asdict(one) for one in found], **best} if sweep else found.as_json()
+        say({"ok": True} | what | {"notes": prepared.notes} | ({"picture": str(drawn)} if drawn else {}))
         return
-    show_tried(found, sweep) if sweep else show_simulated(found, checkpoint_every, profile)
+    for note in prepared.notes:
+        print(note)
+    show_tried(found, sweep) if sweep else show_simulated(found)
     if drawn:
         print(f"drawn: {drawn}")
 
@@ -737,12 +788,13 @@ def show_replayed(found: "Replayed") -> None:
     print(f"goodput {found.recorded.share:.1%} recorded, {found.goodput:.1%} predicted: {found.gap:+.1%}")
 
 
-def show_simulated(found: "Simulated", minutes: float, profile: str) -> None:
+def show_simulated(found: "Simulated") -> None:
     """A simulation on the terminal."""
     plan, (low, high) = found.scenario, found.band
+    sites = f"{plan.sites} sites, each of " if plan.sites > 1 else ""
     print(
-        f"{plan.name}: {plan.days:g} days, {counted(plan.nodes, 'node')} and {counted(plan.fleet.spares, 'spare')}, "
-        f"a checkpoint every {minutes:g} minutes, {counted(len(found.lives), 'seed')}"
+        f"{plan.name}: {plan.days:g} days, {sites}{counted(plan.nodes, 'node')} and {counted(plan.fleet.spares, 'spare')}, "
+        f"a checkpoint every {plan.store_every / 60:.3g} minutes, {counted(len(found.lives), 'seed')}"
     )
     table = Table("what time went to", "share", "hours")
     for column in table.columns[1:]:
@@ -761,7 +813,7 @@ def show_simulated(found: "Simulated", minutes: float, profile: str) -> None:
     print(
         f"on average {faults:,.1f} faults, {restarts:,.1f} restarts, {stops:,.1f} stops for a person, {unseen:,.1f} never noticed"
     )
-    print(f"latencies ({profile}): {plan.latencies.source}")
+    print(f"latencies: {plan.latencies.source}")
     missing = sum(share for what, _, share in rows if what in ("waiting for nodes", "waiting for a person"))
     if missing > 0.02:
         print(f"{missing:.0%} of the time went to waiting: {plan.fleet.spares} spares are too few. --sweep spares tries more.")
@@ -770,7 +822,7 @@ def show_simulated(found: "Simulated", minutes: float, profile: str) -> None:
 def show_tried(found: "Sequence[Tried]", what: str) -> None:
     """What was tried out, on the terminal; the best stands out."""
     scale, heading = (60, "minutes between checkpoints") if what == "intervals" else (1, "spare nodes")
-    best = max(found, key=lambda one: one.goodput if what == "intervals" else one.per_device)
+    best = verbs().best_of(found, what)
     table = Table(heading, "goodput", "seeds", "of all devices, spares included", "")
     for one in found:
         low, high = one.band
@@ -792,17 +844,33 @@ def campaign(
     settings: Set = None,
     out: Annotated[Path | None, typer.Option(help="Where both runs go; emptied first. Default: runs/NAME-campaign.")] = None,
     supervisor_kills: Annotated[int, typer.Option(min=0, help="Besides, kill the supervisor itself so often.")] = 0,
+    median: Annotated[
+        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Not passed if recovery takes longer in the median.")
+    ] = None,
+    most: Annotated[
+        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Not passed if it takes longer at the 99th percentile.")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="Not passed if both runs take longer.")] = None,
+    silence: Annotated[
+        float | None, typer.Option(min=0.0, metavar="TIMES", help="Not passed if a hang lasts longer, in times of its limit.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Hurt a run on purpose, and show that it ends as if nothing had happened.
 
     Trains twice, about three steps a fault: without faults, and with processes killed and stopped, bits flipped, connections torn, nodes
-    and checkpoints lost. Passed, if no person was needed, the end state is equal bit for bit, no sample was lost or repeated, and the
-    right rank was blamed. Exit status 1 if not.
+    and checkpoints lost. Passed, if no person was needed, the end state is equal bit for bit, no sample was lost or repeated, hangs had
+    the limits that the run's pace gives, and the right rank was blamed. Exit status 1 if not. Speeds are about the machine as well: they
+    are held against it only if --median, --most, --minutes or --silence ask for them.
 
     Example:  megalith campaign run.toml --faults 24 --seed 1 --set fleet.nodes=2 --set fleet.spares=1
     """
-    found = verbs().campaign(run, count=count, seed=seed, overrides=settings or (), out=out, supervisor_kills=supervisor_kills)
+    from megalith.fleet.campaign import Aims  # see verbs()
+
+    aims = Aims(median, most, minutes, silence)
+    found = verbs().campaign(
+        run, count=count, seed=seed, overrides=settings or (), out=out, supervisor_kills=supervisor_kills, aims=aims
+    )
     if as_json:
         say(found.as_json())
         return 0 if found.passed else 1
@@ -841,20 +909,58 @@ def words_of_campaign(found: "Judgement") -> Iterator[str]:
     """A campaign in sentences."""
     if found.recovery_median is not None and found.recovery_p99 is not None:
         yield f"recovery after detection: median {found.recovery_median:.2f} s, 99th percentile {found.recovery_p99:.2f} s"
-    right, of = found.blamed
+    yield from _words_of_hangs(found.hangs)
     yield (
-        f"{counted(found.steps, 'step')}, {counted(found.generations, 'start')}, {found.lost_steps} steps done again, "
-        f"{found.false_alarms} false alarms; {found.seconds:.0f} s, {found.seconds_without:.0f} s without faults"
+        f"{counted(found.steps, 'step')}, {counted(found.generations, 'start')}, {found.lost_steps} steps done again; "
+        f"{found.seconds:.0f} s, {found.seconds_without:.0f} s without faults"
     )
     if found.supervisor_restarts:
         each = ", ".join(f"{seconds:.1f} s" for seconds in found.supervisor_restarts)
-        yield f"supervisor killed and started again by the same command, until its first step: {each}"
+        yield f"supervisor killed and started again by the same command, until its first step (not a recovery of the run's own): {each}"
+    yield from _words_of_false_alarms(found)
+    for kind, why in found.aimed.items():
+        yield f"aimed: {kind} comes only {why}" if not why.startswith("all steps") else f"{kind}: {why}"
     for kind, why in found.left_out.items():
         yield f"left out: {kind} ({why})"
+    for one in found.asked:
+        value = "nothing to measure" if one.found is None else f"{one.found:.2f}{one.unit}"
+        yield f"asked: {one.title} {one.most:g}{one.unit} at most: {value}"
     for problem in found.problems:
         yield f"not met: {problem}"
+    if found.hidden:
+        yield f"{counted(found.hidden, 'fault')} within another fault's incident: the run went on from both, blame is not counted for them"
     verdict = "passed" if found.passed else "NOT passed"
-    yield f"{verdict}: {found.handled} of {found.injected} faults handled, {right} of {of} blamed right"
+    right, of = found.blamed
+    others = f" ({found.among} of them named with another node)" if found.among else ""
+    aims = "" if found.asked else "; no speed was asked"
+    yield f"{verdict}: {found.handled} of {found.injected} faults handled, {right} of {of} blamed right{others}{aims}"
+
+
+def _words_of_hangs(hangs: "Hangs") -> Iterator[str]:
+    """How long hangs were silent, and what their limits were."""
+    if hangs.most is None:
+        return
+    limits = "" if hangs.limits is None else f" (limits {hangs.limits[0]:.2f} to {hangs.limits[1]:.2f} s)"
+    late = f"; {hangs.late} found late: ranks, or who watches them, got no processor" if hangs.late else ""
+    yield f"hangs: {hangs.found}, silence at most {hangs.most:.2f} of its limit{limits}{late}"
+    if hangs.elsewhere:
+        yield f"hangs: {hangs.elsewhere} of them not in a running step, where other limits hold: {hangs.elsewhere_limit:.2f} s at most"
+
+
+def _words_of_false_alarms(found: "Judgement") -> Iterator[str]:
+    """Each with what it cost."""
+    for one in found.false_alarms:
+        who = (
+            f"rank {one.rank} on {one.node}" if one.rank is not None else f"node {one.node}" if one.node is not None else "nobody"
+        )
+        cost = (
+            "not recovered from" if one.seconds is None else f"{one.seconds:.2f} s, {counted(one.lost_steps, 'step')} done again"
+        )
+        yield f"false alarm: {one.cause} at step {one.step}, {who} ({one.reason}): {cost}"
+    if not found.false_alarms:
+        yield "no false alarm"
+    elif found.same_end:
+        yield f"{counted(len(found.false_alarms), 'false alarm')}, none of which changed the result: the end is that without faults"
 
 
 @command(app)
@@ -863,18 +969,28 @@ def doctor(
     burn_in: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="Compute that long for each data type, on every GPU; 0: not at all.")
     ] = 1.0,
+    ranks: Annotated[
+        int,
+        typer.Option(min=0, help="Check collectives and links among so many processes: by NCCL with a GPU for each, else gloo."),
+    ] = 0,
     as_json: Json = False,
 ) -> int:
-    """Check whether this machine is fit to train on: memory, disk, network, clock, and whether it computes the same twice.
+    """Check whether this machine is fit to train on: memory, disk, network, clock, GPUs, and whether it computes the same twice.
 
-    Exit status 1 if anything fails; warnings do not count. Without a burn-in no torch is needed.
+    GPUs are asked through nvidia-smi and DCGM where these are installed. Exit status 1 if anything fails; warnings do not count. Without
+    a burn-in and --ranks no torch is needed. Under torchrun or srun, one process a GPU, all machines are checked, collectives and links
+    among all ranks as well; the first process says what was found.
 
-    Example:  megalith doctor --folder runs --burn-in 60
+    Example:  megalith doctor --folder runs --burn-in 60 --ranks 8
     """
-    from megalith.fleet.health import worst  # see verbs()
+    from megalith.fleet import environment  # see verbs()
+    from megalith.fleet.health import worst
 
-    findings = verbs().doctor(folder, burn_in=burn_in)
+    findings = verbs().doctor(folder, burn_in=burn_in, ranks=ranks)
     verdict = worst(findings)
+    place = environment.find()
+    if place is not None and place.rank > 0:
+        return 1 if verdict == "fail" else 0
     if as_json:
         say({"ok": verdict != "fail", "worst": verdict, "findings": [one.as_json() for one in findings]})
         return 1 if verdict == "fail" else 0
@@ -1094,12 +1210,6 @@ def one_of(option: str, value: str, *known: str) -> None:
     """Raises a usage error for a value that is not known."""
     if value not in known:
         raise typer.BadParameter(f"{option} {value!r} is not known. Use {option} {' or '.join(known)}.")
-
-
-def above_zero(option: str, value: float) -> None:
-    """Raises a usage error for a value that is not."""
-    if not value > 0:
-        raise typer.BadParameter(f"{option} {value:g} is no length of time. Use a number above 0.")
 
 
 def main() -> None:

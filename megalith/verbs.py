@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from megalith.check import Case, check_resume
 from megalith.check import check as find_problems
-from megalith.check import check_resume
 from megalith.spec import files
 from megalith.spec.files import Resolved
 from megalith.spec.problem import Problem, SpecErrors
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
     from megalith.cost.foreseen import Line
     from megalith.data.manifest import Manifest
-    from megalith.fleet.campaign import Judgement
+    from megalith.fleet.campaign import Aims, Judgement
     from megalith.fleet.engines import Artefact
     from megalith.fleet.environment import Place
     from megalith.fleet.health import Finding
     from megalith.fleet.job import Job
     from megalith.fleet.outcome import Outcome
     from megalith.fleet.replay import Replayed
+    from megalith.fleet.scenarios import Prepared, Wanted
     from megalith.fleet.simulate import Scenario, Simulated, Tried
     from megalith.fleet.tiers import Copy
     from megalith.planner.answer import Answer
@@ -117,6 +118,8 @@ def train(
     problems = [*checked.errors, *_other_run(checked.resolved, folder), *([] if place else _too_many(checked.resolved.spec))]
     if problems:
         raise SpecErrors(problems)
+    if place is None or place.local_rank == 0:
+        _admit(checked.resolved.spec, folder)
     arguments = {"run_dir": str(folder.resolve())} | ({"profile": profile} if profile else {})
     entry = TRAIN
     if place is not None and place.rank > 0:
@@ -158,6 +161,7 @@ def agent(
     if not agents.directs(place):
         return Trained(folder, agents.serve_node(host, place), "", None)
     assert place is not None  # else it would not direct
+    _admit(spec, folder)
     files.save(checked.resolved, folder)
     with Follow(folder, spec.train.steps, console) as follow:
         outcome = agents.direct(host, place, checkpoints=lambda: _checkpoints(folder), tick=follow.poll)
@@ -376,36 +380,40 @@ def plan_as_run(answered: "Answer") -> str:
     return answer.as_run(answered)
 
 
-def simulate(cluster: str, *, seeds: int = 20, tick: Callable[[], None] = lambda: None, **settings: Any) -> "Simulated":
-    """Play a long run on a cluster through, with faults, once a seed; `tick` is called after each. `settings`: see `_scenario`.
+def scenario(wanted: "Wanted") -> "Prepared":
+    """What is to be simulated. Raises SpecErrors with everything that is wrong with the words."""
+    from megalith.fleet import scenarios  # numpy takes a tenth of a second
 
-    Raises SpecErrors for a cluster that is not known, ValueError with all that is wrong with the settings.
-    """
-    from megalith.fleet import simulate as simulator  # numpy takes a tenth of a second
-
-    return simulator.simulate(_scenario(cluster, **settings), seeds=seeds, tick=tick)
+    return scenarios.prepare(wanted, state_bytes=_state_bytes, step_seconds=_step_seconds)
 
 
-def replay(folder: Path) -> "Replayed":
-    """Play a campaign's list of faults through the simulator, with the latencies of its own log. `folder`: where the campaign lies.
+def simulate(plan: "Scenario", *, seeds: int = 20, tick: Callable[[], None] = lambda: None) -> "Simulated":
+    """Play a long run on a cluster through, with faults, once a seed; `tick` is called after each."""
+    from megalith.fleet import simulate as simulator  # see scenario()
+
+    return simulator.simulate(plan, seeds=seeds, tick=tick)
+
+
+def replay(folder: Path, *, like: Path | None = None) -> "Replayed":
+    """Play a campaign's list of faults through the simulator, with the latencies of its own log. `folder`: where the campaign lies;
+    `like`: the campaign whose log is taken instead.
 
     Raises FileNotFoundError where there is none, ValueError for one that ended before its first step.
     """
-    from megalith.fleet import replay as replayer  # see simulate()
+    from megalith.fleet import replay as replayer  # see scenario()
 
-    return replayer.replay(folder)
+    return replayer.replay(folder, like=like)
 
 
 def try_out(
-    cluster: str, what: str, *, seeds: int = 20, begun: Callable[[int], None], tick: Callable[[], None], **settings: Any
+    plan: "Scenario", what: str, *, seeds: int = 20, begun: Callable[[int], None], tick: Callable[[], None]
 ) -> "list[Tried]":
     """The same for a range of "intervals" (seconds between checkpoints) or "spares" (nodes), the given one among them.
 
     `begun` is told how often `tick` will be called.
     """
-    from megalith.fleet import simulate as simulator  # see simulate()
+    from megalith.fleet import simulate as simulator  # see scenario()
 
-    plan = _scenario(cluster, **settings)
     if what == "intervals":
         intervals = sorted({plan.store_every, *(60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30, 60, 120))})
         begun(len(intervals) * seeds)
@@ -416,20 +424,35 @@ def try_out(
     return simulator.try_spares(plan, counts, seeds=seeds, tick=tick)
 
 
-def _scenario(
-    cluster: str, *, days: float, spares: int | None = None, store_every: float = 1800.0, profile: str = "warm"
-) -> "Scenario":
-    """What is simulated. `spares` in nodes (None: one for every 128, at least one), `store_every` in seconds, `profile` of latencies."""
-    from megalith.fleet import latencies  # see simulate()
-    from megalith.fleet import simulate as simulator
-    from megalith.spec import cluster as clusters
-    from megalith.spec.fleet import FleetSpec
+def best_of(tried: "Sequence[Tried]", what: str) -> "Tried":
+    """The interval with the best goodput, or the spares with the best of all devices that are paid for."""
+    return max(tried, key=lambda one: one.goodput if what == "intervals" else one.per_device)
 
-    found = clusters.load(cluster)
-    fleet = FleetSpec(spares=max(1, found.nodes // 128) if spares is None else spares)
-    return simulator.scenario(
-        found, days=days, latencies=latencies.of_cluster(found, profile), fleet=fleet, store_every=store_every
-    )
+
+CHECKPOINT_BYTES = 12
+"""A parameter: master weight and AdamW's two moments, each fp32."""
+
+
+def _state_bytes(run: RunSpec) -> float | None:
+    """Of a checkpoint: of blocks, embedding and head."""
+    case = Case(run, None, files=False)
+    if case.model is None:
+        return None
+    ends = case.model.dim * case.model.head.vocab * (1 if case.model.head.tied else 2)
+    return float(CHECKPOINT_BYTES * (case.block_parameters + ends))
+
+
+def _step_seconds(run: Path, overrides: Sequence[str], cluster: str) -> float | None:
+    """As `megalith plan` predicts it; None where the cluster is not one to predict, or the plan leaves some of it idle."""
+    from megalith.planner import answer, asked  # see plan()
+
+    try:
+        found = asked.ask(asked.Question(path=run, cluster=cluster, overrides=tuple(overrides)))
+    except SpecErrors:
+        return None
+    if found.own is None:
+        return None
+    return answer.scorer_of(found).estimate(answer.workload_of(found, found.own)).time.step
 
 
 def draw_goodput(result: "Simulated | Sequence[Tried]", out: Path, *, what: str = "") -> Path:
@@ -454,12 +477,14 @@ def campaign(
     overrides: Sequence[str] = (),
     out: Path | None = None,
     supervisor_kills: int = 0,
+    aims: "Aims | None" = None,
     tick: Callable[[Path], None] = lambda folder: None,
 ) -> "Judgement":
     """Train what a run file describes twice, without faults and with `count` faults of Llama 3's mix, and judge the second by the first.
 
     Both runs lie in `out` (default: runs/NAME-campaign), which is emptied first. `supervisor_kills`: times that the supervisor itself is
-    killed, besides. `tick` is called with the folder that is trained in. Raises SpecErrors for a run that is not legal.
+    killed, besides. `aims`: speeds that are asked of it as well; None: none. `tick` is called with the folder that is trained in. Raises
+    SpecErrors for a run that is not legal.
     """
     from megalith.fleet import campaign as runner  # only this hurts runs on purpose
     from megalith.fleet import faults, local, networks
@@ -478,7 +503,7 @@ def campaign(
     amounts = faults.counts(count, tables()["llama3"], kinds) | ({"supervisor": supervisor_kills} if supervisor_kills else {})
     injections = faults.draw(
         amounts, seed=seed, first=3, every=3, ranks=spec.plan.ranks, slots=spec.fleet.nodes,
-        only_at={"once": spec.fleet.verify_every, "full": spec.checkpoint.every},
+        only_at=runner.only_at(spec.fleet, checkpoint_every=spec.checkpoint.every),
     )  # fmt: skip
     steps = max(one.step for one in injections) + faults.AFTERMATH
     listed = folder / "faults.json"
@@ -495,7 +520,11 @@ def campaign(
     with disk, networks.joined(names) if "interface" in amounts else nullcontext() as network:
         faulted = runner.run(command, hurt, injections=listed, nodes=nodes, network=network, tick=lambda: tick(hurt))
     states = _end_state(whole.folder), _end_state(faulted.folder)
-    return runner.judge(whole, faulted, injections=listed, states=states, left_out=left_out)
+    aimed = runner.aimed(spec.fleet, checkpoint_every=spec.checkpoint.every, kinds=amounts)
+    return runner.judge(
+        whole, faulted, injections=listed, states=states, left_out=left_out, aimed=aimed, fleet=spec.fleet,
+        timeout=spec.launch.timeout, aims=aims or runner.Aims(),
+    )  # fmt: skip
 
 
 def _command(resolved: Resolved, spec: RunSpec, run_dir: Path) -> list[str]:
@@ -506,7 +535,12 @@ def _command(resolved: Resolved, spec: RunSpec, run_dir: Path) -> list[str]:
 
 
 def _end_state(folder: Path) -> dict[str, Any] | None:
-    """All that a run ended with, comparable: digests of the files with weights and moments, position, rule of random numbers."""
+    """All that a run ended with, comparable: digests of the files with weights and moments, position, data, and random numbers.
+
+    Of these there is no state that a step takes over from the one before: the order of data and the first weights are functions of the
+    seed, and a step seeds torch's generator from the seed and its own number before it draws (`train.step.seed_step`). The digest in
+    `rng` is that of the generator's bytes on rank 0 when the checkpoint was made: another if a step was seeded, or drew, otherwise.
+    """
     from megalith.checkpoint.folder import DamagedCheckpointError, find, read_manifest  # no torch, but only this compares
 
     try:
@@ -516,24 +550,30 @@ def _end_state(folder: Path) -> dict[str, Any] | None:
     return {"files": manifest.files, "step": manifest.step, **{key: manifest.meta[key] for key in ("position", "rng", "data")}}
 
 
-def doctor(folder: Path, *, burn_in: float = 1.0) -> "list[Finding]":
+def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0) -> "list[Finding]":
     """Check whether this machine is fit to train on; `folder` is where a run would write.
 
-    `burn_in`: seconds of matrix products on every GPU, or the processor without one, for each data type; 0: none, and no torch.
+    `burn_in`: seconds of matrix products on every GPU, or the processor without one, for each data type; 0: none. `ranks`: have so many
+    processes of this machine check collectives and the links between them; 0: none, and without a burn-in either no torch. A process that
+    a launcher started as a rank checks them with its other ranks, and all give the findings of all machines.
     """
-    from megalith.fleet import health  # only this looks at the machine
+    from megalith.fleet import environment, gpus, health  # only this looks at the machine
 
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file. Give the folder that runs will write to.")
-    findings = health.doctor(folder)
-    if burn_in:
-        import torch  # the rest does without
+    place = environment.find()
+    own = [*health.doctor(folder), *gpus.doctor()] if place is None or place.local_rank == 0 else []
+    if place is None and not burn_in and not ranks:
+        return own
+    from megalith.train import doctor as burner  # needs torch
 
-        from megalith.train import doctor as burner  # needs torch
-
-        for device in [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]:
-            findings += [replace(one, check=f"{one.check}, {device}") for one in burner.burn_in(device, seconds=burn_in)]
-    return findings
+    if place is not None:
+        return burner.check_place(place, own, burn_in_seconds=burn_in)
+    if ranks:
+        own += burner.check_ranks(ranks)  # first: they are forked, and a process that has used a GPU cannot be
+    for device in burner.devices() if burn_in else ():
+        own += [replace(one, check=f"{one.check}, {device}") for one in burner.burn_in(device, seconds=burn_in)]
+    return own
 
 
 def launch(
@@ -654,6 +694,14 @@ def _too_many(spec: RunSpec) -> list[Problem]:
     return [Problem("error", "plan.data", spec.plan.data, reason, way_out)]
 
 
+def _admit(spec: RunSpec, folder: Path) -> None:
+    """Have a quick look at this machine before ranks are first started on it: say what is short. Raises UnfitError if it cannot do."""
+    if spec.fleet.looks_before_start:
+        from megalith.fleet import admission  # only this looks at the machine
+
+        admission.admit(folder)
+
+
 def _start(
     resolved: Resolved,
     folder: Path,
@@ -676,7 +724,8 @@ def _start(
 
 def _job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> "Job":
     """What all ranks of a run are started for."""
-    from megalith.fleet.job import Job  # only commands with ranks start some
+    from megalith.fleet.admission import burn_in  # only commands with ranks start some
+    from megalith.fleet.job import Job
 
     fallback = None
     if spec.fleet.fallback is not None and entry == TRAIN:
@@ -692,6 +741,8 @@ def _job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> 
         start_timeout=spec.launch.start_timeout,
         silence_timeout=spec.launch.timeout,
         threads=spec.launch.threads,
+        burn_in=burn_in(spec.fleet.burn_in, spec.train.device),
+        burn_in_timeout=spec.launch.start_timeout + spec.fleet.burn_in,
     )
 
 

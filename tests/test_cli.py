@@ -369,12 +369,13 @@ def test_a_sweep_marks_the_best(what: str, best: str):
     ("arguments", "said"),
     [
         (["--cluster", "h10:16"], "Did you mean 'h100'?"),
-        (["--cluster", "h100", "--days", "0"], "--days 0 is no length of time"),
-        (["--cluster", "h100", "--checkpoint-every", "-5"], "--checkpoint-every -5 is no length of time"),
-        (["--cluster", "h100", "--profile", "hot"], "Use --profile cold or warm or memory"),
+        (["--cluster", "h100", "--days", "0"], "days = 0.0 command line it must be more than 0"),
+        (["--cluster", "h100", "--checkpoint-every", "-5"], "checkpoint_every = -5.0 command line it must be more than 0"),
+        (["--cluster", "h100", "--profile", "hot"], "it must be 'cold', 'warm' or 'memory'"),
+        (["--campaign", "runs", "--days", "3", "--set", "planned=1"], "Leave out --set, --days, or --campaign."),
         (["--cluster", "h100", "--sweep", "spare"], "Use --sweep intervals or spares"),
         (["--cluster", "h100", "--out", "goodput.png"], "ends in .svg"),
-        ([], "Give --cluster, or --campaign to play one again."),
+        ([], "Give --cluster, a RUN.toml that names one, or --campaign to play one again."),
     ],
 )
 def test_mistakes_about_a_simulation_are_said_before_it_runs(arguments: list[str], said: str):
@@ -386,7 +387,7 @@ def test_mistakes_about_a_simulation_are_said_before_it_runs(arguments: list[str
 @pytest.mark.parametrize(("verdict", "status"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_the_doctors_status_is_the_worst_finding(monkeypatch: pytest.MonkeyPatch, verdict: Any, status: int):
     findings = [Finding("memory", "ok", "4 GiB", "at least 2 GiB"), Finding("clock", verdict, "off", "at most 1 s", "Set [it]")]
-    monkeypatch.setattr(verbs, "doctor", lambda folder, burn_in: findings)
+    monkeypatch.setattr(verbs, "doctor", lambda folder, burn_in, ranks: findings)
     result = call("doctor")
     assert result.exit_code == status
     assert "Set [it]" in result.stdout

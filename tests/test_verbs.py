@@ -16,6 +16,7 @@ from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.health import Finding
 from megalith.fleet.latencies import PROFILES
 from megalith.fleet.outcome import Outcome
+from megalith.fleet.scenarios import Wanted
 from megalith.spec import files
 from megalith.spec.problem import SpecErrors
 
@@ -246,13 +247,44 @@ def test_the_doctor_burns_in_what_there_is(tmp_path: Path, monkeypatch: pytest.M
     assert [one.check for one in findings[-2:]] == ["burn-in, cuda:0", "burn-in, cuda:1"]
 
 
+def test_a_machine_that_is_not_fit_is_told_before_any_rank_starts(run: Path, monkeypatch: pytest.MonkeyPatch):
+    from megalith.fleet import admission
+
+    looks: list[Path] = []
+
+    def look(folder: Path) -> list[Finding]:
+        looks.append(folder)
+        return [Finding("memory", "fail", "1 MiB", "at least 256 MiB", "Stop what else runs here")]
+
+    monkeypatch.setattr(admission, "before_start", look)
+    monkeypatch.setattr(
+        verbs, "check", lambda path, *, overrides=(), world=None: verbs.Checked(files.load(path, overrides=overrides), [])
+    )
+    monkeypatch.setattr(verbs, "_start", lambda *args, **rest: pytest.fail("started"))
+    with pytest.raises(admission.UnfitError, match="1 MiB"):
+        verbs.train(run, console=Console())
+    assert looks == [Path("runs") / files.load(run).spec.name]
+    for override in ('fleet.check="return"', "fleet.recover=false"):
+        with pytest.raises(pytest.fail.Exception, match="started"):
+            verbs.train(run, console=Console(), overrides=[override])
+    assert len(looks) == 1
+
+
+def test_a_jobs_burn_in_is_for_the_device_it_computes_on(run: Path):
+    spec = files.load(run, overrides=["train.device=cpu", "fleet.burn_in=3.0"]).spec
+    command = verbs._job(spec, Path("x"), verbs.TRAIN, {}).burn_in
+    assert command[command.index("--seconds") + 1] == "3.0" and command[-1] == "cpu"
+
+
 def test_every_profile_of_latencies_can_be_simulated():
     for profile in PROFILES:
-        assert verbs.simulate("h100:16", days=1, seeds=1, profile=profile).scenario.latencies.source == PROFILES[profile].source
+        plan = verbs.scenario(Wanted("h100:16", options={"days": 1, "profile": profile})).scenario
+        assert verbs.simulate(plan, seeds=1).scenario.latencies.source == PROFILES[profile].source
 
 
 def test_a_sweep_tries_the_given_value_among_others():
     calls: list[int] = []
-    tried = verbs.try_out("h100:64", "spares", seeds=2, days=1, spares=3, begun=calls.append, tick=lambda: calls.append(1))
+    plan = verbs.scenario(Wanted("h100:64", options={"days": 1, "fleet.spares": 3})).scenario
+    tried = verbs.try_out(plan, "spares", seeds=2, begun=calls.append, tick=lambda: calls.append(1))
     assert [one.value for one in tried] == [0, 1, 2, 3, 4]
     assert calls == [10] + [1] * 10

@@ -2,24 +2,33 @@
 
 The runs are the command that a user would type, as processes of their own; when a fault kills the supervisor itself, the same command
 is typed again. What is judged is read from their event logs, from the marks that the faults left, and from their last checkpoints.
+
+What is told apart rather than counted as the best case:
+- a fault whose incident is another's (`Fate.hidden`): the run went on, but nobody was seen to find this one. Nobody is credited for blame
+- the right node named together with others (`Fate.among`)
+- incidents that no fault explains (`FalseAlarm`), one by one, with what each cost
+- hangs that were found late (`fleet.hangs`)
+- starts of the supervisor itself, which are no recovery of the run's own
 """
 
 import contextlib
+import math
 import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from megalith import events
-from megalith.fleet import faults, lifeline, networks
+from megalith.fleet import faults, hangs, lifeline, networks
 from megalith.fleet.faults import KINDS, Injection
+from megalith.fleet.hangs import Hangs
 from megalith.fleet.networks import Network
 from megalith.fleet.pace import percentile
 from megalith.spec.fleet import FleetSpec
@@ -30,6 +39,7 @@ REPAIR_SECONDS = 3.0  # until a lost node is back
 WHOLE, FAULTED, CHECKPOINTS = "whole", "faulted", "checkpoints"  # folders of a campaign, and of a run
 MOST_COPIED = 1 << 30  # bytes of data
 MOST_BY_HAND = 3  # unexpected ends after which the campaign gives up
+BLAMED = 0.98  # share of the faults for which the right rank must be blamed
 
 EXPECTED: dict[str, tuple[str, ...]] = {
     "kill": ("rank_failed",),
@@ -61,7 +71,11 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one fault. Seconds; None: not known. `blamed` None: nobody is to be blamed."""
+    """What became of one fault. Seconds; None: not known. `blamed` None: nobody is to be blamed.
+
+    `among`: its node was named, and others with it. `hidden`: the incident is another fault's: it has another cause than this kind is
+    seen as, or came for several faults at once and names another. The run went on from both; only that is known of this one.
+    """
 
     injection: Injection
     came: float | None
@@ -70,11 +84,58 @@ class Fate:
     detection: float | None = None
     recovery: float | None = None
     incident: int | None = None
+    among: bool = False
+    hidden: bool = False
 
     @property
     def handled(self) -> bool:
         """It came, was seen, and the run went on."""
-        return self.came is not None and (self.recovery is not None or self.injection.kind == "supervisor")
+        return self.came is not None and self.recovery is not None
+
+    @property
+    def judged(self) -> bool | None:
+        """Whether the right rank was blamed; None: nobody is to be, or it was for another fault of the same incident."""
+        return None if self.hidden and self.blamed else self.blamed
+
+
+@dataclass(frozen=True)
+class FalseAlarm:
+    """An incident that no fault explains. `seconds` until the run went on, None: it did not; `lost_steps` were done again."""
+
+    incident: int
+    cause: str
+    step: int
+    node: str | None
+    rank: int | None
+    reason: str
+    seconds: float | None
+    lost_steps: int
+
+
+@dataclass(frozen=True)
+class Aims:
+    """Speeds that are asked of a campaign, None: not asked, since they are about the machine as well. Seconds of recovery, in the median
+    and at the 99th percentile; minutes that both runs take together; silence of a hang as a multiple of its limit."""
+
+    median: float | None = None
+    most: float | None = None
+    minutes: float | None = None
+    silence: float | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One of them: what was found (None: nothing to measure) and what at most was asked."""
+
+    title: str
+    unit: str
+    found: float | None
+    most: float
+
+    @property
+    def met(self) -> bool:
+        """Also where nothing was there to measure."""
+        return self.found is None or self.found <= self.most
 
 
 @dataclass(frozen=True)
@@ -90,11 +151,17 @@ class Row:
     detection: float | None
     recovery: float | None
     slowest: float | None
+    among: int = 0
+    hidden: int = 0
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Everything a campaign shows. `problems` is empty when it was passed."""
+    """Everything a campaign shows. `problems` is empty when it was passed.
+
+    `same_end`: weights, moments, position, random numbers and every step's loss are those of the run without faults. `blamed`: right, of
+    those that are not `hidden`, `among` of them with other nodes. `recovery_*` are the run's own, without `supervisor_restarts`.
+    """
 
     rows: tuple[Row, ...]
     problems: tuple[str, ...]
@@ -103,14 +170,20 @@ class Judgement:
     blamed: tuple[int, int]
     recovery_median: float | None
     recovery_p99: float | None
-    false_alarms: int
+    false_alarms: tuple[FalseAlarm, ...]
     generations: int
     lost_steps: int
     steps: int
     seconds: float
     seconds_without: float
+    same_end: bool
+    among: int
+    hidden: int
+    hangs: Hangs
     supervisor_restarts: tuple[float, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
+    aimed: Mapping[str, str] = field(default_factory=dict)
+    asked: tuple[Asked, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -133,7 +206,9 @@ def possible(fleet: FleetSpec, *, own_disk: bool, own_data: bool, no_network: st
         elif name in ("node", "interface") and fleet.nodes == 1:
             out[name] = "fleet.nodes = 1"
         elif name == "once" and fleet.verify != "all":
-            out[name] = f'fleet.verify = "{fleet.verify}"'
+            out[name] = (
+                f'fleet.verify = "{fleet.verify}": a computation apart from the step cannot see an error that came once in it'
+            )
         elif name == "full" and not own_disk:
             out[name] = "no checkpoints, or no right to mount a small disk for them"
         elif name == "shard" and not own_data:
@@ -141,6 +216,31 @@ def possible(fleet: FleetSpec, *, own_disk: bool, own_data: bool, no_network: st
         elif name == "interface" and no_network:
             out[name] = f"a network of the run's own {no_network}"
     return out, [name for name in KINDS if name not in out and name != "supervisor"]
+
+
+def only_at(fleet: FleetSpec, *, checkpoint_every: int) -> dict[str, int]:
+    """Kinds of fault that come at multiples of so many steps alone."""
+    return {"once": fleet.verify_every, "full": checkpoint_every}
+
+
+def aimed(fleet: FleetSpec, *, checkpoint_every: int, kinds: Collection[str]) -> dict[str, str]:
+    """Of the kinds that come, those that come at chosen steps alone, and what that means for the others."""
+    every = fleet.verify_every
+    found = {"full": f"when a checkpoint is due, every {ordinal(checkpoint_every)} step"}
+    if every == 1:
+        found["once"] = "all steps are verified: it is found for certain, whenever it comes"
+    elif every:
+        found["once"] = (
+            f"at steps that are verified, every {ordinal(every)}, where it is found for certain; in another step it never is, so that one "
+            f"that comes at any time is found with probability 1/{every}"
+        )
+    return {kind: why for kind, why in found.items() if kind in kinds}
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 10th."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number % 100 not in (11, 12, 13) else "th"
+    return f"{number}{ending}"
 
 
 def may_mount() -> bool:
@@ -302,66 +402,101 @@ def judge(
     injections: Path,
     states: tuple[Any, Any],
     left_out: Mapping[str, str],
+    aimed: Mapping[str, str],
+    fleet: FleetSpec,
+    timeout: float,
+    aims: Aims = Aims(),
 ) -> Judgement:
-    """Compare a run with its faults with the run without. `states`: all that each ended with, comparable."""
+    """Compare a run with its faults with the run without. `states`: all that each ended with, comparable; `timeout`: `launch.timeout`."""
     records = list(events.read(faulted.folder))
-    fates = fates_of(faults.load(injections), faults.fired(injections), records)
-    blamed = [fate.blamed for fate in fates if fate.blamed is not None]
-    recoveries = sorted(fate.recovery for fate in fates if fate.recovery is not None)
-    incidents = [record for record in records if record["type"] == "incident"]
-    return Judgement(
+    fates = fates_of(faults.load(injections), faults.fired(injections), records, restarts=faulted.supervisor_restarts)
+    blamed = [fate.judged for fate in fates if fate.judged is not None]
+    recoveries = sorted(fate.recovery for fate in fates if fate.recovery is not None and fate.injection.kind != "supervisor")
+    found = hangs.hangs_of(records, fleet=fleet, timeout=timeout)
+    others = _other_end(states, list(events.read(whole.folder)), records)
+    judged = Judgement(
         rows=tuple(_row(kind, [fate for fate in fates if fate.injection.kind == kind]) for kind in KINDS if _any(fates, kind)),
-        problems=tuple(_problems(fates, list(events.read(whole.folder)), records, states, faulted)),
+        problems=(*others, *_problems(fates, faulted), *hangs.problems(found, fleet=fleet)),
         injected=len(fates),
         handled=sum(fate.handled for fate in fates),
         blamed=(sum(blamed), len(blamed)),
         recovery_median=median(recoveries) if recoveries else None,
         recovery_p99=percentile(recoveries, 0.99) if recoveries else None,
-        false_alarms=sum(not _is_explained(record, fates) for record in incidents),
+        false_alarms=tuple(_false_alarms(fates, records)),
         generations=sum(record["type"] == "run_started" for record in records),
         lost_steps=sum(record["lost_steps"] for record in records if record["type"] == "recovery"),
         steps=max((record["step"] for record in records if record["type"] == "step"), default=0),
         seconds=faulted.seconds,
         seconds_without=whole.seconds,
+        same_end=not others,
+        among=sum(fate.among and fate.judged is True for fate in fates),
+        hidden=sum(fate.hidden for fate in fates),
+        hangs=hangs.summary(found),
         supervisor_restarts=faulted.supervisor_restarts,
         left_out=left_out,
+        aimed=aimed,
     )
+    asked = _asked(aims, judged)
+    missed = [f"{one.title} {one.found:.2f}{one.unit}, {one.most:g}{one.unit} at most was asked" for one in asked if not one.met]
+    return replace(judged, asked=asked, problems=(*judged.problems, *missed))
+
+
+def _asked(aims: Aims, found: Judgement) -> tuple[Asked, ...]:
+    """The aims that were given, beside what was found."""
+    table = (
+        ("recovery in the median", " s", found.recovery_median, aims.median),
+        ("recovery at the 99th percentile", " s", found.recovery_p99, aims.most),
+        ("both runs", " min", (found.seconds + found.seconds_without) / 60, aims.minutes),
+        ("silence of a hang", " of its limit", found.hangs.most, aims.silence),
+    )
+    return tuple(Asked(title, unit, value, most) for title, unit, value, most in table if most is not None)
 
 
 def _any(fates: Sequence[Fate], kind: str) -> bool:
     return any(fate.injection.kind == kind for fate in fates)
 
 
-def fates_of(injections: Sequence[Injection], came: Mapping[int, tuple[float, str]], records: Sequence[Record]) -> list[Fate]:
+def fates_of(
+    injections: Sequence[Injection],
+    came: Mapping[int, tuple[float, str]],
+    records: Sequence[Record],
+    *,
+    restarts: Sequence[float] = (),
+) -> list[Fate]:
     """What became of each fault: the first incident after it that it can have been; else the first at all, by which it was hidden, but for
-    faults that had the run to themselves."""
+    faults that had the run to themselves. `restarts`: seconds that each start of a killed supervisor took, in their order."""
     incidents = [record for record in records if record["type"] == "incident"]
     ends = {record["incident"]: record["time"] for record in records if record["type"] == "recovery"}
     finished = max((record["time"] for record in records if record["type"] == "run_finished"), default=None)
     pairs: list[tuple[Injection, Record | None]] = []
     for one in injections:
-        at = came.get(one.number, (float("inf"), ""))[0]
+        at = came.get(one.number, (math.inf, ""))[0]
         after = [record for record in incidents if record["time"] >= at]
         like = [record for record in after if record["cause"] in EXPECTED[one.kind]]
         hidden = () if one.kind == "supervisor" or KINDS[one.kind].room else after[:1]
         pairs.append((one, _nearest(like, after) or next(iter(hidden), None)))
+    kills = sorted(came[one.number][0] for one in injections if one.kind == "supervisor" and one.number in came)
+    started = dict(zip(kills, restarts, strict=False))  # of other lengths: a problem, told as such
     fates = []
     for one, record in pairs:
         at, _ = came.get(one.number, (None, ""))
         if record is None or at is None:
-            fates.append(Fate(one, at))
+            fates.append(Fate(one, at, recovery=None if at is None else started.get(at)))
             continue
         together = [other for other, theirs in pairs if theirs is record]
         over = ends.get(record["incident"], finished)
+        blames = KINDS[one.kind].blames
         fates.append(
             Fate(
                 one,
                 at,
                 seen_as=record["cause"],
                 incident=record["incident"],
-                blamed=_is_right(record, together, came) if KINDS[one.kind].blames else None,
+                blamed=_is_right(record, together, came) if blames else None,
                 detection=max(0.0, record["time"] - at),
                 recovery=None if over is None else max(0.0, over - record["time"]),
+                among=blames and _is_right(record, together, came) and bool(_named(record) - _nodes(together, came)),
+                hidden=_is_hidden(record, one, together, came),
             )
         )
     return fates
@@ -374,13 +509,53 @@ def _nearest(like: Sequence[Record], after: Sequence[Record]) -> Record | None:
 
 def _is_right(record: Record, together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> bool:
     """Whether an incident names one of the ranks that its faults befell, or the node of one."""
-    ranks = {rank for one in together for rank in one.ranks}
-    nodes = {came[one.number][1] for one in together if one.number in came}
+    rank = _rank(record)
+    if rank is not None:
+        return rank in {rank for one in together for rank in one.ranks}
+    return bool(_named(record) & _nodes(together, came))
+
+
+def _is_hidden(record: Record, one: Injection, together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> bool:
+    """Whether an incident is that of another fault: of another cause, or one that it names where several share it."""
+    if record["cause"] not in EXPECTED[one.kind]:
+        return True
+    others = [other for other in together if other is not one and record["cause"] in EXPECTED[other.kind]]
+    return _is_right(record, others, came) and not _is_right(record, [one], came)
+
+
+def _rank(record: Record) -> int | None:
+    """The rank that an incident names; None: a node at most."""
+    return record["rank"] if record["rank"] is not None else record["evidence"].get("rank")
+
+
+def _named(record: Record) -> set[str]:
+    """The nodes that an incident names, where it names no rank."""
     evidence = record["evidence"]
-    if record["rank"] is not None or evidence.get("rank") is not None:
-        return (record["rank"] if record["rank"] is not None else evidence["rank"]) in ranks
-    named = {record["node"], evidence.get("node"), *evidence.get("nodes", ()), *evidence.get("suspects", ())} - {None}
-    return bool(named & nodes)
+    if _rank(record) is not None:
+        return set()
+    return {record["node"], evidence.get("node"), *evidence.get("nodes", ()), *evidence.get("suspects", ())} - {None}
+
+
+def _nodes(together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> set[str]:
+    return {came[one.number][1] for one in together if one.number in came}
+
+
+def _false_alarms(fates: Sequence[Fate], records: Sequence[Record]) -> Iterator[FalseAlarm]:
+    """Incidents that no fault explains."""
+    over = {record["incident"]: record for record in records if record["type"] == "recovery"}
+    for record in records:
+        if record["type"] == "incident" and not _is_explained(record, fates):
+            end = over.get(record["incident"])
+            yield FalseAlarm(
+                incident=record["incident"],
+                cause=record["cause"],
+                step=record["step"],
+                node=record["node"],
+                rank=_rank(record),
+                reason=record["reason"],
+                seconds=None if end is None else max(0.0, end["time"] - record["time"]),
+                lost_steps=0 if end is None else end["lost_steps"],
+            )
 
 
 def _is_explained(record: Record, fates: Sequence[Fate]) -> bool:
@@ -396,7 +571,7 @@ def _row(kind: str, fates: Sequence[Fate]) -> Row:
     detections = [fate.detection for fate in fates if fate.detection is not None]
     recoveries = [fate.recovery for fate in fates if fate.recovery is not None]
     seen = sorted({fate.seen_as for fate in fates if fate.seen_as})
-    judged = [fate.blamed for fate in fates if fate.blamed is not None]
+    judged = [fate.judged for fate in fates if fate.judged is not None]
     return Row(
         kind=kind,
         title=KINDS[kind].title,
@@ -407,17 +582,21 @@ def _row(kind: str, fates: Sequence[Fate]) -> Row:
         detection=median(detections) if detections else None,
         recovery=median(recoveries) if recoveries else None,
         slowest=max(recoveries, default=None),
+        among=sum(fate.among and fate.judged is True for fate in fates),
+        hidden=sum(fate.hidden for fate in fates),
     )
 
 
-def _problems(
-    fates: Sequence[Fate], whole: Sequence[Record], faulted: Sequence[Record], states: tuple[Any, Any], ran: Ran
-) -> list[str]:
-    """Why a campaign is not passed."""
+def _other_end(states: tuple[Any, Any], whole: Sequence[Record], faulted: Sequence[Record]) -> list[str]:
+    """In what a run is not what it is without faults."""
+    other = states[0] is None or states[0] != states[1]
+    found = ["the end state differs from that of the run without faults"] if other else []
+    return [*found, *_other_steps(_steps(whole), _steps(faulted))]
+
+
+def _problems(fates: Sequence[Fate], ran: Ran) -> list[str]:
+    """Why a campaign is not passed, besides its end and its hangs."""
     found = []
-    if states[0] is None or states[0] != states[1]:
-        found.append("the end state differs from that of the run without faults")
-    found += _other_steps(_steps(whole), _steps(faulted))
     if ran.by_hand:
         found.append(f"the command ended {ran.by_hand} times in a way that no fault explains")
     for fate in fates:
@@ -426,9 +605,14 @@ def _problems(
             found.append(f"fault {one.number} ({one.kind} at step {one.step}) never came")
         elif not fate.handled:
             found.append(f"fault {one.number} ({one.kind} at step {one.step}) was not seen, or not recovered from")
-    judged = [fate.blamed for fate in fates if fate.blamed is not None]
-    if judged and sum(judged) < 0.98 * len(judged):
-        found.append(f"the right rank was blamed for {sum(judged)} of {len(judged)} faults, fewer than 98 %")
+    kills = sum(fate.injection.kind == "supervisor" and fate.came is not None for fate in fates)
+    if kills != len(ran.supervisor_restarts):
+        found.append(f"the supervisor was killed {len(ran.supervisor_restarts)} times, {kills} of them by a fault")
+    judged = [fate.judged for fate in fates if fate.judged is not None]
+    if judged and sum(judged) < BLAMED * len(judged):
+        found.append(
+            f"the right rank was blamed for {sum(judged)} of {len(judged)} faults, fewer than {BLAMED:.0%}".replace("%", " %")
+        )
     return found
 
 

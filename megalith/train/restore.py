@@ -1,11 +1,13 @@
 """Where a run stands: its first step, its newest checkpoint, copies in the nodes' memory, or other weights to start from."""
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from megalith.checkpoint.checkpointer import Checkpointer
@@ -35,10 +37,20 @@ def meta(position: Position, *, spec: RunSpec, stream: Stream) -> dict[str, Any]
     """What a checkpoint says besides its tensors."""
     return {
         "position": asdict(position),
-        "rng": {"seed": spec.train.seed, "rule": "every draw is a function of the seed and a name or step"},
+        "rng": {
+            "seed": spec.train.seed,
+            "rule": "every draw is a function of the seed and a name or step",
+            "state": _random_state(),
+        },
         "data": stream.fingerprint,
         "spec": spec.model_dump(mode="json"),
     }
+
+
+def _random_state() -> str:
+    """A digest of torch's own generators on this rank. Nothing is restored from it: each step seeds them (`train.step.seed_step`)."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+    return hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).hexdigest()
 
 
 def read_step(stream: Stream, spec: RunSpec, position: Position, step: int, data_rank: int) -> list[Samples]:

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from megalith import events
+from megalith.cli import words_of_campaign
 from megalith.fleet import faults
 from megalith.fleet.campaign import (
+    Aims,
     Judgement,
     Ran,
+    aimed,
     clear,
     data_of,
     fates_of,
@@ -57,15 +60,22 @@ def _log(folder: Path, *records: events.Event) -> Path:
     return folder
 
 
-def _started(at: int) -> events.RunStarted:
+def _started(at: int, time: float = 0.0) -> events.RunStarted:
     return events.RunStarted(
         spec={}, device="cpu", world=4, resumed_step=at, versions={}, peak_flops=None, peak_source="", flops_per_token=1.0,
-        flops_convention="", parameters=1,
+        flops_convention="", parameters=1, time=time,
     )  # fmt: skip
 
 
-def _runs(folder: Path, *, blamed: int = 1, loss: float | None = None) -> tuple[Ran, Ran, Path]:
-    """A run of ten steps, and the same with a kill and a hang: steps 4 and 7 were done again."""
+def _hang(number: int, at: float, rank: int, *, step: int = 6, silence: float = 3.05, limit: float = 3.0) -> events.Incident:
+    hang = _incident(number, at, "hang", rank, silence=silence, limit=limit, phase="step", step=step)
+    return replace(hang, step=step)
+
+
+def _runs(
+    folder: Path, *, blamed: int = 1, loss: float | None = None, silence: float = 3.05, limit: float = 3.0
+) -> tuple[Ran, Ran, Path]:
+    """A run of ten steps, a second each, and the same with a kill and a hang: steps 4 and 7 were done again."""
     whole = _log(folder / "whole", _started(0), *(_step(i, 100.0 + i) for i in range(1, 11)))
     hurt = _log(
         folder / "faulted",
@@ -75,7 +85,7 @@ def _runs(folder: Path, *, blamed: int = 1, loss: float | None = None) -> tuple[
         _started(3),
         events.Recovery(incident=1, step=3, restored="step 3 in memory", lost_steps=0, time=205.0),
         *(_step(i, 202.0 + i) for i in range(4, 7)),
-        _incident(2, 210.0, "hang", 2),
+        _hang(2, 210.0, 2, silence=silence, limit=limit),
         _started(5),
         events.Recovery(incident=2, step=5, restored="step 5 in memory", lost_steps=1, time=211.0),
         *(_step(i, 206.0 + i, loss if i == 8 else None) for i in range(6, 11)),
@@ -88,14 +98,21 @@ def _runs(folder: Path, *, blamed: int = 1, loss: float | None = None) -> tuple[
 
 
 def _judged(folder: Path, **changes: Any) -> Judgement:
+    aims = changes.pop("aims", Aims())
     whole, faulted, file = _runs(folder, **changes)
-    return judge(whole, faulted, injections=file, states=(STATE, dict(STATE)), left_out={})
+    return _of(whole, faulted, file, aims=aims)
+
+
+def _of(whole: Ran, faulted: Ran, file: Path, *, states: tuple[Any, Any] = (STATE, dict(STATE)), **parts: Any) -> Judgement:
+    given = {"left_out": {}, "aimed": {}, "fleet": FleetSpec(), "timeout": 600.0} | parts
+    return judge(whole, faulted, injections=file, states=states, **given)
 
 
 def test_a_run_that_ended_like_the_other_has_passed(tmp_path: Path):
     found = _judged(tmp_path)
     assert found.passed, found.problems
-    assert (found.injected, found.handled, found.blamed, found.lost_steps, found.false_alarms) == (2, 2, (2, 2), 1, 0)
+    assert (found.injected, found.handled, found.blamed, found.lost_steps, found.false_alarms) == (2, 2, (2, 2), 1, ())
+    assert (found.hidden, found.among, found.same_end) == (0, 0, True)
     kill, stop = found.rows
     assert (kill.seen_as, round(kill.detection or 0, 3), kill.recovery) == ("rank_failed", 0.3, 0.5)
     assert (stop.seen_as, stop.detection, stop.recovery) == ("hang", 1.5, 1.0)
@@ -103,9 +120,10 @@ def test_a_run_that_ended_like_the_other_has_passed(tmp_path: Path):
 
 def test_another_end_state_is_not_passed(tmp_path: Path):
     whole, faulted, file = _runs(tmp_path)
-    found = judge(whole, faulted, injections=file, states=(STATE, STATE | {"weights": "abd"}), left_out={})
+    found = _of(whole, faulted, file, states=(STATE, STATE | {"weights": "abd"}))
     assert found.problems == ("the end state differs from that of the run without faults",)
-    assert not judge(whole, faulted, injections=file, states=(None, None), left_out={}).passed, "nothing was compared"
+    assert not found.same_end
+    assert not _of(whole, faulted, file, states=(None, None)).passed, "nothing was compared"
 
 
 def test_another_loss_in_one_step_is_not_passed(tmp_path: Path):
@@ -121,15 +139,121 @@ def test_the_wrong_rank_blamed_is_not_passed(tmp_path: Path):
 def test_a_fault_that_never_came_is_not_passed(tmp_path: Path):
     whole, faulted, file = _runs(tmp_path)
     next((tmp_path / "faults.came").glob("1-*")).unlink()
-    found = judge(whole, faulted, injections=file, states=(STATE, STATE), left_out={})
+    found = _of(whole, faulted, file)
     assert found.problems == ("fault 1 (stop at step 6) never came",)
-    assert found.false_alarms == 1, "an incident that no fault explains"
+    (alarm,) = found.false_alarms  # an incident that no fault explains
+    assert (alarm.cause, alarm.step, alarm.rank, alarm.seconds, alarm.lost_steps) == ("hang", 6, 2, 1.0, 1)
+    said = list(words_of_campaign(found))
+    assert "false alarm: hang at step 6, rank 2 on 0 (because): 1.00 s, 1 step done again" in said
+    assert "1 false alarm, none of which changed the result: the end is that without faults" in said
+    other = list(words_of_campaign(_of(whole, faulted, file, states=(STATE, {}))))
+    assert not any("none of which changed" in line for line in other), "only what the comparison shows is said"
 
 
 def test_an_unexpected_end_is_not_passed(tmp_path: Path):
     whole, faulted, file = _runs(tmp_path)
-    found = judge(whole, replace(faulted, by_hand=1), injections=file, states=(STATE, STATE), left_out={})
-    assert not found.passed
+    assert not _of(whole, replace(faulted, by_hand=1), file).passed
+
+
+# --- hangs ---
+
+
+def test_hangs_are_held_against_their_limits_and_those_against_the_pace(tmp_path: Path):
+    found = _judged(tmp_path)
+    hangs = found.hangs
+    assert (hangs.found, hangs.late, hangs.limits, hangs.elsewhere) == (1, 0, (3.0, 3.0), 0)
+    assert hangs.of_pace == 1.0, "steps of a second, three times"
+    assert hangs.most is not None
+    assert hangs.most == pytest.approx(3.05 / 3.0)
+    assert "hangs: 1, silence at most 1.02 of its limit (limits 3.00 to 3.00 s)" in list(words_of_campaign(found))
+    assert found.as_json()["hangs"]["most"] == hangs.most
+
+
+def test_a_silence_beyond_its_limit_is_told_and_beyond_what_starved_ranks_may_take_not_passed(tmp_path: Path):
+    late = _judged(tmp_path / "late", silence=4.6)
+    assert late.passed, "ranks without a processor are given more"
+    assert late.hangs.late == 1
+    assert any("1 found late" in line for line in words_of_campaign(late))
+    never = _judged(tmp_path / "never", silence=33.0)
+    assert never.problems == ("hang (incident 2): silent for 33.00 s, more than 10 times its limit of 3.00 s",)
+
+
+@pytest.mark.parametrize(("limit", "why"), [(0.9, "below fleet.hang_floor = 1 s"), (5.0, "not what the pace gives, 3.00 s")])
+def test_a_limit_that_the_pace_does_not_give_is_not_passed(tmp_path: Path, limit: float, why: str):
+    (problem,) = _judged(tmp_path, limit=limit, silence=limit).problems
+    assert why in problem
+
+
+def test_limits_of_first_steps_and_of_phases_not_seen_before_are_not_those_of_the_pace(tmp_path: Path):
+    found = _judged(tmp_path, limit=600.0, silence=600.0)
+    assert found.passed, found.problems
+    assert (found.hangs.limits, found.hangs.elsewhere, found.hangs.elsewhere_limit) == (None, 1, 600.0)
+
+
+# --- aims ---
+
+
+def test_speeds_are_asked_only_where_they_are_given_and_missing_them_is_not_passed(tmp_path: Path):
+    none = _judged(tmp_path / "none")
+    assert none.asked == ()
+    assert list(words_of_campaign(none))[-1].endswith("no speed was asked")
+    met = _judged(tmp_path / "met", aims=Aims(median=0.75, most=1.0, minutes=0.5, silence=1.5))
+    assert met.passed, met.problems
+    missed = _judged(tmp_path / "missed", aims=Aims(median=0.7, most=0.9, minutes=0.4, silence=1.01))
+    assert missed.problems == (
+        "recovery in the median 0.75 s, 0.7 s at most was asked",
+        "recovery at the 99th percentile 1.00 s, 0.9 s at most was asked",
+        "both runs 0.50 min, 0.4 min at most was asked",
+        "silence of a hang 1.02 of its limit, 1.01 of its limit at most was asked",
+    )
+    assert "asked: recovery in the median 0.7 s at most: 0.75 s" in list(words_of_campaign(missed))
+
+
+# --- blame ---
+
+
+def test_the_right_node_among_several_is_right_and_told_apart():
+    wrong = Injection(0, "once", 4, "gradients", (1,))
+    record: dict[str, Any] = {
+        "type": "incident", "incident": 1, "time": 5.0, "cause": "gradient_wrong", "rank": None, "node": None,
+        "evidence": {"suspects": ["0", "1"]},
+    }  # fmt: skip
+    (both,) = fates_of([wrong], {0: (4.0, "1")}, [record])
+    (alone,) = fates_of([wrong], {0: (4.0, "1")}, [record | {"evidence": {"suspects": ["1"]}}])
+    (other,) = fates_of([wrong], {0: (4.0, "1")}, [record | {"evidence": {"suspects": ["0", "2"]}}])
+    assert [(fate.blamed, fate.among) for fate in (both, alone, other)] == [(True, True), (True, False), (False, False)]
+
+
+def test_a_fault_within_another_ones_incident_is_hidden_and_nobody_is_credited_for_its_blame():
+    flip = Injection(1, "weight", 3, "resting", (2,))
+    records: list[dict[str, Any]] = [
+        {"type": "incident", "incident": 1, "time": 5.0, "cause": "rank_failed", "rank": 1, "node": "0", "evidence": {}},
+        {"type": "recovery", "incident": 1, "time": 6.0},
+    ]
+    kill, hidden = fates_of([KILL, flip], {0: (4.0, "0"), 1: (4.1, "0")}, records)
+    assert (kill.hidden, kill.judged) == (False, True)
+    assert (hidden.handled, hidden.hidden, hidden.judged) == (True, True, None)
+
+
+# --- the supervisor ---
+
+
+def test_starts_of_a_killed_supervisor_are_a_row_of_their_own_and_in_no_median(tmp_path: Path):
+    whole, faulted, file = _runs(tmp_path)
+    killed = Injection(2, "supervisor", 9, "step", (0,))
+    (tmp_path / "faults.came" / "2-0").write_text("214.5 0 ")
+    came = {mark.name: mark.read_text() for mark in (tmp_path / "faults.came").iterdir()}
+    faults.save(file, [KILL, STOP, killed])
+    for name, text in came.items():
+        (tmp_path / "faults.came" / name).write_text(text)
+    found = _of(whole, replace(faulted, supervisor_restarts=(7.5,)), file)
+    assert found.passed, found.problems
+    row = found.rows[-1]
+    assert (row.kind, row.handled, row.recovery, row.slowest) == ("supervisor", 1, 7.5, 7.5)
+    assert found.recovery_p99 == 1.0
+    never = _of(whole, faulted, file)
+    assert "the supervisor was killed 0 times, 1 of them by a fault" in never.problems
+    assert (never.handled, never.injected) == (2, 3), "it was not started again"
 
 
 def test_faults_that_overlap_share_an_incident_which_may_name_either(tmp_path: Path):
@@ -141,6 +265,7 @@ def test_faults_that_overlap_share_an_incident_which_may_name_either(tmp_path: P
     fates = fates_of(both, {0: (4.0, "0"), 1: (4.1, "0")}, records)
     assert [fate.blamed for fate in fates] == [True, True]
     assert all(fate.handled for fate in fates)
+    assert [fate.hidden for fate in fates] == [True, False], "it names the second"
 
 
 def test_what_a_run_is_not_made_for_is_left_out_with_the_reason():
@@ -156,12 +281,21 @@ def test_what_a_run_is_not_made_for_is_left_out_with_the_reason():
     assert "kill" in kinds
     assert "gradient" not in kinds
     some = FleetSpec(nodes=2, verify_every=4)
-    assert possible(some, own_disk=True, own_data=True, no_network=None)[0] == {"once": 'fleet.verify = "one"'}
+    once = 'fleet.verify = "one": a computation apart from the step cannot see an error that came once in it'
+    assert possible(some, own_disk=True, own_data=True, no_network=None)[0] == {"once": once}
     whole = some.model_copy(update={"verify": "all"})
     assert not possible(whole, own_disk=True, own_data=True, no_network=None)[0]
     left = possible(whole, own_disk=True, own_data=True, no_network="needs root, who alone may make network namespaces")[0]
     assert list(left) == ["interface"]
     assert "root" in left["interface"]
+
+
+def test_faults_that_come_at_chosen_steps_alone_are_named_with_what_that_means():
+    told = aimed(FleetSpec(verify_every=4, verify="all"), checkpoint_every=10, kinds=("once", "full", "kill"))
+    assert told["full"] == "when a checkpoint is due, every 10th step"
+    assert "with probability 1/4" in told["once"]
+    assert "for certain, whenever" in aimed(FleetSpec(verify_every=1), checkpoint_every=0, kinds=("once",))["once"]
+    assert aimed(FleetSpec(), checkpoint_every=0, kinds=("kill",)) == {}
 
 
 def test_the_run_that_is_hurt_has_data_of_its_own_and_that_of_the_other_behind_it(tmp_path: Path):

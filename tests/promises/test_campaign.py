@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from megalith import verbs
-from megalith.checkpoint.folder import committed
+from megalith.checkpoint.folder import committed, find, read_manifest
 from megalith.fleet import faults, networks
-from megalith.fleet.campaign import EXPECTED, Row, may_mount
+from megalith.fleet.campaign import EXPECTED, Aims, Row, may_mount
 from megalith.fleet.faults import KINDS, Injection
 from tests.runs import final_state, prepare_text, train
 from tests.specs import tiny_run
@@ -46,6 +46,28 @@ def test_after_24_faults_the_end_is_bit_for_bit_that_of_the_run_without_them(dat
         assert row.injected == row.handled >= 1, row
         assert set(row.seen_as.split(", ")) <= {*EXPECTED[kind], "rank_failed"}, (row, "or hidden by a death in the same step")
     assert abs(verbs.replay(tmp_path / "out").gap) < 0.05, "the simulator with the latencies of this very log"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_whose_supervisor_is_killed_is_typed_again_and_its_start_timed_apart(data: Path, tmp_path: Path) -> None:
+    """Two ranks, two other faults. What a real log and real checkpoints say is judged, too."""
+    (tmp_path / "run.toml").write_text(RUN.format(data=data))
+    smaller = ("plan.data=2", "fleet.nodes=1", "fleet.spares=0")
+    found = verbs.campaign(
+        tmp_path / "run.toml", count=2, seed=1, overrides=smaller, out=tmp_path / "out", supervisor_kills=1, aims=Aims(minutes=10)
+    )
+    assert not found.problems
+    assert found.same_end
+    assert len(found.supervisor_restarts) == 1
+    (row,) = [row for row in found.rows if row.kind == "supervisor"]
+    assert (row.injected, row.handled, row.recovery, row.detection) == (1, 1, found.supervisor_restarts[0], None)
+    assert found.recovery_p99 is not None
+    assert row.recovery is not None
+    assert row.recovery > found.recovery_p99, "it imports everything anew, and is in no percentile"
+    whole, hurt = (read_manifest(find(tmp_path / "out" / name)).meta["rng"] for name in ("whole", "faulted"))
+    assert len(whole["state"]) == 64
+    assert whole == hurt
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.data.stream import Stream
 from megalith.events import read
 from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.heartbeat import Heartbeat
 from megalith.spec.run import RunSpec
 from megalith.train.batches import indices
 from tests.patience import PATIENCE
@@ -81,6 +83,62 @@ def test_a_signal_saves_and_going_on_changes_no_bit(data: Path, tmp_path: Path) 
     assert 4 < stopped_at < 12
     train(spec, tmp_path / "asked")
     assert_same_bits(final_state(tmp_path / "whole"), final_state(tmp_path / "asked"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(_brief(data), folder)
+    return folder
+
+
+def _brief(data: Path) -> RunSpec:
+    return tiny_run(
+        model={"layers": 2, "vocab": 264},
+        plan={"data": 2, "zero": 1},
+        data={"path": str(data)},
+        train={"steps": 4, "global_batch": 2, "seq_len": 32, "precision": "fp32"},
+        validation={"every": 2, "samples": 4},
+        checkpoint={"every": 2},
+    )
+
+
+@pytest.mark.parametrize(
+    ("phase", "number", "ends_at"),
+    [
+        ("joining", signal.SIGUSR1, 1),  # the first step is done: only then there is a state that all agree on
+        ("building", signal.SIGTERM, 1),
+        ("restoring", signal.SIGUSR1, 1),
+        ("validation", signal.SIGTERM, 3),
+        ("checkpoint", signal.SIGUSR1, 3),
+        ("last checkpoint", signal.SIGTERM, 4),
+    ],
+)
+def test_a_signal_in_any_phase_is_an_agreed_stop(
+    phase: str, number: int, ends_at: int, data: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To one rank, whenever it is in that phase. A checkpoint under way by then is written all the same."""
+    say, write = Heartbeat.beat, Checkpointer._write
+
+    def say_and_be_told(self: Heartbeat, name: str, step: int = -1, **rest: float) -> None:
+        say(self, name, step, **rest)
+        if name == phase and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), number)
+
+    def write_slowly(self: Checkpointer, *what: Any) -> Any:
+        time.sleep(0.5)  # longer than a step
+        return write(self, *what)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Heartbeat, "beat", say_and_be_told)
+        patch.setattr(Checkpointer, "_write", write_slowly)
+        codes = finish(start(_brief(data), tmp_path / "told"))
+    assert codes == [ExitCode.STOPPED if ends_at < 4 else ExitCode.FINISHED] * 2
+    saved = [event["step"] for event in read(tmp_path / "told") if event["type"] == "checkpoint"]
+    assert saved == sorted({min(2, ends_at), ends_at})
+    train(_brief(data), tmp_path / "told")
+    assert_same_bits(final_state(undisturbed), final_state(tmp_path / "told"))
+    assert position(tmp_path / "told") == position(undisturbed)
 
 
 def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(data: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.restore import Position, meta, restore
 from megalith.train.run import open_stream
-from megalith.train.step import train_step
+from megalith.train.step import seed_step, train_step
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
@@ -132,3 +132,26 @@ def test_another_plan_goes_on_from_the_same_state(data, tmp_path):
     whole = run_ranks(_resplit, 1, data, tmp_path, {}, False)[0]
     first, last = run_ranks(_resplit, 2, data, tmp_path, {"pipeline": 2}, False)
     assert same(whole, saved) and same(first | last, saved)
+
+
+def _random_state(rank: int, data: str) -> None:
+    trainer, stream = trainer_of(run_of(data)), open_stream(run_of(data), "train")
+
+    def state() -> str:
+        return meta(Position(), spec=trainer.spec, stream=stream)["rng"]["state"]
+
+    train_step(trainer, microbatches(trainer), step=0)
+    seed_step(trainer, 1)
+    first = state()
+    train_step(trainer, microbatches(trainer), step=1)
+    assert state() == first, "nothing draws in a step: the seed of each is its whole state"
+    torch.rand(1)
+    assert state() != first
+    seed_step(trainer, 2)
+    assert state() != first
+    seed_step(trainer, 1)
+    assert state() == first
+
+
+def test_a_checkpoint_says_what_state_random_numbers_had_which_is_a_function_of_seed_and_step(data: str) -> None:
+    run_ranks(_random_state, 1, data)

@@ -1,18 +1,28 @@
-"""A run whose data changes on the disk: it reads another copy and ends as if nothing had happened, or stops and says what is wrong."""
+"""A run whose data changes on the disk: it reads another copy and ends as if nothing had happened, or stops and says what is wrong. And one
+that is not to recover from anything."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import megalith.train.run
 from megalith.events import read
 from megalith.fleet import controller, faults
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.faults import OWN_DATA, Injection
 from megalith.fleet.job import Job
+from megalith.fleet.local import _family, _place
 from megalith.fleet.outcome import Outcome
+from megalith.fleet.seat import MEMORY
+from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import RunSpec
-from tests.runs import assert_same_bits, final_state, prepare_text, train
+from tests.patience import PATIENCE
+from tests.runs import assert_same_bits, final_state, finish, prepare_text, start, train
 from tests.specs import tiny_run
 
 pytestmark = pytest.mark.slow
@@ -79,3 +89,33 @@ def test_without_another_copy_the_run_stops_and_says_which_byte_of_which_shard(d
     assert "data.copies" in outcome.report
     (found,) = [event for event in read(tmp_path / "run") if event["type"] == "incident"]
     assert found["cause"] == "data_damaged"
+
+
+def test_without_recovery_there_is_no_guard_and_no_copy(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(*what: Any, **more: Any) -> None:
+        os._exit(99)
+
+    monkeypatch.setenv(MEMORY, str(tmp_path / "memory"))
+    for name in ("Guard", "Memory"):
+        with monkeypatch.context() as patch:
+            patch.setattr(megalith.train.run, name, leave)
+            train(_spec(data).model_copy(update={"fleet": FleetSpec(recover=False)}), tmp_path / f"without-{name}")
+            assert 99 in finish(start(_spec(data), tmp_path / f"with-{name}"))
+
+
+def test_without_recovery_a_killed_rank_ends_the_run(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        f'[model]\npreset = "tiny"\nlayers = 2\n[plan]\ndata = 2\n[data]\npath = "{data}"\n[optimizer]\nwarmup = 2\n'
+        "[train]\nsteps = 6\nglobal_batch = 4\nseq_len = 32\n[fleet]\nrecover = false\n"
+    )
+    folder = tmp_path / "run"
+    faults.save(tmp_path / "faults.json", [Injection(0, "kill", 3, "step", (1,))])
+    command = [sys.executable, "-m", "megalith.cli", "train", str(tmp_path / "run.toml"), "--run-dir", str(folder)]
+    environment = os.environ | {faults.VARIABLE: str(tmp_path / "faults.json")}
+    ended = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == ExitCode.LOST, ended.stdout + ended.stderr
+    types = [event["type"] for event in read(folder)]
+    assert types.count("run_started") == 1
+    assert types.count("step") == 3
+    assert not {"incident", "recovery"} & set(types)
+    assert not list(_place().glob(f"{_family(folder)}-*")), "copies in memory, as a run keeps them that is to go on"
