@@ -90,10 +90,11 @@ def _short(text: str) -> str:
 def clear_memory(run_dir: Path, *, keep: Path | None = None) -> None:
     """Remove what earlier runs in this folder left in memory, and what runs left there that nobody can go on with."""
     _clear(_place(), run_dir, keep=keep)
+    clear_abandoned(_place())
 
 
 def clear_disk(run_dir: Path, fleet: FleetSpec, *, keep: Path | None = None) -> None:
-    """The same on this machine's disk."""
+    """Remove what earlier runs in this folder left on this machine's disk; nobody else's, whose folder may not be mounted yet."""
     _clear(_disk(fleet), run_dir, keep=keep)
 
 
@@ -101,11 +102,10 @@ def _clear(place: Path, run_dir: Path, *, keep: Path | None) -> None:
     for old in place.glob(f"{_family(run_dir)}-*"):
         if old != keep:
             shutil.rmtree(old, ignore_errors=True)
-    clear_abandoned(place)
 
 
 def clear_abandoned(place: Path) -> None:
-    """Remove what runs left in a folder of memory, or of a disk, that nobody can go on with."""
+    """Remove what runs left in a folder of memory that nobody can go on with."""
     for old in place.glob("megalith-*"):
         if _is_abandoned(old):
             shutil.rmtree(old, ignore_errors=True)

@@ -25,7 +25,7 @@ from megalith.fleet.copies import held
 from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.job import Job
-from megalith.fleet.local import LocalNodes, clear_abandoned, disk_root, memory_root
+from megalith.fleet.local import LocalNodes, disk_root, memory_root
 from megalith.fleet.outcome import Outcome
 from megalith.fleet.remote import RemoteNodes, node_logs
 from megalith.spec.fleet import FleetSpec
@@ -169,8 +169,6 @@ def _serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], NoR
     data = host.open_data()
     if (interface := _interface_to(meeting)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if host.disk is not None:  # unlike memory, it is not empty after a restart of the machine
-        clear_abandoned(host.disk.parent)
     logs = node_logs(host.job.run_dir, host.name)
     local = LocalNodes(host.job, names=(host.name,), memory=host.memory, disk=host.disk, folder=logs, meeting=meeting)
     agent = Agent(

@@ -116,6 +116,15 @@ def test_a_start_clears_disks_as_it_clears_memory(shared: Path, tmp_path: Path) 
     assert not disk.exists()
 
 
+def test_copies_on_a_disk_outlive_a_share_that_is_not_mounted_yet(shared: Path, tmp_path: Path) -> None:
+    nodes, disk = _on_disk(tmp_path, disk_every=4)
+    assert disk is not None
+    nodes.close(forget=False)
+    (tmp_path / "run").rename(tmp_path / "not mounted")
+    clear_disk(tmp_path / "other", FleetSpec(disk=str(disk.parent)))
+    assert disk.is_dir()
+
+
 def test_a_disk_that_cannot_be_written_to_keeps_no_node_from_joining(shared: Path, tmp_path: Path) -> None:
     (tmp_path / "scratch").touch()
     nodes, _ = _on_disk(tmp_path, disk_every=4)
