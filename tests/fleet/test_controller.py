@@ -93,7 +93,7 @@ def test_the_end_is_that_of_a_run_without_faults(kind: str, whole: list[Any], tm
     assert named(found), found
     (recovery,) = [record for record in events.read(tmp_path / "run") if record["type"] == "recovery"]
     assert recovery["incident"] == found["incident"]
-    assert recovery["restored"] == ("step 8 in store" if kind == "preemption" else "step 6 in store")
+    assert recovery["restored"] == ("step 10 in store" if kind == "preemption" else "step 6 in store")
 
 
 @pytest.mark.slow

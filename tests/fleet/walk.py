@@ -42,7 +42,7 @@ def walk(steps: int, nap: float = 0.02, every: int = 3, source: dict[str, Any] |
         faults.at("step", step)
         if asked and not (folder / "stop").exists():
             report(Preempted(time=time.time(), step=step, node=seat.node))
-            _put(folder / "stop", str(step + 1), seat)
+            _put(folder / "stop", str(step + 3), seat)  # not this step: the others may have looked for it already
         time.sleep(nap)
         total, step = (total * 31 + step + 1) % 1_000_003, step + 1
         stop = (folder / "stop").exists() and (folder / "stop").read_text() == str(step)
