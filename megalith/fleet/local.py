@@ -331,14 +331,16 @@ class LocalNodes:
             copies.set_aside(root, order, placement=self._assignment.placement, world=self._job.ranks)
 
     def check(self, node: str) -> None:
-        """A node that is there is this very machine, and is measured; in a thread, for it takes seconds."""
+        """A node that is there is this very machine, and is measured; in a thread, for it takes seconds. Of several rehearsed on one machine
+        none has processors of its own: there is no burn-in, which would take them from the ranks."""
 
         def measure() -> None:
             there, network = node in self.there(), networks.find()
             wrong = "" if network is None or network.is_connected(node) else "its interface is down"
             if there and not wrong:
                 job = self._job
-                found = admission.before_return(job.run_dir, burn_in=job.burn_in, seconds=job.burn_in_timeout)
+                burn_in = job.burn_in if len(self._names) == 1 else ()
+                found = admission.before_return(job.run_dir, burn_in=burn_in, seconds=job.burn_in_timeout)
                 wrong = admission.failures(found)
             self._found.put(HealthChecked(time=time.time(), node=node, passed=there and not wrong, there=there, text=wrong))
 

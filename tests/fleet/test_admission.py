@@ -14,6 +14,7 @@ from megalith.fleet.health import Finding, Needs
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes
 from megalith.fleet.remote import RemoteNodes
+from megalith.fleet.seat import node_folder
 from megalith.fleet.signs import HealthChecked
 from megalith.spec.fleet import FleetSpec
 from tests.fleet.stores import Dictionary
@@ -134,6 +135,16 @@ def test_a_node_returns_only_if_it_computes_right(verdict: str, tmp_path: Path, 
     sign = _checked(nodes)
     assert sign.there and sign.passed == (verdict == "ok")
     assert ("3 products differ" in sign.text) == (verdict == "fail")
+    nodes.close(forget=True)
+
+
+def test_nodes_rehearsed_on_one_machine_do_not_burn_in_beside_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission.health, "doctor", lambda folder: [])
+    memory = tmp_path / "memory"
+    nodes = LocalNodes(Job("a:b", {}, ranks=2, run_dir=tmp_path, burn_in=_finding("fail")), names=("0", "1"), memory=memory)
+    node_folder(memory, "1").mkdir(parents=True, exist_ok=True)
+    nodes.check("1")
+    assert _checked(nodes).passed
     nodes.close(forget=True)
 
 
