@@ -331,8 +331,8 @@ class LocalNodes:
             copies.set_aside(root, order, placement=self._assignment.placement, world=self._job.ranks)
 
     def check(self, node: str) -> None:
-        """A node that is there is this very machine, and is measured; in a thread, for it takes seconds. Of several rehearsed on one machine
-        none has processors of its own: there is no burn-in, which would take them from the ranks."""
+        """A node that is there is this very machine, and is measured; in a thread, for it takes seconds. Of several nodes rehearsed on one
+        machine none has processors of its own: there is no burn-in, which would take them from the ranks."""
 
         def measure() -> None:
             there, network = node in self.there(), networks.find()
