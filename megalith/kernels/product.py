@@ -1,8 +1,8 @@
 """a b of matrices, in bf16 also on processors that have no instructions for it.
 
-There torch's bf16 products take up to a hundred times as long as those in fp32 (benchmarks/parts.py). The same product is then made of the
-factors in fp32, which hold all that they say, and rounded once: what native instructions do as well. To whoever counts operations it is
-one product, with its result and nothing beside it.
+There torch's bf16 products take many times as long as those in fp32 (benchmarks/parts.py). The same product is then made of the factors in
+fp32, which hold all that they say, and rounded once: what native instructions do as well. To whoever counts operations it is one product,
+with its result and nothing beside it.
 """
 
 import functools

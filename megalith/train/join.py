@@ -79,8 +79,8 @@ def keep_memory() -> None:
 def matmul_rate(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.25, size: int | None = None) -> float:
     """FLOP/s of square matrix products on this rank now, the best of several: the peak to hold a CPU against, measured, not guessed.
 
-    `size` None: 8,192 rows on a GPU; on a CPU the largest up to 1,024 of which two products fit into `seconds`, for some compute a
-    thousand times slower in bf16 than others.
+    `size` None: 8,192 rows on a GPU; on a CPU the largest up to 1,024 of which two products fit into `seconds`: a processor
+    without bf16 instructions takes seconds for one of 1,024.
     """
     if size is None and device.type == "cpu":
         size = 128
