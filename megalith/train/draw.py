@@ -7,6 +7,7 @@ values of any two axes occurs finds most of them; further draws look for what ne
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from heapq import heapify, heappop, heapreplace
 from itertools import combinations
 from random import Random
 from typing import Any
@@ -117,16 +118,32 @@ def draw(count: int, seed: int) -> list[Draw]:
     pairs that can go together, as far as `count` reaches. The same for the same seed."""
     random = Random(seed)
     pool = _pool(random, max(3000, 8 * count))
-    chosen: list[Draw] = []
+    chosen = _cover(pool, count)
+    rest = [one for number, one in enumerate(pool) if number not in chosen]
+    further = random.sample(rest, max(0, min(len(rest), count - len(chosen))))
+    return [pool[number] for number in chosen] + sorted(further, key=lambda one: one.name)
+
+
+def _cover(pool: list[Draw], count: int) -> list[int]:
+    """Which of a pool show all pairs that it has, as far as `count` reaches: each time the one that shows most new pairs for its effort.
+
+    That only becomes less as others are chosen, so what was found earlier is a bound, and few are looked at again (Minoux 1978).
+    """
     left = frozenset[Pair]().union(*(one.pairs for one in pool))
-    while pool and len(chosen) < count:
-        best = max(pool, key=lambda one: len(one.pairs & left) / one.effort)
-        if not best.pairs & left:
-            break
-        chosen.append(best)
-        pool.remove(best)
-        left -= best.pairs
-    return chosen + sorted(random.sample(pool, max(0, min(len(pool), count - len(chosen)))), key=lambda one: one.name)
+    bounds = [(-len(one.pairs) / one.effort, number) for number, one in enumerate(pool)]
+    heapify(bounds)
+    chosen: list[int] = []
+    while left and len(chosen) < count:
+        number = bounds[0][1]
+        one = pool[number]
+        now = (-len(one.pairs & left) / one.effort, number)
+        if now > bounds[0]:
+            heapreplace(bounds, now)
+            continue
+        heappop(bounds)
+        chosen.append(number)
+        left -= one.pairs
+    return chosen
 
 
 def uncovered(draws: list[Draw]) -> list[tuple[str, str]]:
