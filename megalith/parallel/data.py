@@ -139,8 +139,8 @@ def _get(rows: Tensor, flat: Tensor, chunk: int) -> None:
         rows[full * chunk :].copy_(table[full, :rest])
 
 
-Probe = Callable[[Sequence[Tensor | None]], bool]
-"""Looks at a bucket's gradients before they are reduced, those of this rank alone; False: they are dropped."""
+Probe = Callable[[Sequence[Tensor]], bool]
+"""Looks at a bucket's gradients before they are reduced, those of this rank alone, one by one or put together; False: they are dropped."""
 
 
 class Bucket:
@@ -206,20 +206,30 @@ class Bucket:
     def reduce(self) -> "Reduction | None":
         """Begin to add up the gradients of all ranks that hold these weights; each gets the sum for its share when it is finished."""
         grads = [weight.take() for weight in self.weights]
-        if all(grad is None for grad in grads) or (self.probe is not None and not self.probe(grads)):
+        there = [grad for grad in grads if grad is not None]
+        if not there:
             return None
         if self.size == 1 and self.copies.size() == 1:
-            for weight, grad in zip(self.weights, grads, strict=True):
-                if grad is not None:
-                    weight.add(grad)
+            if self._take_in(there):
+                for weight, grad in zip(self.weights, grads, strict=True):
+                    if grad is not None:
+                        weight.add(grad)
             return None
+        flat = self._together(grads)  # looked at while it is in the cache
+        return Reduction(self, flat) if self._take_in([flat]) else None
+
+    def _take_in(self, grads: Sequence[Tensor]) -> bool:
+        return self.probe is None or self.probe(grads)
+
+    def _together(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """All gradients, in the rows of the ranks that get them, fp32."""
         flat = torch.empty(self.size, self.numbers, dtype=torch.float32, device=self.weights[0].computes.device)
         for weight, where, grad in zip(self.weights, self.slices, grads, strict=True):
             if grad is None:
                 flat[:, where].zero_()
             else:
                 _put(flat[:, where], grad, weight.chunk)
-        return Reduction(self, flat)
+        return flat
 
     def finish(self, mine: Tensor) -> None:
         """Hand out the sums: mine [numbers], this rank's shares."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megalith.checkpoint.memory import Memory, digest
+from megalith.checkpoint.memory import Digest, Memory
 from megalith.fleet import report as reports
 from megalith.fleet.report import Reported
 from megalith.fleet.seat import REPORTS, Seat
@@ -43,7 +43,7 @@ class Guard:
         self.trainer, self.fleet, self.seat, self.memory, self.report = trainer, trainer.spec.fleet, seat, memory, report
         self.probe = Probe(buckets_of(trainer))
         self.replicas = Replicas(trainer) if self.fleet.digest else None
-        self._lasting = list(trainer.shares().values())
+        self._digest = Digest(trainer.shares().values())
         self._digests: dict[int, int] = {}  # of the state after so many steps
         self._good = 0  # states up to this step are known, or must be taken, to be right
         self._disk_failed = False
@@ -57,7 +57,7 @@ class Guard:
         if self.memory and (pinned := self.memory.pinned_step()) is not None and pinned <= step:
             self._good = pinned
         if self.fleet.digest:
-            self._digests = {step: digest(self._lasting)}
+            self._digests = {step: self._digest()}
         if self.memory:  # by all ranks, also those that have this very copy: their buddies may be new
             self.copy(step, samples)
 
@@ -88,7 +88,7 @@ class Guard:
             text = f"rank {rank}'s update of step {step} is not what its copy and its gradients give"
             self._accuse(StateCorrupt(**self._here(step, rank), where="update"), text)
         if self.fleet.digest:
-            known = digest(self._lasting)
+            known = self._digest()
             self._digests = {at: d for at, d in self._digests.items() if at >= step} | {step + 1: known}
             if self.replicas:
                 self.replicas.start(known)
@@ -102,7 +102,7 @@ class Guard:
         To be called as well before anything lasting is made of it: a checkpoint of an altered state would be whole by its own digests.
         """
         known = self._digests.get(step)
-        if known is not None and (found := digest(self._lasting)) != known:
+        if known is not None and (found := self._digest()) != known:
             text = f"the state after {step} steps had the digest {known:016x}, and has {found:016x} now"
             self._accuse(StateCorrupt(**self._here(step, self.seat.rank), where="at rest"), text)
 

@@ -52,11 +52,10 @@ class Probe:
         """A step begins. Of the last one it is remembered whether all was finite: its norm may be known later than that."""
         self._sums, self._before, self._words = [], self._sums, []
 
-    def __call__(self, grads: Sequence[Tensor | None]) -> bool:
-        there = [grad for grad in grads if grad is not None]
-        self._sums.append(torch.stack([grad.sum() for grad in there]).sum().float())
+    def __call__(self, grads: Sequence[Tensor]) -> bool:
+        self._sums.append(torch.stack([grad.sum() for grad in grads]).sum().float())
         if self.digests:
-            self._words.append(words(there))
+            self._words.append(words(grads))
         return not self.drops
 
     def finite(self) -> bool:
