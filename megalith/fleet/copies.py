@@ -183,7 +183,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's part of a copy. `intact`: it has its digest."""
+    """One rank's part of a copy. `intact`: it has its digest; on a disk, its whole length: the rank that loads it looks at the rest."""
 
     tier: Tier
     rank: int
@@ -196,18 +196,22 @@ class Piece:
 
 
 def pieces(folder: Path, *, own: Tier = Tier.MEMORY) -> list[Piece]:
-    """The copies in a node's folder, digests verified. `own`: the tier of what is its own ranks'; the rest was kept for others."""
+    """The copies in a node's folder. `own`: the tier of what is its own ranks'; the rest was kept for others.
+
+    Digests are verified in memory alone. To read all of a disk takes longer than a rank that finds its piece damaged costs, and who is
+    asked for this answers within a limit (`fleet.remote`).
+    """
     found = []
     for path, buffer, label in _labelled(folder):
         tier = own if path.name.startswith("own-") else Tier.BUDDY
-        intact = buffer.digest(label) == label.digest
+        intact = tier is Tier.DISK or buffer.digest(label) == label.digest
         found.append(Piece(tier, label.rank, label.step, label.samples, label.world, label.generation, intact, path))
         buffer.close()
     return found
 
 
 def held(node: str, *, memory: Path | None, disk: Path | None) -> list[Piece]:
-    """The copies that a node holds below these roots, digests verified."""
+    """The copies that a node holds below these roots."""
     in_memory = pieces(node_folder(memory, node)) if memory is not None else []
     return in_memory + (pieces(node_folder(disk, node), own=Tier.DISK) if disk is not None else [])
 

@@ -1,5 +1,6 @@
 """What runs leave in shared memory, and who clears it away."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from megalith.fleet import copies, local
 from megalith.fleet.commands import QuarantineCopy
-from megalith.fleet.copies import Buffer, Label, Layout
+from megalith.fleet.copies import PAGE, Buffer, Label, Layout
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes, clear_disk, clear_memory, disk_root, memory_root
 from megalith.fleet.nodes import Generation
@@ -82,8 +83,11 @@ def test_copies_on_disk_are_found_set_aside_and_forgotten(shared: Path, tmp_path
         _write(disk, rank, 8)
     assert nodes.survey(("a", "b")) == (Copy(Tier.DISK, 8), Copy(Tier.DISK, 4))
     assert {(piece.tier, piece.step) for piece in copies.held("a", memory=None, disk=disk)} == {(Tier.DISK, 4), (Tier.DISK, 8)}
-    assert copies.corrupt_piece(node_folder(disk, "b"), rank=1, step=8)
-    assert nodes.survey(("a", "b"))[0] == Copy(Tier.DISK, 8, frozenset({1}))
+    assert copies.corrupt_piece(node_folder(disk, "b"), rank=1, step=4)
+    assert nodes.survey(("a", "b"))[1] == Copy(Tier.DISK, 4), "who loads it reads it: to ask what is there must not take minutes"
+    os.truncate(node_folder(disk, "b") / copies.file_name("own", 1, 8), PAGE + 1)
+    assert nodes.survey(("a", "b"))[0] == Copy(Tier.DISK, 8, frozenset({1})), "cut off"
+    _write(disk, 1, 8)
     nodes._assignment = nodes._assign(Generation("g", ("a", "b")))
     nodes.set_aside(QuarantineCopy(Tier.DISK, 8, 1))
     assert [path.name for path in node_folder(disk, "b").glob("aside-*")] == ["aside-own-1.8"]
