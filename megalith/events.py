@@ -5,13 +5,18 @@ Every line is `{"type": ..., "time": seconds since the epoch, ...fields}`. Times
 
 import json
 import os
+import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from megalith import disk
+
 FILE = "events.jsonl"
+MOST_WAITING = 10_000  # events that wait for room on a full disk; the oldest are lost beyond that
 
 
 @dataclass(frozen=True)
@@ -165,40 +170,34 @@ class RunFinished(Event):
 
 
 class EventLog:
-    """Appends events to a run folder's log; one writer a run. Each event is one write, so a reader never sees half a line for long."""
+    """Appends events to a run folder's log. Each event is one write, so a reader never sees half a line for long, and the ranks and who
+    watches them may write to one log. What a full disk has no room for waits until it has."""
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(run_dir / FILE)
-        self._file = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._path = run_dir / FILE
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
 
     def write(self, event: Event) -> None:
-        """Append one event."""
+        """Append one event, now or with a later one."""
         line = json.dumps({"type": event.kind} | asdict(event), separators=(",", ":"))
-        os.write(self._file, line.encode() + b"\n")
+        self._waiting.append(line.encode() + b"\n")
+        self._append()
+
+    def _append(self) -> None:
+        """Write what waits, as far as there is room."""
+        while self._waiting and disk.append(self._file, self._waiting[0]):
+            self._waiting.popleft()
 
     def close(self) -> None:
+        """Write what still waits, and say so if there is no room for it to the last."""
+        self._append()
+        if self._waiting:
+            print(f"no room for the last {len(self._waiting)} events of {self._path}", file=sys.stderr, flush=True)
         os.close(self._file)
 
 
-def _drop_torn_line(path: Path) -> None:
-    """A writer that was killed in mid-line left half an event; the next one would be glued to it."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read() == b"\n":  # the usual case: nothing else is read, however long the run is
-            return
-    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-
-
 def read(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run, oldest first. A torn last line (the writer died in it) is left out."""
-    path = run_dir / FILE
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if not line.endswith("\n"):
-                return
-            yield json.loads(line)
+    """The events of a run, oldest first. Torn lines (the writer died in one, or the disk was full) are left out."""
+    return disk.lines(run_dir / FILE)

@@ -144,6 +144,11 @@ class Checkpointer:
             self._job.wait_seconds += time.monotonic() - began
         return self.poll()
 
+    def holds(self, step: int) -> bool:
+        """Whether there is a committed checkpoint of `step`, damaged or not."""
+        name = files.name(step)
+        return self._party.tell(self._party.leads and any(path.name == name for path in files.committed(self.folder)))
+
     def load(
         self, state: Mapping[str, Tensor], *, step: int | None = None, partial: bool = False, cast: bool = False
     ) -> Loaded | None:

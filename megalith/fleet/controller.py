@@ -7,6 +7,7 @@ that was killed itself leaves nothing that the next one could not pick up: copie
 
 import json
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from megalith import events
+from megalith import disk, events
 from megalith.events import EventLog, Incident, Problem, Recovery
 from megalith.fleet import commands, ledger, local, policy, signs, supervisor
 from megalith.fleet.causes import Failure
@@ -37,6 +38,7 @@ from megalith.spec.fleet import FleetSpec
 
 MEMORY_FILE = "fleet.json"
 IDLE_SECONDS = 0.02
+ROOM_SECONDS = 1.0  # between looks whether a full disk has room again
 
 Start = commands.Restart | commands.Shrink | commands.Grow
 Store = Callable[[], tuple[Copy, ...]]
@@ -131,8 +133,9 @@ class Controller:
 
     def _keep(self) -> None:
         part = self._memory.with_suffix(".new")
-        part.write_text(json.dumps(policy.dump(replace(self._state, copies=()))), encoding="utf-8")
-        part.rename(self._memory)
+        with disk.unless_full(self._memory):
+            part.write_text(json.dumps(policy.dump(replace(self._state, copies=()))), encoding="utf-8")
+            part.rename(self._memory)
 
     # The loop
 
@@ -157,12 +160,31 @@ class Controller:
         self._pause(order.after if isinstance(order, commands.Restart) else 0.0)
         self._stragglers.begin()
         self._watch = watch = Watch(self._now, self._nodes, self._requests, limits=self._pace, observe=self._observe)
-        self._nodes.start(Generation(secrets.token_hex(4), self._placement, order.source, self._shrunk))
+        if not self._start(Generation(secrets.token_hex(4), self._placement, order.source, self._shrunk)):
+            self._outcome = _ended(ExitCode.TERMINATED)
+            return
         outcome = watch.until_all_ended(self._turn)
         for seen in self._after(watch, outcome):
             self._take(seen)
         if self._next is None and self._wait_until is None and self._outcome is None:
             self._outcome = self._final(outcome)
+
+    def _start(self, generation: Generation) -> bool:
+        """Start all ranks. While a full disk has no room for what they meet by, wait; False if somebody wants to stop meanwhile."""
+        told = False
+        while True:
+            try:
+                self._nodes.start(generation)
+                return True
+            except OSError as error:
+                if not disk.is_full(error):
+                    raise
+            if not told:
+                print(f"no room in {self._job.run_dir} to start the ranks: waiting for some", file=sys.stderr, flush=True)
+            told = True
+            if self._requests:
+                return False
+            self._pause(ROOM_SECONDS)
 
     def _pause(self, seconds: float) -> None:
         """Wait before a start, but not for somebody who wants to stop."""
@@ -424,7 +446,9 @@ def _ends(sign: AnySign) -> bool:
     return isinstance(sign, _ENDING)
 
 
-_NO_INCIDENT = (signs.Started, signs.Saved, signs.StopRequested, signs.NodeJoined, signs.HealthChecked, signs.Waited)
+_NO_INCIDENT = (
+    signs.Started, signs.Saved, signs.StopRequested, signs.NodeJoined, signs.HealthChecked, signs.Waited, signs.SaveWorks,
+)  # fmt: skip
 _CHECKS, _HELD_UP = (signs.Started, signs.HealthChecked), (commands.Wait, commands.CheckHealth)
 """Signs of which a person is told if they hold the run, or a node, up."""
 _ALWAYS_TOLD = (signs.Straggler, signs.Nonfinite, signs.SaveFailed, signs.NodesLost)

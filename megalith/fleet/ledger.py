@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from megalith import disk
 from megalith.fleet.policy import State
 
 Record = Mapping[str, Any]
@@ -374,19 +375,16 @@ class Standing:
 
 
 def note(path: Path, record: NodeRecord) -> None:
-    """Append to a ledger of nodes; it outlives runs, and several runs may write to one. One write a record."""
+    """Append to a ledger of nodes; it outlives runs, and several runs may write to one. One write a record; none on a full disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(asdict(record), separators=(",", ":")) + "\n"
-    with path.open("ab", buffering=0) as file:
-        file.write(line.encode())
+    with disk.unless_full(path), path.open("a+b", buffering=0) as file:
+        disk.append(file.fileno(), line.encode())
 
 
 def read_nodes(path: Path) -> list[NodeRecord]:
-    """A ledger of nodes, oldest first; empty when there is none. A torn last line is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [NodeRecord(**json.loads(line)) for line in lines if line.endswith("\n")]
+    """A ledger of nodes, oldest first; empty when there is none. Torn lines are left out."""
+    return [NodeRecord(**record) for record in disk.lines(path)]
 
 
 def standings(records: Iterable[NodeRecord]) -> dict[str, Standing]:

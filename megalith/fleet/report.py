@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from megalith import disk
 from megalith.fleet import signs
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.seat import REPORTS, Seat, node_folder, ranks_of, slot_of
@@ -33,8 +34,9 @@ def report(sign: AnySign, environment: Mapping[str, str] = os.environ) -> None:
         print(f"seen: {text}", flush=True)
         return
     path = Path(folder) / f"rank-{environment.get('RANK', '0')}-{secrets.token_hex(4)}"
-    path.with_suffix(".new").write_text(text, encoding="utf-8")
-    path.with_suffix(".new").rename(path.with_suffix(".json"))
+    with disk.unless_full(path):
+        path.with_suffix(".new").write_text(text, encoding="utf-8")
+        path.with_suffix(".new").rename(path.with_suffix(".json"))
 
 
 def collect(folder: Path) -> list[AnySign]:

@@ -23,7 +23,9 @@ class FleetSpec(Spec):
         default="wait", description="when a node is gone and no spare is left; shrink: go on under `fallback`, not bitwise"
     )
     wait_limit: PositiveFloat = Field(
-        default=3600.0, description="seconds to wait for a node; then shrink if there is a fallback, else stop (exit status 71)"
+        default=3600.0,
+        description="seconds to wait for a node; then shrink if there is a fallback, else stop (exit status 71); and to try the run's "
+        "last checkpoint again while there is no room for it",
     )
     fallback: Plan | None = Field(default=None, description="plan to go on with when too few nodes are left")
     memory_every: NonNegativeInt = Field(

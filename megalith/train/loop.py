@@ -10,6 +10,7 @@ from megalith.checkpoint.checkpointer import Checkpointer, Failed, Saved
 from megalith.data.stream import Stream
 from megalith.events import Checkpoint, EventLog, Problem, Spans, Step, Validation
 from megalith.fleet import faults
+from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.report import report
 from megalith.fleet.signs import SaveFailed, SaveWorks
@@ -21,8 +22,16 @@ from megalith.train.restore import Position, meta, read_step
 from megalith.train.step import Stepped, Watcher, seed_step, tell
 from megalith.train.validate import Validator
 
+AGAIN_SECONDS = 10.0  # between tries to save what nothing comes after
+STOP_SECONDS = 20.0  # that a run which was asked to stop tries for: who asks has little patience
 OWN_WORK = ("forward", "backward", "optimizer")  # of a step's breakdown, what takes longer on a slow GPU: in "data" ranks meet
 SPANS_EVERY = 100  # steps between drawings of the pipeline in the log
+
+
+class NotSavedError(RuntimeError):
+    """The state that a run ends with could not be saved. Copies in memory stay, and the same command goes on from them."""
+
+    exit_code = ExitCode.LOST
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,6 @@ class Loop:
         self._stepper = Stepper(trainer, watchers=self._watchers, guard=guard)
         self._timed: dict[int, _Timed] = {}  # of the steps whose outcome is not known yet
         self._first = position.step
-        self._last_saved = position.step
         self._compute = 0.0  # seconds of this rank's own work in the last step
         self._save_failed = False
 
@@ -78,9 +86,14 @@ class Loop:
         return self.position.step
 
     def run(self, *, stop: object, after_step: Callable[[int], object]) -> str:
-        """Train to the last step ("finished") or until a rank is asked to stop ("stopped", state saved)."""
+        """Train to the last step ("finished") or until a rank is asked to stop ("stopped"), and save.
+
+        Raises NotSavedError if there is no way to save for long.
+        """
         every = self.spec.validation.every
         after_step(self.step)
+        if self.step == self.spec.train.steps and not self.checkpointer.holds(self.step):
+            self._save_last(patience=self.spec.fleet.wait_limit)  # a fault came in between
         while self.step < self.spec.train.steps:
             stopping = self._one_step(bool(stop))
             last = self.step == self.spec.train.steps
@@ -95,7 +108,7 @@ class Loop:
             if self.validator and validating and not stopping:
                 self._validate(self.validator)
             if stopping or last:
-                self._save(asynchronous=False)
+                self._save_last(patience=self.spec.fleet.wait_limit if last else STOP_SECONDS)
             elif saving:
                 self._save(asynchronous=self.spec.checkpoint.asynchronous)
             self._report_saves(self.checkpointer.poll())
@@ -178,17 +191,27 @@ class Loop:
         if self.log:
             self.log.write(Validation(step=self.step, loss=loss, domains=domains, seconds=time.perf_counter() - began))
 
+    def _save_last(self, *, patience: float) -> None:
+        """Save what nothing comes after: while that fails, try again for `patience` seconds. All ranks hear of the same failures."""
+        for more in reversed(range(1 + int(patience / AGAIN_SECONDS))):
+            self._save(asynchronous=False)
+            outcomes = self.checkpointer.wait()
+            self._report_saves(outcomes)
+            failed = next((one for one in outcomes if isinstance(one, Failed) and one.step == self.step), None)
+            if failed is None or failed.parted:
+                return
+            if not more:
+                raise NotSavedError(f"the state after step {self.step} could not be saved: {failed.error}")
+            if self.log:
+                words = f"the last checkpoint is tried again every {AGAIN_SECONDS:g} s, {more} more times"
+                self.log.write(Problem("warning", f"{words}: make room in {self.checkpointer.folder}"))
+            time.sleep(AGAIN_SECONDS)
+
     def _save(self, *, asynchronous: bool) -> None:
         self.heartbeat.beat("checkpoint" if asynchronous else "last checkpoint", self.step)  # they take differently long
-        if self._last_saved == self.step:
-            self._report_saves(self.checkpointer.wait())
-            return
-        self._last_saved = self.step
         faults.at("saving", self.step)
         state, told = self.trainer.state(), meta(self.position, spec=self.spec, stream=self.stream)
         self.checkpointer.save(self.step, state, told, asynchronous=asynchronous, check=self._look)
-        if not asynchronous:
-            self._report_saves(self.checkpointer.wait())
 
     def _look(self) -> None:
         """The state must still be what the last update left."""

@@ -159,7 +159,7 @@ def _prepare(
     if stream.unchecked:
         warn(f"{spec.data.path} has no sums, so changes of its bytes are not seen: `megalith data verify` writes them")
     if log:
-        shutil.copyfile(Path(spec.data.path) / TOKENIZER, folder / TOKENIZER)
+        _copy_tokenizer(Path(spec.data.path) / TOKENIZER, folder / TOKENIZER)
     held_out = open_stream(spec, "validation") if spec.validation.every else None
     groups = mesh_groups(spec, device)
     savers = dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.launch.timeout))
@@ -192,6 +192,12 @@ def _prepare(
         guard=guard,
         watchers=[injector] if injector else [],
     )
+
+
+def _copy_tokenizer(source: Path, copy: Path) -> None:
+    """Once: a run with another tokenizer is another run."""
+    if not copy.exists() or copy.stat().st_size != source.stat().st_size:
+        shutil.copyfile(source, copy)
 
 
 def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Memory | None:

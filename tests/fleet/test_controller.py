@@ -1,6 +1,8 @@
 """A run goes on through faults and ends as if there had been none: real processes, without torch."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typing import Any, cast
 import pytest
 
 from megalith import events
+from megalith.fleet import controller as controller_module
 from megalith.fleet import faults
 from megalith.fleet.causes import Failure
 from megalith.fleet.controller import Controller, Seen, Store, run_here
@@ -20,8 +23,9 @@ from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.faults import Injection
 from megalith.fleet.job import Job
 from megalith.fleet.ledger import NodeRecord, note, read_nodes, standings
+from megalith.fleet.nodes import Generation
 from megalith.fleet.outcome import Outcome
-from megalith.fleet.signs import DataDamaged, HealthChecked, NodeJoined, Started, Straggler
+from megalith.fleet.signs import DataDamaged, HealthChecked, NodeJoined, SaveFailed, SaveWorks, Started, Straggler
 from megalith.fleet.tiers import Copy, Tier
 from megalith.spec.fleet import FleetSpec
 from tests.fleet.walk import checkpoints
@@ -227,6 +231,44 @@ def test_what_is_heard_while_ranks_end_hides_no_failure(tmp_path: Path) -> None:
     for one in seen:
         controller._take(one)
     assert controller._next is not None
+
+
+def test_that_saves_work_again_is_told_and_is_no_incident_and_a_full_disk_ends_no_controller(tmp_path: Path) -> None:
+    nodes = SimpleNamespace(there=lambda: ("a", "b", "c"), survey=lambda placement: (Copy(Tier.STORE, 7),))
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "fleet.new").symlink_to("/dev/full")
+    job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
+    controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
+    for sign in (SaveFailed(time=1.0, step=10, tier=Tier.STORE, error="full"), SaveWorks(time=2.0, step=20, tier=Tier.STORE)):
+        controller._take(Seen(sign, sign.time, {}))
+    assert [found["cause"] for found in _incidents(tmp_path)] == ["save_failed"]
+    told = [record["message"] for record in events.read(tmp_path) if record["type"] == "problem"]
+    assert told == ["no copy could be written to store: full", "store takes copies again"]
+
+
+def test_a_start_that_finds_no_room_waits_for_some_unless_somebody_wants_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(controller_module, "ROOM_SECONDS", 0.0)
+    (tmp_path / "ranks").mkdir()
+    left = [3]
+
+    def start(generation: Generation) -> None:
+        left[0] -= 1
+        if left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    nodes = SimpleNamespace(there=lambda: ("a", "b", "c"), start=start)
+    requests: list[Any] = []
+    job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
+    controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=requests)
+    assert controller._start(Generation("g", ("a", "b")))
+    assert left == [0]
+    assert capsys.readouterr().err.count("to start the ranks: waiting for some") == 1, "it says so once"
+    left[0] = 10
+    requests.append(object())
+    assert not controller._start(Generation("g", ("a", "b")))
+    assert left == [9]
 
 
 def test_a_node_that_was_a_lemon_last_time_is_not_used_until_its_check_passes(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """A run that was killed and started again ends with the same bits as one that never was."""
 
+import contextlib
+import errno
 import os
 import re
 import signal
@@ -14,9 +16,13 @@ import pytest
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.data.stream import Stream
 from megalith.events import read
+from megalith.fleet import faults
+from megalith.fleet.campaign import may_mount, small_disk
 from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.faults import Injection
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.spec.run import RunSpec
+from megalith.train import loop
 from megalith.train.batches import indices
 from tests.patience import PATIENCE
 from tests.runs import assert_same_bits, at_step, final_state, finish, position, prepare_text, start, train
@@ -92,12 +98,12 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _brief(data: Path) -> RunSpec:
+def _brief(data: Path, *, steps: int = 4) -> RunSpec:
     return tiny_run(
         model={"layers": 2, "vocab": 264},
         plan={"data": 2, "zero": 1},
         data={"path": str(data)},
-        train={"steps": 4, "global_batch": 2, "seq_len": 32, "precision": "fp32"},
+        train={"steps": steps, "global_batch": 2, "seq_len": 32, "precision": "fp32"},
         validation={"every": 2, "samples": 4},
         checkpoint={"every": 2},
     )
@@ -141,6 +147,48 @@ def test_a_signal_in_any_phase_is_an_agreed_stop(
     assert position(tmp_path / "told") == position(undisturbed)
 
 
+@pytest.mark.parametrize("stopped", [False, True], ids=["at the end", "asked to stop"])
+def test_no_room_for_the_last_checkpoint_is_waited_for(
+    stopped: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing comes after it. A run that is asked to stop cannot wait as long, and does not say that it has saved."""
+    full, folder, write = tmp_path / "full", tmp_path / "told", Checkpointer._write
+
+    def write_if_there_is_room(self: Checkpointer, *what: Any) -> Any:
+        if full.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, *what)
+
+    def fill(running: dict[int, int]) -> None:
+        full.touch()
+        if stopped:
+            os.kill(max(running), signal.SIGTERM)
+
+    def meanwhile(running: dict[int, int]) -> None:
+        fill_once(running)
+        if not stopped and any("make room in" in event["message"] for event in read(folder) if event["type"] == "problem"):
+            full.unlink(missing_ok=True)
+
+    fill_once = at_step(2, folder, fill)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpointer, "_write", write_if_there_is_room)
+        patch.setattr(loop, "AGAIN_SECONDS", 0.05)
+        patch.setattr(loop, "STOP_SECONDS", 0.2)
+        codes = finish(start(_brief(data, steps=40), folder), meanwhile=meanwhile)
+    told = [event["message"] for event in read(folder) if event["type"] == "problem"]
+    assert any("No space left on device" in message for message in told)
+    if stopped:
+        assert all(codes)
+        assert ExitCode.STOPPED not in codes
+        assert any("could not be saved" in message for message in told)
+        full.unlink()
+        train(_brief(data, steps=40), folder)
+    else:
+        assert codes == [ExitCode.FINISHED] * 2
+    train(_brief(data, steps=40), tmp_path / "whole")
+    assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
+
+
 def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(data: Path, tmp_path: Path) -> None:
     spec = _spec(data, {"data": 2, "zero": 3})
     train(spec, tmp_path / "run")
@@ -180,14 +228,71 @@ def test_megalith_train_itself_goes_on_after_kill_9(data: Path, tmp_path: Path) 
     subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True, timeout=PATIENCE)
     folder = tmp_path / "killed"
     process = subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while not any(event["type"] == "step" and event["step"] > 7 for event in read(folder)):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-    header = re.search(r"rank 1 of 2, process (\d+)", (folder / "ranks/rank-1.log").read_text())
-    assert header
-    os.kill(int(header[1]), signal.SIGKILL)
+    _await_step(8, folder, process)
+    os.kill(_process_of(1, folder), signal.SIGKILL)
     said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == ExitCode.FINISHED, said
     assert "rank 1 on 0: killed by SIGKILL" in said
     assert "going on at step" in said
     assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
+
+
+def _await_step(step: int, folder: Path, process: "subprocess.Popen[str]") -> None:
+    while not any(event["type"] == "step" and event["step"] >= step for event in read(folder)):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+
+
+def _process_of(rank: int, folder: Path) -> int:
+    header = re.search(rf"rank {rank} of 2, process (\d+)", (folder / f"ranks/rank-{rank}.log").read_text())
+    assert header
+    return int(header[1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount a file system")
+def test_a_run_folder_without_any_room_ends_no_run(data: Path, tmp_path: Path) -> None:
+    """Neither checkpoints nor events nor logs find room, and a rank is killed meanwhile; another one dies before it has written its part
+    of the last checkpoint, which must be made all the same."""
+    steps, listed = 150, tmp_path / "faults.json"
+    (tmp_path / "run.toml").write_text(
+        f"[model]\nlayers = 2\ndim = 32\nheads = 4\nffn = 48\nvocab = 264\ncontext = 64\n[plan]\ndata = 2\nzero = 1\n"
+        f'[data]\npath = "{data}"\n[train]\nsteps = {steps}\nglobal_batch = 4\nseq_len = 32\nprecision = "fp32"\n'
+        "[optimizer]\nwarmup = 2\n[checkpoint]\nevery = 5\n[launch]\nthreads = 1\n"
+    )
+    command = [sys.executable, "-m", "megalith.cli", "train", str(tmp_path / "run.toml"), "--run-dir"]
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True, timeout=PATIENCE)
+    faults.save(listed, [Injection(0, "kill", steps, "saving", (1,))])
+    folder, environment = tmp_path / "disk" / "run", os.environ | {faults.VARIABLE: str(listed)}
+    with small_disk(tmp_path / "disk", size=80 << 20):
+        process = subprocess.Popen(
+            [*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        _await_step(8, folder, process)
+        ballast = tmp_path / "disk" / "ballast"
+        _keep_full(ballast, seconds=0.5)  # a checkpoint is due every few steps
+        logged = max(event["step"] for event in read(folder) if event["type"] == "step")
+        assert Heartbeat.open(folder / "ranks" / "heartbeats", 0).read().step > logged + 2, "there was no room"
+        os.kill(_process_of(1, folder), signal.SIGKILL)
+        _keep_full(ballast, seconds=1.5)
+        assert process.poll() is None, process.communicate()[0]
+        ballast.unlink()
+        said = process.communicate(timeout=PATIENCE)[0]
+        assert process.returncode == ExitCode.FINISHED, said
+    assert [event["cause"] for event in read(folder) if event["type"] == "incident"].count("rank_failed") >= 2, (
+        "a start may fail, too"
+    )
+    assert faults.fired(listed)
+    assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
+    assert position(folder) == position(tmp_path / "whole")
+
+
+def _keep_full(ballast: Path, *, seconds: float) -> None:
+    """Leave no room on a disk, also where others remove something meanwhile."""
+    end = time.monotonic() + seconds
+    with ballast.open("ab", buffering=0) as file:
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                while file.write(bytes(1 << 12)):
+                    pass
+            time.sleep(0.005)

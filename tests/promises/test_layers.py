@@ -9,14 +9,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "megalith"
 LAYERS = {
-    "events": 0, "spec": 0,
-    "mesh": 1, "schedule": 1, "kernels": 1,
-    "models": 2, "data": 2, "check": 2, "fleet": 2,
-    "parallel": 3, "checkpoint": 3,
-    "train": 4, "cost": 4,
-    "report": 5, "planner": 5,
-    "verbs": 6,
-    "cli": 7,
+    "disk": 0,
+    "events": 1, "spec": 1,
+    "mesh": 2, "schedule": 2, "kernels": 2,
+    "models": 3, "data": 3, "check": 3, "fleet": 3,
+    "parallel": 4, "checkpoint": 4,
+    "train": 5, "cost": 5,
+    "report": 6, "planner": 6,
+    "verbs": 7,
+    "cli": 8,
 }  # fmt: skip
 WITHOUT_TORCH = [
     "megalith.cli",

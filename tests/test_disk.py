@@ -1,0 +1,86 @@
+"""A disk without room costs notes, not runs."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from megalith import disk
+from megalith.events import FILE, EventLog, Problem, read
+from megalith.fleet.ledger import NodeRecord, note, read_nodes
+
+
+class Disk:
+    """Stands in for `os.write`: takes so many bytes more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room, self._write = 1 << 20, os.write
+        monkeypatch.setattr(disk.os, "write", self.write)
+
+    def write(self, descriptor: int, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self._write(descriptor, data[: self.room])
+        self.room -= written
+        return written
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def _messages(folder: Path) -> list[str]:
+    return [event["message"] for event in read(folder)]
+
+
+@pytest.mark.parametrize("left", [0, 1, 17])
+def test_events_wait_for_room_and_another_writer_loses_none_by_it(room: Disk, tmp_path: Path, left: int) -> None:
+    log, other = EventLog(tmp_path), EventLog(tmp_path)
+    log.write(Problem("warning", "first"))
+    room.room = left
+    for message in ("second", "third"):
+        log.write(Problem("warning", message))
+    assert _messages(tmp_path) == ["first"]
+    room.room = 1 << 20
+    other.write(Problem("warning", "of another"))
+    log.write(Problem("warning", "fourth"))
+    assert _messages(tmp_path) == ["first", "of another", "second", "third", "fourth"]
+
+
+def test_what_never_found_room_is_counted_at_the_end(room: Disk, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = EventLog(tmp_path)
+    room.room = 0
+    for _ in range(3):
+        log.write(Problem("warning", "lost"))
+    log.close()
+    assert f"no room for the last 3 events of {tmp_path / FILE}" in capsys.readouterr().err
+
+
+def test_a_ledger_of_nodes_goes_without_a_record(room: Disk, tmp_path: Path) -> None:
+    path, records = tmp_path / "nodes.jsonl", [NodeRecord(float(n), "a", "fault", "", "run") for n in range(3)]
+    note(path, records[0])
+    room.room = 5
+    note(path, records[1])
+    room.room = 1 << 20
+    note(path, records[2])
+    assert read_nodes(path) == [records[0], records[2]]
+
+
+def test_other_errors_of_a_disk_are_raised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with disk.unless_full(tmp_path / "note"):
+        raise OSError(errno.EDQUOT, "quota")
+    assert f"no room for {tmp_path / 'note'}" in capsys.readouterr().err
+    with pytest.raises(OSError, match="broken"), disk.unless_full(tmp_path / "note"):
+        raise OSError(errno.EIO, "broken")
+
+
+def test_a_process_outlives_output_to_a_full_disk() -> None:
+    """/dev/full has no room for anything."""
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with disk.text_output(descriptor) as output:
+            print("a line\nand another", file=output, flush=True)
+    finally:
+        os.close(descriptor)
