@@ -844,6 +844,10 @@ def campaign(
     settings: Set = None,
     out: Annotated[Path | None, typer.Option(help="Where both runs go; emptied first. Default: runs/NAME-campaign.")] = None,
     supervisor_kills: Annotated[int, typer.Option(min=0, help="Besides, kill the supervisor itself so often.")] = 0,
+    agent_kills: Annotated[
+        int,
+        typer.Option(min=0, help="Give each node an agent of its own, as on many machines, and kill so many of these besides."),
+    ] = 0,
     median: Annotated[
         float | None, typer.Option(min=0.0, metavar="SECONDS", help="Not passed if recovery takes longer in the median.")
     ] = None,
@@ -869,8 +873,9 @@ def campaign(
 
     aims = Aims(median, most, minutes, silence)
     found = verbs().campaign(
-        run, count=count, seed=seed, overrides=settings or (), out=out, supervisor_kills=supervisor_kills, aims=aims
-    )
+        run, count=count, seed=seed, overrides=settings or (), out=out, supervisor_kills=supervisor_kills, agent_kills=agent_kills,
+        aims=aims,
+    )  # fmt: skip
     if as_json:
         say(found.as_json())
         return 0 if found.passed else 1

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
     from megalith.cost.foreseen import Line
     from megalith.data.manifest import Manifest
-    from megalith.fleet.campaign import Aims, Judgement
+    from megalith.fleet.campaign import Aims, Judgement, Ran
     from megalith.fleet.engines import Artefact
     from megalith.fleet.environment import Place
     from megalith.fleet.health import Finding
@@ -477,18 +479,19 @@ def campaign(
     overrides: Sequence[str] = (),
     out: Path | None = None,
     supervisor_kills: int = 0,
+    agent_kills: int = 0,
     aims: "Aims | None" = None,
     tick: Callable[[Path], None] = lambda folder: None,
 ) -> "Judgement":
     """Train what a run file describes twice, without faults and with `count` faults of Llama 3's mix, and judge the second by the first.
 
     Both runs lie in `out` (default: runs/NAME-campaign), which is emptied first. `supervisor_kills`: times that the supervisor itself is
-    killed, besides. `aims`: speeds that are asked of it as well; None: none. `tick` is called with the folder that is trained in. Raises
-    SpecErrors for a run that is not legal.
+    killed, besides. `agent_kills`: each node of the second run has an agent of its own, as on many machines, and so many are killed,
+    besides. `aims`: speeds that are asked of it as well; None: none. `tick` is called with the folder that is trained in. Raises SpecErrors
+    for a run that is not legal.
     """
     from megalith.fleet import campaign as runner  # only this hurts runs on purpose
-    from megalith.fleet import faults, local, networks
-    from megalith.fleet.seat import node_folder
+    from megalith.fleet import faults, networks
     from megalith.spec.faults import tables
 
     checked = check(path, overrides=overrides)
@@ -499,8 +502,12 @@ def campaign(
     runner.clear(folder)
     own_disk = spec.checkpoint.every > 0 and runner.may_mount()
     own_data = runner.may_copy(Path(spec.data.path))
-    left_out, kinds = runner.possible(spec.fleet, own_disk=own_disk, own_data=own_data, no_network=networks.missing())
-    amounts = faults.counts(count, tables()["llama3"], kinds) | ({"supervisor": supervisor_kills} if supervisor_kills else {})
+    left_out, kinds = runner.possible(
+        spec.fleet, own_disk=own_disk, own_data=own_data, no_network=networks.missing(), agents=agent_kills > 0
+    )
+    amounts = +(
+        Counter(faults.counts(count, tables()["llama3"], kinds)) + Counter(supervisor=supervisor_kills, agent=agent_kills)
+    )
     injections = faults.draw(
         amounts, seed=seed, first=3, every=3, ranks=spec.plan.ranks, slots=spec.fleet.nodes,
         only_at=runner.only_at(spec.fleet, checkpoint_every=spec.checkpoint.every),
@@ -513,12 +520,7 @@ def campaign(
     whole = runner.run(_command(checked.resolved, spec, faultless), faultless, tick=lambda: tick(faultless))
     if "shard" in amounts:
         spec = spec.model_copy(update={"data": runner.data_of(spec.data, folder / "data")})
-    command, memory = _command(checked.resolved, spec, hurt), local.memory_root(hurt, _identity(spec))
-    names = local.node_names(spec.fleet)
-    nodes = [node_folder(memory, name) for name in names]
-    disk = runner.disk_of(hurt, like=faultless, small="full" in amounts)
-    with disk, networks.joined(names) if "interface" in amounts else nullcontext() as network:
-        faulted = runner.run(command, hurt, injections=listed, nodes=nodes, network=network, tick=lambda: tick(hurt))
+    faulted = _hurt(checked.resolved, spec, hurt, listed=listed, kinds=amounts, like=faultless, tick=tick)
     states = _end_state(whole.folder), _end_state(faulted.folder)
     aimed = runner.aimed(spec.fleet, checkpoint_every=spec.checkpoint.every, kinds=amounts)
     return runner.judge(
@@ -527,11 +529,35 @@ def campaign(
     )  # fmt: skip
 
 
-def _command(resolved: Resolved, spec: RunSpec, run_dir: Path) -> list[str]:
+def _hurt(
+    resolved: Resolved, spec: RunSpec, folder: Path, *, listed: Path, kinds: Collection[str], like: Path,
+    tick: Callable[[Path], None],
+) -> "Ran":  # fmt: skip
+    """The second run of a campaign: with the faults of a list, of these `kinds`. `like`: the first. Its nodes have agents if some are to
+    be killed."""
+    from megalith.fleet import campaign as runner  # only this hurts runs on purpose
+    from megalith.fleet import local, networks
+    from megalith.fleet.crew import Crew
+    from megalith.fleet.seat import node_folder
+
+    names = local.node_names(spec.fleet)
+    disk = runner.disk_of(folder, like=like, small="full" in kinds)
+    run = partial(runner.run, folder=folder, injections=listed, tick=lambda: tick(folder))
+    if "agent" in kinds:  # on one machine: no node has processors of its own to burn in
+        spec = spec.model_copy(update={"fleet": spec.fleet.model_copy(update={"burn_in": 0.0})})
+        with disk:
+            return run(_command(resolved, spec, folder, verb="agent"), crew=Crew(names, runner.REPAIR_SECONDS))
+    memory = local.memory_root(folder, _identity(spec))
+    nodes = [node_folder(memory, name) for name in names]
+    with disk, networks.joined(names) if "interface" in kinds else nullcontext() as network:
+        return run(_command(resolved, spec, folder), nodes=nodes, network=network)
+
+
+def _command(resolved: Resolved, spec: RunSpec, run_dir: Path, verb: str = "train") -> list[str]:
     """The command that trains what is resolved, changed to `spec`; its run file lies beside the run's folder."""
     file = run_dir.with_name(f"{run_dir.name}.toml")
     file.write_text(files.dump(replace(resolved, spec=spec)), encoding="utf-8")
-    return [sys.executable, "-m", "megalith.cli", "train", str(file)]
+    return [sys.executable, "-m", "megalith.cli", verb, str(file)]
 
 
 def _end_state(folder: Path) -> dict[str, Any] | None:

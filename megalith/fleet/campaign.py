@@ -23,10 +23,12 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from megalith import events
 from megalith.fleet import faults, hangs, lifeline, networks
+from megalith.fleet.crew import Crew
 from megalith.fleet.faults import KINDS, Injection
 from megalith.fleet.hangs import Hangs
 from megalith.fleet.networks import Network
@@ -62,6 +64,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "full": ("save_failed",),
     "shard": ("data_damaged",),
     "interface": ("rank_failed",),
+    "agent": ("nodes_lost",),
     "supervisor": (),
 }
 """As what each kind is to be seen."""
@@ -194,10 +197,12 @@ class Judgement:
         return {"ok": self.passed} | asdict(self)
 
 
-def possible(fleet: FleetSpec, *, own_disk: bool, own_data: bool, no_network: str | None) -> tuple[dict[str, str], list[str]]:
+def possible(
+    fleet: FleetSpec, *, own_disk: bool, own_data: bool, no_network: str | None, agents: bool = False
+) -> tuple[dict[str, str], list[str]]:
     """The kinds of fault that a run with this fleet can stand, and why the others are left out. `own_disk`: its checkpoints go to a file
     system that nobody else needs (`small_disk`); `own_data`: so does its data (`data_of`); `no_network`: why its nodes cannot have
-    one of their own (`networks.missing`)."""
+    one of their own (`networks.missing`); `agents`: each node has one (`fleet.crew`)."""
     out: dict[str, str] = {}
     for name, kind in KINDS.items():
         missing = [need for need in kind.needs if not getattr(fleet, need)]
@@ -205,6 +210,12 @@ def possible(fleet: FleetSpec, *, own_disk: bool, own_data: bool, no_network: st
             out[name] = f"fleet.{missing[0]} is off"
         elif name in ("node", "interface") and fleet.nodes == 1:
             out[name] = "fleet.nodes = 1"
+        elif name == "agent" and not agents:
+            out[name] = "one process keeps all nodes; with --agent-kills each has its own"
+        elif name in faults.OF_ONE_MEMORY and agents:
+            out[name] = "no process reaches the memory of all nodes: each has an agent of its own, which is killed instead"
+        elif name == "interface" and agents:
+            out[name] = "agents on one machine share its network"
         elif name == "once" and fleet.verify != "all":
             out[name] = (
                 f'fleet.verify = "{fleet.verify}": a computation apart from the step cannot see an error that came once in it'
@@ -329,35 +340,41 @@ def run(
     injections: Path | None = None,
     nodes: Sequence[Path] = (),
     network: Network | None = None,
+    crew: Crew | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Ran:
     """Run a command to its end, again and again where its supervisor was killed; lost `nodes` (their folders) come back meanwhile, and
-    so do interfaces of their `network`."""
+    so do interfaces of their `network`. `crew`: the command is an agent's, and the run is that of all of them."""
     environment = os.environ | ({faults.VARIABLE: str(injections.resolve())} if injections else {})
     environment |= {networks.VARIABLE: network.family} if network else {}
     mend = mender(injections, network) if injections else lambda: None
 
+    def begin(arguments: Sequence[str] = (), variables: Mapping[str, str] = MappingProxyType({})) -> "subprocess.Popen[bytes]":
+        with_this = partial(lifeline.die_with_parent, os.getpid())
+        whole = [*command, "--run-dir", str(folder), *arguments]
+        return subprocess.Popen(whole, stdout=log, stderr=log, env=environment | dict(variables), preexec_fn=with_this)
+
     def turn() -> None:
         mend()
         tick()
+        if crew is not None:
+            crew.tend(begin)
 
-    begun, restarts, by_hand = time.monotonic(), [], 0
-    with (folder.parent / f"{folder.name}.log").open("ab") as log:
-        while True:
-            with_this = partial(lifeline.die_with_parent, os.getpid())
-            arguments = [*command, "--run-dir", str(folder)]
-            process = subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, preexec_fn=with_this)
+    begun, restarts, by_hand = time.monotonic(), list[float](), 0
+    with (folder.parent / f"{folder.name}.log").open("ab") as log, crew or contextlib.nullcontext():
+        while by_hand <= MOST_BY_HAND:
+            process = begin(*crew.place(crew.names[0])) if crew is not None else begin()
             if restarts and restarts[-1] < 0:
-                restarts[-1] += _first_step(folder, process)
+                restarts[-1] += _first_step(folder, process, turn)
             code = _stay(process, nodes, turn)
             if code == 0:
-                return Ran(folder, time.monotonic() - begun, by_hand, tuple(restarts))
+                break
             if code == -9 and injections:  # one of the faults
                 restarts.append(-time.time())
                 continue
             by_hand += 1
-            if by_hand > MOST_BY_HAND:
-                return Ran(folder, time.monotonic() - begun, by_hand, tuple(restarts))
+        seconds = time.monotonic() - begun
+    return Ran(folder, seconds, by_hand + (crew.unexplained if crew is not None else 0), tuple(restarts))
 
 
 def _stay(process: "subprocess.Popen[bytes]", nodes: Sequence[Path], tick: Callable[[], None]) -> int:
@@ -381,13 +398,14 @@ def _stay(process: "subprocess.Popen[bytes]", nodes: Sequence[Path], tick: Calla
             process.wait()
 
 
-def _first_step(folder: Path, process: "subprocess.Popen[bytes]") -> float:
+def _first_step(folder: Path, process: "subprocess.Popen[bytes]", tick: Callable[[], None]) -> float:
     """Wait for the next step in a run's log; seconds since the epoch."""
     before = sum(record["type"] == "step" for record in events.read(folder))
     while process.poll() is None:
         steps = [record for record in events.read(folder) if record["type"] == "step"]
         if len(steps) > before:
             return float(steps[before]["time"])
+        tick()
         time.sleep(POLL_SECONDS)
     return time.time()
 

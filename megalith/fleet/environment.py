@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+MEETING = "MEGALITH_MEETING"
+"""Variable: the store of a run that goes on, "tcp://HOST:PORT"; an agent that has it joins that run, whatever else it is told."""
+
 FIRST_PORT, PORTS = 15_000, 15_000  # below the range from which Linux hands out ports for outgoing connections
 
 

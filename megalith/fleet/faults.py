@@ -69,6 +69,7 @@ KINDS: dict[str, Kind] = {
     "full": Kind("no room for a checkpoint", "saving", blames=False),
     "shard": Kind("flipped data shard", "reading", blames=False),
     "interface": Kind("network interface taken down", "step"),
+    "agent": Kind("agent of a node killed", "step"),
     "supervisor": Kind("supervisor killed", "step", blames=False),
 }
 """What can be done to a run on one machine."""
@@ -100,8 +101,20 @@ MIX: tuple[tuple[str, str, float], ...] = (
 )
 """Cause in the table -> kind of fault here, and which share of the cause's count."""
 
-INSTEAD = {"once": "gradient", "full": "kill", "shard": "exception", "interface": "sockets"}
+INSTEAD = {
+    "once": "gradient",
+    "full": "kill",
+    "shard": "exception",
+    "interface": "sockets",
+    "node": "agent",
+    "two": "agent",
+    "checkpoint": "kill",
+    "altered": "kill",
+}
 """Kind -> what stands for its causes in a run that it cannot come to."""
+
+OF_ONE_MEMORY = ("checkpoint", "altered", "node", "two")
+"""Kinds that take copies away which other agents keep, where each node has one."""
 
 MOMENTS: tuple[Moment, ...] = ("step", "gradients", "resting")
 """When a process may die: at the start of a step, in its backward pass, after its update."""
@@ -200,7 +213,7 @@ def draw(
 
 _AGAIN = 2  # steps in which the fault before may still end all ranks, and with them what was to be noticed
 _CRASHES = ("kill", "segfault", "exception")
-_RESTARTING = ("kill", "segfault", "exception", "stop", "sockets", "weight", "moment", "node", "two", "copy", "interface")
+_RESTARTING = (*_CRASHES, "stop", "sockets", "weight", "moment", "node", "two", "copy", "interface", "agent")
 
 
 def _may_overlap(before: Injection, one: Injection) -> bool:
@@ -458,6 +471,13 @@ def _make_room(*, but: int | None) -> None:
             ballast.unlink(missing_ok=True)
 
 
+def _kill_agent(one: Injection, seat: Seat) -> None:
+    """Of the process that keeps this node's ranks: they all go with it, and nobody is left to say so."""
+    assert seat.agent is not None, "no process keeps this rank"
+    os.kill(seat.agent, signal.SIGKILL)
+    time.sleep(60)  # it takes this process along
+
+
 def _kill_supervisor(one: Injection, seat: Seat) -> None:
     os.kill(int((Path(os.environ["MEGALITH_RUN_DIR"]) / "ranks" / "lock").read_text()), signal.SIGKILL)
     time.sleep(60)  # it takes this process along
@@ -477,5 +497,6 @@ ACTIONS: dict[str, Callable[[Injection, Seat], None]] = {
     "two": _lose_with_memory,
     "copy": _alter_copy,
     "full": _fill_disk,
+    "agent": _kill_agent,
     "supervisor": _kill_supervisor,
 }

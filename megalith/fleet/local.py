@@ -240,6 +240,7 @@ class LocalNodes:
             placement=list(generation.placement),
             memory="" if generation.shrunk else str(self._memory or ""),
             own=str(self._folder),
+            agent=os.getpid(),
             here=here,
             meeting=self._meeting,
         )

@@ -21,6 +21,7 @@ from pathlib import Path
 from time import time
 from typing import Any, NoReturn
 
+from megalith import disk
 from megalith.fleet import heartbeat, lifeline, seat
 from megalith.fleet.causes import RankError
 from megalith.fleet.evidence import STACKS
@@ -36,8 +37,8 @@ class Assignment:
     """All a rank must know: the job file as the supervisor wrote it. `path` is Python's module path, `lifeline` a descriptor.
 
     `placement` is the node of each slot, `memory` the root of the copies in shared memory; empty: none are kept. `own` is the folder of
-    what this supervisor and its ranks write besides the run itself, `meeting` the store at which all ranks meet ("tcp://HOST:PORT"); empty:
-    a file in that folder, for ranks of one machine.
+    what this supervisor (process `agent`) and its ranks write besides the run itself, `meeting` the store at which all ranks meet
+    ("tcp://HOST:PORT"); empty: a file in that folder, for ranks of one machine.
     """
 
     entry: str
@@ -50,6 +51,7 @@ class Assignment:
     path: list[str]
     lifeline: int
     own: str
+    agent: int
     placement: list[str] = field(default_factory=lambda: ["0"])
     memory: str = ""
     here: list[int] = field(default_factory=list)
@@ -104,6 +106,7 @@ class Assignment:
             heartbeat.VARIABLE: self.heartbeats,
             seat.REPORTS: self.reports,
             seat.PLACEMENT: ",".join(self.placement),
+            seat.AGENT: self.agent,
         }
         if self.memory:
             fixed[seat.MEMORY] = self.memory
@@ -120,12 +123,11 @@ def header(generation: str, what: str) -> bytes:
 def open_log(assignment: Assignment, rank: int) -> None:
     """Send this process's output to the end of the rank's log, line by line, after a header."""
     file = os.open(assignment.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.write(file, header(assignment.generation, f"rank {rank} of {assignment.ranks}, process {os.getpid()}"))
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # what it is at start-up
+    sys.stdout, sys.stderr = disk.text_output(1), disk.text_output(2)
+    os.write(1, header(assignment.generation, f"rank {rank} of {assignment.ranks}, process {os.getpid()}"))
 
 
 def set_signals() -> None:
@@ -159,9 +161,10 @@ def _write_error(path: Path, error: BaseException, phase: str) -> None:
     text = "".join(traceback.format_exception(error))
     record = RankError(type=name, message=str(error), traceback=text, time=time(), phase=phase)
     part = path.with_name(path.name + ".new")
-    part.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
-    part.rename(path)
     print(text, file=sys.stderr, flush=True)
+    with disk.unless_full(path):
+        part.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
+        part.rename(path)
 
 
 def _status(error: BaseException) -> int:

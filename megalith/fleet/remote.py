@@ -29,7 +29,7 @@ POLL_SECONDS = 0.02
 LOOK_SECONDS = 4.0  # that agents may take to collect stacks
 QUEUED_SECONDS = 1.0  # that they may take to read how long ranks waited for processors
 LEAVE_SECONDS = 10.0  # that agents may take to read that the run is over
-SURVEY_SECONDS = 60.0  # that agents may take to read all their copies
+SURVEY_SECONDS = 60.0  # that agents may take to read all their copies in memory
 
 
 @dataclass
@@ -243,18 +243,21 @@ class RemoteNodes:
         return Failure(None, reason, "", "", self._job.run_dir / "ranks", time.time(), ExitCode.LOST)
 
     def _ask(self, asked: Sequence[tuple[Member, dict[str, Any]]], seconds: float) -> list[Any]:
-        """Put a question to each of some agents; their answers in that order, None from those that do not answer in time."""
+        """Put a question to each of some agents; their answers in that order, None from those that do not answer in time, or are lost."""
         keys = []
         for member, question in asked:
             self._questions += 1
             keys.append(f"answer/{self._questions}")
             member.orders.put(question | {"answer": keys[-1]})
+        left = {key: member for key, (member, _) in zip(keys, asked, strict=True)}
         end, found = self._clock() + seconds, dict[str, Any]()
-        while len(found) < len(keys) and self._clock() < end:
-            for key in keys:
-                if key not in found and self._store.check([key]):
-                    found[key] = json.loads(self._store.get(key))
-            time.sleep(POLL_SECONDS if len(found) < len(keys) else 0)
+        while left and self._clock() < end:
+            for key in [key for key in left if self._store.check([key])]:
+                found[key] = json.loads(self._store.get(key))
+                del left[key]
+            self._found += self._silent()
+            left = {key: member for key, member in left.items() if self._members.get(member.name) is member}
+            time.sleep(POLL_SECONDS if left else 0)
         return [found.get(key) for key in keys]
 
     def log(self, rank: int) -> Path:

@@ -29,10 +29,11 @@ SHOWS: dict[str, str] = {
     "kill": "crash", "segfault": "crash", "sockets": "crash", "two": "crash", "copy": "crash", "checkpoint": "crash", "altered": "crash",
     "exception": "bug", "stop": "hang", "weight": "corrupt state", "moment": "corrupt state", "nan": "not finite",
     "interface": "crash", "preemption": "preemption", "node": "node lost",
+    "agent": "node lost",
 }  # fmt: skip
 """Kind of a campaign's fault -> as what the simulator knows it; the others are `_Hurt.own`'s."""
 
-LOST = ("node", "interface")
+LOST = ("node", "interface", "agent")
 """Kinds after which a node is away until it is repaired."""
 
 CHECK_SECONDS = 1.0  # that a node's health check takes on one machine

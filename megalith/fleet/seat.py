@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPORTS, PLACEMENT, MEMORY, DISK = "MEGALITH_REPORTS", "MEGALITH_PLACEMENT", "MEGALITH_MEMORY", "MEGALITH_DISK"
+AGENT = "MEGALITH_AGENT"
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class Seat:
     """A rank's place in the fleet. `placement` is the node of each slot; a slot holds `world / slots` consecutive ranks.
 
     `memory` is the root of the copies in shared memory, None where none are kept; this rank writes only below `folder`. `disk` is that of
-    copies on disks.
+    copies on disks. `agent` is the process that keeps this node's ranks; None: there is none.
     """
 
     rank: int
@@ -21,6 +22,7 @@ class Seat:
     placement: tuple[str, ...]
     memory: Path | None
     disk: Path | None = None
+    agent: int | None = None
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "Seat":
@@ -28,7 +30,8 @@ class Seat:
         rank, world = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
         memory, disk = (Path(root) if (root := environment.get(name)) else None for name in (MEMORY, DISK))
         placement = tuple(environment.get(PLACEMENT, "0").split(","))
-        return cls(rank, world, placement, memory, disk)
+        agent = environment.get(AGENT)
+        return cls(rank, world, placement, memory, disk, int(agent) if agent else None)
 
     def slot_of(self, rank: int) -> int:
         """The slot that holds a rank."""

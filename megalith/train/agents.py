@@ -7,11 +7,13 @@ and which nodes wait as spares, is decided by the run's controller.
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,7 +24,7 @@ from megalith.fleet import admission, letters, lifeline, rendezvous, supervisor
 from megalith.fleet.agent import Agent
 from megalith.fleet.controller import Controller, Store
 from megalith.fleet.copies import held
-from megalith.fleet.environment import Place
+from megalith.fleet.environment import MEETING, Place
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes, disk_root, memory_root
@@ -32,9 +34,8 @@ from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import RunSpec
 from megalith.train.store import connect, serve
 
+POLL_SECONDS = 0.02
 LEAVE_SECONDS = 10.0  # that an agent may take to end its ranks once the run is over
-MEETING = "MEGALITH_MEETING"
-"""Variable: the store of a run that goes on, "tcp://HOST:PORT"; an agent that has it joins that run, whatever else it is told."""
 
 
 @dataclass(frozen=True)
@@ -100,17 +101,58 @@ def direct(host: Host, place: Place, *, checkpoints: Store, tick: Callable[[], N
     address, _, port = place.store.rpartition(":")
     keeper, port = serve(0 if place.engine_serves else int(port))
     meeting = f"{address}:{port}"
-    agent = os.fork()
-    if agent == 0:
-        _be_the_agent(host, meeting, parent=os.getppid())
+    own = _OwnAgent(host, meeting)
+
+    def turn() -> None:
+        own.tend()
+        tick()
+
     try:
         _agree(place, meeting, seconds=host.job.start_timeout)
         print(f"agents meet at {meeting}", file=sys.stderr, flush=True)
         store = connect(meeting, seconds=host.job.start_timeout)
-        return _control(host, store, checkpoints=checkpoints, tick=tick)
+        return _control(host, store, checkpoints=checkpoints, tick=turn)
     finally:
-        _end_child(agent, patience=LEAVE_SECONDS)
-        _end_child(keeper, patience=0.0)
+        own.end()
+        os.kill(keeper, signal.SIGKILL)
+        os.waitpid(keeper, 0)
+
+
+class _OwnAgent:
+    """The agent of the machine that directs a run. No engine knows of it, so who directs starts it again when it is killed."""
+
+    def __init__(self, host: Host, meeting: str) -> None:
+        """Fork it: there must be one thread."""
+        self._meeting = meeting
+        self._forked = os.fork()
+        if self._forked == 0:
+            _be_the_agent(host, meeting, parent=os.getppid())
+        self._again: subprocess.Popen[bytes] | None = None  # there may be more threads by then
+        self._code: int | None = None  # how it ended
+
+    def tend(self) -> None:
+        """Start another one, which joins anew, if it was killed; one that left by itself had its reasons."""
+        if self._code is None:
+            self._code = self._look()
+        if self._code is not None and self._code < 0:
+            print(f"this node's agent was killed by signal {-self._code}, and is started again", file=sys.stderr, flush=True)
+            with_this = partial(lifeline.die_with_parent, os.getpid())
+            command, variables = [sys.executable, *sys.orig_argv[1:]], os.environ | {MEETING: self._meeting}
+            self._again, self._code = subprocess.Popen(command, env=variables, preexec_fn=with_this), None
+
+    def _look(self) -> int | None:
+        if self._again is not None:
+            return self._again.poll()
+        process, status = os.waitpid(self._forked, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if process else None
+
+    def end(self) -> None:
+        """Wait for it, for a while, then kill it."""
+        end = time.monotonic() + LEAVE_SECONDS
+        while self._code is None and self._look() is None:
+            if time.monotonic() >= end:
+                os.kill(self._forked if self._again is None else self._again.pid, signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
 
 
 def _control(host: Host, store: rendezvous.Store, *, checkpoints: Store, tick: Callable[[], None]) -> Outcome:
@@ -125,17 +167,6 @@ def _control(host: Host, store: rendezvous.Store, *, checkpoints: Store, tick: C
         finally:
             code = outcome.code if outcome is not None else ExitCode.LOST
             nodes.leave(code, forget=code in (ExitCode.FINISHED, ExitCode.STOPPED))
-
-
-def _end_child(process: int, *, patience: float) -> None:
-    """Wait `patience` seconds for a child to end by itself, then kill it."""
-    end = time.monotonic() + patience
-    while os.waitpid(process, os.WNOHANG) == (0, 0):
-        if time.monotonic() >= end:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-            return
-        time.sleep(0.02)
 
 
 def _be_the_agent(host: Host, meeting: str, *, parent: int) -> NoReturn:

@@ -28,7 +28,7 @@ from megalith.fleet.campaign import (
     run,
     small_disk,
 )
-from megalith.fleet.faults import Injection
+from megalith.fleet.faults import OF_ONE_MEMORY, Injection
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import DataSpec
 from tests.fleet.conftest import is_alive, until
@@ -276,18 +276,23 @@ def test_what_a_run_is_not_made_for_is_left_out_with_the_reason():
         "node": "fleet.nodes = 1",
         "full": "no checkpoints, or no right to mount a small disk for them",
         "interface": "fleet.nodes = 1",
+        "agent": "one process keeps all nodes; with --agent-kills each has its own",
         "shard": "the data is larger than the 1 GiB that a campaign copies, to hurt the copy",
     }
     assert "kill" in kinds
     assert "gradient" not in kinds
     some = FleetSpec(nodes=2, verify_every=4)
     once = 'fleet.verify = "one": a computation apart from the step cannot see an error that came once in it'
-    assert possible(some, own_disk=True, own_data=True, no_network=None)[0] == {"once": once}
+    there = {"own_disk": True, "own_data": True, "no_network": None}
+    assert possible(some, **there)[0].items() >= {"once": once}.items()
     whole = some.model_copy(update={"verify": "all"})
-    assert not possible(whole, own_disk=True, own_data=True, no_network=None)[0]
-    left = possible(whole, own_disk=True, own_data=True, no_network="needs root, who alone may make network namespaces")[0]
-    assert list(left) == ["interface"]
+    assert list(possible(whole, **there)[0]) == ["agent"]
+    left = possible(whole, **there | {"no_network": "needs root, who alone may make network namespaces"})[0]
+    assert list(left) == ["interface", "agent"]
     assert "root" in left["interface"]
+    left, kinds = possible(whole, **there, agents=True)
+    assert set(left) == {*OF_ONE_MEMORY, "interface"}
+    assert "agent" in kinds
 
 
 def test_faults_that_come_at_chosen_steps_alone_are_named_with_what_that_means():

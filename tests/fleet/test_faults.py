@@ -8,18 +8,32 @@ import signal
 import socket
 import time
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megalith.fleet import copies, faults, networks
 from megalith.fleet.campaign import EXPECTED, REPAIR_SECONDS, may_mount, mender, small_disk
-from megalith.fleet.faults import ACTIONS, BALLAST, INSTEAD, KINDS, MIX, Faults, Injection, counts, draw, happen
+from megalith.fleet.faults import (
+    ACTIONS,
+    BALLAST,
+    INSTEAD,
+    KINDS,
+    MIX,
+    OF_ONE_MEMORY,
+    Faults,
+    Injection,
+    counts,
+    draw,
+    happen,
+)
 from megalith.fleet.seat import Seat, node_folder
 from megalith.spec.faults import tables
 
 TABLE = tables()["llama3"]
-ALL = [kind for kind in KINDS if kind != "supervisor"]
+ALL = [kind for kind in KINDS if kind not in ("supervisor", "agent")]
+OF_AGENTS = [kind for kind in KINDS if kind not in ("supervisor", "interface", *OF_ONE_MEMORY)]
 
 
 def test_every_cause_of_the_table_stands_for_kinds_of_faults_with_its_whole_count():
@@ -42,9 +56,13 @@ def test_419_faults_have_exactly_the_counts_of_the_table():
 
 
 def test_a_cause_keeps_its_count_where_its_kind_cannot_come():
-    found = counts(419, TABLE, [kind for kind in ALL if kind not in INSTEAD])
+    found = counts(419, TABLE, [kind for kind in ALL if kind not in ("once", "full", "shard", "interface")])
     assert (found["kill"], found["gradient"], found["exception"]) == (76, 6, 56)
     assert sum(found.values()) == 419
+    found = counts(419, TABLE, OF_AGENTS)
+    assert (found["kill"], found["agent"], found["sockets"]) == (77, 5, 42)
+    assert sum(found.values()) == 419
+    assert set(INSTEAD) <= set(KINDS) >= set(INSTEAD.values())
 
 
 @pytest.mark.parametrize("total", [1, 5, 16, 24, 100])
@@ -238,16 +256,26 @@ def test_torn_connections_end_for_both_sides_and_the_process_lives(run: Path, se
         theirs.close()
 
 
-def test_the_supervisor_is_the_process_that_holds_the_run(run: Path, seat: Seat, monkeypatch: pytest.MonkeyPatch):
-    supervisor = os.fork()
-    if supervisor == 0:
-        signal.pause()
-        os._exit(0)
+def test_the_supervisor_is_the_process_that_holds_the_run_the_agent_that_which_keeps_the_rank(
+    run: Path, seat: Seat, monkeypatch: pytest.MonkeyPatch
+):
+    supervisor, agent = _waiting(), _waiting()
     (run / "ranks").mkdir()
     (run / "ranks" / "lock").write_text(str(supervisor))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    assert _befall("supervisor", seat) == 0
-    assert os.waitstatus_to_exitcode(os.waitpid(supervisor, 0)[1]) == -signal.SIGKILL
+    for kind, process in (("agent", agent), ("supervisor", supervisor)):
+        assert os.waitpid(process, os.WNOHANG) == (0, 0)
+        assert _befall(kind, replace(seat, agent=agent)) == 0
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+
+
+def _waiting() -> int:
+    """A process that does nothing."""
+    process = os.fork()
+    if process == 0:
+        signal.pause()
+        os._exit(0)
+    return process
 
 
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount a file system")
@@ -303,7 +331,7 @@ def test_no_disk_that_others_need_is_filled(run: Path, seat: Seat):
 
 
 def test_every_kind_that_befalls_a_process_is_tested_here():
-    assert {*ENDS, *LEFT, "sockets", "interface", "supervisor", "full"} == set(ACTIONS)
+    assert {*ENDS, *LEFT, "sockets", "interface", "agent", "supervisor", "full"} == set(ACTIONS)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -24,7 +24,7 @@ def assignment(tmp_path):
     def make(entry: str, **arguments: object) -> Assignment:
         (tmp_path / "ranks").mkdir(exist_ok=True)
         return Assignment(
-            entry, arguments, 2, 1, {"EXTRA": "1", "RANK": "9"}, str(tmp_path), "1f", [], 0, f"{tmp_path}/ranks", here=[0, 1]
+            entry, arguments, 2, 1, {"EXTRA": "1", "RANK": "9"}, str(tmp_path), "1f", [], 0, f"{tmp_path}/ranks", 1, here=[0, 1]
         )
 
     return make

@@ -1,5 +1,6 @@
 """A controller's view of many machines: agents as threads of this process, each with ranks of its own, over a dictionary."""
 
+import json
 import signal
 import threading
 import time
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megalith.fleet import remote
+from megalith.fleet import letters, remote
 from megalith.fleet.agent import Agent
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.exit_codes import ExitCode
@@ -121,6 +122,21 @@ def test_slots_and_not_machines_give_ranks_their_numbers(fleet: Callable[..., Fl
     run.nodes.leave(ExitCode.FINISHED, forget=True)
     until(lambda: len(run.codes) == 3, seconds=SECONDS)
     assert set(run.codes.values()) == {ExitCode.FINISHED}
+
+
+def test_a_node_that_dies_while_it_is_asked_is_not_waited_for(tmp_path: Path) -> None:
+    """To ask for copies may take a minute; a dead one is lost after its silence, and told of."""
+    store = Dictionary()
+    nodes = RemoteNodes(store, Job("nobody:calls", {}, ranks=2, run_dir=tmp_path), FleetSpec(node_timeout=0.3))
+    store.set(letters.member_key(store.add(letters.JOINED, 1)), json.dumps({"name": "a", "order": 0}))
+    assert [type(sign) for sign in nodes.wait(0.0)] == [NodeJoined]
+    began = time.monotonic()
+    assert nodes.survey(("a",)) == ()
+    assert time.monotonic() - began < remote.SURVEY_SECONDS / 2
+    (lost,) = nodes.wait(0.0)
+    assert isinstance(lost, NodesLost)
+    assert lost.nodes == ("a",)
+    assert nodes.there() == ()
 
 
 def test_beats_stacks_signals_and_the_ends_of_ranks_travel(fleet: Callable[..., Fleet]) -> None:

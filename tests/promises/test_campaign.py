@@ -24,7 +24,7 @@ checkpoint.every = 10
 launch = {{ threads = 1, start_timeout = 250.0, timeout = 120.0 }}
 fleet = {{ nodes = 2, spares = 1, verify_every = 4, verify = "all" }}
 """
-NEEDS = {"supervisor": False, "full": may_mount(), "interface": networks.missing() is None}
+NEEDS = {"supervisor": False, "agent": False, "full": may_mount(), "interface": networks.missing() is None}
 HERE = [kind for kind in KINDS if NEEDS.get(kind, True)]
 
 
@@ -68,6 +68,27 @@ def test_a_run_whose_supervisor_is_killed_is_typed_again_and_its_start_timed_apa
     whole, hurt = (read_manifest(find(tmp_path / "out" / name)).meta["rng"] for name in ("whole", "faulted"))
     assert len(whole["state"]) == 64
     assert whole == hurt
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_agents_of_nodes_are_killed_and_their_machines_join_again(data: Path, tmp_path: Path) -> None:
+    """Two machines and a spare, each behind its own agent: three of these are killed, and once who directs the run. Three other faults."""
+    (tmp_path / "run.toml").write_text(RUN.format(data=data))
+    found = verbs.campaign(
+        tmp_path / "run.toml",
+        count=3,
+        seed=2,
+        overrides=("plan.data=2",),
+        out=tmp_path / "out",
+        supervisor_kills=1,
+        agent_kills=3,
+    )
+    assert not found.problems
+    assert found.same_end
+    (row,) = [row for row in found.rows if row.kind == "agent"]
+    assert (row.injected, row.handled, row.seen_as) == (3, 3, "nodes_lost")
+    assert {"node", "two", "interface"} < set(found.left_out)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

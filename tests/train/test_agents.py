@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megalith.fleet import admission, letters
-from megalith.fleet.environment import Place
+from megalith.fleet.environment import MEETING, Place
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.health import Finding
 from megalith.fleet.job import Job
@@ -19,7 +20,7 @@ from megalith.fleet.remote import RemoteNodes
 from megalith.fleet.signs import NodesLost
 from megalith.spec.fleet import FleetSpec
 from megalith.train import agents
-from megalith.train.agents import MEETING, Host, _interface_to, directs, own_name, serve_node
+from megalith.train.agents import Host, _interface_to, directs, own_name, serve_node
 from megalith.train.store import connect, serve
 from tests.fleet.conftest import until
 from tests.fleet.stores import Dictionary
@@ -57,6 +58,25 @@ def test_the_directors_own_agent_joins_anew_as_any_other(tmp_path: Path, monkeyp
         agents._be_the_agent(_host(tmp_path), "tcp://h:1", parent=parent)
     assert os.waitpid(agent, 0)[1] == 0
     assert told.read_text() == "tcp://h:1 _begin_anew"
+
+
+def test_the_directors_own_agent_is_started_again_when_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine knows of it; one that leaves by itself is not called back."""
+    told = tmp_path / "told"
+    program = f"import os, pathlib; pathlib.Path({str(told)!r}).write_text(os.environ[{MEETING!r}])"
+    monkeypatch.setattr(agents, "_be_the_agent", lambda host, meeting, parent: signal.pause())
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-S", "-c", program])
+    own = agents._OwnAgent(_host(tmp_path), "tcp://h:1")
+    own.tend()
+    assert own._again is None
+    os.kill(own._forked, signal.SIGKILL)
+    until(lambda: (own.tend(), own._again is not None)[1], seconds=PATIENCE)
+    again = own._again
+    until(lambda: (own.tend(), own._code == 0)[1], seconds=PATIENCE)
+    own.tend()
+    own.end()
+    assert own._again is again
+    assert told.read_text() == "tcp://h:1"
 
 
 def test_a_machine_that_nobody_tells_where_to_meet_says_what_to_do(tmp_path: Path) -> None:

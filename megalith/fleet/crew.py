@@ -1,0 +1,78 @@
+"""The machines of a run as agents on this one, kept going as an engine would: those that are killed are started again.
+
+For a campaign, which kills some. The first of them directs the run; whoever starts that one calls `tend` for the others.
+"""
+
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megalith.fleet.environment import MEETING
+from megalith.fleet.exit_codes import ORDERLY
+
+HOST = "127.0.0.1"
+LEAVE_SECONDS = 10.0  # that all agents together may take to end once their run is over
+
+Begin = Callable[[Sequence[str], Mapping[str, str]], "subprocess.Popen[bytes]"]
+"""Starts an agent with further arguments and variables."""
+
+
+def free_port() -> int:
+    """A port that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Crew:
+    """The machines `names`, which meet at `port`. `unexplained`: ends of agents that nobody's signal explains."""
+
+    names: tuple[str, ...]
+    repair_seconds: float
+    port: int = field(default_factory=free_port)
+    unexplained: int = 0
+    _running: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    _gone: dict[str, float] = field(default_factory=dict)  # monotonic seconds
+
+    def place(self, name: str) -> tuple[list[str], dict[str, str]]:
+        """Further arguments of a machine's agent, and the variables by which an engine would place it."""
+        rank, world = self.names.index(name), len(self.names)
+        variables = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": HOST, "MASTER_PORT": str(self.port)}
+        return ["--machine", name], variables
+
+    def tend(self, begin: Begin) -> None:
+        """Start the agents that are not there: all at first; later those that ended, once their machines are repaired."""
+        for name in self.names[1:]:
+            if name not in self._running:
+                self._running[name] = begin(*self.place(name))
+            elif (code := self._running[name].poll()) is not None and code not in ORDERLY and self._is_repaired(name, code):
+                arguments, variables = self.place(name)
+                self._running[name] = begin(arguments, variables | {MEETING: f"tcp://{HOST}:{self.port}"})
+
+    def _is_repaired(self, name: str, code: int) -> bool:
+        """Whether a machine has been gone for long enough."""
+        if name not in self._gone:
+            self._gone[name] = time.monotonic()
+            self.unexplained += code != -signal.SIGKILL
+        if time.monotonic() - self._gone[name] < self.repair_seconds:
+            return False
+        del self._gone[name]
+        return True
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Wait for the agents to end, as those do whose run is over, then kill those that are left."""
+        end = time.monotonic() + LEAVE_SECONDS
+        for process in self._running.values():
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._running.clear()
