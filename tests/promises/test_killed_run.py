@@ -33,6 +33,8 @@ PLANS: list[dict[str, Any]] = [
     {"tensor": 2, "data": 2, "zero": 1},
     {"pipeline": 2},
 ]
+TYPED = 150
+"""Steps of the run that is started as a command: it must outlast what is done to it."""
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +176,7 @@ def test_no_room_for_the_last_checkpoint_is_waited_for(
         patch.setattr(Checkpointer, "_write", write_if_there_is_room)
         patch.setattr(loop, "AGAIN_SECONDS", 0.05)
         patch.setattr(loop, "STOP_SECONDS", 0.2)
-        codes = finish(start(_brief(data, steps=40), folder), meanwhile=meanwhile)
+        codes = finish(start(_brief(data, steps=20), folder), meanwhile=meanwhile)
     told = [event["message"] for event in read(folder) if event["type"] == "problem"]
     assert any("No space left on device" in message for message in told)
     if stopped:
@@ -182,10 +184,10 @@ def test_no_room_for_the_last_checkpoint_is_waited_for(
         assert ExitCode.STOPPED not in codes
         assert any("could not be saved" in message for message in told)
         full.unlink()
-        train(_brief(data, steps=40), folder)
+        train(_brief(data, steps=20), folder)
     else:
         assert codes == [ExitCode.FINISHED] * 2
-    train(_brief(data, steps=40), tmp_path / "whole")
+    train(_brief(data, steps=20), tmp_path / "whole")
     assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
 
 
@@ -217,15 +219,28 @@ def test_the_same_samples_in_the_same_steps_for_any_number_of_ranks(data: Path) 
     assert all(order == orders[0] for order in orders)
 
 
-@pytest.mark.slow
-def test_megalith_train_itself_goes_on_after_kill_9(data: Path, tmp_path: Path) -> None:
-    """The same through the command, in one go: controller, fork server, ranks."""
-    (tmp_path / "run.toml").write_text(
-        f'[model]\npreset = "tiny"\n[plan]\ndata = 2\nzero = 3\n[data]\npath = "{data}"\n[optimizer]\nwarmup = 2\n'
-        '[train]\nsteps = 30\nglobal_batch = 8\nseq_len = 64\nprecision = "fp32"\n[checkpoint]\nevery = 5\n'
+@pytest.fixture(scope="module")
+def command(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """`megalith train` of a small run, to which the folder is added."""
+    file = tmp_path_factory.mktemp("typed") / "run.toml"
+    file.write_text(
+        "[model]\nlayers = 2\ndim = 32\nheads = 4\nffn = 48\nvocab = 264\ncontext = 64\n[plan]\ndata = 2\nzero = 3\n"
+        f'[data]\npath = "{data}"\n[train]\nsteps = {TYPED}\nglobal_batch = 4\nseq_len = 32\nprecision = "fp32"\n'
+        "[optimizer]\nwarmup = 2\n[checkpoint]\nevery = 5\n[launch]\nthreads = 1\n"
     )
-    command = [sys.executable, "-m", "megalith.cli", "train", str(tmp_path / "run.toml"), "--run-dir"]
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True, timeout=PATIENCE)
+    return [sys.executable, "-m", "megalith.cli", "train", str(file), "--run-dir"]
+
+
+@pytest.fixture(scope="module")
+def never_killed(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("typed") / "whole"
+    subprocess.run([*command, str(folder)], check=True, capture_output=True, timeout=PATIENCE)
+    return folder
+
+
+@pytest.mark.slow
+def test_megalith_train_itself_goes_on_after_kill_9(command: list[str], never_killed: Path, tmp_path: Path) -> None:
+    """The same through the command, in one go: controller, fork server, ranks."""
     folder = tmp_path / "killed"
     process = subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     _await_step(8, folder, process)
@@ -234,7 +249,7 @@ def test_megalith_train_itself_goes_on_after_kill_9(data: Path, tmp_path: Path) 
     assert process.returncode == ExitCode.FINISHED, said
     assert "rank 1 on 0: killed by SIGKILL" in said
     assert "going on at step" in said
-    assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
+    assert_same_bits(final_state(never_killed), final_state(folder))
 
 
 def _await_step(step: int, folder: Path, process: "subprocess.Popen[str]") -> None:
@@ -251,18 +266,11 @@ def _process_of(rank: int, folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount a file system")
-def test_a_run_folder_without_any_room_ends_no_run(data: Path, tmp_path: Path) -> None:
+def test_a_run_folder_without_any_room_ends_no_run(command: list[str], never_killed: Path, tmp_path: Path) -> None:
     """Neither checkpoints nor events nor logs find room, and a rank is killed meanwhile; another one dies before it has written its part
     of the last checkpoint, which must be made all the same."""
-    steps, listed = 150, tmp_path / "faults.json"
-    (tmp_path / "run.toml").write_text(
-        f"[model]\nlayers = 2\ndim = 32\nheads = 4\nffn = 48\nvocab = 264\ncontext = 64\n[plan]\ndata = 2\nzero = 1\n"
-        f'[data]\npath = "{data}"\n[train]\nsteps = {steps}\nglobal_batch = 4\nseq_len = 32\nprecision = "fp32"\n'
-        "[optimizer]\nwarmup = 2\n[checkpoint]\nevery = 5\n[launch]\nthreads = 1\n"
-    )
-    command = [sys.executable, "-m", "megalith.cli", "train", str(tmp_path / "run.toml"), "--run-dir"]
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True, timeout=PATIENCE)
-    faults.save(listed, [Injection(0, "kill", steps, "saving", (1,))])
+    listed = tmp_path / "faults.json"
+    faults.save(listed, [Injection(0, "kill", TYPED, "saving", (1,))])
     folder, environment = tmp_path / "disk" / "run", os.environ | {faults.VARIABLE: str(listed)}
     with small_disk(tmp_path / "disk", size=80 << 20):
         process = subprocess.Popen(
@@ -283,8 +291,8 @@ def test_a_run_folder_without_any_room_ends_no_run(data: Path, tmp_path: Path) -
         "a start may fail, too"
     )
     assert faults.fired(listed)
-    assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
-    assert position(folder) == position(tmp_path / "whole")
+    assert_same_bits(final_state(never_killed), final_state(folder))
+    assert position(folder) == position(never_killed)
 
 
 def _keep_full(ballast: Path, *, seconds: float) -> None:
