@@ -62,11 +62,10 @@ class Agent:
     def run(self) -> int:
         """Serve until the controller says that the run is over; the exit status it gives."""
         self._nodes.warm()  # before it joins: ranks of a node that is there start at once
-        self._join()
-        threads = [threading.Thread(target=loop, daemon=True) for loop in (self._show_life, self._watch_contact)]
-        for thread in threads:
-            thread.start()
         try:
+            self._join()
+            for loop in (self._show_life, self._watch_contact):
+                threading.Thread(target=loop, daemon=True).start()
             while self._contact:
                 for order in self._orders.take():
                     if "leave" in order:

@@ -28,6 +28,7 @@ from typing import Any
 
 from megalith import events
 from megalith.fleet import faults, hangs, lifeline, networks
+from megalith.fleet.agent import BEAT_SECONDS
 from megalith.fleet.crew import Crew
 from megalith.fleet.faults import KINDS, Injection
 from megalith.fleet.hangs import Hangs
@@ -76,6 +77,7 @@ Record = Mapping[str, Any]
 class Fate:
     """What became of one fault. Seconds; None: not known. `blamed` None: nobody is to be blamed.
 
+    `interrupted`: the supervisor was killed before the run went on, which the next one's start is counted for.
     `among`: its node was named, and others with it. `hidden`: the incident is another fault's: it has another cause than this kind is
     seen as, or came for several faults at once and names another. The run went on from both; only that is known of this one.
     """
@@ -89,6 +91,12 @@ class Fate:
     incident: int | None = None
     among: bool = False
     hidden: bool = False
+    interrupted: bool = False
+
+    @property
+    def own_recovery(self) -> float | None:
+        """Seconds that the run itself took to go on."""
+        return None if self.interrupted else self.recovery
 
     @property
     def handled(self) -> bool:
@@ -429,8 +437,11 @@ def judge(
     records = list(events.read(faulted.folder))
     fates = fates_of(faults.load(injections), faults.fired(injections), records, restarts=faulted.supervisor_restarts)
     blamed = [fate.judged for fate in fates if fate.judged is not None]
-    recoveries = sorted(fate.recovery for fate in fates if fate.recovery is not None and fate.injection.kind != "supervisor")
-    found = hangs.hangs_of(records, fleet=fleet, timeout=timeout)
+    recoveries = sorted(
+        fate.own_recovery for fate in fates if fate.own_recovery is not None and fate.injection.kind != "supervisor"
+    )
+    late = BEAT_SECONDS if _any(fates, "agent") else 0.0
+    found = hangs.hangs_of(records, fleet=fleet, timeout=timeout, seen_late=late)
     others = _other_end(states, list(events.read(whole.folder)), records)
     judged = Judgement(
         rows=tuple(_row(kind, [fate for fate in fates if fate.injection.kind == kind]) for kind in KINDS if _any(fates, kind)),
@@ -502,7 +513,10 @@ def fates_of(
             fates.append(Fate(one, at, recovery=None if at is None else started.get(at)))
             continue
         together = [other for other, theirs in pairs if theirs is record]
-        over = ends.get(record["incident"], finished)
+        over, interrupted = ends.get(record["incident"]), False
+        if over is None:
+            over = _went_on(records, after=record["time"]) or finished
+            interrupted = over is not None and any(record["time"] < kill < over for kill in kills)
         blames = KINDS[one.kind].blames
         fates.append(
             Fate(
@@ -515,9 +529,17 @@ def fates_of(
                 recovery=None if over is None else max(0.0, over - record["time"]),
                 among=blames and _is_right(record, together, came) and bool(_named(record) - _nodes(together, came)),
                 hidden=_is_hidden(record, one, together, came),
+                interrupted=interrupted,
             )
         )
     return fates
+
+
+def _went_on(records: Sequence[Record], *, after: float) -> float | None:
+    """When the first step of the next start was done."""
+    later = iter([record for record in records if record["time"] > after])
+    started = any(record["type"] == "run_started" for record in later)  # and leaves the rest
+    return next((record["time"] for record in later if record["type"] == "step"), None) if started else None
 
 
 def _nearest(like: Sequence[Record], after: Sequence[Record]) -> Record | None:
@@ -587,7 +609,7 @@ def _is_explained(record: Record, fates: Sequence[Fate]) -> bool:
 
 def _row(kind: str, fates: Sequence[Fate]) -> Row:
     detections = [fate.detection for fate in fates if fate.detection is not None]
-    recoveries = [fate.recovery for fate in fates if fate.recovery is not None]
+    recoveries = [fate.own_recovery for fate in fates if fate.own_recovery is not None]
     seen = sorted({fate.seen_as for fate in fates if fate.seen_as})
     judged = [fate.judged for fate in fates if fate.judged is not None]
     return Row(

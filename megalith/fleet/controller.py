@@ -254,8 +254,8 @@ class Controller:
 
     def _hear(self, sign: AnySign) -> None:
         """A report of a rank, or news of a node. What ends the generation is decided once all has ended."""
-        if isinstance(sign, signs.Preempted) and self._watch is not None and self._watch.stopping:
-            return  # it was we who asked
+        if _is_ours(sign, self._watch):
+            return
         if isinstance(sign, signs.NodesLost) and not set(sign.nodes) & set(self._state.placement):
             self._take(Seen(sign, sign.time, {}))
             return
@@ -292,7 +292,7 @@ class Controller:
     def _after(self, watch: Watch, outcome: Outcome) -> list[Seen]:
         """What the end of a generation was a sign of. Nodes that are gone explain the rest; then what ranks reported; then ends.
         What else was heard while it ended, such as a node that is well again, explains nothing, and is told before."""
-        late = [Seen(sign, sign.time, {}) for sign in watch.late_signs]
+        late = [Seen(sign, sign.time, {}) for sign in watch.late_signs if not _is_ours(sign, watch)]
         ended_by = [*self._seen, *(one for one in late if _ends(one.sign))]
         news = [one for one in late if not _ends(one.sign)]
         seen, self._seen = [*news, *ended_by], []
@@ -435,6 +435,11 @@ class Controller:
 _NODES = (signs.NodesLost, signs.NodeJoined, signs.HealthChecked)
 _ENDING = (signs.NodesLost, signs.Nonfinite, signs.StateCorrupt, signs.CopyCorrupt, signs.GradientWrong, signs.DataDamaged)
 """Signs after which this generation is over, if `_ends`."""
+
+
+def _is_ours(sign: AnySign, watch: Watch | None) -> bool:
+    """Whether a rank tells of a signal by which we asked it to stop ourselves."""
+    return isinstance(sign, signs.Preempted) and watch is not None and watch.stopping
 
 
 def _ends(sign: AnySign) -> bool:

@@ -56,8 +56,9 @@ class Hangs:
     elsewhere_limit: float | None = None
 
 
-def hangs_of(records: Sequence[Record], *, fleet: FleetSpec, timeout: float) -> list[Hang]:
-    """The hangs in a log. `timeout`: the limit of what has no pace yet (`launch.timeout`)."""
+def hangs_of(records: Sequence[Record], *, fleet: FleetSpec, timeout: float, seen_late: float = 0.0) -> list[Hang]:
+    """The hangs in a log. `timeout`: the limit of what has no pace yet (`launch.timeout`); `seen_late`: seconds by which who watches may
+    see one beat later than another, which its steps are longer by."""
     found: list[Hang] = []
     took: list[float] = []
     before, resumed, window = None, 0, KEPT
@@ -73,7 +74,7 @@ def hangs_of(records: Sequence[Record], *, fleet: FleetSpec, timeout: float) -> 
             running = evidence["phase"] == "step" and evidence["step"] > resumed + 1  # all ranks are beyond their first
             slowest = max(took[-window:], default=None)
             paced = running and slowest is not None and evidence["limit"] != timeout
-            pace = max(fleet.hang_floor, fleet.hang_factor * slowest) if paced and slowest is not None else None
+            pace = max(fleet.hang_floor, fleet.hang_factor * (slowest + seen_late)) if paced and slowest is not None else None
             found.append(Hang(record["incident"], evidence["silence"], evidence["limit"], pace))
     return found
 

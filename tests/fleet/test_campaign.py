@@ -29,6 +29,7 @@ from megalith.fleet.campaign import (
     small_disk,
 )
 from megalith.fleet.faults import OF_ONE_MEMORY, Injection
+from megalith.fleet.hangs import hangs_of
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import DataSpec
 from tests.fleet.conftest import is_alive, until
@@ -163,6 +164,8 @@ def test_hangs_are_held_against_their_limits_and_those_against_the_pace(tmp_path
     hangs = found.hangs
     assert (hangs.found, hangs.late, hangs.limits, hangs.elsewhere) == (1, 0, (3.0, 3.0), 0)
     assert hangs.of_pace == 1.0, "steps of a second, three times"
+    late = hangs_of(list(events.read(tmp_path / "faulted")), fleet=FleetSpec(), timeout=600.0, seen_late=0.5)
+    assert [hang.pace for hang in late] == [4.5], "seen through agents"
     assert hangs.most is not None
     assert hangs.most == pytest.approx(3.05 / 3.0)
     assert "hangs: 1, silence at most 1.02 of its limit (limits 3.00 to 3.00 s)" in list(words_of_campaign(found))
@@ -266,6 +269,21 @@ def test_faults_that_overlap_share_an_incident_which_may_name_either(tmp_path: P
     assert [fate.blamed for fate in fates] == [True, True]
     assert all(fate.handled for fate in fates)
     assert [fate.hidden for fate in fates] == [True, False], "it names the second"
+
+
+def test_what_the_supervisor_did_not_live_to_recover_from_is_no_recovery_of_the_runs_own():
+    both = [KILL, replace(STOP, kind="supervisor", step=4)]
+    records = [
+        {"type": "run_started", "time": 0.0},
+        {"type": "incident", "incident": 1, "time": 4.5, "cause": "rank_failed", "rank": 1, "node": "0", "evidence": {}},
+        {"type": "step", "time": 4.6},
+        {"type": "run_started", "time": 20.0},
+        {"type": "step", "time": 21.0},
+        {"type": "run_finished", "time": 90.0},
+    ]
+    kill, supervisor = fates_of(both, {0: (4.0, "0"), 1: (5.0, "0")}, records, restarts=[16.0])
+    assert (kill.handled, kill.recovery, kill.own_recovery, kill.interrupted) == (True, 16.5, None, True)
+    assert (supervisor.handled, supervisor.own_recovery) == (True, 16.0)
 
 
 def test_what_a_run_is_not_made_for_is_left_out_with_the_reason():

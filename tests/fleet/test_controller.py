@@ -25,7 +25,7 @@ from megalith.fleet.job import Job
 from megalith.fleet.ledger import NodeRecord, note, read_nodes, standings
 from megalith.fleet.nodes import Generation
 from megalith.fleet.outcome import Outcome
-from megalith.fleet.signs import DataDamaged, HealthChecked, NodeJoined, SaveFailed, SaveWorks, Started, Straggler
+from megalith.fleet.signs import DataDamaged, HealthChecked, NodeJoined, Preempted, SaveFailed, SaveWorks, Started, Straggler
 from megalith.fleet.tiers import Copy, Tier
 from megalith.spec.fleet import FleetSpec
 from tests.fleet.walk import checkpoints
@@ -214,7 +214,8 @@ def test_a_straggler_is_replaced_from_what_is_there_once_all_have_ended(tmp_path
 
 
 def test_what_is_heard_while_ranks_end_hides_no_failure(tmp_path: Path) -> None:
-    """A node came back just then: the killed rank is still why the generation ended, and the run goes on."""
+    """A node came back just then: the killed rank is still why the generation ended, and the run goes on. That a rank was told to stop is
+    no news: it was we who asked."""
     nodes = SimpleNamespace(there=lambda: ("a", "b", "c"), survey=lambda placement: (Copy(Tier.STORE, 7),), check=str, beats=list)
     (tmp_path / "ranks").mkdir()
     job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
@@ -226,7 +227,9 @@ def test_what_is_heard_while_ranks_end_hides_no_failure(tmp_path: Path) -> None:
         HealthChecked(time=1.0, node="c", passed=True),
         DataDamaged(time=1.0, shard="a.bin", error="byte 5", other_copy="/copy"),
     ]
-    seen = controller._after(cast(Any, SimpleNamespace(hang=None, late_signs=late)), outcome)
+    asked = Preempted(time=1.0, node="b")
+    watch = SimpleNamespace(hang=None, late_signs=[*late, asked], stopping=True)
+    seen = controller._after(cast(Any, watch), outcome)
     assert [one.sign.kind for one in seen] == ["node_joined", "health_checked", "data_damaged", "rank_failed"]
     for one in seen:
         controller._take(one)

@@ -139,6 +139,15 @@ def test_a_node_that_dies_while_it_is_asked_is_not_waited_for(tmp_path: Path) ->
     assert nodes.there() == ()
 
 
+def test_an_agent_whose_store_is_gone_before_it_has_joined_offers_itself_anew(job: Callable[..., Job]) -> None:
+    told = list[str]()
+    local = LocalNodes(job("wait"), names=("a",))
+    gone = Unreachable(Dictionary())
+    agent = Agent("a", local, order=0, store=gone, beating=gone, seconds=SECONDS, cut_off=told.append)
+    assert agent.run() == ExitCode.LOST
+    assert told == ["the store no longer answers: no route to host"]
+
+
 def test_beats_stacks_signals_and_the_ends_of_ranks_travel(fleet: Callable[..., Fleet]) -> None:
     run = _waiting(fleet)
     assert run.nodes.running() == {0, 1, 2, 3}
