@@ -33,7 +33,7 @@ quickstart: setup ## Prepare real text, train a small Llama on 4 CPU ranks, let 
 test: setup ## Run all tests but those of real engines
 	$(RUN)pytest $(WORKERS) -m "not engines"
 
-test-engines: setup ## Run those: machines as network namespaces, Slurm, Ray (minutes; make engines installs what they need)
+test-engines: setup ## Run those: machines as network namespaces or behind agents, Slurm, Ray (minutes; make engines installs what they need)
 	$(RUN)pytest -m engines -rs
 
 test-fast: setup ## Run the tests of an inner loop (three minutes on two slow cores)
