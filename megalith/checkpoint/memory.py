@@ -63,15 +63,16 @@ class Digest:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
-        self._places: list[int] = []
+        self._places: list[int] | None = None
 
     def __call__(self) -> int:
         places = [tensor.data_ptr() for tensor in self._tensors]
         if places != self._places:
             self._look_up()
             self._places = places
-        total = words(self._others)
-        return int(torch.stack([total, *(view.sum() for view in self._views)]).sum()) % WORDS
+        sums = [view.sum() for view in self._views]
+        sums += [words(self._others)] if self._others else []  # of nothing it would be a number of the CPU's
+        return int(torch.stack(sums).sum()) % WORDS if sums else 0
 
     def _look_up(self) -> None:
         self._views, self._others = list[Tensor](), list[Tensor]()

@@ -137,8 +137,8 @@ class _OwnAgent:
         if self._code is not None and self._code < 0:
             print(f"this node's agent was killed by signal {-self._code}, and is started again", file=sys.stderr, flush=True)
             with_this = partial(lifeline.die_with_parent, os.getpid())
-            command, variables = [sys.executable, *sys.orig_argv[1:]], os.environ | {MEETING: self._meeting}
-            self._again, self._code = subprocess.Popen(command, env=variables, preexec_fn=with_this), None
+            variables = os.environ | {MEETING: self._meeting}
+            self._again, self._code = subprocess.Popen(_own_command(), env=variables, preexec_fn=with_this), None
 
     def _look(self) -> int | None:
         if self._again is not None:
@@ -184,7 +184,12 @@ def _be_the_agent(host: Host, meeting: str, *, parent: int) -> NoReturn:
 def _begin_anew(why: str) -> NoReturn:
     """Become a new agent: the ranks of this one end with its pipe, and the run may take the node as a spare, once it is healthy."""
     print(f"this node's agent begins anew: {why}", file=sys.stderr, flush=True)
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    os.execv(sys.executable, _own_command())
+
+
+def _own_command() -> list[str]:
+    """The command that started this process."""
+    return [sys.executable, *sys.orig_argv[1:]]
 
 
 def _serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], NoReturn]) -> int:

@@ -46,6 +46,8 @@ def test_a_save_is_reported_once_with_its_size_and_times(tmp_path, asynchronous)
     assert 0 < saved.seconds < 10
     assert 0 < saved.wait_seconds < 10
     assert checkpointer.wait() == checkpointer.poll() == []
+    assert checkpointer.holds(120)
+    assert not checkpointer.holds(12)
 
 
 def test_values_changed_after_an_asynchronous_save_are_not_in_it(tmp_path, monkeypatch):

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalith.checkpoint.memory import Damaged, Memory
+from megalith.checkpoint import memory as memory_module
+from megalith.checkpoint.memory import Damaged, Digest, Memory, digest
 from megalith.events import read
 from megalith.fleet import copies, faults
 from megalith.fleet.controller import run_here
@@ -303,3 +304,22 @@ def test_a_run_whose_memory_is_all_gone_goes_on_from_its_disks(tmp_path: Path) -
     assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
     assert position(folder) == position(tmp_path / "whole")
     assert not list((tmp_path / "scratch").glob("megalith-*")), "a run that has ended needs none"
+
+
+def test_a_digest_that_is_taken_again_and_again_is_that_of_the_tensors_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any shape, also when they are altered in place, or moved; and of tensors on a device nothing is made elsewhere."""
+    odd, turned = torch.randn(7), torch.randn(6, 4).t()
+    holder = torch.nn.Parameter(torch.randn(8, 3))
+    tensors = [holder, odd, turned, torch.randn(0), torch.randn(5)[1:], torch.arange(6)]
+    again = Digest(tensors)
+    assert again() == digest(tensors) == again()
+    with torch.no_grad():
+        for tensor in (odd, turned, holder):
+            tensor.view(-1)[-1:].add_(1.0) if tensor.is_contiguous() else tensor[-1, -1].add_(1.0)
+            assert again() == digest(tensors)
+    before = again()
+    holder.data = holder.data + 1.0
+    assert again() == digest(tensors) != before
+    monkeypatch.setattr(memory_module, "words", lambda others: pytest.fail(f"asked for {others}"))
+    assert Digest([holder])() == int(holder.detach().view(-1).view(torch.int64).sum()) % (1 << 64)
+    assert Digest([])() == 0
