@@ -10,6 +10,7 @@ Tensors are [batch, heads, seq, channels]; k and v may have fewer heads, each se
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -47,8 +48,12 @@ def kernel_for(q: Tensor, v: Tensor, softcap: float | None = None) -> Kernel:
         return blocked
     if q.device.type != "cuda":
         return flash_cpu
-    fits = q.dtype in (torch.float16, torch.bfloat16) and max(q.shape[-1], v.shape[-1]) <= 256
-    return flash_cuda if fits else chunked()
+    return flash_cuda if flash_takes(q, v) else chunked()
+
+
+def flash_takes(q: Tensor, v: Tensor) -> bool:
+    """Whether such tensors have FlashAttention on CUDA."""
+    return q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and max(q.shape[-1], v.shape[-1]) <= 256
 
 
 # --- parts added up ---
@@ -170,21 +175,22 @@ def _padded(x: Tensor, channels: int) -> Tensor:
     return x if x.shape[-1] == channels else F.pad(x, (0, channels - x.shape[-1]))
 
 
+def _width(q: Tensor, v: Tensor, multiple: int) -> int:
+    return -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple
+
+
 def _equal_channels(kernel: Kernel, multiple: int) -> Kernel:
     """For kernels that want q, k and v of equally many channels, a multiple of some number: zeros change no score."""
 
-    def width(q: Tensor, v: Tensor) -> int:
-        return -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple
-
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        wide_q, wide_k, wide_v = (_padded(x, width(q, v)) for x in (q, k, v))
+        wide_q, wide_k, wide_v = (_padded(x, _width(q, v, multiple)) for x in (q, k, v))
         out, lse = kernel.forward(wide_q, wide_k, wide_v, causal, scale)
         return out[..., : v.shape[-1]], lse
 
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide_grad, wide_q, wide_k, wide_v, wide_out = (_padded(x, width(q, v)) for x in (grad, q, k, v, out))
+        wide_grad, wide_q, wide_k, wide_v, wide_out = (_padded(x, _width(q, v, multiple)) for x in (grad, q, k, v, out))
         of_q, of_k, of_v = kernel.backward(wide_grad, wide_q, wide_k, wide_v, wide_out, lse, causal, scale)
         return of_q[..., : q.shape[-1]], of_k[..., : q.shape[-1]], of_v[..., : v.shape[-1]]
 
@@ -214,9 +220,32 @@ def _cuda_backward(
     )
 
 
+FLASH_WIDTH = 8  # channels are a multiple of that on CUDA
 flash_cpu = _equal_channels(Kernel(_cpu_forward, _cpu_backward), 1)
 blocked = Kernel(blocked_attention, blocked_attention_backward)
-flash_cuda = _equal_channels(Kernel(_cuda_forward, _cuda_backward), 8)
+flash_cuda = _equal_channels(Kernel(_cuda_forward, _cuda_backward), FLASH_WIDTH)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention on CUDA, with a graph (`flash_takes` says of which tensors). By its own name: on an H100 torch prefers cuDNN's,
+    which is faster for long rows, but prepares for each new length anew, and whose backward gave gradients of 1e35 for a document of 6
+    tokens (torch 2.11, cuDNN 9.19)."""
+    wide = (_padded(x, _width(q, v, FLASH_WIDTH)) for x in (q, k, v))
+    return aten._scaled_dot_product_flash_attention(*wide, 0.0, True, False, scale=scale)[0][..., : v.shape[-1]]
+
+
+def flash_packed(q: Tensor, k: Tensor, v: Tensor, pieces: tuple[tuple[int, ...], ...], scale: float) -> Tensor:
+    """The same inside each piece of each row, in one call."""
+    longest, ends = max(map(max, pieces)), _ends(pieces, q.device)
+    wide = (_padded(x, _width(q, v, FLASH_WIDTH)).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    out = aten._flash_attention_forward(*wide, ends, ends, longest, longest, 0.0, True, False, scale=scale)[0]
+    return out[..., : v.shape[-1]].unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+
+
+@lru_cache(maxsize=16)  # every layer asks the same
+def _ends(pieces: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Where each piece ends, from 0 on, in all rows one after the other."""
+    return torch.tensor([0, *accumulate(chain.from_iterable(pieces))], dtype=torch.int32).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=64)

@@ -5,10 +5,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from megalith.kernels.attention import attention, kernel_for
+from megalith.kernels.attention import attention, flash, flash_packed, flash_takes, kernel_for
 from megalith.kernels.blocked import blocked_attention, pays
 from megalith.kernels.pairs import rows_of
 from megalith.models.batch import Batch, Pieces
+
+WHOLE = 128  # rows of so many tokens, or a multiple, fill the blocks of any kernel on CUDA, so torch may choose the fastest
 
 
 class CausalCore(nn.Module):
@@ -61,11 +63,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tenso
     """Causal attention of [batch, heads, seq, channels] by the fastest kernel; k and v may have fewer heads, each serving a run of
     q's, and v other channels."""
     channels, of_v = q.shape[-1], v.shape[-1]
+    scale = channels**-0.5 if scale is None else scale
     if pays(q):
-        return blocked_attention(q, k, v, True, channels**-0.5 if scale is None else scale)[0]
+        return blocked_attention(q, k, v, True, scale)[0]
+    if q.shape[2] % WHOLE and flash_takes(q, v):
+        return flash(q, k, v, scale)
     if channels != of_v and q.device.type == "cpu":  # its fused kernel wants them equal, and zeros change no score
         width = max(channels, of_v)
-        scale = channels**-0.5 if scale is None else scale
         q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out if out.shape[-1] == of_v else out[..., :of_v]
@@ -73,8 +77,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tenso
 
 @torch.compiler.disable  # the lengths differ in every batch: compiled code would be compiled again for each
 def attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, scale: float | None = None) -> Tensor:
-    """Causal attention inside each piece of each row; rows cut alike share their calls."""
+    """Causal attention inside each piece of each row: in one call where a kernel knows pieces, else rows cut alike share their calls."""
     assert len(pieces) == q.shape[0] and all(sum(row) == q.shape[2] for row in pieces), (pieces, q.shape)
+    if flash_takes(q, v):
+        return flash_packed(q, k, v, pieces, q.shape[-1] ** -0.5 if scale is None else scale)
     if len(set(pieces)) == 1:
         return _attend_alike(q, k, v, pieces[0], scale)
     alike: dict[tuple[int, ...], list[int]] = {}
