@@ -628,6 +628,15 @@ def verification_has_a_replica(case: Case) -> Found:
         yield _advice("fleet.verify_every", fleet.verify_every, reason + once, way_out)
 
 
+def verification_repeats_bits(case: Case) -> Found:
+    """What is computed again must give the same bits. Attention in half precision on a GPU adds gradients up in no fixed order."""
+    train, fleet, cluster = case.spec.train, case.spec.fleet, case.cluster
+    gpu = train.device == "cuda" or (cluster is not None and cluster.accelerator.name != "cpu" and train.device == "auto")
+    if gpu and train.precision == "bf16" and fleet.recover and fleet.verify_every:
+        reason = "would blame ranks that are right: on GPUs, attention in bf16 does not give the same bits twice"
+        yield _error("fleet.verify_every", fleet.verify_every, reason, 'Use verify_every = 0, or train.precision = "fp32".')
+
+
 # --- files
 
 
@@ -758,6 +767,7 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     warmup_and_decay_fit,
     long_runs_save,
     verification_has_a_replica,
+    verification_repeats_bits,
     data_is_prepared,
     vocabulary_covers_the_tokens,
     weighted_domains_exist,

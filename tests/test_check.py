@@ -116,6 +116,11 @@ def test_every_rule_says_what_it_wants():
         (["cluster=cpu", "train.device=cuda"], "train.device", "contradicts"),
         (["data.weights={austen=0}"], "data.weights", "gives no domain a share"),
         (["cluster=h100", "model.preset=llama3-70b"], "plan.zero", "has 80.0 GiB"),
+        (
+            ["cluster=h100:2", "plan.data=2", "train.precision=bf16", "fleet.verify_every=4"],
+            "fleet.verify_every",
+            "same bits twice",
+        ),
     ],
 )
 def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[str], key: str, said: str):
@@ -166,6 +171,8 @@ def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
         ["optimizer.schedule=wsd", "optimizer.decay=0.9"],
         ["plan.pipeline=2", "plan.layers=[1,3]"],
         ["plan.data=2", "fleet.verify_every=10"],
+        ["plan.data=2", "fleet.verify_every=10", "train.precision=bf16", "train.device=cpu"],
+        ["plan.data=2", "fleet.verify_every=10", "cluster=h100:2", "train.precision=fp32"],
     ],
 )
 def test_what_is_legal_and_wise_is_let_be(settings: list[str]):
