@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -273,11 +274,15 @@ def test_a_run_folder_without_any_room_ends_no_run(command: list[str], never_kil
         )
         _await_step(8, folder, process)
         ballast = tmp_path / "disk" / "ballast"
-        _keep_full(ballast, seconds=0.5)  # a checkpoint is due every few steps
-        logged = max(event["step"] for event in read(folder) if event["type"] == "step")
-        assert Heartbeat.open(folder / "ranks" / "heartbeats", 0).read().step > logged + 2, "there was no room"
+        beats = Heartbeat.open(folder / "ranks" / "heartbeats", 0)
+
+        def unlogged() -> int:
+            return beats.read().step - max(event["step"] for event in read(folder) if event["type"] == "step")
+
+        _keep_full(ballast, until=lambda: unlogged() > 10)  # a checkpoint is due every few steps
         os.kill(_process_of(1, folder), signal.SIGKILL)
-        _keep_full(ballast, seconds=1.5)
+        soon = time.monotonic() + 1.5
+        _keep_full(ballast, until=lambda: time.monotonic() > soon)
         assert process.poll() is None, process.communicate()[0]
         ballast.unlink()
         said = process.communicate(timeout=PATIENCE)[0]
@@ -290,12 +295,14 @@ def test_a_run_folder_without_any_room_ends_no_run(command: list[str], never_kil
     assert position(folder) == position(never_killed)
 
 
-def _keep_full(ballast: Path, *, seconds: float) -> None:
+def _keep_full(ballast: Path, *, until: Callable[[], bool]) -> None:
     """Leave no room on a disk, also where others remove something meanwhile."""
-    end = time.monotonic() + seconds
+    give_up = time.monotonic() + PATIENCE
     with ballast.open("ab", buffering=0) as file:
-        while time.monotonic() < end:
-            with contextlib.suppress(OSError):
-                while file.write(bytes(1 << 12)):
-                    pass
+        while not until():
+            assert time.monotonic() < give_up, "what needs no room did not go on"
+            for size in (1 << 20, 1 << 12):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(size)):
+                        pass
             time.sleep(0.005)
