@@ -63,7 +63,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tenso
     """Causal attention of [batch, heads, seq, channels] by the fastest kernel; k and v may have fewer heads, each serving a run of
     q's, and v other channels."""
     channels, of_v = q.shape[-1], v.shape[-1]
-    scale = channels**-0.5 if scale is None else scale
+    scale = float(channels**-0.5) if scale is None else scale
     if pays(q):
         return blocked_attention(q, k, v, True, scale)[0]
     if q.shape[2] % WHOLE and flash_takes(q, v):
