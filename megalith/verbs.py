@@ -275,21 +275,19 @@ def export(run_dir: Path, *, out: Path, dtype: str = "fp32", step: int | None = 
     from megalith.checkpoint import folder, huggingface, read  # needs torch
     from megalith.parallel.data import COMPUTE_DTYPE
     from megalith.spec import families
+    from megalith.train.generate import find_tokenizer
 
     found = folder.find(run_dir if step is None else run_dir / "checkpoints" / folder.name(step))
     spec = folder.read_manifest(found).meta["spec"]
     model = families.read(spec["model"])
     names = list(huggingface.shapes(model))
     tensors = read.read_full(found, [f"weights.{name}" for name in names], check=False)
-    data = spec.get("data", {}).get("path")
-    tokenizers = (place / "tokenizer.json" for place in (run_dir, *([Path(data)] if data else [])))
-    huggingface.export(
-        model,
-        {name: tensors[f"weights.{name}"] for name in names},
-        out,
-        tokenizer=next((path for path in tokenizers if path.is_file()), None),
-        dtype=COMPUTE_DTYPE[dtype],
-    )
+    try:
+        tokenizer = find_tokenizer(run_dir, spec.get("data", {}).get("path"))
+    except FileNotFoundError:
+        tokenizer = None  # weights can be of use without
+    weights = {name: tensors[f"weights.{name}"] for name in names}
+    huggingface.export(model, weights, out, tokenizer=tokenizer, dtype=COMPUTE_DTYPE[dtype])
     return out
 
 

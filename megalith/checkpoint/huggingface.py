@@ -5,7 +5,6 @@ permutation. Only safetensors files are read and written: a pickled `.bin` could
 """
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from megalith.checkpoint.checkpointer import Checkpointer, Failed
 from megalith.checkpoint.foreign.family import Foreign, ForeignModelError, Json
 from megalith.checkpoint.foreign.table import BY_FAMILY, BY_MODEL_TYPE
 from megalith.checkpoint.foreign.weights import convert_to_ours, convert_to_theirs
+from megalith.data import tokenizer as tokenizers
+from megalith.data.tokenizer import Tokenizer
 from megalith.models.stage import Stage
 from megalith.spec.families import Model
 
@@ -27,9 +28,7 @@ __all__ = ["ForeignModelError", "configuration", "export", "import_", "read_conf
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-TOKENIZER = "tokenizer.json"
-BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "<|begin▁of▁sentence|>", "[BOS]")
 
 OUTPUT = "lm_head.weight"  # outside their prefix, and not a tensor of its own when the model is tied
 
@@ -49,12 +48,17 @@ def shapes(spec: Model) -> dict[str, tuple[int, ...]]:
 
 
 def _meta(spec: Model) -> dict[str, Tensor]:
-    with torch.device("meta"):
-        stage = Stage(spec.build())
+    stage = _stage(spec)
     foreign = BY_FAMILY.get(spec.family)
     shared = {name for piece in foreign.pieces(spec) for name in piece.ours} if foreign else set()
     buffers = {name: buffer for name, buffer in stage.named_buffers() if name in shared}
     return {name: parameter.detach() for name, parameter in stage.parameters_by_name().items()} | buffers
+
+
+def _stage(spec: Model) -> Stage:
+    """The whole model, without memory."""
+    with torch.device("meta"):
+        return Stage(spec.build())
 
 
 def to_theirs(spec: Model, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -70,15 +74,15 @@ def export(
     weights: Mapping[str, Tensor],
     out: Path,
     *,
-    tokenizer: Path | None = None,
+    tokenizer: Tokenizer | None = None,
     dtype: torch.dtype = torch.bfloat16,
     file_bytes: int = 5_000_000_000,
 ) -> list[Path]:
     """Write a folder that transformers (4.46 and later) loads; the files written.
 
-    `weights` maps our parameter names to whole tensors; `tokenizer` is a tokenizer.json. Weights beyond `file_bytes` go to
-    several files. Raises ValueError for a family that transformers has not, and naming all weights that are missing, left over or of
-    another shape; FileExistsError if `out` has files.
+    `weights` maps our parameter names to whole tensors; `tokenizer` goes along with them, and says what ends a text. Weights beyond
+    `file_bytes` go to several files. Raises ValueError for a family that transformers has not, and naming all weights that are missing,
+    left over or of another shape; FileExistsError if `out` has files.
     """
     foreign = _foreign(spec)
     problems = _compare(shapes(spec), {name: tuple(tensor.shape) for name, tensor in weights.items()})
@@ -89,12 +93,12 @@ def export(
         raise FileExistsError(f"{out} already holds files. Give a new folder, or remove it first.")
     out.mkdir(parents=True, exist_ok=True)
     written = _write_weights(to_theirs(spec, weights), out, dtype, file_bytes)
-    special = _special_tokens(tokenizer)
+    special = _special_tokens(tokenizer) if tokenizer else {}
     ids = {f"{end}_token_id": number for end, (_, number) in special.items()}
     documents = {CONFIG: configuration(spec, ids=ids, dtype=dtype), "generation_config.json": {"_from_model_config": True} | ids}
     if tokenizer:
-        documents["tokenizer_config.json"] = _tokenizer_config(spec, special)
-        written.append(Path(shutil.copyfile(tokenizer, out / TOKENIZER)))
+        told = {"model_max_length": spec.context, "model_input_names": ["input_ids", "attention_mask"]}
+        written.append(tokenizer.save(out, told | {f"{end}_token": token for end, (token, _) in special.items()}))
     for file, content in documents.items():
         (out / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         written.append(out / file)
@@ -138,23 +142,10 @@ def configuration(spec: Model, *, ids: Mapping[str, int] | None = None, dtype: t
     }
 
 
-def _special_tokens(tokenizer: Path | None) -> dict[str, tuple[str, int]]:
-    """The tokens that begin and end a text, and their ids, as far as the tokenizer has them."""
-    if tokenizer is None:
-        return {}
-    added = json.loads(tokenizer.read_text(encoding="utf-8")).get("added_tokens", [])
-    ids = {token["content"]: token["id"] for token in added}
-    usual = {"bos": BEGINS, "eos": ENDS}
-    return {end: (token, ids[token]) for end, names in usual.items() for token in names[::-1] if token in ids}
-
-
-def _tokenizer_config(spec: Model, special: Mapping[str, tuple[str, int]]) -> Json:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": spec.context,
-        "clean_up_tokenization_spaces": False,
-        "model_input_names": ["input_ids", "attention_mask"],
-    } | {f"{end}_token": token for end, (token, _) in special.items()}
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
+    """The token that ends a text and, if the tokenizer has a usual one, that which begins it; with their ids."""
+    begins = next(((token, number) for token in BEGINS if (number := tokenizer.id_of(token)) is not None), None)
+    return ({"bos": begins} if begins else {}) | {"eos": (tokenizer.end_of_text_token, tokenizer.end_of_text)}
 
 
 # --- import ------------------------------------------------------------------------------------------------------------------
@@ -224,7 +215,8 @@ def _weight_files(folder: Path) -> list[str]:
 def import_(folder: Path, out: Path) -> Path:
     """Make a checkpoint of the model in `folder`: step 0, weights only, its spec in the meta; where it is.
 
-    It becomes `out/checkpoints/step-00000000`, and a tokenizer.json `out/tokenizer.json`. Raises ForeignModelError,
+    It becomes `out/checkpoints/step-00000000`; a tokenizer goes along. What training keeps besides, such as routers' loads, is zero as in a
+    first step. Raises ForeignModelError,
     FileExistsError if `out` has checkpoints already, OSError if it cannot be written.
     """
     spec = read_config(folder)
@@ -233,13 +225,13 @@ def import_(folder: Path, out: Path) -> Path:
     if files.committed(checkpoints):
         raise FileExistsError(f"{checkpoints} already has checkpoints. Give a new folder.")
     meta = {"step": 0, "samples": 0, "spec": {"model": spec.model_dump(mode="json")}, "imported_from": folder.name}
+    buffers = {name: torch.zeros(buffer.shape, dtype=buffer.dtype) for name, buffer in _stage(spec).lasting_buffers().items()}
     checkpointer = Checkpointer(checkpoints, keep=1)
-    checkpointer.save(0, {f"weights.{name}": tensor for name, tensor in weights.items()}, meta, asynchronous=False)
+    checkpointer.save(0, {f"weights.{name}": tensor for name, tensor in (buffers | weights).items()}, meta, asynchronous=False)
     (outcome,) = checkpointer.wait()
     if isinstance(outcome, Failed):
         raise OSError(f"{checkpoints}: {outcome.error}")
-    if (folder / TOKENIZER).exists():
-        shutil.copyfile(folder / TOKENIZER, out / TOKENIZER)
+    tokenizers.copy(folder, out)
     return outcome.path
 
 

@@ -4,7 +4,8 @@ Text is text: a document that happens to spell `<|endoftext|>` never gets the id
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -105,15 +106,20 @@ class Tokenizer:
         """The text of ids, special tokens included; bytes that are no UTF-8 become U+FFFD."""
         return self._engine.decode([int(number) for number in ids], skip_special_tokens=False)
 
-    def save(self, folder: Path | str) -> Path:
-        """Write tokenizer.json, and a tokenizer_config.json that names the end-of-text token, as transformers reads them."""
+    def id_of(self, token: str) -> int | None:
+        """The id of a token; None: there is none of this name."""
+        return self._engine.token_to_id(token)
+
+    def save(self, folder: Path | str, more: Mapping[str, Any] | None = None) -> Path:
+        """Write tokenizer.json, and a tokenizer_config.json that names the end-of-text token, as transformers reads them. `more`: what else
+        the second is to say."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": self.end_of_text_token,
             "clean_up_tokenization_spaces": False,
-        }
+        } | dict(more or {})
         _write(folder / _CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         _write(folder / TOKENIZER_FILE, self._text)
         return folder / TOKENIZER_FILE
@@ -165,6 +171,14 @@ def load(path_or_name: Path | str, *, end_of_text: str | None = None) -> Tokeniz
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not a tokenizer.json: it is not UTF-8 text ({error.reason}).") from error
     return Tokenizer(text, end_of_text=end_of_text or _configured_end(path.with_name(_CONFIG_FILE)), origin=str(path))
+
+
+def copy(source: Path, folder: Path) -> None:
+    """Copy the files of the tokenizer in the folder `source` that are there and not in `folder` yet, so that `folder` stands alone."""
+    for name in (TOKENIZER_FILE, _CONFIG_FILE):
+        found, kept = source / name, folder / name
+        if found.is_file() and not (kept.is_file() and kept.stat().st_size == found.stat().st_size):
+            shutil.copyfile(found, kept)
 
 
 def train(
@@ -239,7 +253,7 @@ def _end(ids: dict[str, int], wanted: str | None, origin: str) -> str:
     if found is None:
         raise DataError(
             f"{origin} has none of the tokens that usually end a document ({', '.join(_ENDS)}). "
-            "Name the one it has with end_of_text (--end-of-text)."
+            f"Name the one it has with end_of_text (--end-of-text), or as eos_token in a {_CONFIG_FILE} beside it."
         )
     return found
 

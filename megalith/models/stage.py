@@ -59,10 +59,11 @@ class Stage(nn.Module):
             else:
                 number = name.removeprefix("blocks.")
                 self.blocks[number] = Block(spec.dim, spec.blocks[int(number)], slot)
-        self._tie()
+        self.tie()
 
-    def _tie(self) -> None:
-        """One parameter for all names that stand for it, whether or not this stage has the part it belongs to."""
+    def tie(self) -> None:
+        """One parameter for all names that stand for it, whether or not this stage has the part it belongs to. To be called again after
+        `to_empty`, which gives each name memory of its own."""
         tied, owners = tied_names(self.spec), dict[str, nn.Parameter]()
         for name, parameter in list(self.named_parameters()):
             owner = owners.setdefault(tied.get(name, name), parameter)

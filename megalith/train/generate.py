@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from megalith.checkpoint import folder, read
+from megalith.data.manifest import TOKENIZER_FILE
 from megalith.data.tokenizer import Tokenizer
 from megalith.data.tokenizer import load as load_tokenizer
 from megalith.events import EventLog, Sample
@@ -13,8 +14,6 @@ from megalith.models.stage import Stage
 from megalith.spec import families
 from megalith.train.join import choose_device
 
-TOKENIZER = "tokenizer.json"  # a run folder keeps a copy, so that it stands alone
-
 
 def load_model(path: Path, *, device: torch.device) -> Stage:
     """The whole model of the newest intact checkpoint that `path` means, in fp32."""
@@ -22,22 +21,23 @@ def load_model(path: Path, *, device: torch.device) -> Stage:
     with torch.device("meta"):
         model = Stage(spec)
     model.to_empty(device=device)
-    if spec.head.tied:
-        model.head.output.weight = model.embedding.weight
-    parameters = model.parameters_by_name()
-    weights = read.read_full(path, [f"weights.{name}" for name in parameters], check=False)
+    model.tie()
+    held = model.parameters_by_name() | model.lasting_buffers()
+    weights = read.read_full(path, [f"weights.{name}" for name in held], check=False)
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[f"weights.{name}"])
+        for name, tensor in held.items():
+            tensor.copy_(weights[f"weights.{name}"])
     return model
 
 
 def find_tokenizer(run_dir: Path, data: str | None) -> Tokenizer:
-    """The tokenizer of a run. Raises FileNotFoundError saying where it was looked for."""
-    places = [place / TOKENIZER for place in (run_dir, *([Path(data)] if data else []))]
+    """The tokenizer of a run, which keeps a copy so that it stands alone. Raises FileNotFoundError saying where it was looked for."""
+    places = [place / TOKENIZER_FILE for place in (run_dir, *([Path(data)] if data else []))]
     found = next((path for path in places if path.is_file()), None)
     if found is None:
-        raise FileNotFoundError(f"no tokenizer: looked for {' and '.join(map(str, places))}. Copy the run's {TOKENIZER} there.")
+        raise FileNotFoundError(
+            f"no tokenizer: looked for {' and '.join(map(str, places))}. Copy the run's {TOKENIZER_FILE} there."
+        )
     return load_tokenizer(found)
 
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import signal
 import sys
 import time
@@ -23,6 +22,7 @@ from megalith import __version__
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.memory import Memory
 from megalith.data.stream import Stream
+from megalith.data.tokenizer import copy as copy_tokenizer
 from megalith.data.whole import Damage
 from megalith.events import EventLog, Holding, Problem, RunFinished, RunStarted
 from megalith.fleet import environment, faults, link, networks
@@ -39,7 +39,6 @@ from megalith.spec import cluster
 from megalith.spec.run import RunSpec
 from megalith.train import inject, standing
 from megalith.train.assemble import Trainer, assemble, mesh_groups
-from megalith.train.generate import TOKENIZER
 from megalith.train.guard import Guard
 from megalith.train.join import choose_device, join, keep_memory, matmul_rate
 from megalith.train.loop import Loop, Yardstick
@@ -159,7 +158,7 @@ def _prepare(
     if stream.unchecked:
         warn(f"{spec.data.path} has no sums, so changes of its bytes are not seen: `megalith data verify` writes them")
     if log:
-        _copy_tokenizer(Path(spec.data.path) / TOKENIZER, folder / TOKENIZER)
+        copy_tokenizer(Path(spec.data.path), folder)
     held_out = open_stream(spec, "validation") if spec.validation.every else None
     groups = mesh_groups(spec, device)
     savers = dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.launch.timeout))
@@ -192,12 +191,6 @@ def _prepare(
         guard=guard,
         watchers=[injector] if injector else [],
     )
-
-
-def _copy_tokenizer(source: Path, copy: Path) -> None:
-    """Once: a run with another tokenizer is another run."""
-    if not copy.exists() or copy.stat().st_size != source.stat().st_size:
-        shutil.copyfile(source, copy)
 
 
 def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Memory | None:

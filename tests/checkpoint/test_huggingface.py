@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from megalith.checkpoint.huggingface import (
     to_theirs,
 )
 from megalith.checkpoint.read import read_full
+from megalith.data.tokenizer import Tokenizer, load
 from megalith.models.batch import Batch
 from megalith.models.stage import Stage
 from megalith.spec.llama import Llama
@@ -58,8 +60,7 @@ def transformers():
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
-    tokenizers = pytest.importorskip("tokenizers")
+def tokenizer(tmp_path: Path) -> Tokenizer:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=90,
         special_tokens=["<|endoftext|>"],
@@ -71,7 +72,7 @@ def tokenizer(tmp_path: Path) -> Path:
     made.decoder = tokenizers.decoders.ByteLevel()
     made.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 4, trainer)
     made.save(str(tmp_path / "made.json"))
-    return tmp_path / "made.json"
+    return load(tmp_path / "made.json")
 
 
 @every_spec
@@ -214,6 +215,6 @@ def test_an_import_is_a_checkpoint_of_step_0(tmp_path, tokenizer):
     assert all(torch.equal(whole[f"weights.{name}"], weights[name].bfloat16()) for name in weights)
     meta = json.loads((path / "manifest.json").read_text())["meta"]
     assert Llama.model_validate(meta["spec"]["model"]) == same(SMALL).model_copy(update={"name": "theirs"})
-    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    assert load(tmp_path / "run").fingerprint == tokenizer.fingerprint
     with pytest.raises(FileExistsError, match="already has checkpoints"):
         import_(tmp_path / "theirs", tmp_path / "run")
