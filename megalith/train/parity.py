@@ -303,13 +303,13 @@ def moved_tokens(expected: Recording, found: Recording, *, tie: float = TIE) -> 
             return
 
 
-def compare(expected: Recording, found: Recording, *, spec: RunSpec) -> list[Row]:
-    """The worst gap of each quantity."""
+def compare(expected: Recording, found: Recording, *, spec: RunSpec, floor: float = FLOOR) -> list[Row]:
+    """The worst gap of each quantity. `floor`: the share of the model's largest gradient that a tensor's own counts as at least."""
     assert expected.weights.keys() == found.weights.keys(), expected.weights.keys() ^ found.weights.keys()
     steps = range(len(expected.losses))
     losses = [(abs(expected.losses[s] - found.losses[s]), f"step {s + 1}") for s in steps]
     norms = [(abs(expected.norms[s] - found.norms[s]) / expected.norms[s], f"step {s + 1}") for s in steps]
-    grads = [gap for s in steps for gap in _gradient_gaps(expected.gradients[s], found.gradients[s], f"step {s + 1}")]
+    grads = [gap for s in steps for gap in _gradient_gaps(expected.gradients[s], found.gradients[s], floor, f"step {s + 1}")]
     rates = sum(learning_rate(s, spec=spec.optimizer, steps=spec.train.steps) for s in steps)
     weights = [
         (float((found.weights[name] - expected.weights[name]).abs().max()) / rates, name) for name in expected.gradients[0]
@@ -334,12 +334,12 @@ def compare(expected: Recording, found: Recording, *, spec: RunSpec) -> list[Row
     ]
 
 
-def _gradient_gaps(expected: dict[str, Tensor], found: dict[str, Tensor], step: str) -> Iterator[tuple[float, str]]:
+def _gradient_gaps(expected: dict[str, Tensor], found: dict[str, Tensor], floor: float, step: str) -> Iterator[tuple[float, str]]:
     """Differences as a share of each tensor's largest gradient. A tensor whose gradients cancel out (a bias of keys, which shifts all
     scores alike) holds rounding errors only: it is measured against the model's largest."""
-    floor = FLOOR * max(float(g.abs().max()) for g in expected.values())
+    least = floor * max(float(g.abs().max()) for g in expected.values())
     for name, g in expected.items():
-        yield float((found[name] - g).abs().max()) / max(float(g.abs().max()), floor), f"{name}, {step}"
+        yield float((found[name] - g).abs().max()) / max(float(g.abs().max()), least), f"{name}, {step}"
 
 
 def worst(gaps: list[tuple[float, str]], limit: float) -> tuple[float, float, str]:

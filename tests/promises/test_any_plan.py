@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.spec.run import RunSpec
+from megalith.spec.run import OptimizerSpec, RunSpec
 from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.parity import Recording, compare, record, reference, shrink
 from tests.ranks import run_ranks
@@ -19,7 +19,7 @@ SIZES = [
     for data, tensor, pipeline in product((1, 2, 4), repeat=3)
     if data * tensor * pipeline <= 8
 ]
-PLANS: list[dict[str, Any]] = [size | {"zero": zero} for size in SIZES for zero in ((0, 1, 2, 3) if size["data"] > 1 else (0,))]
+PLANS: list[dict[str, Any]] = [size | {"zero": zero} for size in SIZES for zero in range(4)]
 PLANS += [
     {"data": 2, "zero": 3, "recompute": "full"},
     {"data": 2, "zero": 1, "tensor": 2, "recompute": "selective", "recompute_parts": ("attention.core", "mlp")},
@@ -47,9 +47,11 @@ def _record(rank: int, spec: RunSpec) -> Recording:
 
 
 def _check(plan: dict[str, Any], **parts: dict[str, Any]) -> None:
+    """No gradients of a Llama cancel out: each tensor is measured by its own largest, and Adam's epsilon is the usual one."""
     spec = shrink(tiny_run(plan=plan, train={"global_batch": 16}, **parts), steps=STEPS)
+    spec = spec.model_copy(update={"optimizer": spec.optimizer.model_copy(update={"eps": OptimizerSpec().eps})})
     found = run_ranks(_record, spec.plan.ranks, spec)[0]
-    rows = compare(reference(spec, device=CPU), found, spec=spec)
+    rows = compare(reference(spec, device=CPU), found, spec=spec, floor=0.0)
     assert all(row.equal for row in rows), rows
 
 
@@ -80,8 +82,11 @@ def test_z_loss_is_part_of_the_objective_under_vocabulary_parallelism() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # what torch 2.11 itself imports to compile
-def test_compiled_blocks_train_like_one_process() -> None:
-    _check({"data": 2, "zero": 3, "compile": True}, model={"layers": 2})
+@pytest.mark.parametrize(
+    "plan", [{"data": 2, "zero": 3}, {"tensor": 2, "recompute": "full"}, {"pipeline": 2, "data": 2, "zero": 1}], ids=_name
+)
+def test_compiled_blocks_train_like_one_process(plan: dict[str, Any]) -> None:
+    _check(plan | {"compile": True}, model={"layers": 2})
 
 
 def test_a_wrong_gradient_is_seen() -> None:
