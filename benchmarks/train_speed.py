@@ -46,7 +46,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="print where our time goes")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--side", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    found = parser.parse_args()
+    each, rest = divmod(found.batch, found.ranks)
+    if rest or each % (found.microbatch or each):
+        parser.error(
+            f"--batch {found.batch} is not --ranks {found.ranks} x whole microbatches of --microbatch {found.microbatch or each}"
+        )
+    return found
 
 
 def spec_of(a: argparse.Namespace) -> Any:

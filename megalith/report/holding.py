@@ -15,28 +15,28 @@ MOST_COLUMNS = 16
 
 
 def who_holds_what(run: History) -> str:
-    """The grid of ranks: a row for each pipeline rank, a column for each place among data and tensor ranks."""
+    """The grid of ranks: a row for each pipeline rank, a column for each place on the other axes."""
     if not run.holdings:
         return ""
     order = _order({part for holding in run.holdings for part in holding["parts"]})
-    places = sorted({_column(h) for h in run.holdings})
+    across = [axis for axis in run.holdings[0]["coordinates"] if axis != "pipeline"]
+    columns = {h["rank"]: tuple(h["coordinates"][axis] for axis in across) for h in run.holdings}
+    places = sorted(set(columns.values()))
     rows = sorted({h["coordinates"].get("pipeline", 0) for h in run.holdings})
-    at = {(h["coordinates"].get("pipeline", 0), _column(h)): h for h in run.holdings}
+    at = {(h["coordinates"].get("pipeline", 0), columns[h["rank"]]): h for h in run.holdings}
     shown = places[:MOST_COLUMNS]
     shards = run.plan.shards if run.plan else 1
     share = 1 / (shards * run.plan.tensor) if run.plan else 1.0
     cells = [[_cell(at.get((row, place)), order, shards, share) for place in shown] for row in rows]
-    svg = grid(cells, [f"pipeline {row}" for row in rows], [f"data {data}, tensor {tensor}" for data, tensor in shown])
+    split = [i for i in range(len(across)) if any(place[i] for place in places)]
+    names = [", ".join(f"{across[i]} {place[i]}" for i in split) for place in shown]
+    svg = grid(cells, [f"pipeline {row}" for row in rows], names)
     more = f" {len(places) - len(shown)} more columns hold the same parts." if len(places) > len(shown) else ""
     words = "Each strip is the model from embedding to head; a blue piece is a part of this rank, filled to its share."
     natural = svg.replace(
         "<svg", f'<svg style="min-width:0;width:{100 + 190 * len(shown)}px"', 1
     )  # a wide mesh scrolls, it does not shrink
     return f'<figure class="wide"><figcaption>{escape(words + more)}</figcaption>{natural}</figure>'
-
-
-def _column(holding: Record) -> tuple[int, int]:
-    return holding["coordinates"].get("data", 0), holding["coordinates"].get("tensor", 0)
 
 
 def _cell(holding: Record | None, order: Sequence[str], shards: int, share: float) -> Cell:

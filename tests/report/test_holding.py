@@ -27,9 +27,10 @@ def shown(plan: Plan) -> str:
     return who_holds_what(gather(json.loads(json.dumps({"type": event.kind} | asdict(event))) for event in written))
 
 
-def test_every_rank_has_a_cell():
-    picture = shown(Plan(data=2, tensor=2, pipeline=2))
-    assert all(f">rank {rank}<" in picture for rank in range(8))
+@pytest.mark.parametrize("plan", [Plan(data=2, tensor=2, pipeline=2), Plan(data=2, context=4), Plan()], ids=str)
+def test_every_rank_has_a_cell(plan: Plan):
+    picture = shown(plan)
+    assert all(f">rank {rank}<" in picture for rank in range(plan.ranks))
 
 
 def test_a_wide_mesh_shows_some_ranks_and_counts_the_rest():
