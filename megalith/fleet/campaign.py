@@ -47,6 +47,7 @@ BLAMED = 0.98  # share of the faults for which the right rank must be blamed
 EXPECTED: dict[str, tuple[str, ...]] = {
     "kill": ("rank_failed",),
     "stop": ("hang",),
+    "stuck": ("hang",),
     "segfault": ("rank_failed",),
     "exception": ("rank_failed",),
     "sockets": ("rank_failed",),

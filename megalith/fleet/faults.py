@@ -51,6 +51,7 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "kill": Kind("SIGKILL", "step"),
     "stop": Kind("SIGSTOP", "step"),
+    "stuck": Kind("a call that never returns", "step"),
     "segfault": Kind("SIGSEGV", "step"),
     "exception": Kind("exception", "step"),
     "sockets": Kind("all connections torn", "step"),
@@ -84,9 +85,9 @@ MIX: tuple[tuple[str, str, float], ...] = (
     ("network switch or cable", "sockets", 1.0),
     ("host maintenance", "preemption", 1.0),
     ("GPU SRAM memory", "moment", 1.0),
-    ("GPU system processor", "stop", 1.0),
+    ("GPU system processor", "stuck", 1.0),
     ("network card", "interface", 1.0),
-    ("NCCL watchdog timeout", "stop", 1.0),
+    ("NCCL watchdog timeout", "stuck", 1.0),
     ("silent data corruption", "gradient", 1 / 2),
     ("silent data corruption", "once", 1 / 2),
     ("GPU thermal interface or sensor", "slow", 1.0),
@@ -213,12 +214,13 @@ def draw(
 
 _AGAIN = 2  # steps in which the fault before may still end all ranks, and with them what was to be noticed
 _CRASHES = ("kill", "segfault", "exception")
-_RESTARTING = (*_CRASHES, "stop", "sockets", "weight", "moment", "node", "two", "copy", "interface", "agent")
+_HANGS = ("stop", "stuck")
+_RESTARTING = (*_CRASHES, *_HANGS, "sockets", "weight", "moment", "node", "two", "copy", "interface", "agent")
 
 
 def _may_overlap(before: Injection, one: Injection) -> bool:
     """Whether both can be told apart when they come in one step: on other ranks, both ends of a process."""
-    return not set(before.ranks) & set(one.ranks) and before.kind in _CRASHES and one.kind in (*_CRASHES, "stop")
+    return not set(before.ranks) & set(one.ranks) and before.kind in _CRASHES and one.kind in (*_CRASHES, *_HANGS)
 
 
 def _one(number: int, kind: str, step: int, random: Random, ranks: int, slots: int) -> Injection:
@@ -228,7 +230,7 @@ def _one(number: int, kind: str, step: int, random: Random, ranks: int, slots: i
         hit = tuple(ranks_of(random.randrange(slots), world=ranks, slots=slots))
     if kind == "two":
         hit = tuple(sorted(random.sample(range(ranks), min(2, ranks))))
-    moment = random.choice(MOMENTS) if kind in ("kill", "segfault", "exception", "stop") else what.moment
+    moment = random.choice(MOMENTS) if kind in (*_CRASHES, *_HANGS) else what.moment
     return Injection(number, kind, step, moment, hit, place=random.random(), lasts=what.lasts)
 
 
@@ -353,6 +355,12 @@ def _send(number: int) -> Callable[[Injection, Seat], None]:
         os.kill(os.getpid(), number)
 
     return send
+
+
+def _never_return(one: Injection, seat: Seat) -> None:
+    """As a kernel that never ends: the process lives, its other threads answer, and it is in no collective that others are not in too."""
+    while True:
+        time.sleep(3600)  # a handled signal cuts a sleep short for its handler alone
 
 
 def _segfault(one: Injection, seat: Seat) -> None:
@@ -486,6 +494,7 @@ def _kill_supervisor(one: Injection, seat: Seat) -> None:
 ACTIONS: dict[str, Callable[[Injection, Seat], None]] = {
     "kill": _send(signal.SIGKILL),
     "stop": _send(signal.SIGSTOP),
+    "stuck": _never_return,
     "segfault": _segfault,
     "exception": _raise,
     "sockets": _tear_connections,

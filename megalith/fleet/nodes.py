@@ -46,7 +46,7 @@ class Look:
     @property
     def where(self) -> str:
         """The innermost call."""
-        return self.stack.partition("\n")[0].strip()
+        return next((line.strip() for line in self.stack.splitlines() if line.lstrip().startswith("File ")), "")
 
 
 class Nodes(Protocol):

@@ -27,7 +27,7 @@ from megalith.spec.run import RunSpec
 
 SHOWS: dict[str, str] = {
     "kill": "crash", "segfault": "crash", "sockets": "crash", "two": "crash", "copy": "crash", "checkpoint": "crash", "altered": "crash",
-    "exception": "bug", "stop": "hang", "weight": "corrupt state", "moment": "corrupt state", "nan": "not finite",
+    "exception": "bug", "stop": "hang", "stuck": "hang", "weight": "corrupt state", "moment": "corrupt state", "nan": "not finite",
     "interface": "crash", "preemption": "preemption", "node": "node lost",
     "agent": "node lost",
 }  # fmt: skip

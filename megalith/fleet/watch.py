@@ -33,7 +33,7 @@ _PAUSE_SECONDS = 1.0  # what a turn of the loop took beyond this was not spent w
 Request = tuple[int, float]  # a signal's number, monotonic seconds
 Observe = Callable[[list[AnySign], list[Beat]], bool]
 
-_WAITS = re.compile(r"torch/distributed/|\bin (wait|wait_\w+|barrier|synchronize|finish|_let_leave)\b")
+_WAITS = re.compile(r"torch/distributed/|\bin (wait|wait_\w+|barrier|synchronize|finish)\b")
 """The innermost call of a rank that waits for others."""
 
 
@@ -219,12 +219,13 @@ class Watch:
 
         numbers = standing.behind({rank: look.begun for rank, look in looks.items() if look.begun and not look.stopped})
 
-        def place(rank: int) -> tuple[int, int, int]:
-            """First who does not answer, then whom others wait for in a collective, then who is in no call that waits."""
+        def place(rank: int) -> tuple[int, ...]:
+            """First who does not answer, then who is in no call that waits; of these, whom others wait for in a collective. (Others may
+            also wait for a rank that itself waits for a message.)"""
             look = looks.get(rank, Look(""))
             if look.stopped or not look.stack:
-                return (0, *progress(rank))
-            return (1 if rank in numbers else 3 if _WAITS.search(look.where) else 2, *progress(rank))
+                return (0, 0, 0, *progress(rank))
+            return (1, int(bool(_WAITS.search(look.where))), int(rank not in numbers), *progress(rank))
 
         behind = min(place(rank) for rank in late)
         first = [rank for rank in late if place(rank) == behind]

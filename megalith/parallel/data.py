@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from megalith.parallel.groups import wait_for
+
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -181,7 +183,7 @@ class Bucket:
             return
         work, flat = self._arriving
         if work is not None:
-            work.wait()
+            wait_for(work)
         table = flat.view(self.size, self.numbers)
         for weight, where in zip(self.weights, self.slices, strict=True):
             weight.computes.untyped_storage().resize_(weight.bytes)
@@ -193,7 +195,7 @@ class Bucket:
         if self._arriving is not None:
             work, _ = self._arriving
             if work is not None:
-                work.wait()
+                wait_for(work)
             self._arriving = None
         if self.resident or not self.whole:
             return
@@ -253,7 +255,7 @@ class Reduction:
     def second(self) -> None:
         """Wait for the first half, begin the second."""
         if self.work is not None:
-            self.work.wait()
+            wait_for(self.work)
         self.work = self.flat = None
         copies = self.bucket.copies
         self.work = dist.all_reduce(self.mine, group=copies, async_op=True) if copies.size() > 1 else None
@@ -261,7 +263,7 @@ class Reduction:
     def finish(self) -> None:
         """Wait for the sums and hand them out."""
         if self.work is not None:
-            self.work.wait()
+            wait_for(self.work)
         self.bucket.finish(self.mine)
 
 

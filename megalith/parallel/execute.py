@@ -15,7 +15,7 @@ from megalith.models.moe import Pending
 from megalith.parallel.clock import Clock
 from megalith.parallel.data import Reducer
 from megalith.parallel.graph import Graph, Steps
-from megalith.parallel.groups import MESSAGES_ONLY, Groups, group_of
+from megalith.parallel.groups import MESSAGES_ONLY, Groups, group_of, wait_for
 from megalith.parallel.passes import Rest, Runner
 from megalith.schedule.action import COMPUTATIONS, MESSAGES, Action, Row, Slot, parts
 from megalith.schedule.lower import WEIGHT_GRADIENTS, Channel, Program, channel_of
@@ -155,7 +155,7 @@ class Executor:
 
     def _let_leave(self, flight: _Flight) -> None:
         for work, _ in flight.leaving:
-            work.wait()
+            wait_for(work)
 
     # --- once more ---
 
@@ -167,7 +167,7 @@ class Executor:
                 flight.arrived[_target(message)] = self.hidden.empty().zero_()  # some rank may still compute with it
             self._handlers[message.kind](message, flight)
         for work in flight.waiting.values():
-            work.wait()
+            wait_for(work)
         self._let_leave(flight)
         for runner in self.stages.values():
             runner.free()
@@ -185,7 +185,7 @@ class Executor:
         """Run one computation, or two in turns: while one waits for what travels, the other computes."""
         for action in parts(slot):
             if work := flight.waiting.pop((_reads(action), *_key(action)), None):
-                self._mark("WAIT", work.wait, flight)
+                self._mark("WAIT", partial(wait_for, work), flight)
         turns = [_Turn(str(action), self._computations[action.kind](action, flight)) for action in parts(slot)]
         while turns:
             for turn in list(turns):

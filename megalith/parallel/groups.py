@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,3 +105,8 @@ def group_of(ranks: Sequence[int], *, purpose: str | None = None) -> dist.Proces
     group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=purpose)
     assert isinstance(group, dist.ProcessGroup), "called by a rank outside the group"
     return group
+
+
+def wait_for(work: Any) -> None:
+    """Wait for what travels, in a call whose name says so: a rank whose stack ends here waits for another (`fleet.watch`)."""
+    work.wait()

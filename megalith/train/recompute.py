@@ -21,6 +21,7 @@ from megalith.data.stream import Batch as Samples
 from megalith.fleet.copies import Entry
 from megalith.parallel.data import Bucket, local
 from megalith.parallel.execute import Executor
+from megalith.parallel.groups import wait_for
 from megalith.schedule.lower import lower
 from megalith.schedule.table import build, refusals
 from megalith.train.assemble import Trainer
@@ -234,7 +235,7 @@ class Updates:
             dist.irecv(theirs, self.memory.keeps_for, group=self.memory.group, tag=4),
         ]
         for work in self._works:
-            work.wait()
+            wait_for(work)
         self._works, self._sent = [], []
         return int(theirs) % (1 << 64)
 

@@ -80,6 +80,7 @@ CASES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
     "segfault": ("rank_failed", lambda found: found["rank"] == 2 and "SIGSEGV" in found["reason"]),
     "exception": ("rank_failed", lambda found: found["rank"] == 2 and found["node"] is None and "Injected" in found["reason"]),
     "stop": ("hang", lambda found: found["rank"] == 2 and found["evidence"]["limit"] < 60),
+    "stuck": ("hang", lambda found: found["rank"] == 2 and "_never_return" in found["evidence"]["stacks"]["2"]),
     "preemption": ("preempted", lambda found: found["node"] is None and found["evidence"]["node"] == "1"),
     "node": ("nodes_lost", lambda found: found["node"] == "1"),
 }

@@ -49,8 +49,8 @@ def test_419_faults_have_exactly_the_counts_of_the_table():
     found = counts(419, TABLE, ALL)
     assert sum(found.values()) == 419 == TABLE.count
     known = {
-        "kill": 74, "stop": 61, "weight": 36, "exception": 54, "shard": 2, "sockets": 35, "interface": 7, "preemption": 32, "slow": 8,
-        "node": 3,
+        "kill": 74, "stop": 37, "stuck": 24, "weight": 36, "exception": 54, "shard": 2, "sockets": 35, "interface": 7, "preemption": 32,
+        "slow": 8, "node": 3,
     }  # fmt: skip
     assert {kind: found[kind] for kind in known} == known
 
@@ -224,6 +224,26 @@ def test_a_process_is_ended_as_the_fault_says_and_copies_in_memory_stay(kind: st
     assert _held(seat) == WHOLE
 
 
+def test_a_call_that_never_returns_leaves_a_process_that_lives_and_hears_signals(run: Path, seat: Seat):
+    def heard(number: int, frame: object) -> None:
+        os.write(writing, b"!")
+
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        signal.signal(signal.SIGTERM, heard)
+        os.write(writing, b"?")
+        happen(Injection(0, "stuck", 4, "step", (seat.rank,)), seat)
+        os._exit(0)
+    for expected in (b"?", b"!", b"!"):
+        assert os.read(reading, 1) == expected
+        os.kill(process, signal.SIGTERM)
+    assert os.waitpid(process, os.WNOHANG) == (0, 0)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    assert _held(seat) == WHOLE
+
+
 LEFT = {
     "checkpoint": NOTHING,
     "altered": NOTHING,
@@ -331,7 +351,7 @@ def test_no_disk_that_others_need_is_filled(run: Path, seat: Seat):
 
 
 def test_every_kind_that_befalls_a_process_is_tested_here():
-    assert {*ENDS, *LEFT, "sockets", "interface", "agent", "supervisor", "full"} == set(ACTIONS)
+    assert {*ENDS, *LEFT, "stuck", "sockets", "interface", "agent", "supervisor", "full"} == set(ACTIONS)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -54,5 +54,6 @@ def test_an_answer_is_read_from_a_log_and_is_no_part_of_the_stack() -> None:
     assert Look.of(log, stopped=False) == Look(
         main_stack(stack), False, {"0 (2 ranks, 0 to 1)": 21}, ("gloo:all_reduce 21 of group 0: scheduled",)
     )
+    assert Look.of(log, stopped=False).where == 'File "a.py", line 1 in wait'
     assert standing.read(stack) == ({}, ())
     assert standing.read(log[: log.index("scheduled")]) == ({}, ()), "half an answer is none"

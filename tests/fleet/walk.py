@@ -48,7 +48,7 @@ def walk(steps: int, nap: float = 0.02, every: int = 3, source: dict[str, Any] |
         stop = (folder / "stop").exists() and (folder / "stop").read_text() == str(step)
         if stop or step == steps or step % every == 0:
             _put(folder / f"state-{step}-{seat.rank}", json.dumps([step, total]), seat)
-        _meet(folder, seat, step)
+        wait_for_all(folder, seat, step)
         if stop:
             raise SystemExit(ExitCode.STOPPED)
 
@@ -69,7 +69,7 @@ def _put(path: Path, text: str, seat: Seat) -> None:
     part.rename(path)
 
 
-def _meet(folder: Path, seat: Seat, step: int) -> None:
+def wait_for_all(folder: Path, seat: Seat, step: int) -> None:
     """Wait until every rank of this generation has come this far."""
     name = f"meet-{os.environ['MEGALITH_GENERATION']}-{step}"
     (folder / f"{name}-{seat.rank}").touch()
