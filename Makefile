@@ -7,7 +7,7 @@ RUN := .venv/bin/
 WORKERS := -n 3 --dist worksteal
 export UV_PROJECT_ENVIRONMENT := .venv
 
-.PHONY: help setup quickstart test test-fast test-full test-gpu test-engines engines check format bench guide-pictures clean
+.PHONY: help setup quickstart test test-fast test-full test-oldest test-gpu test-engines engines check format bench guide-pictures clean
 
 help: ## Say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -46,6 +46,11 @@ engines: setup ## Install the engines that tests can run for real: Ray in .ray; 
 	$(UV) venv --quiet --allow-existing --python .venv/bin/python .ray && $(UV) pip install --quiet --python .ray/bin/python ray
 	apt-get update -qq && apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge iproute2
 
+test-oldest: setup ## Run all tests with the oldest PyTorch that is supported, in .oldest (3 GB more to download)
+	$(UV) venv --quiet --allow-existing --python .venv/bin/python .oldest
+	$(UV) pip install --quiet --compile-bytecode --python .oldest/bin/python --editable '.[tensorboard]' --group dev 'torch==2.11.*'
+	.oldest/bin/pytest $(WORKERS) -m "not engines"
+
 test-gpu: ## Run the tests that one GPU can run, in the environment at hand
 	python3 -m pytest tests/gpu
 
@@ -65,5 +70,5 @@ guide-pictures: setup ## Draw the pictures of docs/guide/parallelism.md again
 	$(RUN)python -m megalith.report.guide
 
 clean: ## Remove what was made, but runs and data
-	rm -rf .venv .uv .pytest_cache .ruff_cache dist
+	rm -rf .venv .uv .ray .oldest .pytest_cache .ruff_cache dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -55,6 +55,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "every step": {"memory_every": 1},
     "every fourth": {"memory_every": BLOCK},
     "buddy": {"memory_every": 1, "nodes": 2},
+    "buddy every fourth": {"memory_every": BLOCK, "nodes": 2},
     "verified": {"memory_every": 1, "verify_every": BLOCK},
 }
 
