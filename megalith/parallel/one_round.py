@@ -9,6 +9,7 @@ These are kernels of torch's own operations for CPU tensors: who calls the opera
 other operators and other backends take the way they always took.
 """
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -50,8 +51,10 @@ def install() -> None:
         kernels = {"_allgather_base_": gather}
         if CAN_ADD:
             kernels |= {"_reduce_scatter_base_": scatter, "allreduce_": reduce}
-        for name, kernel in kernels.items():
-            _installed.impl(name, kernel, "CPU")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*overrid")  # torch 2.11 says that there was a kernel: that is known
+            for name, kernel in kernels.items():
+                _installed.impl(name, kernel, "CPU")
 
 
 def gather(whole: Tensor, mine: Tensor, boxed: Any, async_op: bool = True, timeout: int = -1) -> tuple[Tensor, Any]:
