@@ -6,6 +6,7 @@ before that can happen, and offers itself anew.
 
 import json
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from megalith import disk
 from megalith.fleet import letters, signs
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
@@ -27,6 +29,7 @@ from megalith.fleet.rendezvous import Store
 from megalith.fleet.signs import AnySign, Preempted
 
 POLL_SECONDS = 0.02
+ROOM_SECONDS = 1.0  # between looks whether a full disk has room again
 BEATS, BEAT_SECONDS = 10, 0.2  # signs of life within the time after which a node counts as lost; at most that far apart
 
 GENERATION: TypeAdapter[Generation] = TypeAdapter(Generation)
@@ -52,7 +55,8 @@ class Agent:
         self._seconds, self._cut_off = seconds, cut_off
         self._order = order
         self._generation = ""
-        self._placement: tuple[str, ...] = ()
+        self._ordered: Generation | None = None  # its ranks are still to be started here
+        self._start_at = 0.0
         self._forked: frozenset[int] = frozenset()
         self._life: dict[str, Any] = {"generation": "", "ranks": {}}  # the last signs of life, as this thread read them
         self._asked_to_go = self._told_so = False
@@ -72,6 +76,7 @@ class Agent:
                         self._nodes.close(forget=order["forget"])
                         return order["leave"]
                     self._obey(order)
+                self._start()
                 self._tell_what_happened()
         except RuntimeError as error:  # torch's errors of a store that is away
             self._lose_contact(f"the store no longer answers: {error}")
@@ -103,15 +108,14 @@ class Agent:
     def _obey(self, order: dict[str, Any]) -> None:
         match order:
             case {"start": generation}:
-                started = GENERATION.validate_python(generation)
-                self._generation, self._placement, self._forked = started.name, started.placement, frozenset()
-                self._nodes.start(started)
+                self._ordered, self._start_at = GENERATION.validate_python(generation), 0.0
+                self._start()
             case {"send": int(number), "ranks": ranks}:
                 self._nodes.send(number, ranks)
             case {"look": ranks, "answer": key}:
                 self._answer(key, {rank: asdict(look) for rank, look in self._nodes.look(ranks).items()})
             case {"unstarted": True, "answer": key}:
-                self._answer(key, FAILURE.dump_python(self._nodes.unstarted(), mode="json"))
+                self._answer(key, FAILURE.dump_python(self._unstarted(), mode="json"))
             case {"queued": True, "answer": key}:
                 self._answer(key, sum(self._nodes.queued().values()))
             case {"survey": True, "answer": key}:
@@ -124,6 +128,27 @@ class Agent:
                 self._nodes.check(self._name)
             case _:
                 raise ValueError(f"an order that this agent does not know: {order}. Run the same megalith on all nodes")
+
+    def _start(self) -> None:
+        """Start the ranks that were ordered. While a full disk has no room for what they meet by, it is tried again and again."""
+        if self._ordered is None or time.monotonic() < self._start_at:
+            return
+        self._generation, self._forked = self._ordered.name, frozenset()
+        try:
+            self._nodes.start(self._ordered)
+            self._ordered = None
+        except OSError as error:
+            if not disk.is_full(error):
+                raise
+            if not self._start_at:
+                print(f"no room to start the ranks ({error}): waiting for some", file=sys.stderr, flush=True)
+            self._start_at = time.monotonic() + ROOM_SECONDS
+
+    def _unstarted(self) -> Failure:
+        if self._ordered is None:
+            return self._nodes.unstarted()
+        reason = "found no room for what the ranks meet by"
+        return Failure(None, reason, "", "", self._nodes.log(0), time.time(), ExitCode.LOST)
 
     def _answer(self, key: str, value: Any) -> None:
         self._store.set(key, json.dumps(value))

@@ -211,6 +211,7 @@ class LocalNodes:
             old.unlink()
         if self._heartbeats is not None:
             self._heartbeats.close()
+            self._heartbeats = None  # should there be no room for the next ones
 
     def forget(self) -> None:
         """Strike out the copies of the state that this machine's nodes hold, whether or not they are there."""

@@ -29,6 +29,7 @@ POLL_SECONDS = 0.02
 LOOK_SECONDS = 4.0  # that agents may take to collect stacks
 QUEUED_SECONDS = 1.0  # that they may take to read how long ranks waited for processors
 LEAVE_SECONDS = 10.0  # that agents may take to read that the run is over
+ROOM_BYTES = 1 << 16  # that a node's part of a start takes in the run folder, and more
 SURVEY_SECONDS = 60.0  # that agents may take to read all their copies in memory
 
 
@@ -84,6 +85,7 @@ class RemoteNodes:
         return tuple(member.name for member in sorted(self._members.values(), key=lambda member: (member.order, member.number)))
 
     def start(self, generation: Generation) -> None:
+        self._find_room()
         self._generation, self._running = generation, set()
         for member in self._members.values() if generation.shrunk else ():  # also those that have no part in it
             member.orders.put({"forget": True})
@@ -91,6 +93,15 @@ class RemoteNodes:
         for member in self._of(set(generation.placement)):
             member.beats = {}
             member.orders.put({"start": record})
+
+    def _find_room(self) -> None:
+        """Raise OSError where the run folder has no room for what agents write there before ranks start: on one machine to write it does
+        so, and to wait for room here costs no starts."""
+        probe = self._job.run_dir / "ranks" / "room"
+        try:
+            probe.write_bytes(bytes(ROOM_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
 
     def wait(self, seconds: float) -> list[Exit | Failure | AnySign]:
         end = self._clock() + seconds

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megalith.fleet import letters, remote
+from megalith.fleet import agent, letters, remote
 from megalith.fleet.agent import Agent
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.exit_codes import ExitCode
@@ -44,12 +44,12 @@ class Fleet:
         def cut_off(why: str) -> None:
             self.reasons[name] = why
 
-        self.agents[name] = agent = Agent(
+        self.agents[name] = joining = Agent(
             name, local, order=order, store=self.store, beating=store, seconds=1.0 if deaf else SECONDS, cut_off=cut_off
         )
 
         def run() -> None:
-            self.codes[name] = agent.run()
+            self.codes[name] = joining.run()
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -162,6 +162,41 @@ def test_beats_stacks_signals_and_the_ends_of_ranks_travel(fleet: Callable[..., 
     run.nodes.check("nobody")
     checked = run.until(lambda heard: len(heard) == 2)
     assert {(sign.node, sign.passed) for sign in checked if isinstance(sign, HealthChecked)} == {("b", True), ("nobody", False)}
+
+
+def test_an_agent_without_room_to_start_ranks_waits_for_some_and_takes_orders_meanwhile(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "QUEUED_SECONDS", SECONDS)
+    monkeypatch.setattr(agent, "ROOM_SECONDS", 0.0)
+    run = _waiting(fleet)
+    run.nodes.send(signal.SIGKILL, run.nodes.running())
+    run.until(lambda heard: len(_ends(heard)) == 4)
+    full = node_logs(run.job.run_dir, "b") / "job.json"
+    full.unlink()
+    full.symlink_to("/dev/full")
+    run.nodes.start(Generation("g2", ("a", "b")))
+    run.until(lambda _: run.nodes.running() == {0, 1})
+    assert run.nodes.queued().keys() == {"a", "b"}
+    assert run.threads[1].is_alive()
+    monkeypatch.setattr(remote, "LOOK_SECONDS", SECONDS)
+    assert run.agents["b"]._unstarted().reason == "found no room for what the ranks meet by"
+    full.unlink()
+    run.until(lambda _: all(beat.ready for beat in run.nodes.beats()))
+    assert run.nodes.running() == {0, 1, 2, 3}
+
+
+def test_no_start_is_ordered_while_the_run_folder_is_full(tmp_path: Path) -> None:
+    """Who directs waits for room, as it does where the nodes are of its own machine."""
+    store = Dictionary()
+    nodes = RemoteNodes(store, Job("nobody:calls", {}, ranks=1, run_dir=tmp_path), FleetSpec())
+    letters.orders(store, store.add(letters.JOINED, 1))
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "room").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        nodes.start(Generation("g1", ("a",)))
+    nodes.start(Generation("g1", ("a",)))
+    assert not list((tmp_path / "ranks").iterdir())
 
 
 def test_agents_tell_how_long_their_ranks_waited_for_processors(
