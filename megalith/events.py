@@ -162,7 +162,8 @@ class Recovery(Event):
 
 @dataclass(frozen=True)
 class RunFinished(Event):
-    """The ranks stopped. `reason`: "finished", "stopped" (a signal asked, state saved) or "failed"."""
+    """The ranks stopped. `reason`: "finished", "stopped" (a signal asked, state saved), "lost" (a rank, most often: the same
+    command gets further) or "failed"."""
 
     kind: ClassVar[str] = "run_finished"
     reason: str

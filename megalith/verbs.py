@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -188,7 +189,8 @@ def parity(path: Path, *, overrides: Sequence[str] = (), steps: int = 3, run_dir
     arguments = {"run_dir": str(folder.resolve()), "steps": steps}
     result, entry = folder / "parity.json", "megalith.train.parity:main"
     if place is not None:
-        _join(resolved, folder, place, entry, arguments)
+        if status := _join(resolved, folder, place, entry, arguments):
+            raise RuntimeError(f"this rank ended with status {status}: see the errors of all ranks")
     else:
         result.unlink(missing_ok=True)
         outcome = _start(resolved, folder, entry, arguments, tick=None)
@@ -798,7 +800,10 @@ def _end_with_torchrun(place: "Place | None") -> None:
 
 
 def _join(resolved: Resolved, folder: Path, place: "Place", entry: str, arguments: dict[str, Any]) -> int:
-    """Be the rank that torchrun or Slurm started; its exit status."""
+    """Be the rank that torchrun or Slurm started; its exit status. Raises what says that the same command fails again."""
+    from megalith.fleet import causes  # only commands with ranks end as ranks do
+    from megalith.fleet.exit_codes import ExitCode
+
     if place.rank == 0:
         files.save(resolved, folder)
     else:
@@ -808,6 +813,11 @@ def _join(resolved: Resolved, folder: Path, place: "Place", entry: str, argument
         getattr(importlib.import_module(module), function)(**arguments)
     except SystemExit as end:  # a rank that was asked to stop ends so, once the state is saved
         return int(end.code or 0)
+    except Exception as error:
+        if (status := causes.status(error)) == ExitCode.FAILED:
+            raise
+        traceback.print_exc()
+        return status
     return 0
 
 

@@ -98,6 +98,16 @@ def is_secondary(type_name: str, text: str) -> bool:
     return type_name.rpartition(".")[2] in SECONDARY_TYPES or SECONDARY_TEXTS.search(text) is not None
 
 
+def status(error: BaseException) -> int:
+    """The exit status that an exception asks for: its own, LOST where it only says that another rank went away, else FAILED."""
+    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", None)
+    if code is None and isinstance(error, SystemExit):
+        return ExitCode.FINISHED
+    if code is None and is_secondary(type(error).__name__, str(error)):
+        return ExitCode.LOST
+    return code if isinstance(code, int) and 0 <= code <= 255 else ExitCode.FAILED
+
+
 def read_error(path: Path) -> RankError | None:
     """A rank's error file, None when it wrote none."""
     try:

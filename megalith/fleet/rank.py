@@ -22,7 +22,7 @@ from time import time
 from typing import Any, NoReturn
 
 from megalith import disk
-from megalith.fleet import heartbeat, lifeline, seat
+from megalith.fleet import causes, heartbeat, lifeline, seat
 from megalith.fleet.causes import RankError
 from megalith.fleet.evidence import STACKS
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
@@ -167,14 +167,6 @@ def _write_error(path: Path, error: BaseException, phase: str) -> None:
         part.rename(path)
 
 
-def _status(error: BaseException) -> int:
-    """The exit status that an exception asks for."""
-    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", None)
-    if code is None and isinstance(error, SystemExit):
-        return ExitCode.FINISHED
-    return code if isinstance(code, int) and 0 <= code <= 255 else ExitCode.FAILED
-
-
 def call(assignment: Assignment, rank: int, beats: Heartbeat) -> int:
     """Call the entry; the exit status. Anything it raises is written to the log and to `rank-R.error.json`."""
     try:
@@ -183,7 +175,7 @@ def call(assignment: Assignment, rank: int, beats: Heartbeat) -> int:
         beats.beat("run")
         entry(**assignment.arguments)
     except BaseException as error:
-        last, status = beats.read(), _status(error)
+        last, status = beats.read(), causes.status(error)
         if status not in ORDERLY:
             _write_error(assignment.error(rank), error, last.phase)
         beats.beat("stopped" if status in ORDERLY else "failed", last.step)

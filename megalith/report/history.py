@@ -61,7 +61,7 @@ class History:
 
     @property
     def state(self) -> str:
-        """How the run stands: finished, stopped, failed, or that its end is not recorded."""
+        """How the run stands: finished, stopped, lost, failed, or that its end is not recorded."""
         if not self.starts and not self.steps:
             return "not started"
         return self.finished["reason"] if self.finished else "running, or ended without a word"

@@ -15,7 +15,7 @@ from megalith.report.history import History, history
 
 SHOWN = 5  # incidents in the summary; the report page has them all
 
-STATE = {"finished": "green", "stopped": "yellow", "failed": "red"}
+STATE = {"finished": "green", "stopped": "yellow", "lost": "yellow", "failed": "red"}
 """How a run ended -> the colour that says so."""
 
 

@@ -7,6 +7,7 @@ import platform
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -18,14 +19,14 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from megalith import __version__
+from megalith import __version__, events
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.memory import Memory
 from megalith.data.stream import Stream
 from megalith.data.tokenizer import copy as copy_tokenizer
 from megalith.data.whole import Damage
 from megalith.events import EventLog, Holding, Problem, RunFinished, RunStarted
-from megalith.fleet import environment, faults, link, networks
+from megalith.fleet import causes, environment, faults, link, networks
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.report import report
@@ -81,9 +82,7 @@ def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None
         if log:
             log.write(RunFinished(reason=reason, step=loop.step))
     except Exception as error:
-        if log:
-            log.write(Problem("error", f"{type(error).__name__}: {error}", rank=place.rank))
-            log.write(RunFinished(reason="failed", step=-1))
+        _last_words(error, folder, log, rank=place.rank)
         raise
     if log:
         log.close()
@@ -93,6 +92,19 @@ def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None
     dist.destroy_process_group()
     if reason == "stopped":
         sys.exit(ExitCode.STOPPED)
+
+
+def _last_words(error: Exception, folder: Path, log: EventLog | None, *, rank: int) -> None:
+    """Say why the ranks end. One that lost a peer cannot tell whether to go on makes sense: what the peer said, if anything, stands. Where
+    nobody listens (ranks of another launcher) every rank with an error of its own therefore says so."""
+    hopeless = causes.status(error) == ExitCode.FAILED
+    if log is None and (not hopeless or REPORTS in os.environ):
+        return
+    said = deque(events.read(folder), maxlen=1)
+    peer_failed = bool(said) and said[0]["type"] == RunFinished.kind and said[0]["reason"] == "failed"
+    log = log or EventLog(folder)
+    log.write(Problem("error", f"{type(error).__name__}: {error}", rank=rank))
+    log.write(RunFinished(reason="failed" if hopeless or peer_failed else "lost", step=-1))
 
 
 def _watch_link() -> None:

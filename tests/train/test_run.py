@@ -6,21 +6,27 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import megalith.train.run
-from megalith.events import read
+from megalith import verbs
+from megalith.events import EventLog, read
 from megalith.fleet import controller, faults
+from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.faults import OWN_DATA, Injection
 from megalith.fleet.job import Job
 from megalith.fleet.local import _family, _place
 from megalith.fleet.outcome import Outcome
-from megalith.fleet.seat import MEMORY
+from megalith.fleet.report import Reported
+from megalith.fleet.seat import MEMORY, REPORTS
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import RunSpec
+from megalith.train.loop import NotSavedError
+from megalith.train.run import _last_words
 from tests.patience import PATIENCE
 from tests.runs import assert_same_bits, final_state, finish, prepare_text, start, train
 from tests.specs import tiny_run
@@ -89,6 +95,52 @@ def test_without_another_copy_the_run_stops_and_says_which_byte_of_which_shard(d
     assert "data.copies" in outcome.report
     (found,) = [event for event in read(tmp_path / "run") if event["type"] == "incident"]
     assert found["cause"] == "data_damaged"
+
+
+LOST_PEER = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3215")
+
+
+def _said(folder: Path) -> list[str]:
+    return [event["reason"] for event in read(folder) if event["type"] == "run_finished"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(ValueError("wrong"), "failed"), (LOST_PEER, "lost"), (Reported("a flipped bit"), "lost")]
+)
+def test_a_run_that_may_get_further_does_not_end_as_one_that_failed(error: Exception, reason: str, tmp_path: Path) -> None:
+    """Engines start it again by this word."""
+    _last_words(error, tmp_path, EventLog(tmp_path), rank=0)
+    assert _said(tmp_path) == [reason]
+
+
+def test_what_a_rank_says_of_its_own_error_stands_when_others_lose_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _last_words(ValueError("wrong"), tmp_path, None, rank=3)
+    _last_words(LOST_PEER, tmp_path, None, rank=2)
+    _last_words(LOST_PEER, tmp_path, EventLog(tmp_path), rank=0)
+    assert _said(tmp_path) == ["failed", "failed"]
+    monkeypatch.setenv(REPORTS, str(tmp_path))
+    _last_words(ValueError("wrong"), tmp_path, None, rank=3)
+    assert _said(tmp_path) == ["failed", "failed"], "a supervisor hears of it by itself"
+
+
+def _ends_with(error: Exception) -> int:
+    """As a rank of another launcher."""
+
+    def entry() -> None:
+        raise error
+
+    place = Place(1, 2, 0, 1, "variables", "tcp://h:1", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verbs, "_await", lambda resolved, folder, timeout: None)
+        patch.setattr(verbs.importlib, "import_module", lambda name: SimpleNamespace(main=entry))
+        resolved = SimpleNamespace(spec=SimpleNamespace(launch=SimpleNamespace(start_timeout=1.0)))
+        return verbs._join(cast(Any, resolved), Path(), place, "a:main", {})
+
+
+def test_a_rank_of_another_launcher_ends_with_the_status_that_its_error_asks_for() -> None:
+    assert [_ends_with(error) for error in (Reported("a flipped bit"), NotSavedError("no room"), LOST_PEER)] == [76, 71, 71]
+    with pytest.raises(ValueError, match="wrong"):
+        _ends_with(ValueError("wrong"))
 
 
 def test_without_recovery_there_is_no_guard_and_no_copy(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ case $said in
   *'"type":"run_finished"'*'"reason":"finished"'*) status=0 ;;
   *'"type":"run_finished"'*'"reason":"stopped"'*) status={stopped} ;;
   *'"type":"run_finished"'*'"reason":"failed"'*) status={failed} ;;
-  *) if [ "$status" = {failed} ]; then status={lost}; fi ;;   # it died without a word
+  *) if [ "$status" = {failed} ]; then status={lost}; fi ;;   # lost, or dead without a word
 esac
 
 again=no

@@ -136,6 +136,12 @@ def test_the_jobs_status_is_what_the_run_says_of_its_end(step: int, reason: str,
     assert _play_slurm(tmp_path, srun=f"exit {step}", events=_finished(reason))[0] == code
 
 
+@pytest.mark.parametrize(("step", "code"), [(1, 71), (71, 71), (137, 137)])
+def test_slurm_queues_again_a_run_that_lost_a_rank(step: int, code: int, tmp_path: Path) -> None:
+    status, orders, _ = _play_slurm(tmp_path, srun=f"exit {step}", events=_finished("lost"))
+    assert status == code and "requeue" in orders
+
+
 @pytest.mark.parametrize("before", ["", STEP, _finished("failed"), _finished("stopped")])
 def test_slurm_queues_again_a_run_that_died_without_a_word(before: str, tmp_path: Path) -> None:
     status, orders, _ = _play_slurm(tmp_path, srun="exit 1", before=before)
