@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megalith import __version__
+from megalith import __version__, disk
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megalith.spec.problem import Problem
     from megalith.verbs import Dried
 
-BAD_SPECIFICATION = 2
+BAD_SPECIFICATION, LOST = 2, 71  # as in fleet.exit_codes
 
 app = typer.Typer(
     name="megalith",
@@ -104,7 +104,7 @@ def plainly(*, as_json: bool) -> Iterator[None]:
         if isinstance(error, typer.Exit):  # a RuntimeError to typer
             raise
         say_failure(str(error) or type(error).__name__, kind=type(error).__name__, as_json=as_json)
-        raise typer.Exit(1) from error
+        raise typer.Exit(LOST if disk.is_unavailable(error) else 1) from error
     except Exception as error:
         from megalith.spec.problem import SpecErrors  # see verbs()
 

@@ -1,4 +1,4 @@
-"""What is done without where a disk has no room: a run's notes about itself must not end it."""
+"""What is done without where a disk has no room, or a store is away: a run's notes about itself must not end it."""
 
 import contextlib
 import errno
@@ -10,23 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+UNAVAILABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN})
+"""No room, on the disk or within what its owner may use; a file system that fails, or whose server does not answer."""
 
-def is_full(error: OSError) -> bool:
-    """Whether there was no room, on the disk or within what its owner may use."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+def is_unavailable(error: BaseException) -> bool:
+    """Whether storage is to blame, and not the program: it has no room, or is away. Either may pass."""
+    return isinstance(error, OSError) and error.errno in UNAVAILABLE
 
 
 def append(descriptor: int, line: bytes) -> bool:
-    """Append a line to a file that is open for reading and appending; False if there was no room for all of it. What a writer before left
-    of a line, when it died or had no room either, is a line of its own then: who reads the file leaves it out."""
-    size = os.fstat(descriptor).st_size
-    whole = b"\n" * (size > 0 and os.pread(descriptor, 1, size - 1) != b"\n") + line
-    try:
+    """Append a line to a file that is open for reading and appending; False if not all of it could be written. What a writer before left
+    of a line, when it died or could not write either, is a line of its own then: who reads the file leaves it out."""
+    with if_available():
+        size = os.fstat(descriptor).st_size
+        whole = b"\n" * (size > 0 and os.pread(descriptor, 1, size - 1) != b"\n") + line
         return os.write(descriptor, whole) == len(whole)
-    except OSError as error:
-        if not is_full(error):
-            raise
-        return False
+    return False
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -41,27 +41,25 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def unless_full(path: Path) -> Iterator[None]:
-    """Write to `path`, or say that there is no room for it and go on. Raises any other OSError."""
+def if_available(path: Path | None = None) -> Iterator[None]:
+    """Leave the block when storage is unavailable, and go on without `path`, if one is given and so named. Raises any other OSError."""
     try:
         yield
     except OSError as error:
-        if not is_full(error):
+        if not is_unavailable(error):
             raise
-        print(f"no room for {path}: going on without it", file=sys.stderr, flush=True)
+        if path is not None:
+            print(f"{path} cannot be written ({error.strerror}): going on without it", file=sys.stderr, flush=True)
 
 
 class Output(io.FileIO):
-    """A process's output to a disk that may be full: what there is no room for is lost, and not the process."""
+    """A process's output to a disk that may be full, or away: what cannot be written is lost, and not the process."""
 
     def write(self, data: object) -> int:
         """Bytes taken."""
-        try:
+        with if_available():
             return super().write(data) or 0  # type: ignore[arg-type]
-        except OSError as error:
-            if not is_full(error):
-                raise
-            return memoryview(data).nbytes  # type: ignore[arg-type]
+        return memoryview(data).nbytes  # type: ignore[arg-type]
 
 
 def text_output(descriptor: int) -> io.TextIOWrapper:

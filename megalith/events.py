@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from megalith import disk
 
 FILE = "events.jsonl"
-MOST_WAITING = 10_000  # events that wait for room on a full disk; the oldest are lost beyond that
+MOST_WAITING = 10_000  # events that wait for a disk with room, or a store; the oldest are lost beyond that
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class RunFinished(Event):
 
 class EventLog:
     """Appends events to a run folder's log. Each event is one write, so a reader never sees half a line for long, and the ranks and who
-    watches them may write to one log. What a full disk has no room for waits until it has."""
+    watches them may write to one log. What a full disk has no room for, or a store that is away cannot take, waits."""
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -187,15 +187,15 @@ class EventLog:
         self._append()
 
     def _append(self) -> None:
-        """Write what waits, as far as there is room."""
+        """Write what waits, as far as it can be written."""
         while self._waiting and disk.append(self._file, self._waiting[0]):
             self._waiting.popleft()
 
     def close(self) -> None:
-        """Write what still waits, and say so if there is no room for it to the last."""
+        """Write what still waits, and say so if it cannot be written to the last."""
         self._append()
         if self._waiting:
-            print(f"no room for the last {len(self._waiting)} events of {self._path}", file=sys.stderr, flush=True)
+            print(f"the last {len(self._waiting)} events of {self._path} could not be written", file=sys.stderr, flush=True)
         os.close(self._file)
 
 

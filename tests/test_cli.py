@@ -1,5 +1,6 @@
 """The command line: starts fast and without torch, says every problem plainly, prints JSON for programs."""
 
+import errno
 import json
 import os
 import resource
@@ -58,6 +59,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize(("code", "status"), [(errno.ESTALE, 71), (errno.ENOSPC, 71), (errno.EACCES, 1)])
+def test_storage_that_may_be_back_is_worth_another_try(code: int, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(*given: Any, **more: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(verbs, "train", train)
+    result = call("train", "run.toml")
+    assert result.exit_code == status
+    assert os.strerror(code) in result.output
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""A disk without room costs notes, not runs."""
+"""A disk without room, or a store that is away, costs notes, not runs."""
 
 import errno
 import os
@@ -55,7 +55,7 @@ def test_what_never_found_room_is_counted_at_the_end(room: Disk, tmp_path: Path,
     for _ in range(3):
         log.write(Problem("warning", "lost"))
     log.close()
-    assert f"no room for the last 3 events of {tmp_path / FILE}" in capsys.readouterr().err
+    assert f"the last 3 events of {tmp_path / FILE} could not be written" in capsys.readouterr().err
 
 
 def test_a_ledger_of_nodes_goes_without_a_record(room: Disk, tmp_path: Path) -> None:
@@ -68,12 +68,31 @@ def test_a_ledger_of_nodes_goes_without_a_record(room: Disk, tmp_path: Path) -> 
     assert read_nodes(path) == [records[0], records[2]]
 
 
-def test_other_errors_of_a_disk_are_raised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with disk.unless_full(tmp_path / "note"):
-        raise OSError(errno.EDQUOT, "quota")
-    assert f"no room for {tmp_path / 'note'}" in capsys.readouterr().err
-    with pytest.raises(OSError, match="broken"), disk.unless_full(tmp_path / "note"):
-        raise OSError(errno.EIO, "broken")
+@pytest.mark.parametrize("code", sorted(disk.UNAVAILABLE))
+def test_a_disk_that_may_be_back_costs_a_note_and_says_why(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with disk.if_available(tmp_path / "note"):
+        raise OSError(code, os.strerror(code))
+    assert f"{tmp_path / 'note'} cannot be written ({os.strerror(code)})" in capsys.readouterr().err
+
+
+def test_other_errors_of_a_disk_are_raised(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError, match="forbidden"), disk.if_available(tmp_path / "note"):
+        raise OSError(errno.EACCES, "forbidden")
+
+
+def test_events_wait_while_the_store_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog(tmp_path)
+    log.write(Problem("warning", "first"))
+    with monkeypatch.context() as away:
+        away.setattr(disk.os, "fstat", lambda descriptor: _raise(errno.ESTALE))
+        log.write(Problem("warning", "second"))
+    assert _messages(tmp_path) == ["first"]
+    log.close()
+    assert _messages(tmp_path) == ["first", "second"]
+
+
+def _raise(code: int) -> None:
+    raise OSError(code, os.strerror(code))
 
 
 def test_a_process_outlives_output_to_a_full_disk() -> None:

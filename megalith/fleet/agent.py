@@ -29,7 +29,7 @@ from megalith.fleet.rendezvous import Store
 from megalith.fleet.signs import AnySign, Preempted
 
 POLL_SECONDS = 0.02
-ROOM_SECONDS = 1.0  # between looks whether a full disk has room again
+STORAGE_SECONDS = 1.0  # between looks whether a full disk has room again, or a store is back
 BEATS, BEAT_SECONDS = 10, 0.2  # signs of life within the time after which a node counts as lost; at most that far apart
 
 GENERATION: TypeAdapter[Generation] = TypeAdapter(Generation)
@@ -130,7 +130,7 @@ class Agent:
                 raise ValueError(f"an order that this agent does not know: {order}. Run the same megalith on all nodes")
 
     def _start(self) -> None:
-        """Start the ranks that were ordered. While a full disk has no room for what they meet by, it is tried again and again."""
+        """Start the ranks that were ordered. While what they meet by cannot be written, it is tried again and again."""
         if self._ordered is None or time.monotonic() < self._start_at:
             return
         self._generation, self._forked = self._ordered.name, frozenset()
@@ -138,16 +138,16 @@ class Agent:
             self._nodes.start(self._ordered)
             self._ordered = None
         except OSError as error:
-            if not disk.is_full(error):
+            if not disk.is_unavailable(error):
                 raise
             if not self._start_at:
-                print(f"no room to start the ranks ({error}): waiting for some", file=sys.stderr, flush=True)
-            self._start_at = time.monotonic() + ROOM_SECONDS
+                print(f"the ranks cannot be started until storage is there again: {error}", file=sys.stderr, flush=True)
+            self._start_at = time.monotonic() + STORAGE_SECONDS
 
     def _unstarted(self) -> Failure:
         if self._ordered is None:
             return self._nodes.unstarted()
-        reason = "found no room for what the ranks meet by"
+        reason = "could not write what the ranks meet by"
         return Failure(None, reason, "", "", self._nodes.log(0), time.time(), ExitCode.LOST)
 
     def _answer(self, key: str, value: Any) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalith import disk
 from megalith.fleet.evidence import tail
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 
@@ -99,20 +100,20 @@ def is_secondary(type_name: str, text: str) -> bool:
 
 
 def status(error: BaseException) -> int:
-    """The exit status that an exception asks for: its own, LOST where it only says that another rank went away, else FAILED."""
+    """The exit status that an exception asks for: its own; LOST where another rank, or storage, went away; else FAILED."""
     code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", None)
     if code is None and isinstance(error, SystemExit):
         return ExitCode.FINISHED
-    if code is None and is_secondary(type(error).__name__, str(error)):
+    if code is None and (is_secondary(type(error).__name__, str(error)) or disk.is_unavailable(error)):
         return ExitCode.LOST
     return code if isinstance(code, int) and 0 <= code <= 255 else ExitCode.FAILED
 
 
 def read_error(path: Path) -> RankError | None:
-    """A rank's error file, None when it wrote none."""
+    """A rank's error file, None when it wrote none, or none can be read."""
     try:
         return RankError(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except OSError:
         return None
 
 

@@ -38,7 +38,7 @@ from megalith.spec.fleet import FleetSpec
 
 MEMORY_FILE = "fleet.json"
 IDLE_SECONDS = 0.02
-ROOM_SECONDS = 1.0  # between looks whether a full disk has room again
+STORAGE_SECONDS = 1.0  # between looks whether a full disk has room again, or a store is back
 
 Start = commands.Restart | commands.Shrink | commands.Grow
 Store = Callable[[], tuple[Copy, ...]]
@@ -83,6 +83,7 @@ class Controller:
         self._checks: list[tuple[float, str]] = []  # monotonic seconds, node: health checks that are to come
         self._pace = Pace(job.start_timeout, job.silence_timeout, fleet)
         self._stragglers = Stragglers(fleet)
+        self._stored: tuple[Copy, ...] | None = None  # checkpoints, as last read
         self._state = self._remember()
         self._incidents = sum(record["type"] == "incident" for record in events.read(job.run_dir))
         self._open: list[_Open] = []
@@ -133,7 +134,7 @@ class Controller:
 
     def _keep(self) -> None:
         part = self._memory.with_suffix(".new")
-        with disk.unless_full(self._memory):
+        with disk.if_available(self._memory):
             part.write_text(json.dumps(policy.dump(replace(self._state, copies=()))), encoding="utf-8")
             part.rename(self._memory)
 
@@ -170,21 +171,22 @@ class Controller:
             self._outcome = self._final(outcome)
 
     def _start(self, generation: Generation) -> bool:
-        """Start all ranks. While a full disk has no room for what they meet by, wait; False if somebody wants to stop meanwhile."""
+        """Start all ranks. While what they meet by cannot be written, wait; False if somebody wants to stop meanwhile."""
         told = False
         while True:
             try:
                 self._nodes.start(generation)
                 return True
             except OSError as error:
-                if not disk.is_full(error):
+                if not disk.is_unavailable(error):
                     raise
-            if not told:
-                print(f"no room in {self._job.run_dir} to start the ranks: waiting for some", file=sys.stderr, flush=True)
+                if not told:
+                    where = f"{self._job.run_dir} cannot be written ({error.strerror})"
+                    print(f"{where}: waiting to start the ranks", file=sys.stderr, flush=True)
             told = True
             if self._requests:
                 return False
-            self._pause(ROOM_SECONDS)
+            self._pause(STORAGE_SECONDS)
 
     def _pause(self, seconds: float) -> None:
         """Wait before a start, but not for somebody who wants to stop."""
@@ -378,7 +380,15 @@ class Controller:
         self._keep()
 
     def _copies(self) -> tuple[Copy, ...]:
-        return (*self._nodes.survey(self._state.placement), *self._store())
+        """What there is to go on from. While the store is away its checkpoints are those known last, which it will have again; raises its
+        OSError where none were ever read."""
+        try:
+            self._stored = self._store()
+        except OSError as error:
+            if self._stored is None:
+                raise
+            self._log.write(Problem("warning", f"checkpoints cannot be listed, so those known last count: {error}"))
+        return (*self._nodes.survey(self._state.placement), *self._stored)
 
     def _tell_of_plan(self, order: Start) -> None:
         """Whose plan the ranks follow from now on, when that changes."""

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from megalith import disk
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.seat import node_folder, ranks_of, slot_of
 from megalith.fleet.tiers import Copy, Tier
@@ -218,7 +219,9 @@ def held(node: str, *, memory: Path | None, disk: Path | None) -> list[Piece]:
 
 def _labelled(folder: Path) -> Iterator[tuple[Path, Buffer, Label]]:
     """The buffers of a folder that hold a copy; the caller closes them."""
-    paths = sorted((*folder.glob("own-*"), *folder.glob("buddy-*"))) if folder.is_dir() else []
+    paths = list[Path]()
+    with disk.if_available():  # a disk that fails holds nothing
+        paths = sorted((*folder.glob("own-*"), *folder.glob("buddy-*"))) if folder.is_dir() else []
     for path in paths:
         try:
             buffer = Buffer.open(path)

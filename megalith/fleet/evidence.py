@@ -28,17 +28,21 @@ def tail(text: str) -> str:
 
 
 def size(path: Path) -> int:
-    """Bytes of a file; 0 when there is none."""
-    return path.stat().st_size if path.exists() else 0
+    """Bytes of a file; 0 when there is none, or none can be seen."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def read_from(path: Path, offset: int) -> str:
-    """A file's text from an offset on; empty when there is none."""
-    if not path.exists():
+    """A file's text from an offset on; empty when there is none, or none can be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read().decode(errors="replace")
+    except OSError:
         return ""
-    with path.open("rb") as file:
-        file.seek(offset)
-        return file.read().decode(errors="replace")
 
 
 def output(log: Path, generation: str) -> str:

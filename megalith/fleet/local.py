@@ -19,6 +19,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
 
+from megalith import disk
 from megalith.fleet import admission, causes, copies, evidence, networks, report
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
@@ -354,7 +355,8 @@ class LocalNodes:
         if self._heartbeats is not None:
             self._heartbeats.close()
         if self._assignment is not None:
-            self._assignment.store.unlink(missing_ok=True)
+            with disk.if_available():
+                self._assignment.store.unlink(missing_ok=True)
         os.close(self._held)
         os.close(self._lifeline)
         for file in self._claimed:

@@ -162,7 +162,7 @@ def _write_error(path: Path, error: BaseException, phase: str) -> None:
     record = RankError(type=name, message=str(error), traceback=text, time=time(), phase=phase)
     part = path.with_name(path.name + ".new")
     print(text, file=sys.stderr, flush=True)
-    with disk.unless_full(path):
+    with disk.if_available(path):
         part.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
         part.rename(path)
 

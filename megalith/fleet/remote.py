@@ -85,7 +85,7 @@ class RemoteNodes:
         return tuple(member.name for member in sorted(self._members.values(), key=lambda member: (member.order, member.number)))
 
     def start(self, generation: Generation) -> None:
-        self._find_room()
+        self._try_storage()
         self._generation, self._running = generation, set()
         for member in self._members.values() if generation.shrunk else ():  # also those that have no part in it
             member.orders.put({"forget": True})
@@ -94,9 +94,9 @@ class RemoteNodes:
             member.beats = {}
             member.orders.put({"start": record})
 
-    def _find_room(self) -> None:
-        """Raise OSError where the run folder has no room for what agents write there before ranks start: on one machine to write it does
-        so, and to wait for room here costs no starts."""
+    def _try_storage(self) -> None:
+        """Raise OSError where the run folder does not take what agents write there before ranks start: on one machine to write it does so,
+        and to wait for it here costs no starts."""
         probe = self._job.run_dir / "ranks" / "room"
         try:
             probe.write_bytes(bytes(ROOM_BYTES))

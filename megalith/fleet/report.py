@@ -34,7 +34,7 @@ def report(sign: AnySign, environment: Mapping[str, str] = os.environ) -> None:
         print(f"seen: {text}", flush=True)
         return
     path = Path(folder) / f"rank-{environment.get('RANK', '0')}-{secrets.token_hex(4)}"
-    with disk.unless_full(path):
+    with disk.if_available(path):
         path.with_suffix(".new").write_text(text, encoding="utf-8")
         path.with_suffix(".new").rename(path.with_suffix(".json"))
 
@@ -42,11 +42,13 @@ def report(sign: AnySign, environment: Mapping[str, str] = os.environ) -> None:
 def collect(folder: Path) -> list[AnySign]:
     """The reports that have come, oldest first; each is given once. One that cannot be read is left where it lies."""
     found: list[AnySign] = []
-    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
-        try:
-            found.append(signs.load(json.loads(path.read_text(encoding="utf-8"))))
-        except (ValidationError, json.JSONDecodeError):
-            path.rename(path.with_suffix(".unreadable"))
-            continue
-        path.unlink()
+    with disk.if_available():  # what is left there comes with a later call
+        for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
+            try:
+                sign = signs.load(json.loads(path.read_text(encoding="utf-8")))
+            except (ValidationError, json.JSONDecodeError):
+                path.rename(path.with_suffix(".unreadable"))
+                continue
+            path.unlink()
+            found.append(sign)
     return found

@@ -1,5 +1,6 @@
 """The live line of a run: follows the event log of a run folder while it is written."""
 
+import contextlib
 import json
 import time
 from collections import deque
@@ -11,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from megalith import events
+from megalith import disk, events
 from megalith.report import units
 
 RECENT = 30
@@ -66,9 +67,8 @@ class Follow:
 
     def _new(self) -> list[dict[str, Any]]:
         """The complete events written since the last call."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
+        fresh = b""
+        with disk.if_available(), contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
             fresh = file.read()
         self._offset += len(fresh)

@@ -253,7 +253,7 @@ def test_that_saves_work_again_is_told_and_is_no_incident_and_a_full_disk_ends_n
 def test_a_start_that_finds_no_room_waits_for_some_unless_somebody_wants_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(controller_module, "ROOM_SECONDS", 0.0)
+    monkeypatch.setattr(controller_module, "STORAGE_SECONDS", 0.0)
     (tmp_path / "ranks").mkdir()
     left = [3]
 
@@ -268,11 +268,36 @@ def test_a_start_that_finds_no_room_waits_for_some_unless_somebody_wants_to_stop
     controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=requests)
     assert controller._start(Generation("g", ("a", "b")))
     assert left == [0]
-    assert capsys.readouterr().err.count("to start the ranks: waiting for some") == 1, "it says so once"
+    assert capsys.readouterr().err.count("waiting to start the ranks") == 1, "it says so once"
     left[0] = 10
     requests.append(object())
     assert not controller._start(Generation("g", ("a", "b")))
     assert left == [9]
+
+
+def test_a_store_that_is_away_ends_no_run_whose_checkpoints_are_known(tmp_path: Path) -> None:
+    """A rank died meanwhile: it goes on from memory, or waits for the store."""
+    (tmp_path / "ranks").mkdir()
+    away: list[OSError] = []
+
+    def store() -> tuple[Copy, ...]:
+        if away:
+            raise away[0]
+        return (Copy(Tier.STORE, 5),)
+
+    in_memory = [Copy(Tier.MEMORY, 7)]
+    nodes = SimpleNamespace(there=lambda: ("a", "b"), survey=lambda placement: tuple(in_memory), check=str)
+    job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
+    controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=store, requests=[])
+    controller._take(Seen(Started(time=1.0), 1.0, {}))
+    away.append(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
+    assert controller._copies() == (Copy(Tier.MEMORY, 7), Copy(Tier.STORE, 5))
+    in_memory.clear()
+    assert controller._copies() == (Copy(Tier.STORE, 5),)
+    assert "Stale file handle" in [record["message"] for record in events.read(tmp_path)][-1]
+    again = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=store, requests=[])
+    with pytest.raises(OSError, match="Stale"):  # it may hold all that was trained: nothing begins anew
+        again._take(Seen(Started(time=1.0), 1.0, {}))
 
 
 def test_a_node_that_was_a_lemon_last_time_is_not_used_until_its_check_passes(tmp_path: Path) -> None:

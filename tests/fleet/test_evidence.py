@@ -1,3 +1,5 @@
+import errno
+import json
 import os
 import signal
 import subprocess
@@ -6,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.fleet import evidence
+from megalith.fleet import causes, evidence, report, signs
 from tests.fleet.conftest import until
 from tests.patience import PATIENCE
 
@@ -51,6 +53,23 @@ def test_a_stopped_process_is_seen_as_stopped():
         process.wait()
     assert not evidence.is_stopped(None)
     assert evidence.oom_kills() >= 0
+
+
+def test_what_ranks_left_in_a_store_that_is_away_ends_nobody_who_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(path: Path, *given: object, **more: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    sign = signs.NodeJoined(time=1.0, node="a")
+    (tmp_path / "rank-0-1.json").write_text(json.dumps(signs.dump(sign)))
+    with monkeypatch.context() as patch:
+        for name in ("open", "stat", "glob"):
+            patch.setattr(Path, name, away)
+        assert evidence.output(tmp_path / "rank-0.log", "1f") == ""
+        assert causes.read_error(tmp_path / "rank-0.error.json") is None
+        assert report.collect(tmp_path) == []
+    assert report.collect(tmp_path) == [sign]
 
 
 def test_threads_that_only_look_for_work_do_not_wait_for_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,7 @@ def test_an_agent_without_room_to_start_ranks_waits_for_some_and_takes_orders_me
     fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "QUEUED_SECONDS", SECONDS)
-    monkeypatch.setattr(agent, "ROOM_SECONDS", 0.0)
+    monkeypatch.setattr(agent, "STORAGE_SECONDS", 0.0)
     run = _waiting(fleet)
     run.nodes.send(signal.SIGKILL, run.nodes.running())
     run.until(lambda heard: len(_ends(heard)) == 4)
@@ -180,7 +180,7 @@ def test_an_agent_without_room_to_start_ranks_waits_for_some_and_takes_orders_me
     assert run.nodes.queued().keys() == {"a", "b"}
     assert run.threads[1].is_alive()
     monkeypatch.setattr(remote, "LOOK_SECONDS", SECONDS)
-    assert run.agents["b"]._unstarted().reason == "found no room for what the ranks meet by"
+    assert run.agents["b"]._unstarted().reason == "could not write what the ranks meet by"
     full.unlink()
     run.until(lambda _: all(beat.ready for beat in run.nodes.beats()))
     assert run.nodes.running() == {0, 1, 2, 3}
