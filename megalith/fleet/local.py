@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import IO
 
 from megalith import disk
-from megalith.fleet import admission, causes, copies, evidence, networks, report
+from megalith.fleet import admission, causes, copies, evidence, link, networks, report
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
@@ -133,6 +133,14 @@ def _is_abandoned(memory: Path) -> bool:
         return not name.exists() or name.read_text() != owner["name"]
     except (OSError, ValueError):  # in use, just being made, or another user's
         return False
+
+
+def _unreachable(node: str) -> str:
+    """Why ranks on a node could not communicate, empty when they could. A node without a network of its own has the machine's."""
+    network, name = networks.find(), link.named()
+    if network is not None:
+        return "" if network.is_connected(node) else "its interface is down"
+    return "" if name is None or link.is_up(name) else f"its interface {name} is down"
 
 
 class LocalNodes:
@@ -338,8 +346,7 @@ class LocalNodes:
         machine none has processors of its own: there is no burn-in, which would take them from the ranks."""
 
         def measure() -> None:
-            there, network = node in self.there(), networks.find()
-            wrong = "" if network is None or network.is_connected(node) else "its interface is down"
+            there, wrong = node in self.there(), _unreachable(node)
             if there and not wrong:
                 job = self._job
                 burn_in = job.burn_in if len(self._names) == 1 else ()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.fleet import admission, health, letters
+from megalith.fleet import admission, health, letters, link
 from megalith.fleet.admission import LEAST, UnfitError, admit, await_fitness, before_start, burnt, failures
 from megalith.fleet.health import Finding, Needs
 from megalith.fleet.job import Job
@@ -135,6 +135,19 @@ def test_a_node_returns_only_if_it_computes_right(verdict: str, tmp_path: Path, 
     sign = _checked(nodes)
     assert sign.there and sign.passed == (verdict == "ok")
     assert ("3 products differ" in sign.text) == (verdict == "fail")
+    nodes.close(forget=True)
+
+
+def test_a_node_does_not_return_while_the_interface_of_its_ranks_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may be reached by another one: the node would be taken, fail, and be taken again."""
+    monkeypatch.setattr(admission.health, "doctor", lambda folder: [])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    nodes = LocalNodes(Job("a:b", {}, ranks=1, run_dir=tmp_path))
+    for state, why in ((0x8, "its interface lo is down"), (0x49, "")):
+        monkeypatch.setattr(link, "flags", lambda name, state=state: state)
+        nodes.check("0")
+        sign = _checked(nodes)
+        assert (sign.passed, sign.text) == (not why, why)
     nodes.close(forget=True)
 
 
