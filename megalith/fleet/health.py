@@ -119,9 +119,15 @@ def _left_in_group(root: Path = Path("/sys/fs/cgroup")) -> float:
     return float("inf") if most == "max" else max(0.0, float(most) - float(used))
 
 
+UNSEEN = "See that its file system is mounted and answers, or use another folder"
+
+
 def disk_space(folder: Path, limit: float) -> Finding:
-    """Free space where the run will write."""
-    free = shutil.disk_usage(_existing(folder)).free
+    """Free space where the run will write. A folder that cannot be seen fails."""
+    try:
+        free = shutil.disk_usage(_existing(folder)).free
+    except OSError as error:
+        return Finding("disk space", "fail", f"{folder} cannot be seen: {error.strerror}", f"at least {_size(limit)}", UNSEEN)
     way_out = f"Free some of {folder}, use another run folder, or keep fewer checkpoints (checkpoint.keep)"
     return at_least("disk space", free, limit, form=_size, way_out=way_out)
 
@@ -136,8 +142,8 @@ def _existing(folder: Path) -> Path:
 
 def writable(folder: Path) -> Finding:
     """Whether a file can be made where the run will write."""
-    path = _existing(folder) / f".doctor-{os.getpid()}"
     try:
+        path = _existing(folder) / f".doctor-{os.getpid()}"
         path.write_bytes(b"here")
         path.unlink()
     except OSError as error:
@@ -149,7 +155,18 @@ def writable(folder: Path) -> Finding:
 
 def disk_speed(folder: Path, limit: float, *, size: int = 32 << 20) -> Finding:
     """How fast a file is written and flushed. A folder that cannot be written to fails."""
-    path = _existing(folder) / f".doctor-{os.getpid()}"
+    try:
+        seconds = _write(_existing(folder) / f".doctor-{os.getpid()}", size)
+    except OSError as error:
+        return Finding(
+            "disk speed", "fail", f"cannot be written: {error.strerror}", f"at least {_speed(limit)}", "Use another folder"
+        )
+    way_out = f"{folder} is slow: saves will take long. Use a local disk or a faster store, or save less often"
+    return at_least("disk speed", size / seconds, limit, form=_speed, way_out=way_out)
+
+
+def _write(path: Path, size: int) -> float:
+    """Seconds that it took to write and flush `size` bytes to a file, which is gone after. Raises OSError."""
     block = os.urandom(1 << 20)  # no file system can compress it away
     try:
         began = time.perf_counter()
@@ -157,15 +174,9 @@ def disk_speed(folder: Path, limit: float, *, size: int = 32 << 20) -> Finding:
             for _ in range(size >> 20):
                 file.write(block)
             os.fsync(file.fileno())
-        seconds = time.perf_counter() - began
-    except OSError as error:
-        return Finding(
-            "disk speed", "fail", f"cannot be written: {error.strerror}", f"at least {_speed(limit)}", "Use another folder"
-        )
+        return time.perf_counter() - began
     finally:
         path.unlink(missing_ok=True)
-    way_out = f"{folder} is slow: saves will take long. Use a local disk or a faster store, or save less often"
-    return at_least("disk speed", size / seconds, limit, form=_speed, way_out=way_out)
 
 
 def shared_memory(limit: float, folder: Path = Path("/dev/shm")) -> Finding:

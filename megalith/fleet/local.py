@@ -342,19 +342,25 @@ class LocalNodes:
             copies.set_aside(root, order, placement=self._assignment.placement, world=self._job.ranks)
 
     def check(self, node: str) -> None:
-        """A node that is there is this very machine, and is measured; in a thread, for it takes seconds. Of several nodes rehearsed on one
-        machine none has processors of its own: there is no burn-in, which would take them from the ranks."""
+        """A node that is there is this very machine, and is measured; in a thread, for it takes seconds."""
 
-        def measure() -> None:
-            there, wrong = node in self.there(), _unreachable(node)
-            if there and not wrong:
-                job = self._job
-                burn_in = job.burn_in if len(self._names) == 1 else ()
-                found = admission.before_return(job.run_dir, burn_in=burn_in, seconds=job.burn_in_timeout)
-                wrong = admission.failures(found)
+        def judge() -> None:
+            there = node in self.there()
+            try:
+                wrong = self._measure(node) if there else ""
+            except Exception as error:  # a check without a verdict would leave the node out for good
+                wrong = f"the check came to no end: {type(error).__name__}: {error}"
             self._found.put(HealthChecked(time=time.time(), node=node, passed=there and not wrong, there=there, text=wrong))
 
-        threading.Thread(target=measure, name=f"check-{node}", daemon=True).start()
+        threading.Thread(target=judge, name=f"check-{node}", daemon=True).start()
+
+    def _measure(self, node: str) -> str:
+        """What is wrong with a node; empty when it may return. Of several nodes rehearsed on one machine none has processors of its own:
+        there is no burn-in, which would take them from the ranks."""
+        if wrong := _unreachable(node):
+            return wrong
+        burn_in = self._job.burn_in if len(self._names) == 1 else ()
+        return admission.failures(admission.before_return(self._job.run_dir, burn_in=burn_in, seconds=self._job.burn_in_timeout))
 
     def close(self, *, forget: bool) -> None:
         if self._processes is not None:

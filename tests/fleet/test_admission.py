@@ -1,6 +1,9 @@
 """Who may start, and who may come back."""
 
+import errno
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -149,6 +152,36 @@ def test_a_node_does_not_return_while_the_interface_of_its_ranks_is_down(tmp_pat
         sign = _checked(nodes)
         assert (sign.passed, sign.text) == (not why, why)
     nodes.close(forget=True)
+
+
+def test_a_check_that_breaks_off_is_one_that_was_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a verdict nobody would ever ask again."""
+
+    def doctor(folder: Path) -> list[Finding]:
+        raise subprocess.CalledProcessError(1, "ip link show")
+
+    monkeypatch.setattr(admission.health, "doctor", doctor)
+    nodes = LocalNodes(Job("a:b", {}, ranks=1, run_dir=tmp_path))
+    nodes.check("0")
+    sign = _checked(nodes)
+    assert sign.there and not sign.passed and "ip link show" in sign.text
+    nodes.close(forget=True)
+
+
+def test_a_run_folder_whose_store_is_away_fails_and_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits to be fit may yet see it come back."""
+
+    present = Path.stat
+
+    def stat(path: Path, **more: bool) -> os.stat_result:
+        if path.is_relative_to(tmp_path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return present(path, **more)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    found = {one.check: one for one in (*before_start(tmp_path), health.disk_speed(tmp_path, 1.0))}
+    for check in ("disk space", "run folder", "disk speed"):
+        assert found[check].verdict == "fail" and "Stale file handle" in found[check].value, found[check]
 
 
 def test_nodes_rehearsed_on_one_machine_do_not_burn_in_beside_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
