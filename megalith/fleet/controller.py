@@ -21,7 +21,7 @@ from megalith.events import EventLog, Incident, Problem, Recovery
 from megalith.fleet import commands, ledger, local, policy, signs, supervisor
 from megalith.fleet.causes import Failure
 from megalith.fleet.commands import Command
-from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.heartbeat import Beat
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes
@@ -477,7 +477,8 @@ def _ended(code: int, *, report: str = "") -> Outcome:
 def run_here(job: Job, *, fleet: FleetSpec, identity: str, store: Store, tick: Callable[[], None] | None = None) -> Outcome:
     """Run a job on this machine through faults. `identity`: copies of the state of a run with another one are not this run's.
 
-    Signals as in `supervisor.run`, which raises what this raises. Copies stay where they are when the same command can go on from them.
+    Signals as in `supervisor.run`, which raises what this raises. Copies stay where they are unless the run ended in order, and so
+    has its state in a checkpoint.
     """
     job.check()
     with supervisor.alone(job.run_dir), supervisor.requests_to_stop() as requests:
@@ -492,8 +493,4 @@ def run_here(job: Job, *, fleet: FleetSpec, identity: str, store: Store, tick: C
             outcome = controller.run()
             return outcome
         finally:
-            nodes.close(forget=outcome is not None and outcome.code not in _GOES_ON)
-
-
-_GOES_ON = (ExitCode.LOST, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
-"""Ends after which the same command finds copies in memory; the others have saved, or must be seen to."""
+            nodes.close(forget=outcome is not None and outcome.code in ORDERLY)

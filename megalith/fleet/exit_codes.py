@@ -37,7 +37,9 @@ MEANINGS: dict[ExitCode, Meaning] = {
         "a rank found something wrong and said what (`ranks/reports`, events of kind `incident`)", retry=True
     ),
     ExitCode.INTERRUPTED: Meaning("interrupted twice, so ended at once; steps since the newest checkpoint are lost", retry=True),
-    ExitCode.TERMINATED: Meaning("asked to stop before there was a state to save", retry=True),
+    ExitCode.TERMINATED: Meaning(
+        "asked to stop while no ranks could save: they were starting, or a node was waited for", retry=True
+    ),
 }
 
 ORDERLY = frozenset({ExitCode.FINISHED, ExitCode.STOPPED})

@@ -48,7 +48,7 @@ _PEACEFUL: dict[int, str] = {
     ExitCode.FINISHED: "finished",
     ExitCode.STOPPED: "stopped as asked, state saved: the same command goes on from there",
     ExitCode.INTERRUPTED: "interrupted twice and ended at once: the same command goes on from the newest checkpoint",
-    ExitCode.TERMINATED: "stopped as asked, before there was a state to save",
+    ExitCode.TERMINATED: "stopped as asked while no ranks could save: the same command goes on from the newest copy of the state there is",
 }
 
 

@@ -25,7 +25,7 @@ from megalith.fleet.agent import Agent
 from megalith.fleet.controller import Controller, Store
 from megalith.fleet.copies import held
 from megalith.fleet.environment import MEETING, Place
-from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes, disk_root, memory_root
 from megalith.fleet.outcome import Outcome
@@ -166,7 +166,7 @@ def _control(host: Host, store: rendezvous.Store, *, checkpoints: Store, tick: C
             return outcome
         finally:
             code = outcome.code if outcome is not None else ExitCode.LOST
-            nodes.leave(code, forget=code in (ExitCode.FINISHED, ExitCode.STOPPED))
+            nodes.leave(code, forget=code in ORDERLY)
 
 
 def _be_the_agent(host: Host, meeting: str, *, parent: int) -> NoReturn:

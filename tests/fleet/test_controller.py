@@ -16,7 +16,7 @@ import pytest
 
 from megalith import events
 from megalith.fleet import controller as controller_module
-from megalith.fleet import faults
+from megalith.fleet import faults, local
 from megalith.fleet.causes import Failure
 from megalith.fleet.controller import Controller, Seen, Store, run_here
 from megalith.fleet.exit_codes import ExitCode
@@ -273,6 +273,19 @@ def test_a_start_that_finds_no_room_waits_for_some_unless_somebody_wants_to_stop
     requests.append(object())
     assert not controller._start(Generation("g", ("a", "b")))
     assert left == [9]
+
+
+@pytest.mark.parametrize("code", ExitCode)
+def test_copies_in_memory_go_with_a_run_only_once_its_state_is_in_a_checkpoint(
+    code: ExitCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault in the moment of a stop ends the ranks before they have saved."""
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(local, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(Controller, "run", lambda self: Outcome(code, True, None, (), (), (), None))
+    job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path / "run")
+    run_here(job, fleet=FLEET, identity="walk", store=lambda: ())
+    assert any((tmp_path / "shm").iterdir()) == (code not in {ExitCode.FINISHED, ExitCode.STOPPED})
 
 
 def test_a_store_that_is_away_ends_no_run_whose_checkpoints_are_known(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_the_message_begins_with_the_first_cause_and_ends_with_what_followed():
         (ExitCode.FINISHED, "finished"),
         (ExitCode.STOPPED, "the same command goes on from there"),
         (ExitCode.INTERRUPTED, "the same command goes on from the newest checkpoint"),
-        (ExitCode.TERMINATED, "before there was a state to save"),
+        (ExitCode.TERMINATED, "the same command goes on from the newest copy of the state"),
     ],
 )
 def test_an_end_without_a_failure_says_what_became_of_the_state(code, said):
