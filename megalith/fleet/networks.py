@@ -6,10 +6,12 @@ A campaign makes them, to take interfaces down that nobody else needs; ranks ent
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 VARIABLE = "MEGALITH_NETWORK"
 INTERFACE = "eth0"
@@ -18,13 +20,13 @@ _CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Network:
-    """Namespaces of nodes; `family` begins their names."""
+    """Namespaces of nodes; `family` and a dash begin their names."""
 
     family: str
 
     def namespace(self, node: str) -> str:
         """The name of a node's."""
-        return f"{self.family}{node}"
+        return f"{self.family}-{node}"
 
     def address(self, number: int) -> str:
         """The address of the node that comes at this place, from 0."""
@@ -75,6 +77,7 @@ def missing() -> str | None:
 @contextlib.contextmanager
 def joined(nodes: Sequence[str]) -> Iterator[Network]:
     """Nodes at one switch, as long as the block lasts. Raises CalledProcessError where this process may not make them."""
+    clear_abandoned()
     network = Network(f"mega{os.getpid()}")
     switch, made = f"{network.family}-switch", list[str]()
 
@@ -97,7 +100,19 @@ def joined(nodes: Sequence[str]) -> Iterator[Network]:
         yield network
     finally:
         for namespace in made:
-            subprocess.run(["ip", "netns", "del", namespace], check=False)
+            _remove(namespace)
+
+
+def clear_abandoned() -> None:
+    """Remove the namespaces of processes that were killed before they could do so themselves."""
+    for line in _ip("netns", "list").splitlines():
+        owner = re.match(r"mega(\d+)-", line)
+        if owner and not Path(f"/proc/{owner[1]}").exists():
+            _remove(line.split()[0])
+
+
+def _remove(namespace: str) -> None:
+    subprocess.run(["ip", "netns", "del", namespace], check=False)
 
 
 def _ip(*words: str) -> str:

@@ -1,6 +1,7 @@
 """An interface that goes down is heard of at once, by those who can do nothing about it but say so."""
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,23 @@ def test_a_watcher_hears_when_its_own_interface_goes_down_and_not_of_others(tmp_
         assert not (tmp_path / "down-b").exists()
         network.plug("a", connected=True)
         assert network.is_connected("a")
+
+
+def test_what_a_killed_process_left_goes_with_the_next_that_makes_some() -> None:
+    def make() -> None:
+        with networks.joined(["a"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    process = os.fork()
+    if process == 0:
+        make()
+    assert _ended(process) == -signal.SIGKILL
+    left = [f"mega{process}-{name}" for name in ("switch", "a")]
+    assert all(Path(f"/var/run/netns/{name}").exists() for name in left)
+    with networks.joined(["b"]) as network:
+        networks.clear_abandoned()
+        assert network.is_connected("b"), "this process lives"
+    assert not any(Path(f"/var/run/netns/{name}").exists() for name in left)
 
 
 def test_one_that_is_down_already_is_told_of_at_once(tmp_path: Path) -> None:
