@@ -37,6 +37,7 @@ from megalith.spec.fleet import FleetSpec
 WARM_SECONDS = 0.1  # between looks whether imports are done
 LOOK_SECONDS = 2.0  # that ranks have to write their stacks
 SHARED_MEMORY = Path("/dev/shm")
+HEARTBEATS = "heartbeats"
 OWNER = "owner"  # the file that says which run has copies in a folder of shared memory, or of a disk
 
 
@@ -195,10 +196,10 @@ class LocalNodes:
         self._now = self._job.now(shrunk=generation.shrunk)
         if generation.shrunk:
             self.forget()
+        self._heartbeats = self._new_heartbeats()
         assignment = self._assignment = self._assign(generation)
         file = self._folder / "job.json"
         assignment.save(file)
-        self._heartbeats = Heartbeats.create(assignment.heartbeats, self._now.ranks)
         self._oom_kills = evidence.oom_kills()
         if self._processes is not None and not self._processes.fit:
             self._processes.close()
@@ -221,6 +222,13 @@ class LocalNodes:
         if self._heartbeats is not None:
             self._heartbeats.close()
             self._heartbeats = None  # should there be no room for the next ones
+
+    def _new_heartbeats(self) -> Heartbeats:
+        """In memory, if the run has a folder there: a rank that writes to a map of a store which is away stands still, or dies."""
+        if self._memory is not None:
+            with contextlib.suppress(OSError):  # no room there
+                return Heartbeats.create(self._memory / HEARTBEATS, self._now.ranks)
+        return Heartbeats.create(self._folder / HEARTBEATS, self._now.ranks)
 
     def forget(self) -> None:
         """Strike out the copies of the state that this machine's nodes hold, whether or not they are there."""
@@ -250,6 +258,7 @@ class LocalNodes:
             placement=list(generation.placement),
             memory="" if generation.shrunk else str(self._memory or ""),
             own=str(self._folder),
+            heartbeats=str(self._heartbeats.path) if self._heartbeats is not None else "",
             agent=os.getpid(),
             here=here,
             meeting=self._meeting,

@@ -37,8 +37,9 @@ class Assignment:
     """All a rank must know: the job file as the supervisor wrote it. `path` is Python's module path, `lifeline` a descriptor.
 
     `placement` is the node of each slot, `memory` the root of the copies in shared memory; empty: none are kept. `own` is the folder of
-    what this supervisor (process `agent`) and its ranks write besides the run itself, `meeting` the store at which all ranks meet
-    ("tcp://HOST:PORT"); empty: a file in that folder, for ranks of one machine.
+    what this supervisor (process `agent`) and its ranks write besides the run itself, `heartbeats` the file of its ranks' signs of life
+    (empty: none are read), `meeting` the store at which all ranks meet ("tcp://HOST:PORT"); empty: a file in that folder, for ranks of one
+    machine.
     """
 
     entry: str
@@ -56,6 +57,7 @@ class Assignment:
     memory: str = ""
     here: list[int] = field(default_factory=list)
     meeting: str = ""
+    heartbeats: str = ""
 
     @classmethod
     def load(cls, path: Path) -> "Assignment":
@@ -66,12 +68,8 @@ class Assignment:
 
     @property
     def folder(self) -> Path:
-        """Where the ranks' logs, errors, heartbeats and store lie."""
+        """Where the ranks' logs, errors and store lie."""
         return Path(self.own)
-
-    @property
-    def heartbeats(self) -> Path:
-        return self.folder / "heartbeats"
 
     @property
     def store(self) -> Path:
@@ -103,13 +101,14 @@ class Assignment:
             "MEGALITH_STORE": self.meeting or f"file://{self.store}",
             "MEGALITH_GENERATION": self.generation,
             "MEGALITH_RUN_DIR": self.run_dir,
-            heartbeat.VARIABLE: self.heartbeats,
             seat.REPORTS: self.reports,
             seat.PLACEMENT: ",".join(self.placement),
             seat.AGENT: self.agent,
         }
         if self.memory:
             fixed[seat.MEMORY] = self.memory
+        if self.heartbeats:
+            fixed[heartbeat.VARIABLE] = self.heartbeats
         threads = dict.fromkeys(THREAD_VARIABLES, str(self.threads))
         return threads | self.environment | {name: str(value) for name, value in fixed.items()}
 

@@ -9,8 +9,9 @@ import pytest
 from megalith.fleet import copies, local
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.copies import PAGE, Buffer, Label, Layout
+from megalith.fleet.heartbeat import VARIABLE, Heartbeat
 from megalith.fleet.job import Job
-from megalith.fleet.local import LocalNodes, clear_disk, clear_memory, disk_root, memory_root
+from megalith.fleet.local import HEARTBEATS, LocalNodes, clear_disk, clear_memory, disk_root, memory_root
 from megalith.fleet.nodes import Generation
 from megalith.fleet.seat import Seat, node_folder
 from megalith.fleet.tiers import Copy, Tier
@@ -52,6 +53,23 @@ def test_a_folder_that_was_made_anew_is_another_run(shared: Path, tmp_path: Path
     assert memory_root(tmp_path / "run", "identity") != memory
     clear_memory(tmp_path / "run", keep=memory_root(tmp_path / "run", "identity"))
     assert not memory.exists()
+
+
+def test_signs_of_life_are_written_to_memory_where_there_is_some(shared: Path, tmp_path: Path) -> None:
+    """A store that is away keeps no rank from saying that it lives."""
+    nodes, memory = _nodes(tmp_path / "run")
+    nodes._heartbeats = nodes._new_heartbeats()
+    told = nodes._assign(Generation("g", ("0",))).variables(0)
+    Heartbeat.find(told).beat("step", 3)
+    assert nodes.beats()[0].step == 3
+    assert Path(told[VARIABLE]).parent == memory
+    (memory / HEARTBEATS).unlink()
+    (memory / HEARTBEATS).mkdir()  # nothing can be put in its place
+    assert nodes._new_heartbeats().path == tmp_path / "run" / "ranks" / HEARTBEATS
+    nodes.close(forget=True)
+    without = LocalNodes(Job("nobody:calls", {}, ranks=1, run_dir=tmp_path / "run"))
+    assert without._new_heartbeats().path == tmp_path / "run" / "ranks" / HEARTBEATS
+    without.close(forget=True)
 
 
 # --- copies on disk

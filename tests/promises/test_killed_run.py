@@ -23,6 +23,7 @@ from megalith.fleet.campaign import may_mount, small_disk
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.faults import Injection
 from megalith.fleet.heartbeat import Heartbeat
+from megalith.fleet.local import HEARTBEATS, _family, _place
 from megalith.spec.run import RunSpec
 from megalith.train import loop
 from megalith.train.batches import indices
@@ -274,7 +275,7 @@ def test_a_run_folder_without_any_room_ends_no_run(command: list[str], never_kil
         )
         _await_step(8, folder, process)
         ballast = tmp_path / "disk" / "ballast"
-        beats = Heartbeat.open(folder / "ranks" / "heartbeats", 0)
+        beats = Heartbeat.open(next(_place().glob(f"{_family(folder)}-*/{HEARTBEATS}")), 0)
 
         def unlogged() -> int:
             return beats.read().step - max(event["step"] for event in read(folder) if event["type"] == "step")
