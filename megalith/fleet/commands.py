@@ -66,7 +66,8 @@ class CheckHealth:
 
 @dataclass(frozen=True)
 class QuarantineCopy:
-    """Keep a copy for a person to look at, and never restore from it. `slot` None: all pieces."""
+    """Never restore from a copy; one in memory or on a node's disk is also set aside, for a person to look at. A checkpoint in the store
+    lies where it is until that step is saved again. `slot` None: all pieces."""
 
     tier: Tier
     step: int
