@@ -1,17 +1,15 @@
 """May this machine begin, and may it come back? A quick look before a first start; all checks before a node returns that was taken out."""
 
 import json
-import os
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from megalith.fleet import gpus, health, lifeline
+from megalith.fleet import gpus, health
 from megalith.fleet.health import MIB, Finding, Needs
 
 LEAST = Needs(memory=256 * MIB, disk=64 * MIB, shared_memory=16 * MIB, loopback=10 * MIB, descriptors=256)
@@ -84,9 +82,8 @@ def burnt(command: Sequence[str], *, seconds: float) -> list[Finding]:
     way_out = "`megalith doctor` on this machine says more"
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, stdin=subprocess.DEVNULL,
-            preexec_fn=partial(lifeline.die_with_parent, os.getpid()),
-        )  # fmt: skip
+            command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, stdin=subprocess.DEVNULL
+        )
     except subprocess.TimeoutExpired:
         return [Finding(check, "fail", f"not done in {seconds:g} s", limit, way_out)]
     except OSError as error:

@@ -20,7 +20,6 @@ from megalith.fleet.remote import RemoteNodes
 from megalith.fleet.seat import node_folder
 from megalith.fleet.signs import HealthChecked
 from megalith.spec.fleet import FleetSpec
-from tests.fleet.conftest import ROOT, is_alive, until
 from tests.fleet.stores import Dictionary
 from tests.patience import PATIENCE
 
@@ -120,18 +119,6 @@ def test_a_burn_ins_findings_are_taken_over() -> None:
 def test_a_burn_in_that_comes_to_nothing_fails(command: tuple[str, ...], seconds: float, why: str) -> None:
     [found] = burnt(command, seconds=seconds)
     assert found.verdict == "fail" and why in found.value
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
-def test_a_burn_in_ends_with_who_asked_for_it(tmp_path: Path) -> None:
-    told = tmp_path / "process"
-    burning = f"import os, pathlib, time; pathlib.Path({str(told)!r}).write_text(str(os.getpid())); time.sleep(1000)"
-    asking = "import sys; from megalith.fleet.admission import burnt; burnt(sys.argv[1:], seconds=1000)"
-    asker = subprocess.Popen([sys.executable, "-c", asking, *_says(burning)], cwd=ROOT)
-    until(lambda: told.exists() and told.read_text() != "", seconds=PATIENCE)
-    asker.kill()
-    asker.wait()
-    until(lambda: not is_alive(int(told.read_text())), seconds=PATIENCE)
 
 
 def _checked(nodes: LocalNodes) -> HealthChecked:
