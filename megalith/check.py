@@ -6,6 +6,7 @@ A rule is a small function from a Case to the problems it sees. RULES lists them
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 from megalith.mesh import Mesh
 from megalith.schedule.table import misfits
 from megalith.spec import cluster as clusters
+from megalith.spec.base import AbsentError
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MambaSpec, MlpSpec, ModelSpec, MoeSpec
 from megalith.spec.plan import Plan
@@ -128,12 +130,19 @@ def check(
     """Every problem of a run, errors first. Empty: it is legal and follows the field's advice.
 
     `world` is the number of ranks there are, where known; with `files=False` nothing on disk is looked at. `provenance` (from
-    `spec.files`) tells where values came from.
+    `spec.files`) tells where values came from. Of a spec with values that are not there (`spec.files.read`), rules say what they can
+    without them.
     """
     case = Case(spec, world, files)
-    found = [problem for rule in RULES for problem in rule(case)]
+    found = [problem for rule in RULES for problem in _seen(rule, case)]
     origins = provenance or {}
     return sorted((replace(p, source=origins.get(p.key, "")) for p in found), key=lambda p: p.severity != "error")
+
+
+def _seen(rule: Callable[[Case], Found], case: Case) -> Found:
+    """What a rule finds until it asks for a value that is not there."""
+    with suppress(AbsentError):
+        yield from rule(case)
 
 
 def check_resume(saved: RunSpec, asked: RunSpec, *, provenance: Mapping[str, str] | None = None) -> list[Problem]:
@@ -180,11 +189,11 @@ def _advice(name: str, value: Any, reason: str, way_out: str) -> Problem:
 
 def heads_make_up_the_width(case: Case) -> Found:
     """Attention heads split the width evenly, share keys evenly, and have pairs of channels to rotate."""
-    sizes = dict(case.spec.model)
-    implied = "head_dim" in sizes and sizes["head_dim"] is None  # the heads' width follows from dim
-    if implied and sizes["dim"] % sizes["heads"]:
-        way_out = _divisors("heads", sizes["dim"], sizes["heads"])
-        yield _error("model.heads", sizes["heads"], f"does not divide model.dim = {sizes['dim']}", way_out)
+    model = case.spec.model
+    implied = getattr(model, "head_dim", 0) is None  # the heads' width follows from dim
+    if implied and model.dim % model.heads:
+        way_out = _divisors("heads", model.dim, model.heads)
+        yield _error("model.heads", model.heads, f"does not divide model.dim = {model.dim}", way_out)
     # blocks of one model differ in other things
     attention = next((block.attention for block in case.blocks if block.attention), None)
     if isinstance(attention, AttentionSpec) and attention.heads % attention.kv_heads:
@@ -194,11 +203,11 @@ def heads_make_up_the_width(case: Case) -> Found:
     if isinstance(attention, AttentionSpec) and attention.rope and attention.head_dim % 2:
         name = "heads" if implied else "head_dim"
         reason = f"gives heads of {attention.head_dim} channels, and rotary positions turn channels in pairs"
-        yield _error(f"model.{name}", sizes[name], reason, f"Use an even head_dim, such as {attention.head_dim + 1}.")
+        yield _error(f"model.{name}", getattr(model, name), reason, f"Use an even head_dim, such as {attention.head_dim + 1}.")
     if isinstance(attention, LatentAttentionSpec) and attention.rope_dim % 2:
         reason = "is odd, and rotary positions turn channels in pairs"
         yield _error("model.rope_dim", attention.rope_dim, reason, f"Use {attention.rope_dim + 1}, say.")
-    groups, mamba_heads = sizes.get("mamba_groups", 1), sizes.get("mamba_heads", 1)
+    groups, mamba_heads = getattr(model, "mamba_groups", 1), getattr(model, "mamba_heads", 1)
     if mamba_heads % groups:
         reason = f"does not divide model.mamba_heads = {mamba_heads}, so groups would have unequal numbers of heads"
         yield _error("model.mamba_groups", groups, reason, _divisors("mamba_groups", mamba_heads, groups))

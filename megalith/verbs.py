@@ -94,9 +94,9 @@ class Trained:
 
 
 def check(path: Path, *, overrides: Sequence[str] = (), world: int | None = None) -> Checked:
-    """Read a run file and find everything that is wrong with it, or unwise. Raises SpecErrors when it cannot be read as a run."""
-    resolved = files.load(path, overrides=overrides)
-    return Checked(resolved, find_problems(resolved.spec, world=world, provenance=resolved.provenance))
+    """Read a run file and find everything that is wrong with it, or unwise. Raises SpecErrors, with all of that, when it cannot be read
+    as a run."""
+    return _examine(path, overrides=overrides, world=world)
 
 
 def train(
@@ -180,11 +180,10 @@ def parity(path: Path, *, overrides: Sequence[str] = (), steps: int = 3, run_dir
     from megalith.fleet import environment  # only commands with ranks ask who started them
 
     place = environment.find()
-    resolved = files.load(path, overrides=overrides)
-    found = find_problems(resolved.spec, world=place.world if place else None, files=False, provenance=resolved.provenance)
-    errors = [problem for problem in found if problem.severity == "error"]
-    if errors:
-        raise SpecErrors(errors)
+    checked = _examine(path, overrides=overrides, world=place.world if place else None, look=False)
+    if checked.errors:
+        raise SpecErrors(checked.errors)
+    resolved = checked.resolved
     folder = run_dir or Path("runs") / f"{resolved.spec.name}-parity"
     arguments = {"run_dir": str(folder.resolve()), "steps": steps}
     result, entry = folder / "parity.json", "megalith.train.parity:main"
@@ -233,10 +232,8 @@ def dryrun(path: Path, *, overrides: Sequence[str] = (), world: int | None = Non
     """
     from megalith.spec import cluster  # no torch, but only this and training ask what a device is
 
-    resolved = files.load(path, overrides=overrides)
-    spec = resolved.spec
-    found = find_problems(spec, world=world, files=False, provenance=resolved.provenance)
-    errors = [problem for problem in found if problem.severity == "error"]
+    checked = _examine(path, overrides=overrides, world=world, look=False)
+    spec, errors = checked.resolved.spec, checked.errors
     if not 0 <= rank < spec.plan.ranks:
         last = spec.plan.ranks - 1
         errors.append(Problem("error", "--rank", rank, f"the plan has ranks 0 to {last}", f"Use --rank 0 to {last}."))
@@ -617,11 +614,9 @@ def launch(
     """
     from megalith.fleet import engines  # only this writes for engines
 
-    resolved = files.load(path, overrides=overrides)
-    spec, provenance = resolved.spec, resolved.provenance
-    everywhere = find_problems(spec, files=False, provenance=provenance)
-    errors = [problem for problem in everywhere if problem.severity == "error"]
-    here = [one for one in find_problems(spec, provenance=provenance) if one.severity == "error" and one not in everywhere]
+    checked = _examine(path, overrides=overrides, look=False)
+    spec, errors = checked.resolved.spec, checked.errors
+    here = [one for one in _examine(path, overrides=overrides).errors if one not in errors]
     folder = run_dir or Path("runs") / spec.name
     advice = [replace(one, severity="advice", reason=f"seen from this machine, {one.reason}") for one in here]
     try:
@@ -699,6 +694,21 @@ def train_tokenizer(
         progress=progress,
     )
     return {"folder": str(out), **learned.record.model_dump()}
+
+
+def _examine(path: Path, *, overrides: Sequence[str], world: int | None = None, look: bool = True) -> Checked:
+    """A run file and what is wrong with it, on disk too if `look`. Raises SpecErrors as `check` does."""
+    reading = files.read(path, overrides=overrides)
+    resolved = reading.resolved
+    found = find_problems(resolved.spec, world=world, files=look, provenance=resolved.provenance)
+    if reading.problems:
+        faulty = {_table(problem.key) for problem in reading.problems}  # a default in one may stand for what a faulty key meant
+        raise SpecErrors([*reading.problems, *(p for p in found if p.source != "default" or _table(p.key) not in faulty)])
+    return Checked(resolved, found)
+
+
+def _table(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _other_run(resolved: Resolved, folder: Path) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,11 @@ from megalith.fleet.latencies import PROFILES
 from megalith.fleet.outcome import Outcome
 from megalith.fleet.scenarios import Wanted
 from megalith.spec import files
+from megalith.spec.fleet import FleetSpec
+from megalith.spec.llama import Llama
+from megalith.spec.plan import Plan
 from megalith.spec.problem import SpecErrors
+from megalith.spec.run import DataSpec, OptimizerSpec, TrainSpec
 
 RUN = """
 name = "first"
@@ -89,6 +94,62 @@ def test_nothing_starts_and_nothing_is_written_when_the_run_is_wrong(run: Path, 
     assert {"plan.tensor", "train.global_batch"} <= {problem.key for problem in caught.value.problems}
     assert jobs == []
     assert not Path("runs").exists()
+
+
+FOUR_KINDS = """
+model.preset = "tini"
+data.path = "nowhere"
+train = { step = 100, global_batch = 65, seq_len = 128 }
+plan = { data = 4, pipeline = 2 }
+"""
+
+
+def test_unknown_keys_misspelt_presets_values_that_do_not_divide_and_missing_files_are_said_at_once(run: Path):
+    run.write_text(FOUR_KINDS)
+    with pytest.raises(SpecErrors) as caught:
+        verbs.check(run)
+    found = {problem.key: problem.way_out for problem in caught.value.problems if problem.severity == "error"}
+    assert list(found) == ["model.preset", "train.step", "train.global_batch", "data.path"]
+    assert 'Did you mean "tiny"?' in found["model.preset"]
+    assert (found["train.step"], found["train.global_batch"]) == ("Did you mean train.steps?", "Use 64 or 68.")
+
+
+@pytest.mark.parametrize("look", [verbs.dryrun, verbs.parity, partial(verbs.launch, engine="local"), train])
+def test_every_verb_that_reads_a_run_says_them_at_once(run: Path, look: Any):
+    with pytest.raises(SpecErrors) as caught:
+        look(run, overrides=["train.sed=1", "plan.tensor=3"])
+    assert {"train.sed", "plan.tensor"} <= {problem.key for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("settings", [["plan.dat=2"], ["plan.extent=2"], ['plan.data="2"']])
+def test_nothing_is_said_of_defaults_that_stand_for_what_is_faulty(run: Path, settings: list[str]):
+    """The plan's other ranks are on their way."""
+    run.write_text(RUN.replace("data = 2, pipeline = 2", ""))
+    with pytest.raises(SpecErrors) as caught:
+        verbs.check(run, overrides=settings, world=2)
+    assert [problem.key for problem in caught.value.problems] == [settings[0].partition("=")[0]]
+
+
+FAULTS = [
+    f"{table}.{name}={value}"
+    for table, spec in (
+        ("plan", Plan),
+        ("train", TrainSpec),
+        ("data", DataSpec),
+        ("optimizer", OptimizerSpec),
+        ("fleet", FleetSpec),
+    )
+    for name in spec.model_fields
+    for value in ("{x=[]}", "-1")
+] + [f"model.{name}=[]" for name in Llama.model_fields]
+
+
+def test_no_rule_fails_or_complains_for_want_of_a_value(run: Path):
+    """Whatever value is faulty, only that is found wrong with a run that is right otherwise."""
+    for fault in FAULTS:
+        with pytest.raises(SpecErrors) as caught:
+            verbs.check(run, overrides=[fault])
+        assert [p.key for p in caught.value.problems if not p.key.startswith(fault.partition("=")[0])] == []
 
 
 def test_more_ranks_than_a_machine_should_start_are_refused(run: Path, jobs: list[supervisor.Job]):

@@ -1,9 +1,23 @@
 """The base every specification stands on: frozen, strict, unknown keys refused."""
 
+from typing import TYPE_CHECKING, Any
+
 from pydantic import BaseModel, ConfigDict
 
 
+class AbsentError(AttributeError):
+    """A value of a spec that is not there, because the one given was faulty."""
+
+
 class Spec(BaseModel):
-    """A frozen value. Unknown keys are errors; a list in TOML is a tuple here."""
+    """A frozen value. Unknown keys are errors; a list in TOML is a tuple here. Where some values are faulty, `spec.validate.examine` gives
+    a spec of the others: reading one of these raises AbsentError."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    if not TYPE_CHECKING:  # else any misspelt attribute would pass for one
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:
+                raise AbsentError(name)
+            return super().__getattr__(name)

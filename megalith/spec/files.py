@@ -18,7 +18,7 @@ from megalith.spec.presets import presets
 from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.run import RunSpec
 from megalith.spec.toml import dotted, key, literal
-from megalith.spec.validate import Leaf, Tree, leaves, validate
+from megalith.spec.validate import Leaf, Tree, examine, leaves
 
 FILE = "run.toml"
 
@@ -34,6 +34,20 @@ class Resolved:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """What was read, and what is wrong with it. Values that are faulty are not in the spec: reading one raises AbsentError."""
+
+    resolved: Resolved
+    problems: list[Problem]
+
+    def whole(self) -> Resolved:
+        """The run, if nothing is wrong with it; raises SpecErrors with every problem."""
+        if self.problems:
+            raise SpecErrors(self.problems)
+        return self.resolved
+
+
+@dataclass(frozen=True)
 class Layer:
     """Values from one origin."""
 
@@ -43,22 +57,32 @@ class Layer:
 
 def load(path: str | Path, *, overrides: Sequence[str] = ()) -> Resolved:
     """The run a file describes, with `overrides` ("train.steps=100") laid over it. Raises SpecErrors with every problem."""
+    return read(path, overrides=overrides).whole()
+
+
+def read(path: str | Path, *, overrides: Sequence[str] = ()) -> Reading:
+    """The same, with the problems beside what is right. Raises SpecErrors where the file or a setting is not TOML."""
     path = Path(path)
     problems: list[Problem] = []
     layers: list[Layer] = []
-    for read, subject in ((_file, path), *((read_setting, text) for text in overrides)):
+    for reader, subject in ((_file, path), *((read_setting, text) for text in overrides)):
         try:
-            layers.append(read(subject))  # type: ignore[operator]
+            layers.append(reader(subject))  # type: ignore[operator]
         except SpecErrors as errors:
             problems += errors.problems
-    if len(layers) != 1 + len(overrides) and problems[0].source != "command line":
-        raise SpecErrors(problems)  # the file could not be read: nothing else can be said
-    return resolve(layers, path=path, problems=problems)
+    found = _lay_all(layers, path=path)
+    if not problems:
+        return found
+    unread = problems[0].source != "command line"  # the file: nothing else can be said
+    raise SpecErrors(problems if unread else [*problems, *found.problems])
 
 
-def resolve(layers: Sequence[Layer], *, path: Path | None = None, problems: Sequence[Problem] = ()) -> Resolved:
-    """Lay values over each other, later over earlier, on top of the preset they name; raises SpecErrors (`problems` first)."""
-    problems = list(problems)
+def resolve(layers: Sequence[Layer]) -> Resolved:
+    """Lay values over each other, later over earlier, on top of the preset they name. Raises SpecErrors with every problem."""
+    return _lay_all(layers, path=None).whole()
+
+
+def _lay_all(layers: Sequence[Layer], *, path: Path | None) -> Reading:
     base, failed = _preset(layers)
     tree: Tree = {}
     sources: dict[str, str] = {}
@@ -72,13 +96,9 @@ def resolve(layers: Sequence[Layer], *, path: Path | None = None, problems: Sequ
             name = name.rpartition(".")[0]
         return sources.get(name, "")
 
-    try:
-        spec = validate(tree, RunSpec, source=source, preset_failed=bool(failed))
-    except SpecErrors as errors:
-        raise SpecErrors([*problems, *failed, *errors.problems]) from None
-    if problems or failed:
-        raise SpecErrors([*problems, *failed])
-    return Resolved(spec, {name: sources.get(name, "default") for name in (dotted(leaf.path) for leaf in leaves(spec))}, path)
+    found = examine(tree, RunSpec, source=source, preset_failed=bool(failed))
+    origins = {name: sources.get(name, "default") for name in (dotted(leaf.path) for leaf in leaves(found.spec))}
+    return Reading(Resolved(found.spec, origins, path), [*failed, *found.problems])
 
 
 def dump(resolved: Resolved) -> str:

@@ -1,12 +1,13 @@
 """A tree of raw values -> RunSpec or another spec, or every problem in it at once, worded for the person who wrote the values."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megalith.spec.base import Spec
@@ -41,23 +42,41 @@ NEEDED: dict[str, str] = {
 """Reasons by pydantic's error type; anything else keeps pydantic's own message."""
 
 
-def validate(tree: Tree, spec: type[S], *, source: Callable[[str], str], preset_failed: bool = False) -> S:
-    """The spec a tree of TOML values describes. `source(key)` tells where a value came from.
+@dataclass(frozen=True)
+class Examined(Generic[S]):
+    """A spec and what is wrong with it. Faulty values are not in it, nor those that an unknown key or preset may have been meant to give:
+    reading one raises AbsentError."""
 
-    Types are strict: "4" is no number and 4.0 no whole number. "none" stands for no value where a key may have none. Raises
-    SpecErrors with every problem; after a misspelt preset (`preset_failed`) the sizes it would have given are not missed.
+    spec: S
+    problems: list[Problem]
+
+
+def validate(tree: Tree, spec: type[S], *, source: Callable[[str], str]) -> S:
+    """The spec a tree of TOML values describes. `source(key)` tells where a value came from. Raises SpecErrors with every problem."""
+    found = examine(tree, spec, source=source)
+    if found.problems:
+        raise SpecErrors(found.problems)
+    return found.spec
+
+
+def examine(tree: Tree, spec: type[S], *, source: Callable[[str], str], preset_failed: bool = False) -> Examined[S]:
+    """The same, with the problems beside what is right.
+
+    Types are strict: "4" is no number and 4.0 no whole number. "none" stands for no value where a key may have none. After a misspelt
+    preset (`preset_failed`) the sizes it would have given are not missed, and other families' sizes are not refused.
     """
     whole = {name: {} for name, field in spec.model_fields.items() if field.is_required()} | tree
+    given = _with_nones(spec, whole)
     try:
-        return spec.model_validate_json(json.dumps(_with_nones(spec, whole), default=str), strict=True)
+        return Examined(spec.model_validate_json(json.dumps(given, default=str), strict=True), [])
     except ValidationError as error:
-        found = list(error.errors())
-    faults = [_fault(e, whole, spec) for e in found]
-    meant = {_suggestion(f) for f in faults if f.kind == "extra_forbidden"} | ({"model"} if preset_failed else set())
-    heard = [
-        f for f in faults if not (f.kind == "missing" and {dotted(f.path), dotted(f.path[:1])} & meant)
-    ]  # what a misspelt key was meant to give is not missing too
-    raise SpecErrors([_worded(f, source) for f in heard])
+        faults = [_fault(e, whole, spec) for e in error.errors()]
+    meant = {_suggestion(f) or "" for f in faults if f.kind == "extra_forbidden"} - {""}
+    if preset_failed or "model.preset" in meant:
+        meant.add("model")
+    heard = [f for f in faults if not _follows(f, meant, preset_failed=preset_failed)]
+    sound = _sound(spec, given, wrong={f.leaf for f in faults}, meant=meant)
+    return Examined(sound, [_worded(f, source) for f in heard])
 
 
 @dataclass(frozen=True)
@@ -126,6 +145,45 @@ class _Fault:
     def table(self) -> type[Spec] | None:
         """The spec that the last key of the path belongs to."""
         return self.tables[len(self.path) - 1] if self.path else None
+
+    @property
+    def leaf(self) -> str:
+        """The key, in full, of the spec's own field that holds the fault."""
+        return dotted(tuple(part for part, _ in takewhile(lambda pair: pair[1], zip(self.path, self.tables, strict=False))))
+
+
+def _follows(fault: _Fault, meant: Collection[str], *, preset_failed: bool) -> bool:
+    """Is it found only because of another fault? What a misspelt key or preset was meant to give is missing, or of an unknown family."""
+    if fault.kind == "missing":
+        return not {dotted(fault.path), dotted(fault.path[:1])}.isdisjoint(meant)
+    return (
+        preset_failed
+        and fault.kind == "extra_forbidden"
+        and len(fault.path) == 2
+        and fault.path[0] == "model"
+        and any(fault.path[1] in family.model_fields for family in FAMILIES.values())
+    )
+
+
+def _sound(spec: type[S], given: Tree, *, wrong: Collection[str], meant: Collection[str], path: tuple[str, ...] = ()) -> S:
+    """What is right of a table. Keys in doubt (`meant`, or of a table that is) are left out where they are not given."""
+    kept: Tree = {}
+    absent: list[str] = []
+    for name, field in spec.model_fields.items():
+        here = (*path, name)
+        value = given.get(name, {} if isinstance(field.default, Spec) else None)
+        nested = _chosen(kinds_of(field.annotation), value)
+        if dotted(here) in wrong or (name not in given and not {dotted(here), dotted(path)}.isdisjoint(meant)):
+            absent.append(name)
+        elif nested and isinstance(value, dict):
+            kept[name] = _sound(nested, value, wrong=wrong, meant=meant, path=here)
+        elif name in given:
+            as_it_is_kept = TypeAdapter[Any](field.annotation or Any)
+            kept[name] = as_it_is_kept.validate_json(json.dumps(value, default=str), strict=True)
+    found = spec.model_construct(**kept)
+    for name in absent:
+        vars(found).pop(name, None)  # which may be its default
+    return found
 
 
 def _fault(error: ErrorDetails, tree: Tree, spec: type[Spec]) -> _Fault:

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megalith.spec import files
+from megalith.spec.base import AbsentError
 from megalith.spec.families import FAMILIES
 from megalith.spec.files import Resolved, load
 from megalith.spec.gemma2 import Gemma2
@@ -144,10 +145,52 @@ def test_a_key_in_the_wrong_place_is_told_the_right_one(run: Path, setting: str,
     assert [problem.way_out for problem in found.values()] == [f"Did you mean {meant}?"]
 
 
-def test_a_misspelt_preset_is_the_only_problem_it_makes(run: Path):
-    found = problems(RUN.replace("quickstart", "quickstrat"))
+@pytest.mark.parametrize("size", ["layers = 3", "kv_rank = 16", "active = 2"])
+def test_a_misspelt_preset_is_the_only_problem_it_makes(run: Path, size: str):
+    """Whatever family it was to be of."""
+    found = problems(RUN.replace("quickstart", "quickstrat").replace("[data]", f"{size}\n[data]"))
     assert list(found) == ["model.preset"]
     assert 'Did you mean "quickstart"?' in found["model.preset"].way_out
+
+
+def sound(text: str, *overrides: str) -> set[str]:
+    """What is read of a run file that has faults."""
+    Path("wrong.toml").write_text(text)
+    reading = files.read("wrong.toml", overrides=overrides)
+    assert reading.problems
+    return {dotted(leaf.path) for leaf in leaves(reading.resolved.spec)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "absent"),
+    [
+        (["train.seed=many"], {"train.seed"}),
+        (["train.sed=1"], {"train.seed"}),
+        (["train.stepz=1"], set()),  # what was meant is given
+        (["train.tensor=2"], {"plan.tensor"}),
+        (["plan.layers=[1,0]", "data.weights.austen=much"], {"plan.layers", "data.weights"}),
+        (["model.ffn=none"], {"model.ffn"}),
+        (["optimizer=3"], set(OptimizerSpec.model_fields)),
+        (["model.family=lama"], set(Llama.model_fields)),
+    ],
+)
+def test_what_is_faulty_or_in_doubt_is_not_read_and_the_rest_is(run: Path, overrides: list[str], absent: set[str]):
+    whole = {dotted(leaf.path) for leaf in leaves(load(run).spec)}
+    found = sound(RUN, *overrides)
+    tables = {"optimizer=3": "optimizer", "model.family=lama": "model"}
+    assert whole - found == {f"{tables[overrides[0]]}.{name}" if overrides[0] in tables else name for name in absent}
+    assert found <= whole
+
+
+def test_a_value_that_is_not_there_cannot_be_read(run: Path):
+    Path("wrong.toml").write_text('plan = { tensor = "2", layers = [2, 2] }' + RUN.replace("quickstart", "quickstrat"))
+    spec = files.read("wrong.toml").resolved.spec
+    assert spec.plan.layers == (2, 2)
+    for read in (lambda: spec.plan.tensor, lambda: spec.plan.ranks, lambda: spec.model.dim, lambda: spec.model.tied):
+        with pytest.raises(AbsentError):
+            read()
+    with pytest.raises(AttributeError, match="tenser"):
+        spec.plan.tenser  # type: ignore[attr-defined]  # noqa: B018  # what no spec has is another mistake
 
 
 @pytest.mark.parametrize(
