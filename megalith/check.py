@@ -654,7 +654,7 @@ def data_is_prepared(case: Case) -> Found:
     if not case.files or case.manifest is not None:
         return
     path = Path(case.spec.data.path)
-    way_out = f"Make it with: megalith data prepare SOURCE... --out {path}"
+    way_out = f"Make it with: megalith data prepare SOURCE... --tokenizer TOKENIZER --out {path}"
     if not path.is_dir():
         absolute = f" (looked for {path.absolute()}; relative paths start at the current directory)"
         yield _error("data.path", str(path), f"no such folder{absolute}", way_out)

@@ -276,6 +276,7 @@ def test_data_that_is_not_there_says_where_it_was_looked_for(tmp_path: Path, mon
     (problem,) = check(spec())
     assert str(tmp_path / "data") in problem.reason
     assert "megalith data prepare" in problem.way_out
+    assert "--tokenizer TOKENIZER --out data" in problem.way_out
     Path("data").mkdir()
     (problem,) = check(spec())
     assert "no manifest.json" in problem.reason
