@@ -1,14 +1,13 @@
-"""Every rule of legality, and the field's advice, over a run's description: arithmetic only, no torch, all findings at once.
+"""Every rule of legality, and the field's advice, over a run's description: arithmetic and looks at files; no torch, all findings at once.
 
 A rule is a small function from a Case to the problems it sees. RULES lists them; a new rule is a function and a line there.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
@@ -16,9 +15,13 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from megalith.checkpoint import folder as checkpoints
+from megalith.data.errors import DataError
+from megalith.data.manifest import Domain, Manifest, check_copies, check_sizes, check_tokenizer, read_manifest
 from megalith.mesh import Mesh
 from megalith.schedule.table import misfits
 from megalith.spec import cluster as clusters
+from megalith.spec import families
 from megalith.spec.base import AbsentError
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MambaSpec, MlpSpec, ModelSpec, MoeSpec
@@ -47,6 +50,9 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 WIDTH = {"fp32": 4, "bf16": 2}
 """Bytes of a number, by precision."""
+
+NAMED = 5
+"""Damaged files of a folder that are named one by one."""
 
 STATE_BYTES, GRADIENT_BYTES = 16, 4
 """Bytes a parameter: master weight, gradient and AdamW's two moments, each fp32 (Rajbhandari et al. 2019); of these the gradient."""
@@ -110,13 +116,12 @@ class Case:
             return None
 
     @cached_property
-    def manifest(self) -> dict[str, Any] | None:
+    def manifest(self) -> Manifest | None:
         """The prepared data's manifest; None when there is none to read."""
         try:
-            found = json.loads(Path(self.spec.data.path, "manifest.json").read_text(encoding="utf-8")) if self.files else None
-        except (OSError, ValueError):
+            return read_manifest(Path(self.spec.data.path)) if self.files else None
+        except (DataError, OSError):
             return None
-        return found if isinstance(found, dict) else None
 
     @cached_property
     def block_parameters(self) -> int:
@@ -125,7 +130,11 @@ class Case:
 
 
 def check(
-    spec: RunSpec, *, world: int | None = None, files: bool = True, provenance: Mapping[str, str] | None = None
+    spec: RunSpec,
+    *,
+    world: int | None = None,
+    files: bool = True,
+    provenance: Mapping[str, str] | None = None,
 ) -> list[Problem]:
     """Every problem of a run, errors first. Empty: it is legal and follows the field's advice.
 
@@ -658,17 +667,42 @@ def data_is_prepared(case: Case) -> Found:
     if not path.is_dir():
         absolute = f" (looked for {path.absolute()}; relative paths start at the current directory)"
         yield _error("data.path", str(path), f"no such folder{absolute}", way_out)
-    elif not (path / "manifest.json").exists():
-        yield _error("data.path", str(path), "holds no manifest.json: not prepared, or cut off while it was", way_out)
-    else:
-        yield _error("data.path", str(path), "its manifest.json cannot be read", way_out)
+        return
+    try:
+        read_manifest(path)
+    except DataError as error:
+        yield _error("data.path", str(path), error.parts[0][0], way_out)
+    except OSError as error:
+        yield _error("data.path", str(path), f"its manifest.json cannot be read: {error}", "Give a folder that can.")
+
+
+def data_is_whole(case: Case) -> Found:
+    """Shards are there at their full length, with the tokenizer that they were made with, in the folder or in a copy; a copy is of the
+    same data."""
+    if case.manifest is None:
+        return
+    path, copies = Path(case.spec.data.path), [Path(copy) for copy in case.spec.data.copies]
+    for name, look in (
+        ("data.copies", partial(check_copies, copies=copies)),
+        ("data.path", partial(check_sizes, copies=copies)),
+        ("data.path", check_tokenizer),
+    ):
+        try:
+            look(path, case.manifest)
+        except DataError as error:
+            value = getattr(case.spec.data, name.removeprefix("data."))
+            for reason, way_out in error.parts[:NAMED]:
+                yield _error(name, value, reason, way_out)
+            if len(error.parts) > NAMED:
+                yield _error(name, value, f"so it is with {len(error.parts) - NAMED} more of its files", "Mend them likewise.")
 
 
 def vocabulary_covers_the_tokens(case: Case) -> Found:
     """Every token id has a row in the embedding."""
-    tokens = _inside(case.manifest, "tokenizer", "vocab_size")
-    vocab = case.spec.model.vocab
-    if isinstance(tokens, int) and tokens > vocab:
+    if case.manifest is None:
+        return
+    tokens, vocab = case.manifest.tokenizer.vocab_size, case.spec.model.vocab
+    if tokens > vocab:
         reason = f"is smaller than the data's vocabulary of {tokens} tokens"
         unit = case.plan.tensor * case.plan.shards
         yield _error("model.vocab", vocab, reason, f"Use {_up(tokens, unit)}, or data made with a smaller tokenizer.")
@@ -676,20 +710,33 @@ def vocabulary_covers_the_tokens(case: Case) -> Found:
 
 def weighted_domains_exist(case: Case) -> Found:
     """A mixture weighs domains the data has, and gives at least one a share."""
-    weights, domains = case.spec.data.weights, _inside(case.manifest, "domains")
+    weights = case.spec.data.weights
     if weights is None:
         return
     if not any(weights.values()):
         yield _error("data.weights", weights, "gives no domain a share", "Give one a weight above 0, or leave weights out.")
-    for name in weights if isinstance(domains, dict) else ():
+    if case.manifest is None:
+        return
+    domains = case.manifest.domains
+    for name in weights:
         if name not in domains:
             nearest = near(name, domains)
             way_out = f"{f'Did you mean {nearest}? ' if nearest else ''}It has: {', '.join(domains)}."
             yield _error(f"data.weights.{key(name)}", weights[name], "the data has no such domain", way_out)
-    for name in domains if isinstance(domains, dict) else ():
+    for name in domains:
         if name not in weights:
             reason = "the data has this domain, and the mixture does not say its share"
             yield _error(f"data.weights.{key(name)}", None, reason, f"Set it; {key(name)} = 0 leaves the domain out.")
+
+
+def weighted_domains_have_text(case: Case) -> Found:
+    """A sample needs a token and the next one."""
+    weights = case.spec.data.weights
+    for name, domain in _read_domains(case).items():
+        if domain.train.tokens < 2 and _tokens(case, "train"):  # else no domain has any text, which another rule says
+            reason = f"the data has {domain.train.tokens} training tokens of this domain"
+            share = None if weights is None else weights[name]
+            yield _error(f"data.weights.{key(name)}", share, reason, "Set it to 0, and give the other domains their shares.")
 
 
 def tensorboard_is_there(case: Case) -> Found:
@@ -736,11 +783,41 @@ def disk_takes_copies(case: Case) -> Found:
 
 
 def first_weights_exist(case: Case) -> Found:
-    """The checkpoint to start from is there."""
+    """The checkpoint to start from is there, and of a model of the same sizes."""
     start = case.spec.train.init_from
-    if case.files and start is not None and not Path(start).exists():
+    if not case.files or start is None:
+        return
+    if not Path(start).exists():
         reason = f"no such checkpoint (looked for {Path(start).absolute()}; relative paths start at the current directory)"
         yield _error("train.init_from", start, reason, "Give a checkpoint folder, or leave it out.")
+        return
+    try:
+        found = checkpoints.find_complete(Path(start))
+    except (FileNotFoundError, checkpoints.DamagedCheckpointError) as error:
+        yield _error("train.init_from", start, f"no checkpoint to start from: {error}", "Give another, or leave it out.")
+        return
+    try:
+        theirs = families.read(found.meta["spec"]["model"])
+        fits = case.model is None or _holds(theirs.build(), case.model)
+    except (KeyError, TypeError, ValidationError):
+        return  # nothing is said of sizes
+    if not fits:
+        yield from _other_sizes(theirs, case.spec.model, start)
+
+
+def _holds(theirs: ModelSpec, ours: ModelSpec) -> bool:
+    """Have weights of the one model the sizes of the other's? It may have more blocks."""
+    sizes = [[_parameters(block, model.dim) for block in model.blocks] for model in (theirs, ours)]
+    return (theirs.dim, theirs.head.vocab) == (ours.dim, ours.head.vocab) and sizes[0][: len(sizes[1])] == sizes[1]
+
+
+def _other_sizes(theirs: families.Model, ours: families.Model, start: str) -> Found:
+    before = {dotted(leaf.path): leaf.value for leaf in leaves(theirs)}
+    now = {dotted(leaf.path): leaf.value for leaf in leaves(ours)}
+    changed = [name for name in dict.fromkeys([*now, *before]) if name != "name" and now.get(name) != before.get(name)]
+    has, wants = (", ".join(f"{name} = {literal(one[name])}" for name in changed if name in one) for one in (before, now))
+    way_out = "Give the run's [model] the checkpoint's sizes, or start from another."
+    yield _error("train.init_from", start, f"holds weights of a model with {has}, and the run's has {wants}", way_out)
 
 
 RULES: tuple[Callable[[Case], Found], ...] = (
@@ -778,8 +855,10 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     verification_has_a_replica,
     verification_repeats_bits,
     data_is_prepared,
+    data_is_whole,
     vocabulary_covers_the_tokens,
     weighted_domains_exist,
+    weighted_domains_have_text,
     validation_has_text,
     tensorboard_is_there,
     data_is_not_worn_out,
@@ -891,19 +970,15 @@ def _state_bytes(case: Case, plan: Plan) -> int:
 
 
 def _tokens(case: Case, split: Literal["train", "validation"]) -> int | None:
-    """Tokens of the domains the run reads; None when the manifest does not say."""
-    domains, weights = _inside(case.manifest, "domains"), case.spec.data.weights
-    if not isinstance(domains, dict):
-        return None
-    counts = [_inside(d, split, "tokens") for name, d in domains.items() if weights is None or weights.get(name)]
-    return sum(counts) if all(isinstance(count, int) for count in counts) else None
+    """Tokens of the domains the run reads; None without a manifest."""
+    return None if case.manifest is None else sum(getattr(domain, split).tokens for domain in _read_domains(case).values())
 
 
-def _inside(value: Any, *path: str) -> Any:
-    """The value at a path of keys in nested tables, None where there is none."""
-    for name in path:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
+def _read_domains(case: Case) -> dict[str, Domain]:
+    """Those that the run reads."""
+    weights = case.spec.data.weights
+    domains = case.manifest.domains if case.manifest else {}
+    return {name: domain for name, domain in domains.items() if weights is None or weights.get(name)}
 
 
 def _up(value: int, unit: int) -> int:

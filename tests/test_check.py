@@ -1,6 +1,5 @@
 """Every rule of legality and advice, each by a run that breaks it; and what is advised instead is legal."""
 
-import json
 import re
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.check import MAY_CHANGE, RULES, Problem, _parameters, _size, check, check_resume
+from megalith.checkpoint import folder as checkpoints
 from megalith.models.stage import Stage
 from megalith.schedule.lower import lower
 from megalith.schedule.simulate import simulate
@@ -18,6 +18,7 @@ from megalith.spec.files import Layer, read_setting, resolve
 from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
+from tests.prepared import hollow_data
 
 BASE = {
     "model": {"preset": "tiny"},
@@ -46,12 +47,9 @@ def advice(*settings: str) -> list[str]:
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Prepared data, as far as its manifest."""
+    """Prepared data, but for what it says."""
     monkeypatch.chdir(tmp_path)
-    Path("data").mkdir()
-    split = {"train": {"tokens": 2_000_000}, "validation": {"tokens": 1000}}
-    manifest = {"tokenizer": {"vocab_size": 1000}, "domains": {"austen": split, "code": split}}
-    Path("data/manifest.json").write_text(json.dumps(manifest))
+    hollow_data(Path("data"), "austen", "code")
     return Path("data")
 
 
@@ -276,13 +274,89 @@ def test_data_that_is_not_there_says_where_it_was_looked_for(tmp_path: Path, mon
     (problem,) = check(spec())
     assert str(tmp_path / "data") in problem.reason
     assert "megalith data prepare" in problem.way_out
-    assert "--tokenizer TOKENIZER --out data" in problem.way_out
     Path("data").mkdir()
     (problem,) = check(spec())
     assert "no manifest.json" in problem.reason
-    Path("data/manifest.json").write_text("{")
+    assert "--tokenizer TOKENIZER --out data" in problem.way_out
+    for text in ("{", "{}", "[]"):
+        Path("data/manifest.json").write_text(text)
+        (problem,) = check(spec())
+        assert "is not a manifest this version reads" in problem.reason
+
+
+def keys(*settings: str) -> list[str]:
+    return [problem.key for problem in check(spec(*settings))]
+
+
+def test_every_file_of_the_data_is_there_in_its_length_or_in_a_copy(data: Path):
+    Path("data/austen-train.bin").unlink()
+    Path("data/code-train.idx").write_bytes(b"")
+    hollow_data(Path("copy"), "austen", "code")
+    missing, short = check(spec())
+    assert (missing.key, short.key) == ("data.path", "data.path")
+    assert "austen-train.bin is missing (4000000 bytes)" in missing.reason
+    assert "code-train.idx has 0 bytes, the manifest says 16" in short.reason
+    assert check(spec("data.copies=['copy']")) == []
+
+
+def test_of_many_missing_files_a_few_are_named_and_all_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    hollow_data(Path("data"), "austen", "code")
+    for path in (*Path("data").glob("*.bin"), *Path("data").glob("*.idx")):
+        path.unlink()
+    *named, counted = check(spec())
+    assert ["is missing" in problem.reason for problem in named] == [True] * 5
+    assert "3 more of its files" in counted.reason
+
+
+def test_a_copy_is_there_and_of_the_same_data(data: Path):
+    hollow_data(Path("other"), "austen")
+    gone, other = check(spec("data.copies=['gone', 'other']"))
+    assert (gone.key, gone.reason) == ("data.copies", "gone does not exist")
+    assert (other.key, other.reason) == ("data.copies", "other holds other data than data")
+
+
+def test_the_tokenizer_is_that_of_the_data(data: Path):
+    Path("data/tokenizer.json").write_text('{"other": 1}')
     (problem,) = check(spec())
-    assert "cannot be read" in problem.reason
+    assert "fingerprint" in problem.reason
+    Path("data/tokenizer.json").unlink()
+    (problem,) = check(spec())
+    assert (problem.key, problem.reason) == ("data.path", "data/tokenizer.json is missing")
+
+
+def test_a_domain_that_is_read_has_a_token_and_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    hollow_data(Path("data"), "note", train=1)
+    assert keys("train.steps=1", "optimizer.warmup=1") == ["data.weights.note", "train.steps"]
+
+
+def first_weights(folder: str, *settings: str) -> Path:
+    """A checkpoint, but for its tensors."""
+    path = Path(folder, checkpoints.name(0))
+    path.mkdir(parents=True)
+    index = checkpoints.write_index(path, {})
+    meta = {"spec": {"model": spec(*settings).model.model_dump(mode="json")}}
+    checkpoints.write_manifest(path, checkpoints.Manifest(0, 1, meta, {checkpoints.INDEX: index}))
+    return path
+
+
+def test_weights_to_start_from_are_whole_and_of_the_runs_sizes(data: Path):
+    path = first_weights("first", "model.context=64", "model.layers=5")
+    fits, other = "train.init_from=first", ["train.init_from=first", "model.dim=64", "model.ffn=96"]
+    assert keys(fits) == []  # nor need it be longer, or as deep
+    assert keys(fits, "model.layers=6") == ["train.init_from"]
+    (problem,) = check(spec(*other))
+    assert "dim = 128" in problem.reason.partition("and the run's")[0]
+    assert "dim = 64" in problem.reason.partition("and the run's")[2]
+    (path / checkpoints.INDEX).unlink()
+    (problem,) = check(spec(fits))
+    assert (problem.key, f"{path.name}/{checkpoints.INDEX}" in problem.reason) == ("train.init_from", True)
+    (path / checkpoints.MANIFEST).unlink()
+    assert keys(fits) == ["train.init_from"]
+    path.rmdir()
+    (problem,) = check(spec(fits))
+    assert "no checkpoint here" in problem.reason
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from megalith import __version__, verbs
 from megalith.cli import app
 from megalith.fleet.health import Finding
 from tests.patience import PATIENCE
+from tests.prepared import hollow_data
 
 COMMANDS = [
     ["check"],
@@ -51,9 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.delenv("MEGALITH_TRACEBACK", raising=False)
     Path("run.toml").write_text(RUN)
-    Path("data").mkdir()
-    split = {"train": {"tokens": 2_000_000}, "validation": {"tokens": 1000}}
-    Path("data/manifest.json").write_text(json.dumps({"tokenizer": {"vocab_size": 1000}, "domains": {"austen": split}}))
+    hollow_data(Path("data"), "austen")
     return tmp_path
 
 

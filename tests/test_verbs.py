@@ -24,6 +24,7 @@ from megalith.spec.llama import Llama
 from megalith.spec.plan import Plan
 from megalith.spec.problem import SpecErrors
 from megalith.spec.run import DataSpec, OptimizerSpec, TrainSpec
+from tests.prepared import hollow_data
 
 RUN = """
 name = "first"
@@ -42,9 +43,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run file beside prepared data, in the current directory."""
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(RUN)
-    Path("data").mkdir()
-    split = {"train": {"tokens": 2_000_000}, "validation": {"tokens": 1000}}
-    Path("data/manifest.json").write_text(json.dumps({"tokenizer": {"vocab_size": 1000}, "domains": {"austen": split}}))
+    hollow_data(Path("data"), "austen")
     monkeypatch.setattr(environment, "find", lambda: None)
     return Path("run.toml")
 
@@ -319,7 +318,7 @@ def test_a_machine_that_is_not_fit_is_told_before_any_rank_starts(run: Path, mon
 
     monkeypatch.setattr(admission, "before_start", look)
     monkeypatch.setattr(
-        verbs, "check", lambda path, *, overrides=(), world=None: verbs.Checked(files.load(path, overrides=overrides), [])
+        verbs, "check", lambda path, *, overrides=(), **_: verbs.Checked(files.load(path, overrides=overrides), [])
     )
     monkeypatch.setattr(verbs, "_start", lambda *args, **rest: pytest.fail("started"))
     with pytest.raises(admission.UnfitError, match="1 MiB"):

@@ -242,6 +242,26 @@ def find(path: Path, *, warn: Callable[[str], None] = lambda message: None) -> P
     raise DamagedCheckpointError(none_intact_text(path, damaged))
 
 
+def find_complete(path: Path) -> Manifest:
+    """The manifest of the newest checkpoint that `path` means (see `locate`) with all its files, by their lengths: none of them is read.
+
+    Raises FileNotFoundError if there is none, DamagedCheckpointError if none is complete.
+    """
+    damaged: list[str] = []
+    for candidate in locate(path):
+        try:
+            manifest = read_manifest(candidate)
+        except DamagedCheckpointError as error:
+            damaged.append(str(error))
+            continue
+        lengths = {file: (candidate / file).stat().st_size if (candidate / file).is_file() else None for file in manifest.files}
+        short = [f"{candidate.name}/{file}" for file, length in lengths.items() if length != manifest.files[file].bytes]
+        if not short:
+            return manifest
+        damaged.append(f"missing or of another length: {', '.join(short)}")
+    raise DamagedCheckpointError(none_intact_text(path, damaged))
+
+
 def nothing_text(path: Path) -> str:
     """There is no checkpoint, as a person should read it."""
     return f"{path}: no checkpoint here. Give a checkpoint (step-...), the folder it is in, or a run folder."

@@ -4,9 +4,18 @@ from collections.abc import Sequence
 
 
 class DataError(ValueError):
-    """A source, tokenizer or prepared folder that cannot be used; says the value, the reason and the way out."""
+    """A source, tokenizer or prepared folder that cannot be used; says the value, the reason and the way out.
+
+    `parts` are its problems, each as (reason, way out), where the way out is said apart; else it is "".
+    """
+
+    def __init__(self, reason: str, way_out: str = "") -> None:
+        super().__init__(f"{reason}. {way_out}" if way_out else reason)
+        self.parts: tuple[tuple[str, str], ...] = ((reason, way_out),)
 
     @classmethod
-    def of(cls, problems: Sequence[str], *, title: str) -> "DataError":
+    def of(cls, problems: "Sequence[str | DataError]", *, title: str) -> "DataError":
         """All problems at once: one alone as it is, several as a list under `title`."""
-        return cls(problems[0] if len(problems) == 1 else "\n  - ".join([f"{title}:", *problems]))
+        error = cls(str(problems[0]) if len(problems) == 1 else "\n  - ".join([f"{title}:", *map(str, problems)]))
+        error.parts = tuple(part for one in problems for part in (one.parts if isinstance(one, DataError) else ((one, ""),)))
+        return error

@@ -138,20 +138,25 @@ def read_manifest(folder: Path) -> Manifest:
         what = (
             "has no manifest.json: it is not prepared data, or preparing it was cut off" if folder.is_dir() else "does not exist"
         )
-        raise DataError(f"{folder} {what}. {again}")
+        raise DataError(f"{folder} {what}", again)
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise DataError(f"{path} is not a manifest this version reads: {where}: {first['msg']}. {again}") from error
+        raise DataError(f"{path} is not a manifest this version reads: {where}: {first['msg']}", again) from error
 
 
 def check_sizes(folder: Path, manifest: Manifest, *, copies: Sequence[Path] = ()) -> None:
     """Every shard is there and as long as the manifest says, in the folder or in a copy; contents are not read. Raises DataError naming
     each that is not."""
     elsewhere = [_wrong_sizes(copy, manifest) for copy in copies]
-    problems = [text for name, text in _wrong_sizes(folder, manifest).items() if all(name in wrong for wrong in elsewhere)]
+    way_out = "Copy it back, or prepare the data again."
+    problems = [
+        DataError(text, way_out)
+        for name, text in _wrong_sizes(folder, manifest).items()
+        if all(name in wrong for wrong in elsewhere)
+    ]
     if problems:
         raise DataError.of(problems, title=f"{folder} is not as it was prepared")
 
@@ -164,19 +169,24 @@ def _wrong_sizes(folder: Path, manifest: Manifest) -> dict[str, str]:
         for name, size in sizes.items():
             path = folder / name
             if not path.is_file():
-                problems[name] = f"{path} is missing ({size} bytes). Copy it back, or prepare the data again."
+                problems[name] = f"{path} is missing ({size} bytes)"
             elif (found := path.stat().st_size) != size:
-                problems[name] = f"{path} has {found} bytes, the manifest says {size}. Copy it back, or prepare the data again."
+                problems[name] = f"{path} has {found} bytes, the manifest says {size}"
     return problems
 
 
 def check_copies(folder: Path, manifest: Manifest, copies: Sequence[Path]) -> None:
     """Every copy holds the same data, as manifests go. Raises DataError naming each that does not."""
-    problems = [
-        f"{copy} holds other data than {folder}. Copy the folder whole, or take it out of data.copies."
-        for copy in copies
-        if read_manifest(copy) != manifest
-    ]
+    way_out = "Copy the folder whole, or take it out of data.copies."
+    problems: list[DataError] = []
+    for copy in copies:
+        try:
+            same = read_manifest(copy) == manifest
+        except DataError as error:
+            problems.append(DataError(error.parts[0][0], way_out))
+            continue
+        if not same:
+            problems.append(DataError(f"{copy} holds other data than {folder}", way_out))
     if problems:
         raise DataError.of(problems, title="data.copies cannot be used")
 
@@ -195,11 +205,12 @@ def check_tokenizer(folder: Path, manifest: Manifest) -> None:
     try:
         found = tokenizer_fingerprint(json.loads(path.read_bytes()), manifest.tokenizer.end_of_text)
     except FileNotFoundError as error:
-        raise DataError(f"{path} is missing. {mend}") from error
+        raise DataError(f"{path} is missing", mend) from error
     except (ValueError, AttributeError) as error:
-        raise DataError(f"{path} is not a tokenizer.json: {error}. {mend}") from error
+        raise DataError(f"{path} is not a tokenizer.json: {error}", mend) from error
     if found != manifest.tokenizer.fingerprint:
-        raise DataError(f"{path} has fingerprint {found}, but the shards were made with {manifest.tokenizer.fingerprint}. {mend}")
+        reason = f"{path} has fingerprint {found}, but the shards were made with {manifest.tokenizer.fingerprint}"
+        raise DataError(reason, mend)
 
 
 def file_digest(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:

@@ -17,6 +17,7 @@ from megalith.report import plans
 from megalith.spec.plan import Plan
 from megalith.spec.problem import SpecErrors
 from tests.patience import PATIENCE
+from tests.prepared import hollow_data
 
 WORDS = {"model": "tiny", "cluster": "h100:4", "seq_len": 128, "global_batch": 8, "tokens": "1B"}
 TIGHT = {"model": "llama3.2-3b", "cluster": "a100-40gb:1", "seq_len": 8192, "global_batch": 16}
@@ -93,8 +94,8 @@ def test_a_layout_in_short_leaves_out_what_is_one():
 def test_the_best_plan_is_written_as_a_run_that_check_accepts(answered: Answer, tmp_path: Path):
     path = tmp_path / "plan.toml"
     path.write_text(as_run(answered))
-    (tmp_path / "manifest.json").write_text("{}")
-    checked = verbs.check(path, overrides=(f"data.path={tmp_path}",), world=4)
+    hollow_data(tmp_path / "data", "text")
+    checked = verbs.check(path, overrides=(f"data.path={tmp_path / 'data'}",), world=4)
     assert not checked.errors
     written, best = checked.resolved.spec.plan, answered.found.choices[0].plan
     assert (short(written), written.recompute, written.layers) == (short(best), best.recompute, best.layers)

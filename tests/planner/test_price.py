@@ -8,6 +8,7 @@ from megalith.cli import app
 from megalith.planner.asked import Asked, Question, ask
 from megalith.planner.price import REMEDIES, prices
 from megalith.spec.plan import Plan
+from tests.prepared import hollow_data
 
 RUN = """
 name = "mine"
@@ -76,8 +77,8 @@ def test_a_plan_that_keeps_the_rules_has_nothing_to_pay(asked: Asked):
 def test_check_prints_prices(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text(RUN)
-    (tmp_path / "manifest.json").write_text("{}")
-    words = ["check", str(path), "--price", "--set", f"data.path={tmp_path}"]
+    hollow_data(tmp_path / "data", "text")
+    words = ["check", str(path), "--price", "--set", f"data.path={tmp_path / 'data'}"]
     printed = CliRunner().invoke(app, words)
     assert printed.exit_code == 0, printed.output
     assert "plan.tensor = 16" in printed.stdout

@@ -12,12 +12,13 @@ LAYERS = {
     "disk": 0,
     "events": 1, "spec": 1,
     "mesh": 2, "schedule": 2, "kernels": 2,
-    "models": 3, "data": 3, "check": 3, "fleet": 3,
+    "models": 3, "data": 3, "fleet": 3,
     "parallel": 4, "checkpoint": 4,
-    "train": 5, "cost": 5,
-    "report": 6, "planner": 6,
-    "verbs": 7,
-    "cli": 8,
+    "check": 5,
+    "train": 6, "cost": 6,
+    "report": 7, "planner": 7,
+    "verbs": 8,
+    "cli": 9,
 }  # fmt: skip
 WITHOUT_TORCH = [
     "megalith.cli",
