@@ -81,11 +81,13 @@ Found = Iterator[Problem]
 
 @dataclass(frozen=True)
 class Case:
-    """What the rules look at. `world`: ranks there are, where known. `files`: whether to look at the disk."""
+    """What the rules look at. `world`: ranks there are, where known. `files`: whether to look at the disk. `begun`: whether the run has
+    checkpoints to go on from."""
 
     spec: RunSpec
     world: int | None
     files: bool
+    begun: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -134,15 +136,17 @@ def check(
     *,
     world: int | None = None,
     files: bool = True,
+    begun: bool = False,
     provenance: Mapping[str, str] | None = None,
 ) -> list[Problem]:
     """Every problem of a run, errors first. Empty: it is legal and follows the field's advice.
 
-    `world` is the number of ranks there are, where known; with `files=False` nothing on disk is looked at. `provenance` (from
+    `world` is the number of ranks there are, where known; with `files=False` nothing on disk is looked at; a run that has `begun` goes
+    on from checkpoints of its own. `provenance` (from
     `spec.files`) tells where values came from. Of a spec with values that are not there (`spec.files.read`), rules say what they can
     without them.
     """
-    case = Case(spec, world, files)
+    case = Case(spec, world, files, begun)
     found = [problem for rule in RULES for problem in _seen(rule, case)]
     origins = provenance or {}
     return sorted((replace(p, source=origins.get(p.key, "")) for p in found), key=lambda p: p.severity != "error")
@@ -785,7 +789,7 @@ def disk_takes_copies(case: Case) -> Found:
 def first_weights_exist(case: Case) -> Found:
     """The checkpoint to start from is there, and of a model of the same sizes."""
     start = case.spec.train.init_from
-    if not case.files or start is None:
+    if not case.files or start is None or case.begun:
         return
     if not Path(start).exists():
         reason = f"no such checkpoint (looked for {Path(start).absolute()}; relative paths start at the current directory)"

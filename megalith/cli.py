@@ -165,6 +165,9 @@ def check(
     run: RunFile,
     settings: Set = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks there will be, to compare with the plan.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the run is kept: one that is there goes on. Default: runs/NAME.")
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the whole run: every value and where it came from.")] = False,
     price: Annotated[
         bool, typer.Option("--price", help="And what each broken rule of the plan costs on the run's cluster, predicted.")
@@ -177,7 +180,7 @@ def check(
 
     Example:  megalith check run.toml --set plan.tensor=4 --ranks 8
     """
-    checked = verbs().check(run, overrides=settings or (), world=ranks)
+    checked = verbs().check(run, overrides=settings or (), world=ranks, run_dir=run_dir)
     status = BAD_SPECIFICATION if checked.errors else 0
     prices = verbs().prices(run, overrides=settings or ()) if price and not checked.errors else ()
     if as_json:

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from megalith.check import Case, check_resume
 from megalith.check import check as find_problems
+from megalith.checkpoint.folder import committed
 from megalith.spec import files
 from megalith.spec.files import Resolved
 from megalith.spec.problem import Problem, SpecErrors
@@ -93,10 +94,13 @@ class Trained:
     report: Path | None
 
 
-def check(path: Path, *, overrides: Sequence[str] = (), world: int | None = None) -> Checked:
+def check(path: Path, *, overrides: Sequence[str] = (), world: int | None = None, run_dir: Path | None = None) -> Checked:
     """Read a run file and find everything that is wrong with it, or unwise. Raises SpecErrors, with all of that, when it cannot be read
-    as a run."""
-    return _examine(path, overrides=overrides, world=world)
+    as a run.
+
+    `run_dir` is where it is kept (default: runs/NAME): a run that is there already does not need what only a first start does.
+    """
+    return _examine(path, overrides=overrides, world=world, run_dir=run_dir)
 
 
 def train(
@@ -116,8 +120,8 @@ def train(
 
     place = environment.find()
     _end_with_torchrun(place)
-    checked = check(path, overrides=overrides, world=place.world if place else None)
-    folder = run_dir or Path("runs") / checked.resolved.spec.name
+    checked = check(path, overrides=overrides, world=place.world if place else None, run_dir=run_dir)
+    folder = _folder(run_dir, checked.resolved.spec)
     problems = [*checked.errors, *_other_run(checked.resolved, folder), *([] if place else _too_many(checked.resolved.spec))]
     if problems:
         raise SpecErrors(problems)
@@ -154,9 +158,9 @@ def agent(
 
     place = environment.find()
     _end_with_torchrun(place)
-    checked = check(path, overrides=overrides)
+    checked = check(path, overrides=overrides, run_dir=run_dir)
     spec = checked.resolved.spec
-    folder = run_dir or Path("runs") / spec.name
+    folder = _folder(run_dir, spec)
     if problems := [*checked.errors, *_other_run(checked.resolved, folder)]:
         raise SpecErrors(problems)
     job = _job(spec, folder.resolve(), TRAIN, {"run_dir": str(folder.resolve())})
@@ -616,8 +620,8 @@ def launch(
 
     checked = _examine(path, overrides=overrides, look=False)
     spec, errors = checked.resolved.spec, checked.errors
-    here = [one for one in _examine(path, overrides=overrides).errors if one not in errors]
-    folder = run_dir or Path("runs") / spec.name
+    here = [one for one in _examine(path, overrides=overrides, run_dir=run_dir).errors if one not in errors]
+    folder = _folder(run_dir, spec)
     advice = [replace(one, severity="advice", reason=f"seen from this machine, {one.reason}") for one in here]
     try:
         chosen, more = engines.given(
@@ -696,11 +700,20 @@ def train_tokenizer(
     return {"folder": str(out), **learned.record.model_dump()}
 
 
-def _examine(path: Path, *, overrides: Sequence[str], world: int | None = None, look: bool = True) -> Checked:
+def _folder(run_dir: Path | None, spec: RunSpec) -> Path:
+    """Where a run is kept."""
+    return run_dir or Path("runs") / spec.name
+
+
+def _examine(
+    path: Path, *, overrides: Sequence[str], world: int | None = None, look: bool = True, run_dir: Path | None = None
+) -> Checked:
     """A run file and what is wrong with it, on disk too if `look`. Raises SpecErrors as `check` does."""
     reading = files.read(path, overrides=overrides)
     resolved = reading.resolved
-    found = find_problems(resolved.spec, world=world, files=look, provenance=resolved.provenance)
+    named = run_dir is not None or hasattr(resolved.spec, "name")
+    begun = look and named and bool(committed(_folder(run_dir, resolved.spec) / "checkpoints"))
+    found = find_problems(resolved.spec, world=world, files=look, begun=begun, provenance=resolved.provenance)
     if reading.problems:
         faulty = {_table(problem.key) for problem in reading.problems}  # a default in one may stand for what a faulty key meant
         raise SpecErrors([*reading.problems, *(p for p in found if p.source != "default" or _table(p.key) not in faulty)])
@@ -713,8 +726,6 @@ def _table(name: str) -> str:
 
 def _other_run(resolved: Resolved, folder: Path) -> list[Problem]:
     """Why the run in a folder is another one; empty where there is none, or none that got far enough to be gone on with."""
-    from megalith.checkpoint.folder import committed  # no torch, but only training looks for checkpoints
-
     if not (folder / files.FILE).is_file() or not committed(folder / "checkpoints"):
         return []
     return check_resume(files.load(folder / files.FILE).spec, resolved.spec, provenance=resolved.provenance)
@@ -789,7 +800,7 @@ def _identity(spec: RunSpec) -> str:
 
 def _checkpoints(folder: Path) -> "tuple[Copy, ...]":
     """A run's checkpoints as copies of its state. One that was committed before the run was sent back to an earlier step is none."""
-    from megalith.checkpoint.folder import committed, latest, read_manifest  # no torch, but only training looks for checkpoints
+    from megalith.checkpoint.folder import latest, read_manifest
     from megalith.fleet.tiers import Copy, Tier
 
     newest = latest(folder / "checkpoints")

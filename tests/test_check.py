@@ -284,8 +284,8 @@ def test_data_that_is_not_there_says_where_it_was_looked_for(tmp_path: Path, mon
         assert "is not a manifest this version reads" in problem.reason
 
 
-def keys(*settings: str) -> list[str]:
-    return [problem.key for problem in check(spec(*settings))]
+def keys(*settings: str, begun: bool = False) -> list[str]:
+    return [problem.key for problem in check(spec(*settings), begun=begun)]
 
 
 def test_every_file_of_the_data_is_there_in_its_length_or_in_a_copy(data: Path):
@@ -357,6 +357,11 @@ def test_weights_to_start_from_are_whole_and_of_the_runs_sizes(data: Path):
     path.rmdir()
     (problem,) = check(spec(fits))
     assert "no checkpoint here" in problem.reason
+
+
+def test_a_run_that_has_begun_does_not_need_its_first_weights_any_more(data: Path):
+    assert keys("train.init_from=nowhere") == ["train.init_from"]
+    assert keys("train.init_from=nowhere", begun=True) == []
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,15 @@ def test_a_resumed_run_may_have_another_plan_and_length(run: Path, jobs: list[su
     assert files.load("runs/first/run.toml").spec.train.steps == 200
 
 
+def test_a_fine_tuned_run_goes_on_without_what_it_began_with(run: Path, jobs: list[supervisor.Job]):
+    with pytest.raises(SpecErrors, match="no such checkpoint"):
+        train(run, overrides=["train.init_from=gone"])
+    begun("elsewhere")
+    train(run, overrides=["train.init_from=gone"], run_dir=Path("elsewhere"))
+    assert verbs.check(run, overrides=["train.init_from=gone"], run_dir=Path("elsewhere")).errors == []
+    assert len(jobs) == 1
+
+
 def test_a_run_that_never_saved_may_be_started_over_differently(run: Path, jobs: list[supervisor.Job]):
     train(run)
     train(run, overrides=["optimizer.lr=1"])
