@@ -355,7 +355,7 @@ def _nodes_lost(state: State, sign: signs.NodesLost, fleet: FleetSpec) -> Decisi
 def _nonfinite(state: State, sign: signs.Nonfinite, fleet: FleetSpec) -> Decision:
     """Transient: gone when run again. Persistent and reproduced elsewhere: numerics. Not reproduced elsewhere: this rank's fault."""
     runs = state.reruns.get(sign.step, 0)
-    what = f"a gradient of {sign.name} is not finite at step {sign.step} (rank {sign.rank} on {sign.node})"
+    what = f"a gradient of {sign.name} is not finite in step {sign.step + 1} (rank {sign.rank} on {sign.node})"
     if runs == 0:
         state = replace(state, reruns={**state.reruns, sign.step: 1})
         return Decision((RerunStep(sign.step),), state, f"{what}: run it again")

@@ -84,7 +84,7 @@ def clip(grads: Iterable[Tensor], *, norm: float, limit: float) -> None:
 
 
 def not_finite(parameters: Mapping[str, nn.Parameter], *, step: int, loss: float, norm: float) -> NotFinite:
-    """The error for a step whose loss or gradient norm is not finite. Every rank calls this together."""
+    """The error for a step, of a run with `step` steps done, whose loss or gradient norm is not finite. Every rank calls this together."""
     bad = {name: int((~_grad(p).isfinite()).sum()) for name, p in parameters.items() if p.grad is not None}
     everywhere: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, {name: count for name, count in bad.items() if count})
@@ -96,6 +96,6 @@ def not_finite(parameters: Mapping[str, nn.Parameter], *, step: int, loss: float
     more = f" and {len(total) - 5} more" if len(total) > 5 else ""
     where = f"gradients of {worst}{more}" if total else "no single gradient: the sum of their squares overflowed"
     return NotFinite(
-        f"step {step}: loss {loss}, gradient norm {norm}; NaN or Inf in {where}. No weight was changed. "
-        "Lower optimizer.lr, lengthen optimizer.warmup, or set train.z_loss; the last checkpoint is from before this step."
+        f"step {step + 1}: loss {loss}, gradient norm {norm}; NaN or Inf in {where}. No weight was changed. "
+        "Lower optimizer.lr, lengthen optimizer.warmup, or set train.z_loss. Any checkpoint of this run is from before this step."
     )

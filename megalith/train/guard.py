@@ -85,7 +85,7 @@ class Guard:
     def updated(self, trainer: Trainer, step: int) -> None:
         """What the update must have made; what is to be found when it rests no longer."""
         if self.updates and self._verifies(step) and (rank := self.updates.check(step)) is not None:
-            text = f"rank {rank}'s update of step {step} is not what its copy and its gradients give"
+            text = f"rank {rank}'s update of step {step + 1} is not what its copy and its gradients give"
             self._accuse(StateCorrupt(**self._here(step, rank), where="update"), text)
         if self.fleet.digest:
             known = self._digest()
@@ -123,7 +123,7 @@ class Guard:
         ranks = ", ".join(map(str, found.suspects))
         sign = GradientWrong(time=time.time(), step=step, good_step=self._good, suspects=nodes)
         reporter = min(set(range(self.seat.world)) - set(found.suspects), default=0)
-        self._together(sign, f"step {step}: ranks {ranks} {found.text}", reporter=reporter)
+        self._together(sign, f"step {step + 1}: ranks {ranks} {found.text}", reporter=reporter)
 
     def in_place(self, run: Callable[[], T], *, step: int) -> T:
         """`run` a step; once more if a gradient is not finite, from the state it began with, which gives the same bits if that was an

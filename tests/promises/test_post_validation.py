@@ -146,7 +146,7 @@ def _poison(trainer: Trainer) -> None:
 @pytest.mark.parametrize("plan", [PLANS[2], PLANS[5]], ids=str)
 def test_a_nan_names_its_own_step_and_leaves_the_weights_before_it(plan: dict[str, Any], between: bool) -> None:
     for message, changed in run_ranks(_poisoned, _spec(plan, clip=0.0, late=True).plan.ranks, plan, between):
-        assert message.startswith(f"step {BAD}: ")
+        assert message.startswith(f"step {BAD + 1}: ")
         assert changed == []
 
 

@@ -173,7 +173,7 @@ def test_a_nan_that_does_not_come_again_leaves_no_trace(plan: dict[str, Any]) ->
 def test_a_nan_that_stays_is_blamed_on_the_rank_unless_another_replica_gets_it_too() -> None:
     run = {"plan": {"data": 2, "zero": 1}}
     one = train(run, only(1, before_step=lambda trainer, step: spoil(trainer, torch.nan, times=-1)))
-    assert all(outcome.ended.startswith(f"NotFinite: step {BAD}") for outcome in one), [o.ended for o in one]
+    assert all(outcome.ended.startswith(f"NotFinite: step {BAD + 1}: ") for outcome in one), [o.ended for o in one]
     assert [sign.elsewhere for sign in one[1].signs if isinstance(sign, Nonfinite)] == ["not asked", "clean"]
     assert one[1].signs[-1].rank == 1 and one[0].signs == []  # pyright: ignore[reportAttributeAccessIssue]
     both = train(run, lambda rank: Fault(before_step=lambda trainer, step: spoil(trainer, torch.nan, times=-1)))
@@ -188,7 +188,7 @@ REPLICAS: dict[str, Any] = {"plan": {"data": 2, "zero": 2, "microbatch": 2}, "fl
 def test_an_error_that_came_once_is_found_with_verify_all_and_blamed_by_a_further_computation() -> None:
     fault = only(1, before_step=lambda trainer, step: spoil(trainer, 0.37, times=1))
     found = train(REPLICAS, fault)
-    assert all(outcome.ended.startswith("Reported: step 2: ranks 1 ") for outcome in found), found[0].ended
+    assert all(outcome.ended.startswith("Reported: step 3: ranks 1 ") for outcome in found), found[0].ended
     signs = [sign for outcome in found for sign in outcome.signs]
     assert [(type(sign), sign.suspects, sign.good_step) for sign in signs if isinstance(sign, GradientWrong)] == [
         (GradientWrong, ("n1",), BAD - 1)
@@ -227,7 +227,7 @@ def test_without_another_replica_a_rank_repeats_itself_which_finds_only_what_com
         return
     (sign,) = found.signs
     assert isinstance(sign, GradientWrong) and (sign.suspects, sign.good_step) == (("n0",), BAD - 1)
-    assert found.ended == f"Reported: step {BAD}: ranks 0 did not get the same gradients twice"
+    assert found.ended == f"Reported: step {BAD + 1}: ranks 0 did not get the same gradients twice"
 
 
 VERIFIED: list[tuple[str, dict[str, Any]]] = [
@@ -262,7 +262,7 @@ def test_a_wrong_update_is_found_by_making_it_again_from_the_copy(tmp_path: Path
 def test_the_buddy_that_holds_the_copy_makes_the_update_again(tmp_path: Path) -> None:
     """Sharded, so that no replica has it. The buddy ends; a supervisor would end the others."""
     run = {"plan": {"data": 2, "zero": 1}, "fleet": {"verify_every": 2}}
-    with pytest.raises(RuntimeError, match=rf"rank 1 of 2 failed first(.|\n)*rank 0's update of step {BAD} is not"):
+    with pytest.raises(RuntimeError, match=rf"rank 1 of 2 failed first(.|\n)*rank 0's update of step {BAD + 1} is not"):
         run_ranks(_train, 2, run, only(0, updated=flip_moment), tmp_path, True)
 
 
