@@ -221,7 +221,9 @@ def train(
     run_dir: Annotated[
         Path | None, typer.Option(help="Where the run is kept; one that is there goes on. Default: runs/NAME.")
     ] = None,
-    profile: Annotated[str | None, typer.Option(metavar="A:B", help="Trace steps A to B-1 with torch.profiler.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Trace steps A to B-1 with torch.profiler; the first is 1.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Train, or go on training: the same command resumes from the newest checkpoint.
@@ -1208,9 +1210,9 @@ def reading(split: str | None, field: str, extensions: list[str] | None) -> dict
 
 def steps_of(text: str | None) -> str | None:
     """A range of steps, A:B. Raises a usage error for anything else."""
-    first, _, last = (text or "0:1").partition(":")
-    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        raise typer.BadParameter(f"{text!r} is no range of steps. Write --profile 10:13 for steps 10, 11 and 12.")
+    first, _, last = (text or "1:2").partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last)):
+        raise typer.BadParameter(f"{text!r} is no range of steps. Write --profile 10:13 for steps 10, 11 and 12; the first is 1.")
     return text
 
 

@@ -203,7 +203,7 @@ def test_training_ends_with_the_runs_exit_status(monkeypatch: pytest.MonkeyPatch
         assert "report: runs/first/report.html" in result.stdout
 
 
-@pytest.mark.parametrize("steps", ["3", "5:5", "a:b", "4:2"])
+@pytest.mark.parametrize("steps", ["3", "5:5", "a:b", "4:2", "0:2"])
 def test_a_profile_that_is_no_range_is_a_usage_error(steps: str):
     result = call("train", "run.toml", "--profile", steps)
     assert result.exit_code == 2

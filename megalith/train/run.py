@@ -50,9 +50,9 @@ from megalith.train.validate import Validator
 def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None = None, *, shrunk: bool = False) -> None:
     """Train the run described by `run_dir/spec.json` until its last step or a signal, continuing from its newest checkpoint.
 
-    `profile` is "A:B": steps A to B - 1 are traced by torch.profiler into `run_dir/profile/`. Exits with status STOPPED after a
-    signal, once the state is saved. `source` is what to go on from, as a dictionary of `fleet.tiers.Source`; None: the newest intact
-    checkpoint. `shrunk`: under the fleet's fallback plan.
+    `profile` is "A:B": steps A to B - 1, as the event log numbers them, are traced by torch.profiler into `run_dir/profile/`. Exits with
+    status STOPPED after a signal, once the state is saved. `source` is what to go on from, as a dictionary of `fleet.tiers.Source`; None:
+    the newest intact checkpoint. `shrunk`: under the fleet's fallback plan.
     """
     folder = Path(run_dir)
     stop = _Stop()
@@ -76,7 +76,9 @@ def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None
         faults.at("building")
         loop = _prepare(spec, folder, source=source_of(source), log=log, device=device, heartbeat=heartbeat)
         heartbeat.beat("ready")
-        with _Profile(folder, profile, place.rank) as tick:
+        if profile and (idle := idle_profile(profile, done=loop.step, steps=spec.train.steps)):
+            _warner(log)(idle)
+        with Profile(folder, profile, place.rank, steps=spec.train.steps) as tick:
             reason = loop.run(stop=stop, after_step=tick)
         heartbeat.beat("leaving", loop.step)
         if log:
@@ -133,6 +135,17 @@ def _open_log(spec: RunSpec, folder: Path) -> EventLog:
     return BoardLog(folder)
 
 
+def _warner(log: EventLog | None) -> Callable[[str], None]:
+    """Tells the rank's own output, and the log where this rank writes one."""
+
+    def warn(message: str) -> None:
+        if log:
+            log.write(Problem("warning", message))
+        print(message, file=sys.stderr, flush=True)
+
+    return warn
+
+
 class _Stop:
     """Set by SIGTERM and SIGUSR1, whatever the rank is doing; read at the end of a step, where all ranks agree. Told at once, in case
     it is the scheduler that takes this node away: a supervisor knows whether it asked itself."""
@@ -161,11 +174,7 @@ def _prepare(
 ) -> Loop:
     """Everything up to the first step, on all ranks together."""
 
-    def warn(message: str) -> None:
-        if log:
-            log.write(Problem("warning", message))
-        print(message, file=sys.stderr, flush=True)
-
+    warn = _warner(log)
     stream = open_stream(spec, "train")
     if stream.unchecked:
         warn(f"{spec.data.path} has no sums, so changes of its bytes are not seen: `megalith data verify` writes them")
@@ -355,26 +364,47 @@ def _all_parameters(trainer: Trainer) -> int:
         return sum(p.numel() for p in Stage(trainer.model).parameters_by_name().values())
 
 
-class _Profile:
-    """torch.profiler over some steps; gives a function to call after each step."""
+def idle_profile(asked: str, *, done: int, steps: int) -> str | None:
+    """Why none of the steps that "A:B" names will be traced, once `done` of a run's steps are done; None if some will be."""
+    first, last = map(int, asked.split(":"))
+    if done < min(last - 1, steps) and first <= steps:
+        return None
+    to_come = f"steps {done + 1} to {steps} are" if done < steps else "no step is"
+    return f"--profile {asked} traces nothing: {to_come} to come. Name steps among those, or raise train.steps."
 
-    def __init__(self, folder: Path, steps: str | None, rank: int) -> None:
-        self.first, self.last = map(int, steps.split(":")) if steps else (0, 0)
+
+class Profile:
+    """torch.profiler over some of a run's `steps`; gives a function to call after each step. Spans of the trace name the steps."""
+
+    def __init__(self, folder: Path, asked: str | None, rank: int, *, steps: int) -> None:
+        first, last = map(int, asked.split(":")) if asked else (0, 0)
+        self.traced = range(first, min(last, steps + 1))
         self.path = folder / "profile" / f"rank-{rank}.json"
         self.profiler: torch.profiler.profile | None = None
+        self.span: torch.profiler.record_function | None = None
 
     def __enter__(self):
-        return self.after_step if self.last > self.first else nullcontext
+        return self.after_step if self.traced else nullcontext
 
     def after_step(self, done: int) -> None:
         """`done` steps are finished."""
-        if done == self.first and self.profiler is None:
+        self._end_span()
+        if done + 1 not in self.traced:
+            self.__exit__()
+            return
+        if self.profiler is None:
             self.profiler = torch.profiler.profile(record_shapes=True)
             self.profiler.__enter__()
-        elif self.profiler is not None and done >= self.last:
-            self.__exit__()
+        self.span = torch.profiler.record_function(f"step {done + 1}")
+        self.span.__enter__()
+
+    def _end_span(self) -> None:
+        if self.span is not None:
+            self.span.__exit__(None, None, None)
+            self.span = None
 
     def __exit__(self, *_: object) -> None:
+        self._end_span()
         if self.profiler is not None:
             self.profiler.__exit__(None, None, None)
             self.path.parent.mkdir(exist_ok=True)

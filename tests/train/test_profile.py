@@ -1,0 +1,49 @@
+"""Which steps of a run are traced: those that its log calls by the numbers asked for."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalith.train.run import Profile, idle_profile
+
+
+def traced(folder: Path, asked: str, *, done: int = 0, steps: int = 6) -> dict[str, int]:
+    """Train from a step on, where step N takes N sines: how many of them are in each span of the trace. Empty without one."""
+    with Profile(folder, asked, 3, steps=steps) as tick:
+        tick(done)
+        for step in range(done + 1, steps + 1):
+            for _ in range(step):
+                torch.ones(()).sin()
+            tick(step)
+    path = folder / "profile/rank-3.json"
+    if not path.exists():
+        return {}
+    spans = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    steps_of = [event for event in spans if event["name"].startswith("step ")]
+    sines = [event["ts"] for event in spans if event["name"] == "aten::sin"]
+    found = {one["name"]: sum(one["ts"] <= at <= one["ts"] + one["dur"] for at in sines) for one in steps_of}
+    assert sum(found.values()) == len(sines), "nothing of another step"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("asked", "done", "found"),
+    [
+        ("3:5", 0, {"step 3": 3, "step 4": 4}),
+        ("1:2", 0, {"step 1": 1}),
+        ("3:6", 3, {"step 4": 4, "step 5": 5}),  # the run goes on from a checkpoint
+        ("6:100", 0, {"step 6": 6}),
+        ("3:5", 4, {}),
+        ("7:9", 0, {}),
+        ("1:9", 6, {}),
+    ],
+)
+def test_a_trace_is_of_the_steps_that_were_asked_for_and_its_lack_is_told(
+    tmp_path: Path, asked: str, done: int, found: dict[str, int]
+) -> None:
+    assert traced(tmp_path, asked, done=done) == found
+    told = idle_profile(asked, done=done, steps=6)
+    assert (told is None) == bool(found)
+    assert told is None or f"--profile {asked} traces nothing" in told
