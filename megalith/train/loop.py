@@ -34,6 +34,14 @@ class NotSavedError(RuntimeError):
     exit_code = ExitCode.LOST
 
 
+def nothing_left(done: int, *, steps: int) -> str:
+    """What a run does that is to be no longer than it is."""
+    return (
+        f"{done} steps are done and train.steps = {steps}: nothing is left to train. "
+        f"Set train.steps above {done} to go on, or start another run with --run-dir."
+    )
+
+
 @dataclass(frozen=True)
 class Yardstick:
     """What MFU is measured with: FLOP a token, FLOP/s of all ranks together or None, and where that figure is from."""
@@ -92,6 +100,8 @@ class Loop:
         """
         every = self.spec.validation.every
         after_step(self.step)
+        if self.log and self.step >= self.spec.train.steps:
+            self.log.write(Problem("warning", nothing_left(self.step, steps=self.spec.train.steps)))
         if self.step == self.spec.train.steps and not self.checkpointer.holds(self.step):
             self._save_last(patience=self.spec.fleet.wait_limit)  # a fault came in between
         while self.step < self.spec.train.steps:

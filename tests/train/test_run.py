@@ -143,6 +143,21 @@ def test_a_rank_of_another_launcher_ends_with_the_status_that_its_error_asks_for
         _ends_with(ValueError("wrong"))
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_that_is_already_longer_says_so_and_leaves_its_checkpoint_alone(data: Path, tmp_path: Path, steps: int) -> None:
+    spec = tiny_run(
+        model={"vocab": 264},
+        data={"path": str(data)},
+        train={"steps": 2, "global_batch": 4, "seq_len": 32, "precision": "fp32"},
+    )
+    train(spec, tmp_path)
+    train(spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})}), tmp_path)
+    events = list(read(tmp_path))
+    (told,) = [event["message"] for event in events if event["type"] == "problem"]
+    assert told.startswith(f"2 steps are done and train.steps = {steps}: nothing is left to train. Set train.steps above 2")
+    assert [event["type"] for event in events].count("checkpoint") == 1
+
+
 def test_without_recovery_there_is_no_guard_and_no_copy(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(*what: Any, **more: Any) -> None:
         os._exit(99)
