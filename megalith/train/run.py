@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -278,16 +279,36 @@ def _yardstick(trainer: Trainer, folder: Path) -> Yardstick:
     spec, device = trainer.spec, trainer.device
     work = _counted_flops(trainer, folder / "ranks")
     precision, ranks = spec.train.precision, dist.get_world_size()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    accelerator = cluster.load(spec.cluster).accelerator if spec.cluster != "local" else cluster.find(name)
-    if accelerator is not None and (rate := accelerator.peak.get(precision)):
-        return Yardstick(work, rate * ranks, f"{accelerator.title}, dense {precision}")
-    if device.type == "cpu":
+    peak = catalogue_peak(spec.cluster, torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", precision)
+    if peak.rate is None and device.type == "cpu":
         rate = _measured_peak(precision, device, folder / "ranks" / f"peak-{precision}-{ranks}")
-        return Yardstick(work, rate, f"measured with {precision} matrix products on all ranks at once")
-    return Yardstick(
-        work, None, f"unknown device {name!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name"
-    )
+        return Yardstick(work, rate, f"measured with {precision} matrix products on all ranks at once{peak.instead}")
+    return Yardstick(work, peak.rate and peak.rate * ranks, f"{peak.source}{peak.instead}")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """FLOP/s of one device, None where the catalogue does not say, where that is from, and what was asked for `instead`."""
+
+    rate: float | None
+    source: str
+    instead: str = ""
+
+
+def catalogue_peak(asked: str, device: str, precision: Literal["fp32", "bf16"]) -> Peak:
+    """Of the device that computes, which torch calls `device`. `asked` is the run's cluster: it says what a device is that the catalogue
+    does not know by name, and what a cluster file says of its own device counts; but no name makes a device another one."""
+    known = cluster.find(device)
+    named = None if asked == "local" else cluster.load(asked).accelerator
+    other = known not in (None, named) and named in cluster.catalogue().values()
+    found = known if named is None or other else named
+    instead = f"; this is no {asked.partition(':')[0]}, which `cluster` says it is" if other else ""
+    if found is None:
+        return Peak(None, f"unknown device {device!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name")
+    if precision not in found.peak:
+        known_rates = ", ".join(found.peak) or "none"
+        return Peak(None, f"{found.title}: no {precision} peak in the catalogue, so no MFU; it has {known_rates}", instead)
+    return Peak(found.peak[precision], f"{found.title}, dense {precision}", instead)
 
 
 def _counted_flops(trainer: Trainer, kept: Path) -> float:

@@ -1,0 +1,47 @@
+"""What MFU is measured against: the device that computes, never one that was only named."""
+
+import pytest
+
+from megalith.spec import cluster
+from megalith.train.run import catalogue_peak
+
+V100, H100 = "Tesla V100-SXM2-32GB", "NVIDIA H100 80GB HBM3"
+
+
+def rate(name: str, precision: str) -> float:
+    return cluster.catalogue()[name].peak[precision]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("asked", ["local", "h100", "h100:8", "a100-80gb:8"])
+def test_a_device_that_is_known_has_its_own_peak(asked: str) -> None:
+    found = catalogue_peak(asked, H100, "bf16")
+    assert found.rate == rate("h100", "bf16")
+    assert ("this is no a100-80gb" in found.instead) == asked.startswith("a100")
+
+
+@pytest.mark.parametrize("asked", ["local", "v100-32gb:8"])
+def test_a_known_device_without_a_rate_for_a_precision_is_not_called_unknown(asked: str) -> None:
+    found = catalogue_peak(asked, V100, "bf16")
+    assert found.rate is None
+    assert found.source == "NVIDIA V100 SXM2 32 GB: no bf16 peak in the catalogue, so no MFU; it has fp32, fp16"
+    assert catalogue_peak(asked, V100, "fp32").rate == rate("v100-32gb", "fp32")
+
+
+def test_an_unknown_device_is_what_the_cluster_names() -> None:
+    assert catalogue_peak("h100:8", "NVIDIA H100 in a box", "bf16").rate == rate("h100", "bf16")
+    found = catalogue_peak("local", "NVIDIA H100 in a box", "bf16")
+    assert found.rate is None and "unknown device 'NVIDIA H100 in a box'" in found.source
+
+
+def test_ranks_on_a_cpu_are_not_measured_against_a_gpu() -> None:
+    found = catalogue_peak("h100:8", "CPU", "bf16")
+    assert found.rate is None and "this is no h100" in found.instead
+    assert catalogue_peak("cpu:8", "CPU", "bf16").instead == catalogue_peak("local", "CPU", "bf16").instead == ""
+
+
+def test_a_cluster_file_may_say_what_its_own_device_computes(tmp_path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'count = 2\n[accelerator]\nname = "mine"\ntitle = "Mine"\nvendor = "me"\npeak = { bf16 = 1e12 }\nsource = {}\n'
+    )
+    assert catalogue_peak(str(path), "CPU", "bf16").rate == 1e12
