@@ -24,6 +24,7 @@ from megalith.models.moe import Moe
 from megalith.models.router import Record, recording
 from megalith.models.stage import Stage
 from megalith.parallel.data import COMPUTE_DTYPE
+from megalith.schedule.table import FILE
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.batches import Cut, indices, to_batch
@@ -110,7 +111,8 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
     plan, model = spec.plan, spec.model
     layers = sum(plan.layers) if plan.layers else min(model.layers, plan.stages * (1 if plan.stages > 4 else 2))
     layers = max(layers, plan.stages) + (model.layers % plan.stages > 0 and not plan.layers)
-    microbatches = min(spec.microbatches, 2 * plan.pipeline)
+    read = plan.schedule.startswith(FILE)  # from a file, for as many microbatches as the run has
+    microbatches = spec.microbatches if read else min(spec.microbatches, 2 * plan.pipeline)
     microbatch = min(plan.microbatch, 2)
     unit = plan.tensor * plan.shards  # a weight is split by tensor ranks and then by data ranks
     return spec.model_copy(
