@@ -124,9 +124,11 @@ def shrunk(family: Family, *, layers: int, unit: int, **own: Any) -> Family:
 
 
 def few_heads(heads: int, kv_heads: int | None, *, unit: int) -> dict[str, int]:
-    """Heads in multiples of `unit`, that share keys as they did: each its own, some together, or all of them one."""
+    """Heads in multiples of `unit`, that share keys as they did: each its own, some together, or all of them one. Fewer heads of keys than
+    `unit`, which is by how many ranks heads are split, stay so few: ranks share these."""
     grouped = kv_heads is not None and kv_heads < heads
-    return {"heads": unit * (2 if grouped else 1), "kv_heads": 1 if kv_heads == 1 else unit, "head_dim": 8}
+    few = kv_heads is not None and (grouped or kv_heads == 1) and unit % kv_heads == 0
+    return {"heads": unit * (2 if grouped else 1), "kv_heads": kv_heads if kv_heads and few else unit, "head_dim": 8}
 
 
 def multiple(least: int, of: int) -> int:

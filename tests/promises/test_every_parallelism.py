@@ -84,6 +84,8 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("nemotron-h-tiny", {"tensor": 2, "expert": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2}),
     ("nemotron-h-tiny", {"pipeline": 2, "data": 2, "expert": 2, "schedule": "dualpipev", "chunks": 2, "zero": 1}),
     ("nemotron3-nano-30b-a3b", {"tensor": 2, "sequence": False, "data": 2, "expert": 4}),
+    ("quickstart", {"tensor": 4, "data": 2, "zero": 3}),  # two ranks share a head of keys
+    ("quickstart", {"tensor": 4, "sequence": False, "context": 2, "ulysses": 2}),
     ("tiny", {"context": 4, "ulysses": 2, "pipeline": 2, "zero": 3}),
     ("tiny", {"pipeline": 4, "schedule": "dualpipe", "data": 2, "zero": 1}),
     ("tiny", {"pipeline": 4, "schedule": "dualpipev", "chunks": 2}),

@@ -5,6 +5,7 @@ from pydantic import ValidationError
 
 from megalith.spec import families
 from megalith.spec.families import FAMILIES, Model, family_of
+from megalith.spec.family import few_heads
 from megalith.spec.llama import Llama
 from megalith.spec.model import AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from megalith.spec.presets import presets
@@ -56,7 +57,8 @@ def test_a_shrunk_model_divides_evenly(model: Model, layers: int, unit: int, hea
         assert block.attention is None or block.attention.heads % heads_unit == 0
         assert block.mamba is None or block.mamba.groups % heads_unit == block.mamba.heads % block.mamba.groups == 0
         if isinstance(block.attention, AttentionSpec):
-            assert block.attention.kv_heads == 1 or block.attention.kv_heads % heads_unit == 0
+            kv_heads = block.attention.kv_heads
+            assert kv_heads % heads_unit == 0 or heads_unit % kv_heads == 0
             assert block.attention.heads % block.attention.kv_heads == 0
         if isinstance(block.mlp, MlpSpec):
             assert block.mlp.hidden % unit == 0
@@ -84,6 +86,14 @@ def structure(model: ModelSpec) -> set[tuple]:
     embedding, head = model.embedding, model.head
     scaled = (embedding.scale != 1, head.scale != 1, head.softcap is not None)
     return kinds | {(embedding.positions is not None, *scaled, head.tied, head.norm, head.ahead is not None)}
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "small"), [(8, 2, 4, 2), (8, 4, 4, 4), (8, 8, 4, 4), (8, 1, 4, 1), (8, 4, 2, 2), (12, 6, 4, 4)]
+)
+def test_a_shrunk_model_has_ranks_share_heads_of_keys_where_the_model_has(heads: int, kv_heads: int, ranks: int, small: int):
+    sizes = few_heads(heads, kv_heads, unit=ranks)
+    assert (sizes["kv_heads"], sizes["heads"] % ranks, sizes["heads"] > sizes["kv_heads"]) == (small, 0, heads > kv_heads)
 
 
 @every_family
