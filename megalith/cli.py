@@ -258,6 +258,7 @@ def agent(
         Path | None, typer.Option(help="Where the run is kept, the same on all machines. Default: runs/NAME.")
     ] = None,
     machine: Annotated[str | None, typer.Option(help="This machine's name in the run. Default: its host name.")] = None,
+    as_json: Json = False,
 ) -> int:
     """Be one machine of a run on many: torchrun or srun starts one such process a node, which starts the ranks itself.
 
@@ -266,7 +267,11 @@ def agent(
 
     Example:  torchrun --nnodes 3 --nproc-per-node 1 -m megalith.cli agent run.toml --set fleet.nodes=2 --set fleet.spares=1
     """
-    trained = verbs().agent(run, console=Console(), overrides=settings or (), run_dir=run_dir, machine=machine)
+    console = Console(stderr=as_json)
+    trained = verbs().agent(run, console=console, overrides=settings or (), run_dir=run_dir, machine=machine)
+    if as_json:
+        say({"ok": trained.code == 0} | asdict(trained))
+        return trained.code
     if trained.message:
         Console(stderr=trained.code != 0, soft_wrap=True, highlight=False).print(escape(trained.message))
         print(f"run folder: {trained.run_dir}")

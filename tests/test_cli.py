@@ -3,13 +3,16 @@
 import errno
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from megalith import __version__, verbs
@@ -18,25 +21,15 @@ from megalith.fleet.health import Finding
 from tests.patience import PATIENCE
 from tests.prepared import hollow_data
 
-COMMANDS = [
-    ["check"],
-    ["plan"],
-    ["train"],
-    ["parity"],
-    ["simulate"],
-    ["campaign"],
-    ["doctor"],
-    ["launch"],
-    ["dryrun"],
-    ["generate"],
-    ["export"],
-    ["import"],
-    ["report"],
-    ["data", "prepare"],
-    ["data", "inspect"],
-    ["data", "verify"],
-    ["tokenizer", "train"],
-]
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    """Every command of a program, as it is typed."""
+    for name, one in group.commands.items():
+        here = (*path, name)
+        yield from commands(one, here) if hasattr(one, "commands") else [[*here]]
+
+
+COMMANDS = list(commands(get_command(app)))
 RUN = """
 name = "first"
 model.preset = "tiny"
@@ -126,7 +119,7 @@ def test_the_version_is_printed():
 def test_every_commands_help_has_an_example_and_json(command: list[str]):
     result = call(*command, "--help")
     assert result.exit_code == 0
-    assert f"Example:  megalith {' '.join(command)}" in result.stdout
+    assert re.search(rf"Example:  (torchrun .* -m )?megalith(\.cli)? {' '.join(command)}", result.stdout)
     assert "--json" in result.stdout
 
 
@@ -201,6 +194,13 @@ def test_training_ends_with_the_runs_exit_status(monkeypatch: pytest.MonkeyPatch
     else:
         assert "stopped as asked" in result.stderr
         assert "report: runs/first/report.html" in result.stdout
+
+
+def test_an_agent_ends_with_the_runs_exit_status_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verbs, "agent", lambda path, **_: verbs.Trained(Path("runs/first"), 75, "stopped as asked", None))
+    told = call("agent", "run.toml", "--json")
+    assert (told.exit_code, json.loads(told.stdout)["code"], json.loads(told.stdout)["ok"]) == (75, 75, False)
+    assert "stopped as asked" in call("agent", "run.toml").stderr
 
 
 @pytest.mark.parametrize("steps", ["3", "5:5", "a:b", "4:2", "0:2"])
