@@ -512,6 +512,7 @@ def campaign(
     injections = faults.draw(
         amounts, seed=seed, first=3, every=3, ranks=spec.plan.ranks, slots=spec.fleet.nodes,
         only_at=runner.only_at(spec.fleet, checkpoint_every=spec.checkpoint.every),
+        not_before=runner.not_before(checkpoint_every=spec.checkpoint.every),
     )  # fmt: skip
     steps = max(one.step for one in injections) + faults.AFTERMATH
     listed = folder / "faults.json"

@@ -158,9 +158,16 @@ class Checkpointer:
         """
         self._join()
         path = self.folder if step is None else self.folder / files.name(step)
-        if step is None and not self._party.tell(self._party.leads and bool(files.committed(self.folder))):
+        if step is None and not self._party.tell(self._party.leads and self._may_hold_any()):
             return None
         return load(path, state, group=self._party.group, partial=partial, cast=cast, warn=self._warn)
+
+    def _may_hold_any(self) -> bool:
+        """Whether there is a committed checkpoint. A folder that cannot be read may hold one: loading then says so on all ranks."""
+        try:
+            return bool(files.committed(self.folder))
+        except OSError:
+            return True
 
     # --- one save -----------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,10 @@ class DamagedCheckpointError(ValueError):
     """No checkpoint that was asked for is intact; the text names every file that is wrong."""
 
 
+class AwayError(OSError):
+    """A checkpoint cannot be read just now. Nothing is known against it: it is no reason to use another one, or none."""
+
+
 @dataclass(frozen=True)
 class FileDigest:
     """Size and sha256 of a file."""
@@ -142,7 +146,10 @@ def read_index(path: Path, manifest: Manifest) -> Index:
 
 
 def check_file(path: Path, file: str, expected: FileDigest | None) -> str | None:
-    """What is wrong with one file of the checkpoint `path`; None if it is as it was written. Reads it once, in small pieces."""
+    """What is wrong with one file of the checkpoint `path`; None if it is as it was written. Reads it once, in small pieces.
+
+    Raises OSError if it is there and cannot be read.
+    """
     here = f"{path.name}/{file}"
     if expected is None:
         return f"{here} is not in {MANIFEST}"
@@ -154,20 +161,18 @@ def check_file(path: Path, file: str, expected: FileDigest | None) -> str | None
             found = hashlib.file_digest(content, "sha256").hexdigest()
     except FileNotFoundError:
         return f"{here} is missing"
-    except OSError as error:
-        return f"{here} cannot be read: {error}"
     if found != expected.sha256:
         return f"{here} is altered: sha256 {found[:12]}... instead of {expected.sha256[:12]}..."
     return None
 
 
 def verify(path: Path) -> list[str]:
-    """All that is wrong with the checkpoint `path`, naming the files; empty if it is intact."""
+    """All that is wrong with the checkpoint `path`, naming the files; empty if it is intact. What cannot be read is wrong here as well."""
     try:
         manifest = read_manifest(path)
-    except DamagedCheckpointError as error:
+        problems = [check_file(path, file, digest) for file, digest in manifest.files.items()]
+    except (DamagedCheckpointError, OSError) as error:
         return [str(error)]
-    problems = [check_file(path, file, digest) for file, digest in manifest.files.items()]
     return [problem for problem in problems if problem]
 
 
@@ -270,6 +275,14 @@ def nothing_text(path: Path) -> str:
 def damaged_text(path: Path, problems: list[str]) -> str:
     """One damaged checkpoint, as a person should read it."""
     return f"checkpoint {path} is damaged and is not used: {'; '.join(problems)}"
+
+
+def away_text(path: Path, why: str) -> str:
+    """A checkpoint that cannot be read just now, as a person should read it."""
+    return (
+        f"checkpoint {path} cannot be read: {why}. That says nothing against it: start again once its file system answers, or move it "
+        "away to go on from the one before"
+    )
 
 
 def none_intact_text(path: Path, problems: list[str]) -> str:

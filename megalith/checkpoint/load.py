@@ -1,5 +1,6 @@
 """Load a checkpoint into a state laid out by any plan: verify, compare, then read each rank's boxes straight into its tensors."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,10 +51,13 @@ def load(
     verified first, each file by one rank. `partial`: the checkpoint may hold more than is asked for. `cast`: convert values
     to the dtype of their destination. `warn` is called on the first rank.
 
-    Raises FileNotFoundError (no checkpoint), DamagedCheckpointError (none intact), MismatchError, on every rank alike.
+    Raises FileNotFoundError (no checkpoint), DamagedCheckpointError (none intact), AwayError (the newest that is not damaged cannot be
+    read just now), MismatchError, on every rank alike.
     """
     party = Party(group)
-    candidates = party.tell(_candidates(path) if party.leads else [])
+    candidates, away = party.tell(_candidates(path) if party.leads else ([], ""))
+    if away:
+        raise files.AwayError(files.away_text(path, away))
     if not candidates:
         raise FileNotFoundError(files.nothing_text(path))
     damaged: list[str] = []
@@ -67,18 +71,24 @@ def load(
     raise files.DamagedCheckpointError(files.none_intact_text(path, damaged))
 
 
-def _candidates(path: Path) -> list[Path]:
+def _candidates(path: Path) -> tuple[list[Path], str]:
+    """The checkpoints that `path` means, and why they cannot be listed just now."""
     try:
-        return files.locate(path)
+        return files.locate(path), ""
     except FileNotFoundError:
-        return []
+        return [], ""
+    except OSError as error:
+        return [], str(error)
 
 
 def _load(path: Path, state: Mapping[str, Tensor], party: Party, *, partial: bool, cast: bool) -> tuple[Loaded | None, list[str]]:
     """Load one checkpoint, or say what is wrong with it. The leading rank holds it against pruning until all ranks have read."""
     opened = _Opened(path) if party.leads else None
     try:
-        manifest, index, problems = party.tell((opened.manifest, opened.index, opened.problems) if opened else (None, {}, []))
+        said = (opened.manifest, opened.index, opened.problems, opened.away) if opened else (None, {}, [], "")
+        manifest, index, problems, away = party.tell(said)
+        if away:
+            raise files.AwayError(files.away_text(path, away))
         if manifest is None or problems:
             return None, problems
         problems = _verify(path, manifest, party)
@@ -94,30 +104,34 @@ def _load(path: Path, state: Mapping[str, Tensor], party: Party, *, partial: boo
 
 
 class _Opened:
-    """Manifest and index of a checkpoint, held against pruning until closed; or what is wrong with them."""
+    """Manifest and index of a checkpoint, held against pruning until closed; or what is wrong with them, or why they cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.manifest: files.Manifest | None = None
         self.index: files.Index = {}
         self.problems: list[str] = []
-        self._reading = files.reading(path)
+        self.away = ""
+        self._held = contextlib.ExitStack()
         try:
-            self._reading.__enter__()
-        except OSError as error:
-            self.problems.append(f"{path.name}/{files.MANIFEST} cannot be read: {error}")
-            return
-        try:
+            self._held.enter_context(files.reading(path))
             self.manifest = files.read_manifest(path)
             self.index = files.read_index(path, self.manifest)
+        except FileNotFoundError:
+            self.problems.append(f"{path.name}/{files.MANIFEST} is missing")
         except files.DamagedCheckpointError as error:
             self.problems.append(str(error))
+        except OSError as error:
+            self.away = str(error)
 
     def close(self) -> None:
-        self._reading.__exit__(None, None, None)
+        self._held.close()
 
 
 def _verify(path: Path, manifest: files.Manifest, party: Party) -> list[str]:
-    """What is wrong with the files, agreed by all ranks; each file is read by one of them, bytes spread evenly."""
+    """What is wrong with the files, agreed by all ranks; each file is read by one of them, bytes spread evenly.
+
+    Raises AwayError, on every rank, if one of them cannot read its files.
+    """
     load = [0] * party.size
     mine: list[str] = []
     for file, digest in sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0])):
@@ -125,8 +139,15 @@ def _verify(path: Path, manifest: files.Manifest, party: Party) -> list[str]:
         load[rank] += digest.bytes
         if rank == party.rank:
             mine.append(file)
-    found = [files.check_file(path, file, manifest.files[file]) for file in mine]
-    return [problem for problems in party.gather_all(found) for problem in problems if problem]
+    found, away = list[str | None](), ""
+    try:
+        found = [files.check_file(path, file, manifest.files[file]) for file in mine]
+    except OSError as error:
+        away = str(error)
+    answers = party.gather_all((found, away))
+    if why := next((away for _, away in answers if away), ""):
+        raise files.AwayError(files.away_text(path, why))
+    return [problem for problems, _ in answers for problem in problems if problem]
 
 
 def _shares(state: Mapping[str, Tensor]) -> tuple[dict[str, Share], list[str]]:
@@ -165,10 +186,14 @@ def _compare(
 
 
 def _read(reader: FolderReader, mine: dict[str, Share], party: Party) -> None:
-    if party.group is None:
-        load_alone(mine, reader)
-        return
     try:
-        planned_load(mine, storage_reader=reader, planner=SharesToRead(), process_group=party.group)
+        if party.group is None:
+            load_alone(mine, reader)
+        else:
+            planned_load(mine, storage_reader=reader, planner=SharesToRead(), process_group=party.group)
+    except OSError as error:
+        raise files.AwayError(files.away_text(reader.path, str(error))) from error
     except CheckpointException as error:  # no Exception, so a caller's `except` would miss it
+        if all(isinstance(failure, OSError) for failure, _ in error.failures.values()):
+            raise files.AwayError(files.away_text(reader.path, str(error))) from error
         raise OSError(f"checkpoint {reader.path} could not be read: {error}") from error

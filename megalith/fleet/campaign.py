@@ -42,6 +42,7 @@ REPAIR_SECONDS = 3.0  # until a lost node is back
 WHOLE, FAULTED, CHECKPOINTS = "whole", "faulted", "checkpoints"  # folders of a campaign, and of a run
 MOST_COPIED = 1 << 30  # bytes of data
 MOST_BY_HAND = 3  # unexpected ends after which the campaign gives up
+WRITTEN = 2  # steps within which a checkpoint that was due is on the disk
 BLAMED = 0.98  # share of the faults for which the right rank must be blamed
 
 EXPECTED: dict[str, tuple[str, ...]] = {
@@ -241,6 +242,11 @@ def possible(
 def only_at(fleet: FleetSpec, *, checkpoint_every: int) -> dict[str, int]:
     """Kinds of fault that come at multiples of so many steps alone."""
     return {"once": fleet.verify_every, "full": checkpoint_every}
+
+
+def not_before(*, checkpoint_every: int) -> dict[str, int]:
+    """Kinds of fault that come at that step at the earliest: of two checkpoints one may be damaged, while the only one is the whole run."""
+    return dict.fromkeys(("checkpoint", "altered"), 2 * checkpoint_every + WRITTEN)
 
 
 def aimed(fleet: FleetSpec, *, checkpoint_every: int, kinds: Collection[str]) -> dict[str, str]:

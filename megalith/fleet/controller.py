@@ -10,6 +10,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -83,9 +84,9 @@ class Controller:
         self._checks: list[tuple[float, str]] = []  # monotonic seconds, node: health checks that are to come
         self._pace = Pace(job.start_timeout, job.silence_timeout, fleet)
         self._stragglers = Stragglers(fleet)
-        self._stored: tuple[Copy, ...] | None = None  # checkpoints, as last read
         self._state = self._remember()
         self._incidents = sum(record["type"] == "incident" for record in events.read(job.run_dir))
+        self._listed: tuple[Copy, ...] | None = None  # the checkpoints that there were when the store could last be read
         self._open: list[_Open] = []
         self._next: Start | None = None
         self._shrunk, self._placement = False, self._state.placement  # of this generation
@@ -143,7 +144,10 @@ class Controller:
     def run(self) -> Outcome:
         """Until the last step, a request to stop, or a fault that a person must see to."""
         try:
-            self._take(Seen(signs.Started(time=time.time()), time.time(), {}))
+            if self._await_store():
+                self._take(Seen(signs.Started(time=time.time()), time.time(), {}))
+            else:
+                self._outcome = _ended(ExitCode.TERMINATED)
             while self._outcome is None:
                 if self._next is not None:
                     self._generation(self._next)
@@ -152,6 +156,23 @@ class Controller:
             return self._outcome
         finally:
             self._log.close()
+
+    def _await_store(self) -> bool:
+        """Wait until the checkpoints can be listed: whoever does not know of them would begin anew. False if somebody wants to stop
+        meanwhile. Raises OSError if it takes longer than a node would be waited for."""
+        until, told = time.monotonic() + self._fleet.wait_limit, False
+        while not self._requests:
+            try:
+                self._listed = self._store()
+                return True
+            except OSError as error:
+                if time.monotonic() >= until:
+                    raise
+                if not told:
+                    print(f"the checkpoints cannot be listed: {error}. Waiting for them", file=sys.stderr, flush=True)
+                told = True
+            self._pause(STORAGE_SECONDS)
+        return False
 
     def _generation(self, order: Start) -> None:
         """Start all ranks and stay with them; take what came of it."""
@@ -380,15 +401,18 @@ class Controller:
         self._keep()
 
     def _copies(self) -> tuple[Copy, ...]:
-        """What there is to go on from. While the store is away its checkpoints are those known last, which it will have again; raises its
-        OSError where none were ever read."""
+        return (*self._nodes.survey(self._state.placement), *self._checkpoints())
+
+    def _checkpoints(self) -> tuple[Copy, ...]:
+        """Those in the store. One that cannot be read, or shows none where there were some, is away: what there was is there. Raises its
+        OSError where none were ever listed."""
         try:
-            self._stored = self._store()
+            self._listed = self._store() or self._listed or ()
         except OSError as error:
-            if self._stored is None:
+            if self._listed is None:
                 raise
             self._log.write(Problem("warning", f"checkpoints cannot be listed, so those known last count: {error}"))
-        return (*self._nodes.survey(self._state.placement), *self._stored)
+        return self._listed
 
     def _tell_of_plan(self, order: Start) -> None:
         """Whose plan the ranks follow from now on, when that changes."""
@@ -443,7 +467,8 @@ class Controller:
 
 
 _NODES = (signs.NodesLost, signs.NodeJoined, signs.HealthChecked)
-_ENDING = (signs.NodesLost, signs.Nonfinite, signs.StateCorrupt, signs.CopyCorrupt, signs.GradientWrong, signs.DataDamaged)
+_ENDING = (signs.NodesLost, signs.Nonfinite, signs.StateCorrupt, signs.CopyCorrupt, signs.CopyAway, signs.GradientWrong,
+           signs.DataDamaged)  # fmt: skip
 """Signs after which this generation is over, if `_ends`."""
 
 

@@ -178,11 +178,13 @@ def draw(
     ranks: int,
     slots: int,
     only_at: Mapping[str, int] = MappingProxyType({}),
+    not_before: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Injection]:
     """A list of faults, about `every` steps apart, from step `first` on. The same arguments give the same list.
 
     About one in eight crashes comes while the ranks start again after the fault before; about one in eight faults comes in the same
-    step as the one before, on another rank. `only_at`: kinds that come at multiples of so many steps.
+    step as the one before, on another rank. `only_at`: kinds that come at multiples of so many steps; `not_before`: kinds that come at that
+    step at the earliest.
     """
     random = Random(seed)
     kinds = [kind for kind, count in sorted(amounts.items()) for _ in range(count)]
@@ -205,7 +207,7 @@ def draw(
         else:
             room = KINDS[before.kind].room if before is not None else 0
             step += 1 + room + int(random.expovariate(1 / max(1, every - 1)) + 0.5)
-            step += _AGAIN if KINDS[kind].room else 0
+            step = max(step + (_AGAIN if KINDS[kind].room else 0), not_before.get(kind, 0))
             step += -step % only_at.get(kind, 1)
             one = replace(one, step=step)
         found.append(one)

@@ -2,8 +2,8 @@
 
 The supervisor of a real run and the goodput simulator obey the same function, so what is simulated is what happens. The rules, in
 short: recover from the newest whole copy in the fastest tier; the same failure again at one step falls back a tier, and the third
-time stops with a report; damaged copies are never used; a broken node's place goes to a spare; what cannot be blamed on a node is
-not; starts that get nowhere come at growing intervals.
+time stops with a report; damaged copies are never used, and checkpoints never given up for a new beginning; a broken node's place
+goes to a spare; what cannot be blamed on a node is not; starts that get nowhere come at growing intervals.
 """
 
 from collections.abc import Callable, Mapping
@@ -55,7 +55,7 @@ class State:
     `failed_checks` its health checks in a row that it did not pass. `repeats` counts failures by "signature @ step", `reruns` the runs
     in place of a step. `restored` is what this generation began from, `fruitless` the starts since a step was done. `leaving` are
     nodes that go once the state is saved, `damaged` what is known to be wrong with the data, `least` how many nodes the fallback plan
-    needs.
+    needs. `away`: since when the copy to restore cannot be read.
     """
 
     placement: tuple[str, ...]
@@ -75,6 +75,7 @@ class State:
     leaving: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
     least: int = 1
+    away: float | None = None
     stopped: bool = False
 
     @property
@@ -118,7 +119,23 @@ def decide(state: State, sign: AnySign, *, fleet: FleetSpec) -> Decision:
     if state.stopped:
         return Decision((), state, "the run has been stopped")
     rule = RULES[type(sign)]
-    return rule(_with_trusted_copies(state), sign, fleet)
+    return _sparing_checkpoints(rule(_with_trusted_copies(state), sign, fleet), state.copies, sign)
+
+
+def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], sign: AnySign) -> Decision:
+    """Stop rather than begin anew while there are checkpoints, though none can be used: those that follow would take their places."""
+    starts = [command for command in decision.commands if isinstance(command, Restart | Shrink | Grow)]
+    steps = sorted(copy.step for copy in copies if copy.tier is Tier.STORE)
+    if not steps or not any(start.source.tier is None for start in starts):
+        return decision
+    report = (
+        f"{decision.reason}: none of the checkpoints (of step {', '.join(map(str, steps))}) can be used. Beginning anew would in time "
+        "delete them. Put one back from a copy, or move their folder away to begin anew; the same command looks at all of them again."
+    )
+    code = ExitCode.LOST if isinstance(sign, signs.CopyAway) else ExitCode.FAILED
+    commands = [command for command in decision.commands if command not in starts]
+    state = replace(decision.state, bad=(), away=None)
+    return _stop(state, commands, code, report, blamed=decision.blamed, rank=decision.blamed_rank)
 
 
 def _with_trusted_copies(state: State) -> State:
@@ -160,9 +177,10 @@ def _blame(state: State, node: str, sign: AnySign, fleet: FleetSpec) -> tuple[St
 
 def _restart(
     state: State, commands: list[Command], fleet: FleetSpec, *, reason: str, source: Source | None = None, blamed: str | None = None,
-    rank: int | None = None,
+    rank: int | None = None, after: float = 0.0,
 ) -> Decision:  # fmt: skip
-    """Go on from `source` (default: the newest whole copy), or see to empty slots first; stop when starting does not help."""
+    """Go on from `source` (default: the newest whole copy), or see to empty slots first; stop when starting does not help. `after`:
+    seconds to wait at least."""
     source = source or newest(state.copies) or BEGINNING
     if state.fruitless >= fleet.fruitless:
         report = f"{state.fruitless} starts in a row did not get one step done. The last reason: {reason}."
@@ -170,7 +188,7 @@ def _restart(
     if state.vacant:
         return _see_to_vacancy(state, commands, fleet, reason=reason, blamed=blamed, rank=rank)
     waits = state.fruitless - FREE_STARTS
-    after = _backoff(waits, fleet) if waits >= 0 else 0.0
+    after = max(after, _backoff(waits, fleet) if waits >= 0 else 0.0)
     state = replace(state, restored=source, fruitless=state.fruitless + 1, waiting=False, shrunk=False)
     return Decision((*commands, Restart(source, state.placement, after)), state, reason, blamed, rank)
 
@@ -272,13 +290,13 @@ def _started(state: State, sign: signs.Started, fleet: FleetSpec) -> Decision:
 
 def _progressed(state: State, sign: signs.Progressed, fleet: FleetSpec) -> Decision:
     """A step that was not done before: what failed at earlier steps is over."""
-    if not (state.fruitless or state.repeats or state.reruns or state.bad):
+    if not (state.fruitless or state.repeats or state.reruns or state.bad or state.away is not None):
         return Decision((), state, "progress")
     repeats = {key: times for key, times in state.repeats.items() if int(key.rpartition(" @ ")[2]) >= sign.step}
     reruns = {step: times for step, times in state.reruns.items() if step >= sign.step}
     # copies of steps that were done again since are new ones
     bad = tuple(piece for piece in state.bad if not state.restored.step <= piece[1] <= sign.step)
-    return Decision((), replace(state, fruitless=0, repeats=repeats, reruns=reruns, bad=bad), "progress")
+    return Decision((), replace(state, fruitless=0, repeats=repeats, reruns=reruns, bad=bad, away=None), "progress")
 
 
 def _rank_failed(state: State, sign: signs.RankFailed, fleet: FleetSpec) -> Decision:
@@ -396,6 +414,23 @@ def _copy_corrupt(state: State, sign: signs.CopyCorrupt, fleet: FleetSpec) -> De
     if source != state.restored:
         commands.append(RollBack(source, reason))
     return _restart(state, commands, fleet, reason=reason, source=source)
+
+
+def _copy_away(state: State, sign: signs.CopyAway, fleet: FleetSpec) -> Decision:
+    """A copy that cannot be read is tried again, each time after as long as it has been away, for as long as a node would be waited for:
+    only then does it count as damaged."""
+    since = sign.time if state.away is None else state.away
+    gone = sign.time - since
+    state = replace(state, away=since)
+    if gone >= fleet.wait_limit:
+        error = f"it could not be read for {gone:.0f} s: {sign.error}"
+        damaged = signs.CopyCorrupt(
+            time=sign.time, step=sign.step, tier=sign.tier, copy_step=sign.copy_step, slot=sign.slot, error=error
+        )
+        return _copy_corrupt(state, damaged, fleet)
+    reason = f"the copy of step {sign.copy_step} in {sign.tier.value} cannot be read just now: {sign.error}"
+    after = min(max(gone, fleet.backoff), fleet.backoff_limit)
+    return _restart(replace(state, fruitless=max(0, state.fruitless - 1)), [], fleet, reason=reason, after=after)
 
 
 def _gradient_wrong(state: State, sign: signs.GradientWrong, fleet: FleetSpec) -> Decision:
@@ -571,6 +606,7 @@ RULES: dict[type[signs.Sign], Callable[[State, Any, FleetSpec], Decision]] = {
     signs.Nonfinite: _nonfinite,
     signs.StateCorrupt: _state_corrupt,
     signs.CopyCorrupt: _copy_corrupt,
+    signs.CopyAway: _copy_away,
     signs.GradientWrong: _gradient_wrong,
     signs.Straggler: _straggler,
     signs.Preempted: _preempted,

@@ -103,9 +103,20 @@ class StateCorrupt(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyCorrupt(Sign):
-    """A copy that was to be restored failed its digest, or could not be read. `slot` None: all of it."""
+    """A copy that was to be restored failed its digest, or is not there. `slot` None: all of it."""
 
     kind: Literal["copy_corrupt"] = "copy_corrupt"
+    tier: Tier
+    copy_step: int
+    slot: int | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyAway(Sign):
+    """A copy that was to be restored cannot be read just now: nothing is known against it. `slot` None: all of it."""
+
+    kind: Literal["copy_away"] = "copy_away"
     tier: Tier
     copy_step: int
     slot: int | None = None
@@ -214,8 +225,8 @@ class Waited(Sign):
 
 
 AnySign = (
-    Started | Progressed | RankFailed | Hang | NodesLost | Nonfinite | StateCorrupt | CopyCorrupt | GradientWrong | Straggler
-    | Preempted | Saved | StopRequested | SaveFailed | SaveWorks | DataDamaged | NodeJoined | HealthChecked | Waited
+    Started | Progressed | RankFailed | Hang | NodesLost | Nonfinite | StateCorrupt | CopyCorrupt | CopyAway | GradientWrong
+    | Straggler | Preempted | Saved | StopRequested | SaveFailed | SaveWorks | DataDamaged | NodeJoined | HealthChecked | Waited
 )  # fmt: skip
 
 _SIGNS: TypeAdapter[AnySign] = TypeAdapter(Annotated[AnySign, Field(discriminator="kind")])

@@ -24,8 +24,8 @@ class FleetSpec(Spec):
     )
     wait_limit: PositiveFloat = Field(
         default=3600.0,
-        description="seconds to wait for a node; then shrink if there is a fallback, else stop (exit status 71); and to try the run's "
-        "last checkpoint again while there is no room for it",
+        description="seconds to wait for a node; then shrink if there is a fallback, else stop (exit status 71); to try the run's "
+        "last checkpoint again while there is no room for it; and to try to read one that is away",
     )
     fallback: Plan | None = Field(default=None, description="plan to go on with when too few nodes are left")
     memory_every: NonNegativeInt = Field(

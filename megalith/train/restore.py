@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from megalith.checkpoint.checkpointer import Checkpointer
-from megalith.checkpoint.folder import DamagedCheckpointError
+from megalith.checkpoint.folder import AwayError, DamagedCheckpointError
 from megalith.checkpoint.load import load
 from megalith.checkpoint.memory import Damaged, Memory
 from megalith.data.stream import Batch as Samples
 from megalith.data.stream import Stream
 from megalith.fleet.report import Reported, report
 from megalith.fleet.seat import Seat
-from megalith.fleet.signs import CopyCorrupt
+from megalith.fleet.signs import CopyAway, CopyCorrupt
 from megalith.fleet.tiers import Source, Tier
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
@@ -82,7 +82,7 @@ def restore(
     Copies in memory of later steps are forgotten.
 
     Raises data errors if the data or tokenizer are not those the checkpoint was trained on, and Reported if a piece of `source` cannot be
-    used, which is reported as CopyCorrupt.
+    used, which is reported as CopyCorrupt, or cannot be read just now (CopyAway).
     """
     seat = memory.seat if memory else Seat.find()
     position = None
@@ -93,12 +93,12 @@ def restore(
             label = memory.restore(source)
             position = position if label is None else Position(label.step, label.samples)
     except Damaged as error:
-        _report(error.tier, error.step, error.slot, str(error))
-    except (DamagedCheckpointError, FileNotFoundError) as error:
+        _report(CopyCorrupt, error.tier, error.step, error.slot, str(error))
+    except (DamagedCheckpointError, FileNotFoundError, AwayError) as error:
         if source is None:
             raise
         if seat.rank == 0:
-            _report(Tier.STORE, source.step, None, str(error))
+            _report(CopyAway if isinstance(error, AwayError) else CopyCorrupt, Tier.STORE, source.step, None, str(error))
         raise Reported(str(error)) from error
     if position is None:
         assert source is None or source.tier is None, f"{source}, and no copies in memory"
@@ -118,6 +118,6 @@ def _from_store(trainer: Trainer, checkpointer: Checkpointer, stream: Stream, *,
     return Position(**loaded.meta["position"])
 
 
-def _report(tier: Tier, step: int, slot: int | None, error: str) -> NoReturn:
-    report(CopyCorrupt(time=time.time(), step=step, tier=tier, copy_step=step, slot=slot, error=error))
+def _report(sign: type[CopyCorrupt | CopyAway], tier: Tier, step: int, slot: int | None, error: str) -> NoReturn:
+    report(sign(time=time.time(), step=step, tier=tier, copy_step=step, slot=slot, error=error))
     raise Reported(error)

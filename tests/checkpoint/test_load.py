@@ -1,16 +1,18 @@
 """Any plan loads what any plan saved, bit for bit; damage is found and named; nothing from a file is ever executed."""
 
+import errno
 import os
 import pickle
 from math import prod
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from megalith.checkpoint import folder as files
 from megalith.checkpoint.checkpointer import Checkpointer, Saved
-from megalith.checkpoint.folder import DamagedCheckpointError
+from megalith.checkpoint.folder import AwayError, DamagedCheckpointError
 from megalith.checkpoint.load import MismatchError, load
 from megalith.checkpoint.read import read_full
 from tests.checkpoint.states import Layout, State, differing, laid_out, local, values, zeros
@@ -118,6 +120,23 @@ def test_when_none_is_intact_each_is_told_with_what_is_wrong(folder):
         Checkpointer(folder).load(zeros())
     assert "step-00000010/rank-00000.safetensors is missing" in str(error.value)
     assert "step-00000020/rank-00000.safetensors is altered" in str(error.value)
+
+
+@pytest.mark.parametrize("what", ["manifest", "files"])
+def test_a_checkpoint_that_cannot_be_read_is_not_damaged_and_no_other_takes_its_place(folder, monkeypatch, what):
+    def away(*_: Any) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as now:
+        if what == "manifest":
+            now.setattr(files, "read_manifest", away)
+        else:
+            now.setattr(files.hashlib, "file_digest", away)
+        for step in (None, 20):
+            with pytest.raises(AwayError, match=r"cannot be read: .*Input/output error.*says nothing against it"):
+                load(folder if step is None else folder / "step-00000020", zeros())
+    loaded = load(folder, zeros())
+    assert loaded.step == 20
 
 
 def test_a_step_that_is_asked_for_is_not_replaced_by_another(folder):

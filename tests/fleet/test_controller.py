@@ -313,6 +313,30 @@ def test_a_store_that_is_away_ends_no_run_whose_checkpoints_are_known(tmp_path: 
         again._take(Seen(Started(time=1.0), 1.0, {}))
 
 
+def test_a_store_that_cannot_be_listed_is_waited_for_and_later_taken_to_hold_what_it_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that does not know of its checkpoints would begin anew."""
+    monkeypatch.setattr(controller_module, "STORAGE_SECONDS", 0.0)
+    (tmp_path / "ranks").mkdir()
+    away = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    answers: list[Any] = [away, away, (Copy(Tier.STORE, 9),), (Copy(Tier.STORE, 9),), away, ()]
+
+    def store() -> tuple[Copy, ...]:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    nodes = SimpleNamespace(there=lambda: ("a", "b", "c"), survey=lambda placement: ())
+    job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
+    controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=store, requests=[])
+    assert controller._await_store()
+    assert capsys.readouterr().err.count("the checkpoints cannot be listed") == 1, "it says so once"
+    assert [controller._copies() for _ in range(3)] == [(Copy(Tier.STORE, 9),)] * 3
+    assert not answers
+
+
 def test_a_node_that_was_a_lemon_last_time_is_not_used_until_its_check_passes(tmp_path: Path) -> None:
     """The command is typed again, on other nodes than before: what the ledger says of one of them counts all the same."""
     ledger_file, now = tmp_path / "nodes.jsonl", time.time()

@@ -86,6 +86,13 @@ def test_a_seed_gives_its_list_and_steps_never_go_back():
         assert all(injection.step % only_at.get(injection.kind, 1) == 0 for injection in one)
 
 
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_a_kind_that_comes_not_before_a_step_never_does(seed: int):
+    listed = faults.draw({"altered": 2, "kill": 9}, seed=seed, first=3, every=3, ranks=4, slots=2, not_before={"altered": 22})
+    assert all(one.step >= 22 for one in listed if one.kind == "altered")
+    assert [one.step for one in listed] == sorted(one.step for one in listed)
+
+
 def test_a_fault_comes_once_and_marks_when_and_where(tmp_path: Path):
     file = tmp_path / "faults.json"
     faults.save(file, [Injection(0, "kill", 5, "step", (1,)), Injection(1, "slow", 6, "gradients", (1,), lasts=3)])

@@ -1,7 +1,7 @@
 """The policy on recorded evidence, and laws that hold whatever happens."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ COPIES = (Copy(Tier.MEMORY, 20), Copy(Tier.BUDDY, 20), Copy(Tier.MEMORY, 19), Co
 START = State(placement=NODES, spares=("s0", "s1"), copies=COPIES, restored=Source(10, Tier.STORE))
 
 
-def _play(state: State, seen: list[signs.AnySign], fleet: FleetSpec) -> list[Decision]:
+def _play(state: State, seen: Sequence[signs.AnySign], fleet: FleetSpec) -> list[Decision]:
     decisions = []
     for sign in seen:
         decisions.append(decide(state, sign, fleet=fleet))
@@ -207,6 +207,54 @@ def test_nothing_left_to_restore_begins_anew() -> None:
     assert decision.state.restored == BEGINNING
 
 
+def test_checkpoints_that_cannot_be_used_are_not_given_up_for_a_new_beginning() -> None:
+    """Its own checkpoints would take their places. What cannot be used now is looked at again by the same command."""
+    store = replace(START, copies=(Copy(Tier.STORE, 20), Copy(Tier.STORE, 10)), restored=Source(20, Tier.STORE))
+    first = decide(store, signs.CopyCorrupt(tier=Tier.STORE, copy_step=20), fleet=FleetSpec())
+    assert first.state.restored == Source(10, Tier.STORE)
+    refreshed = replace(first.state, copies=store.copies)
+    second = decide(refreshed, signs.CopyCorrupt(tier=Tier.STORE, copy_step=10), fleet=FleetSpec())
+    assert "restart" not in _kinds(second)
+    assert isinstance(second.commands[-1], Stop)
+    assert second.commands[-1].code == ExitCode.FAILED
+    assert "of step 10, 20" in second.commands[-1].report
+    again = decide(replace(second.state, stopped=False, copies=store.copies), signs.Started(), fleet=FleetSpec())
+    assert again.state.restored == Source(20, Tier.STORE)
+
+
+def test_wrong_gradients_older_than_every_checkpoint_stop_the_run() -> None:
+    newer = replace(START, copies=(Copy(Tier.STORE, 900), Copy(Tier.STORE, 1000)))
+    decision = decide(newer, signs.GradientWrong(good_step=0, suspects=("n1",), step=1000), fleet=FleetSpec())
+    assert _kinds(decision)[-1] == "stop"
+    assert "restart" not in _kinds(decision)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_tried_again_for_as_long_as_a_node_would_be_waited_for() -> None:
+    fleet = FleetSpec(wait_limit=20.0, backoff=1.0, backoff_limit=8.0)
+    state = replace(START, copies=(Copy(Tier.STORE, 20), Copy(Tier.STORE, 10)))
+    at, tried = 0.0, []
+    for _ in range(7):
+        decision = decide(state, signs.CopyAway(time=at, tier=Tier.STORE, copy_step=20, error="EIO"), fleet=fleet)
+        state = replace(decision.state, copies=state.copies)
+        order = decision.commands[-1]
+        assert isinstance(order, Restart)
+        tried.append((order.source.step, order.after))
+        at += order.after
+    assert tried == [*[(20, wait) for wait in (1, 1, 2, 4, 8, 8)], (10, 0)], "and then it counts as damaged"
+    last = decide(state, signs.CopyAway(time=at, tier=Tier.STORE, copy_step=10, error="EIO"), fleet=fleet)
+    assert isinstance(last.commands[-1], Stop)
+    assert last.commands[-1].code == ExitCode.LOST
+    assert last.state.bad == ()
+
+
+def test_a_checkpoint_that_can_be_read_again_was_never_away() -> None:
+    away = signs.CopyAway(time=5.0, tier=Tier.STORE, copy_step=10)
+    first, passed = _play(replace(START, copies=COPIES[-1:]), [away, signs.Progressed(step=11)], FleetSpec(fruitless=1))
+    assert first.state.away == 5.0
+    assert passed.state.away is None
+    assert (passed.state.bad, passed.state.faults) == ((), {})
+
+
 def test_state_signs_and_commands_survive_json() -> None:
     for path in EVIDENCE:
         record = json.loads(path.read_text())
@@ -234,6 +282,7 @@ MAKE: dict[str, Callable[..., signs.AnySign]] = {
     ),
     "flip": lambda node, step: signs.StateCorrupt(slot=0, node=node, rank=1, step=step),
     "damaged": lambda node, step: signs.CopyCorrupt(tier=list(Tier)[step % 4], copy_step=step, slot=None if step % 2 else 1),
+    "away": lambda node, step: signs.CopyAway(tier=Tier.STORE, copy_step=step, step=step, time=step * 1000.0),
     "wrong": lambda node, step: signs.GradientWrong(good_step=step - 2, suspects=(node,), step=step),
     "slow": lambda node, step: signs.Straggler(slot=0, node=node, rank=1, ratio=2, lost=step - 20.0, replacing=1, step=step),
     "preempted": lambda node, step: signs.Preempted(node=node, step=step),

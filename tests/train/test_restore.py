@@ -1,13 +1,18 @@
 """Where a run begins: at its first step, at its newest checkpoint, or with another run's weights."""
 
+import errno
+import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.data.errors import DataError
+from megalith.fleet.report import Reported
+from megalith.fleet.signs import AnySign, CopyAway
+from megalith.fleet.tiers import Source, Tier
 from megalith.parallel.gradients import local
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
@@ -69,6 +74,29 @@ def _resume(rank: int, data: str, folder: Path) -> None:
 
 def test_a_run_goes_on_from_its_newest_checkpoint_bit_for_bit(data, tmp_path):
     run_ranks(_resume, 1, data, tmp_path)
+
+
+def _away(rank: int, data: str, folder: Path) -> list[AnySign]:
+    spec, told = run_of(data), list[AnySign]()
+    trainer, checkpointer, _, _ = start(spec, folder)
+    save(trainer, checkpointer, Position(1, 8))
+
+    def stale(*_: Any) -> NoReturn:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    stream, source = open_stream(spec, "train"), Source(1, Tier.STORE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", stale)
+        patch.setattr("megalith.train.restore.report", told.append)
+        with pytest.raises(Reported, match="Stale file handle"):
+            restore(trainer, checkpointer, stream, group=None, warn=print, source=source)
+    assert restore(trainer, checkpointer, stream, group=None, warn=print, source=source) == Position(1, 8)
+    return told
+
+
+def test_a_checkpoint_that_cannot_be_read_is_told_as_away_and_can_be_restored_later(data, tmp_path):
+    ((sign,),) = run_ranks(_away, 1, data, tmp_path)
+    assert isinstance(sign, CopyAway) and (sign.tier, sign.copy_step) == (Tier.STORE, 1)
 
 
 def _init_from(rank: int, data: str, folder: Path) -> None:
