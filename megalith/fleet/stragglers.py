@@ -24,6 +24,7 @@ class Stragglers:
 
     def begin(self) -> None:
         """A generation starts: what was seen of slow ranks is over, what is usual stays."""
+        self._counted = -1  # the last step that was: its beats are there until the next, and are looked at again
         self._told: dict[int, dict[int, float]] = {}  # step -> rank -> seconds
         self._slow: dict[int, tuple[int, float, float]] = {}  # rank -> steps in a row, seconds lost, since when
         self._named: set[tuple[int, bool]] = set()
@@ -31,13 +32,14 @@ class Stragglers:
     def note(self, beats: Sequence[Beat], *, nodes: Sequence[str], replacing: float) -> Straggler | None:
         """A rank that is slow now: told when it is first seen, and once more when it has cost `replacing` seconds."""
         for rank, beat in enumerate(beats):
-            if beat.compute > 0:
+            if beat.compute > 0 and beat.step > self._counted:
                 self._told.setdefault(beat.step, {})[rank] = beat.compute
         whole = [step for step, told in self._told.items() if len(told) == len(beats)]
         for step in sorted(whole):
             self._step(self._told[step], beats)
         if whole:
-            self._told = {step: told for step, told in self._told.items() if step > max(whole)}
+            self._counted = max(whole)
+            self._told = {step: told for step, told in self._told.items() if step > self._counted}
         return self._name(beats, nodes, replacing)
 
     def _step(self, seconds: dict[int, float], beats: Sequence[Beat]) -> None:
