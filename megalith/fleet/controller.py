@@ -181,7 +181,9 @@ class Controller:
         self._placement = order.nodes[: self._state.least] if isinstance(order, commands.Shrink) else order.placement
         self._pause(order.after if isinstance(order, commands.Restart) else 0.0)
         self._stragglers.begin()
-        self._watch = watch = Watch(self._now, self._nodes, self._requests, limits=self._pace, observe=self._observe)
+        self._watch = watch = Watch(
+            self._now, self._nodes, self._requests, source=order.source, limits=self._pace, observe=self._observe
+        )
         if not self._start(Generation(secrets.token_hex(4), self._placement, order.source, self._shrunk)):
             self._outcome = _ended(ExitCode.TERMINATED)
             return

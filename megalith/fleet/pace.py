@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from megalith.fleet.heartbeat import Beat
+from megalith.fleet.tiers import Source, Tier
 from megalith.spec.fleet import FleetSpec
 
 KEPT = 256  # durations of a phase that the percentile is of
@@ -20,8 +21,8 @@ class Limits:
     def __init__(self, start: float, silence: float | None) -> None:
         self._start, self._silence = start, silence
 
-    def begin(self) -> None:
-        """A generation starts."""
+    def begin(self, source: Source) -> None:
+        """A generation starts, which restores `source`."""
 
     def note(self, beats: Sequence[Beat]) -> None:
         """What the ranks said last."""
@@ -42,13 +43,15 @@ class Pace(Limits):
         super().__init__(start, silence)
         self._fleet = fleet
         self._durations: dict[str, deque[float]] = {}
-        self._starts: deque[float] = deque(maxlen=KEPT)
+        self._starts: dict[Tier | None, deque[float]] = {}  # by the slowest tier they read: a store takes longer than memory
+        self._tier: Tier | None = None
         self._last: list[Beat] = []
         self._first_step = -1
         self._began: float | None = None
         self._ready = False
 
-    def begin(self) -> None:
+    def begin(self, source: Source) -> None:
+        self._tier = source.slowest
         self._last, self._first_step, self._began, self._ready = [], -1, None, False
 
     def note(self, beats: Sequence[Beat]) -> None:
@@ -67,7 +70,7 @@ class Pace(Limits):
             self._began = min(beat.time for beat in beats if beat.count)
         if self._began is not None and not self._ready and all(beat.ready for beat in beats):
             self._ready = True
-            self._starts.append(max(beat.time for beat in beats) - self._began)
+            self._starts.setdefault(self._tier, deque(maxlen=KEPT)).append(max(beat.time for beat in beats) - self._began)
 
     def _key(self, beat: Beat) -> str:
         """The first step of a generation is apart: it compiles, and meets cold caches."""
@@ -75,14 +78,16 @@ class Pace(Limits):
         return f"first {beat.phase}" if first else beat.phase
 
     def of_start(self) -> float:
-        if not self._starts:
+        like = self._starts.get(self._tier)
+        if not like:
             return self._start
         fleet = self._fleet
-        return min(self._start, max(START_FLOORS * fleet.hang_floor, fleet.hang_factor * max(self._starts)))
+        return min(self._start, max(START_FLOORS * fleet.hang_floor, fleet.hang_factor * max(like)))
 
     def usual_start(self) -> float:
         """Seconds that a start took in the median, so far."""
-        return percentile(self._starts, 0.5) if self._starts else self._start
+        starts = [seconds for like in self._starts.values() for seconds in like]
+        return percentile(starts, 0.5) if starts else self._start
 
     def of_silence(self, beats: Sequence[Beat]) -> float | None:
         limits = [self._limit(self._key(beat)) for beat in beats if beat.count]

@@ -44,6 +44,12 @@ class Source:
     tier: Tier | None
     elsewhere: tuple[tuple[int, Tier], ...] = ()
 
+    @property
+    def slowest(self) -> Tier | None:
+        """The slowest tier that any rank reads from."""
+        read = [tier for tier in (self.tier, *dict(self.elsewhere).values()) if tier is not None]
+        return max(read, key=lambda tier: tier.depth, default=None)
+
     def as_json(self) -> dict[str, Any]:
         """As ranks get it."""
         return {"step": self.step, "tier": self.tier and self.tier.value, "elsewhere": [list(pair) for pair in self.elsewhere]}

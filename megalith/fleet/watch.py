@@ -20,6 +20,7 @@ from megalith.fleet.nodes import Look, Nodes
 from megalith.fleet.outcome import Outcome
 from megalith.fleet.pace import Limits
 from megalith.fleet.signs import AnySign
+from megalith.fleet.tiers import BEGINNING, Source
 
 POLL_SECONDS = 0.02
 REPORT_SECONDS = 0.2  # that other ranks have to report their own errors, once a first cause is known
@@ -51,7 +52,8 @@ class Hang:
 
 
 class Watch:
-    """The loop over one generation. `observe` hears signs and beats at every turn, and says whether the generation must end now."""
+    """The loop over one generation, which restores `source`. `observe` hears signs and beats at every turn, and says whether the
+    generation must end now."""
 
     def __init__(
         self,
@@ -59,12 +61,13 @@ class Watch:
         nodes: Nodes,
         requests: list[Request],
         *,
+        source: Source = BEGINNING,
         limits: Limits | None = None,
         observe: Observe = lambda signs, beats: False,
     ) -> None:
         self._job, self._nodes, self._requests, self._observe = job, nodes, requests, observe
         self._limits = limits or Limits(job.start_timeout, job.silence_timeout)
-        self._limits.begin()
+        self._limits.begin(source)
         self._watched = 0.0  # seconds spent watching: time in which this process was stopped does not count against the ranks
         self._beats = [Beat()] * job.ranks
         self._beat_at = 0.0
