@@ -30,6 +30,19 @@ SECONDARY_TEXTS = re.compile(
 )
 """What the errors of ranks that lost a peer say."""
 
+DEVICE_FAULTS = re.compile(
+    r"uncorrectable ECC error"  # cudaErrorECCUncorrectable
+    r"|uncorrectable NVLink error"  # cudaErrorNvlinkUncorrectable
+    r"|CUDA-capable device(s|\(s\)) (are|is/are) busy or unavailable"  # cudaErrorDevicesUnavailable
+    r"|GPU is lost|fallen off the bus",  # NVML_ERROR_GPU_IS_LOST, and what it means
+    re.IGNORECASE,
+)
+"""What errors say that are the device's, by the descriptions in NVIDIA's CUDA Runtime and NVML references.
+
+Not among them, since the same descriptions name a program's mistakes as the common cause: an unspecified launch failure, a hardware stack
+error, an illegal memory access. NCCL's ncclUnhandledCudaError only says that CUDA failed, and its text quotes what CUDA said.
+"""
+
 
 @dataclass(frozen=True)
 class Exit:
@@ -50,7 +63,7 @@ class Failure:
     """Something that ended wrongly. `rank` None: the fork server. `error` is one line, empty when there was no Python error.
 
     `traceback` is the evidence (of the Python error, or the last lines of the log), `code` the exit status it asks for, `status` how
-    its process ended, as in `Exit`.
+    its process ended, as in `Exit`. `hardware`: a device reported a fault of its own.
     """
 
     rank: int | None
@@ -62,6 +75,7 @@ class Failure:
     code: int
     secondary: bool = False
     status: int = 0
+    hardware: bool = False
 
     @property
     def name(self) -> str:
@@ -94,8 +108,15 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def is_device_fault(text: str) -> bool:
+    """Whether an error is a device's own."""
+    return DEVICE_FAULTS.search(text) is not None
+
+
 def is_secondary(type_name: str, text: str) -> bool:
     """Whether an error only says that another rank went away."""
+    if is_device_fault(text):  # communication fails of it, too
+        return False
     return type_name.rpartition(".")[2] in SECONDARY_TYPES or SECONDARY_TEXTS.search(text) is not None
 
 
@@ -126,12 +147,13 @@ def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phas
     if error is not None:
         reason = f"raised {error.type} in phase `{error.phase}`"
         code = end.code if end.code > 0 else ExitCode.LOST  # it may have been killed after it wrote the error down
-        secondary = is_secondary(error.type, error.message)
-        return Failure(end.rank, reason, error.line, tail(error.traceback), log, error.time, code, secondary, end.code)
+        secondary, hardware = is_secondary(error.type, error.message), is_device_fault(error.message)
+        return Failure(end.rank, reason, error.line, tail(error.traceback), log, error.time, code, secondary, end.code, hardware)
     evidence = tail(output)
+    hardware = is_device_fault(evidence)
     if end.code > 0:
         reason = f"exited with status {end.code} and without a Python error in phase `{phase}`"
-        return Failure(end.rank, reason, "", evidence, log, end.time, end.code, is_secondary("", evidence), end.code)
+        return Failure(end.rank, reason, "", evidence, log, end.time, end.code, is_secondary("", evidence), end.code, hardware)
     reason = f"killed by {signal_name(-end.code)} in phase `{phase}`"
     if end.code == -signal.SIGKILL:
         reason += (
@@ -141,7 +163,7 @@ def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phas
         )
     # A C++ thread of gloo or NCCL that loses its peer ends the process with SIGABRT; the text is in the log only.
     secondary = end.code == -signal.SIGABRT and is_secondary("", evidence)
-    return Failure(end.rank, reason, "", evidence, log, end.time, ExitCode.LOST, secondary, end.code)
+    return Failure(end.rank, reason, "", evidence, log, end.time, ExitCode.LOST, secondary, end.code, hardware)
 
 
 def first(failures: Iterable[Failure]) -> Failure | None:

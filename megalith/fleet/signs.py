@@ -250,8 +250,9 @@ def signature(text: str) -> str:
     return _VARYING.sub("#", text.strip().partition("\n")[0])[:200]
 
 
-def of_failure(failure: Failure, *, time: float, step: int, slot: int, node: str, hardware: bool = False) -> RankFailed:
-    """The sign that a rank's end is. A Python error of its own is the program's, and anything else the node's, until others say more."""
+def of_failure(failure: Failure, *, time: float, step: int, slot: int, node: str) -> RankFailed:
+    """The sign that a rank's end is. A Python error of its own is the program's, unless it tells of a device's fault, and anything else
+    the node's, until others say more."""
     what = failure.error or failure.reason
     return RankFailed(
         time=time,
@@ -261,6 +262,6 @@ def of_failure(failure: Failure, *, time: float, step: int, slot: int, node: str
         rank=failure.rank,
         signature=signature(failure.error or failure.reason.partition(" (")[0]),
         text=what,
-        hardware=hardware,
-        blamed=hardware or not failure.error,
+        hardware=failure.hardware,
+        blamed=failure.hardware or not failure.error,
     )

@@ -5,6 +5,7 @@ import pytest
 
 from megalith.fleet.causes import Exit, Failure, RankError, conclusive, describe, first, is_secondary, read_error
 from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.signs import of_failure
 
 LOG = Path("rank-0.log")
 
@@ -45,6 +46,40 @@ def test_errors_of_ranks_that_lost_a_peer_are_secondary(kind, text):
 @pytest.mark.parametrize(("kind", "text"), OWN)
 def test_errors_of_a_ranks_own_are_not_secondary(kind, text):
     assert not is_secondary(kind, text)
+
+
+DEVICES = [
+    ("torch.AcceleratorError", "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously reported"),
+    ("torch.AcceleratorError", "CUDA error: uncorrectable NVLink error detected during the execution"),
+    ("RuntimeError", "CUDA error: all CUDA-capable devices are busy or unavailable"),
+    ("RuntimeError", "CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
+    ("torch.distributed.DistBackendError", "NCCL error in: ProcessGroupNCCL.cpp:3, unhandled cuda error\nLast error:\n"
+     "Cuda failure 'uncorrectable ECC error encountered'"),
+    ("pynvml.NVMLError_GpuIsLost", "GPU is lost"),
+]  # fmt: skip
+PROGRAMS = [
+    ("torch.AcceleratorError", "CUDA error: an illegal memory access was encountered"),
+    ("torch.AcceleratorError", "CUDA error: unspecified launch failure"),
+    ("torch.AcceleratorError", "CUDA error: hardware stack error"),
+    ("torch.AcceleratorError", "CUDA error: device-side assert triggered"),
+    *OWN,
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "hardware"), [(*one, True) for one in DEVICES] + [(*one, False) for one in PROGRAMS])
+def test_a_devices_fault_is_told_from_a_programs_mistake_and_is_nobodys_consequence(kind: str, text: str, hardware: bool):
+    end = Exit(3, 1, 5.0)
+    found = describe(end, error=error_of(kind, text), log=LOG, output="", phase="step", oom_kills=0)
+    assert (found.hardware, found.secondary) == (hardware, False)
+    sign = of_failure(found, time=6.0, step=4, slot=1, node="b")
+    assert (sign.hardware, sign.blamed) == (hardware, hardware)
+
+
+def test_a_devices_fault_is_read_from_what_a_rank_printed_before_it_was_aborted():
+    printed = "terminate called after throwing an instance of 'c10::AcceleratorError'\n  what():  CUDA error: " + DEVICES[0][1]
+    aborted = describe(Exit(3, -signal.SIGABRT, 5.0), error=None, log=LOG, output=printed, phase="step", oom_kills=0)
+    assert aborted.hardware
+    assert not aborted.secondary
 
 
 def test_the_first_cause_is_the_earliest_that_is_not_a_consequence():
