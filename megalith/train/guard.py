@@ -56,6 +56,8 @@ class Guard:
         self._good = step
         if self.memory and (pinned := self.memory.pinned_step()) is not None and pinned <= step:
             self._good = pinned
+        if self.fleet.verify_every:  # a node that has just come holds no copy that was verified
+            self._good = min(good for (good,) in table([self._good], self.trainer.device))
         if self.fleet.digest:
             self._digests = {step: self._digest()}
         if self.memory:  # by all ranks, also those that have this very copy: their buddies may be new

@@ -245,6 +245,31 @@ def test_verification_leaves_no_trace_and_gives_no_false_alarm(verify: str, run:
     assert alike(clean, found)
 
 
+def _after_a_replacement(rank: int, run: dict[str, Any], root: Path) -> list[AnySign]:
+    """Rank 0's node is a spare that has just come; rank 1 holds the copy of step 1, the last that was verified. The run goes on from 3."""
+    trainer, seat, signs = trainer_of(tiny_run(**run)), Seat(rank, 2, ("n0", "n1"), root), list[AnySign]()
+    memory = Memory(trainer.shares(), seat=seat, pinned=True)
+    if rank == 1:
+        memory.copy(1, 0, known=None, to_disk=False)
+        memory.pin()
+    guard = Guard(trainer, seat=seat, read=partial(read_of, trainer), memory=memory, report=signs.append)
+    guard.begin(3, 0)
+    if rank == 1:
+        spoil(trainer, 0.37, times=-1)
+    stepper = Stepper(trainer, watchers=[guard], guard=guard)
+    tell([guard], "before_step", trainer, 4)
+    with pytest.raises(Reported):
+        stepper.step(read_of(trainer, 4, trainer.groups.coordinates["data"]), step=4)
+    return signs
+
+
+def test_what_was_verified_last_is_what_all_ranks_know_of_however_new_their_nodes_are(tmp_path: Path) -> None:
+    """A spare restores a state that nobody has verified, and whose last steps may be what is found to be wrong now."""
+    run = REPLICAS | {"fleet": {"verify_every": 4, "verify": "all"}}
+    (sign,) = [sign for signs in run_ranks(_after_a_replacement, 2, run, tmp_path) for sign in signs]
+    assert isinstance(sign, GradientWrong) and sign.good_step == 1
+
+
 # --- updates and replicas ---
 
 
