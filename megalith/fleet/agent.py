@@ -26,7 +26,7 @@ from megalith.fleet.local import LocalNodes
 from megalith.fleet.nodes import Generation
 from megalith.fleet.rank import REQUESTS
 from megalith.fleet.rendezvous import Store
-from megalith.fleet.signs import AnySign, Preempted
+from megalith.fleet.signs import AnySign, HealthChecked, Preempted
 
 POLL_SECONDS = 0.02
 STORAGE_SECONDS = 1.0  # between looks whether a full disk has room again, or a store is back
@@ -124,6 +124,8 @@ class Agent:
                 self._nodes.set_aside(ORDER.validate_python(what))
             case {"forget": True}:
                 self._nodes.forget()
+            case {"check": True} if self._asked_to_go:  # however sound it is, it will be gone
+                self._tell(_record(HealthChecked(time=time.time(), node=self._name, passed=False, there=False)))
             case {"check": True}:
                 self._nodes.check(self._name)
             case _:

@@ -337,8 +337,8 @@ class Controller:
         return [*news, self._failed(outcome.first_cause, outcome)]
 
     def _after_order(self, outcome: Outcome) -> list[Seen]:
-        """All ranks ended in order: at the last step, or because they agreed to save."""
-        if outcome.code == ExitCode.STOPPED:
+        """All ranks ended in order: at the last step, or because they agreed to save, or were to before there was anything to save."""
+        if outcome.code == ExitCode.STOPPED or (outcome.code == ExitCode.TERMINATED and self._state.leaving):
             return [Seen(signs.Saved(time=time.time(), step=self._step), time.time(), {})]
         return []
 
@@ -468,7 +468,7 @@ class Controller:
                 pass  # done by the ranks themselves; contained in the placement and source of the start that follows
 
 
-_NODES = (signs.NodesLost, signs.NodeJoined, signs.HealthChecked)
+_NODES = (signs.NodesLost, signs.NodeJoined, signs.HealthChecked, signs.Preempted)
 _ENDING = (signs.NodesLost, signs.Nonfinite, signs.StateCorrupt, signs.CopyCorrupt, signs.CopyAway, signs.GradientWrong,
            signs.DataDamaged)  # fmt: skip
 """Signs after which this generation is over, if `_ends`."""
@@ -476,7 +476,7 @@ _ENDING = (signs.NodesLost, signs.Nonfinite, signs.StateCorrupt, signs.CopyCorru
 
 def _is_ours(sign: AnySign, watch: Watch | None) -> bool:
     """Whether a rank tells of a signal by which we asked it to stop ourselves."""
-    return isinstance(sign, signs.Preempted) and watch is not None and watch.stopping
+    return isinstance(sign, signs.Preempted) and sign.rank is not None and watch is not None and watch.stopping
 
 
 def _ends(sign: AnySign) -> bool:

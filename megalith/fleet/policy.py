@@ -163,7 +163,8 @@ def _evict(
     nodes = len(placement)
     copies = tiers.without_nodes(state.copies, (slot,), nodes=nodes, distance=fleet.buddy_distance(nodes))
     out = {**state.quarantined, node: sign.time}
-    after = replace(state, placement=placement, spares=rest, quarantined=out, copies=copies)
+    leaving = tuple(other for other in state.leaving if other != node)
+    after = replace(state, placement=placement, spares=rest, quarantined=out, copies=copies, leaving=leaving)
     commands: list[Command] = [QuarantineNode(node, because), CheckHealth(node)]
     return after, [*commands, Replace(slot, node, spare)] if spare else commands
 
@@ -176,12 +177,19 @@ def _blame(state: State, node: str, sign: AnySign, fleet: FleetSpec) -> tuple[St
 
 
 def _restart(
-    state: State, commands: list[Command], fleet: FleetSpec, *, reason: str, source: Source | None = None, blamed: str | None = None,
-    rank: int | None = None, after: float = 0.0,
+    state: State, commands: list[Command], sign: AnySign, fleet: FleetSpec, *, reason: str, source: Source | None = None,
+    blamed: str | None = None, rank: int | None = None, after: float = 0.0,
 ) -> Decision:  # fmt: skip
     """Go on from `source` (default: the newest whole copy), or see to empty slots first; stop when starting does not help. `after`:
-    seconds to wait at least."""
-    source = source or newest(state.copies) or BEGINNING
+    seconds to wait at least. Who was to leave once the state is saved leaves with any start."""
+    leaving = state.leaving
+    for node in leaving:
+        state, orders = _evict(
+            state, state.placement.index(node), sign, fleet, because="the scheduler takes it away", forced=True
+        )
+        commands = [*commands, *orders]
+    if source is None or leaving:  # pieces of it may be in the memory of those who left
+        source = newest(state.copies, at_most=None if source is None else source.step) or BEGINNING
     if state.fruitless >= fleet.fruitless:
         report = f"{state.fruitless} starts in a row did not get one step done. The last reason: {reason}."
         return _stop(state, commands, ExitCode.LOST, report, blamed=blamed, rank=rank)
@@ -259,16 +267,16 @@ def _after_failure(
         )
         return _stop(state, commands, code, report, blamed=blamed, rank=rank)
     if times == 1:
-        return _restart(state, commands, fleet, reason=reason, blamed=blamed, rank=rank)
+        return _restart(state, commands, sign, fleet, reason=reason, blamed=blamed, rank=rank)
     source = fall_back(state.copies, state.restored)
     if source is None:
-        return _restart(state, commands, fleet, reason=f"{reason}, again at step {sign.step}; no slower tier is left",
+        return _restart(state, commands, sign, fleet, reason=f"{reason}, again at step {sign.step}; no slower tier is left",
                         blamed=blamed, rank=rank)  # fmt: skip
     because = f"{reason}, again at step {sign.step} after restoring {state.restored}"
     commands = [*commands, RollBack(source, because)]
     newer = tuple((copy.tier, copy.step, None) for copy in state.copies if copy.step > source.step)
     state = replace(state, bad=(*state.bad, *newer))
-    return _restart(state, commands, fleet, reason=because, source=source, blamed=blamed, rank=rank)
+    return _restart(state, commands, sign, fleet, reason=because, source=source, blamed=blamed, rank=rank)
 
 
 def _ordinal(number: int) -> str:
@@ -285,7 +293,7 @@ def _started(state: State, sign: signs.Started, fleet: FleetSpec) -> Decision:
         empty = ", ".join(map(str, state.vacant))
         reason = f"{', '.join(state.quarantined)} must pass a health check before slot {empty} can be filled"
         return Decision((*checks, Wait(fleet.wait_limit, state.vacant)), replace(state, waiting=True), reason)
-    return _restart(state, checks, fleet, reason=f"start from {newest(state.copies) or BEGINNING}")
+    return _restart(state, checks, sign, fleet, reason=f"start from {newest(state.copies) or BEGINNING}")
 
 
 def _progressed(state: State, sign: signs.Progressed, fleet: FleetSpec) -> Decision:
@@ -317,7 +325,7 @@ def _broken(state: State, sign: AnySign, fleet: FleetSpec, *, node: str, rank: i
     state, _ = _blame(state, node, sign, fleet)
     if slot is not None:
         state, commands = _evict(state, slot, sign, fleet, because=reason, forced=True)
-    return _restart(state, commands, fleet, reason=reason, blamed=node, rank=rank)
+    return _restart(state, commands, sign, fleet, reason=reason, blamed=node, rank=rank)
 
 
 def _after_fault_of_node(
@@ -334,7 +342,7 @@ def _after_fault_of_node(
         because = f"{fleet.lemon_faults} faults within {fleet.lemon_hours:g} hours; last: {reason}"
         state, commands = _evict(state, slot, sign, fleet, because=because, forced=False)
         if commands:
-            return _restart(state, commands, fleet, reason=reason, blamed=node, rank=rank)
+            return _restart(state, commands, sign, fleet, reason=reason, blamed=node, rank=rank)
     if together >= 2 * fleet.same_failure:
         report = f"{reason}: the {_ordinal(together)} like failure at step {sign.step}, on several nodes. It is not the nodes."
         return _stop(state, [], ExitCode.LOST, report, rank=rank)
@@ -367,7 +375,7 @@ def _nodes_lost(state: State, sign: signs.NodesLost, fleet: FleetSpec) -> Decisi
         state, orders = _evict(state, slot, sign, fleet, because="it no longer answers", forced=True)
         commands += orders
     blamed = sign.nodes[0] if len(sign.nodes) == 1 else None
-    return _restart(state, commands, fleet, reason=f"lost {names}", blamed=blamed)
+    return _restart(state, commands, sign, fleet, reason=f"lost {names}", blamed=blamed)
 
 
 def _nonfinite(state: State, sign: signs.Nonfinite, fleet: FleetSpec) -> Decision:
@@ -413,7 +421,7 @@ def _copy_corrupt(state: State, sign: signs.CopyCorrupt, fleet: FleetSpec) -> De
     commands: list[Command] = [QuarantineCopy(sign.tier, sign.copy_step, sign.slot)]
     if source != state.restored:
         commands.append(RollBack(source, reason))
-    return _restart(state, commands, fleet, reason=reason, source=source)
+    return _restart(state, commands, sign, fleet, reason=reason, source=source)
 
 
 def _copy_away(state: State, sign: signs.CopyAway, fleet: FleetSpec) -> Decision:
@@ -430,7 +438,7 @@ def _copy_away(state: State, sign: signs.CopyAway, fleet: FleetSpec) -> Decision
         return _copy_corrupt(state, damaged, fleet)
     reason = f"the copy of step {sign.copy_step} in {sign.tier.value} cannot be read just now: {sign.error}"
     after = min(max(gone, fleet.backoff), fleet.backoff_limit)
-    return _restart(replace(state, fruitless=max(0, state.fruitless - 1)), [], fleet, reason=reason, after=after)
+    return _restart(replace(state, fruitless=max(0, state.fruitless - 1)), [], sign, fleet, reason=reason, after=after)
 
 
 def _gradient_wrong(state: State, sign: signs.GradientWrong, fleet: FleetSpec) -> Decision:
@@ -451,7 +459,7 @@ def _gradient_wrong(state: State, sign: signs.GradientWrong, fleet: FleetSpec) -
     state, times = _repeated(state, f"wrong gradients after {sign.good_step} from {sign.suspects}", sign)
     if times >= fleet.same_failure:
         return _stop(state, commands, ExitCode.FAILED, f"{reason}: for the {_ordinal(times)} time, whatever was restored.")
-    return _restart(state, commands, fleet, reason=reason, source=source, blamed=known)
+    return _restart(state, commands, sign, fleet, reason=reason, source=source, blamed=known)
 
 
 def _straggler(state: State, sign: signs.Straggler, fleet: FleetSpec) -> Decision:
@@ -462,7 +470,7 @@ def _straggler(state: State, sign: signs.Straggler, fleet: FleetSpec) -> Decisio
         return Decision((), state, f"{reason}: bear it", sign.node, sign.rank)
     state, _ = _blame(state, sign.node, sign, fleet)
     state, commands = _evict(state, slot, sign, fleet, because=reason, forced=False)
-    return _restart(state, commands, fleet, reason=reason, blamed=sign.node, rank=sign.rank)
+    return _restart(state, commands, sign, fleet, reason=reason, blamed=sign.node, rank=sign.rank)
 
 
 def _preempted(state: State, sign: signs.Preempted, fleet: FleetSpec) -> Decision:
@@ -471,9 +479,13 @@ def _preempted(state: State, sign: signs.Preempted, fleet: FleetSpec) -> Decisio
     if slot is None:
         spares = tuple(node for node in state.spares if node != sign.node)
         return Decision((), replace(state, spares=spares), f"{sign.node}, outside the mesh, is taken away")
-    leaving = (*state.leaving, sign.node)
     reason = f"{sign.node} is taken away by the scheduler in {sign.grace:g} s"
-    return Decision((SaveState(sign.grace),), replace(state, leaving=leaving), reason)
+    if sign.node in state.leaving:
+        return Decision((), state, f"{reason}, as is known")
+    state = replace(state, leaving=(*state.leaving, sign.node))
+    if state.waiting:  # no ranks run that could save
+        return _restart(state, [], sign, fleet, reason=reason)
+    return Decision((SaveState(sign.grace),), state, reason)
 
 
 def _saved(state: State, sign: signs.Saved, fleet: FleetSpec) -> Decision:
@@ -483,15 +495,8 @@ def _saved(state: State, sign: signs.Saved, fleet: FleetSpec) -> Decision:
             source = newest(_for_any_plan(state.copies)) or BEGINNING
             grown = replace(state, shrunk=False, restored=source)
             return Decision((Grow(source, state.placement),), grown, "grow to the run's own plan")
-        return _restart(state, [], fleet, reason="nothing is to be done: go on")
-    commands: list[Command] = []
-    for node in state.leaving:
-        slot = state.slot(node)
-        if slot is not None:
-            state, orders = _evict(state, slot, sign, fleet, because="the scheduler takes it away", forced=True)
-            commands += orders
-    names = ", ".join(state.leaving)
-    return _restart(replace(state, leaving=()), commands, fleet, reason=f"the scheduler took {names} away", blamed=None)
+        return _restart(state, [], sign, fleet, reason="nothing is to be done: go on")
+    return _restart(state, [], sign, fleet, reason=f"the scheduler took {', '.join(state.leaving)} away")
 
 
 def _stop_requested(state: State, sign: signs.StopRequested, fleet: FleetSpec) -> Decision:
@@ -534,7 +539,7 @@ def _node_joined(state: State, sign: signs.NodeJoined, fleet: FleetSpec) -> Deci
         return Decision((CheckHealth(sign.node),), state, f"{sign.node} is back, and is checked first")
     if sign.node in state.spares or sign.node in state.placement:
         return Decision((), state, f"{sign.node} is known already")
-    return _welcome(state, sign.node, fleet)
+    return _welcome(state, sign, fleet)
 
 
 def _health_checked(state: State, sign: signs.HealthChecked, fleet: FleetSpec) -> Decision:
@@ -543,7 +548,7 @@ def _health_checked(state: State, sign: signs.HealthChecked, fleet: FleetSpec) -
     if not sign.passed and slot is not None:
         reason = f"{sign.node} failed its health check{why}"
         state, commands = _evict(state, slot, sign, fleet, because=reason, forced=True)
-        return _restart(state, commands, fleet, reason=reason, blamed=sign.node)
+        return _restart(state, commands, sign, fleet, reason=reason, blamed=sign.node)
     if not sign.passed:
         out = {**state.quarantined, sign.node: state.quarantined.get(sign.node, sign.time)}
         spares = tuple(node for node in state.spares if node != sign.node)
@@ -561,15 +566,16 @@ def _health_checked(state: State, sign: signs.HealthChecked, fleet: FleetSpec) -
         faults=_without(state.faults, sign.node),
         failed_checks=_without(state.failed_checks, sign.node),
     )
-    return _welcome(state, sign.node, fleet)
+    return _welcome(state, sign, fleet)
 
 
 def _without(kept: Mapping[str, Kept], node: str) -> dict[str, Kept]:
     return {name: value for name, value in kept.items() if name != node}
 
 
-def _welcome(state: State, node: str, fleet: FleetSpec) -> Decision:
+def _welcome(state: State, sign: signs.NodeJoined | signs.HealthChecked, fleet: FleetSpec) -> Decision:
     """A healthy node: for a slot that waits for one, else a spare."""
+    node = sign.node
     state = replace(state, spares=(*state.spares, node))
     if len(state.spares) < len(state.vacant) or not state.vacant:
         return Decision((), state, f"{node} is a spare")
@@ -581,7 +587,7 @@ def _welcome(state: State, node: str, fleet: FleetSpec) -> Decision:
         commands.append(Replace(slot, VACANT, spare))
     if state.shrunk:
         return Decision((*commands, SaveState(fleet.wait_limit)), state, f"{node} is back: save, then grow to the run's own plan")
-    return _restart(state, commands, fleet, reason=f"{node} takes the empty place")
+    return _restart(state, commands, sign, fleet, reason=f"{node} takes the empty place")
 
 
 def _waited(state: State, sign: signs.Waited, fleet: FleetSpec) -> Decision:

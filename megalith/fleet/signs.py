@@ -150,10 +150,11 @@ class Straggler(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class Preempted(Sign):
-    """The scheduler takes a node away, in `grace` seconds."""
+    """The scheduler takes a node away, in `grace` seconds. `rank`: one of its ranks was told, None: the node itself."""
 
     kind: Literal["preempted"] = "preempted"
     node: str
+    rank: int | None = None
     grace: float = 30.0
 
 

@@ -158,7 +158,8 @@ class _Stop:
 
     def _ask(self, number: int, frame: object) -> None:
         if not self.asked and REPORTS in os.environ:
-            report(Preempted(time=time.time(), node=Seat.find().node))
+            seat = Seat.find()
+            report(Preempted(time=time.time(), node=seat.node, rank=seat.rank))
         self.asked = True
 
     def __bool__(self) -> bool:

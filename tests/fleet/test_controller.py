@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -228,13 +229,41 @@ def test_what_is_heard_while_ranks_end_hides_no_failure(tmp_path: Path) -> None:
         HealthChecked(time=1.0, node="c", passed=True),
         DataDamaged(time=1.0, shard="a.bin", error="byte 5", other_copy="/copy"),
     ]
-    asked = Preempted(time=1.0, node="b")
+    asked = Preempted(time=1.0, node="b", rank=1)
     watch = SimpleNamespace(hang=None, late_signs=[*late, asked], stopping=True)
     seen = controller._after(cast(Any, watch), outcome)
     assert [one.sign.kind for one in seen] == ["node_joined", "health_checked", "data_damaged", "rank_failed"]
     for one in seen:
         controller._take(one)
     assert controller._next is not None
+
+
+def test_a_node_told_to_go_while_the_ranks_save_for_another_is_heard(tmp_path: Path) -> None:
+    """Its agent tells once. What its ranks tell then is only that we asked them to stop."""
+    nodes = SimpleNamespace(there=lambda: ("a", "b", "c"), survey=lambda placement: (Copy(Tier.STORE, 7),), check=str, beats=list)
+    (tmp_path / "ranks").mkdir()
+    job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
+    controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
+    controller._watch = cast(Any, SimpleNamespace(stopping=True, stop=lambda: None))
+    for sign in (Preempted(time=1.0, node="a"), Preempted(time=1.0, node="b", rank=1)):
+        controller._hear(sign)
+    assert controller._state.leaving == ("a",)
+    controller._hear(Preempted(time=2.0, node="b"))
+    assert controller._state.leaving == ("a", "b")
+
+
+@pytest.mark.parametrize(("leaving", "kinds"), [(("a",), ["saved"]), ((), [])])
+def test_ranks_that_were_ended_before_there_was_a_state_to_save_are_started_again_without_the_node(
+    leaving: tuple[str, ...], kinds: list[str], tmp_path: Path
+) -> None:
+    nodes = SimpleNamespace(there=lambda: ("a", "b", "c"))
+    (tmp_path / "ranks").mkdir()
+    job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
+    controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
+    controller._state = replace(controller._state, leaving=leaving)
+    ended = Outcome(ExitCode.TERMINATED, True, None, (), (), (), None)
+    watch = SimpleNamespace(hang=None, late_signs=[], stopping=True)
+    assert [one.sign.kind for one in controller._after(cast(Any, watch), ended)] == kinds
 
 
 def test_that_saves_work_again_is_told_and_is_no_incident_and_a_full_disk_ends_no_controller(tmp_path: Path) -> None:

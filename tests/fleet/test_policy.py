@@ -255,6 +255,46 @@ def test_a_checkpoint_that_can_be_read_again_was_never_away() -> None:
     assert (passed.state.bad, passed.state.faults) == ((), {})
 
 
+def test_all_nodes_told_to_go_within_one_save_go_once_it_is_made() -> None:
+    told = [signs.Preempted(node=node, step=20) for node in ("n0", "n1", "n0")]
+    *before, saved = _play(START, [*told, signs.Saved(step=21)], FleetSpec())
+    assert [_kinds(decision) for decision in before] == [["save_state"], ["save_state"], []]
+    assert saved.state.placement == ("s0", "s1", "n2", "n3")
+    assert set(saved.state.quarantined) == {"n0", "n1"}
+
+
+def test_a_node_told_to_go_goes_with_whatever_start_comes_before_the_save() -> None:
+    """It will be gone, and its copies in memory with it: they are read from its buddy, also where an earlier step is fallen back to."""
+    away = signs.Preempted(node="n0", step=20)
+    first = _play(START, [away, _kill("n1")], FleetSpec())[-1]
+    assert first.state.placement == ("s0", "n1", "n2", "n3")
+    assert first.state.restored == Source(20, Tier.MEMORY, elsewhere=((0, Tier.BUDDY),))
+    assert first.state.leaving == ()
+    damaged = signs.CopyCorrupt(tier=Tier.MEMORY, copy_step=20)
+    on_disk = replace(START, copies=(*COPIES, Copy(Tier.DISK, 15)), restored=Source(20, Tier.MEMORY))
+    without_buddies = replace(on_disk, copies=tuple(copy for copy in on_disk.copies if copy.tier is not Tier.BUDDY))
+    assert _play(without_buddies, [away, damaged], FleetSpec())[-1].state.restored == Source(10, Tier.STORE)
+
+
+def test_a_node_that_was_lost_before_the_save_is_not_sent_away_when_it_is_back() -> None:
+    seen = [
+        signs.Preempted(node="n0", step=20),
+        signs.NodesLost(nodes=("n0",), step=20),
+        signs.HealthChecked(node="n0", passed=True),
+        signs.NodesLost(nodes=("s0",), step=22),
+        signs.NodesLost(nodes=("s1",), step=23),
+    ]
+    state = _play(START, seen, FleetSpec())[-1].state
+    assert state.placement == NODES
+    assert decide(state, signs.Saved(step=24), fleet=FleetSpec()).state.placement == NODES
+
+
+def test_a_node_told_to_go_while_nothing_runs_goes_at_once() -> None:
+    waiting = _play(replace(START, spares=()), [signs.NodesLost(nodes=("n3",)), signs.Preempted(node="n0")], FleetSpec())[-1]
+    assert waiting.state.vacant == (0, 3)
+    assert isinstance(waiting.commands[-1], Wait)
+
+
 def test_state_signs_and_commands_survive_json() -> None:
     for path in EVIDENCE:
         record = json.loads(path.read_text())

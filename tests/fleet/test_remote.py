@@ -208,6 +208,17 @@ def test_agents_tell_how_long_their_ranks_waited_for_processors(
     assert run.nodes.queued() == {"a": 4.0, "b": 4.0}
 
 
+def test_a_node_that_is_being_taken_away_is_gone_to_whoever_asks_whether_it_is_fit(fleet: Callable[..., Fleet]) -> None:
+    """It would pass its check, get an empty slot, and be killed there again."""
+    run = fleet("wait")
+    run.join("a")
+    run.nodes.await_nodes(1, 1, seconds=SECONDS)
+    run.agents["a"]._asked_to_go = True
+    run.nodes.check("a")
+    heard = run.until(lambda heard: any(isinstance(what, HealthChecked) for what in heard))
+    assert [(what.node, what.passed, what.there) for what in heard if isinstance(what, HealthChecked)] == [("a", False, False)]
+
+
 def test_a_node_joins_once_ranks_could_start_there_at_once(fleet: Callable[..., Fleet]) -> None:
     """Its imports would otherwise look like a hang of the first ranks that it is given."""
     run = fleet("finish", word="hello", preload=("megalith.spec.run",))

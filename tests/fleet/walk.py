@@ -41,7 +41,7 @@ def walk(steps: int, nap: float = 0.02, every: int = 3, source: dict[str, Any] |
         beats.beat("step", step, compute=nap)
         faults.at("step", step)
         if asked and not (folder / "stop").exists():
-            report(Preempted(time=time.time(), step=step, node=seat.node))
+            report(Preempted(time=time.time(), step=step, node=seat.node, rank=seat.rank))
             _put(folder / "stop", str(step + 3), seat)  # not this step: the others may have looked for it already
         time.sleep(nap)
         total, step = (total * 31 + step + 1) % 1_000_003, step + 1
