@@ -57,7 +57,7 @@ class RankFailed(Sign):
 class Hang(Sign):
     """No rank goes on. `slot` None: nobody is furthest behind, so nobody can be blamed. `limit` and `silence` in seconds.
 
-    `hardware`: the blamed node's machine reported a fault, or failed the quick check that a hang calls for.
+    `hardware`: the blamed node's machine is known to be broken. Only the simulator knows that of a hang: nobody asks the machine then.
     """
 
     kind: Literal["hang"] = "hang"
