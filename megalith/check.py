@@ -683,16 +683,18 @@ def data_is_prepared(case: Case) -> Found:
 def data_is_whole(case: Case) -> Found:
     """Shards are there at their full length, with the tokenizer that they were made with, in the folder or in a copy; a copy is of the
     same data."""
-    if case.manifest is None:
+    if not case.files:
         return
-    path, copies = Path(case.spec.data.path), [Path(copy) for copy in case.spec.data.copies]
-    for name, look in (
-        ("data.copies", partial(check_copies, copies=copies)),
-        ("data.path", partial(check_sizes, copies=copies)),
-        ("data.path", check_tokenizer),
-    ):
+    path, copies, manifest = Path(case.spec.data.path), [Path(copy) for copy in case.spec.data.copies], case.manifest
+    looks = [("data.copies", partial(check_copies, path, manifest, copies))]
+    if manifest:
+        looks += [
+            ("data.path", partial(check_sizes, path, manifest, copies=copies)),
+            ("data.path", partial(check_tokenizer, path, manifest)),
+        ]
+    for name, look in looks:
         try:
-            look(path, case.manifest)
+            look()
         except DataError as error:
             value = getattr(case.spec.data, name.removeprefix("data."))
             for reason, way_out in error.parts[:NAMED]:
@@ -798,7 +800,9 @@ def first_weights_exist(case: Case) -> Found:
     try:
         found = checkpoints.find_complete(Path(start))
     except (FileNotFoundError, checkpoints.DamagedCheckpointError) as error:
-        yield _error("train.init_from", start, f"no checkpoint to start from: {error}", "Give another, or leave it out.")
+        yield _error(
+            "train.init_from", start, f"no checkpoint to start from: {str(error).rstrip('.')}", "Give another, or leave it out."
+        )
         return
     try:
         theirs = families.read(found.meta["spec"]["model"])

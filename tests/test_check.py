@@ -314,6 +314,7 @@ def test_a_copy_is_there_and_of_the_same_data(data: Path):
     gone, other = check(spec("data.copies=['gone', 'other']"))
     assert (gone.key, gone.reason) == ("data.copies", "gone does not exist")
     assert (other.key, other.reason) == ("data.copies", "other holds other data than data")
+    assert keys("data.path=nowhere", "data.copies=['gone', 'other']") == ["data.path", "data.copies"]
 
 
 def test_the_tokenizer_is_that_of_the_data(data: Path):

@@ -175,13 +175,13 @@ def _wrong_sizes(folder: Path, manifest: Manifest) -> dict[str, str]:
     return problems
 
 
-def check_copies(folder: Path, manifest: Manifest, copies: Sequence[Path]) -> None:
-    """Every copy holds the same data, as manifests go. Raises DataError naming each that does not."""
+def check_copies(folder: Path, manifest: Manifest | None, copies: Sequence[Path]) -> None:
+    """Every copy holds the same data, as manifests go (None: some data). Raises DataError naming each that does not."""
     way_out = "Copy the folder whole, or take it out of data.copies."
     problems: list[DataError] = []
     for copy in copies:
         try:
-            same = read_manifest(copy) == manifest
+            same = read_manifest(copy) == manifest or manifest is None
         except DataError as error:
             problems.append(DataError(error.parts[0][0], way_out))
             continue
