@@ -142,9 +142,8 @@ def check(
     """Every problem of a run, errors first. Empty: it is legal and follows the field's advice.
 
     `world` is the number of ranks there are, where known; with `files=False` nothing on disk is looked at; a run that has `begun` goes
-    on from checkpoints of its own. `provenance` (from
-    `spec.files`) tells where values came from. Of a spec with values that are not there (`spec.files.read`), rules say what they can
-    without them.
+    on from checkpoints of its own. `provenance` (from `spec.files`) tells where values came from. Of a spec with values that are not
+    there (`spec.files.read`), rules say what they can without them.
     """
     case = Case(spec, world, files, begun)
     found = [problem for rule in RULES for problem in _seen(rule, case)]
