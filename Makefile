@@ -36,7 +36,7 @@ test: setup ## Run all tests but those of real engines
 test-engines: setup ## Run those: machines as network namespaces or behind agents, Slurm, Ray (minutes; make engines installs what they need)
 	$(RUN)pytest -m engines -rs
 
-test-fast: setup ## Run the tests of an inner loop (three minutes on two slow cores)
+test-fast: setup ## Run the tests of an inner loop (two minutes on two cores)
 	$(RUN)pytest $(WORKERS) -m "not slow and not engines" --ignore tests/promises
 
 test-full: setup ## Prove 300 combinations of parallelisms rather than 80, and dry-run large recipes in full (hours on a small machine)
