@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
@@ -50,6 +51,9 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 WIDTH = {"fp32": 4, "bf16": 2}
 """Bytes of a number, by precision."""
+
+COMPILES_COLLECTIVES = (2, 15)
+"""The first PyTorch that is shown to compile blocks that are split among ranks to the right gradients; 2.11 was seen not to."""
 
 NAMED = 5
 """Damaged files of a folder that are named one by one."""
@@ -460,6 +464,15 @@ def journeys_can_hide(case: Case) -> Found:
         yield _error("plan.overlap_tensor", plan.overlap_tensor, reason, "Use one or the other.")
 
 
+def compiler_keeps_collectives(case: Case) -> Found:
+    """Older compilers leave out of backward what tensor ranks add up there, and say nothing (tests/promises/test_any_plan.py)."""
+    plan, installed = case.plan, version("torch")
+    split = next((axis for axis in ("tensor", "context", "expert") if getattr(plan, axis) > 1), None)
+    if plan.compile and split and tuple(map(int, installed.split(".")[:2])) < COMPILES_COLLECTIVES:
+        reason = f"with plan.{split} = {getattr(plan, split)} on torch {installed}, seen to compile such blocks to wrong gradients"
+        yield _error("plan.compile", True, reason, f"Use torch {'.'.join(map(str, COMPILES_COLLECTIVES))}, or compile = false.")
+
+
 def second_copies_are_worth_it(case: Case) -> Found:
     """DualPipe keeps every stage twice, for a bubble hardly smaller than DualPipeV's on the same ranks (Sea AI Lab, "cut in half")."""
     plan, ranks, microbatches = case.plan, case.plan.pipeline, case.spec.microbatches
@@ -846,6 +859,7 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     schedule_can_be_built,
     zero_bubble_is_worth_its_memory,
     journeys_can_hide,
+    compiler_keeps_collectives,
     second_copies_are_worth_it,
     bubble_is_small,
     tied_weights_stay_together,

@@ -177,6 +177,15 @@ def test_what_is_legal_and_wise_is_let_be(settings: list[str]):
     assert found(*settings) == []
 
 
+@pytest.mark.parametrize("split", ["tensor", "context"])
+def test_what_an_older_compiler_computes_wrongly_is_refused_there(split: str, monkeypatch: pytest.MonkeyPatch):
+    asked = ("plan.compile=true", f"plan.{split}=2")
+    for installed, wrong in (("2.15.0", []), ("2.16.1+cu130", []), ("2.11.0+cu130", ["plan.compile"])):
+        monkeypatch.setattr("megalith.check.version", lambda package, installed=installed: installed)
+        assert [problem.key for problem in errors(*asked)] == wrong
+        assert errors("plan.compile=true", "plan.data=2") == []
+
+
 def test_a_context_rank_keeps_activations_of_its_share_of_a_sequence():
     whole, share = (
         next(problem.reason.partition(" at ")[0] for problem in found(*settings) if problem.key == "plan.recompute")

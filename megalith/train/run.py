@@ -415,7 +415,7 @@ class Profile:
             self.__exit__()
             return
         if self.profiler is None:
-            self.profiler = torch.profiler.profile(record_shapes=True)
+            self.profiler = torch.profiler.profile(record_shapes=True, acc_events=True)
             self.profiler.__enter__()
         self.span = torch.profiler.record_function(f"step {done + 1}")
         self.span.__enter__()

@@ -87,6 +87,8 @@ def test_z_loss_is_part_of_the_objective_under_vocabulary_parallelism() -> None:
     "plan", [{"data": 2, "zero": 3}, {"tensor": 2, "recompute": "full"}, {"pipeline": 2, "data": 2, "zero": 1}], ids=_name
 )
 def test_compiled_blocks_train_like_one_process(plan: dict[str, Any]) -> None:
+    if "tensor" in plan and torch.__version__ < "2.15":
+        pytest.skip("this torch leaves out of backward what tensor ranks add up there: `megalith check` refuses it")
     _check(plan | {"compile": True}, model={"layers": 2})
 
 
