@@ -469,7 +469,9 @@ def compiler_keeps_collectives(case: Case) -> Found:
     plan, installed = case.plan, version("torch")
     split = next((axis for axis in ("tensor", "context", "expert") if getattr(plan, axis) > 1), None)
     if plan.compile and split and tuple(map(int, installed.split(".")[:2])) < COMPILES_COLLECTIVES:
-        reason = f"with plan.{split} = {getattr(plan, split)} on torch {installed}, seen to compile such blocks to wrong gradients"
+        reason = (
+            f"with plan.{split} = {getattr(plan, split)} on torch {installed}, seen to compile such blocks to wrong gradients"
+        )
         yield _error("plan.compile", True, reason, f"Use torch {'.'.join(map(str, COMPILES_COLLECTIVES))}, or compile = false.")
 
 
