@@ -19,7 +19,7 @@ from megalith.checkpoint.foreign.family import Foreign, ForeignModelError, Json
 from megalith.checkpoint.foreign.table import BY_FAMILY, BY_MODEL_TYPE
 from megalith.checkpoint.foreign.weights import convert_to_ours, convert_to_theirs
 from megalith.data import tokenizer as tokenizers
-from megalith.data.tokenizer import Tokenizer
+from megalith.data.tokenizer import TOKENIZER_CONFIG_FILE, Tokenizer
 from megalith.models.stage import Stage
 from megalith.spec.families import Model
 
@@ -98,7 +98,8 @@ def export(
     documents = {CONFIG: configuration(spec, ids=ids, dtype=dtype), "generation_config.json": {"_from_model_config": True} | ids}
     if tokenizer:
         told = {"model_max_length": spec.context, "model_input_names": ["input_ids", "attention_mask"]}
-        written.append(tokenizer.save(out, told | {f"{end}_token": token for end, (token, _) in special.items()}))
+        begins = {"bos_token": special["bos"][0]} if "bos" in special else {}
+        written += [tokenizer.save(out, told | begins), out / TOKENIZER_CONFIG_FILE]
     for file, content in documents.items():
         (out / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         written.append(out / file)
@@ -216,8 +217,7 @@ def import_(folder: Path, out: Path) -> Path:
     """Make a checkpoint of the model in `folder`: step 0, weights only, its spec in the meta; where it is.
 
     It becomes `out/checkpoints/step-00000000`; a tokenizer goes along. What training keeps besides, such as routers' loads, is zero as in a
-    first step. Raises ForeignModelError,
-    FileExistsError if `out` has checkpoints already, OSError if it cannot be written.
+    first step. Raises ForeignModelError, FileExistsError if `out` has checkpoints already, OSError if it cannot be written.
     """
     spec = read_config(folder)
     weights = read_weights(folder, spec)

@@ -27,7 +27,7 @@ BYTES = "bytes"
 SMALLEST_VOCABULARY = 257  # every byte, and the end of text
 
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]")
-_CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _BATCH_CHARACTERS = 1 << 22
 _BATCH_DOCUMENTS = 4096
 _COMPARED_CHARACTERS = 1 << 18
@@ -120,7 +120,7 @@ class Tokenizer:
             "eos_token": self.end_of_text_token,
             "clean_up_tokenization_spaces": False,
         } | dict(more or {})
-        _write(folder / _CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+        _write(folder / TOKENIZER_CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         _write(folder / TOKENIZER_FILE, self._text)
         return folder / TOKENIZER_FILE
 
@@ -170,12 +170,12 @@ def load(path_or_name: Path | str, *, end_of_text: str | None = None) -> Tokeniz
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not a tokenizer.json: it is not UTF-8 text ({error.reason}).") from error
-    return Tokenizer(text, end_of_text=end_of_text or _configured_end(path.with_name(_CONFIG_FILE)), origin=str(path))
+    return Tokenizer(text, end_of_text=end_of_text or _configured_end(path.with_name(TOKENIZER_CONFIG_FILE)), origin=str(path))
 
 
 def copy(source: Path, folder: Path) -> None:
     """Copy the files of the tokenizer in the folder `source` that are there and not in `folder` yet, so that `folder` stands alone."""
-    for name in (TOKENIZER_FILE, _CONFIG_FILE):
+    for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE):
         found, kept = source / name, folder / name
         if found.is_file() and not (kept.is_file() and kept.stat().st_size == found.stat().st_size):
             shutil.copyfile(found, kept)
@@ -253,7 +253,7 @@ def _end(ids: dict[str, int], wanted: str | None, origin: str) -> str:
     if found is None:
         raise DataError(
             f"{origin} has none of the tokens that usually end a document ({', '.join(_ENDS)}). "
-            f"Name the one it has with end_of_text (--end-of-text), or as eos_token in a {_CONFIG_FILE} beside it."
+            f"Name the one it has with end_of_text (--end-of-text), or as eos_token in a {TOKENIZER_CONFIG_FILE} beside it."
         )
     return found
 

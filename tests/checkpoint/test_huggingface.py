@@ -131,7 +131,8 @@ def test_a_model_that_transformers_wrote_is_read_unchanged(spec, tmp_path, trans
 
 
 def test_the_tokenizer_goes_along_with_its_special_tokens(tmp_path, tokenizer, transformers):
-    export(SMALL, weights_of(SMALL), tmp_path / "out", tokenizer=tokenizer)
+    written = export(SMALL, weights_of(SMALL), tmp_path / "out", tokenizer=tokenizer)
+    assert set(written) == set((tmp_path / "out").iterdir())
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "the quick brown fox"
     assert theirs.decode(theirs(text)["input_ids"]) == text
