@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.parallel import one_round
-from megalith.train.worlds import run_ranks
+from megalith.prove.worlds import run_ranks
 
 SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20)
 """Bytes of the whole tensor: what a gather gives, what a reduce-scatter takes."""

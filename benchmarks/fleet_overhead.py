@@ -30,14 +30,14 @@ import torch.distributed as dist
 from megalith.checkpoint.memory import Memory
 from megalith.data.stream import Batch as Samples
 from megalith.fleet.seat import Seat
+from megalith.prove.parity import RandomText
+from megalith.prove.worlds import run_ranks
 from megalith.spec.files import load
 from megalith.spec.fleet import FleetSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.batches import indices
 from megalith.train.guard import Guard
-from megalith.train.parity import RandomText
 from megalith.train.step import tell, train_step
-from megalith.train.worlds import run_ranks
 
 
 class Taken(NamedTuple):

@@ -135,7 +135,7 @@ def ours(arguments: dict[str, Any]) -> None:
 
 def run_ours(a: argparse.Namespace) -> dict[str, Any]:
     """Our side, through the launcher a run uses."""
-    from megalith.fleet.supervisor import Job, run
+    from megalith.control.supervisor import Job, run
 
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "result.json"

@@ -26,11 +26,11 @@ from megalith import __version__, disk
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from megalith.fleet.campaign import Judgement
-    from megalith.fleet.hangs import Hangs
-    from megalith.fleet.replay import Replayed
-    from megalith.fleet.simulate import Simulated, Tried
     from megalith.planner.asked import Question
+    from megalith.rehearse.campaign import Judgement
+    from megalith.rehearse.hangs import Hangs
+    from megalith.rehearse.replay import Replayed
+    from megalith.rehearse.simulate import Simulated, Tried
     from megalith.spec.problem import Problem
     from megalith.verbs import Dried
 
@@ -759,7 +759,7 @@ def simulate(
         one_of("--sweep", sweep, "intervals", "spares")
     if out is not None and out.suffix != ".svg":
         raise typer.BadParameter(f"--out {out} is no name of a picture. Use one that ends in .svg.")
-    from megalith.fleet.scenarios import Wanted  # see verbs()
+    from megalith.rehearse.scenarios import Wanted  # see verbs()
 
     prepared = verbs().scenario(Wanted(cluster, run, latencies, options, tuple(settings or ())))
     with progress() as bar:
@@ -879,7 +879,7 @@ def campaign(
 
     Example:  megalith campaign run.toml --faults 24 --seed 1 --set fleet.nodes=2 --set fleet.spares=1
     """
-    from megalith.fleet.campaign import Aims  # see verbs()
+    from megalith.rehearse.campaign import Aims  # see verbs()
 
     aims = Aims(median, most, minutes, silence)
     found = verbs().campaign(
@@ -999,7 +999,7 @@ def doctor(
     Example:  megalith doctor --folder runs --burn-in 60 --ranks 8
     """
     from megalith.fleet import environment  # see verbs()
-    from megalith.fleet.health import worst
+    from megalith.machine.health import worst
 
     findings = verbs().doctor(folder, burn_in=burn_in, ranks=ranks)
     verdict = worst(findings)

@@ -33,23 +33,23 @@ from megalith.spec.run import RunSpec
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from megalith.control.outcome import Outcome
     from megalith.cost.foreseen import Line
     from megalith.data.manifest import Manifest
-    from megalith.fleet.campaign import Aims, Judgement, Ran
     from megalith.fleet.engines import Artefact
     from megalith.fleet.environment import Place
-    from megalith.fleet.health import Finding
     from megalith.fleet.job import Job
-    from megalith.fleet.outcome import Outcome
-    from megalith.fleet.replay import Replayed
-    from megalith.fleet.scenarios import Prepared, Wanted
-    from megalith.fleet.simulate import Scenario, Simulated, Tried
     from megalith.fleet.tiers import Copy
+    from megalith.machine.health import Finding
     from megalith.planner.answer import Answer
     from megalith.planner.asked import Question
     from megalith.planner.atlas import Atlas
     from megalith.planner.price import Price
-    from megalith.train.dryrun import DryRun
+    from megalith.prove.dryrun import DryRun
+    from megalith.rehearse.campaign import Aims, Judgement, Ran
+    from megalith.rehearse.replay import Replayed
+    from megalith.rehearse.scenarios import Prepared, Wanted
+    from megalith.rehearse.simulate import Scenario, Simulated, Tried
 
 TRAIN = "megalith.train.run:main"
 """What each rank of a training calls."""
@@ -190,7 +190,7 @@ def parity(path: Path, *, overrides: Sequence[str] = (), steps: int = 3, run_dir
     resolved = checked.resolved
     folder = run_dir or Path("runs") / f"{resolved.spec.name}-parity"
     arguments = {"run_dir": str(folder.resolve()), "steps": steps}
-    result, entry = folder / "parity.json", "megalith.train.parity:main"
+    result, entry = folder / "parity.json", "megalith.prove.parity:main"
     if place is not None:
         if status := _join(resolved, folder, place, entry, arguments):
             raise RuntimeError(f"this rank ended with status {status}: see the errors of all ranks")
@@ -215,7 +215,7 @@ def parity_of_draws(
     `starting` hears the name and ranks of each before it runs, `ended` how it went. All is equal if as many as were asked for are: a
     tie counts for nothing.
     """
-    from megalith.train import prove  # needs torch
+    from megalith.prove import prove
 
     cases: list[dict[str, Any]] = []
     outcomes = {"equal": 0, "tie": 0, "NOT equal": 0, "failed": 0}
@@ -246,7 +246,7 @@ def dryrun(path: Path, *, overrides: Sequence[str] = (), world: int | None = Non
     limit = None if spec.cluster == "local" else cluster.load(spec.cluster).accelerator.memory
     from megalith.cost.foreseen import foresee, of_run  # only this compares
     from megalith.planner.beside import beside
-    from megalith.train import dryrun, fits  # needs torch
+    from megalith.prove import dryrun, fits
 
     lines = foresee(of_run(spec), rank=rank)
     run = dryrun.dryrun(spec, rank=rank)
@@ -385,14 +385,14 @@ def plan_as_run(answered: "Answer") -> str:
 
 def scenario(wanted: "Wanted") -> "Prepared":
     """What is to be simulated. Raises SpecErrors with everything that is wrong with the words."""
-    from megalith.fleet import scenarios  # numpy takes a tenth of a second
+    from megalith.rehearse import scenarios
 
     return scenarios.prepare(wanted, state_bytes=_state_bytes, step_seconds=_step_seconds)
 
 
 def simulate(plan: "Scenario", *, seeds: int = 20, tick: Callable[[], None] = lambda: None) -> "Simulated":
     """Play a long run on a cluster through, with faults, once a seed; `tick` is called after each."""
-    from megalith.fleet import simulate as simulator  # see scenario()
+    from megalith.rehearse import simulate as simulator  # see scenario()
 
     return simulator.simulate(plan, seeds=seeds, tick=tick)
 
@@ -403,7 +403,7 @@ def replay(folder: Path, *, like: Path | None = None) -> "Replayed":
 
     Raises FileNotFoundError where there is none, ValueError for one that ended before its first step.
     """
-    from megalith.fleet import replay as replayer  # see scenario()
+    from megalith.rehearse import replay as replayer  # see scenario()
 
     return replayer.replay(folder, like=like)
 
@@ -415,7 +415,7 @@ def try_out(
 
     `begun` is told how often `tick` will be called.
     """
-    from megalith.fleet import simulate as simulator  # see scenario()
+    from megalith.rehearse import simulate as simulator  # see scenario()
 
     if what == "intervals":
         intervals = sorted({plan.store_every, *(60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30, 60, 120))})
@@ -491,8 +491,9 @@ def campaign(
     besides. `aims`: speeds that are asked of it as well; None: none. `tick` is called with the folder that is trained in. Raises SpecErrors
     for a run that is not legal.
     """
-    from megalith.fleet import campaign as runner  # only this hurts runs on purpose
-    from megalith.fleet import faults, networks
+    from megalith.fleet import networks
+    from megalith.rehearse import campaign as runner
+    from megalith.rehearse import faults
     from megalith.spec.faults import tables
 
     checked = check(path, overrides=overrides)
@@ -537,10 +538,10 @@ def _hurt(
 ) -> "Ran":  # fmt: skip
     """The second run of a campaign: with the faults of a list, of these `kinds`. `like`: the first. Its nodes have agents if some are to
     be killed."""
-    from megalith.fleet import campaign as runner  # only this hurts runs on purpose
     from megalith.fleet import local, networks
-    from megalith.fleet.crew import Crew
     from megalith.fleet.seat import node_folder
+    from megalith.rehearse import campaign as runner
+    from megalith.rehearse.crew import Crew
 
     names = local.node_names(spec.fleet)
     disk = runner.disk_of(folder, like=like, small="full" in kinds)
@@ -585,7 +586,8 @@ def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0) -> "list[Findi
     processes of this machine check collectives and the links between them; 0: none, and without a burn-in either no torch. A process that
     a launcher started as a rank checks them with its other ranks, and all give the findings of all machines.
     """
-    from megalith.fleet import environment, gpus, health  # only this looks at the machine
+    from megalith.fleet import environment
+    from megalith.machine import gpus, health
 
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file. Give the folder that runs will write to.")
@@ -593,7 +595,7 @@ def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0) -> "list[Findi
     own = [*health.doctor(folder), *gpus.doctor()] if place is None or place.local_rank == 0 else []
     if place is None and not burn_in and not ranks:
         return own
-    from megalith.train import doctor as burner  # needs torch
+    from megalith.prove import doctor as burner
 
     if place is not None:
         return burner.check_place(place, own, burn_in_seconds=burn_in)
@@ -745,7 +747,7 @@ def _too_many(spec: RunSpec) -> list[Problem]:
 def _admit(spec: RunSpec, folder: Path) -> None:
     """Have a quick look at this machine before ranks are first started on it: say what is short. Raises UnfitError if it cannot do."""
     if spec.fleet.looks_before_start:
-        from megalith.fleet import admission  # only this looks at the machine
+        from megalith.machine import admission
 
         admission.admit(folder)
 
@@ -760,7 +762,7 @@ def _start(
     recover: bool = False,
 ) -> "Outcome":
     """Start the plan's ranks on this machine and stay with them; `recover`: through faults, as the run's fleet says."""
-    from megalith.fleet import controller, supervisor  # only commands with ranks start some
+    from megalith.control import controller, supervisor
 
     spec = resolved.spec
     files.save(resolved, folder)
@@ -772,8 +774,8 @@ def _start(
 
 def _job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> "Job":
     """What all ranks of a run are started for."""
-    from megalith.fleet.admission import burn_in  # only commands with ranks start some
     from megalith.fleet.job import Job
+    from megalith.machine.admission import burn_in  # only commands with ranks start some
 
     fallback = None
     if spec.fleet.fallback is not None and entry == TRAIN:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megalith.train import worlds
+from megalith.prove import worlds
 from tests.patience import PATIENCE
 
 torch.set_num_threads(1)  # a forked child hangs in OpenMP if its parent ever used more than one thread

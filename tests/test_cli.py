@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from megalith import __version__, verbs
 from megalith.cli import app
-from megalith.fleet.health import Finding
+from megalith.machine.health import Finding
 from tests.patience import PATIENCE
 from tests.prepared import hollow_data
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megalith import disk
+from megalith.control.ledger import NodeRecord, note, read_nodes
 from megalith.events import FILE, EventLog, Problem, read
-from megalith.fleet.ledger import NodeRecord, note, read_nodes
 
 
 class Disk:

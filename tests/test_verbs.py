@@ -11,13 +11,14 @@ import pytest
 from rich.console import Console
 
 from megalith import verbs
-from megalith.fleet import controller, environment, supervisor
+from megalith.control import controller, supervisor
+from megalith.control.outcome import Outcome
+from megalith.fleet import environment
 from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.health import Finding
-from megalith.fleet.latencies import PROFILES
-from megalith.fleet.outcome import Outcome
-from megalith.fleet.scenarios import Wanted
+from megalith.machine.health import Finding
+from megalith.rehearse.latencies import PROFILES
+from megalith.rehearse.scenarios import Wanted
 from megalith.spec import files
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.llama import Llama
@@ -244,7 +245,7 @@ def test_parity_needs_no_data(run: Path, monkeypatch: pytest.MonkeyPatch):
     found = {"equal": True, "rows": []}
 
     def start(job: supervisor.Job, *, tick: Any = None) -> Outcome:
-        assert (job.entry, job.arguments["steps"], job.ranks) == ("megalith.train.parity:main", 2, 4)
+        assert (job.entry, job.arguments["steps"], job.ranks) == ("megalith.prove.parity:main", 2, 4)
         Path(str(job.arguments["run_dir"]), "parity.json").write_text(json.dumps(found))
         return PEACE
 
@@ -274,7 +275,7 @@ def test_draws_are_all_equal_only_if_as_many_as_asked_for_are(monkeypatch: pytes
             starting(drawn)
             yield SimpleNamespace(draw=drawn, outcome=outcome, rows=(), tokens_tied=0, error="")
 
-    monkeypatch.setattr("megalith.train.prove.prove_drawn", prove_drawn)
+    monkeypatch.setattr("megalith.prove.prove.prove_drawn", prove_drawn)
     heard: list[Any] = []
     found = verbs.parity_of_draws(2, seed=1, starting=lambda name, ranks: heard.append(ranks), ended=heard.append)
     assert found["equal"]
@@ -309,7 +310,7 @@ def test_the_doctor_burns_in_what_there_is(tmp_path: Path, monkeypatch: pytest.M
         given.append(device)
         return [Finding("burn-in", "ok", "2 products", "the same bits")]
 
-    monkeypatch.setattr("megalith.train.doctor.burn_in", burn_in)
+    monkeypatch.setattr("megalith.prove.doctor.burn_in", burn_in)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     findings = verbs.doctor(tmp_path, burn_in=0.1)
     assert given == ["cuda:0", "cuda:1"]
@@ -317,7 +318,7 @@ def test_the_doctor_burns_in_what_there_is(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_machine_that_is_not_fit_is_told_before_any_rank_starts(run: Path, monkeypatch: pytest.MonkeyPatch):
-    from megalith.fleet import admission
+    from megalith.machine import admission
 
     looks: list[Path] = []
 

@@ -1,5 +1,5 @@
 """What a dry run of one rank would count, foreseen from the traced parts and the program the rank runs: bytes held by category, calls
-and bytes of collectives by axis, FLOPs. Named as `train.meter` names what it counted. No torch unless a part must be traced."""
+and bytes of collectives by axis, FLOPs. Named as `prove.meter` names what it counted. No torch unless a part must be traced."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -108,5 +108,5 @@ def group_of(ranks: Sequence[int], *, purpose: str | None = None) -> dist.Proces
 
 
 def wait_for(work: Any) -> None:
-    """Wait for what travels, in a call whose name says so: a rank whose stack ends here waits for another (`fleet.watch`)."""
+    """Wait for what travels, in a call whose name says so: a rank whose stack ends here waits for another (`control.watch`)."""
     work.wait()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from megalith.cost.foreseen import Foreseen, Line
 
 if TYPE_CHECKING:
-    from megalith.train.dryrun import Counted
+    from megalith.prove.dryrun import Counted
 
 
 def beside(foreseen: Foreseen, counted: "Counted") -> tuple[Line, ...]:

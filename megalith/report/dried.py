@@ -12,9 +12,9 @@ from megalith.report.style import PAGE
 
 if TYPE_CHECKING:
     from megalith.cost.foreseen import Line
+    from megalith.prove.dryrun import DryRun
+    from megalith.prove.meter import Memory
     from megalith.spec.problem import Problem
-    from megalith.train.dryrun import DryRun
-    from megalith.train.meter import Memory
 
 
 def heading(run: "DryRun") -> str:

@@ -11,7 +11,7 @@ COLOURS: dict[str, int] = {
     "recovery": 3, "detection": 7, "waiting for nodes": 6, "fewer nodes": 4, "planned": 5, "waiting for a person": 6,
     "between sites": 7, "other": 6,
 }  # fmt: skip
-"""Colour of each thing that time goes to, in runs (`fleet.ledger`) and in simulations (`fleet.simulate`)."""
+"""Colour of each thing that time goes to, in runs (`control.ledger`) and in simulations (`rehearse.simulate`)."""
 
 
 def shares(accounts: Mapping[str, Mapping[str, float]], *, width: float = 620) -> str:
@@ -47,7 +47,7 @@ def over_time(curves: Sequence[Sequence[tuple[float, float]]], *, width: float =
 
 
 def tried(points: Sequence[Mapping[str, Any]], *, x_label: str, width: float = 620) -> str:
-    """Goodput by a setting that was tried out (`fleet.simulate.Tried`), with the 5th and 95th percentile of the seeds."""
+    """Goodput by a setting that was tried out (`rehearse.simulate.Tried`), with the 5th and 95th percentile of the seeds."""
     ordered = sorted(points, key=lambda point: point["value"])
     series = [
         Series("goodput", [(point["value"], point["goodput"]) for point in ordered], 2, dots=True),

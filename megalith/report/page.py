@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from megalith import events
-from megalith.fleet import ledger
+from megalith.control import ledger
 from megalith.report import timeline, units
 from megalith.report.history import History, Record, history
 from megalith.report.holding import who_holds_what

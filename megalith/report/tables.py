@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalith import events
-from megalith.fleet import ledger
+from megalith.control import ledger
 from megalith.report import units
 from megalith.report.history import History, history
 

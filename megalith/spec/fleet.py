@@ -9,7 +9,7 @@ from megalith.spec.plan import Plan
 
 
 class FleetSpec(Spec):
-    """The policy's own numbers (`fleet.policy`). What is switched off here costs nothing."""
+    """The policy's own numbers (`control.policy`). What is switched off here costs nothing."""
 
     recover: bool = Field(
         default=True,

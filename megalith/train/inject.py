@@ -1,4 +1,4 @@
-"""Faults on purpose that befall tensors and computations; those of processes and files are `fleet.faults`'s."""
+"""Faults on purpose that befall tensors and computations; those of processes and files are `rehearse.faults`'s."""
 
 import os
 import time
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.fleet import faults
-from megalith.fleet.faults import ACTIONS, Faults, Injection
+from megalith.rehearse import faults
+from megalith.rehearse.faults import ACTIONS, Faults, Injection
 from megalith.train.assemble import Trainer
 
 FLIPPED_BIT = 20  # of fp32's mantissa: a change of about 1 % of the value, far from NaN

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from megalith.checkpoint.checkpointer import Checkpointer, Failed, Saved
 from megalith.data.stream import Stream
 from megalith.events import Checkpoint, EventLog, Problem, Spans, Step, Validation
-from megalith.fleet import faults
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.report import report
 from megalith.fleet.signs import SaveFailed, SaveWorks
 from megalith.fleet.tiers import Tier
+from megalith.rehearse import faults
 from megalith.train.assemble import Trainer
 from megalith.train.guard import Guard
 from megalith.train.post_validation import Stepper

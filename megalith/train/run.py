@@ -27,7 +27,7 @@ from megalith.data.stream import Stream
 from megalith.data.tokenizer import copy as copy_tokenizer
 from megalith.data.whole import Damage
 from megalith.events import EventLog, Holding, Problem, RunFinished, RunStarted
-from megalith.fleet import causes, environment, faults, link, networks
+from megalith.fleet import causes, environment, link, networks
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.report import report
@@ -37,6 +37,7 @@ from megalith.fleet.tiers import Source, Tier
 from megalith.models.flops import CONVENTION, flops_per_token
 from megalith.models.stage import Stage
 from megalith.parallel.groups import MESSAGES_ONLY
+from megalith.rehearse import faults
 from megalith.spec import cluster
 from megalith.spec.run import RunSpec
 from megalith.train import inject, standing

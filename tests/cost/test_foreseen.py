@@ -5,8 +5,8 @@ import pytest
 from megalith.cost.foreseen import Line, foresee, of_run
 from megalith.planner.beside import beside
 from megalith.spec.run import RunSpec
+from tests.prove.dry import dry
 from tests.specs import brief_run
-from tests.train.dry import dry
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megalith.fleet.supervisor import Job
+from megalith.control.supervisor import Job
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(entry: str, *, ranks: int = 2, method: str = "fork", **rest: Any) -> subprocess.Popen[str]:
         fields = {"entry": f"tests.fleet.entries:{entry}", "arguments": {}, "ranks": ranks, "run_dir": str(tmp_path), **rest}
-        command = [sys.executable, "-m", "tests.fleet.supervise", json.dumps(fields)]
+        command = [sys.executable, "-m", "tests.control.supervise", json.dumps(fields)]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "MEGALITH_START": method}
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

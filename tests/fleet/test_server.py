@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from megalith.control.supervisor import run
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.supervisor import run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
 

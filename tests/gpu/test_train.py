@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megalith.parallel.gradients import local
+from megalith.prove.parity import compare, record, reference
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.join import choose_device, matmul_rate
-from megalith.train.parity import compare, record, reference
 from megalith.train.post_validation import Stepper
 from megalith.train.step import Stepped, train_step
 from tests.parallel.running import microbatches

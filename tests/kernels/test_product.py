@@ -10,7 +10,7 @@ from megalith.kernels.cross_entropy import cross_entropy
 from megalith.kernels.grouped import Sizes, grouped
 from megalith.kernels.linear import linear
 from megalith.kernels.product import product, widened
-from megalith.train.meter import Meter
+from megalith.prove.meter import Meter
 
 ROUNDING = 2.0**-8  # of bf16, relative
 

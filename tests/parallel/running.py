@@ -4,10 +4,10 @@ import torch
 import torch.distributed as dist
 
 from megalith.data.stream import Batch as Samples
+from megalith.prove.parity import RandomText
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.batches import indices
-from megalith.train.parity import RandomText
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from megalith.parallel.apply import Builder
 from megalith.parallel.data import Weight, local
+from megalith.prove.meter import Meter
 from megalith.train.assemble import mesh_groups
-from megalith.train.meter import Meter
 from tests.models.plain import stage
 from tests.parallel.running import CPU
 from tests.ranks import run_ranks

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from megalith.prove.parity import OPTIMIZER, Recording, compare, record, reference
 from megalith.spec.run import RunSpec
-from megalith.train.parity import OPTIMIZER, Recording, compare, record, reference
 from tests.parallel.running import CPU, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run

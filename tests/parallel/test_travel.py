@@ -17,8 +17,8 @@ from megalith.parallel.graph import finish
 from megalith.parallel.groups import Groups
 from megalith.parallel.recompute import apply_recompute
 from megalith.parallel.travel import Journey, forward, travels
+from megalith.prove.meter import Meter
 from megalith.spec.plan import Plan
-from megalith.train.meter import Meter
 from tests.models.deepseek import deepseek
 from tests.models.plain import stage
 from tests.ranks import run_ranks

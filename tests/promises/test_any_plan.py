@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from megalith.prove.parity import Recording, compare, record, reference, shrink
 from megalith.spec.run import OptimizerSpec, RunSpec
 from megalith.train.assemble import assemble, mesh_groups
-from megalith.train.parity import Recording, compare, record, reference, shrink
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
 

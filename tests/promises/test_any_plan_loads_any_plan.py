@@ -11,10 +11,10 @@ from torch import Tensor
 from megalith.checkpoint.checkpointer import Checkpointer, Saved
 from megalith.checkpoint.read import read_full
 from megalith.parallel.data import local
+from megalith.prove.parity import RandomText, shrink
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.batches import indices
-from megalith.train.parity import RandomText, shrink
 from megalith.train.step import compute, update
 from tests.ranks import run_ranks
 from tests.runs import assert_same_bits

@@ -6,9 +6,10 @@ import pytest
 
 from megalith import verbs
 from megalith.checkpoint.folder import committed, find, read_manifest
-from megalith.fleet import faults, networks
-from megalith.fleet.campaign import EXPECTED, Aims, Row, may_mount
-from megalith.fleet.faults import KINDS, Injection
+from megalith.fleet import networks
+from megalith.rehearse import faults
+from megalith.rehearse.campaign import EXPECTED, Aims, Row, may_mount
+from megalith.rehearse.faults import KINDS, Injection
 from tests.runs import final_state, prepare_text, train
 from tests.specs import tiny_run
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from megalith.prove.dryrun import Counted
 from megalith.schedule.lower import lower
 from megalith.schedule.table import build
 from megalith.spec.run import RunSpec
-from megalith.train.dryrun import Counted
+from tests.prove.dry import dry, real
 from tests.specs import brief_run
-from tests.train.dry import dry, real
 
 MIXTRAL = {
     "family": "mixtral",

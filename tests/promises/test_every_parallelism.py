@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.train.draw import AXES, Draw, draw, legal, uncovered
-from megalith.train.parity import Recording, compare, reference, shrink
-from megalith.train.prove import CPU, prove, recorded
+from megalith.prove.draw import AXES, Draw, draw, legal, uncovered
+from megalith.prove.parity import Recording, compare, reference, shrink
+from megalith.prove.prove import CPU, prove, recorded
 from tests.specs import tiny_run
 
 FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`

@@ -18,12 +18,12 @@ import pytest
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.data.stream import Stream
 from megalith.events import read
-from megalith.fleet import faults
-from megalith.fleet.campaign import may_mount, small_disk
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.faults import Injection
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.local import HEARTBEATS, _family, _place
+from megalith.rehearse import faults
+from megalith.rehearse.campaign import may_mount, small_disk
+from megalith.rehearse.faults import Injection
 from megalith.spec.run import RunSpec
 from megalith.train import loop
 from megalith.train.batches import indices

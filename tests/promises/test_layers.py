@@ -11,14 +11,15 @@ ROOT = Path(__file__).parents[2] / "megalith"
 LAYERS = {
     "disk": 0,
     "events": 1, "spec": 1,
-    "mesh": 2, "schedule": 2, "kernels": 2,
+    "mesh": 2, "schedule": 2, "kernels": 2, "machine": 2,
     "models": 3, "data": 3, "fleet": 3,
-    "parallel": 4, "checkpoint": 4,
-    "check": 5,
+    "parallel": 4, "checkpoint": 4, "control": 4,
+    "check": 5, "rehearse": 5,
     "train": 6, "cost": 6,
-    "report": 7, "planner": 7,
-    "verbs": 8,
-    "cli": 9,
+    "prove": 7,
+    "report": 8, "planner": 8,
+    "verbs": 9,
+    "cli": 10,
 }  # fmt: skip
 WITHOUT_TORCH = [
     "megalith.cli",
@@ -29,7 +30,7 @@ WITHOUT_TORCH = [
     "megalith.schedule.simulate",
 ]
 WITHOUT_TORCH += [
-    "megalith.fleet.supervisor",
+    "megalith.control.supervisor",
     "megalith.report.page",
     "megalith.report.live",
     "megalith.spec.files",

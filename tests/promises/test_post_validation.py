@@ -17,9 +17,9 @@ from megalith.events import read
 from megalith.fleet.exit_codes import ExitCode
 from megalith.parallel.data import local
 from megalith.parallel.gradients import NotFinite
+from megalith.prove.parity import compare, record, reference, shrink
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
-from megalith.train.parity import compare, record, reference, shrink
 from megalith.train.post_validation import Stepper
 from megalith.train.step import Stepped
 from tests.parallel.running import CPU, microbatches, trainer_of

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.prove.parity import FLOOR, record
 from megalith.schedule import SCHEDULES, build
 from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import assemble, mesh_groups
-from megalith.train.parity import FLOOR, record
 from tests.ranks import run_ranks
 from tests.specs import TINY, tiny_run
 

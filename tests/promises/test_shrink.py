@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from megalith.events import read
-from megalith.fleet import faults, local
+from megalith.fleet import local
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.faults import Injection
 from megalith.fleet.seat import node_folder
+from megalith.rehearse import faults
+from megalith.rehearse.faults import Injection
 from megalith.spec.files import load
 from megalith.verbs import _identity
 from tests.patience import PATIENCE

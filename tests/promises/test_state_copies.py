@@ -14,14 +14,15 @@ import torch.distributed as dist
 
 from megalith.checkpoint import memory as memory_module
 from megalith.checkpoint.memory import Damaged, Digest, Memory, digest
+from megalith.control.controller import run_here
 from megalith.events import read
-from megalith.fleet import copies, faults
-from megalith.fleet.controller import run_here
+from megalith.fleet import copies
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.faults import Injection
 from megalith.fleet.job import Job
 from megalith.fleet.seat import MEMORY, PLACEMENT, Seat, node_folder
 from megalith.fleet.tiers import Copy, Source, Tier, newest
+from megalith.rehearse import faults
+from megalith.rehearse.faults import Injection
 from megalith.train.assemble import Trainer
 from megalith.train.step import train_step
 from megalith.verbs import _checkpoints

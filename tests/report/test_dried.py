@@ -6,10 +6,10 @@ from html.parser import HTMLParser
 import pytest
 
 from megalith.cost.foreseen import Line
+from megalith.prove.dryrun import Counted, DryRun
+from megalith.prove.meter import CATEGORIES, Memory, Work
 from megalith.report.dried import COLOURS, course, gap, page
 from megalith.spec.problem import Problem
-from megalith.train.dryrun import Counted, DryRun
-from megalith.train.meter import CATEGORIES, Memory, Work
 
 
 @pytest.mark.parametrize(

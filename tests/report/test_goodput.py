@@ -2,8 +2,8 @@
 
 import xml.etree.ElementTree as ElementTree
 
-from megalith.fleet.ledger import Cause
-from megalith.fleet.simulate import Spent
+from megalith.control.ledger import Cause
+from megalith.rehearse.simulate import Spent
 from megalith.report import goodput
 
 SECONDS = {"useful": 90.0, "lost steps": 6.0, "recovery": 4.0, "planned": 0.0}

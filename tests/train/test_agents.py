@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from megalith.fleet import admission, letters
+from megalith.fleet import letters
 from megalith.fleet.environment import MEETING, Place
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.health import Finding
 from megalith.fleet.job import Job
 from megalith.fleet.nodes import Generation
 from megalith.fleet.remote import RemoteNodes
 from megalith.fleet.signs import NodesLost
+from megalith.machine import admission
+from megalith.machine.health import Finding
 from megalith.spec.fleet import FleetSpec
 from megalith.train import agents
 from megalith.train.agents import Host, _interface_to, directs, own_name, serve_node

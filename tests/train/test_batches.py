@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.data.stream import Batch as Samples
+from megalith.prove.parity import RandomText
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import mesh_groups
 from megalith.train.batches import Cut, count_valid, indices, to_batch
-from megalith.train.parity import RandomText
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
 

@@ -14,10 +14,10 @@ from megalith.fleet.report import Reported
 from megalith.fleet.seat import Seat
 from megalith.fleet.signs import AnySign, GradientWrong, Nonfinite, StateCorrupt
 from megalith.parallel.gradients import NotFinite
+from megalith.prove.parity import RandomText
 from megalith.train.assemble import Trainer
 from megalith.train.batches import indices
 from megalith.train.guard import Guard
-from megalith.train.parity import RandomText
 from megalith.train.post_validation import Stepper
 from megalith.train.step import Watcher, tell
 from tests.parallel.running import trainer_of

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.fleet import faults
-from megalith.fleet.faults import ACTIONS, KINDS, Faults, Injection
 from megalith.fleet.seat import Seat
 from megalith.parallel.data import local
+from megalith.rehearse import faults
+from megalith.rehearse.faults import ACTIONS, KINDS, Faults, Injection
 from megalith.train.assemble import Trainer
 from megalith.train.inject import SLOW_SECONDS, Injector
 from megalith.train.step import accumulate, tell, train_step

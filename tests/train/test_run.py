@@ -13,16 +13,17 @@ import pytest
 
 import megalith.train.run
 from megalith import verbs
+from megalith.control import controller
+from megalith.control.outcome import Outcome
 from megalith.events import EventLog, read
-from megalith.fleet import controller, faults
 from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.faults import OWN_DATA, Injection
 from megalith.fleet.job import Job
 from megalith.fleet.local import _family, _place
-from megalith.fleet.outcome import Outcome
 from megalith.fleet.report import Reported
 from megalith.fleet.seat import MEMORY, REPORTS
+from megalith.rehearse import faults
+from megalith.rehearse.faults import OWN_DATA, Injection
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import RunSpec
 from megalith.train.loop import NotSavedError

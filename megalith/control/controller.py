@@ -1,0 +1,523 @@
+"""Keeps a run going through faults: signs -> policy -> commands, over generations of ranks. `megalith train` on one machine is this.
+
+What is decided is `policy.decide`'s alone; here is what must be seen for it, and how its commands are obeyed. Ranks are never mended
+while they run: every rank is killed, and the same logical ranks begin anew from the newest whole copy of the state. A controller
+that was killed itself leaves nothing that the next one could not pick up: copies are files, and its own memory is `ranks/fleet.json`.
+"""
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from megalith import disk, events
+from megalith.control import ledger, policy, supervisor
+from megalith.control.outcome import Outcome
+from megalith.control.pace import Pace
+from megalith.control.policy import VACANT, Decision, State
+from megalith.control.stragglers import Stragglers
+from megalith.control.watch import Request, Watch
+from megalith.events import EventLog, Incident, Problem, Recovery
+from megalith.fleet import commands, local, signs
+from megalith.fleet.causes import Failure
+from megalith.fleet.commands import Command
+from megalith.fleet.exit_codes import ORDERLY, ExitCode
+from megalith.fleet.heartbeat import Beat
+from megalith.fleet.job import Job
+from megalith.fleet.local import LocalNodes
+from megalith.fleet.nodes import Generation, Nodes
+from megalith.fleet.seat import slot_of
+from megalith.fleet.signs import AnySign
+from megalith.fleet.tiers import Copy
+from megalith.spec.fleet import FleetSpec
+
+MEMORY_FILE = "fleet.json"
+IDLE_SECONDS = 0.02
+STORAGE_SECONDS = 1.0  # between looks whether a full disk has room again, or a store is back
+
+Start = commands.Restart | commands.Shrink | commands.Grow
+Store = Callable[[], tuple[Copy, ...]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A sign, when what it tells of began (seconds since the epoch), and the evidence beyond it."""
+
+    sign: AnySign
+    began: float
+    evidence: dict[str, Any]
+
+
+@dataclass
+class _Open:
+    """An incident whose end has not come."""
+
+    number: int
+    step: int
+    in_place: bool
+
+
+class Controller:
+    """One run, from the first start of its ranks to its end. `store` lists the checkpoints that all nodes can read."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        fleet: FleetSpec,
+        nodes: Nodes,
+        store: Store,
+        requests: list[Request],
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._job, self._fleet, self._nodes, self._store = job, fleet, nodes, store
+        self._requests, self._tick = requests, tick
+        self._log = EventLog(job.run_dir)
+        self._memory = job.run_dir.resolve() / "ranks" / MEMORY_FILE
+        self._ledger = Path(fleet.ledger) if fleet.ledger else job.run_dir.resolve() / ledger.NODES_FILE
+        self._checks: list[tuple[float, str]] = []  # monotonic seconds, node: health checks that are to come
+        self._pace = Pace(job.start_timeout, job.silence_timeout, fleet)
+        self._stragglers = Stragglers(fleet)
+        self._state = self._remember()
+        self._incidents = sum(record["type"] == "incident" for record in events.read(job.run_dir))
+        self._listed: tuple[Copy, ...] | None = None  # the checkpoints that there were when the store could last be read
+        self._open: list[_Open] = []
+        self._next: Start | None = None
+        self._shrunk, self._placement = False, self._state.placement  # of this generation
+        self._wait_until: float | None = None
+        self._watch: Watch | None = None
+        self._outcome: Outcome | None = None
+        self._report = ""
+        self._stop_code: int | None = None
+        self._done = -1  # steps this generation has done
+        self._begun = -1  # the furthest step any generation began
+        self._end_now = False
+        self._seen: list[Seen] = []
+
+    # What is remembered
+
+    def _remember(self) -> State:
+        """The state a killed controller left, on the nodes that are there now; else a fresh one."""
+        there = self._nodes.there()
+        fresh = self._fresh(there)
+        try:
+            old = policy.load(json.loads(self._memory.read_text(encoding="utf-8")))
+        except (OSError, ValueError, ValidationError):
+            return fresh
+        known = {*old.placement, *old.spares, *old.quarantined} - {VACANT}
+        if known != set(there) or len(old.placement) != self._fleet.nodes or VACANT in old.placement:
+            return fresh
+        return replace(old, stopped=False, fruitless=0, waiting=False, leaving=(), least=fresh.least)
+
+    def _fresh(self, there: tuple[str, ...]) -> State:
+        """What the ledger knows of the nodes that are there: one that was out, or has had too many faults lately, is not used yet."""
+        fleet, known = self._fleet, ledger.standings(ledger.read_nodes(self._ledger))
+        since = time.time() - fleet.lemon_hours * policy.HOUR
+        faults = {node: known[node].faults_since(since) for node in there if node in known}
+        lemons = {node: times[-1] for node, times in faults.items() if len(times) >= fleet.lemon_faults}
+        out = lemons | {node: at for node in there if node in known and (at := known[node].quarantined) is not None}
+        fit = tuple(node for node in there if node not in out)
+        placement = (*fit[: fleet.nodes], *[VACANT] * (fleet.nodes - len(fit)))
+        least = -(-self._job.fallback.ranks * fleet.nodes // self._job.ranks) if self._job.fallback else 1
+        return State(placement=placement, spares=fit[fleet.nodes :], faults=faults, quarantined=out, least=least)
+
+    def _note(self, before: State, at: float, reason: str) -> None:
+        """Have the ledger of nodes know what a decision changed."""
+        run = str(self._job.run_dir.resolve())
+        for record in ledger.node_changes(before, self._state, time=at, reason=reason, run=run):
+            ledger.note(self._ledger, record)
+
+    def _keep(self) -> None:
+        part = self._memory.with_suffix(".new")
+        with disk.if_available(self._memory):
+            part.write_text(json.dumps(policy.dump(replace(self._state, copies=()))), encoding="utf-8")
+            part.rename(self._memory)
+
+    # The loop
+
+    def run(self) -> Outcome:
+        """Until the last step, a request to stop, or a fault that a person must see to."""
+        try:
+            if self._await_store():
+                self._take(Seen(signs.Started(time=time.time()), time.time(), {}))
+            else:
+                self._outcome = _ended(ExitCode.TERMINATED)
+            while self._outcome is None:
+                if self._next is not None:
+                    self._generation(self._next)
+                else:
+                    self._idle()
+            return self._outcome
+        finally:
+            self._log.close()
+
+    def _await_store(self) -> bool:
+        """Wait until the checkpoints can be listed: whoever does not know of them would begin anew. False if somebody wants to stop
+        meanwhile. Raises OSError if it takes longer than a node would be waited for."""
+        until, told = time.monotonic() + self._fleet.wait_limit, False
+        while not self._requests:
+            try:
+                self._listed = self._store()
+                return True
+            except OSError as error:
+                if time.monotonic() >= until:
+                    raise
+                if not told:
+                    print(f"the checkpoints cannot be listed: {error}. Waiting for them", file=sys.stderr, flush=True)
+                told = True
+            self._pause(STORAGE_SECONDS)
+        return False
+
+    def _generation(self, order: Start) -> None:
+        """Start all ranks and stay with them; take what came of it."""
+        self._next, self._done, self._end_now = None, -1, False
+        self._shrunk = isinstance(order, commands.Shrink)
+        self._placement = order.nodes[: self._state.least] if isinstance(order, commands.Shrink) else order.placement
+        self._pause(order.after if isinstance(order, commands.Restart) else 0.0)
+        self._stragglers.begin()
+        self._watch = watch = Watch(
+            self._now, self._nodes, self._requests, source=order.source, limits=self._pace, observe=self._observe
+        )
+        if not self._start(Generation(secrets.token_hex(4), self._placement, order.source, self._shrunk)):
+            self._outcome = _ended(ExitCode.TERMINATED)
+            return
+        outcome = watch.until_all_ended(self._turn)
+        for seen in self._after(watch, outcome):
+            self._take(seen)
+        if self._next is None and self._wait_until is None and self._outcome is None:
+            self._outcome = self._final(outcome)
+
+    def _start(self, generation: Generation) -> bool:
+        """Start all ranks. While what they meet by cannot be written, wait; False if somebody wants to stop meanwhile."""
+        told = False
+        while True:
+            try:
+                self._nodes.start(generation)
+                return True
+            except OSError as error:
+                if not disk.is_unavailable(error):
+                    raise
+                if not told:
+                    where = f"{self._job.run_dir} cannot be written ({error.strerror})"
+                    print(f"{where}: waiting to start the ranks", file=sys.stderr, flush=True)
+            told = True
+            if self._requests:
+                return False
+            self._pause(STORAGE_SECONDS)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before a start, but not for somebody who wants to stop."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._requests:
+            self._turn()
+            time.sleep(IDLE_SECONDS)
+
+    def _idle(self) -> None:
+        """No ranks: wait for a node."""
+        if self._requests:
+            self._outcome = _ended(ExitCode.TERMINATED)
+            return
+        self._turn()
+        for sign in self._nodes.wait(IDLE_SECONDS):
+            if isinstance(sign, signs.Sign):
+                self._take(Seen(cast(AnySign, sign), sign.time, {}))
+        if self._wait_until is not None and time.monotonic() >= self._wait_until:
+            self._wait_until = None
+            self._take(Seen(signs.Waited(time=time.time(), step=self._step), time.time(), {}))
+        if self._stop_code is not None:
+            self._outcome = _ended(self._stop_code, report=self._report)
+
+    def _turn(self) -> None:
+        """What is to be done at every turn of a loop."""
+        self._tick()
+        due = [node for at, node in self._checks if time.monotonic() >= at]
+        self._checks = [(at, node) for at, node in self._checks if node not in due]
+        for node in due:
+            self._nodes.check(node)
+
+    def _final(self, outcome: Outcome) -> Outcome:
+        """How the run ended: as its ranks did, or as the policy stopped it."""
+        if self._stop_code is None or self._requests:
+            return outcome
+        return replace(outcome, code=self._stop_code, report=self._report)
+
+    # While ranks run
+
+    @property
+    def _now(self) -> Job:
+        """What the ranks of this generation do."""
+        return self._job.now(shrunk=self._shrunk)
+
+    @property
+    def _step(self) -> int:
+        return max(self._begun, 0)
+
+    def _observe(self, heard: list[AnySign], beats: list[Beat]) -> bool:
+        """Every turn of a generation's loop; whether it must end."""
+        for sign in heard:
+            self._hear(sign)
+        self._progress(beats)
+        slow = self._stragglers.note(beats, nodes=self._placement, replacing=self._pace.usual_start())
+        if slow is not None:
+            self._take_now_or_later(Seen(slow, slow.time - slow.lost, {}))
+        return self._end_now
+
+    def _take_now_or_later(self, seen: Seen) -> None:
+        """What starts the ranks again is decided once they have ended: until then they go on, and the copies of now are overwritten."""
+        decision = policy.decide(self._state, seen.sign, fleet=self._fleet)
+        if any(isinstance(command, Start | commands.Wait) for command in decision.commands):
+            self._seen.append(seen)
+            self._end_now = True
+        else:
+            self._take(seen)
+
+    def _hear(self, sign: AnySign) -> None:
+        """A report of a rank, or news of a node. What ends the generation is decided once all has ended."""
+        if _is_ours(sign, self._watch):
+            return
+        if isinstance(sign, signs.NodesLost) and not set(sign.nodes) & set(self._state.placement):
+            self._take(Seen(sign, sign.time, {}))
+            return
+        if _ends(sign):
+            self._seen.append(Seen(sign, sign.time, {}))
+            self._end_now = True
+            return
+        self._take_now_or_later(Seen(sign, sign.time, {}))
+
+    def _progress(self, beats: Sequence[Beat]) -> None:
+        steps = [beat.step for beat in beats if beat.ready]
+        if len(steps) < len(beats) or not steps:
+            return
+        least = min(steps)
+        if least >= 0 and self._done < 0:
+            self._close_incidents(least)
+            self._done = least
+        self._begun = max(self._begun, *steps)
+        if least > self._done:
+            self._done = least
+            self._close_incidents(least, in_place=True)
+            self._state = policy.decide(self._state, signs.Progressed(time=time.time(), step=least), fleet=self._fleet).state
+
+    def _close_incidents(self, step: int, *, in_place: bool = False) -> None:
+        """The ranks go on: after a start when all have begun a step, in place once they get beyond the step of the incident."""
+        for one in [one for one in self._open if one.in_place == in_place and (not in_place or step > one.step)]:
+            self._open.remove(one)
+            restored = None if in_place else str(self._state.restored)
+            lost = 0 if in_place else max(0, self._begun - step)
+            self._log.write(Recovery(incident=one.number, step=step, restored=restored, lost_steps=lost))
+
+    # After a generation
+
+    def _after(self, watch: Watch, outcome: Outcome) -> list[Seen]:
+        """What the end of a generation was a sign of. Nodes that are gone explain the rest; then what ranks reported; then ends.
+        What else was heard while it ended, such as a node that is well again, explains nothing, and is told before."""
+        late = [Seen(sign, sign.time, {}) for sign in watch.late_signs if not _is_ours(sign, watch)]
+        ended_by = [*self._seen, *(one for one in late if _ends(one.sign))]
+        news = [one for one in late if not _ends(one.sign)]
+        seen, self._seen = [*news, *ended_by], []
+        if self._requests:
+            return [Seen(signs.StopRequested(time=time.time(), step=self._step), time.time(), {})]
+        if self._next is not None or self._wait_until is not None or self._stop_code is not None:
+            return [one for one in seen if isinstance(one.sign, _NODES)]  # it was ended on purpose
+        lost = [one for one in seen if isinstance(one.sign, signs.NodesLost)]
+        if lost:
+            return [one for one in seen if isinstance(one.sign, _NODES)]
+        if ended_by:
+            return [*news, *(replace(one, evidence=self._of_outcome(outcome)) for one in ended_by)]
+        if outcome.first_cause is None:
+            return [*news, *self._after_order(outcome)]
+        if watch.hang is not None:
+            return [*news, self._hung(watch, outcome)]
+        return [*news, self._failed(outcome.first_cause, outcome)]
+
+    def _after_order(self, outcome: Outcome) -> list[Seen]:
+        """All ranks ended in order: at the last step, or because they agreed to save, or were to before there was anything to save."""
+        if outcome.code == ExitCode.STOPPED or (outcome.code == ExitCode.TERMINATED and self._state.leaving):
+            return [Seen(signs.Saved(time=time.time(), step=self._step), time.time(), {})]
+        return []
+
+    def _failed(self, failure: Failure, outcome: Outcome) -> Seen:
+        slot = self._slot_of(failure.rank or 0)
+        step = self._step_of(failure.rank)
+        sign = signs.of_failure(failure, time=time.time(), step=step, slot=slot, node=self._placement[slot])
+        return Seen(sign, failure.time, self._of_outcome(outcome))
+
+    def _hung(self, watch: Watch, outcome: Outcome) -> Seen:
+        hang = watch.hang
+        assert hang is not None
+        slot = self._slot_of(hang.rank) if hang.rank is not None else None
+        sign = signs.Hang(
+            time=time.time(), step=self._step_of(hang.rank), slot=slot, node=None if slot is None else self._placement[slot],
+            rank=hang.rank, phase=hang.phase, silence=hang.silence, limit=hang.limit,
+        )  # fmt: skip
+        stacks = {str(rank): look.stack or "(no answer)" for rank, look in sorted(hang.looks.items())}
+        stands = {
+            str(rank): {"begun": look.begun, "recorded": look.recorded} for rank, look in sorted(hang.looks.items()) if look.begun
+        }
+        evidence = {"stacks": stacks, "collectives": stands, "behind_by_steps": hang.behind}
+        return Seen(sign, hang.since, self._of_outcome(outcome) | evidence)
+
+    def _of_outcome(self, outcome: Outcome) -> dict[str, Any]:
+        """What else was there to see when a generation ended."""
+        cause, found = outcome.first_cause, {}
+        if cause is not None:
+            found = {"first_cause": f"{cause.name} {cause.reason}", "traceback": cause.traceback}
+        exits = {str(end.rank): end.code for end in outcome.exits}
+        phases = {str(rank): f"{beat.phase} {beat.step}" for rank, beat in enumerate(self._nodes.beats())}
+        return found | {"exits": exits, "phases": phases}
+
+    def _step_of(self, rank: int | None) -> int:
+        """The step that a rank (None: the furthest) had begun in this generation, which may be one that was done before."""
+        steps = [beat.step for number, beat in enumerate(self._nodes.beats()) if rank in (None, number)]
+        begun = max(steps, default=-1)
+        return begun if begun >= 0 else self._step
+
+    def _slot_of(self, rank: int) -> int:
+        return slot_of(rank, world=self._now.ranks, slots=len(self._placement))
+
+    # Deciding and obeying
+
+    def _take(self, seen: Seen) -> None:
+        """Have a sign decided on, write down what it was, and obey."""
+        if seen.sign.step == 0:  # whoever saw it does not know the step
+            seen = replace(seen, sign=replace(seen.sign, step=self._step))
+        if self._end_now or not isinstance(
+            seen.sign, signs.Straggler
+        ):  # one that is borne needs no copies, which take time to survey
+            self._state = replace(self._state, copies=self._copies())
+        decision = policy.decide(self._state, seen.sign, fleet=self._fleet)
+        before, self._state = self._state, decision.state
+        self._note(before, seen.sign.time, decision.reason)
+        if not isinstance(seen.sign, _NO_INCIDENT) and (decision.commands or isinstance(seen.sign, _ALWAYS_TOLD)):
+            self._tell(seen, decision)
+        if isinstance(seen.sign, _CHECKS) and any(isinstance(command, _HELD_UP) for command in decision.commands):
+            self._log.write(Problem("warning", f"{decision.reason} (`megalith doctor` says what is wrong)"))
+        for command in decision.commands:
+            self._obey(command)
+        self._keep()
+
+    def _copies(self) -> tuple[Copy, ...]:
+        return (*self._nodes.survey(self._state.placement), *self._checkpoints())
+
+    def _checkpoints(self) -> tuple[Copy, ...]:
+        """Those in the store. One that cannot be read, or shows none where there were some, is away: what there was is there. Raises its
+        OSError where none were ever listed."""
+        try:
+            self._listed = self._store() or self._listed or ()
+        except OSError as error:
+            if self._listed is None:
+                raise
+            self._log.write(Problem("warning", f"checkpoints cannot be listed, so those known last count: {error}"))
+        return self._listed
+
+    def _tell_of_plan(self, order: Start) -> None:
+        """Whose plan the ranks follow from now on, when that changes."""
+        if isinstance(order, commands.Shrink) and not self._shrunk:
+            nodes = ", ".join(order.nodes[: self._state.least])
+            words = f"from {order.source} on under fleet.fallback, on {nodes}: not bit for bit what the run's own plan gives"
+            self._log.write(Problem("warning", words))
+        elif isinstance(order, commands.Grow):
+            self._log.write(Problem("warning", f"from {order.source} on under the run's own plan again"))
+
+    def _tell(self, seen: Seen, decision: Decision) -> None:
+        self._incidents += 1
+        restarts = any(isinstance(command, Start | commands.Wait | commands.SaveState) for command in decision.commands)
+        self._open.append(_Open(self._incidents, seen.sign.step, in_place=not restarts))
+        self._log.write(
+            Incident(
+                incident=self._incidents,
+                began=min(seen.began, time.time()),
+                step=seen.sign.step,
+                cause=seen.sign.kind,
+                reason=decision.reason,
+                node=decision.blamed,
+                rank=decision.blamed_rank,
+                evidence=signs.dump(seen.sign) | seen.evidence,
+                commands=[commands.dump(command) for command in decision.commands],
+            )
+        )
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case commands.Restart() | commands.Shrink() | commands.Grow():
+                self._next, self._wait_until, self._end_now = command, None, True
+                self._tell_of_plan(command)
+            case commands.Wait(seconds=seconds):
+                self._next, self._wait_until, self._end_now = None, time.monotonic() + seconds, True
+            case commands.SaveState():
+                if self._watch is not None and not self._end_now:
+                    self._watch.stop()
+            case commands.CheckHealth(node=node, after=after):
+                self._checks.append((time.monotonic() + after, node))
+            case commands.QuarantineCopy():
+                self._nodes.set_aside(command)
+            case commands.Stop(code=code, report=report):
+                self._next, self._wait_until, self._stop_code, self._report = None, None, code, report
+                self._end_now = True
+            case commands.SkipTier(because=because):
+                self._log.write(Problem("warning", because))
+            case commands.ReadElsewhere(shard=shard, path=path):
+                self._log.write(Problem("warning", f"shard {shard} is damaged, and read from {path}: copy it back"))
+            case commands.RerunStep() | commands.Replace() | commands.RollBack() | commands.QuarantineNode():
+                pass  # done by the ranks themselves; contained in the placement and source of the start that follows
+
+
+_NODES = (signs.NodesLost, signs.NodeJoined, signs.HealthChecked, signs.Preempted)
+_ENDING = (signs.NodesLost, signs.Nonfinite, signs.StateCorrupt, signs.CopyCorrupt, signs.CopyAway, signs.GradientWrong,
+           signs.DataDamaged)  # fmt: skip
+"""Signs after which this generation is over, if `_ends`."""
+
+
+def _is_ours(sign: AnySign, watch: Watch | None) -> bool:
+    """Whether a rank tells of a signal by which we asked it to stop ourselves."""
+    return isinstance(sign, signs.Preempted) and sign.rank is not None and watch is not None and watch.stopping
+
+
+def _ends(sign: AnySign) -> bool:
+    """Whether this generation is over with it: its ranks help themselves when a step can be run again, or a shard read elsewhere."""
+    if isinstance(sign, signs.DataDamaged):
+        return sign.other_copy is None
+    if isinstance(sign, signs.Nonfinite):
+        return sign.elsewhere != "not asked"
+    return isinstance(sign, _ENDING)
+
+
+_NO_INCIDENT = (
+    signs.Started, signs.Saved, signs.StopRequested, signs.NodeJoined, signs.HealthChecked, signs.Waited, signs.SaveWorks,
+)  # fmt: skip
+_CHECKS, _HELD_UP = (signs.Started, signs.HealthChecked), (commands.Wait, commands.CheckHealth)
+"""Signs of which a person is told if they hold the run, or a node, up."""
+_ALWAYS_TOLD = (signs.Straggler, signs.Nonfinite, signs.SaveFailed, signs.NodesLost)
+
+
+def _ended(code: int, *, report: str = "") -> Outcome:
+    """A run that ends while no rank runs."""
+    return Outcome(code, code != ExitCode.LOST, None, (), (), (), None, report)
+
+
+def run_here(job: Job, *, fleet: FleetSpec, identity: str, store: Store, tick: Callable[[], None] | None = None) -> Outcome:
+    """Run a job on this machine through faults. `identity`: copies of the state of a run with another one are not this run's.
+
+    Signals as in `supervisor.run`, which raises what this raises. Copies stay where they are unless the run ended in order, and so
+    has its state in a checkpoint.
+    """
+    job.check()
+    with supervisor.alone(job.run_dir), supervisor.requests_to_stop() as requests:
+        memory = local.memory_root(job.run_dir, identity)
+        local.clear_memory(job.run_dir, keep=memory)
+        disk = local.disk_root(job.run_dir, identity, fleet)
+        local.clear_disk(job.run_dir, fleet, keep=disk)
+        nodes = LocalNodes(job, names=local.node_names(fleet), memory=memory, disk=disk)
+        outcome = None
+        try:
+            controller = Controller(job, fleet=fleet, nodes=nodes, store=store, requests=requests, tick=tick or (lambda: None))
+            outcome = controller.run()
+            return outcome
+        finally:
+            nodes.close(forget=outcome is not None and outcome.code in ORDERLY)

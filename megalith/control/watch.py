@@ -1,0 +1,309 @@
+"""One generation of ranks, from their start to the last one's end: who ended, who hangs, and what came first.
+
+A rank that fails takes the others down within seconds (they would only wait for it), and of all the errors that follow the first
+cause is named.
+"""
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megalith.control.outcome import Outcome
+from megalith.control.pace import Limits
+from megalith.fleet import causes, standing
+from megalith.fleet.causes import Exit, Failure
+from megalith.fleet.evidence import STACKS
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.heartbeat import Beat
+from megalith.fleet.job import Job
+from megalith.fleet.nodes import Look, Nodes
+from megalith.fleet.signs import AnySign
+from megalith.fleet.tiers import BEGINNING, Source
+
+POLL_SECONDS = 0.02
+REPORT_SECONDS = 0.2  # that other ranks have to report their own errors, once a first cause is known
+CAUSE_SECONDS = 1.5  # the same while every error known is the consequence of another one
+KILL_SECONDS = 30.0  # that the kernel has to end killed ranks; giving up costs a new fork server, and its imports
+BOUNCE_SECONDS = 0.25  # a second SIGINT sooner than this is the same key press, delivered by the terminal and by a wrapper
+STARVED = 0.5  # of a silence: if all ranks of one machine waited as long for a processor, it is slow and they do not hang
+MOST_LIMITS = 10  # times its limit after which a silence is a hang all the same
+_PAUSE_SECONDS = 1.0  # what a turn of the loop took beyond this was not spent watching: this process was stopped
+
+Request = tuple[int, float]  # a signal's number, monotonic seconds
+Observe = Callable[[list[AnySign], list[Beat]], bool]
+
+_WAITS = re.compile(r"torch/distributed/|\bin (wait|wait_\w+|barrier|synchronize|finish)\b")
+"""The innermost call of a rank that waits for others."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Nobody went on. `rank` None: no rank is furthest behind. `behind`: the same by steps and phases alone."""
+
+    rank: int | None
+    behind: int | None
+    phase: str
+    silence: float
+    limit: float
+    since: float  # seconds since the epoch: the last sign of life
+    looks: dict[int, Look]
+
+
+class Watch:
+    """The loop over one generation, which restores `source`. `observe` hears signs and beats at every turn, and says whether the
+    generation must end now."""
+
+    def __init__(
+        self,
+        job: Job,
+        nodes: Nodes,
+        requests: list[Request],
+        *,
+        source: Source = BEGINNING,
+        limits: Limits | None = None,
+        observe: Observe = lambda signs, beats: False,
+    ) -> None:
+        self._job, self._nodes, self._requests, self._observe = job, nodes, requests, observe
+        self._limits = limits or Limits(job.start_timeout, job.silence_timeout)
+        self._limits.begin(source)
+        self._watched = 0.0  # seconds spent watching: time in which this process was stopped does not count against the ranks
+        self._beats = [Beat()] * job.ranks
+        self._beat_at = 0.0
+        self._first_beat_at: float | None = None
+        self._ready_at: float | None = None
+        self._queued: tuple[float, dict[str, float]] | None = None  # seconds watched, and waited for a processor until then
+        self._stopping = False
+        self._exits: dict[int, Exit] = {}
+        self._failures: list[Failure] = []
+        self._failed_at: float | None = None
+        self._ended: list[int] = []
+        self.hang: Hang | None = None
+        self.late_signs: list[AnySign] = []  # that came while the ranks were being ended
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the ranks were asked to stop."""
+        return self._stopping
+
+    @property
+    def failures(self) -> list[Failure]:
+        """All that ended wrongly so far."""
+        return list(self._failures)
+
+    def until_all_ended(self, tick: Callable[[], None]) -> Outcome:
+        """The loop."""
+        turn = time.monotonic()
+        while len(self._exits) < self._job.ranks:
+            signs = self._hear()
+            now = time.monotonic()
+            self._watched, turn = self._watched + min(now - turn, _PAUSE_SECONDS), now
+            tick()
+            self._look_at_beats()
+            if self._observe(signs, self._beats) or self._must_end():
+                self._end_all()
+                break
+        return self._outcome()
+
+    def _hear(self) -> list[AnySign]:
+        """What happened; ends are noted, signs are given."""
+        signs: list[AnySign] = []
+        for what in self._nodes.wait(POLL_SECONDS):
+            if isinstance(what, Exit | Failure):
+                self._note(what)
+            else:
+                signs.append(what)
+        return signs
+
+    def _note(self, what: Exit | Failure) -> None:
+        if isinstance(what, Exit):
+            self._exits[what.rank] = what
+            return
+        if what.rank is not None:
+            self._exits[what.rank] = Exit(what.rank, what.status, what.time)
+            if self._is_request(self._exits[what.rank]):
+                return
+        elif any(failure.rank is None for failure in self._failures):
+            return  # a server that reported a problem leaves; that is not a second one
+        self._failures.append(what)
+        if self._failed_at is None:
+            self._failed_at = self._watched
+
+    def _is_request(self, end: Exit) -> bool:
+        """Whether a rank was ended by our request to stop: it had not set a handler yet, so there was nothing to save."""
+        return self._stopping and end.code == -signal.SIGTERM
+
+    def _look_at_beats(self) -> None:
+        beats = self._nodes.beats()
+        if beats != self._beats:
+            self._limits.note(beats)
+            self._beats, self._beat_at = beats, self._watched
+        if self._first_beat_at is None and any(beat.count for beat in beats):
+            self._first_beat_at = self._watched
+        if self._ready_at is None and all(beat.ready or rank in self._exits for rank, beat in enumerate(beats)):
+            self._ready_at = self._beat_at = self._watched
+
+    def _must_end(self) -> bool:
+        """Whether what still runs must be ended now."""
+        if self._pass_on_requests():
+            return True
+        if self._failed_at is not None:
+            server_lost = any(failure.rank is None for failure in self._failures)
+            wait = 0.0 if server_lost else REPORT_SECONDS if causes.conclusive(self._failures) else CAUSE_SECONDS
+            return self._watched - self._failed_at >= wait
+        if any(self._is_request(end) for end in self._exits.values()):
+            return True
+        late, limit = self._late()
+        if late:
+            self._failures += self._hangs(late, limit)
+        return bool(late)
+
+    def _pass_on_requests(self) -> bool:
+        """Pass the first request on to the ranks. True when there is nobody to wait for: no rank yet, or a person insists."""
+        if self._requests and not self._stopping:
+            self.stop()
+            if not self._nodes.running() and not self._exits:
+                return True
+        return self._interrupted()
+
+    def stop(self) -> None:
+        """Ask the ranks to save and stop together."""
+        self._stopping = True
+        self._nodes.send(signal.SIGTERM, self._nodes.running())
+
+    def _interrupted(self) -> bool:
+        if not self._requests:
+            return False
+        begun = self._requests[0][1]
+        return any(number == signal.SIGINT and at - begun > BOUNCE_SECONDS for number, at in self._requests[1:])
+
+    def _late(self) -> tuple[list[int], float]:
+        """Ranks for which the run stands still beyond its limits, none while time is left; and that limit."""
+        running = [rank for rank in range(self._job.ranks) if rank not in self._exits]
+        if self._ready_at is None:
+            unready = [rank for rank in running if not self._beats[rank].ready]
+            limit, begun = self._limits.of_start(), self._first_beat_at
+            if self._watched >= self._job.start_timeout:
+                return unready, self._job.start_timeout
+            return (unready if begun is not None and self._is_over(limit, self._watched - begun) else []), limit
+        limit = self._limits.of_silence(self._beats)
+        if limit is None:
+            return [], 0.0
+        return (running if self._is_over(limit, self._watched - self._beat_at) else []), limit
+
+    def _is_over(self, limit: float, silence: float) -> bool:
+        """Whether a silence is too long, and not because ranks that could go on get no processor: looked at twice, half a limit apart."""
+        if silence < limit / 2:
+            self._queued = None
+            return False
+        since, before = self._queued = self._queued or (self._watched, self._nodes.queued())
+        passed = self._watched - since
+        if silence < limit or (passed < limit / 2 and silence < MOST_LIMITS * limit):
+            return False
+        queued = self._nodes.queued()
+        longest = max((seconds - before.get(node, seconds) for node, seconds in queued.items()), default=0.0)
+        if longest < STARVED * passed or silence >= MOST_LIMITS * limit:
+            return True
+        self._queued = self._watched, queued
+        return False
+
+    def _hangs(self, late: list[int], limit: float) -> list[Failure]:
+        """A failure for each late rank, with its stack. All wait for whoever is furthest behind: the others are secondary."""
+        processes = self._nodes.running()
+        if not processes:
+            return [self._nodes.unstarted()]
+        looks = self._nodes.look(processes)
+        starting = self._ready_at is None
+        silence = self._watched - (self._first_beat_at or 0.0 if starting else self._beat_at)
+
+        def progress(rank: int) -> tuple[int, int]:
+            return self._beats[rank].step, self._beats[rank].count if starting else 0
+
+        numbers = standing.behind({rank: look.begun for rank, look in looks.items() if look.begun and not look.stopped})
+
+        def place(rank: int) -> tuple[int, ...]:
+            """First who does not answer, then who is in no call that waits; of these, whom others wait for in a collective. (Others may
+            also wait for a rank that itself waits for a message.)"""
+            look = looks.get(rank, Look(""))
+            if look.stopped or not look.stack:
+                return (0, 0, 0, *progress(rank))
+            return (1, int(bool(_WAITS.search(look.where))), int(rank not in numbers), *progress(rank))
+
+        behind = min(place(rank) for rank in late)
+        first = [rank for rank in late if place(rank) == behind]
+        slowest = [rank for rank in late if progress(rank) == min(progress(other) for other in late)]
+        rank = first[0] if len(first) < len(late) or len(late) == 1 else None
+        self.hang = Hang(
+            rank=rank,
+            behind=slowest[0] if len(slowest) < len(late) else None,
+            phase=self._beats[first[0]].phase,
+            silence=silence,
+            limit=limit,
+            since=max(beat.time for beat in self._beats) or time.time() - silence,
+            looks=looks,
+        )
+        return [
+            Failure(
+                rank=rank,
+                reason=self._standing(rank, limit, looks.get(rank, Look("")), numbers.get(rank, "")),
+                error="",
+                traceback=looks.get(rank, Look("")).stack,
+                log=self._nodes.log(rank),
+                time=self._beats[rank].time,  # its last sign of life
+                code=ExitCode.LOST,
+                secondary=place(rank) != behind,
+            )
+            for rank in late
+        ]
+
+    def _standing(self, rank: int, limit: float, look: Look, behind: str) -> str:
+        """What a late rank failed to do, and where it stands. `behind`: in its collectives."""
+        if self._ready_at is None:
+            missed = f"was not ready within {limit:g} s"
+        else:
+            missed = f"stands still: no rank gave a sign of life for {limit:g} s"
+        beat = self._beats[rank]
+        where = f"its last phase is `{beat.phase}`" if beat.phase else "it has not said anything"
+        step = f" of step {beat.step}" if beat.step >= 0 else ""
+        stopped = "the process is stopped (SIGSTOP)" if look.stopped else ""
+        return "; ".join(part for part in (missed, where + step, stopped, behind) if part)
+
+    def _end_all(self) -> None:
+        """Kill what still runs, and hear how it ended."""
+        killed = self._nodes.running()
+        self._nodes.send(signal.SIGKILL, killed)
+        until = time.monotonic() + KILL_SECONDS
+        while self._nodes.running() and time.monotonic() < until:
+            for what in self._nodes.wait(POLL_SECONDS):
+                if isinstance(what, Exit):
+                    self._exits[what.rank] = what
+                elif not isinstance(what, Failure):
+                    self.late_signs.append(what)
+                elif what.rank is not None:  # else the server: what it had to say no longer changes the cause
+                    end = self._exits[what.rank] = Exit(what.rank, what.status, what.time)
+                    ours = what.status in (-signal.SIGKILL, -STACKS) or self._is_request(end)
+                    self._failures += [what] if what.error or not ours else []
+        self._ended = [rank for rank in sorted(killed) if rank not in self._exits or not self._exits[rank].orderly]
+
+    def _outcome(self) -> Outcome:
+        cause = causes.first(self._failures)
+        rest = sorted((failure for failure in self._failures if failure is not cause), key=lambda failure: failure.time)
+        shown = {failure.rank for failure in self._failures}
+        return Outcome(
+            code=cause.code if cause else self._peaceful_code(),
+            stopped=self._stopping or any(end.code == ExitCode.STOPPED for end in self._exits.values()),
+            first_cause=cause,
+            consequences=tuple(rest),
+            exits=tuple(self._exits[rank] for rank in sorted(self._exits)),
+            ended=tuple(rank for rank in self._ended if rank not in shown),
+            ready_seconds=self._ready_at,
+        )
+
+    def _peaceful_code(self) -> ExitCode:
+        codes = {end.code for end in self._exits.values()}
+        if self._ended and self._interrupted():
+            return ExitCode.INTERRUPTED
+        if self._ended or -signal.SIGTERM in codes or not codes:
+            return ExitCode.TERMINATED
+        return ExitCode.STOPPED if ExitCode.STOPPED in codes else ExitCode.FINISHED

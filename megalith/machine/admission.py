@@ -1,0 +1,113 @@
+"""May this machine begin, and may it come back? A quick look before a first start; all checks before a node returns that was taken out."""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megalith.machine import gpus, health
+from megalith.machine.health import MIB, Finding, Needs
+
+LEAST = Needs(memory=256 * MIB, disk=64 * MIB, shared_memory=16 * MIB, loopback=10 * MIB, descriptors=256)
+"""With less no run begins. Far below what a run should have: `megalith doctor` judges by that."""
+
+ANYWAY = 'To start without this check, set fleet.check to "return"; `megalith doctor` says more'
+
+CLOCK_SECONDS, LOOPBACK_SECONDS = 0.02, 0.5
+FIRST_PAUSE, LAST_PAUSE = 1.0, 10.0  # seconds between checks of a machine that waits to be fit
+
+
+def before_start(folder: Path, *, needs: Needs = LEAST) -> list[Finding]:
+    """What a machine is asked before ranks are first started on it, in a tenth of a second. `folder` is where the run will write.
+
+    What is measured by time never fails here: a machine may be busy, and still be sound.
+    """
+    return [
+        health.memory(needs.memory),
+        health.disk_space(folder, needs.disk),
+        health.writable(folder),
+        _warns(health.shared_memory(needs.shared_memory)),  # a run without has no copies there, and says so
+        health.descriptors(needs.descriptors),
+        _warns(health.clock(needs.clock, seconds=CLOCK_SECONDS)),
+        health.loopback(needs.loopback, size=1 << 20, patience=LOOPBACK_SECONDS, timed=False),
+    ]
+
+
+class UnfitError(RuntimeError):
+    """This machine is not fit to start ranks on, and why."""
+
+
+def admit(folder: Path) -> None:
+    """Check this machine `before_start`, and print what is short. Raises UnfitError with all that failed."""
+    found = before_start(folder)
+    for one in found:
+        if one.verdict == "warn":
+            print(one, file=sys.stderr, flush=True)
+    if wrong := failures(found):
+        raise UnfitError(f"this machine ({platform.node()}) is not fit to start on: {wrong}. {ANYWAY}")
+
+
+def await_fitness(folder: Path, *, seconds: float, tell: Callable[[str], None]) -> bool:
+    """Check this machine `before_start`, again and again until it is fit, for `seconds` at most; whether it is. `tell` hears what is wrong
+    whenever that is something else."""
+    end, pause, said = time.monotonic() + seconds, FIRST_PAUSE, list[str]()
+    while True:
+        found = [one for one in before_start(folder) if one.verdict == "fail"]
+        if not found:
+            return True
+        if (failing := [one.check for one in found]) != said:
+            said = failing
+            tell(failures(found))
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, LAST_PAUSE)
+
+
+def before_return(folder: Path, *, burn_in: Sequence[str] = (), seconds: float = 120.0) -> list[Finding]:
+    """What a node that was taken out must pass: the doctor's checks, its GPUs', and `burn_in`, a command that says findings as JSON
+    within `seconds`."""
+    found = [*health.doctor(folder), *gpus.doctor()]
+    return [*found, *(burnt(burn_in, seconds=seconds) if burn_in else [])]
+
+
+def burnt(command: Sequence[str], *, seconds: float) -> list[Finding]:
+    """The findings of a burn-in in a process of its own, for it needs torch. One that says nothing, or nothing in time, fails."""
+    check, limit = "burn-in", f"done within {seconds:g} s"
+    way_out = "`megalith doctor` on this machine says more"
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return [Finding(check, "fail", f"not done in {seconds:g} s", limit, way_out)]
+    except OSError as error:
+        return [Finding(check, "fail", f"could not be started: {error}", limit, way_out)]
+    try:
+        found = [Finding(**one) for one in json.loads(done.stdout)]
+    except (ValueError, TypeError):
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return [Finding(check, "fail", f"status {done.returncode}: {last[:300]}", limit, way_out)]
+    return found or [Finding(check, "fail", "it said nothing", limit, way_out)]
+
+
+def burn_in(seconds: float, device: str) -> tuple[str, ...]:
+    """The command of a burn-in for `before_return`; none for 0 seconds. `device`: as `train.device` says."""
+    if not seconds:
+        return ()
+    return (sys.executable, "-m", "megalith.prove.doctor", "--seconds", str(seconds), "--device", device)
+
+
+def failures(found: Iterable[Finding]) -> str:
+    """What failed, in words; empty when nothing did."""
+    return "; ".join(f"{one.check}: {one.value} (limit: {one.limit}). {one.way_out}" for one in found if one.verdict == "fail")
+
+
+def _warns(finding: Finding) -> Finding:
+    """A finding that does not fail, but warns."""
+    return replace(finding, verdict="warn") if finding.verdict == "fail" else finding

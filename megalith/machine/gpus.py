@@ -1,0 +1,240 @@
+"""What the GPUs of this machine say of themselves: `nvidia-smi`, the kernel's log and DCGM, where there are such. Nothing where not.
+
+The programs are asked, pure functions read and judge what they say. None needs torch. All findings are `health.Finding`s.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from megalith.machine.health import Finding, Verdict, worst
+
+ASK_SECONDS = 30.0  # that nvidia-smi and dmesg may take: a GPU that has fallen off the bus answers late or never
+DIAGNOSE_SECONDS = 120.0  # that the quick diagnosis of DCGM may take
+RECENT_SECONDS = 3600.0  # an Xid that is older was survived: it warns, and does not fail
+
+HARDWARE = {
+    48: "double-bit ECC error",
+    62: "internal micro-controller halt",
+    64: "row remapping or page retirement failed",
+    74: "NVLink error",
+    79: "the GPU has fallen off the bus",
+    92: "many single-bit ECC errors",
+    95: "uncontained ECC error",
+    110: "security fault",
+    119: "the GPU's system processor does not answer",
+    120: "the GPU's system processor failed",
+    140: "unrecovered ECC error",
+}
+"""The numbers of Xid messages that tell of the device. The many others come of a program too, or tell of what was mended."""
+
+
+def doctor(*, diagnose: bool = True) -> list[Finding]:
+    """Every check of this machine's GPUs; none where there is no `nvidia-smi`. `diagnose`: also by DCGM, which takes seconds."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    found = smi(*_ask("nvidia-smi", "-q", "-x", seconds=ASK_SECONDS))
+    if shutil.which("dmesg"):
+        code, text = _ask("dmesg", seconds=ASK_SECONDS)
+        found += [xids(text, up=_up())] if code == 0 else []  # most systems show it to root alone
+    if diagnose and shutil.which("dcgmi"):
+        found.append(diagnosis(*_ask("dcgmi", "diag", "-r", "1", "-j", seconds=DIAGNOSE_SECONDS)))
+    return found
+
+
+def _ask(*command: str, seconds: float) -> tuple[int, str]:
+    """A program's status and what it said. One that does not answer in time is killed, and has said so."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return -1, f"no answer within {seconds:g} s"
+    except OSError as error:
+        return -1, str(error)
+    return done.returncode, done.stdout or done.stderr
+
+
+def _up() -> float:
+    """Seconds since the kernel started, by which its log counts."""
+    try:
+        return float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+    except OSError:
+        return time.monotonic()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What `nvidia-smi -q -x` says of one GPU. Counts are None where the device does not count (no ECC); the driver's names for what
+    slows it down now are in `slowed`."""
+
+    name: str
+    place: str
+    uncorrected: int | None
+    uncorrected_ever: int | None
+    spoilt: int
+    pending: bool
+    beyond_repair: bool
+    celsius: float | None
+    slow_above: float | None
+    slowed: tuple[str, ...] = ()
+
+
+def smi(code: int, text: str) -> list[Finding]:
+    """What `nvidia-smi -q -x` found, from its status and its words."""
+    name, limit = "GPUs", "nvidia-smi answers"
+    try:
+        gpus = read(text) if code == 0 else None
+    except ElementTree.ParseError as error:
+        return [Finding(name, "warn", f"its answer cannot be read ({error})", limit, "Look at `nvidia-smi -q` yourself")]
+    if gpus is None:
+        way_out = "Reset the GPUs, or restart the machine; is the driver loaded?"
+        return [Finding(name, "fail", f"status {code}: {' '.join(text.split())[:200]}", limit, way_out)]
+    return [finding for number, gpu in enumerate(gpus) for finding in judge(gpu, number)]
+
+
+def read(text: str) -> list[Gpu]:
+    """The GPUs that `nvidia-smi -q -x` describes. Raises ElementTree.ParseError for what is no XML."""
+    return [_read(one) for one in ElementTree.fromstring(text).iter("gpu")]
+
+
+def _read(gpu: ElementTree.Element) -> Gpu:
+    def said(path: str) -> str:
+        return (gpu.findtext(path) or "").strip()
+
+    retired = [_number(said(f"retired_pages/{kind}/retired_count")) for kind in _RETIRED]
+    pending = ("remapped_rows/remapped_row_pending", "retired_pages/pending_retirement", "retired_pages/pending_blacklist")
+    temperature = "temperature/gpu_temp"
+    return Gpu(
+        name=said("product_name"),
+        place=gpu.get("id", ""),
+        uncorrected=_uncorrected(gpu.find("ecc_errors/volatile")),
+        uncorrected_ever=_uncorrected(gpu.find("ecc_errors/aggregate")),
+        spoilt=int(sum(value or 0.0 for value in (*retired, _number(said("remapped_rows/remapped_row_unc"))))),
+        pending="Yes" in map(said, pending),
+        beyond_repair="Yes" in map(said, ("remapped_rows/remapped_row_failure", "ecc_errors/aggregate/sram_threshold_exceeded")),
+        celsius=_number(said(temperature)),
+        slow_above=_number(said(f"{temperature}_slow_threshold")),
+        slowed=tuple(_slowed(gpu)),
+    )
+
+
+_RETIRED = ("multiple_single_bit_retirement", "double_bit_retirement")
+_SLOWED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
+
+
+def _number(text: str) -> float | None:
+    """The number that a value begins with ("34 C"); None for "N/A"."""
+    found = re.match(r"-?\d+(\.\d+)?", text)
+    return float(found[0]) if found else None
+
+
+def _uncorrected(counts: ElementTree.Element | None) -> int | None:
+    """All uncorrected errors of one list: drivers name them by memory, and since 2023 by how they were noticed as well."""
+    if counts is None:
+        return None
+    values = [_number((one.text or "").strip()) for one in counts if "uncorrectable" in one.tag and "source" not in one.tag]
+    values += [_number((one.text or "").strip()) for one in counts.iterfind("double_bit/total")]  # before Ampere
+    known = [int(value) for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _slowed(gpu: ElementTree.Element) -> Iterator[str]:
+    for one in gpu.iter():
+        reason = re.fullmatch(r"clocks_(?:event|throttle)_reason_(\w+)", one.tag)
+        if reason and reason[1] in _SLOWED and (one.text or "").strip() == "Active":
+            yield reason[1].replace("_", " ")
+
+
+def judge(gpu: Gpu, number: int) -> list[Finding]:
+    """What is to be said of one GPU: its memory's errors, what was replaced in it, and its heat."""
+    return [
+        _judge_errors(gpu, f"ECC, GPU {number}"),
+        _judge_spoilt(gpu, f"spoilt memory, GPU {number}"),
+        _judge_heat(gpu, f"heat, GPU {number}"),
+    ]
+
+
+def _judge_errors(gpu: Gpu, check: str) -> Finding:
+    limit = "0 uncorrected errors"
+    if gpu.uncorrected is None:
+        return Finding(check, "ok", f"not counted on this {gpu.name}", limit)
+    ever = gpu.uncorrected_ever or 0
+    value = f"{gpu.uncorrected:,} uncorrected errors since the driver was loaded, {ever:,} ever"
+    if gpu.uncorrected:
+        return Finding(check, "fail", value, limit, f"Reset the GPU at {gpu.place}; if they come again, have it replaced")
+    return Finding(check, "warn" if ever else "ok", value, limit, "Watch this GPU: it has had them before" if ever else "")
+
+
+def _judge_spoilt(gpu: Gpu, check: str) -> Finding:
+    limit = "nothing to be replaced"
+    value = f"{gpu.spoilt} rows or pages taken out after uncorrected errors"
+    if gpu.beyond_repair:
+        return Finding(check, "fail", f"{value}, and no spare rows are left", limit, f"Have the GPU at {gpu.place} replaced")
+    if gpu.pending:
+        return Finding(check, "fail", f"{value}, more at the next reset", limit, f"Reset the GPU at {gpu.place}")
+    return Finding(check, "ok", value, limit)
+
+
+def _judge_heat(gpu: Gpu, check: str) -> Finding:
+    if gpu.celsius is None:
+        return Finding(check, "ok", "not said", "not slowed down")
+    limit = f"below {gpu.slow_above:g} C, not slowed down" if gpu.slow_above is not None else "not slowed down"
+    hot = gpu.slow_above is not None and gpu.celsius >= gpu.slow_above
+    value = f"{gpu.celsius:g} C" + "".join(f", {reason}" for reason in gpu.slowed)
+    bad = hot or bool(gpu.slowed)
+    return Finding(
+        check, "warn" if bad else "ok", value, limit, "Look after cooling and power: it computes slower" if bad else ""
+    )
+
+
+_XID = re.compile(r"^(?:\[\s*([\d.]+)\])?.*NVRM: Xid \(([^)]*)\): (\d+)", re.MULTILINE)
+
+
+def xids(log: str, *, up: float) -> Finding:
+    """Errors that the driver wrote to the kernel's `log`. `up`: seconds since the kernel started, as its lines count."""
+    check, limit = "Xid", f"none of hardware within {RECENT_SECONDS / 60:g} minutes"
+    found = [(float(at) if at else up, place.removeprefix("PCI:"), int(number)) for at, place, number in _XID.findall(log)]
+    telling = [(at, f"{number} ({HARDWARE[number]}) of {place}") for at, place, number in found if number in HARDWARE]
+    if not telling:
+        return Finding(check, "ok", f"{len(found)} messages in the kernel's log, none of hardware" if found else "none", limit)
+    fresh = [text for at, text in telling if up - at <= RECENT_SECONDS]
+    verdict: Verdict = "fail" if fresh else "warn"
+    listed = ", ".join(dict.fromkeys(fresh or [text for _, text in telling]))
+    way_out = "Reset the GPU or restart the machine; if it comes again, have it replaced" if fresh else "Watch this machine"
+    return Finding(check, verdict, listed, limit, way_out)
+
+
+def diagnosis(code: int, text: str) -> Finding:
+    """What `dcgmi diag -r 1 -j` came to. Its releases 2 to 4 name the outermost object differently."""
+    check, limit = "DCGM", "no test of `dcgmi diag -r 1` fails"
+    tests = _tests(text)
+    if tests is None:
+        value = f"no diagnosis (status {code}): {' '.join(text.split())[:200]}"
+        return Finding(check, "warn", value, limit, "Start its host engine: `nv-hostengine`")
+    failed = [
+        Finding(name, "fail" if status == "fail" else "warn", "", "") for name, status in tests if status in ("fail", "warn")
+    ]
+    if not failed:
+        return Finding(check, "ok", f"{sum(status == 'pass' for _, status in tests)} tests passed", limit)
+    listed = ", ".join(dict.fromkeys(f"{one.check}: {one.verdict}" for one in failed))
+    return Finding(check, worst(failed), listed, limit, "`dcgmi diag -r 1` says why; it names the GPU")
+
+
+def _tests(text: str) -> list[tuple[str, str]] | None:
+    """Each result as (the test's name, "pass", "fail", "warn" or "skip"); None for what is no diagnosis."""
+    try:
+        record = json.loads(text[text.find("{") : text.rfind("}") + 1])  # words may stand around it
+        categories = next(value["test_categories"] for value in record.values() if "test_categories" in value)
+        return [
+            (test["name"], str(result["status"]).lower())
+            for category in categories
+            for test in category["tests"]
+            for result in test["results"]
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
+        return None

@@ -1,0 +1,270 @@
+"""Is this machine fit to train on? Small checks that need neither torch nor a GPU; each measures, and a pure function judges.
+
+`megalith doctor` runs them; which of them are run before a start and before a quarantined node returns says `admission.py`. What GPUs say
+is in `gpus.py`. What needs torch (a burn-in of matrix products, a collective over the ranks) is in `prove/doctor.py`. All give findings.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+Verdict = Literal["ok", "warn", "fail"]
+MIB, GIB = 2.0**20, 2.0**30
+_ORDER: dict[Verdict, int] = {"ok": 0, "warn": 1, "fail": 2}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found. `value` and `limit` in words with their unit; `way_out` is empty when all is well."""
+
+    check: str
+    verdict: Verdict
+    value: str
+    limit: str
+    way_out: str = ""
+
+    def __str__(self) -> str:
+        tail = f". {self.way_out}" if self.way_out else ""
+        return f"{self.verdict:4} {self.check}: {self.value} (limit: {self.limit}){tail}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run asks of a machine, in bytes, bytes/s and numbers. The defaults are what any run needs."""
+
+    memory: float = 2 * GIB
+    disk: float = 2 * GIB
+    disk_speed: float = 20 * MIB
+    shared_memory: float = 64 * MIB
+    loopback: float = 100 * MIB
+    descriptors: int = 1024
+    clock: float = 0.5
+
+
+def doctor(folder: Path, *, needs: Needs | None = None) -> list[Finding]:
+    """Every check of this machine; `folder` is where the run will write. Takes about a second."""
+    asked = needs or Needs()
+    return [
+        memory(asked.memory),
+        disk_space(folder, asked.disk),
+        disk_speed(folder, asked.disk_speed),
+        shared_memory(asked.shared_memory),
+        descriptors(asked.descriptors),
+        clock(asked.clock),
+        clock_synchronised(),
+        loopback(asked.loopback),
+    ]
+
+
+def worst(findings: Iterable[Finding]) -> Verdict:
+    """The gravest verdict; "ok" of none."""
+    gravest: Verdict = "ok"
+    for finding in findings:
+        if _ORDER[finding.verdict] > _ORDER[gravest]:
+            gravest = finding.verdict
+    return gravest
+
+
+def at_least(
+    check: str, value: float, limit: float, *, form: Callable[[float], str], way_out: str, margin: float = 1.5
+) -> Finding:
+    """Judge a value that should be large: below `limit` fails, below `margin` times that warns."""
+    verdict: Verdict = "fail" if value < limit else "warn" if value < limit * margin else "ok"
+    return Finding(check, verdict, form(value), f"at least {form(limit)}", "" if verdict == "ok" else way_out)
+
+
+def _size(value: float) -> str:
+    return f"{value / GIB:.3g} GiB" if value >= GIB else f"{value / MIB:.3g} MiB"
+
+
+def _speed(value: float) -> str:
+    return f"{_size(value)}/s"
+
+
+def memory(limit: float) -> Finding:
+    """Memory that can be had without swapping, of this machine or of the control group this process is in."""
+    way_out = "Stop what else runs here, or use fewer ranks, a smaller microbatch or more recomputation"
+    return at_least("memory", min(_available(), _left_in_group()), limit, form=_size, way_out=way_out)
+
+
+def _available() -> float:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _left_in_group(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """What the control group (version 2) still grants; infinite without a limit."""
+    try:
+        most, used = ((root / f"memory.{name}").read_text(encoding="utf-8").strip() for name in ("max", "current"))
+    except OSError:
+        return float("inf")
+    return float("inf") if most == "max" else max(0.0, float(most) - float(used))
+
+
+UNSEEN = "See that its file system is mounted and answers, or use another folder"
+
+
+def disk_space(folder: Path, limit: float) -> Finding:
+    """Free space where the run will write. A folder that cannot be seen fails."""
+    try:
+        free = shutil.disk_usage(_existing(folder)).free
+    except OSError as error:
+        return Finding("disk space", "fail", f"{folder} cannot be seen: {error.strerror}", f"at least {_size(limit)}", UNSEEN)
+    way_out = f"Free some of {folder}, use another run folder, or keep fewer checkpoints (checkpoint.keep)"
+    return at_least("disk space", free, limit, form=_size, way_out=way_out)
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there already."""
+    found = folder.resolve()
+    while not found.exists():
+        found = found.parent
+    return found
+
+
+def writable(folder: Path) -> Finding:
+    """Whether a file can be made where the run will write."""
+    try:
+        path = _existing(folder) / f".doctor-{os.getpid()}"
+        path.write_bytes(b"here")
+        path.unlink()
+    except OSError as error:
+        return Finding(
+            "run folder", "fail", f"{folder} cannot be written: {error.strerror}", "can be written", "Use another folder"
+        )
+    return Finding("run folder", "ok", "can be written", "can be written")
+
+
+def disk_speed(folder: Path, limit: float, *, size: int = 32 << 20) -> Finding:
+    """How fast a file is written and flushed. A folder that cannot be written to fails."""
+    try:
+        seconds = _write(_existing(folder) / f".doctor-{os.getpid()}", size)
+    except OSError as error:
+        return Finding(
+            "disk speed", "fail", f"cannot be written: {error.strerror}", f"at least {_speed(limit)}", "Use another folder"
+        )
+    way_out = f"{folder} is slow: saves will take long. Use a local disk or a faster store, or save less often"
+    return at_least("disk speed", size / seconds, limit, form=_speed, way_out=way_out)
+
+
+def _write(path: Path, size: int) -> float:
+    """Seconds that it took to write and flush `size` bytes to a file, which is gone after. Raises OSError."""
+    block = os.urandom(1 << 20)  # no file system can compress it away
+    try:
+        began = time.perf_counter()
+        with path.open("wb", buffering=0) as file:
+            for _ in range(size >> 20):
+                file.write(block)
+            os.fsync(file.fileno())
+        return time.perf_counter() - began
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def shared_memory(limit: float, folder: Path = Path("/dev/shm")) -> Finding:
+    """Room for copies of the state, and for what NCCL and gloo keep there."""
+    if not folder.is_dir():
+        return Finding("shared memory", "warn", f"there is no {folder}", f"at least {_size(limit)}", "Set fleet.memory_every = 0")
+    way_out = f"Make {folder} larger (`mount -o remount,size=...`; in a container, --shm-size or an emptyDir of medium Memory)"
+    return at_least("shared memory", shutil.disk_usage(folder).free, limit, form=_size, way_out=way_out)
+
+
+def descriptors(limit: int) -> Finding:
+    """How many files and sockets a process may open; every rank holds one for each peer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if value == resource.RLIM_INFINITY else value for value in (soft, hard))
+    way_out = f"`ulimit -n {limit}`" if hard >= limit else f"Raise the hard limit ({hard:,}) in limits.conf or the service's unit"
+    return at_least("file descriptors", soft, limit, form=lambda value: f"{value:,.0f}", way_out=way_out, margin=1.0)
+
+
+def clock(limit: float, *, seconds: float = 0.2, now: Callable[[], float] = time.time) -> Finding:
+    """Whether the wall clock runs as the steady one does: one that jumps makes timelines lie."""
+    wall, steady = now(), time.monotonic()
+    time.sleep(seconds)
+    off = abs((now() - wall) - (time.monotonic() - steady))
+    verdict: Verdict = "fail" if off > limit else "warn" if off > limit / 10 else "ok"
+    way_out = "" if verdict == "ok" else "Something sets the clock in steps. Let chrony or ntpd slew it"
+    return Finding("clock", verdict, f"{off * 1e3:.2g} ms off in {seconds:g} s", f"at most {limit * 1e3:g} ms", way_out)
+
+
+def clock_synchronised() -> Finding:
+    """Whether the kernel says that something keeps the clock right: several nodes' times are compared."""
+    name, limit = "clock synchronised", "kept by NTP or PTP"
+    status = _clock_status()
+    if status is None:
+        return Finding(name, "ok", "the kernel does not say", limit)
+    if status == 5:  # TIME_ERROR of adjtimex(2)
+        return Finding(name, "warn", "no", limit, "Start chrony or ntpd, or times of different nodes will not compare")
+    return Finding(name, "ok", "yes", limit)
+
+
+def _clock_status() -> int | None:
+    """adjtimex(2) with no change asked for; None where there is none or it is forbidden."""
+    if sys.platform != "linux":
+        return None
+    buffer = ctypes.create_string_buffer(512)  # more than struct timex takes on any machine; zero modes only read
+    status = ctypes.CDLL(None, use_errno=True).adjtimex(buffer)
+    return None if status < 0 else status
+
+
+def loopback(limit: float, *, size: int = 64 << 20, patience: float = 10.0, timed: bool = True) -> Finding:
+    """How fast bytes go from one socket to another through this machine's own network stack: gloo on one machine.
+
+    `timed` False: one that is slow, or takes more than `patience` seconds for anything, warns, and only one that does not work fails.
+    """
+    way_out = "The machine is busy, or its loopback is filtered: look for other processes and firewall rules"
+    slow: Verdict = "fail" if timed else "warn"
+    try:
+        speed = _send_to_yourself(size, patience)
+    except TimeoutError:
+        return Finding("loopback", slow, f"nothing arrived within {patience:g} s", f"at least {_speed(limit)}", way_out)
+    except OSError as error:
+        return Finding("loopback", "fail", f"{error.strerror}", f"at least {_speed(limit)}", "Bring the loopback interface up")
+    found = at_least("loopback", speed, limit, form=_speed, way_out=way_out)
+    return replace(found, verdict=slow) if found.verdict == "fail" else found
+
+
+def _send_to_yourself(size: int, patience: float) -> float:
+    """Bytes a second over TCP on 127.0.0.1. Raises OSError, TimeoutError when nothing arrives for `patience` seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(patience)
+        client = socket.create_connection(server.getsockname(), timeout=patience)
+        with client, server.accept()[0] as other:
+            other.settimeout(patience)
+            sender = threading.Thread(target=_send, args=(client, size), daemon=True)
+            began = time.perf_counter()
+            sender.start()
+            left, buffer = size, bytearray(1 << 20)
+            while left > 0 and (got := other.recv_into(buffer)):
+                left -= got
+            seconds = time.perf_counter() - began
+            sender.join(timeout=patience)
+    if left > 0:
+        raise ConnectionAbortedError(errno.ECONNABORTED, "the connection ended before all had arrived")
+    return size / seconds
+
+
+def _send(client: socket.socket, size: int) -> None:
+    block = bytes(1 << 20)
+    with contextlib.suppress(OSError):  # the receiver sees that less arrives
+        for _ in range(size >> 20):
+            client.sendall(block)
+        client.shutdown(socket.SHUT_WR)

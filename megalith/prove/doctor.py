@@ -1,0 +1,269 @@
+"""The doctor's checks that need torch: does this device compute the same twice, do the ranks agree on a collective, how fast are links?
+
+All give `machine.health.Finding`s. A device that fails them must not train: what it gets wrong nobody sees in the loss at first.
+
+    python -m megalith.prove.doctor --seconds 2 --device auto
+
+burns in every device of this machine and says the findings as JSON: what a fleet asks before a node returns that was taken out.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from megalith.fleet import lifeline
+from megalith.fleet.environment import Place
+from megalith.machine.health import Finding
+from megalith.prove import worlds
+from megalith.spec.run import LaunchSpec
+from megalith.train.join import choose_device, join
+
+SIZES = (256, 512)
+DTYPES = (torch.float32, torch.bfloat16)
+GIB = 2.0**30
+
+
+def burn_in(device: torch.device | str = "cpu", *, seconds: float = 2.0, seed: int = 0) -> list[Finding]:
+    """Compute the same matrix products over and over and compare them bit for bit; a finding for each data type.
+
+    A healthy device gives the same bits for the same product in the same process. `seconds` for each data type.
+    """
+    return [_repeat(torch.device(device), dtype, seconds, seed) for dtype in DTYPES]
+
+
+def _repeat(device: torch.device, dtype: torch.dtype, seconds: float, seed: int) -> Finding:
+    name = f"burn-in {str(dtype).removeprefix('torch.')}"
+    random = torch.Generator().manual_seed(seed)
+    pairs = [[torch.randn(size, size, generator=random).to(device, dtype) for _ in range(2)] for size in SIZES]
+    first = [left @ right for left, right in pairs]
+    products = wrong = 0
+    end = time.monotonic() + seconds
+    while products == 0 or time.monotonic() < end:
+        for (left, right), expected in zip(pairs, first, strict=True):
+            products += 1
+            wrong += differing(left @ right, expected) > 0
+    limit = "the same bits each time"
+    if wrong:
+        way_out = f"Do not train on this device ({device}): take the node out and have it replaced"
+        return Finding(name, "fail", f"{wrong:,} of {products:,} products differ", limit, way_out)
+    if not all(bool(product.isfinite().all()) for product in first):
+        return Finding(
+            name, "fail", "a product of finite matrices is not finite", limit, f"Do not train on this device ({device})"
+        )
+    return Finding(name, "ok", f"{products:,} products", limit)
+
+
+def differing(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Elements of two tensors of one shape and type that differ in their bits: -0.0 is not 0.0 here, and NaN may equal NaN."""
+    return int((a.view(_INTEGERS[a.element_size()]) != b.view(_INTEGERS[b.element_size()])).sum())
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def devices(wanted: str = "auto") -> list[str]:
+    """What there is to burn in: every GPU, or the processor where there is none or it is the one `wanted`."""
+    gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
+    return [f"cuda:{number}" for number in range(gpus)] or ["cpu"]
+
+
+def burn_in_all(wanted: str = "auto", *, seconds: float) -> list[Finding]:
+    """A burn-in of all devices at once, `seconds` in all."""
+
+    def burn(device: str) -> list[Finding]:
+        try:
+            found = burn_in(device, seconds=seconds / len(DTYPES))
+        except RuntimeError as error:  # also torch's errors of a GPU that is lost
+            found = [
+                Finding("burn-in", "fail", str(error).splitlines()[0], "it computes", f"Do not train on this device ({device})")
+            ]
+        return [replace(one, check=f"{one.check}, {device}") for one in found]
+
+    names = devices(wanted)
+    with ThreadPoolExecutor(len(names)) as pool:
+        return [finding for found in pool.map(burn, names) for finding in found]
+
+
+def collectives(
+    device: torch.device | str = "cpu", *, size: int = 1 << 20, group: dist.ProcessGroup | None = None
+) -> list[Finding]:
+    """An all-reduce of `size` whole numbers whose sum is known exactly, an all-gather, and their speed; alike on every rank.
+
+    Every rank of the group (default: of the world) must call it. The ranks that got something else than the others expected are named.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device(device)
+    place = torch.arange(size, dtype=torch.float32, device=device) % 1024
+    values, expected = place + rank, place * world + world * (world - 1) / 2  # below 2^24: exact in fp32 for any order of adding
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # connections are made at the first one: no part of its speed
+    began = time.perf_counter()
+    dist.all_reduce(values, group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - began
+    report = torch.tensor([float(differing(values, expected)), seconds], dtype=torch.float64, device=device)
+    reports = [torch.zeros_like(report) for _ in range(world)]
+    dist.all_gather(reports, report, group=group)
+    bad = [number for number, one in enumerate(reports) if one[0] > 0]
+    slowest = max(float(one[1]) for one in reports)
+    return [_summed(bad, world), _speed(size * 4, slowest, world)]
+
+
+def _summed(bad: list[int], world: int) -> Finding:
+    limit = "the exact sum on every rank"
+    if bad:
+        ranks = ", ".join(map(str, bad))
+        way_out = "Check these ranks' devices and links; if all ranks are named, one of them sent wrong numbers"
+        return Finding("all-reduce", "fail", f"wrong on rank {ranks} of {world}", limit, way_out)
+    return Finding("all-reduce", "ok", f"{world} ranks agree", limit)
+
+
+def _speed(size: int, seconds: float, world: int) -> Finding:
+    """Bytes a second each rank sends at least in a ring all-reduce: 2 (n - 1) / n of the data."""
+    rate = 2 * (world - 1) / world * size / seconds
+    return Finding("all-reduce speed", "ok", f"{rate / GIB:.3g} GiB/s a rank", "for comparison with other nodes")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What came from one rank to the next: bytes a second in the best of several rounds, and elements that were not what was sent."""
+
+    source: int
+    target: int
+    between_nodes: bool
+    speed: float
+    wrong: int
+
+    def __str__(self) -> str:
+        return f"rank {self.source} to {self.target}"
+
+
+ROUNDS = 3
+SIZES_SENT = {"cpu": 16 << 20, "cuda": 256 << 20}
+SLOW = 2.0  # times slower than the median of its kind: a link to look at
+
+
+def links(
+    device: torch.device | str = "cpu", *, node: str = "", size: int | None = None, group: dist.ProcessGroup | None = None
+) -> list[Finding]:
+    """How fast bytes go from each rank to the next one, around in a ring and all at once, and whether they arrive as they were sent.
+
+    Every rank of the group must call it. `node`: the machine's name, by which links between machines are told apart: their slowest is
+    what a ring over all machines waits for.
+    """
+    rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device(device)
+    if world < 2:
+        return []
+    size = size or SIZES_SENT[device.type]
+    place = torch.arange(size // 4, dtype=torch.int32, device=device)
+    before, after = (rank - 1) % world, (rank + 1) % world
+    got = torch.empty_like(place)
+    seconds = min(_pass_on(place + rank, got, before, after, group) for _ in range(ROUNDS + 1))  # the first makes connections
+    mine = torch.tensor([seconds, float((got != place + before).sum())], dtype=torch.float64, device=device)
+    everyone = [torch.zeros_like(mine) for _ in range(world)]
+    dist.all_gather(everyone, mine, group=group)
+    nodes: list[str] = [""] * world
+    dist.all_gather_object(nodes, node, group=group)
+    found = [
+        Link(source, number, nodes[source] != nodes[number], size / float(one[0]), int(one[1]))
+        for number, one in enumerate(everyone)
+        for source in [(number - 1) % world]
+    ]
+    kinds = [("links on a machine", False), ("links between machines", True)]
+    return [
+        _judge_links(name, kind) for name, between in kinds if (kind := [one for one in found if one.between_nodes == between])
+    ]
+
+
+def _pass_on(sent: torch.Tensor, got: torch.Tensor, before: int, after: int, group: dist.ProcessGroup | None) -> float:
+    """Send to the next rank while receiving from the one before; the seconds until all has arrived."""
+    dist.barrier(group=group)
+    began = time.perf_counter()
+    both = [dist.P2POp(dist.isend, sent, after, group=group), dist.P2POp(dist.irecv, got, before, group=group)]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    if got.device.type == "cuda":
+        torch.cuda.synchronize(got.device)
+    return time.perf_counter() - began
+
+
+def _judge_links(name: str, found: Sequence[Link]) -> Finding:
+    """One finding for all links of a kind. A slow one warns only: another program may have used it."""
+    slowest, median = min(found, key=lambda one: one.speed), statistics.median(one.speed for one in found)
+    limit = f"bytes arrive as sent, no link {SLOW:g} times slower than the median"
+    value = f"slowest {slowest.speed / GIB:.3g} GiB/s ({slowest}), median {median / GIB:.3g} GiB/s of {len(found)}"
+    if bad := [str(one) for one in found if one.wrong]:
+        return Finding(name, "fail", f"wrong bytes from {', '.join(bad)}", limit, "Check these ranks' memory, devices and cables")
+    if slowest.speed * SLOW < median:
+        return Finding(name, "warn", value, limit, f"Look at what connects {slowest}, and at what else uses it")
+    return Finding(name, "ok", value, limit)
+
+
+def _check_ranks(rank: int, wanted: str, local_world: int) -> list[Finding]:
+    """What each of some ranks of this machine does; they have met by gloo."""
+    device, group = choose_device(wanted, rank, local_world), None
+    if device.type == "cuda":
+        made = dist.new_group(backend="nccl", device_id=device)
+        group = made if isinstance(made, dist.ProcessGroup) else None
+    return [*collectives(device, group=group), *links(device, node=platform.node(), group=group)]
+
+
+def check_ranks(ranks: int, *, wanted: str = "auto", timeout: float = 120.0) -> list[Finding]:
+    """The collective checks among `ranks` new processes of this machine: by NCCL where there is a GPU for each, else by gloo.
+
+    This process must not have used a GPU, nor more than one thread of torch: they are forked from it.
+    """
+    name = "collectives"
+    try:
+        return worlds.run_ranks(_check_ranks, ranks, wanted, ranks, timeout=timeout)[0]
+    except (RuntimeError, TimeoutError) as error:
+        last = str(error).strip().splitlines()
+        way_out = "Look at the loopback interface and the memory; with GPUs, NCCL_DEBUG=INFO says more"
+        return [Finding(name, "fail", " ... ".join(dict.fromkeys((last[0], last[-1]))), f"{ranks} ranks meet", way_out)]
+
+
+def check_place(place: Place, own: Sequence[Finding], *, burn_in_seconds: float, wanted: str = "auto") -> list[Finding]:
+    """The checks of ranks that torchrun, srun or another launcher started, alike on every rank: `own`, what this rank found of its
+    machine, and a burn-in of its device, both named by machine; the collective checks among all."""
+    device = choose_device(wanted, place.local_rank, place.local_world)
+    patience = LaunchSpec().timeout + 2 * len(DTYPES) * burn_in_seconds  # others compute for as long
+    join(place, launch=LaunchSpec(timeout=patience), device=device)
+    try:
+        node = platform.node()
+        mine = list(own)
+        if burn_in_seconds and (device.type == "cuda" or place.local_rank == 0):
+            mine += [replace(one, check=f"{one.check}, {device}") for one in burn_in(device, seconds=burn_in_seconds)]
+        told: list[list[Finding]] = [[] for _ in range(place.world)]
+        dist.all_gather_object(told, [replace(one, check=f"{one.check}, {node}") for one in mine])
+        found = [finding for one in told for finding in one]
+        found += [*collectives(device), *links(device, node=node)]
+        dist.barrier()  # a rank that leaves early fails one that still reads
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Burn in this machine's devices, and say the findings as JSON. It ends with whoever started it."""
+    lifeline.die_with_parent(os.getppid())
+    parser = argparse.ArgumentParser(prog="python -m megalith.prove.doctor", description="Burn in this machine's devices.")
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    asked = parser.parse_args(arguments)
+    os.nice(19)  # where a node is rehearsed, ranks of others compute on this machine
+    print(json.dumps([one.as_json() for one in burn_in_all(asked.device, seconds=asked.seconds)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

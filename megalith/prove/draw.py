@@ -1,0 +1,231 @@
+"""Plans drawn at random such that every pair of choices that can go together does: what `parity` runs to prove any combination.
+
+Most faults of combinations need two things to meet (Kuhn et al. 2004, "Software fault interactions"), so a sample in which every pair of
+values of any two axes occurs finds most of them; further draws look for what needs three.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from heapq import heapify, heappop, heapreplace
+from itertools import combinations
+from random import Random
+from typing import Any
+
+from megalith.check import check
+from megalith.prove.parity import OPTIMIZER
+from megalith.spec.families import read
+from megalith.spec.plan import Plan
+from megalith.spec.presets import presets
+from megalith.spec.run import RunSpec
+
+MOST_RANKS = 8
+SAMPLES = 8
+"""Of a global batch: a rank's are two microbatches, in a pipeline four, or two for four data ranks."""
+
+AXES: Mapping[str, Mapping[str, dict[str, Any]]] = {
+    "model": {
+        "dense": {"preset": "tiny"},
+        "experts": {"preset": "mixtral-8x7b"},
+        "latent attention, experts, tokens ahead": {"preset": "deepseek-tiny"},
+    },
+    "shards": {"1": {}, "2": {"data": 2}},
+    "copies": {"1": {}, "2": {"replicate": 2}},  # each of so many shards: `legal` multiplies
+    "zero": {str(stage): {"zero": stage} for stage in range(4)},
+    "tensor": {
+        "1": {},
+        "2": {"tensor": 2},
+        "2, whole sequence, in pieces": {"tensor": 2, "sequence": False, "overlap_tensor": 2},
+    },
+    "context": {
+        "1": {},
+        "ring of 2": {"context": 2},
+        "gather of 2": {"context": 2, "context_method": "gather"},
+        "ulysses of 2": {"context": 2, "ulysses": 2},
+    },
+    "pipeline": {
+        "1": {},
+        "gpipe": {"pipeline": 2, "schedule": "gpipe"},
+        "1f1b": {"pipeline": 2},
+        "interleaved": {"pipeline": 2, "schedule": "interleaved", "chunks": 2},
+        "zb-h1": {"pipeline": 2, "schedule": "zb-h1"},
+        "zb-h2": {"pipeline": 2, "schedule": "zb-h2"},
+        "zb-v": {"pipeline": 2, "schedule": "zb-v", "chunks": 2},
+        "dualpipev": {"pipeline": 2, "schedule": "dualpipev", "chunks": 2},
+        "dualpipe": {"pipeline": 2, "schedule": "dualpipe"},
+    },
+    "expert": {
+        "1": {},
+        "2": {"expert": 2},
+        "2, each of 2": {"expert": 2, "expert_tensor": 2},
+        "each of 2": {"expert_tensor": 2},
+    },
+    "recompute": {
+        "none": {},
+        "selective": {"recompute": "selective", "recompute_parts": ("attend", "mlp.experts", "mlp.shared")},
+        **{policy: {"recompute": policy} for policy in ("full", "sqrt")},
+    },
+    "norm": {"known at once": {}, "known late": {"post_validation": True}},
+    "precision": {"fp32": {}, "bf16": {"precision": "bf16"}},
+}
+
+PLAIN = ("1", "none", "known at once", "fp32")
+"""Values that ask for nothing, which goes without saying."""
+
+FIRST = dict.fromkeys(("shards", "copies", "tensor", "context", "pipeline", "expert"), 0.5) | {"precision": 0.9}
+"""How often an axis has its first value without a draw: axes of ranks, or hardly a combination would have few enough; the precision that
+shows most."""
+
+EFFORT = {"tiny": 1.0, "mixtral-8x7b": 1.2, "deepseek-tiny": 1.5}
+"""What a step of each model takes, softened as that of ranks is."""
+
+Choice = tuple[str, str]  # axis and value
+Pair = frozenset[Choice]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One combination and the small run that has it."""
+
+    choices: tuple[Choice, ...]
+    spec: RunSpec
+
+    @property
+    def name(self) -> str:
+        """The choices in words, without those that ask for nothing."""
+        return "; ".join(value if axis == "model" else f"{axis} {value}" for axis, value in self.choices if value not in PLAIN)
+
+    @property
+    def effort(self) -> float:
+        """Processor time, softened, so that enough pairs make up for it."""
+        return self.spec.plan.ranks**0.5 * EFFORT[self.spec.name]
+
+    @property
+    def pairs(self) -> frozenset[Pair]:
+        """Pairs of choices that it shows to go together. Rounding may hide a fault: bf16 shows only that it goes with the others."""
+        return _pairs(self.choices)
+
+
+@cache
+def _pairs(choices: tuple[Choice, ...]) -> frozenset[Pair]:
+    pairs = frozenset(map(frozenset, combinations(choices, 2)))
+    rounded = ("precision", "bf16")
+    return frozenset(pair for pair in pairs if rounded in pair) if rounded in choices else pairs
+
+
+def draw(count: int, seed: int) -> list[Draw]:
+    """`count` legal combinations on at most MOST_RANKS ranks, none twice, those that show most new pairs for their effort first: all
+    pairs that can go together, as far as `count` reaches. The same for the same seed."""
+    random = Random(seed)
+    pool = _pool(random, max(3000, 8 * count))
+    chosen = _cover(pool, count)
+    rest = [one for number, one in enumerate(pool) if number not in chosen]
+    further = random.sample(rest, max(0, min(len(rest), count - len(chosen))))
+    return [pool[number] for number in chosen] + sorted(further, key=lambda one: one.name)
+
+
+def _cover(pool: list[Draw], count: int) -> list[int]:
+    """Which of a pool show all pairs that it has, as far as `count` reaches: each time the one that shows most new pairs for its effort.
+
+    That only becomes less as others are chosen, so what was found earlier is a bound, and few are looked at again (Minoux 1978).
+    """
+    left = frozenset[Pair]().union(*(one.pairs for one in pool))
+    bounds = [(-len(one.pairs) / one.effort, number) for number, one in enumerate(pool)]
+    heapify(bounds)
+    chosen: list[int] = []
+    while left and len(chosen) < count:
+        number = bounds[0][1]
+        one = pool[number]
+        now = (-len(one.pairs & left) / one.effort, number)
+        if now > bounds[0]:
+            heapreplace(bounds, now)
+            continue
+        heappop(bounds)
+        chosen.append(number)
+        left -= one.pairs
+    return chosen
+
+
+def uncovered(draws: list[Draw]) -> list[tuple[str, str]]:
+    """Pairs of choices, in words, that no draw shows."""
+    shown = frozenset[Pair]().union(*(one.pairs for one in draws))
+    every = (
+        frozenset({(axis, value), (other, theirs)})
+        for axis, other in combinations(AXES, 2)
+        for value in AXES[axis]
+        for theirs in AXES[other]
+    )
+    return [_words(pair) for pair in every if pair not in shown]
+
+
+def _words(pair: Pair) -> tuple[str, str]:
+    first, second = sorted(pair, key=lambda choice: list(AXES).index(choice[0]))
+    return f"{first[0]} {first[1]}", f"{second[0]} {second[1]}"
+
+
+def _pool(random: Random, tries: int) -> list[Draw]:
+    """Legal combinations among `tries` random ones, and among some for each pair those have not shown."""
+    found: dict[tuple[Choice, ...], Draw] = {}
+    shown: set[Pair] = set()
+
+    def attempt(fixed: Mapping[str, str]) -> bool:
+        choices = tuple((axis, fixed.get(axis) or _any(random, axis)) for axis in AXES)
+        if choices not in found and (spec := legal(choices)) is not None:
+            found[choices] = Draw(choices, spec)
+            shown.update(found[choices].pairs)
+        return choices in found
+
+    for _ in range(tries):
+        attempt({})
+    for axis, other in combinations(AXES, 2):
+        for value in AXES[axis]:
+            for theirs in AXES[other]:
+                if frozenset({(axis, value), (other, theirs)}) not in shown:
+                    any(attempt({axis: value, other: theirs}) for _ in range(100))
+    return list(found.values())
+
+
+def _any(random: Random, axis: str) -> str:
+    """A value of an axis."""
+    values = list(AXES[axis])
+    return values[0] if random.random() < FIRST.get(axis, 0.0) else random.choice(values)
+
+
+def legal(choices: tuple[Choice, ...]) -> RunSpec | None:
+    """The run of a combination, or None where it has too many ranks or `check` refuses it."""
+    asked = {key: value for axis, name in choices for key, value in AXES[axis][name].items()}
+    preset, precision = asked.pop("preset"), asked.pop("precision", "fp32")
+    data = asked.get("data", 1) * asked.get("replicate", 1)
+    microbatches = 4 if "pipeline" in asked else 2
+    plan = Plan.model_validate(asked | {"data": data, "microbatch": max(1, SAMPLES // data // microbatches)})
+    if plan.ranks > MOST_RANKS:
+        return None
+    spec = _run(preset, precision, plan)
+    return None if any(problem.severity == "error" for problem in check(spec, files=False)) else spec
+
+
+def _run(preset: str, precision: str, plan: Plan) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "name": preset,
+            "model": _small(preset, precision).model_dump(),
+            "plan": plan.model_dump(),
+            "data": {"path": "none"},
+            "train": {"steps": 3, "global_batch": SAMPLES, "seq_len": 48, "precision": precision},
+            "optimizer": OPTIMIZER,
+        }
+    )
+
+
+@cache
+def _small(preset: str, precision: str) -> Any:
+    """The preset's family in sizes that every combination can split: one reference serves all its plans. Rounding would send tokens to
+    other experts, and hide in it what a plan does wrong: in bf16 they are dealt out."""
+    model = read(presets()[preset].values).small(layers=4, unit=4, heads_unit=4)
+    return model.model_copy(update={"balanced": True} if precision == "bf16" and hasattr(model, "balanced") else {})
+
+
+def key_of(spec: RunSpec) -> Any:
+    """What a run's reference depends on: the model, the precision, and, where balance losses are over microbatches, the samples of one."""
+    sequences = spec.plan.set_sequences if spec.model.build().balances_microbatches else 0
+    return spec.model, spec.train.precision, sequences

@@ -1,0 +1,103 @@
+"""A rank's step without the machine: the trainer's own `assemble` and `train_step`, on fake tensors and fake groups, counted.
+
+What is counted is what the code does, so there is no model of it that could drift. Kernels are the CPU's: what a GPU's kernels allocate
+inside themselves, and the caching allocator's holes, are not in it.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megalith.data.stream import Batch as Samples
+from megalith.prove import fake
+from megalith.prove.meter import Memory, Meter, Traffic, Work
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import assemble, mesh_groups
+from megalith.train.step import train_step
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One rank's building and first step."""
+
+    coordinates: dict[str, int]
+    parts: list[str]
+    parameters: int
+    state: dict[str, int]  # bytes of its share between steps: weights, gradients (when all are there), optimizer
+    memory: Memory
+    course: list[dict[str, int]]  # bytes by category along the step
+    traffic: list[Traffic]
+    work: Work
+    actions: list[str]  # of the pipeline, in the order in which they ran
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a rank of a world would do, and what finding out took here."""
+
+    world: int
+    rank: int
+    counted: Counted
+    seconds: float
+    resident: int  # bytes of this process, at most
+
+
+def dryrun(spec: RunSpec, *, rank: int) -> DryRun:
+    """Rank `rank` of the run's plan. Raises RuntimeError where this process is a rank of something already."""
+    began = time.perf_counter()
+    with ExitStack() as stack:
+        stack.enter_context(fake.groups_of(spec.plan.ranks, rank=rank))
+        if spec.plan.compile:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        found = count(spec, [single_documents(spec)] * spec.microbatches, unreal=True)
+    return DryRun(spec.plan.ranks, rank, found, time.perf_counter() - began, _most_resident())
+
+
+def count(spec: RunSpec, microbatches: Sequence[Samples], *, unreal: bool) -> Counted:
+    """This rank's first step on `microbatches`, counted; on CPU tensors, or fake ones. All ranks call it together.
+
+    Routers deal tokens out evenly: fake scores decide nothing, and real ones would differ from step to step.
+    """
+    groups = mesh_groups(spec, CPU)
+    meter = Meter()
+    with ExitStack() as stack:
+        if unreal:
+            stack.enter_context(fake.Fakes())
+        stack.enter_context(meter)
+        trainer = assemble(spec, groups=groups, device=CPU)
+        for moe in trainer.routers().values():
+            moe.router.spec = moe.router.spec.model_copy(update={"balanced": True})
+        meter.follow(trainer)
+        meter.begin_step()
+        done = train_step(trainer, microbatches, step=0)
+    return Counted(
+        coordinates=groups.coordinates,
+        parts=[name for stage in trainer.stages.values() for name in stage.part_names],
+        parameters=sum(p.numel() for p in trainer.parameters.values()),
+        state=trainer.bytes(),
+        memory=meter.memory(),
+        course=meter.course(),
+        traffic=meter.traffic(),
+        work=meter.work(),
+        actions=[name for name, _, _ in done.spans if name != "WAIT"],
+    )
+
+
+def single_documents(spec: RunSpec) -> Samples:
+    """A microbatch in which every sequence is one document: attention sees most, and a rank holds most."""
+    rows, length = spec.plan.microbatch, spec.train.seq_len
+    tokens = np.zeros((rows, length), dtype=np.int64)
+    positions = np.tile(np.arange(length), (rows, 1))
+    return Samples(tokens, tokens, positions, ((length,),) * rows, ("none",) * rows)
+
+
+def _most_resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

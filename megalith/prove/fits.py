@@ -1,0 +1,64 @@
+"""Does what a rank holds fit its device, and what would make it fit: arithmetic on what a dry run counted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megalith.prove.meter import Memory
+from megalith.spec.problem import Problem
+from megalith.spec.run import RunSpec
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Lever:
+    """A change of the plan, the category it works on, and the share of that category it takes away (an upper bound for recomputation)."""
+
+    change: str
+    category: str
+    saves: float
+
+
+LEVERS: tuple[Callable[[RunSpec], Lever | None], ...] = (
+    lambda s: Lever("plan.zero = 1", "optimizer", 1 - 1 / s.plan.holders) if s.plan.zero == 0 and s.plan.holders > 1 else None,
+    lambda s: Lever("plan.zero = 2", "gradients", 1 - 1 / s.plan.holders) if s.plan.zero < 2 and s.plan.holders > 1 else None,
+    lambda s: Lever("plan.zero = 3", "weights", 1 - 1 / s.plan.holders) if s.plan.zero < 3 and s.plan.holders > 1 else None,
+    lambda s: Lever("plan.replicate = 1", "optimizer", 1 - 1 / s.plan.replicate) if s.plan.replicate > 1 else None,
+    lambda s: Lever('plan.recompute = "full"', "activations", 0.9) if s.plan.recompute != "full" else None,
+    lambda s: Lever(f"plan.microbatch = {s.plan.microbatch // 2}", "activations", 0.5) if s.plan.microbatch > 1 else None,
+    lambda s: Lever(f"plan.context = {2 * s.plan.context}", "activations", 0.5),
+)
+
+
+def does_not_fit(spec: RunSpec, memory: Memory, limit: int) -> Problem | None:
+    """The problem, if more than `limit` bytes are held at once; it names the category that holds most, and ways out, cheapest first.
+
+    A way out is said to suffice if by proportion it would; a dry run with it tells.
+    """
+    if memory.total <= limit:
+        return None
+    over = memory.total - limit
+    if memory.building > sum(memory.peak.values()) and sum(memory.peak.values()) <= limit:
+        reason = f"while a rank builds its parts, one whole at a time, it holds {_gib(memory.building)} of {_gib(limit)}"
+        way_out = "The largest part decides, with a rank's own experts: use more of plan.expert if it has any, or devices with more memory."
+        return Problem("error", "model", None, reason, way_out)
+    fullest = max(memory.peak, key=memory.peak.__getitem__)
+    split = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(memory.peak.items(), key=lambda item: -item[1]))
+    reason = f"does not fit: a rank holds {_gib(memory.total)} of {_gib(limit)} ({split}); {fullest} hold most"
+    return Problem("error", "plan", None, reason, _ways_out(spec, memory, over=over, limit=limit, fullest=fullest))
+
+
+def _ways_out(spec: RunSpec, memory: Memory, *, over: int, limit: int, fullest: str) -> str:
+    levers = [lever for make in LEVERS if (lever := make(spec)) is not None]
+    saved = {lever.change: lever.saves * memory.peak[lever.category] for lever in levers}
+    enough = [lever.change for lever in levers if saved[lever.change] >= over]
+    if enough:
+        return f"By proportion, {' or '.join(enough)} would make it fit; run the dry run again with it."
+    here = [lever.change for lever in levers if lever.category == fullest]
+    times = -(-memory.total // limit)
+    more = f"{times} times as many ranks a model (plan.tensor x plan.pipeline)"
+    return f"No one change would make it fit. Use {' and '.join(here)}, or {more}." if here else f"Use {more}."
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,111 @@
+"""Any combination of parallelisms trains like one process: drawn runs, one after another, each on its own forked ranks, compared with
+what the same model does in plain PyTorch.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from megalith.prove import rounding
+from megalith.prove.draw import Draw, draw, key_of
+from megalith.prove.parity import Recording, Row, compare, record, reference, ties
+from megalith.prove.worlds import run_ranks
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import assemble, mesh_groups
+
+CPU = torch.device("cpu")
+TIMEOUT = 600.0
+"""Seconds for one combination; a few are enough on a machine that has nothing else to do."""
+
+FEW = 20
+"""Draws begin with what is cheap to show; of fewer than this the last are taken, or they would be of one rank each."""
+
+Outcome = Literal["equal", "tie", "NOT equal", "failed"]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What came of one combination. `tokens_tied`: tokens sent to other experts where the choice was too close to call. `error`: why the
+    ranks did not finish; then there are no rows."""
+
+    draw: Draw
+    rows: tuple[Row, ...]
+    tokens_tied: int = 0
+    error: str = ""
+
+    @property
+    def outcome(self) -> Outcome:
+        """A tie proves nothing, and is neither equal nor a gap."""
+        if self.error:
+            return "failed"
+        if self.tokens_tied:
+            return "tie"
+        return "equal" if all(row.equal for row in self.rows) else "NOT equal"
+
+    @property
+    def gaps(self) -> tuple[Row, ...]:
+        """The quantities that are not equal."""
+        return tuple(row for row in self.rows if not row.equal)
+
+
+def prove(one: Draw, *, references: dict[Any, Recording]) -> Proof:
+    """Train a combination on its ranks and compare it with its reference, which is looked up in `references`, or computed and put there;
+    in bf16, by the distance of both from fp32.
+
+    From its first call on this process computes on one thread: see `prove.worlds.run_ranks`.
+    """
+    torch.set_num_threads(1)
+    exact = _known(_in(one.spec, "fp32"), references)
+    try:
+        found = recorded(one.spec)
+    except (RuntimeError, TimeoutError) as error:
+        return Proof(one, (), error=str(error))
+    if one.spec.train.precision == "bf16":
+        return Proof(one, tuple(rounding.compare(exact, _known(one.spec, references), found)))
+    return Proof(one, tuple(compare(exact, found, spec=one.spec)), ties(exact, found))
+
+
+def _known(spec: RunSpec, references: dict[Any, Recording]) -> Recording:
+    key = key_of(spec)
+    if key not in references:
+        references[key] = reference(spec, device=CPU)
+    return references[key]
+
+
+def _in(spec: RunSpec, precision: str) -> RunSpec:
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"precision": precision})})
+
+
+def recorded(spec: RunSpec) -> Recording:
+    """What a small run does under its plan, on ranks forked from this process.
+
+    Raises RuntimeError or TimeoutError if they do not finish.
+    """
+    return run_ranks(_record, spec.plan.ranks, spec, timeout=TIMEOUT)[0]
+
+
+def _record(rank: int, spec: RunSpec) -> Recording:
+    return record(assemble(spec, groups=mesh_groups(spec, CPU), device=CPU))
+
+
+def prove_drawn(count: int, seed: int, *, starting: Callable[[Draw], None] = lambda one: None) -> Iterator[Proof]:
+    """Prove `count` combinations drawn with `seed`. For each tie the most similar unused draw follows, while there are any, so that as
+    many are proven as were asked for. `starting` is told of each before it runs."""
+    torch.set_num_threads(1)  # before the first reference: it would start threads that no fork survives
+    references: dict[Any, Recording] = {}
+    waiting = draw(max(count, FEW), seed)[-count:]
+    used = {one.choices for one in waiting}
+    others: list[Draw] | None = None
+    while waiting:
+        one = waiting.pop(0)
+        starting(one)
+        proof = prove(one, references=references)
+        yield proof
+        if proof.outcome == "tie":
+            others = draw(count + 100, seed + 1) if others is None else others
+            others = [other for other in others if other.choices not in used]
+            if others:
+                waiting.append(max(others, key=lambda other: len(other.pairs & one.pairs)))
+                used.add(waiting[-1].choices)

@@ -1,0 +1,114 @@
+"""How long a campaign's hangs were silent before they were taken for hangs, held against what the watch may wait.
+
+The watch (`control.watch`) looks twice, half a limit apart, at turns of its loop: a silence is its limit and two turns at most, which is
+what ALLOWED_SECONDS is for. There are two ways to be later, and the log does not tell them apart: ranks that waited for a processor half
+of the time are given another half of a limit, again and again up to MOST_LIMITS of them; and a watch that gets no processor looks late.
+Both are about the machine, so hangs that were late are counted and told. More than MOST_LIMITS and two turns, of which each counts for a
+second at most, can be on no machine: that is held against the run.
+
+The limit is `max(hang_floor, hang_factor * the rolling 99th percentile of a step)` over the steps of all ranks (`control.pace`). The
+log has those of rank 0, so a limit is compared with what the slowest of as many of its steps would give: with so few of each rank in
+the window, the percentile is the slowest or next to it. One below the floor, or above that by more than BETWEEN_RANKS, is held against
+the run.
+First steps of a start, saves and starts have limits of their own, of which the log has too few durations: they are counted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.control.pace import KEPT
+from megalith.control.watch import MOST_LIMITS
+from megalith.spec.fleet import FleetSpec
+
+ALLOWED_SECONDS = 0.25  # two turns of the watch: 0.02 s each, and what else it does in them
+TURNS_SECONDS = 2.0  # the most that two turns count for
+BETWEEN_RANKS = 1.5  # by how much a rank's step may have been longer than rank 0's
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Hang:
+    """One. `pace`: the most that the limit of a step should be by rank 0's steps; None: another phase, or no pace known yet."""
+
+    incident: int
+    silence: float
+    limit: float
+    pace: float | None
+
+    @property
+    def late(self) -> bool:
+        """Whether it took longer than looking does."""
+        return self.silence > self.limit + ALLOWED_SECONDS
+
+
+@dataclass(frozen=True)
+class Hangs:
+    """All of a campaign. `most`: the longest silence as a multiple of its own limit; `limits`: least and greatest of running steps, and
+    `of_pace` the greatest as a multiple of what rank 0's steps give."""
+
+    found: int = 0
+    most: float | None = None
+    late: int = 0
+    limits: tuple[float, float] | None = None
+    of_pace: float | None = None
+    elsewhere: int = 0  # not in a running step: first steps, saves, starts
+    elsewhere_limit: float | None = None
+
+
+def hangs_of(records: Sequence[Record], *, fleet: FleetSpec, timeout: float, seen_late: float = 0.0) -> list[Hang]:
+    """The hangs in a log. `timeout`: the limit of what has no pace yet (`launch.timeout`); `seen_late`: seconds by which who watches may
+    see one beat later than another, which its steps are longer by."""
+    found: list[Hang] = []
+    took: list[float] = []
+    before, resumed, window = None, 0, KEPT
+    for record in records:
+        if record["type"] == "run_started":
+            before, resumed, window = None, record["resumed_step"], KEPT // record["world"] + 1
+        elif record["type"] == "step":
+            if before is not None:  # from one step's end to the next: as a rank's beats are, with copies and saves between them
+                took.append(max(record["seconds"], record["time"] - before))
+            before = record["time"]
+        elif record["type"] == "incident" and record["cause"] == "hang":
+            evidence = record["evidence"]
+            running = evidence["phase"] == "step" and evidence["step"] > resumed + 1  # all ranks are beyond their first
+            slowest = max(took[-window:], default=None)
+            paced = running and slowest is not None and evidence["limit"] != timeout
+            pace = max(fleet.hang_floor, fleet.hang_factor * (slowest + seen_late)) if paced and slowest is not None else None
+            found.append(Hang(record["incident"], evidence["silence"], evidence["limit"], pace))
+    return found
+
+
+def summary(hangs: Sequence[Hang]) -> Hangs:
+    """In numbers."""
+    running = [(hang.limit, hang.pace) for hang in hangs if hang.pace is not None]
+    others = [hang.limit for hang in hangs if hang.pace is None]
+    limits = [limit for limit, _ in running]
+    return Hangs(
+        found=len(hangs),
+        most=max((hang.silence / hang.limit for hang in hangs), default=None),
+        late=sum(hang.late for hang in hangs),
+        limits=(min(limits), max(limits)) if limits else None,
+        of_pace=max((limit / pace for limit, pace in running), default=None),
+        elsewhere=len(others),
+        elsewhere_limit=max(others, default=None),
+    )
+
+
+def problems(hangs: Sequence[Hang], *, fleet: FleetSpec) -> list[str]:
+    """What no machine explains."""
+    found = []
+    for hang in hangs:
+        name = f"hang (incident {hang.incident})"
+        if hang.silence > MOST_LIMITS * hang.limit + TURNS_SECONDS:
+            found.append(
+                f"{name}: silent for {hang.silence:.2f} s, more than {MOST_LIMITS} times its limit of {hang.limit:.2f} s"
+            )
+        if hang.limit < fleet.hang_floor:
+            found.append(f"{name}: its limit of {hang.limit:.2f} s is below fleet.hang_floor = {fleet.hang_floor:g} s")
+        if hang.pace is not None and hang.limit > BETWEEN_RANKS * hang.pace:
+            found.append(
+                f"{name}: its limit of {hang.limit:.2f} s is not what the pace gives, {hang.pace:.2f} s by rank 0's steps"
+            )
+    return found

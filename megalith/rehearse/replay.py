@@ -1,0 +1,341 @@
+"""A campaign played through the simulator: the same faults at the same steps, decided by the same policy, with the latencies of its log.
+
+So the simulator is held to a run that really was hurt: what it says of goodput, and of every cause of lost time, stands beside the record.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop
+from itertools import pairwise, takewhile
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from megalith import events
+from megalith.control import ledger, policy
+from megalith.control.ledger import Cause, Goodput, Record
+from megalith.fleet import signs, tiers
+from megalith.fleet.commands import Command, Restart
+from megalith.fleet.seat import slot_of
+from megalith.fleet.tiers import Copy, Source, Tier
+from megalith.rehearse import faults
+from megalith.rehearse.campaign import FAULTED, REPAIR_SECONDS
+from megalith.rehearse.faults import Injection
+from megalith.rehearse.latencies import PROFILES, Latencies, calibrated
+from megalith.rehearse.simulate import HOUR, LIMIT, Fault, Scenario, Site, Spent
+from megalith.spec.run import RunSpec
+
+SHOWS: dict[str, str] = {
+    "kill": "crash", "segfault": "crash", "sockets": "crash", "two": "crash", "copy": "crash", "checkpoint": "crash", "altered": "crash",
+    "exception": "bug", "stop": "hang", "stuck": "hang", "weight": "corrupt state", "moment": "corrupt state", "nan": "not finite",
+    "interface": "crash", "preemption": "preemption", "node": "node lost",
+    "agent": "node lost",
+}  # fmt: skip
+"""Kind of a campaign's fault -> as what the simulator knows it; the others are `_Hurt.own`'s."""
+
+LOST = ("node", "interface", "agent")
+"""Kinds after which a node is away until it is repaired."""
+
+CHECK_SECONDS = 1.0  # that a node's health check takes on one machine
+
+_UNSEEN = replace(PROFILES["memory"], restore=dict.fromkeys(PROFILES["memory"].restore, 0.0))
+"""What the log does not say: a campaign's state is small, so any tier is as fast as those that were seen."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a campaign's log says, in seconds. `step`: one that is not the first of a start; `overhead` is the share that comes on top of
+    it, between steps. `first`: what the first step after a recovery takes more. `partial`: between the last step that was done and a
+    fault. `failed`: of a start that ended in another fault. `slow`: what a straggler costs until it is decided on.
+    """
+
+    step: float
+    overhead: float
+    first: float
+    partial: float
+    failed: float
+    slow: float
+    latencies: Latencies
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A campaign's record, and what the simulator makes of its list of faults. `seconds` by what they went to."""
+
+    recorded: Goodput
+    figures: Figures
+    seconds: dict[Spent, float]
+    restarts: int
+
+    @property
+    def wall(self) -> float:
+        """Seconds that the run is predicted to take, without those in which nobody was there."""
+        return sum(self.seconds.values()) - self.seconds[Spent.PERSON]
+
+    @property
+    def goodput(self) -> float:
+        """Useful time over all, as predicted: the same steps count as in the record."""
+        return self.recorded.seconds[Cause.USEFUL] / self.wall
+
+    @property
+    def gap(self) -> float:
+        """How far that is from the record, as a share of it."""
+        assert self.recorded.share, "a campaign without a step"
+        return self.goodput / self.recorded.share - 1
+
+    def rows(self) -> list[tuple[str, float, float]]:
+        """(what, seconds recorded, seconds predicted)."""
+        then, now = self.recorded.seconds, self.seconds
+        apart = (Cause.LOST, Cause.DETECTION, Cause.RECOVERY, Cause.AWAY)
+        steps = sum(seconds for cause, seconds in then.items() if cause not in apart)
+        return [
+            ("steps that count", steps, now[Spent.USEFUL] + now[Spent.CHECKPOINT] + now[Spent.STRAGGLING]),
+            ("lost steps", then[Cause.LOST], now[Spent.LOST]),
+            ("detection", then[Cause.DETECTION], now[Spent.DETECTION]),
+            ("recovery", then[Cause.RECOVERY], now[Spent.RECOVERY] + now[Spent.WAITING]),
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        rows = [{"what": what, "recorded": recorded, "predicted": predicted} for what, recorded, predicted in self.rows()]
+        return {
+            "goodput": self.goodput,
+            "recorded": self.recorded.share,
+            "gap": self.gap,
+            "restarts": self.restarts,
+            "seconds": rows,
+        }
+
+
+def replay(folder: Path, *, like: Path | None = None) -> Replayed:
+    """Play a campaign (its folder) through. `like`: the campaign whose log gives the latencies; default: its own.
+
+    Raises FileNotFoundError where there is none, ValueError for one without a step.
+    """
+    run = folder / FAULTED
+    if not (run / "spec.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no campaign: it has no {FAULTED}/spec.json. Give the folder that `megalith campaign` named"
+        )
+    spec = RunSpec.model_validate_json((run / "spec.json").read_text(encoding="utf-8"))
+    recorded = ledger.goodput(list(events.read(run)))
+    if not recorded.steps:
+        raise ValueError(f"{run} has no step in its log: the campaign ended before there was one")
+    figures = measured(list(events.read(like / FAULTED if like else run)))
+    site = _Hurt(spec, figures, faults.load(folder / "faults.json")).live()
+    return Replayed(recorded, figures, site.seconds, site.restarts)
+
+
+def measured(records: Sequence[Record]) -> Figures:
+    """The figures in a log: means, for totals are to come right."""
+    incidents = [record for record in records if record["type"] == "incident"]
+    over = {record["incident"]: record["time"] for record in records if record["type"] == "recovery"}
+    failed = [b["time"] - a["time"] for a, b in pairwise(incidents) if _restarts(a) and b["time"] < over.get(a["incident"], 0.0)]
+    slow = [one for one in incidents if one["cause"] == "straggler" and _restarts(one)]
+    marks = [record for record in records if record["type"] in ("step", "incident", "run_started")]
+    later = [(before, one) for before, one in pairwise(marks) if before["type"] == one["type"] == "step"]
+    step = _mean([one["seconds"] for _, one in later if not _is_slow(one, slow)])
+    sudden = [(before, one) for before, one in pairwise(marks) if before["type"] == "step" and one["type"] == "incident"]
+    return Figures(
+        step=step,
+        overhead=_mean([max(0.0, one["time"] - before["time"] - one["seconds"]) for before, one in later]) / step,
+        first=_mean([max(0.0, end - over - step) for over, end in _first_steps(records)]),
+        partial=_mean([max(0.0, one["began"] - before["time"]) for before, one in sudden if one["cause"] != "straggler"]),
+        failed=_mean(failed),
+        slow=sum(max(0.0, one["seconds"] - step) for _, one in later if _is_slow(one, slow)) / max(1, len(slow)),
+        latencies=replace(calibrated(records, _UNSEEN, typical=fmean), check=CHECK_SECONDS),
+    )
+
+
+def _first_steps(records: Sequence[Record]) -> Iterator[tuple[float, float]]:
+    """Of each start after a fault: when it was seen to have recovered, and when its first step was done."""
+    after = [record for record in records if record["type"] in ("run_started", "recovery", "step")]
+    for i, record in enumerate(after):
+        if record["type"] == "run_started":
+            here = list(takewhile(lambda one: one["type"] != "run_started", after[i + 1 :]))
+            over = next((one["time"] for one in here if one["type"] == "recovery" and one["restored"]), None)
+            end = next((one["time"] for one in here if one["type"] == "step"), None)
+            if over is not None and end is not None:
+                yield over, end
+
+
+def _is_slow(step: Record, stragglers: Sequence[Record]) -> bool:
+    return any(one["began"] < step["time"] <= one["time"] for one in stragglers)
+
+
+def _restarts(incident: Record) -> bool:
+    return any(command["kind"] == "restart" for command in incident["commands"])
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return fmean(known) if known else 0.0
+
+
+class _Hurt(Site):
+    """A run that a list of faults comes to, at their steps instead of at random times, until its last step."""
+
+    def __init__(self, spec: RunSpec, figures: Figures, injections: Sequence[Injection]) -> None:
+        fleet, step = spec.fleet, figures.step
+        plan = Scenario(
+            name=spec.name, nodes=fleet.nodes, devices_per_node=max(1, spec.plan.ranks // fleet.nodes), days=float("inf"), faults=0.0,
+            causes=(), latencies=figures.latencies, fleet=fleet, step_seconds=step,
+            store_every=step * (spec.checkpoint.every or spec.train.steps),
+        )  # fmt: skip
+        super().__init__(plan, np.random.default_rng(0))
+        self.overhead, self.figures, self.ranks, self.end = figures.overhead, figures, spec.plan.ranks, spec.train.steps * step
+        self.left = sorted((one for one in injections if one.after is None), key=self._moment)
+        self.after = {one.after: one for one in injections if one.after is not None}
+        self.first = figures.first
+        self.next: Injection | None = None  # comes while the ranks start again
+        self.damaged: set[int] = set()  # checkpoints
+        self.unwritten: set[int] = set()
+        self.saved: set[int] = set()  # besides those that are due
+        self.every, self.keep = spec.checkpoint.every, spec.checkpoint.keep
+        self.own: dict[str, Callable[[Injection], object]] = {
+            "gradient": self._spoil, "once": self._spoil, "slow": self._slow_down_for_steps, "full": self._leave_no_room,
+            "shard": self._damage_data, "supervisor": self._kill_supervisor,
+        }  # fmt: skip
+
+    def live(self) -> "_Hurt":
+        """From the first step to the last one."""
+        self._at(0.0, self._ready, of_group=True)
+        for _ in range(LIMIT):
+            if self.running and self.progress >= self.end - 1e-9:
+                self.seconds[Spent.USEFUL] += self.progress
+                return self
+            time, _, happen = heappop(self.queue)
+            self._advance(time)
+            happen()
+        raise RuntimeError(f"{self.plan.name}: more than {LIMIT:,} events, and its last step is not done")
+
+    # When faults come
+
+    def _ready(self) -> None:
+        """A first step takes longer."""
+        first, self.first = self.first, 0.0
+        if first:
+            self._spend(Spent.CHECKPOINT)
+            self._at(first, self._ready, of_group=True)
+            return
+        super()._ready()
+        self._await_next()
+
+    def _go_back(self, source: Source) -> None:
+        super()._go_back(source)
+        self.first = self.figures.first
+
+    def _await_next(self) -> None:
+        """Go on until the next fault, or the last step."""
+        until = min(self.end, self._moment(self.left[0])) if self.left else self.end
+        self._at(max(0.0, until - self.progress) * (1 + self.overhead), self._come, of_group=True)
+
+    def _moment(self, one: Injection) -> float:
+        """Within a step, or after its update while the state rests."""
+        step = self.plan.step_seconds
+        return (one.step + 1) * step if one.moment == "resting" else one.step * step + self.figures.partial
+
+    def _come(self) -> None:
+        """The faults of this moment, of which the first that ends the ranks hides the others. What failed at earlier steps is over."""
+        self.state = policy.decide(self.state, signs.Progressed(**self._when()), fleet=self.plan.fleet).state
+        while self.left and self._moment(self.left[0]) <= self.progress + 1e-9:
+            one = self.left.pop(0)
+            if self.running:
+                self._befall(one)
+        if self.running:
+            self._await_next()
+
+    def _copies(self, *, saved: bool = False) -> tuple[Copy, ...]:
+        """As in any run, but for the checkpoints: those that could be written, and what was saved when a node was taken away."""
+        step, others = self._step(), [copy for copy in super()._copies() if copy.tier is not Tier.STORE]
+        self.saved = {at for at in self.saved if at <= step} | ({step} if saved else set())
+        written = int((self.progress - self.plan.latencies.write) / self.plan.step_seconds)
+        due = set(range(self.every, written + 1, self.every)) - self.unwritten if self.every else set[int]()
+        kept = sorted(due | self.saved)[-self.keep :]
+        return (*others, *(Copy(Tier.STORE, at) for at in kept))
+
+    def _begin(self, seconds: float, spending: Spent) -> None:
+        """A start, into which a fault may come."""
+        super()._begin(seconds, spending)
+        if self.next is not None:
+            one, self.next = self.next, None
+            self._at(min(seconds, self.figures.failed), lambda: self._befall(one), of_group=True)
+
+    def _obey(self, command: Command, *, replaced: bool, spending: Spent) -> None:
+        """A damaged checkpoint is met when it is read."""
+        super()._obey(command, replaced=replaced, spending=spending)
+        if not isinstance(command, Restart):
+            return
+        step, read = command.source.step, {command.source.tier, *dict(command.source.elsewhere).values()}
+        if Tier.STORE in read and step in self.damaged:
+            self.damaged.discard(step)
+            sign = signs.CopyCorrupt(tier=Tier.STORE, copy_step=step, step=self._step())
+            self._at(self.figures.failed, lambda: self._decide(sign), of_group=True)
+
+    # What they do
+
+    def _befall(self, one: Injection) -> None:
+        self.next = self.after.pop(one.number, None)
+        if one.kind in self.own:
+            self.own[one.kind](one)
+            return
+        number = self.number[self._node(one)]
+        self._strike(Fault(SHOWS[one.kind], f"{one.kind} {one.number}", (number,), REPAIR_SECONDS / HOUR, one.kind in LOST))
+        self.state = replace(self.state, copies=self._left_of(self.state.copies, one))
+
+    def _slot(self, one: Injection) -> int:
+        return slot_of(one.ranks[0], world=self.ranks, slots=self.plan.nodes)
+
+    def _node(self, one: Injection) -> str:
+        return self.state.placement[self._slot(one)]
+
+    def _left_of(self, copies: tuple[Copy, ...], one: Injection) -> tuple[Copy, ...]:
+        """The copies after what a fault did to them. At its moment none has been made after the update yet, and the buddy's of the last
+        step is on its way."""
+        nodes, distance = self.plan.nodes, self.plan.fleet.buddy_distance(self.plan.nodes)
+        slots = {slot_of(rank, world=self.ranks, slots=nodes) for rank in one.ranks}
+        copies = tuple(copy for copy in copies if copy.step < one.step + (copy.tier is not Tier.BUDDY))
+        if one.kind in ("checkpoint", "altered"):
+            self.damaged |= {max((copy.step for copy in copies if copy.tier is Tier.STORE), default=0)}
+            slots = set(range(nodes))
+        if one.kind in ("checkpoint", "altered", "two"):
+            return tiers.without_nodes(copies, slots, nodes=nodes, distance=distance)
+        if one.kind == "copy":
+            return tuple(replace(copy, missing=copy.missing | slots) if copy.tier is Tier.MEMORY else copy for copy in copies)
+        return copies
+
+    def _spoil(self, one: Injection) -> None:
+        """Gradients are wrong until the next step that is verified, which may be this one."""
+        every = self.plan.fleet.verify_every
+        seen = -(-one.step // every) * every
+        node, good = self._node(one), max(0, seen - every)
+        wait = max(0.0, seen * self.plan.step_seconds + self.figures.partial - self.progress) * (1 + self.overhead)
+        sign = signs.GradientWrong(good_step=good, suspects=(node,), step=seen)
+        self._at(wait, lambda: self._decide(sign), of_group=True)
+
+    def _slow_down_for_steps(self, one: Injection) -> None:
+        """Until it has cost as much as a replacement, which is decided on then."""
+        self._stand_still()
+        self._spend(Spent.STRAGGLING)
+        self._at(self.figures.slow, lambda: self._tell_of_slow(one), of_group=True)
+
+    def _tell_of_slow(self, one: Injection) -> None:
+        sign = signs.Straggler(
+            slot=self._slot(one), node=self._node(one), rank=one.ranks[0], ratio=2.0, lost=1.0, replacing=1.0, **self._when()
+        )
+        if not self._decide(sign).commands:
+            self._ready()  # there is no spare: it is borne
+
+    def _leave_no_room(self, one: Injection) -> None:
+        self.unwritten.add(one.step)
+        self._decide(signs.SaveFailed(tier=Tier.STORE, error="no room", **self._when()))
+
+    def _damage_data(self, one: Injection) -> None:
+        self._decide(signs.DataDamaged(shard="", error=f"fault {one.number}", other_copy="a copy", **self._when()))
+
+    def _kill_supervisor(self, one: Injection) -> None:
+        """The same command goes on from memory; the time in which nobody was there is not the run's."""
+        self._stand_still()
+        self._decide(signs.Started(**self._when()), spending=Spent.PERSON)

@@ -1,0 +1,285 @@
+"""What is to be simulated, from the words of the command line, a run file and a campaign's log: every mistake in them is found at once."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megalith import events
+from megalith.rehearse import latencies
+from megalith.rehearse.campaign import FAULTED
+from megalith.rehearse.latencies import PROFILES, Latencies
+from megalith.rehearse.simulate import DAY, Scenario, scenario
+from megalith.spec import cluster as clusters
+from megalith.spec import files
+from megalith.spec.cluster import ClusterSpec
+from megalith.spec.faults import tables
+from megalith.spec.files import Layer, Resolved
+from megalith.spec.fleet import FleetSpec
+from megalith.spec.plan import Plan
+from megalith.spec.problem import Problem, SpecErrors, near
+from megalith.spec.run import RunSpec
+from megalith.spec.simulation import SimulationSpec
+from megalith.spec.validate import validate
+
+STEP_SECONDS, CHECKPOINT_MINUTES = 10.0, 30.0
+"""Assumed where nobody says."""
+
+WITHOUT_EFFECT: dict[str, str] = {
+    "recover": "the simulated policy always recovers",
+    "nodes": "Use --cluster, which says how many train.",
+    "disk": "Use latencies.restore.disk and latencies.stall.disk.",
+    "digest": "No fault of the tables is a state that changes at rest.",
+    "verify": "Use latencies.verify for what it costs.",
+    "hang_factor": "Use latencies.hang.",
+    "hang_floor": "Use latencies.hang.",
+    "node_timeout": "Use latencies.node_lost.",
+    "straggler_factor": "Use reliability.slow_factor.",
+    "check": "Use latencies.check.",
+    "burn_in": "Use latencies.check.",
+    "ledger": "Use reliability.lemon_share and lemon_factor.",
+}
+"""Keys of [fleet] that the simulation does not look at, and what does instead. A run file may have them."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The words of the command line; None where nothing was said. `options`: keys of `SimulationSpec`, as dotted names."""
+
+    cluster: str | None = None
+    run: Path | None = None
+    log: Path | None = None
+    options: Mapping[str, Any] | None = None
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A scenario, and what was taken for granted in it."""
+
+    scenario: Scenario
+    notes: tuple[str, ...] = ()
+
+
+def prepare(
+    wanted: Wanted,
+    *,
+    state_bytes: Callable[[RunSpec], float | None] = lambda run: None,
+    step_seconds: Callable[[Path, Sequence[str], str], float | None] = lambda run, overrides, cluster: None,
+) -> Prepared:
+    """Make sense of the words. `state_bytes` and `step_seconds` tell what is known of a run: its whole state, and a step on a cluster.
+
+    Raises SpecErrors with everything that is wrong.
+    """
+    problems: list[Problem] = []
+    own, others = _sorted(wanted, problems)
+    resolved = _run(wanted, others, problems)
+    spec = _spec(own, problems)
+    name, cluster = _cluster(wanted, resolved, problems)
+    base = _measured(wanted, spec, problems)
+    problems += _contradictions(spec, resolved, cluster)
+    if problems:
+        raise SpecErrors(problems)
+    assert cluster and base
+    if resolved is not None:
+        assert wanted.run is not None
+        found = {
+            "state_bytes": spec.state_bytes or state_bytes(resolved.spec),
+            "step_seconds": spec.step_seconds or step_seconds(wanted.run, others, name),
+        }
+        spec = spec.model_copy(update=found)
+    return _prepared(spec, resolved, _with_own(cluster, spec), base)
+
+
+# What was said
+
+
+def _sorted(wanted: Wanted, problems: list[Problem]) -> tuple[list[Layer], list[str]]:
+    """What concerns the simulation, and what is the run file's; [fleet] is the run file's where there is one."""
+    own: list[Layer] = []
+    others: list[str] = []
+    for key, value in (wanted.options or {}).items():
+        if wanted.run and key.startswith("fleet."):
+            others.append(f"{key}={value}")
+        else:
+            own.append(Layer(_nested(key, value), "command line"))
+    for text in wanted.overrides:
+        try:
+            layer = files.read_setting(text)
+        except SpecErrors as errors:
+            problems += errors.problems
+            continue
+        table = next(iter(layer.values))
+        if table == "fleet" and isinstance(layer.values[table], dict):
+            problems += _ineffective(layer.values[table])
+        of_run = table == "fleet" or table not in SimulationSpec.model_fields
+        others.append(text) if wanted.run and of_run and table in RunSpec.model_fields else own.append(layer)
+    return own, others
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    table, dot, rest = key.partition(".")
+    return {table: _nested(rest, value) if dot else value}
+
+
+def _ineffective(fleet: Mapping[str, Any]) -> Iterator[Problem]:
+    for key in fleet.keys() & WITHOUT_EFFECT.keys():
+        way_out = WITHOUT_EFFECT[key]
+        if not way_out.endswith("."):
+            way_out = f"Leave it out: {way_out}."
+        yield _problem(f"fleet.{key}", fleet[key], "changes nothing in a simulation", way_out)
+
+
+def _spec(layers: Sequence[Layer], problems: list[Problem]) -> SimulationSpec:
+    """What was said of the simulation, without what is wrong, so that the rest can be looked at as well."""
+    tree: dict[str, Any] = {}
+    for layer in layers:
+        files.lay(tree, layer.values, source=layer.source, sources={})
+    try:
+        return validate(tree, SimulationSpec, source=lambda key: "command line")
+    except SpecErrors as errors:
+        problems += errors.problems
+        wrong = {problem.key.partition(".")[0] for problem in errors.problems}
+        return validate({key: value for key, value in tree.items() if key not in wrong}, SimulationSpec, source=lambda key: "")
+
+
+def _run(wanted: Wanted, overrides: Sequence[str], problems: list[Problem]) -> Resolved | None:
+    if wanted.run is None:
+        return None
+    try:
+        return files.load(wanted.run, overrides=overrides)
+    except SpecErrors as errors:
+        problems += errors.problems
+        return None
+
+
+def _cluster(wanted: Wanted, run: Resolved | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:
+    """The cluster's name and itself: the run file's, if none is named."""
+    name = wanted.cluster
+    if name is None and run is not None and run.spec.cluster != "local":
+        counted = ":" in run.spec.cluster or run.spec.cluster.endswith(".toml")  # a bare name is any number of them
+        name = run.spec.cluster if counted else f"{run.spec.cluster}:{run.spec.plan.ranks}"
+    if name is None:
+        if run is not None or wanted.run is None:
+            problems.append(
+                _problem("--cluster", None, "is missing", "Say what is to be simulated, such as --cluster h100:16384.")
+            )
+        return "", None
+    try:
+        return name, clusters.load(name)
+    except SpecErrors as errors:
+        problems += errors.problems
+        return name, None
+
+
+def _measured(wanted: Wanted, spec: SimulationSpec, problems: list[Problem]) -> Latencies | None:
+    """The profile, with what a campaign's log knows better."""
+    base = PROFILES[spec.profile]
+    if wanted.log is None:
+        return base
+    folder = wanted.log / FAULTED if (wanted.log / FAULTED).is_dir() else wanted.log
+    try:
+        records = list(events.read(folder))
+    except (OSError, ValueError) as error:
+        problems.append(_problem("--latencies", str(wanted.log), f"cannot be read: {error}", "Give another campaign's folder."))
+        return None
+    if not any(record.get("type") == "incident" for record in records):
+        reason = f"has no log with an incident in it (looked at {folder / events.FILE})"
+        way_out = "Give the folder that `megalith campaign` named, or that of a run that had faults."
+        problems.append(_problem("--latencies", str(wanted.log), reason, way_out))
+        return None
+    found = latencies.calibrated(records, base, typical=fmean)  # totals are to come right
+    return replace(found, source=f"{found.source} in {folder}; where it has none, {base.source}")
+
+
+def _contradictions(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec | None) -> Iterator[Problem]:
+    """What is wrong with values together."""
+    if cluster is not None and spec.sites > cluster.nodes:
+        reason = f"the cluster has {cluster.nodes} nodes to share out"
+        yield _problem("sites", spec.sites, reason, f"Use 1 to {cluster.nodes}.")
+    if spec.sites == 1:
+        for key in ("outer", "outer_every", "outer_seconds"):
+            if key in spec.model_fields_set:
+                reason = "is between sites, and there is one"
+                yield _problem(key, getattr(spec, key), reason, "Use --sites 2 or more, or leave it out.")
+    if spec.storage is not None and spec.state_bytes is None and run is None:
+        way_out = "Add --set state_bytes=BYTES, such as 6.5e12 for 405e9 parameters of 16 bytes, or give a RUN.toml."
+        yield _problem("storage", spec.storage, "a rate alone gives no time: the bytes of the state are not known", way_out)
+    known = spec.reliability if "faults" in spec.reliability.model_fields_set else cluster.reliability if cluster else None
+    if known is not None and known.faults not in tables():
+        nearest = near(known.faults, tables())
+        way_out = f"{f'Did you mean {nearest!r}? ' if nearest else ''}Known: {', '.join(tables())}."
+        yield _problem("reliability.faults", known.faults, "no table of faults has this name", way_out)
+
+
+# What it comes to
+
+
+def _with_own(cluster: ClusterSpec, spec: SimulationSpec) -> ClusterSpec:
+    """The cluster with what was said of how it breaks."""
+    said = {key: getattr(spec.reliability, key) for key in spec.reliability.model_fields_set}
+    rate = {} if spec.interruptions is None else {"interruptions": spec.interruptions}
+    return cluster.model_copy(update={"reliability": cluster.reliability.model_copy(update=said), **rate})
+
+
+def _prepared(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec, base: Latencies) -> Prepared:
+    step = spec.step_seconds or STEP_SECONDS
+    fleet, notes = _fleet(spec, run, cluster)
+    every, how = _interval(spec, run, step)
+    notes += [how] if how else []
+    if run is not None:
+        notes.append(
+            f"a step takes {step:.3g} s{'' if spec.step_seconds else ', assumed: --set step_seconds=SECONDS says otherwise'}"
+            + (f"; a state of {spec.state_bytes / 1e12:.3g} TB" if spec.state_bytes else "")
+        )
+    if fleet.verify_every and not spec.latencies.verify:
+        notes.append("fleet.verify_every: taken to cost nothing; --set latencies.verify=SHARE of the time says otherwise")
+    if left := cluster.nodes % spec.sites:
+        notes.append(f"{left} of {cluster.nodes} nodes are in no site: {spec.sites} sites are of the same size")
+    rated = latencies.at_rates(base, cluster, state_bytes=spec.state_bytes, storage=spec.storage)
+    plan = scenario(
+        cluster, days=spec.days, latencies=_with_said(rated, spec), fleet=fleet, store_every=every, step_seconds=step,
+        sites=spec.sites, outer=spec.outer, outer_every=spec.outer_every, outer_seconds=spec.outer_seconds,
+    )  # fmt: skip
+    return Prepared(replace(plan, planned=spec.planned), tuple(notes))
+
+
+def _fleet(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec) -> tuple[FleetSpec, list[str]]:
+    """The policy's numbers; a spare for every 128 nodes of a site where nobody says."""
+    fleet = run.spec.fleet if run else spec.fleet
+    said = run.provenance["fleet.spares"] != "default" if run else "spares" in spec.fleet.model_fields_set
+    update: dict[str, Any] = {} if said else {"spares": max(1, cluster.nodes // spec.sites // 128)}
+    notes: list[str] = []
+    if fleet.no_spare == "shrink" and fleet.fallback is None:
+        update["fallback"] = Plan()  # which one does not matter here: work goes on in proportion to the nodes that are left
+        notes.append(
+            "fleet.no_spare = shrink: on any number of nodes, in proportion; a run needs a fleet.fallback that fits them"
+        )
+    return fleet.model_copy(update=update), notes
+
+
+def _interval(spec: SimulationSpec, run: Resolved | None, step: float) -> tuple[float, str]:
+    """Seconds of work between checkpoints, and where they are from."""
+    if spec.checkpoint_every is not None:
+        return 60.0 * spec.checkpoint_every, ""
+    if run is None:
+        return 60.0 * CHECKPOINT_MINUTES, ""
+    steps = run.spec.checkpoint.every
+    if not steps:
+        return spec.days * DAY, "checkpoint.every = 0: the run saves only at its end"
+    return steps * step, f"checkpoint.every = {steps}: a checkpoint every {steps * step / 60:.3g} minutes"
+
+
+def _with_said(found: Latencies, spec: SimulationSpec) -> Latencies:
+    said = spec.latencies.model_dump(exclude_none=True)
+    if not any(value != {} for value in said.values()):
+        return found
+    for table in ("restore", "stall"):
+        said[table] = {**getattr(found, table), **said[table]}
+    named = ", ".join(sorted(spec.latencies.model_fields_set))
+    return replace(found, **said, source=f"{found.source}; as said: {named}")
+
+
+def _problem(key: str, value: Any, reason: str, way_out: str) -> Problem:
+    return Problem("error", key, value, reason, way_out, "command line")

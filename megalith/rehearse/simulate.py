@@ -1,0 +1,708 @@
+"""A long run on a large cluster, played through in seconds: sampled faults, the policy of the real runs, and where the time went.
+
+Events are faults, not steps: between two of them work goes on at a known rate. What a fault shows, what is still whole in which tier
+and what is ordered are decided by `control.policy`, the function that the supervisor obeys.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from math import sqrt
+from typing import Any, Literal
+
+import numpy as np
+
+from megalith.control import policy
+from megalith.control.policy import Decision, State
+from megalith.fleet import signs
+from megalith.fleet.commands import CheckHealth, Command, Grow, RerunStep, Restart, SaveState, Shrink, Stop, Wait
+from megalith.fleet.signs import AnySign
+from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier
+from megalith.rehearse.latencies import Latencies
+from megalith.spec.cluster import ClusterSpec
+from megalith.spec.faults import FaultCause, Reliability, tables
+from megalith.spec.fleet import FleetSpec
+
+DAY, HOUR, YEAR = 86_400.0, 3_600.0, 365.25 * 86_400.0
+STORE_KEEP = 3  # checkpoints in the shared store
+LIMIT = 2_000_000  # events of one life: more mean that the run never gets anywhere
+
+
+class Spent(StrEnum):
+    """What a moment of a simulated run went to; they add up to the wall time."""
+
+    USEFUL = "useful"
+    CHECKPOINT = "checkpoint"
+    LOST = "lost steps"
+    DETECTION = "detection"
+    RECOVERY = "recovery"
+    WAITING = "waiting for nodes"
+    STRAGGLING = "straggling"
+    SHRUNK = "fewer nodes"
+    PLANNED = "planned"
+    PERSON = "waiting for a person"
+    SYNC = "between sites"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated. `nodes` in the mesh of each site; `fleet.spares` come on top. Rates are per node-hour, times in seconds.
+
+    `store_every`: seconds of work between checkpoints in the shared store. `planned`: planned stops a day. `sites`: each trains on its
+    own between outer synchronisations, every `outer_every` seconds of work, which take `outer_seconds`; `outer` = "wait": all wait for
+    the last, "skip": a site that is away is left out of them.
+    """
+
+    name: str
+    nodes: int
+    devices_per_node: int
+    days: float
+    faults: float
+    causes: tuple[FaultCause, ...]
+    latencies: Latencies
+    fleet: FleetSpec = field(default_factory=FleetSpec)
+    reliability: Reliability = field(default_factory=Reliability)
+    step_seconds: float = 10.0
+    store_every: float = 1800.0
+    planned: float = 0.0
+    sites: int = 1
+    outer: Literal["wait", "skip"] = "wait"
+    outer_every: float = 600.0
+    outer_seconds: float = 0.0
+
+    @property
+    def mtbf(self) -> float:
+        """Mean seconds between faults of one site's nodes, without racks and switches."""
+        return HOUR / (self.faults * self.nodes) if self.faults else float("inf")
+
+
+def scenario(
+    cluster: ClusterSpec,
+    *,
+    days: float,
+    latencies: Latencies,
+    fleet: FleetSpec | None = None,
+    store_every: float = 1800.0,
+    step_seconds: float = 10.0,
+    planned: bool = False,
+    sites: int = 1,
+    **rest: Any,
+) -> Scenario:
+    """What a cluster's specification says of faults, as a scenario; its devices are shared out among the sites.
+
+    `planned`: with the planned stops of the cluster's fault table. Raises ValueError with everything that is wrong.
+    """
+    known = tables()
+    problems = []
+    if cluster.reliability.faults not in known:
+        problems.append(f"reliability.faults = {cluster.reliability.faults!r} is no known table. Use one of {', '.join(known)}")
+    for name, value in {"days": days, "store_every": store_every, "step_seconds": step_seconds}.items():
+        if not value > 0:
+            problems.append(f"{name} = {value} is no time. Use a number above 0")
+    if not 1 <= sites <= cluster.nodes:
+        problems.append(f"sites = {sites}: the cluster has {cluster.nodes} nodes to share out. Use 1 to {cluster.nodes}")
+    if problems:
+        raise ValueError("\n".join(problems))
+    table = known[cluster.reliability.faults]
+    return Scenario(
+        name=f"{cluster.count:,} x {cluster.accelerator.title}",
+        nodes=cluster.nodes // sites,
+        devices_per_node=cluster.per_node,
+        days=days,
+        faults=cluster.interruptions * cluster.per_node,
+        causes=table.causes,
+        latencies=latencies,
+        fleet=fleet or FleetSpec(),
+        reliability=cluster.reliability,
+        step_seconds=step_seconds,
+        store_every=store_every,
+        planned=table.planned / table.days if planned else 0.0,
+        sites=sites,
+        **rest,
+    )
+
+
+@dataclass(frozen=True)
+class Life:
+    """One seed's run. `seconds` by what they went to; `curve`: (seconds, share of that time that was useful so far)."""
+
+    seed: int
+    goodput: float
+    seconds: Mapping[Spent, float]
+    faults: Mapping[str, int]
+    restarts: int
+    restored: Mapping[str, int]
+    stops: int
+    undetected: int
+    least_spares: int
+    curve: tuple[tuple[float, float], ...]
+
+
+SETTING = (
+    "name", "nodes", "devices_per_node", "days", "faults", "step_seconds", "store_every", "planned", "sites", "outer", "outer_every",
+    "outer_seconds",
+)  # fmt: skip
+"""Plain values of a scenario, for programs."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """All seeds together. `band`: 5th and 95th percentile of the seeds; `error`: standard error of the mean."""
+
+    scenario: Scenario
+    lives: tuple[Life, ...]
+    goodput: float
+    band: tuple[float, float]
+    error: float
+    seconds: Mapping[Spent, float] = field(default_factory=dict)
+
+    @property
+    def per_device(self) -> float:
+        """Goodput of every device that is paid for, spares included."""
+        return self.goodput * self.scenario.nodes / (self.scenario.nodes + self.scenario.fleet.spares)
+
+    def mean(self, count: Callable[[Life], float]) -> float:
+        """Mean of something over the seeds."""
+        return float(np.mean([count(life) for life in self.lives]))
+
+    def _names(self) -> list[str]:
+        """What broke in any of the lives."""
+        return sorted({name for life in self.lives for name in life.faults})
+
+    def rows(self) -> list[tuple[str, float, float]]:
+        """(what, mean seconds, share of the wall time) of what took time, largest first."""
+        wall = sum(self.seconds.values()) or 1.0
+        used = sorted(((what, value) for what, value in self.seconds.items() if value > 0), key=lambda row: -row[1])
+        return [(what.value, value, value / wall) for what, value in used]
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs, and for `report.goodput`."""
+        plan = self.scenario
+        setting = {name: getattr(plan, name) for name in SETTING}
+        tables = {name: getattr(plan, name).model_dump(mode="json") for name in ("fleet", "reliability")}
+        return {
+            "scenario": {**setting, **tables, "latencies": asdict(plan.latencies)},
+            "goodput": self.goodput, "band": self.band, "error": self.error, "per_device": self.per_device,
+            "seconds": {what.value: value for what, value in self.seconds.items()},
+            "causes": {name: self.mean(lambda life, name=name: life.faults.get(name, 0)) for name in self._names()},
+            "faults": self.mean(lambda life: sum(life.faults.values())), "restarts": self.mean(lambda life: life.restarts),
+            "stops": self.mean(lambda life: life.stops), "undetected": self.mean(lambda life: life.undetected),
+            "curves": [life.curve for life in self.lives], "seeds": [life.goodput for life in self.lives],
+        }  # fmt: skip
+
+
+def simulate(plan: Scenario, *, seeds: int = 20, first: int = 0, tick: Callable[[], None] = lambda: None) -> Simulated:
+    """Play the run once a seed, and call `tick` after each. The same seed gives the same faults whatever the policy, so settings compare
+    without noise."""
+    if seeds < 1:
+        raise ValueError(f"seeds = {seeds} plays nothing. Use 1 or more")
+    lives: list[Life] = []
+    for seed in range(first, first + seeds):
+        lives.append(_life(plan, seed))
+        tick()
+    shares = np.array([life.goodput for life in lives])
+    low, high = np.percentile(shares, [5, 95])
+    return Simulated(
+        scenario=plan,
+        lives=tuple(lives),
+        goodput=float(shares.mean()),
+        band=(float(low), float(high)),
+        error=float(shares.std(ddof=1) / sqrt(seeds)) if seeds > 1 else 0.0,
+        seconds={what: float(np.mean([life.seconds[what] for life in lives])) for what in Spent},
+    )
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One value of a setting, and what came of it."""
+
+    value: float
+    goodput: float
+    band: tuple[float, float]
+    per_device: float
+
+
+def try_intervals(
+    plan: Scenario, intervals: Sequence[float], *, seeds: int = 20, tick: Callable[[], None] = lambda: None
+) -> list[Tried]:
+    """Goodput by seconds of work between checkpoints in the store; the best is `max(tried, key=lambda t: t.goodput)`."""
+    return [_tried(value, simulate(replace(plan, store_every=value), seeds=seeds, tick=tick)) for value in intervals]
+
+
+def try_spares(plan: Scenario, counts: Sequence[int], *, seeds: int = 20, tick: Callable[[], None] = lambda: None) -> list[Tried]:
+    """Goodput by spare nodes. The best in `per_device` counts what the spares cost."""
+    fleets = [(count, plan.fleet.model_copy(update={"spares": count})) for count in counts]
+    return [_tried(count, simulate(replace(plan, fleet=fleet), seeds=seeds, tick=tick)) for count, fleet in fleets]
+
+
+def _tried(value: float, result: Simulated) -> Tried:
+    return Tried(float(value), result.goodput, result.band, result.per_device)
+
+
+def _life(plan: Scenario, seed: int) -> Life:
+    streams = np.random.SeedSequence(seed).spawn(plan.sites)
+    sites = [Site(plan, np.random.default_rng(stream)).live() for stream in streams]
+    horizon = plan.days * DAY
+    seconds = {what: sum(site.seconds[what] for site in sites) / len(sites) for what in Spent}
+    if plan.sites > 1:
+        seconds = _joined(plan, sites, seconds)
+    return Life(
+        seed=seed,
+        goodput=float(seconds[Spent.USEFUL]) / horizon,
+        seconds={what: float(spent) for what, spent in seconds.items()},
+        faults=_added(site.faults for site in sites),
+        restarts=sum(site.restarts for site in sites),
+        restored=_added(site.restored for site in sites),
+        stops=sum(site.stops for site in sites),
+        undetected=sum(site.undetected for site in sites),
+        least_spares=min(site.least_spares for site in sites),
+        curve=_thin(sites[0].curve if len(sites) == 1 else _mean_curve(sites, horizon)),
+    )
+
+
+def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for count in counts:
+        for name, number in count.items():
+            total[name] = total.get(name, 0) + number
+    return total
+
+
+def _joined(plan: Scenario, sites: Sequence["Site"], alone: dict[Spent, float]) -> dict[Spent, float]:
+    """What is left of each site's own useful time when rounds of all sites must meet.
+
+    "skip" costs a site only the synchronisation. "wait" makes each round as long as its slowest site's; faults have no memory, so the
+    time that the others stand still does not change when the next one comes.
+    """
+    horizon, per_round = plan.days * DAY, plan.outer_every
+    if plan.outer == "skip":
+        useful = alone[Spent.USEFUL] * per_round / (per_round + plan.outer_seconds)
+        return alone | {Spent.USEFUL: useful, Spent.SYNC: alone[Spent.USEFUL] - useful}
+    rounds = int(min(site.progress for site in sites) // per_round)
+    marks = np.arange(rounds + 1) * per_round
+    reached = [site.first_reached() for site in sites]
+    times = np.array([np.interp(marks, progress, at) for progress, at in reached])
+    ends = np.cumsum(np.diff(times, axis=1).max(axis=0) + plan.outer_seconds)
+    done = int(np.searchsorted(ends, horizon, side="right"))
+    useful = done * per_round
+    shares = {what: seconds * useful / alone[Spent.USEFUL] for what, seconds in alone.items()} if alone[Spent.USEFUL] else alone
+    return shares | {Spent.SYNC: max(0.0, horizon - sum(shares.values()))}
+
+
+def _mean_curve(sites: Sequence["Site"], horizon: float) -> list[tuple[float, float]]:
+    times = np.linspace(horizon / 200, horizon, 200)
+    curves = [np.array(site.curve) for site in sites]
+    shares = np.mean([np.interp(times, curve[:, 0], curve[:, 1]) for curve in curves], axis=0)
+    return list(zip(times.tolist(), shares.tolist(), strict=True))
+
+
+def _thin(curve: Sequence[tuple[float, float]], most: int = 200) -> tuple[tuple[float, float], ...]:
+    step = max(1, len(curve) // most)
+    return (*curve[::step], *(curve[-1:] if (len(curve) - 1) % step else ()))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault on its way. `hours`: how long what it breaks is away; `nodes` by number."""
+
+    shows: str
+    name: str
+    nodes: tuple[int, ...]
+    hours: float
+    hardware: bool
+
+
+class Site:
+    """One site's run as it unfolds: a clock, a queue of what is to come, and the policy's state."""
+
+    def __init__(self, plan: Scenario, random: np.random.Generator) -> None:
+        self.plan, self.random, self.horizon = plan, random, plan.days * DAY
+        total = plan.nodes + plan.fleet.spares
+        names = [f"node{i}" for i in range(total)]
+        self.number = {name: i for i, name in enumerate(names)}
+        self.state = State(placement=tuple(names[: plan.nodes]), spares=tuple(names[plan.nodes :]), fruitless=1)
+        self.now, self.progress, self.rate = 0.0, 0.0, 1.0
+        self.spending = Spent.RECOVERY
+        self.running = False
+        self.seconds = dict.fromkeys(Spent, 0.0)
+        self.broken: dict[str, float] = {}
+        self.slow: dict[str, float] = {}
+        self.wrong: list[tuple[str, float]] = []
+        self.faults: dict[str, int] = {}
+        self.restored: dict[str, int] = {}
+        self.restarts = self.stops = self.undetected = self.order = 0
+        self.least_spares = plan.fleet.spares
+        self.curve = [(0.0, 1.0)]
+        self.reached: list[tuple[float, float]] = [(0.0, 0.0)]
+        self.turn = 0  # of the group: what was scheduled for an earlier one is void
+        self.queue: list[tuple[float, int, Callable[[], object]]] = []
+        self.overhead = self._overhead()
+        self.detect: dict[str, Callable[[Fault, str, int], None]] = {
+            "straggler": self._slow_down, "wrong gradient": self._compute_wrongly, "not finite": self._be_not_finite,
+            "full disk": self._fill_disk,
+        }  # fmt: skip
+
+    def live(self) -> "Site":
+        """From the first start to the horizon."""
+        self._schedule_faults()
+        self._at(self.plan.latencies.start, self._ready, of_group=True)
+        for _ in range(LIMIT):
+            if not self.queue or self.queue[0][0] >= self.horizon:
+                break
+            time, _, happen = heapq.heappop(self.queue)
+            self._advance(time)
+            happen()
+        else:
+            raise RuntimeError(
+                f"{self.plan.name}: more than {LIMIT:,} events; the run gets nowhere with this policy and these rates"
+            )
+        self._advance(self.horizon)
+        self.undetected += len(self.wrong)
+        self.seconds[Spent.USEFUL] += self.progress
+        self._note_curve()
+        return self
+
+    def first_reached(self) -> tuple[np.ndarray, np.ndarray]:
+        """Progress, and when it was first reached: two rising series, for interpolation."""
+        times, progress = np.array(self.reached).T
+        best = np.maximum.accumulate(progress)
+        rising = np.concatenate([[True], np.diff(best) > 0])
+        return best[rising], times[rising]
+
+    # Time
+
+    def _at(self, delay: float, happen: Callable[[], object], *, of_group: bool = False) -> None:
+        """Let something happen later; `of_group`: unless the group is restarted or stopped before."""
+        self.order += 1
+        turn = self.turn
+        chosen = (lambda: happen() if turn == self.turn else None) if of_group else happen
+        heapq.heappush(self.queue, (self.now + delay, self.order, chosen))
+
+    def _overhead(self) -> float:
+        """Seconds of stall in a second of work, over all tiers."""
+        plan, fleet, stall = self.plan, self.plan.fleet, self.plan.latencies.stall
+        memory = fleet.memory_every * plan.step_seconds
+        every = {"memory": memory, "buddy": memory, "disk": fleet.disk_every * plan.step_seconds, "store": plan.store_every}
+        return sum(stall[tier] / every[tier] for tier in fleet.tiers) + plan.latencies.verify * bool(fleet.verify_every)
+
+    def _advance(self, time: float) -> None:
+        """Let the time pass, and book it."""
+        passed, self.now = time - self.now, time
+        if not self.running:
+            self.seconds[self.spending] += passed
+            return
+        slow = self.plan.reliability.slow_factor if self.slow else 1.0
+        full = passed / (1 + self.overhead) / slow  # seconds' worth of work if all nodes were there
+        done = full * self.rate
+        self.progress += done
+        self.seconds[Spent.SHRUNK] += full - done
+        self.seconds[Spent.CHECKPOINT] += full * self.overhead
+        self.seconds[Spent.STRAGGLING] += full * (1 + self.overhead) * (slow - 1)
+        self.reached.append((self.now, self.progress))
+
+    def _note_curve(self) -> None:
+        if self.now > 0:
+            self.curve.append((float(self.now), float(self.progress / self.now)))
+
+    # Faults
+
+    def _schedule_faults(self) -> None:
+        plan, own = self.plan, self.plan.reliability
+        total = len(self.number)
+        weights = np.ones(total)
+        lemons = self.random.random(total) < own.lemon_share
+        weights[lemons] = own.lemon_factor
+        counts = np.array([cause.count for cause in plan.causes], dtype=float)
+        rate = plan.faults * total / HOUR
+        times = self._poisson(rate)
+        nodes = self.random.choice(total, size=len(times), p=weights / weights.sum()) if len(times) else []
+        kinds = self.random.choice(len(counts), size=len(times), p=counts / counts.sum()) if len(times) else []
+        for time, node, kind in zip(times, nodes, kinds, strict=True):
+            cause = plan.causes[int(kind)]
+            hours = own.maintenance_hours if cause.shows == "preemption" else self.random.exponential(own.repair_hours)
+            self._at(time, self._striking(Fault(cause.shows, cause.name, (int(node),), hours, cause.repair)))
+        self._schedule_outages("rack", own.rack_nodes, own.rack_outages, own.rack_hours)
+        self._schedule_outages("switch", own.rack_nodes * own.switch_racks, own.switch_outages, own.switch_hours)
+        for time in self._poisson(plan.planned / DAY):
+            self._at(time, self._stop_as_planned)
+
+    def _schedule_outages(self, what: str, size: int, per_year: float, hours: float) -> None:
+        groups = -(-len(self.number) // size)
+        for time in self._poisson(per_year * groups / YEAR):
+            group = int(self.random.integers(groups))
+            nodes = tuple(range(group * size, min((group + 1) * size, len(self.number))))
+            self._at(time, self._striking(Fault("node lost", what, nodes, self.random.exponential(hours), True)))
+
+    def _poisson(self, rate: float) -> np.ndarray:
+        count = self.random.poisson(rate * self.horizon) if rate else 0
+        return np.sort(self.random.random(count) * self.horizon)
+
+    def _striking(self, fault: Fault) -> Callable[[], None]:
+        return lambda: self._strike(fault)
+
+    def _strike(self, fault: Fault) -> None:
+        """A fault comes: on nodes that are away already it shows nothing; outside the mesh it only takes spares away."""
+        names = [f"node{i}" for i in fault.nodes if f"node{i}" not in self.broken]
+        if not names:
+            return
+        if len(fault.nodes) == 1 and names[0] not in self.state.placement and not fault.hardware:
+            return
+        quiet = fault.shows in self.detect
+        slot = self.state.slot(names[0])
+        if slot is not None or len(names) > 1:
+            self.faults[fault.name] = self.faults.get(fault.name, 0) + 1
+        if quiet and slot is not None:
+            if self.running:
+                self.detect[fault.shows](fault, names[0], slot)
+            return
+        if fault.hardware:
+            self.broken |= dict.fromkeys(names, self.now + fault.hours * HOUR)
+        still = not self.running and (self.state.stopped or self.state.waiting)
+        if still and not fault.hardware:
+            return  # nothing runs that could fail
+        if still or (slot is None and len(names) == 1):
+            self._decide(self._lost(names))
+        else:
+            self._break(fault, names, slot)
+
+    def _break(self, fault: Fault, names: list[str], slot: int | None) -> None:
+        """Something in the mesh stops: everybody stands still until it is seen."""
+        latency, plan = self.plan.latencies, self.plan
+        node, place = names[0], slot or 0
+        if fault.shows == "preemption":
+            self._decide(signs.Preempted(node=node, time=self.now, step=self._step()))
+            return
+        common: dict[str, Any] = {"slot": place, "node": node, "rank": place * plan.devices_per_node}
+        seen: dict[str, tuple[float, Callable[[], AnySign]]] = {
+            "crash": (latency.crash, lambda: signs.RankFailed(**common, signature=fault.name, hardware=fault.hardware, **self._when())),
+            "bug": (latency.crash, lambda: signs.RankFailed(**common, signature=fault.name, blamed=False, **self._when())),
+            "hang": (latency.hang, lambda: signs.Hang(**common, phase="step", silence=latency.hang, limit=latency.hang,
+                                                      hardware=fault.hardware, **self._when())),
+            "node lost": (latency.node_lost, lambda: self._lost(names)),
+            "corrupt state": (plan.step_seconds, lambda: signs.StateCorrupt(**common, **self._when())),
+        }  # fmt: skip
+        seconds, sign = seen[fault.shows]
+        self._stand_still()
+        self._spend(Spent.DETECTION)
+        self._at(seconds, lambda: self._decide(sign()))
+
+    def _when(self) -> dict[str, Any]:
+        return {"time": self.now, "step": self._step()}
+
+    def _lost(self, names: list[str]) -> signs.NodesLost:
+        for name in names:
+            self._return_later(name)
+        return signs.NodesLost(nodes=tuple(names), **self._when())
+
+    def _return_later(self, name: str) -> None:
+        """A lost node announces itself when it is repaired, and is checked then."""
+        if name in self.broken:
+            self._at(max(0.0, self.broken[name] - self.now), lambda: self._announce(name))
+
+    def _announce(self, name: str) -> None:
+        if self.broken.get(name, float("inf")) <= self.now:
+            del self.broken[name]
+            self._decide(signs.NodeJoined(node=name, **self._when()))
+
+    def _slow_down(self, fault: Fault, node: str, slot: int) -> None:
+        """A slow node is reported once it has cost as much as replacing it would, and not before: until then it is borne."""
+        latency, plan = self.plan.latencies, self.plan
+        self.slow[node] = self.now
+        replacing = latency.restart + latency.replace
+        factor = plan.reliability.slow_factor
+        seen = plan.fleet.straggler_steps * plan.step_seconds * factor
+        until = max(seen, replacing * factor / (factor - 1)) if factor > 1 else seen
+        self._at(until, lambda: self._report_slow(node, slot, replacing))
+        self._at(fault.hours * HOUR, lambda: self.slow.pop(node, None))
+
+    def _report_slow(self, node: str, slot: int, replacing: float) -> None:
+        if node not in self.slow or self.state.slot(node) != slot:
+            return
+        if not self.running:  # nobody can be seen to be slow now
+            self._at(self.plan.step_seconds * self.plan.fleet.straggler_steps, lambda: self._report_slow(node, slot, replacing))
+            return
+        ratio = self.plan.reliability.slow_factor
+        lost = (self.now - self.slow[node]) * (1 - 1 / ratio)
+        rank = slot * self.plan.devices_per_node
+        self.broken[node] = self.now + self.plan.reliability.repair_hours * HOUR
+        decision = self._decide(
+            signs.Straggler(slot=slot, node=node, rank=rank, ratio=ratio, lost=lost + 1e-6, replacing=replacing, **self._when())
+        )
+        if not decision.commands:
+            del self.broken[node]  # it is borne: it stays in the mesh, slow as it is
+
+    def _compute_wrongly(self, fault: Fault, node: str, slot: int) -> None:
+        """Wrong gradients are seen at the next verification, if there is one; until then every step is in vain."""
+        every = self.plan.fleet.verify_every * self.plan.step_seconds
+        if not every:
+            self.undetected += 1
+            return
+        good = self.progress // every * every
+        self.wrong.append((node, good))
+        self._at((good + every - self.progress) * (1 + self.overhead) / self.rate, lambda: self._verify(node, good, fault.hours))
+
+    def _verify(self, node: str, good: float, hours: float) -> None:
+        if (node, good) not in self.wrong or not self.running:
+            return
+        self.wrong.remove((node, good))
+        if node not in self.state.placement:
+            return
+        self.broken[node] = self.now + hours * HOUR
+        step = int(good // self.plan.step_seconds)
+        self._decide(signs.GradientWrong(good_step=step, suspects=(node,), **self._when()))
+        if node in self.state.placement:
+            del self.broken[node]  # there was no spare for it
+
+    def _be_not_finite(self, fault: Fault, node: str, slot: int) -> None:
+        self._decide(signs.Nonfinite(slot=slot, node=node, rank=slot * self.plan.devices_per_node, name="", **self._when()))
+
+    def _fill_disk(self, fault: Fault, node: str, slot: int) -> None:
+        self._decide(signs.SaveFailed(tier=Tier.DISK, error=fault.name, **self._when()))
+
+    def _stop_as_planned(self) -> None:
+        """A planned stop saves first, and costs a restart."""
+        if self.running:
+            self._stand_still()
+            self._spend(Spent.PLANNED)
+            self._at(self.plan.latencies.save, self._restart_as_planned, of_group=True)
+
+    def _restart_as_planned(self) -> None:
+        self._decide(signs.Saved(**self._when()), copies=self._copies(saved=True), spending=Spent.PLANNED)
+
+    # State of the run
+
+    def _step(self) -> int:
+        return int(self.progress / self.plan.step_seconds + 1e-9)
+
+    def _copies(self, *, saved: bool = False) -> tuple[Copy, ...]:
+        """What lies in the tiers while the ranks run: a function of how far they are. `saved`: all of it, in the store as well."""
+        plan, fleet, step = self.plan, self.plan.fleet, self._step()
+        base = self.state.restored.step
+        found = []
+        for tier in fleet.tiers:
+            if tier == "store":
+                continue
+            every = fleet.disk_every if tier == "disk" else fleet.memory_every
+            newest = step // every * every
+            held = {newest - i * every for i in range(fleet.memory_keep)} if newest > base else {base}
+            held = {at for at in held if at >= base or tier == "disk"}
+            if fleet.verify_every and tier != "disk":  # the last verified step's is kept, through restarts from memory as well
+                verified = (step - 1) // fleet.verify_every * fleet.verify_every
+                held.add(max(0 if self.state.restored.tier is Tier.MEMORY else base, verified))
+            found += [Copy(Tier(tier), at) for at in held]
+        written = max(0.0, self.progress - plan.latencies.write)
+        last = int(written // plan.store_every)
+        marks = {max(0, last - i) * plan.store_every for i in range(STORE_KEEP)}
+        steps = {int(mark / plan.step_seconds + 1e-9) for mark in marks} | ({step} if saved else set())
+        return (*found, *(Copy(Tier.STORE, at) for at in steps))
+
+    def _stand_still(self) -> None:
+        """No rank works from now on. What lies in the tiers now is what there is to go on from."""
+        if self.running:
+            self.state = replace(self.state, copies=self._copies())
+        self.running = False
+        self.turn += 1
+
+    def _spend(self, what: Spent) -> None:
+        self.spending = what
+
+    def _decide(self, sign: AnySign, *, copies: tuple[Copy, ...] | None = None, spending: Spent = Spent.RECOVERY) -> Decision:
+        """Ask the policy, and obey."""
+        if self.running:
+            self.state = replace(self.state, copies=self._copies())
+        if copies is not None:
+            self.state = replace(self.state, copies=copies)
+        decision = policy.decide(self.state, sign, fleet=self.plan.fleet)
+        self.state = decision.state
+        self.least_spares = min(self.least_spares, len(self.state.spares))
+        replaced = any(command.kind == "replace" for command in decision.commands)
+        for command in decision.commands:
+            self._obey(command, replaced=replaced, spending=spending)
+        return decision
+
+    def _obey(self, command: Command, *, replaced: bool, spending: Spent) -> None:
+        latency = self.plan.latencies
+        match command:
+            case Restart(source, _, after):
+                self._go_back(source)
+                self.rate = 1.0
+                self._begin(after + latency.restart + latency.restored(source) + latency.replace * replaced, spending)
+            case Shrink(source, nodes) | Grow(source, nodes):
+                self._go_back(source)
+                self.rate = len(nodes) / self.plan.nodes
+                self._begin(latency.restart + latency.restored(source), spending)
+            case RerunStep():
+                self._stand_still()
+                self._begin(self.plan.step_seconds, Spent.LOST)
+            case Wait(seconds):
+                self._stand_still()
+                self._spend(Spent.WAITING)
+                self._at(seconds, lambda: self._decide(signs.Waited(**self._when())), of_group=True)
+            case SaveState():
+                self._stand_still()
+                self._spend(Spent.CHECKPOINT)
+                self._at(latency.save, self._saved, of_group=True)
+            case CheckHealth(node):
+                self._check(node)
+            case Stop():
+                self._call_a_person()
+
+    def _begin(self, seconds: float, spending: Spent) -> None:
+        """A new generation, or a step that is run again, will be at work in so many seconds."""
+        self.turn += 1
+        self._spend(spending)
+        self._at(seconds, self._ready, of_group=True)
+
+    def _ready(self) -> None:
+        self.running = True
+        self.state = replace(self.state, copies=self._copies())
+        if self.state.fruitless or self.state.repeats or self.state.reruns or self.state.bad:
+            self.state = policy.decide(
+                self.state, signs.Progressed(time=self.now, step=self._step() + 1), fleet=self.plan.fleet
+            ).state
+
+    def _go_back(self, source: Source) -> None:
+        """What was done since `source` is lost."""
+        self._stand_still()
+        self.restarts += 1
+        tier = source.tier.value if source.tier else "the beginning"
+        self.restored[tier] = self.restored.get(tier, 0) + 1
+        at = min(self.progress, source.step * self.plan.step_seconds) if source != BEGINNING else 0.0
+        self.seconds[Spent.LOST] += self.progress - at
+        self.progress = at
+        self.wrong = [(node, good) for node, good in self.wrong if good < at]
+        self.slow = {node: since for node, since in self.slow.items() if node in self.state.placement}
+        self._note_curve()
+
+    def _saved(self) -> None:
+        self._decide(signs.Saved(**self._when()), copies=self._copies(saved=True))
+
+    def _check(self, node: str) -> None:
+        """A node that is broken passes its check after repair; one that was only suspected, at once."""
+        if node in self.state.placement:
+            return
+        repaired = self.broken.get(node, self.now)
+        self._at(max(0.0, repaired - self.now) + self.plan.latencies.check, lambda: self._checked(node))
+
+    def _checked(self, node: str) -> None:
+        if self.broken.get(node, 0.0) > self.now:
+            return self._check(node)  # it broke again meanwhile
+        self.broken.pop(node, None)
+        if node in self.state.quarantined:
+            self._decide(signs.HealthChecked(node=node, passed=True, **self._when()))
+        return None
+
+    def _call_a_person(self) -> None:
+        """Somebody looks at the report and starts the same command again: counters begin anew, quarantines stay."""
+        self._stand_still()
+        self.stops += 1
+        self._spend(Spent.PERSON)
+        self._at(self.plan.reliability.person_hours * HOUR, self._start_again, of_group=True)
+
+    def _start_again(self) -> None:
+        self.state = replace(self.state, stopped=False, repeats={}, reruns={}, fruitless=0)
+        gone = [name for name in self.state.placement if self.broken.get(name, 0.0) > self.now]
+        self._decide(self._lost(gone) if gone else signs.Started(**self._when()))
+        for node in [name for name in self.state.quarantined if name not in self.broken]:
+            self._decide(signs.HealthChecked(node=node, passed=True, **self._when()))  # what came back while nobody listened

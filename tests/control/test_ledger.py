@@ -1,0 +1,226 @@
+"""Every second has one cause, and every incident its account."""
+
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalith import events
+from megalith.control.ledger import (
+    Cause,
+    Interval,
+    NodeRecord,
+    goodput,
+    node_changes,
+    note,
+    partition,
+    post_mortems,
+    read_nodes,
+    standings,
+)
+from megalith.control.policy import State, decide
+from megalith.events import Checkpoint, Event, EventLog, Incident, Recovery, RunFinished, RunStarted, Step, Validation
+from megalith.fleet.signs import AnySign, HealthChecked, NodeJoined, NodesLost, RankFailed, StateCorrupt
+from megalith.fleet.tiers import Copy, Tier
+from megalith.spec.fleet import FleetSpec
+
+INTERVALS = st.lists(
+    st.builds(lambda a, b, cause: Interval(min(a, b), max(a, b), cause), *[st.floats(0, 100)] * 2, st.sampled_from(Cause)),
+    max_size=20,
+)
+
+
+@given(INTERVALS)
+def test_cutting_gives_each_moment_to_the_highest_claim(intervals: list[Interval]) -> None:
+    whole = [Interval(0, 100, Cause.OTHER), *intervals]
+    pieces = partition(whole, 0, 100)
+    assert sum(piece.end - piece.start for piece in pieces) == pytest.approx(100)
+    order = list(Cause)
+    for piece in pieces:
+        middle = (piece.start + piece.end) / 2
+        if piece.start < middle < piece.end:
+            claims = [interval.cause for interval in whole if interval.start <= middle < interval.end]
+            assert piece.cause == max(claims, key=order.index)
+
+
+def _records(*happened: Event) -> list[dict[str, Any]]:
+    return [{"type": event.kind} | asdict(event) for event in happened]
+
+
+def _start(time: float, resumed: int = 0) -> RunStarted:
+    return RunStarted({}, "cpu", 4, resumed, {}, None, "", 1.0, "", 1, time=time)
+
+
+def _step(number: int, time: float, seconds: float = 1.0, data: float = 0.0) -> Step:
+    return Step(number, 1.0, 1.0, 1e-3, 10, 10, seconds, 10.0, None, {"data": data}, {}, time=time)
+
+
+def _incident(number: int, began: float, time: float, cause: str = "rank_failed", **rest: Any) -> Incident:
+    fields: dict[str, Any] = {
+        "step": 3, "reason": "killed", "node": "n1", "rank": 2, "evidence": {"kind": cause, "signature": "SIGKILL"}, "commands": [],
+    }  # fmt: skip
+    return Incident(number, began, cause=cause, time=time, **fields | rest)
+
+
+FAULT = (
+    _start(100.0),
+    _step(1, 103.0),  # start-up 2 s
+    _step(2, 104.0, data=0.25),
+    _step(3, 105.0),
+    _incident(0, began=105.5, time=106.0),  # half a step lost, half a second until it was seen
+    _start(106.5, resumed=2),
+    Recovery(0, 2, "step 2 in memory", 1, time=106.8),
+    _step(3, 108.0),  # recovery until 107.0; the first step 3 was lost
+    _step(4, 109.0),
+    RunFinished("finished", 4, time=109.5),
+)
+
+
+def test_a_fault_is_accounted_for_by_cause() -> None:
+    account = goodput(_records(*FAULT))
+    expected = {
+        Cause.START: 2.0, Cause.USEFUL: 3.75, Cause.DATA: 0.25, Cause.LOST: 1.5, Cause.DETECTION: 0.5, Cause.RECOVERY: 1.0,
+        Cause.OTHER: 0.5,
+    }  # fmt: skip
+    assert {cause: seconds for cause, seconds in account.seconds.items() if seconds > 1e-9} == pytest.approx(expected)
+    assert (account.steps, account.lost_steps, account.incidents) == (4, 1, 1)
+    assert account.share == pytest.approx(3.75 / 9.5)
+
+
+@given(st.lists(st.tuples(st.sampled_from("sfvc"), st.floats(0.01, 3)), max_size=30))
+def test_causes_add_up_to_the_wall_time(script: list[tuple[str, float]]) -> None:
+    happened: list[Event] = [_start(0.0)]
+    now, step, kept = 0.0, 0, 0
+    for what, seconds in script:
+        began, now = now, now + seconds
+        match what:
+            case "s":
+                step += 1
+                happened.append(_step(step, now, seconds * 0.9, data=seconds * 0.1))
+            case "f":
+                number = len(happened)
+                happened += [
+                    _incident(number, began, began + seconds / 2, step=step),
+                    _start(now, kept),
+                    Recovery(number, kept, None, step - kept, time=now),
+                ]
+                step = kept
+            case "v":
+                happened.append(Validation(step, 1.0, {}, seconds, time=now))
+            case "c":
+                kept = step
+                happened.append(Checkpoint(step, "", 1, seconds, seconds * 0.5, time=now))
+    account = goodput(_records(*happened))
+    assert account.wall == pytest.approx(now)
+    assert all(seconds >= 0 for seconds in account.seconds.values())
+    assert account.steps == step
+
+
+def test_a_run_that_was_away_is_not_blamed_for_it() -> None:
+    log = _records(
+        _start(0.0), _step(1, 2.0), RunFinished("stopped", 1, time=2.0), _start(1002.0, 1), _step(2, 1004.0), _step(3, 1005.0)
+    )
+    account = goodput(log)
+    assert account.seconds[Cause.AWAY] == pytest.approx(1000.0)
+    assert account.share == pytest.approx(3.0 / 5.0)
+
+
+def test_what_slow_steps_cost_beyond_the_usual_is_straggling() -> None:
+    slow = [_step(i, 10.0 + 3 * (i - 10), 3.0) for i in range(11, 13)]
+    log = _records(
+        _start(0.0), *(_step(i, float(i)) for i in range(1, 11)), *slow,
+        _incident(0, began=10.0, time=16.0, cause="straggler"), Recovery(0, 12, None, 0, time=16.5), _step(13, 17.5),
+    )  # fmt: skip
+    account = goodput(log)
+    assert account.seconds[Cause.STRAGGLING] == pytest.approx(4.0)
+    assert account.seconds[Cause.USEFUL] == pytest.approx(13.0)
+
+
+def test_an_empty_log_has_no_goodput() -> None:
+    account = goodput([])
+    assert account.share is None
+    assert account.wall == 0
+
+
+def test_a_post_mortem_tells_when_who_what_and_what_it_cost() -> None:
+    order = {"kind": "restart", "after": 0.0}
+    log = [*FAULT]
+    log[4] = _incident(0, began=105.5, time=106.0, commands=[order])
+    (told,) = post_mortems(_records(*log))
+    assert (told.detection, told.recovery) == pytest.approx((0.5, 0.8))
+    assert told.lost_steps == 1
+    times = [time for time, _ in told.timeline]
+    assert times == sorted(times)
+    assert times[0] == told.began
+    text = told.text()
+    for words in ("rank 2", "n1", "restart", "step 2 in memory", "1 steps again", "signature = SIGKILL"):
+        assert words in text
+
+
+def test_an_incident_that_is_not_over_says_so() -> None:
+    (told,) = post_mortems(_records(*FAULT[:5]))
+    assert told.recovery is None
+    assert "not over" in told.text()
+
+
+def test_incidents_survive_the_log(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    for event in FAULT:
+        log.write(event)
+    log.close()
+    assert goodput(events.read(tmp_path)) == goodput(_records(*FAULT))
+
+
+def test_a_node_is_out_from_its_quarantine_to_a_passed_check(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.jsonl"
+    said: list[tuple[float, str, Any]] = [
+        (1.0, "a", "fault"), (2.0, "b", "fault"), (3.0, "a", "fault"), (4.0, "a", "quarantined"), (5.0, "a", "check failed"),
+    ]  # fmt: skip
+    for time, node, what in said:
+        note(path, NodeRecord(time, node, what))
+    found = standings(read_nodes(path))
+    assert found["a"].quarantined == 4.0
+    assert found["a"].faults_since(1.5) == (3.0,)
+    assert found["b"].quarantined is None
+    note(path, NodeRecord(6.0, "a", "check passed"))
+    assert standings(read_nodes(path))["a"].quarantined is None
+
+
+def test_a_torn_line_of_the_node_ledger_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.jsonl"
+    note(path, NodeRecord(1.0, "a", "fault"))
+    with path.open("a") as file:
+        file.write('{"time": 2.0, "no')
+    assert [record.time for record in read_nodes(path)] == [1.0]
+
+
+def test_the_ledger_says_of_nodes_what_the_policy_remembers(tmp_path: Path) -> None:
+    """Whatever happens: faults and quarantines since the last passed check, written decision by decision and read back."""
+    random, path = Random(7), tmp_path / "nodes.jsonl"
+    state = State(placement=("a", "b"), spares=("c",), copies=(Copy(Tier.STORE, 0),))
+    for at in range(200):
+        node = random.choice("abc")
+        kind = random.choice(["fails", "flips", "lost", "passed", "failed", "joined"])
+        common: dict[str, Any] = {"time": float(at), "step": at, "node": node}
+        made: dict[str, AnySign] = {
+            "fails": RankFailed(**common, slot=0, rank=0, signature=f"of {at}"),
+            "flips": StateCorrupt(**common, slot=0, rank=0),
+            "lost": NodesLost(time=float(at), step=at, nodes=(node,)),
+            "passed": HealthChecked(**common, passed=True),
+            "failed": HealthChecked(**common, passed=False),
+            "joined": NodeJoined(**common),
+        }
+        decision = decide(state, made[kind], fleet=FleetSpec(fruitless=10**6))
+        for record in node_changes(state, decision.state, time=float(at), reason=decision.reason, run="mine"):
+            note(path, record)
+        state = decision.state
+        known = standings(read_nodes(path))
+        assert {node: one.faults_since(-1.0) for node, one in known.items() if one.faults} == {
+            node: times for node, times in state.faults.items() if times
+        }
+        assert {node for node, one in known.items() if one.quarantined is not None} == set(state.quarantined)
+    assert {record.what for record in read_nodes(path)} == {"fault", "quarantined", "check passed", "check failed"}

@@ -1,0 +1,77 @@
+"""A run without torch: ranks that walk step by step, keep their state as checkpoints do, and meet at the end of every step."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.heartbeat import Heartbeat
+from megalith.fleet.report import Reported, Seat, report
+from megalith.fleet.signs import CopyCorrupt, Preempted
+from megalith.fleet.tiers import Copy, Tier
+from megalith.rehearse import faults
+
+
+def checkpoints(run_dir: Path) -> tuple[Copy, ...]:
+    """The steps that all ranks have saved."""
+    steps: dict[int, int] = {}
+    for path in run_dir.glob("state-*-*"):
+        step = int(path.name.split("-")[1])
+        steps[step] = steps.get(step, 0) + 1
+    world = int((run_dir / "world").read_text()) if (run_dir / "world").exists() else 0
+    return tuple(Copy(Tier.STORE, step) for step, count in steps.items() if count == world)
+
+
+def walk(steps: int, nap: float = 0.02, every: int = 3, source: dict[str, Any] | None = None) -> None:
+    """Add up numbers; the sum of each rank depends on the one before, and every step waits for all ranks."""
+    folder, seat, beats = Path(os.environ["MEGALITH_RUN_DIR"]), Seat.find(), Heartbeat.find()
+    _put(folder / "world", str(seat.world), seat)
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    beats.beat("building")
+    faults.at("building")
+    step, total = 0, seat.rank
+    if source and source["tier"] is not None:
+        step, total = _restore(folder / f"state-{source['step']}-{seat.rank}", step=source["step"])
+    beats.beat("ready")
+    while step < steps:
+        beats.beat("step", step, compute=nap)
+        faults.at("step", step)
+        if asked and not (folder / "stop").exists():
+            report(Preempted(time=time.time(), step=step, node=seat.node, rank=seat.rank))
+            _put(folder / "stop", str(step + 3), seat)  # not this step: the others may have looked for it already
+        time.sleep(nap)
+        total, step = (total * 31 + step + 1) % 1_000_003, step + 1
+        stop = (folder / "stop").exists() and (folder / "stop").read_text() == str(step)
+        if stop or step == steps or step % every == 0:
+            _put(folder / f"state-{step}-{seat.rank}", json.dumps([step, total]), seat)
+        wait_for_all(folder, seat, step)
+        if stop:
+            raise SystemExit(ExitCode.STOPPED)
+
+
+def _restore(path: Path, *, step: int) -> tuple[int, int]:
+    """Steps and sum; a file that cannot be read is a copy that fails its digest."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        report(CopyCorrupt(time=time.time(), step=step, tier=Tier.STORE, copy_step=step, error=str(error)))
+        raise Reported(str(error)) from error
+
+
+def _put(path: Path, text: str, seat: Seat) -> None:
+    """Write a file so that nobody ever reads a part of it."""
+    part = path.with_name(f"part-{path.name}-{seat.rank}")
+    part.write_text(text)
+    part.rename(path)
+
+
+def wait_for_all(folder: Path, seat: Seat, step: int) -> None:
+    """Wait until every rank of this generation has come this far."""
+    name = f"meet-{os.environ['MEGALITH_GENERATION']}-{step}"
+    (folder / f"{name}-{seat.rank}").touch()
+    while len(list(folder.glob(f"{name}-*"))) < seat.world:
+        time.sleep(0.002)

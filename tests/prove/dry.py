@@ -1,0 +1,55 @@
+"""One rank of a dry run in a process of its own, since a process that is a rank of a fake world cannot be another one's."""
+
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megalith.prove import dryrun
+from megalith.prove.dryrun import Counted
+from megalith.spec.run import RunSpec
+from tests.ranks import run_ranks
+
+torch.set_num_threads(1)
+
+
+def dry(spec: RunSpec, rank: int) -> Counted:
+    """What rank `rank` counts without the others. Raises RuntimeError with the child's traceback."""
+    return in_a_child(lambda: dryrun.dryrun(spec, rank=rank).counted)
+
+
+def real(spec: RunSpec) -> list[Counted]:
+    """What all ranks count when they run."""
+    return run_ranks(_count, spec.plan.ranks, spec)
+
+
+def _count(rank: int, spec: RunSpec) -> Counted:
+    return dryrun.count(spec, [dryrun.single_documents(spec)] * spec.microbatches, unreal=False)
+
+
+def in_a_child(function: Callable[[], Any]) -> Any:
+    """What `function` gives in a process forked from this one. Raises RuntimeError with its traceback.
+
+    A backward of fake tensors starts a thread, after which a process and those forked from it can run no other backward.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)  # makes the thread pool anew, before the threads of backward would all do so at once and abort
+        try:
+            outcome = function(), ""
+        except BaseException:
+            outcome = None, traceback.format_exc()
+        with os.fdopen(writing, "wb") as pipe:
+            pickle.dump(outcome, pipe)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        found, error = pickle.load(pipe)
+    os.waitpid(child, 0)
+    if error:
+        raise RuntimeError(error)
+    return found

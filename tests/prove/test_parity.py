@@ -1,0 +1,38 @@
+"""The measure by which two runs are equal."""
+
+from pathlib import Path
+
+import torch
+
+from megalith.prove.draw import AXES, legal
+from megalith.prove.parity import compare, reference, shrink
+from megalith.prove.prove import CPU
+from megalith.schedule.file import dump
+from megalith.schedule.one_f_one_b import one_f_one_b
+from megalith.schedule.table import build
+from tests.specs import tiny_run
+
+torch.set_num_threads(1)
+
+
+def test_rounding_stays_rounding_from_step_to_step() -> None:
+    """The same run, its samples one at a time and four at a time: other sums, and nothing that the optimizer or a step makes larger."""
+    plain = {axis: next(iter(values)) for axis, values in AXES.items()}
+    drawn = legal(tuple((plain | {"model": "latent attention, experts, tokens ahead"}).items()))
+    assert drawn is not None
+    one, four = (drawn.model_copy(update={"plan": drawn.plan.model_copy(update={"microbatch": many})}) for many in (1, 4))
+    gaps = {
+        row.quantity.split()[0]: row.gap for row in compare(reference(one, device=CPU), reference(four, device=CPU), spec=one)
+    }
+    assert 0 < gaps["gradients,"] < 5e-6, gaps
+    assert 0 < gaps["weights"] < 1e-3, gaps
+
+
+def test_a_schedule_from_a_file_keeps_its_microbatches(tmp_path: Path) -> None:
+    """Others do with fewer, once every rank does what it does over and over."""
+    path = tmp_path / "own.schedule"
+    path.write_text(dump(one_f_one_b(2, 6)))
+    plan = {"pipeline": 2, "schedule": f"file:{path}"}
+    small = shrink(tiny_run(plan=plan, train={"global_batch": 6}), steps=1)
+    assert build(small.plan.schedule, ranks=2, microbatches=small.microbatches, chunks=1).microbatches == 6
+    assert shrink(tiny_run(plan=plan | {"schedule": "1f1b"}, train={"global_batch": 6}), steps=1).microbatches == 4

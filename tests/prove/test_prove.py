@@ -1,0 +1,89 @@
+"""The loop that proves combinations: what counts as equal, and what follows a tie."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.prove import prove as module
+from megalith.prove.draw import Draw, draw
+from megalith.prove.parity import Recording, Row, compare
+from megalith.prove.prove import FEW, Proof, prove, prove_drawn
+
+pytestmark = pytest.mark.slow
+
+torch.set_num_threads(1)  # a forked child hangs in OpenMP if its parent ever used more than one thread
+EQUAL, GAP = Row("loss", 0.0, 1e-5, "step 1"), Row("loss", 1.0, 1e-5, "step 1")
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Draw:
+    return next(one for one in draw(FEW, 0) if one.spec.plan.ranks == 2 and one.spec.train.precision == "fp32")
+
+
+def test_a_combination_is_equal_and_its_reference_is_kept(two_ranks: Draw) -> None:
+    references: dict[Any, Recording] = {}
+    proof = prove(two_ranks, references=references)
+    assert proof.outcome == "equal", proof
+    assert len(proof.rows) >= 4
+    (kept,) = references.values()
+    kept.losses[0] += 1e-3
+    again = prove(two_ranks, references=references)
+    assert again.outcome == "NOT equal"
+    assert [row.quantity for row in again.gaps] == ["loss, |difference|"]
+
+
+def test_a_combination_in_bf16_is_measured_from_fp32() -> None:
+    """Its references are two. What bf16 rounds away of a model is not equal to what fp32 has."""
+    one = next(one for one in draw(FEW, 0) if one.spec.train.precision == "bf16")
+    references: dict[Any, Recording] = {}
+    assert prove(one, references=references).outcome == "equal"
+    exact, alone = (next(r for key, r in references.items() if key[1] == precision) for precision in ("fp32", "bf16"))
+    assert len(references) == 2
+    assert not any(row.equal for row in compare(exact, alone, spec=one.spec) if row.quantity.startswith("gradients"))
+
+
+def test_ranks_that_fail_are_a_failure_of_their_case_only(two_ranks: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(rank: int, spec: Any) -> None:
+        raise ArithmeticError(f"rank {rank} broke")
+
+    monkeypatch.setattr(module, "_record", broken)
+    proof = prove(two_ranks, references={})
+    assert proof.outcome == "failed"
+    assert "broke" in proof.error
+
+
+@pytest.mark.parametrize(
+    ("tied", "row", "outcome"), [(0, EQUAL, "equal"), (0, GAP, "NOT equal"), (2, EQUAL, "tie"), (2, GAP, "tie")]
+)
+def test_a_tie_is_neither_equal_nor_a_gap(two_ranks: Draw, tied: int, row: Row, outcome: str) -> None:
+    assert Proof(two_ranks, (row,), tied).outcome == outcome
+
+
+def test_another_combination_is_drawn_in_place_of_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Draw] = []
+
+    def tied_at_first(one: Draw, *, references: Any) -> Proof:
+        return Proof(one, (EQUAL,), int(len(seen) <= 2))
+
+    monkeypatch.setattr(module, "prove", tied_at_first)
+    proofs = list(prove_drawn(4, 0, starting=seen.append))
+    assert [proof.outcome for proof in proofs] == ["tie", "tie", "equal", "equal", "equal", "equal"]
+    assert len({proof.draw.choices for proof in proofs}) == 6
+    assert [proof.draw for proof in proofs] == seen
+
+
+def test_only_ties_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = draw(FEW + 3, 0)
+    monkeypatch.setattr(module, "draw", lambda count, seed: pool[:FEW] if seed == 0 else list(pool))
+    monkeypatch.setattr(module, "prove", lambda one, references: Proof(one, (EQUAL,), 1))
+    assert len(list(prove_drawn(FEW, 0))) == FEW + 3
+
+
+def test_few_draws_are_not_those_of_one_rank() -> None:
+    assert all(one.spec.plan.ranks > 1 for seed in range(3) for one in draw(FEW, seed)[-3:])
+
+
+def test_a_failed_case_has_no_rows_to_be_equal(two_ranks: Draw) -> None:
+    assert replace(Proof(two_ranks, ()), error="died").outcome == "failed"
