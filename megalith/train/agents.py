@@ -35,6 +35,7 @@ from megalith.machine import admission
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import RunSpec
 from megalith.train.store import connect, serve
+from megalith.train.stream import open_stream
 
 POLL_SECONDS = 0.02
 LEAVE_SECONDS = 10.0  # that an agent may take to end its ranks once the run is over
@@ -81,8 +82,6 @@ def serve_node(host: Host, place: Place | None) -> int:
 
 def open_data(spec: RunSpec) -> object:
     """The run's data, opened as ranks will open it: its files are known to this machine by then. Raises DataError if they are not there."""
-    from megalith.train.run import open_stream  # all of the trainer, which only the ranks need otherwise
-
     return open_stream(spec, "train")
 
 

@@ -1,10 +1,8 @@
 """From a place in the environment to a process group and a device."""
 
 import ctypes
-import math
 import platform
 import secrets
-import time
 from datetime import timedelta
 
 import torch
@@ -74,30 +72,3 @@ def keep_memory() -> None:
     libc.mallopt(M_ARENA_MAX, 1)
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def matmul_rate(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.25, size: int | None = None) -> float:
-    """FLOP/s of square matrix products on this rank now, the best of several: the peak to hold a CPU against, measured, not guessed.
-
-    `size` None: 8,192 rows on a GPU; on a CPU the largest up to 1,024 of which two products fit into `seconds`: a processor
-    without bf16 instructions takes seconds for one of 1,024.
-    """
-    if size is None and device.type == "cpu":
-        size = 128
-        while size < 1024 and 2 * 8 * _product(dtype, device, size, seconds=0.0) < seconds:
-            size *= 2
-    size = size or 8192
-    return 2 * size**3 / _product(dtype, device, size, seconds=seconds)
-
-
-def _product(dtype: torch.dtype, device: torch.device, size: int, *, seconds: float) -> float:
-    """Seconds that a product takes at least, after a first one, of as many as fit into `seconds`."""
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out, least, end = a @ b, math.inf, time.perf_counter() + seconds
-    while time.perf_counter() < end or least == math.inf:
-        start = time.perf_counter()
-        torch.mm(a, b, out=out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        least = min(least, time.perf_counter() - start)
-    return least

@@ -17,6 +17,7 @@ from megalith.fleet.tiers import Tier
 from megalith.rehearse import faults
 from megalith.train.assemble import Trainer
 from megalith.train.guard import Guard
+from megalith.train.peak import Yardstick
 from megalith.train.post_validation import Stepper
 from megalith.train.restore import Position, meta, read_step
 from megalith.train.step import Stepped, Watcher, seed_step, tell
@@ -40,15 +41,6 @@ def nothing_left(done: int, *, steps: int) -> str:
         f"{done} steps are done and train.steps = {steps}: nothing is left to train. "
         f"Set train.steps above {done} to go on, or start another run with --run-dir."
     )
-
-
-@dataclass(frozen=True)
-class Yardstick:
-    """What MFU is measured with: FLOP a token, FLOP/s of all ranks together or None, and where that figure is from."""
-
-    flops_per_token: float
-    peak: float | None
-    source: str
 
 
 @dataclass(frozen=True)

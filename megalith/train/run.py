@@ -1,6 +1,5 @@
 """A rank of a training run, from its process to its last step. `main` is what every launcher calls."""
 
-import hashlib
 import json
 import os
 import platform
@@ -9,12 +8,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,30 +19,29 @@ from pydantic import TypeAdapter
 
 from megalith import __version__, events
 from megalith.checkpoint.checkpointer import Checkpointer
-from megalith.checkpoint.memory import Memory
-from megalith.data.stream import Stream
 from megalith.data.tokenizer import copy as copy_tokenizer
-from megalith.data.whole import Damage
 from megalith.events import EventLog, Holding, Problem, RunFinished, RunStarted
 from megalith.fleet import causes, environment, link, networks
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.report import report
 from megalith.fleet.seat import REPORTS, Seat, ranks_of
-from megalith.fleet.signs import DataDamaged, Preempted, RankFailed, SaveFailed
-from megalith.fleet.tiers import Source, Tier
-from megalith.models.flops import CONVENTION, flops_per_token
+from megalith.fleet.signs import Preempted, RankFailed
+from megalith.fleet.tiers import Source
+from megalith.models.flops import CONVENTION
 from megalith.models.stage import Stage
-from megalith.parallel.groups import MESSAGES_ONLY
 from megalith.rehearse import faults
-from megalith.spec import cluster
 from megalith.spec.run import RunSpec
 from megalith.train import inject, standing
 from megalith.train.assemble import Trainer, assemble, mesh_groups
+from megalith.train.copies import copies_of
 from megalith.train.guard import Guard
-from megalith.train.join import choose_device, join, keep_memory, matmul_rate
-from megalith.train.loop import Loop, Yardstick
+from megalith.train.join import choose_device, join, keep_memory
+from megalith.train.loop import Loop
+from megalith.train.peak import Yardstick, yardstick_of
+from megalith.train.profiler import Profile, idle_profile
 from megalith.train.restore import first_sample, read_step, restore
+from megalith.train.stream import open_stream
 from megalith.train.validate import Validator
 
 
@@ -199,7 +195,7 @@ def _prepare(
     if spec.fleet.recover:
         guard = Guard(trainer, seat=Seat.find(), read=partial(read_step, stream, spec, position), memory=memory)
         guard.begin(position.step, position.samples)
-    yardstick = _yardstick(trainer, folder)
+    yardstick = yardstick_of(trainer, folder)
     _introduce(trainer, yardstick, resumed=position.step, log=log)
     validator = Validator(trainer, held_out) if held_out else None
     injector = inject.watcher(reads=lambda step: stream.bytes_of(first_sample(spec, position, step, groups.coordinates["data"])))
@@ -215,135 +211,6 @@ def _prepare(
         guard=guard,
         watchers=[injector] if injector else [],
     )
-
-
-def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Memory | None:
-    """Where this rank's copies go; None: nowhere. All ranks of `group` call it together, and go without if one has no room for them."""
-    spec, seat = trainer.spec, Seat.find()
-    if seat.memory is None or not spec.fleet.memory_every:
-        return None
-    memory, failed = None, ""
-    try:
-        memory = Memory(
-            trainer.shares(),
-            seat=seat,
-            keep=spec.fleet.memory_keep,
-            pinned=spec.fleet.verify_every > 0,
-            disk=seat.disk if spec.fleet.disk_every else None,
-            generation=os.environ.get("MEGALITH_GENERATION", ""),
-        )
-    except OSError as error:
-        failed = str(error)
-    short = torch.tensor(int(memory is None))
-    dist.all_reduce(short, group=group)
-    if int(short):
-        return _without(Tier.MEMORY, failed or "another rank has no room", seat, warn)
-    assert memory is not None
-    distance = spec.fleet.buddy_distance(len(seat.placement))
-    if distance:
-        patience = timedelta(seconds=spec.launch.timeout)
-        lanes = dist.new_group(backend="gloo", timeout=patience, group_desc=MESSAGES_ONLY)
-        assert isinstance(lanes, dist.ProcessGroup)
-        try:
-            memory.join(distance, group=lanes)
-        except OSError as error:
-            _without(Tier.BUDDY, str(error), seat, warn)
-    return memory
-
-
-def _without(tier: Tier, error: str, seat: Seat, warn: Callable[[str], None]) -> None:
-    warn(f"no copies of the state are kept in {tier.value}: {error}")
-    if seat.rank == 0:
-        report(SaveFailed(time=time.time(), tier=tier, error=error))
-
-
-def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
-    """The run's data."""
-    return Stream(
-        spec.data.path,
-        split=split,
-        seq_len=spec.train.seq_len,
-        seed=spec.train.seed,
-        weights=spec.data.weights,
-        document_mask=spec.data.document_mask,
-        copies=spec.data.copies,
-        tell=_tell_of_damage,
-    )
-
-
-def _tell_of_damage(found: Damage) -> None:
-    elsewhere = None if found.elsewhere is None else str(found.elsewhere)
-    report(DataDamaged(time=time.time(), shard=found.file, error=found.error, other_copy=elsewhere))
-
-
-def _yardstick(trainer: Trainer, folder: Path) -> Yardstick:
-    """What MFU is measured with. The peak is from the catalogue, or measured on a CPU; never guessed."""
-    spec, device = trainer.spec, trainer.device
-    work = _counted_flops(trainer, folder / "ranks")
-    precision, ranks = spec.train.precision, dist.get_world_size()
-    peak = catalogue_peak(spec.cluster, torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", precision)
-    if peak.rate is None and device.type == "cpu":
-        rate = _measured_peak(precision, device, folder / "ranks" / f"peak-{precision}-{ranks}")
-        return Yardstick(work, rate, f"measured with {precision} matrix products on all ranks at once{peak.instead}")
-    return Yardstick(work, peak.rate and peak.rate * ranks, f"{peak.source}{peak.instead}")
-
-
-@dataclass(frozen=True)
-class Peak:
-    """FLOP/s of one device, None where the catalogue does not say, where that is from, and what was asked for `instead`."""
-
-    rate: float | None
-    source: str
-    instead: str = ""
-
-
-def catalogue_peak(asked: str, device: str, precision: Literal["fp32", "bf16"]) -> Peak:
-    """Of the device that computes, which torch calls `device`. `asked` is the run's cluster: it says what a device is that the catalogue
-    does not know by name, and what a cluster file says of its own device counts; but no name makes a device another one."""
-    known = cluster.find(device)
-    named = None if asked == "local" else cluster.load(asked).accelerator
-    other = known not in (None, named) and named in cluster.catalogue().values()
-    found = known if named is None or other else named
-    instead = f"; this is no {asked.partition(':')[0]}, which `cluster` says it is" if other else ""
-    if found is None:
-        return Peak(None, f"unknown device {device!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name")
-    if precision not in found.peak:
-        known_rates = ", ".join(found.peak) or "none"
-        return Peak(None, f"{found.title}: no {precision} peak in the catalogue, so no MFU; it has {known_rates}", instead)
-    return Peak(found.peak[precision], f"{found.title}, dense {precision}", instead)
-
-
-def _counted_flops(trainer: Trainer, kept: Path) -> float:
-    """FLOP a token, counted at the run's first start and kept: counting takes longer than the rest of a start after a fault."""
-    seq_len = trainer.spec.train.seq_len
-    of = hashlib.sha256(f"{seq_len} {trainer.model.model_dump_json()}".encode()).hexdigest()[:12]
-    path = kept / f"flops-{of}"
-    if path.exists():
-        return float(path.read_text())
-    work = flops_per_token(trainer.model, seq_len)
-    if dist.get_rank() == 0:
-        kept.mkdir(exist_ok=True)
-        part = path.with_name(f"{path.name}.new")
-        part.write_text(str(work))
-        part.rename(path)  # whole or not at all, for ranks that look meanwhile
-    return work
-
-
-def _measured_peak(precision: str, device: torch.device, kept: Path) -> float:
-    """FLOP/s of all ranks together, measured at the run's first start and kept: a start after a fault need not wait for it."""
-    known = float(kept.read_text()) if dist.get_rank() == 0 and kept.exists() else 0.0
-    rate = torch.tensor(known, dtype=torch.float64)
-    dist.broadcast(rate, 0)  # one rank looks: over a network, others may not see the file yet
-    if float(rate):
-        return float(rate)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    dist.barrier()  # all ranks measure at once, because all ranks compute at once
-    rate = torch.tensor(matmul_rate(dtype, device), dtype=torch.float64)
-    dist.all_reduce(rate)
-    if dist.get_rank() == 0:
-        kept.parent.mkdir(exist_ok=True)
-        kept.write_text(str(float(rate)))
-    return float(rate)
 
 
 def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: EventLog | None) -> None:
@@ -385,51 +252,3 @@ def _all_parameters(trainer: Trainer) -> int:
     """Parameters of the whole model, counted on the meta device."""
     with torch.device("meta"):
         return sum(p.numel() for p in Stage(trainer.model).parameters_by_name().values())
-
-
-def idle_profile(asked: str, *, done: int, steps: int) -> str | None:
-    """Why none of the steps that "A:B" names will be traced, once `done` of a run's steps are done; None if some will be."""
-    first, last = map(int, asked.split(":"))
-    if done < min(last - 1, steps) and first <= steps:
-        return None
-    to_come = f"steps {done + 1} to {steps} are" if done < steps else "no step is"
-    return f"--profile {asked} traces nothing: {to_come} to come. Name steps among those, or raise train.steps."
-
-
-class Profile:
-    """torch.profiler over some of a run's `steps`; gives a function to call after each step. Spans of the trace name the steps."""
-
-    def __init__(self, folder: Path, asked: str | None, rank: int, *, steps: int) -> None:
-        first, last = map(int, asked.split(":")) if asked else (0, 0)
-        self.traced = range(first, min(last, steps + 1))
-        self.path = folder / "profile" / f"rank-{rank}.json"
-        self.profiler: torch.profiler.profile | None = None
-        self.span: torch.profiler.record_function | None = None
-
-    def __enter__(self):
-        return self.after_step if self.traced else nullcontext
-
-    def after_step(self, done: int) -> None:
-        """`done` steps are finished."""
-        self._end_span()
-        if done + 1 not in self.traced:
-            self.__exit__()
-            return
-        if self.profiler is None:
-            self.profiler = torch.profiler.profile(record_shapes=True, acc_events=True)
-            self.profiler.__enter__()
-        self.span = torch.profiler.record_function(f"step {done + 1}")
-        self.span.__enter__()
-
-    def _end_span(self) -> None:
-        if self.span is not None:
-            self.span.__exit__(None, None, None)
-            self.span = None
-
-    def __exit__(self, *_: object) -> None:
-        self._end_span()
-        if self.profiler is not None:
-            self.profiler.__exit__(None, None, None)
-            self.path.parent.mkdir(exist_ok=True)
-            self.profiler.export_chrome_trace(str(self.path))
-            self.profiler = None

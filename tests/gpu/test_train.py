@@ -9,7 +9,8 @@ from megalith.parallel.gradients import local
 from megalith.prove.parity import compare, record, reference
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
-from megalith.train.join import choose_device, matmul_rate
+from megalith.train.join import choose_device
+from megalith.train.peak import matmul_rate
 from megalith.train.post_validation import Stepper
 from megalith.train.step import Stepped, train_step
 from tests.parallel.running import microbatches

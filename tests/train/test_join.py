@@ -1,8 +1,6 @@
 """A rank's device, and how it meets the others."""
 
-import os
 import socket
-import threading
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,7 @@ import torch.distributed as dist
 
 from megalith.fleet.environment import Place
 from megalith.spec.run import LaunchSpec
-from megalith.train import join as module
-from megalith.train.join import choose_device, join, keep_memory, matmul_rate
+from megalith.train.join import choose_device, join, keep_memory
 from tests.ranks import run_ranks
 
 
@@ -93,27 +90,3 @@ def _memory(rank: int) -> bool:
 
 def test_kept_memory_still_computes():
     assert run_ranks(_memory, 1) == [True]
-
-
-def test_the_measured_rate_is_that_of_a_matrix_product_and_takes_its_time():
-    began, threads = os.times().elapsed, threading.active_count()
-    rate = matmul_rate(torch.float32, torch.device("cpu"), seconds=0.05)
-    assert 1e8 < rate < 1e14
-    assert os.times().elapsed - began < 10 and threading.active_count() == threads
-
-
-@pytest.mark.parametrize(("rate", "rows"), [(1e12, 1024), (2e8, 128)])
-def test_a_processor_that_is_slow_in_a_precision_is_measured_with_small_products(
-    rate: float, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """bf16 takes some CPUs seconds for what others do in milliseconds; a run is to begin soon on either."""
-    taken: list[tuple[int, float]] = []
-
-    def product(dtype: torch.dtype, device: torch.device, size: int, *, seconds: float) -> float:
-        taken.append((size, max(seconds, 2 * 2 * size**3 / rate)))
-        return 2 * size**3 / rate
-
-    monkeypatch.setattr(module, "_product", product)
-    assert matmul_rate(torch.bfloat16, torch.device("cpu"), seconds=0.25) == pytest.approx(rate)
-    assert taken[-1][0] == rows
-    assert sum(seconds for _, seconds in taken) < 3 * 0.25

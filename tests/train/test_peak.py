@@ -1,9 +1,14 @@
 """What MFU is measured against: the device that computes, never one that was only named."""
 
+import os
+import threading
+
 import pytest
+import torch
 
 from megalith.spec import cluster
-from megalith.train.run import catalogue_peak
+from megalith.train import peak
+from megalith.train.peak import catalogue_peak, matmul_rate
 
 V100, H100 = "Tesla V100-SXM2-32GB", "NVIDIA H100 80GB HBM3"
 
@@ -45,3 +50,27 @@ def test_a_cluster_file_may_say_what_its_own_device_computes(tmp_path) -> None:
         'count = 2\n[accelerator]\nname = "mine"\ntitle = "Mine"\nvendor = "me"\npeak = { bf16 = 1e12 }\nsource = {}\n'
     )
     assert catalogue_peak(str(path), "CPU", "bf16").rate == 1e12
+
+
+def test_the_measured_rate_is_that_of_a_matrix_product_and_takes_its_time():
+    began, threads = os.times().elapsed, threading.active_count()
+    rate = matmul_rate(torch.float32, torch.device("cpu"), seconds=0.05)
+    assert 1e8 < rate < 1e14
+    assert os.times().elapsed - began < 10 and threading.active_count() == threads
+
+
+@pytest.mark.parametrize(("rate", "rows"), [(1e12, 1024), (2e8, 128)])
+def test_a_processor_that_is_slow_in_a_precision_is_measured_with_small_products(
+    rate: float, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bf16 takes some CPUs seconds for what others do in milliseconds; a run is to begin soon on either."""
+    taken: list[tuple[int, float]] = []
+
+    def product(dtype: torch.dtype, device: torch.device, size: int, *, seconds: float) -> float:
+        taken.append((size, max(seconds, 2 * 2 * size**3 / rate)))
+        return 2 * size**3 / rate
+
+    monkeypatch.setattr(peak, "_product", product)
+    assert matmul_rate(torch.bfloat16, torch.device("cpu"), seconds=0.25) == pytest.approx(rate)
+    assert taken[-1][0] == rows
+    assert sum(seconds for _, seconds in taken) < 3 * 0.25

@@ -17,8 +17,8 @@ from megalith.parallel.gradients import local
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.restore import Position, meta, restore
-from megalith.train.run import open_stream
 from megalith.train.step import seed_step, train_step
+from megalith.train.stream import open_stream
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run

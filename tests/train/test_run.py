@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+import megalith.train.copies
 import megalith.train.run
 from megalith import verbs
 from megalith.control import controller
@@ -164,9 +165,9 @@ def test_without_recovery_there_is_no_guard_and_no_copy(data: Path, tmp_path: Pa
         os._exit(99)
 
     monkeypatch.setenv(MEMORY, str(tmp_path / "memory"))
-    for name in ("Guard", "Memory"):
+    for module, name in ((megalith.train.run, "Guard"), (megalith.train.copies, "Memory")):
         with monkeypatch.context() as patch:
-            patch.setattr(megalith.train.run, name, leave)
+            patch.setattr(module, name, leave)
             train(_spec(data).model_copy(update={"fleet": FleetSpec(recover=False)}), tmp_path / f"without-{name}")
             assert 99 in finish(start(_spec(data), tmp_path / f"with-{name}"))
 

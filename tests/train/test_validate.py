@@ -10,8 +10,8 @@ from megalith.models.batch import Batch
 from megalith.parallel.gradients import local
 from megalith.spec.run import RunSpec
 from megalith.train.batches import Cut, to_batch
-from megalith.train.run import open_stream
 from megalith.train.step import train_step
+from megalith.train.stream import open_stream
 from megalith.train.validate import Validator
 from tests.models.plain import stage
 from tests.parallel.running import CPU, microbatches, trainer_of

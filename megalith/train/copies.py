@@ -1,0 +1,57 @@
+"""Copies of a rank's state in its node's memory, with a buddy and on the node's disk: set up before the first step."""
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megalith.checkpoint.memory import Memory
+from megalith.fleet.report import report
+from megalith.fleet.seat import Seat
+from megalith.fleet.signs import SaveFailed
+from megalith.fleet.tiers import Tier
+from megalith.parallel.groups import MESSAGES_ONLY
+from megalith.train.assemble import Trainer
+
+
+def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Memory | None:
+    """Where this rank's copies go; None: nowhere. All ranks of `group` call it together, and go without if one has no room for them."""
+    spec, seat = trainer.spec, Seat.find()
+    if seat.memory is None or not spec.fleet.memory_every:
+        return None
+    memory, failed = None, ""
+    try:
+        memory = Memory(
+            trainer.shares(),
+            seat=seat,
+            keep=spec.fleet.memory_keep,
+            pinned=spec.fleet.verify_every > 0,
+            disk=seat.disk if spec.fleet.disk_every else None,
+            generation=os.environ.get("MEGALITH_GENERATION", ""),
+        )
+    except OSError as error:
+        failed = str(error)
+    short = torch.tensor(int(memory is None))
+    dist.all_reduce(short, group=group)
+    if int(short):
+        return _without(Tier.MEMORY, failed or "another rank has no room", seat, warn)
+    assert memory is not None
+    distance = spec.fleet.buddy_distance(len(seat.placement))
+    if distance:
+        patience = timedelta(seconds=spec.launch.timeout)
+        lanes = dist.new_group(backend="gloo", timeout=patience, group_desc=MESSAGES_ONLY)
+        assert isinstance(lanes, dist.ProcessGroup)
+        try:
+            memory.join(distance, group=lanes)
+        except OSError as error:
+            _without(Tier.BUDDY, str(error), seat, warn)
+    return memory
+
+
+def _without(tier: Tier, error: str, seat: Seat, warn: Callable[[str], None]) -> None:
+    warn(f"no copies of the state are kept in {tier.value}: {error}")
+    if seat.rank == 0:
+        report(SaveFailed(time=time.time(), tier=tier, error=error))

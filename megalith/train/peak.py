@@ -1,0 +1,121 @@
+"""The yardstick of MFU: FLOP a token, and the peak FLOP/s of the devices that compute."""
+
+import hashlib
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from megalith.models.flops import flops_per_token
+from megalith.spec import cluster
+from megalith.train.assemble import Trainer
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What MFU is measured with: FLOP a token, FLOP/s of all ranks together or None, and where that figure is from."""
+
+    flops_per_token: float
+    peak: float | None
+    source: str
+
+
+def yardstick_of(trainer: Trainer, folder: Path) -> Yardstick:
+    """What MFU is measured with. The peak is from the catalogue, or measured on a CPU; never guessed."""
+    spec, device = trainer.spec, trainer.device
+    work = _counted_flops(trainer, folder / "ranks")
+    precision, ranks = spec.train.precision, dist.get_world_size()
+    peak = catalogue_peak(spec.cluster, torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", precision)
+    if peak.rate is None and device.type == "cpu":
+        rate = _measured_peak(precision, device, folder / "ranks" / f"peak-{precision}-{ranks}")
+        return Yardstick(work, rate, f"measured with {precision} matrix products on all ranks at once{peak.instead}")
+    return Yardstick(work, peak.rate and peak.rate * ranks, f"{peak.source}{peak.instead}")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """FLOP/s of one device, None where the catalogue does not say, where that is from, and what was asked for `instead`."""
+
+    rate: float | None
+    source: str
+    instead: str = ""
+
+
+def catalogue_peak(asked: str, device: str, precision: Literal["fp32", "bf16"]) -> Peak:
+    """Of the device that computes, which torch calls `device`. `asked` is the run's cluster: it says what a device is that the catalogue
+    does not know by name, and what a cluster file says of its own device counts; but no name makes a device another one."""
+    known = cluster.find(device)
+    named = None if asked == "local" else cluster.load(asked).accelerator
+    other = known not in (None, named) and named in cluster.catalogue().values()
+    found = known if named is None or other else named
+    instead = f"; this is no {asked.partition(':')[0]}, which `cluster` says it is" if other else ""
+    if found is None:
+        return Peak(None, f"unknown device {device!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name")
+    if precision not in found.peak:
+        known_rates = ", ".join(found.peak) or "none"
+        return Peak(None, f"{found.title}: no {precision} peak in the catalogue, so no MFU; it has {known_rates}", instead)
+    return Peak(found.peak[precision], f"{found.title}, dense {precision}", instead)
+
+
+def _counted_flops(trainer: Trainer, kept: Path) -> float:
+    """FLOP a token, counted at the run's first start and kept: counting takes longer than the rest of a start after a fault."""
+    seq_len = trainer.spec.train.seq_len
+    of = hashlib.sha256(f"{seq_len} {trainer.model.model_dump_json()}".encode()).hexdigest()[:12]
+    path = kept / f"flops-{of}"
+    if path.exists():
+        return float(path.read_text())
+    work = flops_per_token(trainer.model, seq_len)
+    if dist.get_rank() == 0:
+        kept.mkdir(exist_ok=True)
+        part = path.with_name(f"{path.name}.new")
+        part.write_text(str(work))
+        part.rename(path)  # whole or not at all, for ranks that look meanwhile
+    return work
+
+
+def _measured_peak(precision: str, device: torch.device, kept: Path) -> float:
+    """FLOP/s of all ranks together, measured at the run's first start and kept: a start after a fault need not wait for it."""
+    known = float(kept.read_text()) if dist.get_rank() == 0 and kept.exists() else 0.0
+    rate = torch.tensor(known, dtype=torch.float64)
+    dist.broadcast(rate, 0)  # one rank looks: over a network, others may not see the file yet
+    if float(rate):
+        return float(rate)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    dist.barrier()  # all ranks measure at once, because all ranks compute at once
+    rate = torch.tensor(matmul_rate(dtype, device), dtype=torch.float64)
+    dist.all_reduce(rate)
+    if dist.get_rank() == 0:
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text(str(float(rate)))
+    return float(rate)
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.25, size: int | None = None) -> float:
+    """FLOP/s of square matrix products on this rank now, the best of several: the peak to hold a CPU against, measured, not guessed.
+
+    `size` None: 8,192 rows on a GPU; on a CPU the largest up to 1,024 of which two products fit into `seconds`: a processor
+    without bf16 instructions takes seconds for one of 1,024.
+    """
+    if size is None and device.type == "cpu":
+        size = 128
+        while size < 1024 and 2 * 8 * _product(dtype, device, size, seconds=0.0) < seconds:
+            size *= 2
+    size = size or 8192
+    return 2 * size**3 / _product(dtype, device, size, seconds=seconds)
+
+
+def _product(dtype: torch.dtype, device: torch.device, size: int, *, seconds: float) -> float:
+    """Seconds that a product takes at least, after a first one, of as many as fit into `seconds`."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out, least, end = a @ b, math.inf, time.perf_counter() + seconds
+    while time.perf_counter() < end or least == math.inf:
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        least = min(least, time.perf_counter() - start)
+    return least

@@ -1,0 +1,54 @@
+"""Traces of some of a run's steps by torch.profiler."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+
+def idle_profile(asked: str, *, done: int, steps: int) -> str | None:
+    """Why none of the steps that "A:B" names will be traced, once `done` of a run's steps are done; None if some will be."""
+    first, last = map(int, asked.split(":"))
+    if done < min(last - 1, steps) and first <= steps:
+        return None
+    to_come = f"steps {done + 1} to {steps} are" if done < steps else "no step is"
+    return f"--profile {asked} traces nothing: {to_come} to come. Name steps among those, or raise train.steps."
+
+
+class Profile:
+    """torch.profiler over some of a run's `steps`; gives a function to call after each step. Spans of the trace name the steps."""
+
+    def __init__(self, folder: Path, asked: str | None, rank: int, *, steps: int) -> None:
+        first, last = map(int, asked.split(":")) if asked else (0, 0)
+        self.traced = range(first, min(last, steps + 1))
+        self.path = folder / "profile" / f"rank-{rank}.json"
+        self.profiler: torch.profiler.profile | None = None
+        self.span: torch.profiler.record_function | None = None
+
+    def __enter__(self):
+        return self.after_step if self.traced else nullcontext
+
+    def after_step(self, done: int) -> None:
+        """`done` steps are finished."""
+        self._end_span()
+        if done + 1 not in self.traced:
+            self.__exit__()
+            return
+        if self.profiler is None:
+            self.profiler = torch.profiler.profile(record_shapes=True, acc_events=True)
+            self.profiler.__enter__()
+        self.span = torch.profiler.record_function(f"step {done + 1}")
+        self.span.__enter__()
+
+    def _end_span(self) -> None:
+        if self.span is not None:
+            self.span.__exit__(None, None, None)
+            self.span = None
+
+    def __exit__(self, *_: object) -> None:
+        self._end_span()
+        if self.profiler is not None:
+            self.profiler.__exit__(None, None, None)
+            self.path.parent.mkdir(exist_ok=True)
+            self.profiler.export_chrome_trace(str(self.path))
+            self.profiler = None
