@@ -1,0 +1,60 @@
+"""Families of dataclasses that JSON keeps with a tag, such as `{"node": "a", "kind": "node_joined"}`."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from pydantic import TypeAdapter
+
+
+class Tagged(Protocol):
+    """A class with a tag. A class whose tag is empty is only a base of others."""
+
+    kind: ClassVar[str]
+
+
+Value = TypeVar("Value", bound=Tagged)
+
+
+class Family(Generic[Value]):
+    """The tagged classes below `bases`, those that exist when the family is made. `classes` maps each tag to its class.
+
+    A record holds the tag under `key`, as entry number `place` of the dict; None: as the last. Raises ValueError if two classes share
+    a tag.
+    """
+
+    def __init__(self, *bases: type[Value], key: str = "kind", place: int | None = None) -> None:
+        self._key, self._place = key, place
+        self.classes: dict[str, type[Value]] = {}
+        for one in _with_descendants(bases):
+            if not one.kind:
+                continue
+            other = self.classes.setdefault(one.kind, one)
+            if other is not one:
+                raise ValueError(f"{other.__name__} and {one.__name__} both have the tag {one.kind!r}: rename one of them")
+
+    def load(self, record: Mapping[str, Any]) -> Value:
+        """Return the value that a record holds. Raises ValueError for an unknown tag, and pydantic's ValidationError (also a ValueError)
+        for fields that do not fit the class."""
+        tag = record.get(self._key) if isinstance(record, Mapping) else None
+        if not isinstance(tag, str) or tag not in self.classes:
+            raise ValueError(f"{self._key} = {tag!r} is unknown: it must be one of {', '.join(self.classes)}")
+        return _adapter(self.classes[tag]).validate_python({name: value for name, value in record.items() if name != self._key})
+
+    def dump(self, value: Value) -> dict[str, Any]:
+        """Return a value as a dict that `json` can write."""
+        entries = list(_adapter(type(value)).dump_python(value, mode="json").items())
+        entries.insert(len(entries) if self._place is None else self._place, (self._key, value.kind))
+        return dict(entries)
+
+
+def _with_descendants(classes: tuple[type[Value], ...]) -> list[type[Value]]:
+    found = list(classes)
+    for one in found:  # grows as it is read
+        found += one.__subclasses__()
+    return found
+
+
+@cache
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
