@@ -219,7 +219,7 @@ def test_an_error_that_stays_is_found_with_one_microbatch_and_of_three_replicas_
 
 @pytest.mark.parametrize("times", [1, -1], ids=["once", "alike each time"])
 def test_without_another_replica_a_rank_repeats_itself_which_finds_only_what_comes_once(times: int) -> None:
-    """`megalith check` says so: tests/test_check.py."""
+    """`megalith check` says so: tests/check/test_fleet.py."""
     run = {"plan": {}, "fleet": {"verify_every": 1, "verify": "all"}}
     (found,) = train(run, only(0, before_step=lambda trainer, step: spoil(trainer, 0.37, times=times)))
     if times < 0:

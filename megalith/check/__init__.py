@@ -1,0 +1,12 @@
+"""Every rule of legality, and the field's advice, over a run's description. All problems are found at once, without torch.
+
+A rule is a function from a Case to the problems that it finds. Each subject has a module of rules, and RULES has a row for each rule.
+"""
+
+from megalith.check.case import Case
+from megalith.check.memory import PARTS
+from megalith.check.resume import MAY_CHANGE, check_resume
+from megalith.check.rules import RULES, Rule, check
+from megalith.spec.problem import Problem
+
+__all__ = ["MAY_CHANGE", "PARTS", "RULES", "Case", "Problem", "Rule", "check", "check_resume"]

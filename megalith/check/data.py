@@ -1,0 +1,129 @@
+"""Rules about prepared data: it is there, whole, and enough; its vocabulary and domains fit the run."""
+
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from megalith.check.case import Case, Found, advice, error, next_multiple
+from megalith.data.errors import DataError
+from megalith.data.manifest import Domain, check_copies, check_sizes, check_tokenizer, read_manifest
+from megalith.spec.problem import near
+from megalith.spec.toml import key
+
+NAMED = 5
+"""Damaged files of a folder that are named one by one."""
+
+
+def data_is_prepared(case: Case) -> Found:
+    """The data folder exists and holds a manifest."""
+    if not case.files or case.manifest is not None:
+        return
+    path = Path(case.spec.data.path)
+    way_out = f"Make it with: megalith data prepare SOURCE... --tokenizer TOKENIZER --out {path}"
+    if not path.is_dir():
+        absolute = f" (looked for {path.absolute()}; relative paths start at the current directory)"
+        yield error("data.path", str(path), f"no such folder{absolute}", way_out)
+        return
+    try:
+        read_manifest(path)
+    except DataError as fault:
+        yield error("data.path", str(path), fault.parts[0][0], way_out)
+    except OSError as fault:
+        yield error("data.path", str(path), f"its manifest.json cannot be read: {fault}", "Give a folder that can.")
+
+
+def data_is_whole(case: Case) -> Found:
+    """Shards are there at their full length, with the tokenizer that they were made with, in the folder or in a copy; a copy is of the
+    same data."""
+    if not case.files:
+        return
+    path, copies, manifest = Path(case.spec.data.path), [Path(copy) for copy in case.spec.data.copies], case.manifest
+    looks = [("data.copies", partial(check_copies, path, manifest, copies))]
+    if manifest:
+        looks += [
+            ("data.path", partial(check_sizes, path, manifest, copies=copies)),
+            ("data.path", partial(check_tokenizer, path, manifest)),
+        ]
+    for name, look in looks:
+        try:
+            look()
+        except DataError as fault:
+            value = getattr(case.spec.data, name.removeprefix("data."))
+            for reason, way_out in fault.parts[:NAMED]:
+                yield error(name, value, reason, way_out)
+            if len(fault.parts) > NAMED:
+                yield error(name, value, f"so it is with {len(fault.parts) - NAMED} more of its files", "Mend them likewise.")
+
+
+def vocabulary_covers_the_tokens(case: Case) -> Found:
+    """Every token id has a row in the embedding."""
+    if case.manifest is None:
+        return
+    tokens, vocab = case.manifest.tokenizer.vocab_size, case.spec.model.vocab
+    if tokens > vocab:
+        reason = f"is smaller than the data's vocabulary of {tokens} tokens"
+        unit = case.plan.tensor * case.plan.shards
+        yield error("model.vocab", vocab, reason, f"Use {next_multiple(tokens, unit)}, or data made with a smaller tokenizer.")
+
+
+def weighted_domains_exist(case: Case) -> Found:
+    """A mixture weighs domains the data has, and gives at least one a share."""
+    weights = case.spec.data.weights
+    if weights is None:
+        return
+    if not any(weights.values()):
+        yield error("data.weights", weights, "gives no domain a share", "Give one a weight above 0, or leave weights out.")
+    if case.manifest is None:
+        return
+    domains = case.manifest.domains
+    for name in weights:
+        if name not in domains:
+            nearest = near(name, domains)
+            way_out = f"{f'Did you mean {nearest}? ' if nearest else ''}It has: {', '.join(domains)}."
+            yield error(f"data.weights.{key(name)}", weights[name], "the data has no such domain", way_out)
+    for name in domains:
+        if name not in weights:
+            reason = "the data has this domain, and the mixture does not say its share"
+            yield error(f"data.weights.{key(name)}", None, reason, f"Set it; {key(name)} = 0 leaves the domain out.")
+
+
+def weighted_domains_have_text(case: Case) -> Found:
+    """A sample needs a token and the next one."""
+    weights = case.spec.data.weights
+    for name, domain in _read_domains(case).items():
+        if domain.train.tokens < 2 and _tokens(case, "train"):  # else no domain has any text, which another rule says
+            reason = f"the data has {domain.train.tokens} training tokens of this domain"
+            share = None if weights is None else weights[name]
+            yield error(f"data.weights.{key(name)}", share, reason, "Set it to 0, and give the other domains their shares.")
+
+
+def validation_has_text(case: Case) -> Found:
+    """Validation needs held-out tokens."""
+    every, held = case.spec.validation.every, _tokens(case, "validation")
+    if every and held is not None and held < case.spec.train.seq_len:
+        reason = f"the data holds out {held} tokens, less than one sequence of {case.spec.train.seq_len}"
+        yield error("validation.every", every, reason, "Prepare the data with a larger held-out share, or use every = 0.")
+
+
+def data_is_not_worn_out(case: Case) -> Found:
+    """Up to four passes over the data are nearly as good as new data (Muennighoff et al. 2023, arXiv:2305.16264)."""
+    train, available = case.spec.train, _tokens(case, "train")
+    wanted = train.steps * train.global_batch * train.seq_len
+    if available == 0:
+        yield error("data.path", case.spec.data.path, "holds no training tokens", "Prepare it again, from sources with text.")
+    elif available and wanted > 4 * available:
+        reason = f"reads {wanted:,} tokens, {wanted / available:.1f} times the data's {available:,}; past 4 little is learnt"
+        way_out = f"Use steps <= {max(1, 4 * available // (train.global_batch * train.seq_len))}, or more data."
+        yield advice("train.steps", train.steps, reason, way_out)
+
+
+def _tokens(case: Case, split: Literal["train", "validation"]) -> int | None:
+    """Tokens of the domains the run reads; None without a manifest."""
+    return None if case.manifest is None else sum(getattr(domain, split).tokens for domain in _read_domains(case).values())
+
+
+def _read_domains(case: Case) -> dict[str, Domain]:
+    """Those that the run reads."""
+    weights = case.spec.data.weights
+    domains = case.manifest.domains if case.manifest else {}
+    return {name: domain for name, domain in domains.items() if weights is None or weights.get(name)}

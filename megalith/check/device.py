@@ -1,0 +1,56 @@
+"""Rules about the cluster: its devices, and the links between them."""
+
+from megalith.check.case import Case, Found, advice, error
+from megalith.spec import cluster as clusters
+from megalith.spec.problem import SpecErrors
+
+
+def cluster_is_known(case: Case) -> Found:
+    """MFU needs a peak that is in the catalogue."""
+    if case.spec.cluster != "local":
+        try:
+            clusters.load(case.spec.cluster)
+        except SpecErrors as errors:
+            yield from errors.problems
+
+
+def tensor_stays_on_fast_links(case: Case) -> Found:
+    """Tensor parallelism moves activations in every layer: it belongs inside the fastest domain."""
+    if case.cluster is None:
+        return
+    device = case.cluster.accelerator
+    if case.plan.tensor > device.scale_up_domain:
+        slower = case.cluster.scale_out
+        rates = f", from {device.scale_up / 1e9:g} to {slower / 1e9:g} GB/s a device" if device.scale_up and slower else ""
+        reason = f"leaves the {device.scale_up_domain} {device.name} that fast links join{rates}"
+        way_out = f"Use tensor <= {device.scale_up_domain}, and pipeline or data for more."
+        yield advice("plan.tensor", case.plan.tensor, reason, way_out)
+
+
+def experts_stay_on_fast_links(case: Case) -> Found:
+    """Every layer of experts sends each token there and back: inside a domain that is fast, and over the network it sets the pace."""
+    if case.cluster is None:
+        return
+    device, plan = case.cluster.accelerator, case.plan
+    line = plan.expert * plan.expert_tensor
+    if line > device.scale_up_domain and plan.expert > 1:
+        ranks = f"{line} neighbouring ranks" if plan.expert_tensor > 1 else "these ranks"
+        reason = f"takes tokens over {ranks}, beyond the {device.scale_up_domain} {device.name} that fast links join"
+        most = max(1, device.scale_up_domain // plan.expert_tensor)
+        way_out = (
+            f"Use expert <= {most} if that many experts fit a rank; else the messages want hiding, as by dualpipe or dualpipev."
+        )
+        yield advice("plan.expert", plan.expert, reason, way_out)
+
+
+def device_suits(case: Case) -> Found:
+    """The device asked for is the cluster's, and computes in the precision asked for."""
+    if case.cluster is None:
+        return
+    train, device = case.spec.train, case.cluster.accelerator
+    if train.device != "auto" and (train.device == "cpu") != (device.name == "cpu"):
+        yield error("train.device", train.device, f'contradicts cluster = "{case.spec.cluster}"', 'Use "auto".')
+    if device.peak and train.precision not in device.peak:
+        rate = f", at fp32's {device.peak['fp32'] / 1e12:g} TFLOP/s at best" if "fp32" in device.peak else ""
+        known = ", ".join(device.peak)
+        yield advice("train.precision", train.precision, f"{device.name} only emulates it{rate}", f"It computes in {known}.")

@@ -1,0 +1,56 @@
+"""Rules about nodes and faults: shares of nodes, verification, copies on disk, the plan to fall back on."""
+
+import os
+from pathlib import Path
+
+from megalith.check.case import Case, Found, advice, divisors, error
+from megalith.check.resume import other_sets
+from megalith.mesh import Mesh
+
+
+def nodes_share_the_ranks(case: Case) -> Found:
+    """A node fills a place of the mesh with as many ranks as any other."""
+    ranks, nodes = case.plan.ranks, case.spec.fleet.nodes
+    if ranks % nodes:
+        yield error("fleet.nodes", nodes, f"does not divide the plan's {ranks} ranks", divisors("fleet.nodes", ranks, nodes))
+
+
+def fallback_is_the_same_run(case: Case) -> Found:
+    """The plan to go on with when nodes are gone leaves the sets of tokens as they are."""
+    if case.spec.fleet.fallback is not None and case.model is not None:
+        yield from other_sets(case.spec, case.spec.fleet.fallback, "fleet.fallback")
+
+
+def verification_has_a_replica(case: Case) -> Found:
+    """Gradients computed again by whoever computed them show only errors that come and go."""
+    plan, fleet = case.plan, case.spec.fleet
+    if fleet.recover and fleet.verify_every and not Mesh.of(plan).replica_shift:
+        reason = f"finds no gradient that is wrong alike each time: with plan.data = {plan.data} ranks can but repeat their own"
+        once = "" if fleet.verify == "all" else ', and with fleet.verify = "one" nothing that training uses'
+        way_out = 'Use more data ranks, or fleet.verify = "all" for errors that come once, or verify_every = 0.'
+        yield advice("fleet.verify_every", fleet.verify_every, reason + once, way_out)
+
+
+def verification_repeats_bits(case: Case) -> Found:
+    """What is computed again must give the same bits. Attention in half precision on a GPU adds gradients up in no fixed order."""
+    train, fleet, cluster = case.spec.train, case.spec.fleet, case.cluster
+    gpu = train.device == "cuda" or (cluster is not None and cluster.accelerator.name != "cpu" and train.device == "auto")
+    if gpu and train.precision == "bf16" and fleet.recover and fleet.verify_every:
+        reason = "would blame ranks that are right: on GPUs, attention in bf16 does not give the same bits twice"
+        yield error("fleet.verify_every", fleet.verify_every, reason, 'Use verify_every = 0, or train.precision = "fp32".')
+
+
+def disk_takes_copies(case: Case) -> Found:
+    """Copies of the state on a node's disk are written from those in memory, into a folder that can be written to."""
+    fleet = case.spec.fleet
+    if not (fleet.recover and fleet.disk_every):
+        return
+    if not fleet.memory_every:
+        reason = "is of copies that are written from those in memory, and fleet.memory_every = 0 makes none"
+        yield error("fleet.disk_every", fleet.disk_every, reason, f"Use fleet.memory_every = {fleet.disk_every}, say.")
+    folder = Path(fleet.disk).absolute()
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if case.files and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        wrong = "is no folder" if not there.is_dir() else "may not be written to"
+        reason = f"{there} {wrong}, so no node could keep copies of the state there"
+        yield error("fleet.disk", fleet.disk, reason, "Give a folder on each node's own disk, or set fleet.disk_every = 0.")

@@ -1,0 +1,115 @@
+"""Rules about a device's memory: state, activations and recomputation."""
+
+from megalith.check.case import Case, Found, advice, error, format_bytes
+from megalith.check.sizes import saved_numbers
+from megalith.mesh import Mesh
+from megalith.spec.model import MoeSpec
+from megalith.spec.plan import Plan
+from megalith.spec.problem import near
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "attend": (),
+    "attention": ("attend",),
+    "attention.core": ("attention", "attend"),
+    "attention_norm": ("attend",),
+    "mamba": ("attend",),
+    "mamba.core": ("mamba", "attend"),
+    "mamba_norm": ("attend",),
+    "mlp": (),
+    "mlp.experts": ("mlp",),
+    "mlp.shared": ("mlp",),
+    "mlp_norm": ("attend",),
+}
+"""The parts of a block that selective recomputation can name -> those that have this one in them."""
+
+WIDTH = {"fp32": 4, "bf16": 2}
+"""Bytes of a number, by precision."""
+
+STATE_BYTES, GRADIENT_BYTES = 16, 4
+"""Bytes a parameter: master weight, gradient and AdamW's two moments, each fp32 (Rajbhandari et al. 2019); of these the gradient."""
+
+
+def recomputation_names_what_exists(case: Case) -> Found:
+    """Recomputation names blocks and parts that there are."""
+    plan, blocks = case.plan, case.spec.model.layers
+    if plan.recompute.startswith("every:") and int(plan.recompute.removeprefix("every:")) > blocks:
+        reason = f"counts past the model's {blocks} blocks"
+        yield error("plan.recompute", plan.recompute, reason, f"Use every:N with N <= {blocks}.")
+    for part in plan.recompute_parts:
+        if part not in PARTS:
+            nearest = near(part, PARTS)
+            hint = f'Did you mean "{nearest}"? ' if nearest else ""
+            way_out = f"{hint}Known: {', '.join(PARTS)}."
+            yield error("plan.recompute_parts", plan.recompute_parts, f'"{part}" is no part of a block', way_out)
+    if plan.recompute == "selective" and not plan.recompute_parts:
+        way_out = 'Use ["attention.core"], or recompute = "none".'
+        yield error("plan.recompute_parts", (), 'names nothing, with recompute = "selective"', way_out)
+    nested = [(part, outer) for part in plan.recompute_parts for outer in PARTS.get(part, ()) if outer in plan.recompute_parts]
+    if plan.recompute == "selective" and nested:
+        reason = "{} is computed a third time, inside {}".format(*nested[0])
+        yield advice("plan.recompute_parts", plan.recompute_parts, reason, "Name the outer part only.")
+
+
+def state_fits(case: Case) -> Found:
+    """Weights, gradients and moments alone fit the device."""
+    memory = case.cluster.accelerator.memory if case.cluster else None
+    if memory is None or case.model is None or case.plan.data % case.plan.replicate:
+        return
+    held = state_bytes(case, case.plan)
+    if held > memory:
+        sharded = state_bytes(case, case.plan.model_copy(update={"zero": 3, "replicate": 1}))
+        name = case.cluster.accelerator.name if case.cluster else ""
+        reason = (
+            f"keeps at least {format_bytes(held)} of weights, gradients and moments a rank, and {name} has {format_bytes(memory)}"
+        )
+        way_out = f"plan.zero = 3 would keep {format_bytes(sharded)}. " if sharded < held else ""
+        yield error("plan.zero", case.plan.zero, reason, f"{way_out}Use more of tensor, pipeline or data, or a smaller model.")
+
+
+def optimizer_is_sharded(case: Case) -> Found:
+    """ZeRO-1 costs no communication and saves most of the optimizer's memory (Rajbhandari et al. 2019)."""
+    plan = case.plan
+    if plan.zero == 0 and plan.data > 1:
+        moments = 8 * case.block_parameters // (plan.tensor * plan.pipeline)
+        reason = f"keeps {format_bytes(moments)} of optimizer moments on each of {plan.data} data ranks"
+        yield advice(
+            "plan.zero", 0, reason, f"zero = 1 keeps {format_bytes(moments // plan.data)}, for the same bytes exchanged."
+        )
+
+
+def long_sequences_recompute(case: Case) -> Found:
+    """Activations grow with the sequence; recomputing trades them for time."""
+    plan, train = case.plan, case.spec.train
+    if plan.recompute != "none" or case.model is None or case.spec.microbatches == 0:
+        return
+    saved = sum(saved_numbers(block, case.model.dim) for block in case.model.blocks)
+    in_flight = case.spec.microbatches if plan.schedule == "gpipe" else min(plan.pipeline, case.spec.microbatches)
+    tokens = train.seq_len * plan.microbatch * in_flight
+    held = saved * tokens * WIDTH[train.precision] / (plan.pipeline * plan.tensor * plan.context)
+    memory = case.cluster.accelerator.memory if case.cluster else None
+    if held > memory / 2 if memory else train.seq_len >= 16_384:
+        reason = f"keeps about {format_bytes(held)} of activations a rank for backward"
+        reason += f", of {format_bytes(memory)}" if memory else f" at seq_len = {train.seq_len}"
+        inputs = format_bytes(
+            held * len(case.model.blocks) * case.model.dim / saved
+        )  # of each block, full recomputation keeps its input
+        yield advice("plan.recompute", "none", reason, f'"full" keeps about {inputs}, for a third more computation.')
+
+
+def state_bytes(case: Case, plan: Plan) -> int:
+    """At least what a rank holds of the blocks' state; experts are laid out apart. Below ZeRO-3 it also holds whole weights to
+    compute with."""
+    precision, mesh = case.spec.train.precision, Mesh.of(plan)
+    places = max(1, plan.pipeline // plan.sides)  # of stages: the two directions of a pipeline keep each of them twice
+    moes = [block.mlp for block in case.model.blocks if isinstance(block.mlp, MoeSpec)] if case.model else []
+    experts = sum(moe.experts * (3 if moe.gated else 2) * moe.hidden for moe in moes) * (case.model.dim if case.model else 0)
+    held = 0.0
+    for parameters, split, shards in (
+        (case.block_parameters - experts, plan.tensor, max(1, plan.shards)),  # 0 where it asks for more copies than ranks
+        (experts, plan.expert * plan.expert_tensor, max(1, mesh.experts[2])),  # or for more expert ranks
+    ):
+        whole = WIDTH[precision] if plan.zero < 3 and (shards > 1 or precision == "bf16") else 0
+        gradients = GRADIENT_BYTES * (1 if plan.zero < 2 else 1 / shards)  # whole until the end of a step, below ZeRO-2
+        undoing = STATE_BYTES / shards if plan.post_validation else 0  # gradients and copies, once those are gone
+        held += parameters / (split * places) * ((STATE_BYTES - GRADIENT_BYTES) / shards + max(gradients, undoing) + whole)
+    return int(held)

@@ -1,0 +1,150 @@
+"""Rules about the mesh: the axes multiply to the ranks there are, and each divides what it splits."""
+
+from math import gcd
+
+from megalith.check.case import Case, Found, advice, divisors, error, next_multiple
+from megalith.spec.model import AttentionSpec, MlpSpec, MoeSpec
+
+
+def replicate_divides_data(case: Case) -> Found:
+    """Copies of the state are groups of equal size."""
+    plan = case.plan
+    if plan.data % plan.replicate:
+        reason = f"does not divide plan.data = {plan.data}"
+        yield error("plan.replicate", plan.replicate, reason, divisors("replicate", plan.data, plan.replicate))
+    elif plan.replicate > 1 and plan.zero == 0:
+        reason = "changes nothing with plan.zero = 0, which copies everything"
+        yield advice("plan.replicate", plan.replicate, reason, "Leave it out.")
+
+
+def ranks_match_the_plan(case: Case) -> Found:
+    """A plan uses every rank there is, and no more."""
+    plan = case.plan
+    axes = [("data", plan.data), ("context", plan.context), ("tensor", plan.tensor), ("pipeline", plan.pipeline)]
+    sizes = " x ".join(f"{name} {size}" for name, size in axes if name != "context" or size > 1)
+    need = f"{sizes} = {plan.ranks} ranks are needed"
+    fixed = plan.context * plan.tensor * plan.pipeline
+    if case.world is not None and case.world != plan.ranks:
+        fits = case.world % fixed == 0
+        way_out = f"Use plan.data = {case.world // fixed}" if fits else f"Start a multiple of {fixed} ranks"
+        yield error("plan.data", plan.data, f"{need}, and {case.world} were started", f"{way_out}, or start {plan.ranks} ranks.")
+    counted = ":" in case.spec.cluster or case.spec.cluster.endswith(".toml")  # a bare name is any number of them
+    if case.cluster and counted and case.cluster.count < plan.ranks:
+        reason = f"has {case.cluster.count} devices, and {need}"
+        way_out = f"Use {case.cluster.accelerator.name}:{plan.ranks}, or a smaller plan."
+        yield error("cluster", case.spec.cluster, reason, way_out)
+
+
+def tensor_divides_the_model(case: Case) -> Found:
+    """Tensor parallelism splits heads, hidden channels, vocabulary and (with `sequence`) the sequence evenly."""
+    if case.plan.tensor == 1 or case.model is None:
+        return
+    whole = _split_sizes(case)
+    if case.plan.sequence:
+        whole["seq_len", "train"] = case.spec.train.seq_len
+    legal = gcd(*whole.values())
+    for (what, where), size in whole.items():
+        if size % case.plan.tensor:
+            way_out = divisors("tensor", legal, case.plan.tensor)
+            way_out += " Or plan.sequence = false." if what == "seq_len" else ""
+            yield error("plan.tensor", case.plan.tensor, f"does not divide {what} = {size} ({where})", way_out)
+
+
+def kv_heads_meet_the_tensor_ranks(case: Case) -> Found:
+    """Tensor ranks share out the heads of keys and values, or each has the one that its queries need."""
+    tensor = case.plan.tensor
+    for block, name in case.blocks.items():
+        heads = block.attention.kv_heads if isinstance(block.attention, AttentionSpec) else tensor
+        if heads % tensor and tensor % heads:
+            reason = f"neither divides kv_heads = {heads} ({name}.attention) nor is a multiple of it"
+            yield error("plan.tensor", tensor, reason, divisors("tensor", heads, tensor))
+
+
+def context_divides_the_sequence(case: Case) -> Found:
+    """Each context rank has one early and one late part of every sequence; Ulysses' ranks exchange whole heads."""
+    plan, length = case.plan, case.spec.train.seq_len
+    if plan.context % plan.ulysses:
+        yield error(
+            "plan.ulysses",
+            plan.ulysses,
+            f"does not divide plan.context = {plan.context}",
+            divisors("ulysses", plan.context, plan.ulysses),
+        )
+    if plan.context == 1:
+        return
+    if mixed := next((name for block, name in case.blocks.items() if block.mamba), None):
+        reason = f"splits sequences, and the state of Mamba-2 ({mixed}.mamba) would have to pass from rank to rank"
+        way_out = (
+            "Use context = 1; Mamba-2 keeps little for long sequences, and tensor, recomputation or more data ranks help too."
+        )
+        yield error("plan.context", plan.context, reason, way_out)
+    unit = 2 * plan.context * (plan.tensor if plan.sequence else 1)
+    if length % unit:
+        reason = f"is no multiple of 2 x context {plan.context}" + (f" x tensor {plan.tensor}" if unit > 2 * plan.context else "")
+        yield error(
+            "train.seq_len",
+            length,
+            f"{reason} = {unit}",
+            f"Use seq_len = {next_multiple(length, unit)}, say, or a smaller plan.context.",
+        )
+    for block, name in case.blocks.items():
+        heads, split = block.attention.heads if block.attention else 0, plan.tensor * plan.ulysses
+        if plan.ulysses > 1 and heads % split:
+            reason = f"with tensor = {plan.tensor} does not divide heads = {heads} ({name}.attention)"
+            yield error("plan.ulysses", plan.ulysses, reason, "Use a smaller ulysses; the rest of the context is a ring.")
+
+
+def experts_have_ranks(case: Case) -> Found:
+    """Expert ranks are taken from those of one pipeline rank; they share out experts, and split the width of each, evenly."""
+    plan = case.plan
+    moes = {name: block.mlp for block, name in case.blocks.items() if isinstance(block.mlp, MoeSpec)}
+    asked = [name for name in ("expert", "expert_tensor") if getattr(plan, name) > 1]
+    if asked and case.model is not None and not moes:
+        for name in asked:
+            yield error(f"plan.{name}", getattr(plan, name), "shares out experts, and the model has none", "Use 1.")
+        return
+    ranks = plan.data * plan.context * plan.tensor
+    if ranks % (plan.expert * plan.expert_tensor):
+        product = plan.expert * plan.expert_tensor
+        reason = f"x expert_tensor {plan.expert_tensor} = {product} does not divide data x context x tensor = {ranks}"
+        way_out = f"Use a product that does: {', '.join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)}."
+        yield error("plan.expert", plan.expert, reason, way_out)
+    for name, moe in moes.items():
+        if moe.experts % plan.expert:
+            reason = f"does not divide the {moe.experts} experts ({name}.mlp)"
+            yield error("plan.expert", plan.expert, reason, divisors("expert", moe.experts, plan.expert))
+        if moe.hidden % plan.expert_tensor:
+            reason = f"does not divide an expert's width {moe.hidden} ({name}.mlp)"
+            yield error(
+                "plan.expert_tensor", plan.expert_tensor, reason, divisors("expert_tensor", moe.hidden, plan.expert_tensor)
+            )
+
+
+def batch_divides(case: Case) -> Found:
+    """Every data rank computes equally many whole microbatches."""
+    plan, batch = case.plan, case.spec.train.global_batch
+    unit = plan.data * plan.microbatch
+    if batch % unit:
+        near_ones = " or ".join(str(n) for n in (batch // unit * unit, next_multiple(batch, unit)) if n)
+        reason = f"is no multiple of plan.data {plan.data} x plan.microbatch {plan.microbatch} = {unit}"
+        smaller = max((m for m in range(1, plan.microbatch) if batch % (plan.data * m) == 0), default=None)
+        also = f", or plan.microbatch = {smaller}" if smaller else ""
+        yield error("train.global_batch", batch, reason, f"Use {near_ones}{also}.")
+
+
+def _split_sizes(case: Case) -> dict[tuple[str, str], int]:
+    """What tensor parallelism splits, and where it is: (name, part) -> size."""
+    assert case.model is not None
+    sizes = {("vocab", "embedding, head"): case.model.embedding.vocab}
+    if case.model.embedding.positions is not None:
+        sizes["context", "embedding"] = case.model.embedding.positions
+    for block, name in case.blocks.items():
+        if block.attention:
+            sizes["heads", f"{name}.attention"] = block.attention.heads
+        if block.mamba:
+            sizes["groups", f"{name}.mamba"] = block.mamba.groups  # and with them the heads
+        if isinstance(block.mlp, MlpSpec):
+            sizes["ffn", f"{name}.mlp"] = block.mlp.hidden
+        elif block.mlp and block.mlp.shared:
+            sizes["shared", f"{name}.mlp"] = block.mlp.shared
+    return sizes

@@ -1,0 +1,49 @@
+"""Rules about the model's own sizes."""
+
+from megalith.check.case import Case, Found, advice, divisors, error
+from megalith.spec.model import AttentionSpec, LatentAttentionSpec, MoeSpec
+
+
+def heads_make_up_the_width(case: Case) -> Found:
+    """Attention heads split the width evenly, share keys evenly, and have pairs of channels to rotate."""
+    model = case.spec.model
+    implied = getattr(model, "head_dim", 0) is None  # the heads' width follows from dim
+    if implied and model.dim % model.heads:
+        way_out = divisors("heads", model.dim, model.heads)
+        yield error("model.heads", model.heads, f"does not divide model.dim = {model.dim}", way_out)
+    # blocks of one model differ in other things
+    attention = next((block.attention for block in case.blocks if block.attention), None)
+    if isinstance(attention, AttentionSpec) and attention.heads % attention.kv_heads:
+        reason = f"does not divide model.heads = {attention.heads}, so groups of heads would share keys unevenly"
+        way_out = divisors("kv_heads", attention.heads, attention.kv_heads)
+        yield error("model.kv_heads", attention.kv_heads, reason, way_out)
+    if isinstance(attention, AttentionSpec) and attention.rope and attention.head_dim % 2:
+        name = "heads" if implied else "head_dim"
+        reason = f"gives heads of {attention.head_dim} channels, and rotary positions turn channels in pairs"
+        yield error(f"model.{name}", getattr(model, name), reason, f"Use an even head_dim, such as {attention.head_dim + 1}.")
+    if isinstance(attention, LatentAttentionSpec) and attention.rope_dim % 2:
+        reason = "is odd, and rotary positions turn channels in pairs"
+        yield error("model.rope_dim", attention.rope_dim, reason, f"Use {attention.rope_dim + 1}, say.")
+    groups, mamba_heads = getattr(model, "mamba_groups", 1), getattr(model, "mamba_heads", 1)
+    if mamba_heads % groups:
+        reason = f"does not divide model.mamba_heads = {mamba_heads}, so groups would have unequal numbers of heads"
+        yield error("model.mamba_groups", groups, reason, divisors("mamba_groups", mamba_heads, groups))
+
+
+def sequences_fit_the_context(case: Case) -> Found:
+    """Positions beyond the model's context were never meant; learned ones are not there."""
+    length, context = case.spec.train.seq_len, case.spec.model.context
+    learned = case.model.embedding.positions if case.model else None
+    if learned is not None and length > learned:
+        reason = f"goes beyond the {learned} positions that this model learns a vector each for"
+        yield error("train.seq_len", length, reason, f"Use seq_len <= {learned}, or set model.context = {length}.")
+    elif length > context:
+        reason = f"goes beyond model.context = {context}, the longest sequence the positions are meant for"
+        yield advice("train.seq_len", length, reason, f"Use seq_len <= {context}, or set model.context = {length}.")
+
+
+def routing_is_learnt(case: Case) -> Found:
+    """Tokens that are dealt out go to experts that know nothing of them."""
+    if any(isinstance(block.mlp, MoeSpec) and block.mlp.router.balanced for block in case.blocks):
+        reason = "sends tokens to experts in turn, whatever their scores: it measures speed, and learns no routing"
+        yield advice("model.balanced", True, reason, "Leave it out of a run whose weights are wanted.")

@@ -1,0 +1,93 @@
+"""Rules about the pipeline: its stages, its schedule and its bubble."""
+
+from megalith.check.case import Case, Found, advice, error, format_bytes
+from megalith.check.memory import state_bytes
+from megalith.schedule.table import misfits
+
+SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipev")
+"""Schedules that put weight gradients off."""
+
+
+def every_stage_has_a_block(case: Case) -> Found:
+    """A stage without a block would only pass messages on."""
+    stages, blocks = case.plan.stages, case.spec.model.layers
+    if stages > blocks:
+        reason = f"with chunks = {case.plan.chunks} makes {stages} stages, and the model has {blocks} blocks"
+        yield error("plan.pipeline", case.plan.pipeline, reason, f"Use pipeline x chunks <= {blocks}.")
+
+
+def layers_fill_the_stages(case: Case) -> Found:
+    """An explicit split names every stage and places every block."""
+    layers, stages, blocks = case.plan.layers, case.plan.stages, case.spec.model.layers
+    if layers is None or stages > blocks:
+        return
+    share, more = divmod(blocks, stages)
+    way_out = f"Use {[share + (s < more) for s in range(stages)]}, say, or leave it out."
+    if len(layers) != stages:
+        yield error("plan.layers", layers, f"names {len(layers)} stages, and pipeline x chunks makes {stages}", way_out)
+    if sum(layers) != blocks:
+        yield error("plan.layers", layers, f"places {sum(layers)} blocks, and the model has {blocks}", way_out)
+
+
+def schedule_can_be_built(case: Case) -> Found:
+    """The schedule is there, and runs on this many ranks, microbatches and chunks, under this ZeRO stage."""
+    plan = case.plan
+    fields = {"ranks": "pipeline", "microbatches": "microbatch"}
+    if case.spec.microbatches:  # else the batch does not divide, which another rule says
+        for misfit in misfits(
+            plan.schedule, ranks=plan.pipeline, microbatches=case.spec.microbatches, chunks=plan.chunks, zero=plan.zero
+        ):
+            yield error(f"plan.{fields.get(misfit.field, misfit.field)}", misfit.value, misfit.reason, misfit.way_out)
+    if plan.schedule == "interleaved" and plan.chunks == 1 and plan.pipeline > 1:
+        yield advice("plan.chunks", 1, 'interleaves nothing with schedule = "interleaved"', "Use chunks = 2 or more.")
+
+
+def zero_bubble_is_worth_its_memory(case: Case) -> Found:
+    """ZB-H2 fills the bubble only if the next step may begin before the global norm is known (Qi et al. 2024, section 4)."""
+    plan = case.plan
+    if plan.schedule == "zb-h2" and not plan.post_validation and plan.pipeline > 1:
+        reason = (
+            f"keeps up to {2 * plan.pipeline - 1} microbatches in flight, and still waits for all ranks at the end of each step"
+        )
+        yield advice(
+            "plan.schedule", plan.schedule, reason, 'Use plan.post_validation = true, or "zb-h1", which keeps half of that.'
+        )
+    if plan.compile and plan.schedule in SPLIT_BACKWARD:
+        reason = "compiles blocks whole, so that no weight gradient can be put off"
+        yield advice("plan.compile", True, f'{reason}, which schedule = "{plan.schedule}" counts on', "Use one or the other.")
+
+
+def second_copies_are_worth_it(case: Case) -> Found:
+    """DualPipe keeps every stage twice, for a bubble hardly smaller than DualPipeV's on the same ranks (Sea AI Lab, "cut in half")."""
+    plan, ranks, microbatches = case.plan, case.plan.pipeline, case.spec.microbatches
+    if plan.schedule != "dualpipe" or ranks == 1 or case.model is None or len(case.model.blocks) < 2 * ranks:
+        return
+    other = plan.model_copy(update={"schedule": "dualpipev", "chunks": 2})
+    reason = f"keeps a second copy of each stage, about {format_bytes(state_bytes(case, plan) - state_bytes(case, other))} a rank"
+    if microbatches >= 2 * ranks:  # else both idle for more than these, which are exact where F = I = W and nothing is hidden
+        own, theirs = (ranks - 2) / (3 * microbatches), (ranks - 1) / (3 * microbatches)
+        reason += f", and idles for {own:.1%} of the useful time where 'dualpipev' idles for {theirs:.1%}"
+    way_out = "Use schedule = 'dualpipev' and chunks = 2, unless twice the messages between stages cost more."
+    yield advice("plan.schedule", plan.schedule, reason, way_out)
+
+
+def bubble_is_small(case: Case) -> Found:
+    """Many more microbatches than stages, or ranks wait (Narayanan et al. 2021: (p - 1) / m of the useful time)."""
+    plan, microbatches = case.plan, case.spec.microbatches
+    if plan.pipeline == 1 or not 0 < microbatches < 4 * plan.pipeline or plan.schedule not in ("gpipe", "1f1b", "interleaved"):
+        return
+    chunks = plan.chunks if plan.schedule == "interleaved" else 1
+    bubble = (plan.pipeline - 1) / (microbatches * chunks)
+    reason = f"over {microbatches} microbatches leaves each rank idle for {bubble:.1%} of its useful time"
+    more = 4 * plan.pipeline * plan.data * plan.microbatch
+    way_out = f"Use train.global_batch >= {more}, a smaller microbatch or fewer stages."
+    yield advice("plan.pipeline", plan.pipeline, reason, way_out)
+
+
+def tied_weights_stay_together(case: Case) -> Found:
+    """A tied embedding is kept, and its gradient exchanged, at both ends of a pipeline."""
+    model = case.spec.model
+    if model.tied and case.plan.pipeline > 1:
+        size = format_bytes(4 * model.vocab * model.dim // case.plan.tensor)
+        reason = f"with pipeline = {case.plan.pipeline} keeps the matrix at both ends, which exchange {size} every step"
+        yield advice("model.tied", True, reason, "Use tied = false, or no pipeline, if that is much beside the model.")

@@ -1,0 +1,114 @@
+"""The table of rules, and the check that applies it."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from megalith.check import data, device, fleet, memory, mesh, model, pipeline, software, steps, weights
+from megalith.check.case import Case, Found, error
+from megalith.spec.base import AbsentError
+from megalith.spec.problem import Problem
+from megalith.spec.run import RunSpec
+
+
+class Rule(NamedTuple):
+    """A rule of legality or of the field's advice."""
+
+    subject: str
+    """The module of this package that the rule belongs to."""
+    find: Callable[[Case], Found]
+    """Yields the problems of a case. Its docstring says what the rule wants."""
+
+
+def check(
+    spec: RunSpec,
+    *,
+    world: int | None = None,
+    files: bool = True,
+    begun: bool = False,
+    provenance: Mapping[str, str] | None = None,
+) -> list[Problem]:
+    """Return every problem of a run, errors first. An empty list means that the run is legal and follows the field's advice.
+
+    `world` is the number of ranks that were started, if known. With `files=False` no rule looks at the disk. A run that has `begun`
+    resumes from its own checkpoints. `provenance` (from `spec.files`) names the source of each value. If the spec lacks values
+    (`spec.files.read`), each rule reports what it can without them.
+    """
+    case = Case(spec, world, files, begun)
+    found = [problem for rule in RULES for problem in _problems(rule, case)]
+    origins = provenance or {}
+    return sorted((replace(p, source=origins.get(p.key, "")) for p in found), key=lambda p: p.severity != "error")
+
+
+def _problems(rule: Rule, case: Case) -> Found:
+    """Yield the problems that a rule finds before it reads a value that the spec lacks."""
+    with suppress(AbsentError):
+        yield from rule.find(case)
+
+
+def fallback_can_be_run(case: Case) -> Found:
+    """The fallback plan is as legal as the run's own, on fewer nodes with as many ranks each.
+
+    This rule stands beside `check` because it applies every other rule to the fallback plan.
+    """
+    spec, ranks = case.spec.fleet, case.plan.ranks
+    if spec.fallback is None or spec.nodes == 1 or ranks % spec.nodes:
+        return
+    each, needed = ranks // spec.nodes, spec.fallback.ranks
+    if needed % each or needed >= ranks:
+        reason = f"has {needed} ranks, and whole nodes of {each} ranks each must hold them, fewer than the run's {spec.nodes}"
+        yield error("fleet.fallback", needed, reason, f"Use a plan of {each} to {ranks - each} ranks, a multiple of {each}.")
+    alone = spec.model_copy(update={"fallback": None, "nodes": max(1, needed // each)})
+    for problem in check(case.spec.model_copy(update={"plan": spec.fallback, "fleet": alone}), files=False):
+        if problem.severity == "error" and problem.key.startswith("plan"):
+            yield replace(problem, key=f"fleet.fallback{problem.key.removeprefix('plan')}")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("model", model.heads_make_up_the_width),
+    Rule("model", model.sequences_fit_the_context),
+    Rule("mesh", mesh.replicate_divides_data),
+    Rule("mesh", mesh.ranks_match_the_plan),
+    Rule("fleet", fleet.nodes_share_the_ranks),
+    Rule("mesh", mesh.tensor_divides_the_model),
+    Rule("mesh", mesh.kv_heads_meet_the_tensor_ranks),
+    Rule("mesh", mesh.context_divides_the_sequence),
+    Rule("mesh", mesh.experts_have_ranks),
+    Rule("model", model.routing_is_learnt),
+    Rule("fleet", fleet.fallback_is_the_same_run),
+    Rule("fleet", fallback_can_be_run),
+    Rule("mesh", mesh.batch_divides),
+    Rule("pipeline", pipeline.every_stage_has_a_block),
+    Rule("pipeline", pipeline.layers_fill_the_stages),
+    Rule("pipeline", pipeline.schedule_can_be_built),
+    Rule("pipeline", pipeline.zero_bubble_is_worth_its_memory),
+    Rule("software", software.journeys_can_hide),
+    Rule("software", software.compiler_keeps_collectives),
+    Rule("pipeline", pipeline.second_copies_are_worth_it),
+    Rule("pipeline", pipeline.bubble_is_small),
+    Rule("pipeline", pipeline.tied_weights_stay_together),
+    Rule("memory", memory.recomputation_names_what_exists),
+    Rule("memory", memory.state_fits),
+    Rule("memory", memory.optimizer_is_sharded),
+    Rule("memory", memory.long_sequences_recompute),
+    Rule("device", device.cluster_is_known),
+    Rule("device", device.tensor_stays_on_fast_links),
+    Rule("device", device.experts_stay_on_fast_links),
+    Rule("device", device.device_suits),
+    Rule("steps", steps.warmup_and_decay_fit),
+    Rule("steps", steps.long_runs_save),
+    Rule("fleet", fleet.verification_has_a_replica),
+    Rule("fleet", fleet.verification_repeats_bits),
+    Rule("data", data.data_is_prepared),
+    Rule("data", data.data_is_whole),
+    Rule("data", data.vocabulary_covers_the_tokens),
+    Rule("data", data.weighted_domains_exist),
+    Rule("data", data.weighted_domains_have_text),
+    Rule("data", data.validation_has_text),
+    Rule("software", software.tensorboard_is_there),
+    Rule("data", data.data_is_not_worn_out),
+    Rule("fleet", fleet.disk_takes_copies),
+    Rule("weights", weights.first_weights_exist),
+)
+"""Every rule. Problems of one severity come in this order."""

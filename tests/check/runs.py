@@ -1,0 +1,45 @@
+"""A small legal run, with some values changed."""
+
+from megalith.check import Problem, check
+from megalith.spec.files import Layer, read_setting, resolve
+from megalith.spec.run import RunSpec
+
+BASE = {
+    "model": {"preset": "tiny"},
+    "data": {"path": "data"},
+    "train": {"steps": 100, "global_batch": 64, "seq_len": 128},
+    "optimizer": {"warmup": 10},
+}
+HYBRID = ("model.preset=nemotron-h-tiny", "train.seq_len=128")
+
+
+def spec(*settings: str) -> RunSpec:
+    """A legal run, with some values changed: "plan.tensor=2"."""
+    return resolve([Layer(BASE, "file"), *map(read_setting, settings)]).spec
+
+
+def found(*settings: str, world: int | None = None) -> list[Problem]:
+    """Return the problems of such a run, without a look at the disk."""
+    return check(spec(*settings), world=world, files=False)
+
+
+def errors(*settings: str, world: int | None = None) -> list[Problem]:
+    """Return its errors."""
+    return [problem for problem in found(*settings, world=world) if problem.severity == "error"]
+
+
+def advice(*settings: str) -> list[str]:
+    """Return the keys of its advice."""
+    return [problem.key for problem in found(*settings) if problem.severity == "advice"]
+
+
+def keys(*settings: str, begun: bool = False) -> list[str]:
+    """Return the keys of its problems, those of files too."""
+    return [problem.key for problem in check(spec(*settings), begun=begun)]
+
+
+def is_named(settings: list[str], key: str, said: str) -> None:
+    """Assert that an error about this key says this."""
+    problems = errors(*settings)
+    assert key in [problem.key for problem in problems]
+    assert any(said in str(problem) for problem in problems if problem.key == key), [*map(str, problems)]

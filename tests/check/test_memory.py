@@ -1,0 +1,82 @@
+"""State, activations and recomputation."""
+
+import pytest
+
+from megalith.check.case import format_bytes
+from tests.check.runs import HYBRID, advice, errors, found, is_named
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "said"),
+    [
+        (["plan.recompute=every:9"], "plan.recompute", "Use every:N with N <= 4."),
+        (["plan.recompute=selective", "plan.recompute_parts=[]"], "plan.recompute_parts", "names nothing"),
+        (["plan.recompute_parts=['mpl']"], "plan.recompute_parts", 'Did you mean "mlp"?'),
+        (["cluster=h100", "model.preset=llama3-70b"], "plan.zero", "has 80.0 GiB"),
+    ],
+)
+def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[str], key: str, said: str):
+    is_named(settings, key, said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["plan.data=2", "plan.zero=0"], "plan.zero"),
+        (["train.seq_len=32768"], "plan.recompute"),
+        (["plan.recompute=selective", "plan.recompute_parts=['attention','attention.core']"], "plan.recompute_parts"),
+        (["plan.recompute=selective", "plan.recompute_parts=['mlp_norm','attend']"], "plan.recompute_parts"),
+    ],
+)
+def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
+    assert errors(*settings) == []
+    assert key in advice(*settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["train.seq_len=256", "plan.recompute=full"],
+    ],
+)
+def test_what_is_legal_and_wise_is_let_be(settings: list[str]):
+    assert found(*settings) == []
+
+
+def test_a_context_rank_keeps_activations_of_its_share_of_a_sequence():
+    whole, share = (
+        next(problem.reason.partition(" at ")[0] for problem in found(*settings) if problem.key == "plan.recompute")
+        for settings in (["train.seq_len=32768"], ["train.seq_len=65536", "plan.context=2"])
+    )
+    assert whole == share
+
+
+def test_a_copied_optimizer_is_said_in_bytes():
+    """8 bytes of moments a parameter of the blocks, of which two data ranks each could keep half."""
+    (problem,) = [
+        p for p in found("plan.data=2", "plan.zero=0", "model.preset=llama2-7b", "train.seq_len=64") if p.key == "plan.zero"
+    ]
+    blocks = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
+    assert f"{8 * blocks / 2**30:.1f} GiB" in problem.reason
+    assert f"{4 * blocks / 2**30:.1f} GiB" in problem.way_out
+
+
+def test_state_that_fits_when_sharded_is_said_to():
+    (problem,) = [
+        p for p in errors("cluster=h100:64", "model.preset=llama3-8b", "plan.data=8", "plan.zero=0") if p.key == "plan.zero"
+    ]
+    assert "plan.zero = 3 would keep" in problem.way_out
+    assert errors("cluster=h100:64", "model.preset=llama3-8b", "plan.data=8", "plan.zero=3") == []
+
+
+@pytest.mark.parametrize(("late", "each"), [("false", 12 + 4 + 2), ("true", 12 + 16 + 2)])
+def test_what_undoing_an_update_takes_counts_as_state(late: str, each: int):
+    """Copies of weights and moments, and gradients, beside what is there anyway."""
+    blocks = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
+    (problem,) = errors("cluster=h100", "model.preset=llama2-7b", f"plan.post_validation={late}", "plan.zero=0")
+    assert f"at least {format_bytes(each * blocks)}" in problem.reason
+
+
+def test_half_blocks_may_be_computed_again_in_parts():
+    parts = 'plan.recompute_parts=["mamba.core", "attention.core", "mlp.experts"]'
+    assert errors(*HYBRID, "plan.recompute=selective", parts) == []

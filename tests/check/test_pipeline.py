@@ -1,0 +1,103 @@
+"""Stages, schedules and bubbles."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalith.check.case import format_bytes
+from megalith.check.sizes import block_parameters
+from megalith.schedule.lower import lower
+from megalith.schedule.simulate import simulate
+from megalith.schedule.table import build
+from tests.check.runs import advice, errors, found, is_named, spec
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "said"),
+    [
+        (["plan.pipeline=2", "plan.schedule=dualpipe", "plan.data=2", "plan.zero=2"], "plan.zero", "Use zero <= 1"),
+        (["plan.pipeline=2", "plan.schedule=zb-v"], "plan.chunks", "Use chunks = 2"),
+        (["plan.pipeline=8"], "plan.pipeline", "makes 8 stages, and the model has 4 blocks"),
+        (["plan.pipeline=2", "plan.layers=[3,2]"], "plan.layers", "places 5 blocks, and the model has 4. Use [2, 2]"),
+        (["plan.pipeline=2", "plan.layers=[4]"], "plan.layers", "names 1 stages"),
+        (["plan.schedule=1f1"], "plan.schedule", "Did you mean '1f1b'?"),
+        (["plan.pipeline=2", "plan.chunks=2"], "plan.chunks", "'interleaved'"),
+    ],
+)
+def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[str], key: str, said: str):
+    is_named(settings, key, said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["plan.pipeline=4", "plan.microbatch=16"], "plan.pipeline"),
+        (["plan.pipeline=2", "model.tied=true"], "model.tied"),
+        (["plan.pipeline=2", "plan.schedule=interleaved"], "plan.chunks"),
+        (["plan.pipeline=2", "plan.schedule=zb-h2"], "plan.schedule"),
+        (["plan.pipeline=2", "plan.schedule=zb-h1", "plan.compile=true"], "plan.compile"),
+        (["plan.pipeline=2", "plan.schedule=dualpipe"], "plan.schedule"),
+    ],
+)
+def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
+    assert errors(*settings) == []
+    assert key in advice(*settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["plan.pipeline=2"],
+        ["plan.pipeline=2", "plan.chunks=2", "plan.schedule=interleaved"],
+        ["plan.pipeline=2", "plan.layers=[1,3]"],
+    ],
+)
+def test_what_is_legal_and_wise_is_let_be(settings: list[str]):
+    assert found(*settings) == []
+
+
+def test_the_bubble_is_said_as_a_number():
+    """(p - 1) / m of the useful time: 3 / 4."""
+    (problem,) = [p for p in found("plan.pipeline=4", "plan.microbatch=16") if p.key == "plan.pipeline"]
+    assert "over 4 microbatches leaves each rank idle for 75.0%" in problem.reason
+
+
+def test_the_interleaved_bubble_is_divided_by_the_chunks():
+    (problem,) = [
+        p
+        for p in found("plan.pipeline=2", "plan.chunks=2", "plan.microbatch=16", "plan.schedule=interleaved")
+        if p.key == "plan.pipeline"
+    ]
+    assert "12.5%" in problem.reason
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 10), (8, 16)])
+def test_dualpipe_is_priced_against_its_half(ranks: int, microbatches: int):
+    """A stage's weights in bf16 and its gradients in fp32; idle times as simulated where F = I = W and nothing is hidden."""
+    sizes = (f"plan.pipeline={ranks}", f"model.layers={2 * ranks}", f"train.global_batch={microbatches}")
+    asked = ("plan.schedule=dualpipe", *sizes)
+    (problem,) = [p for p in found(*asked) if p.key == "plan.schedule"]
+    (block,) = set(spec(*asked).model.build().blocks)
+    assert f"about {format_bytes(2 * block_parameters(block, 128) * (2 + 4))} a rank" in problem.reason
+    idle = [
+        simulate(lower(build(name, ranks=ranks, microbatches=microbatches, chunks=chunks), 0), dict.fromkeys("FIW", 1) | {"B": 2})
+        for name, chunks in (("dualpipe", 1), ("dualpipev", 2))
+    ]
+    assert [f"{timeline.bubble:.1%}" for timeline in idle] == re.findall(r"idles for (\S+%)", problem.reason)
+
+
+def test_dualpipe_is_let_be_where_its_half_has_too_few_blocks():
+    assert "plan.schedule" not in advice("plan.schedule=dualpipe", "plan.pipeline=4")
+
+
+@given(blocks=st.integers(1, 12), pipeline=st.integers(1, 6), layers=st.lists(st.integers(1, 4), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=60)
+def test_the_split_advised_is_legal(blocks: int, pipeline: int, layers: list[int]):
+    sizes = [f"model.layers={blocks}", f"plan.pipeline={pipeline}"]
+    for problem in errors(*sizes, f"plan.layers={layers}"):
+        if problem.key == "plan.layers":
+            advised = re.search(r"\[.*?\]", problem.way_out)
+            assert advised
+            assert errors(*sizes, f"plan.layers={advised[0]}") == []

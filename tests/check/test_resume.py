@@ -1,0 +1,42 @@
+"""What a resumed run may change."""
+
+from megalith.check import check_resume
+from megalith.check.resume import MAY_CHANGE
+from tests.check.runs import spec
+
+
+def test_a_resumed_run_may_change_where_and_how_long_but_not_what():
+    before = spec()
+    assert (
+        check_resume(before, spec("plan.data=2", "train.steps=500", "launch.threads=1", "validation.every=3", "cluster=cpu"))
+        == []
+    )
+    changed = check_resume(before, spec("optimizer.lr=1e-5", "model.ffn=96", "data.weights={austen=1}", "train.seed=3"))
+    assert {p.key for p in changed} == {"optimizer.lr", "model.ffn", "data.weights.austen", "train.seed"}
+    (rate,) = [p for p in changed if p.key == "optimizer.lr"]
+    assert "0.0003" in rate.reason
+
+
+def test_a_run_keeps_the_sets_of_tokens_over_which_it_balances():
+    """Mixtral balances microbatch i of all data ranks: as many sequences in every plan that the run goes on under."""
+    before = spec("model.preset=mixtral-8x7b", "plan.data=2", "plan.microbatch=2")
+
+    def refused(*settings: str) -> list[tuple[str, object]]:
+        return [(p.key, p.value) for p in check_resume(before, spec("model.preset=mixtral-8x7b", *settings))]
+
+    assert refused("plan.data=4", "plan.zero=3") == refused("plan.microbatch=4", "plan.expert=1") == []
+    assert refused("plan.data=4", "plan.microbatch=2") == [("plan.data", 4)]
+    assert refused("plan.data=2", "plan.tensor=2") == [("plan.microbatch", 1)]
+    (problem,) = check_resume(before, spec("model.preset=mixtral-8x7b", "plan.data=8"))
+    assert "sets of 8 sequences, and the run over sets of 4" in problem.reason
+    assert "plan.data x plan.microbatch = 4" in problem.way_out
+    for free in ("model.balance_set=sequence", "model.balance_set=global", "model.balance_weight=0"):
+        sets = ["model.preset=mixtral-8x7b", free]
+        assert check_resume(spec(*sets, "plan.data=2"), spec(*sets, "plan.data=4")) == []
+
+
+def test_what_may_change_exists():
+    for name in MAY_CHANGE:
+        value: object = spec()
+        for part in name.split("."):
+            value = getattr(value, part)
