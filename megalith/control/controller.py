@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -33,7 +33,7 @@ from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes
 from megalith.fleet.nodes import Generation, Nodes
 from megalith.fleet.seat import slot_of
-from megalith.fleet.signs import AnySign
+from megalith.fleet.signs import Sign
 from megalith.fleet.tiers import Copy
 from megalith.spec.fleet import FleetSpec
 
@@ -49,7 +49,7 @@ Store = Callable[[], tuple[Copy, ...]]
 class Seen:
     """A sign, when what it tells of began (seconds since the epoch), and the evidence beyond it."""
 
-    sign: AnySign
+    sign: Sign
     began: float
     evidence: dict[str, Any]
 
@@ -225,8 +225,8 @@ class Controller:
             return
         self._turn()
         for sign in self._nodes.wait(IDLE_SECONDS):
-            if isinstance(sign, signs.Sign):
-                self._take(Seen(cast(AnySign, sign), sign.time, {}))
+            if isinstance(sign, Sign):
+                self._take(Seen(sign, sign.time, {}))
         if self._wait_until is not None and time.monotonic() >= self._wait_until:
             self._wait_until = None
             self._take(Seen(signs.Waited(time=time.time(), step=self._step), time.time(), {}))
@@ -258,7 +258,7 @@ class Controller:
     def _step(self) -> int:
         return max(self._begun, 0)
 
-    def _observe(self, heard: list[AnySign], beats: list[Beat]) -> bool:
+    def _observe(self, heard: list[Sign], beats: list[Beat]) -> bool:
         """Every turn of a generation's loop; whether it must end."""
         for sign in heard:
             self._hear(sign)
@@ -277,7 +277,7 @@ class Controller:
         else:
             self._take(seen)
 
-    def _hear(self, sign: AnySign) -> None:
+    def _hear(self, sign: Sign) -> None:
         """A report of a rank, or news of a node. What ends the generation is decided once all has ended."""
         if _is_ours(sign, self._watch):
             return
@@ -398,8 +398,9 @@ class Controller:
             self._tell(seen, decision)
         if isinstance(seen.sign, _CHECKS) and any(isinstance(command, _HELD_UP) for command in decision.commands):
             self._log.write(Problem("warning", f"{decision.reason} (`megalith doctor` says what is wrong)"))
-        for command in decision.commands:
-            self._obey(command)
+        for order in decision.commands:
+            if isinstance(order, Command):
+                self._obey(order)
         self._keep()
 
     def _copies(self) -> tuple[Copy, ...]:
@@ -464,8 +465,8 @@ class Controller:
                 self._log.write(Problem("warning", because))
             case commands.ReadElsewhere(shard=shard, path=path):
                 self._log.write(Problem("warning", f"shard {shard} is damaged, and read from {path}: copy it back"))
-            case commands.RerunStep() | commands.Replace() | commands.RollBack() | commands.QuarantineNode():
-                pass  # done by the ranks themselves; contained in the placement and source of the start that follows
+            case commands.RerunStep():
+                pass  # the ranks run it again by themselves
 
 
 _NODES = (signs.NodesLost, signs.NodeJoined, signs.HealthChecked, signs.Preempted)
@@ -474,12 +475,12 @@ _ENDING = (signs.NodesLost, signs.Nonfinite, signs.StateCorrupt, signs.CopyCorru
 """Signs after which this generation is over, if `_ends`."""
 
 
-def _is_ours(sign: AnySign, watch: Watch | None) -> bool:
+def _is_ours(sign: Sign, watch: Watch | None) -> bool:
     """Whether a rank tells of a signal by which we asked it to stop ourselves."""
     return isinstance(sign, signs.Preempted) and sign.rank is not None and watch is not None and watch.stopping
 
 
-def _ends(sign: AnySign) -> bool:
+def _ends(sign: Sign) -> bool:
     """Whether this generation is over with it: its ranks help themselves when a step can be run again, or a shard read elsewhere."""
     if isinstance(sign, signs.DataDamaged):
         return sign.other_copy is None

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 from megalith.fleet import signs, tiers
 from megalith.fleet.commands import (
     CheckHealth,
-    Command,
     Grow,
+    Order,
     QuarantineCopy,
     QuarantineNode,
     ReadElsewhere,
@@ -31,7 +31,7 @@ from megalith.fleet.commands import (
     Wait,
 )
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.signs import AnySign
+from megalith.fleet.signs import Sign
 from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier, fall_back, newest
 from megalith.spec.fleet import FleetSpec
 
@@ -94,7 +94,7 @@ class State:
 class Decision:
     """What to do, in this order, and why. `blamed` is the node at fault, None when it is nobody's or nobody knows."""
 
-    commands: tuple[Command, ...]
+    commands: tuple[Order, ...]
     state: State
     reason: str
     blamed: str | None = None
@@ -114,7 +114,7 @@ def load(record: dict[str, Any]) -> State:
     return _STATES.validate_python(record)
 
 
-def decide(state: State, sign: AnySign, *, fleet: FleetSpec) -> Decision:
+def decide(state: State, sign: Sign, *, fleet: FleetSpec) -> Decision:
     """What a sign calls for. The same arguments give the same decision, always."""
     if state.stopped:
         return Decision((), state, "the run has been stopped")
@@ -122,7 +122,7 @@ def decide(state: State, sign: AnySign, *, fleet: FleetSpec) -> Decision:
     return _sparing_checkpoints(rule(_with_trusted_copies(state), sign, fleet), state.copies, sign)
 
 
-def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], sign: AnySign) -> Decision:
+def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], sign: Sign) -> Decision:
     """Stop rather than begin anew while there are checkpoints, though none can be used: those that follow would take their places."""
     starts = [command for command in decision.commands if isinstance(command, Restart | Shrink | Grow)]
     steps = sorted(copy.step for copy in copies if copy.tier is Tier.STORE)
@@ -148,9 +148,7 @@ def _with_trusted_copies(state: State) -> State:
 # What several rules need
 
 
-def _evict(
-    state: State, slot: int, sign: AnySign, fleet: FleetSpec, *, because: str, forced: bool
-) -> tuple[State, list[Command]]:
+def _evict(state: State, slot: int, sign: Sign, fleet: FleetSpec, *, because: str, forced: bool) -> tuple[State, list[Order]]:
     """Take the node out of a slot and put a spare in. Without a spare a node that is only suspect (not `forced`) stays.
 
     What the node kept of copies does not move with the slot: the spare reads it from a buddy, or a slower tier.
@@ -165,11 +163,11 @@ def _evict(
     out = {**state.quarantined, node: sign.time}
     leaving = tuple(other for other in state.leaving if other != node)
     after = replace(state, placement=placement, spares=rest, quarantined=out, copies=copies, leaving=leaving)
-    commands: list[Command] = [QuarantineNode(node, because), CheckHealth(node)]
+    commands: list[Order] = [QuarantineNode(node, because), CheckHealth(node)]
     return after, [*commands, Replace(slot, node, spare)] if spare else commands
 
 
-def _blame(state: State, node: str, sign: AnySign, fleet: FleetSpec) -> tuple[State, bool]:
+def _blame(state: State, node: str, sign: Sign, fleet: FleetSpec) -> tuple[State, bool]:
     """Note a fault against a node; whether it has had so many lately that it should go."""
     since = sign.time - fleet.lemon_hours * HOUR
     times = (*(time for time in state.faults.get(node, ()) if time > since), sign.time)
@@ -177,7 +175,7 @@ def _blame(state: State, node: str, sign: AnySign, fleet: FleetSpec) -> tuple[St
 
 
 def _restart(
-    state: State, commands: list[Command], sign: AnySign, fleet: FleetSpec, *, reason: str, source: Source | None = None,
+    state: State, commands: list[Order], sign: Sign, fleet: FleetSpec, *, reason: str, source: Source | None = None,
     blamed: str | None = None, rank: int | None = None, after: float = 0.0,
 ) -> Decision:  # fmt: skip
     """Go on from `source` (default: the newest whole copy), or see to empty slots first; stop when starting does not help. `after`:
@@ -207,7 +205,7 @@ def _backoff(times: int, fleet: FleetSpec) -> float:
 
 
 def _see_to_vacancy(
-    state: State, commands: list[Command], fleet: FleetSpec, *, reason: str, blamed: str | None, rank: int | None
+    state: State, commands: list[Order], fleet: FleetSpec, *, reason: str, blamed: str | None, rank: int | None
 ) -> Decision:
     empty = ", ".join(map(str, state.vacant))
     shrinks = state.shrunk or fleet.no_spare == "shrink"
@@ -229,9 +227,7 @@ def _can_shrink(state: State) -> bool:
     return len(state.placement) - len(state.vacant) >= state.least
 
 
-def _shrink(
-    state: State, commands: list[Command], reason: str, *, blamed: str | None = None, rank: int | None = None
-) -> Decision:
+def _shrink(state: State, commands: list[Order], reason: str, *, blamed: str | None = None, rank: int | None = None) -> Decision:
     """Go on under the fallback plan."""
     left = tuple(node for node in state.placement if node != VACANT)
     kept = _for_any_plan(state.copies)
@@ -241,12 +237,12 @@ def _shrink(
 
 
 def _stop(
-    state: State, commands: list[Command], code: int, report: str, *, blamed: str | None = None, rank: int | None = None
+    state: State, commands: list[Order], code: int, report: str, *, blamed: str | None = None, rank: int | None = None
 ) -> Decision:
     return Decision((*commands, Stop(code, report)), replace(state, stopped=True), report, blamed, rank)
 
 
-def _repeated(state: State, key: str, sign: AnySign) -> tuple[State, int]:
+def _repeated(state: State, key: str, sign: Sign) -> tuple[State, int]:
     """Count a failure at its step; how often it has come there."""
     name = f"{key} @ {sign.step}"
     times = state.repeats.get(name, 0) + 1
@@ -254,7 +250,7 @@ def _repeated(state: State, key: str, sign: AnySign) -> tuple[State, int]:
 
 
 def _after_failure(
-    state: State, commands: list[Command], sign: AnySign, fleet: FleetSpec, *,
+    state: State, commands: list[Order], sign: Sign, fleet: FleetSpec, *,
     key: str, reason: str, code: int = ExitCode.LOST, blamed: str | None = None, rank: int | None = None,
 ) -> Decision:  # fmt: skip
     """Restart after a failure; when it came before at this step, from a slower tier, and at last not at all."""
@@ -288,7 +284,7 @@ def _ordinal(number: int) -> str:
 
 def _started(state: State, sign: signs.Started, fleet: FleetSpec) -> Decision:
     """Starting, resuming and recovering are one path. Nodes that were out then are checked, and waited for where they are needed."""
-    checks: list[Command] = [CheckHealth(node) for node in state.quarantined]
+    checks: list[Order] = [CheckHealth(node) for node in state.quarantined]
     if state.vacant and checks:
         empty = ", ".join(map(str, state.vacant))
         reason = f"{', '.join(state.quarantined)} must pass a health check before slot {empty} can be filled"
@@ -318,9 +314,9 @@ def _rank_failed(state: State, sign: signs.RankFailed, fleet: FleetSpec) -> Deci
     return _after_fault_of_node(state, sign, fleet, node=sign.node, rank=sign.rank, key=sign.signature, reason=reason)
 
 
-def _broken(state: State, sign: AnySign, fleet: FleetSpec, *, node: str, rank: int | None, reason: str) -> Decision:
+def _broken(state: State, sign: Sign, fleet: FleetSpec, *, node: str, rank: int | None, reason: str) -> Decision:
     """The machine itself says that it is broken: it goes at once, whether there is a spare or not."""
-    commands: list[Command] = []
+    commands: list[Order] = []
     slot = state.slot(node)
     state, _ = _blame(state, node, sign, fleet)
     if slot is not None:
@@ -329,7 +325,7 @@ def _broken(state: State, sign: AnySign, fleet: FleetSpec, *, node: str, rank: i
 
 
 def _after_fault_of_node(
-    state: State, sign: AnySign, fleet: FleetSpec, *, node: str, rank: int | None, key: str, reason: str
+    state: State, sign: Sign, fleet: FleetSpec, *, node: str, rank: int | None, key: str, reason: str
 ) -> Decision:
     """A fault blamed on a node that may be chance: a node with too many of them goes, if a spare can take its place.
 
@@ -369,7 +365,7 @@ def _nodes_lost(state: State, sign: signs.NodesLost, fleet: FleetSpec) -> Decisi
     names = ", ".join(sign.nodes[:4]) + (f" and {len(sign.nodes) - 4} more" if len(sign.nodes) > 4 else "")
     if not slots:
         return Decision((), state, f"outside the mesh: lost {names}")
-    commands: list[Command] = []
+    commands: list[Order] = []
     for slot in slots:
         state, _ = _blame(state, state.placement[slot], sign, fleet)
         state, orders = _evict(state, slot, sign, fleet, because="it no longer answers", forced=True)
@@ -390,7 +386,7 @@ def _nonfinite(state: State, sign: signs.Nonfinite, fleet: FleetSpec) -> Decisio
         return _stop(state, [], ExitCode.FAILED, report, rank=sign.rank)
     if sign.elsewhere == "clean":
         state, _ = _blame(state, sign.node, sign, fleet)
-        commands: list[Command] = []
+        commands: list[Order] = []
         if (slot := state.slot(sign.node)) is not None:
             state, commands = _evict(state, slot, sign, fleet, because=f"{what}; another replica got finite ones", forced=False)
         key = f"not finite on {sign.node}"
@@ -418,7 +414,7 @@ def _copy_corrupt(state: State, sign: signs.CopyCorrupt, fleet: FleetSpec) -> De
         fruitless=max(0, state.fruitless - 1),
     )
     source = newest(state.copies, at_most=state.restored.step) or newest(state.copies) or BEGINNING
-    commands: list[Command] = [QuarantineCopy(sign.tier, sign.copy_step, sign.slot)]
+    commands: list[Order] = [QuarantineCopy(sign.tier, sign.copy_step, sign.slot)]
     if source != state.restored:
         commands.append(RollBack(source, reason))
     return _restart(state, commands, sign, fleet, reason=reason, source=source)
@@ -447,7 +443,7 @@ def _gradient_wrong(state: State, sign: signs.GradientWrong, fleet: FleetSpec) -
     known = sign.suspects[0] if len(sign.suspects) == 1 else None
     reason = f"wrong gradients since step {sign.good_step}, from {' or '.join(sign.suspects)}"
     state = replace(state, bad=(*state.bad, *tainted), copies=tuple(copy for copy in state.copies if copy.step <= sign.good_step))
-    evicted: list[Command] = []
+    evicted: list[Order] = []
     for node in sign.suspects:
         state, _ = _blame(state, node, sign, fleet)
         slot = state.slot(node)
@@ -579,7 +575,7 @@ def _welcome(state: State, sign: signs.NodeJoined | signs.HealthChecked, fleet: 
     state = replace(state, spares=(*state.spares, node))
     if len(state.spares) < len(state.vacant) or not state.vacant:
         return Decision((), state, f"{node} is a spare")
-    commands: list[Command] = []
+    commands: list[Order] = []
     for slot in state.vacant:
         spare, *rest = state.spares
         placement = (*state.placement[:slot], spare, *state.placement[slot + 1 :])

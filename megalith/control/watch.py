@@ -19,7 +19,7 @@ from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Beat
 from megalith.fleet.job import Job
 from megalith.fleet.nodes import Look, Nodes
-from megalith.fleet.signs import AnySign
+from megalith.fleet.signs import Sign
 from megalith.fleet.tiers import BEGINNING, Source
 
 POLL_SECONDS = 0.02
@@ -32,7 +32,7 @@ MOST_LIMITS = 10  # times its limit after which a silence is a hang all the same
 _PAUSE_SECONDS = 1.0  # what a turn of the loop took beyond this was not spent watching: this process was stopped
 
 Request = tuple[int, float]  # a signal's number, monotonic seconds
-Observe = Callable[[list[AnySign], list[Beat]], bool]
+Observe = Callable[[list[Sign], list[Beat]], bool]
 
 _WAITS = re.compile(r"torch/distributed/|\bin (wait|wait_\w+|barrier|synchronize|finish)\b")
 """The innermost call of a rank that waits for others."""
@@ -80,7 +80,7 @@ class Watch:
         self._failed_at: float | None = None
         self._ended: list[int] = []
         self.hang: Hang | None = None
-        self.late_signs: list[AnySign] = []  # that came while the ranks were being ended
+        self.late_signs: list[Sign] = []  # that came while the ranks were being ended
 
     @property
     def stopping(self) -> bool:
@@ -106,9 +106,9 @@ class Watch:
                 break
         return self._outcome()
 
-    def _hear(self) -> list[AnySign]:
+    def _hear(self) -> list[Sign]:
         """What happened; ends are noted, signs are given."""
-        signs: list[AnySign] = []
+        signs: list[Sign] = []
         for what in self._nodes.wait(POLL_SECONDS):
             if isinstance(what, Exit | Failure):
                 self._note(what)

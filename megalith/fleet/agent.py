@@ -26,7 +26,7 @@ from megalith.fleet.local import LocalNodes
 from megalith.fleet.nodes import Generation
 from megalith.fleet.rank import REQUESTS
 from megalith.fleet.rendezvous import Store
-from megalith.fleet.signs import AnySign, HealthChecked, Preempted
+from megalith.fleet.signs import HealthChecked, Preempted, Sign
 
 POLL_SECONDS = 0.02
 STORAGE_SECONDS = 1.0  # between looks whether a full disk has room again, or a store is back
@@ -194,7 +194,7 @@ class Agent:
                 self._lose_contact(f"the store was not reached for {self._seconds:g} s")
 
 
-def _record(what: Exit | Failure | AnySign) -> dict[str, Any]:
+def _record(what: Exit | Failure | Sign) -> dict[str, Any]:
     if isinstance(what, Exit):
         return {"exit": asdict(what)}
     if isinstance(what, Failure):

@@ -1,156 +1,159 @@
-"""What the policy can order. Plain values that survive JSON; whoever runs the ranks, or simulates them, obeys them in order."""
+"""The commands that the policy gives, and the notes it makes beside them. Plain values that survive JSON."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-from pydantic import Field, TypeAdapter
+from typing import ClassVar
 
 from megalith.fleet.tiers import Source, Tier
+from megalith.tagged import Family
 
 
 @dataclass(frozen=True)
-class RerunStep:
-    """Compute this step again in the same processes, from the state they hold. `ask_another`: a replica computes it as well."""
+class Command:
+    """Base of all that somebody must do: whoever runs the ranks, or simulates them, obeys commands in order."""
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Base of all that a decision only records: the placement and the source of the start that follows contain it."""
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class RerunStep(Command):
+    """Compute this step again in the same processes, from the state they hold. `ask_another`: a replica computes it as well. In a live run
+    the ranks have begun to by themselves."""
 
     step: int
     ask_another: bool = True
-    kind: Literal["rerun_step"] = "rerun_step"
+    kind: ClassVar[str] = "rerun_step"
 
 
 @dataclass(frozen=True)
-class Restart:
+class Restart(Command):
     """End all ranks, wait, and start a new generation on `placement` (the node of each slot) from `source`."""
 
     source: Source
     placement: tuple[str, ...]
     after: float = 0.0
-    kind: Literal["restart"] = "restart"
+    kind: ClassVar[str] = "restart"
 
 
 @dataclass(frozen=True)
-class Replace:
+class Replace(Note):
     """Give a slot to another node; its logical ranks, and so the arithmetic, stay the same."""
 
     slot: int
     node: str
     spare: str
-    kind: Literal["replace"] = "replace"
+    kind: ClassVar[str] = "replace"
 
 
 @dataclass(frozen=True)
-class RollBack:
+class RollBack(Note):
     """Newer copies than `source` are not to be used."""
 
     source: Source
     because: str
-    kind: Literal["roll_back"] = "roll_back"
+    kind: ClassVar[str] = "roll_back"
 
 
 @dataclass(frozen=True)
-class QuarantineNode:
+class QuarantineNode(Note):
     """Start nothing on a node until it has passed a health check."""
 
     node: str
     because: str
-    kind: Literal["quarantine_node"] = "quarantine_node"
+    kind: ClassVar[str] = "quarantine_node"
 
 
 @dataclass(frozen=True)
-class CheckHealth:
+class CheckHealth(Command):
     """Run the doctor on a node that is outside the mesh, `after` seconds from now."""
 
     node: str
     after: float = 0.0
-    kind: Literal["check_health"] = "check_health"
+    kind: ClassVar[str] = "check_health"
 
 
 @dataclass(frozen=True)
-class QuarantineCopy:
+class QuarantineCopy(Command):
     """Never restore from a copy; one in memory or on a node's disk is also set aside, for a person to look at. A checkpoint in the store
     lies where it is until that step is saved again. `slot` None: all pieces."""
 
     tier: Tier
     step: int
     slot: int | None
-    kind: Literal["quarantine_copy"] = "quarantine_copy"
+    kind: ClassVar[str] = "quarantine_copy"
 
 
 @dataclass(frozen=True)
-class Wait:
+class Wait(Command):
     """End all ranks, keep what memory holds, and wait for a node for at most `seconds`."""
 
     seconds: float
     slots: tuple[int, ...]
-    kind: Literal["wait"] = "wait"
+    kind: ClassVar[str] = "wait"
 
 
 @dataclass(frozen=True)
-class Shrink:
+class Shrink(Command):
     """Go on under the fallback plan on the nodes that are left. The result is no longer that of the plan, bit for bit."""
 
     source: Source
     nodes: tuple[str, ...]
-    kind: Literal["shrink"] = "shrink"
+    kind: ClassVar[str] = "shrink"
 
 
 @dataclass(frozen=True)
-class Grow:
+class Grow(Command):
     """Enough nodes are there again: start a generation under the run's own plan."""
 
     source: Source
     placement: tuple[str, ...]
-    kind: Literal["grow"] = "grow"
+    kind: ClassVar[str] = "grow"
 
 
 @dataclass(frozen=True)
-class SaveState:
+class SaveState(Command):
     """At the end of this step let all ranks agree to stop, and save the state, within `seconds`."""
 
     seconds: float
-    kind: Literal["save_state"] = "save_state"
+    kind: ClassVar[str] = "save_state"
 
 
 @dataclass(frozen=True)
-class SkipTier:
+class SkipTier(Command):
     """Save nothing to a tier (`skip` False: again), and tell a person."""
 
     tier: Tier
     skip: bool
     because: str
-    kind: Literal["skip_tier"] = "skip_tier"
+    kind: ClassVar[str] = "skip_tier"
 
 
 @dataclass(frozen=True)
-class ReadElsewhere:
+class ReadElsewhere(Command):
     """Read a shard of data from another copy."""
 
     shard: str
     path: str
-    kind: Literal["read_elsewhere"] = "read_elsewhere"
+    kind: ClassVar[str] = "read_elsewhere"
 
 
 @dataclass(frozen=True)
-class Stop:
+class Stop(Command):
     """End the run with an exit status (`fleet.exit_codes`) and a report for a person: what happened, what was tried, what to do."""
 
     code: int
     report: str
-    kind: Literal["stop"] = "stop"
+    kind: ClassVar[str] = "stop"
 
 
-Command = (
-    RerunStep | Restart | Replace | RollBack | QuarantineNode | CheckHealth | QuarantineCopy | Wait | Shrink | Grow | SaveState
-    | SkipTier | ReadElsewhere | Stop
-)  # fmt: skip
+Order = Command | Note
+"""One entry of a decision."""
 
-_COMMANDS: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])
-
-
-def load(record: dict[str, Any]) -> Command:
-    """The command a record holds. Raises pydantic's ValidationError for anything else."""
-    return _COMMANDS.validate_python(record)
-
-
-def dump(command: Command) -> dict[str, Any]:
-    """A command as JSON can hold it."""
-    return _COMMANDS.dump_python(command, mode="json")
+ORDERS: Family[Order] = Family(Command, Note)
+load, dump = ORDERS.load, ORDERS.dump

@@ -30,7 +30,7 @@ from megalith.fleet.nodes import Generation, Look
 from megalith.fleet.processes import STARTS, Processes, method
 from megalith.fleet.rank import Assignment
 from megalith.fleet.seat import DISK, node_folder
-from megalith.fleet.signs import AnySign, HealthChecked, NodeJoined, NodesLost
+from megalith.fleet.signs import HealthChecked, NodeJoined, NodesLost, Sign
 from megalith.fleet.tiers import Copy, Tier
 from megalith.machine import admission
 from megalith.spec.fleet import FleetSpec
@@ -167,7 +167,7 @@ class LocalNodes:
         self._job, self._memory, self._disk = job, memory, disk
         self._now = job  # or its fallback: what the ranks of this generation do
         self._names, self._meeting = tuple(names), meeting
-        self._found: SimpleQueue[AnySign] = SimpleQueue()
+        self._found: SimpleQueue[Sign] = SimpleQueue()
         self._processes: Processes | None = None
         self._assignment: Assignment | None = None
         self._heartbeats: Heartbeats | None = None
@@ -265,8 +265,8 @@ class LocalNodes:
             meeting=self._meeting,
         )
 
-    def wait(self, seconds: float) -> list[Exit | Failure | AnySign]:
-        happened: list[Exit | Failure | AnySign] = []
+    def wait(self, seconds: float) -> list[Exit | Failure | Sign]:
+        happened: list[Exit | Failure | Sign] = []
         if self._processes is None:
             time.sleep(seconds)
         else:
@@ -294,10 +294,10 @@ class LocalNodes:
             oom_kills=evidence.oom_kills() - self._oom_kills,
         )
 
-    def _came_and_went(self) -> list[AnySign]:
+    def _came_and_went(self) -> list[Sign]:
         before, self._there = self._there, self.there()
         lost = tuple(name for name in before if name not in self._there)
-        signs: list[AnySign] = [NodesLost(time=time.time(), nodes=lost)] if lost else []
+        signs: list[Sign] = [NodesLost(time=time.time(), nodes=lost)] if lost else []
         return [*signs, *(NodeJoined(time=time.time(), node=name) for name in self._there if name not in before)]
 
     def running(self) -> frozenset[int]:

@@ -9,7 +9,7 @@ from megalith.fleet import evidence, standing
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.heartbeat import Beat
-from megalith.fleet.signs import AnySign
+from megalith.fleet.signs import Sign
 from megalith.fleet.tiers import Copy, Source
 
 
@@ -60,7 +60,7 @@ class Nodes(Protocol):
         """Start all ranks as new processes; those of the generation before must have ended."""
         ...
 
-    def wait(self, seconds: float) -> list[Exit | Failure | AnySign]:
+    def wait(self, seconds: float) -> list[Exit | Failure | Sign]:
         """What happened, waiting at most `seconds`: orderly ends, wrong ends with their cause, reports of ranks, and nodes that came,
         went or were checked."""
         ...

@@ -21,7 +21,7 @@ from megalith.fleet.letters import Letters
 from megalith.fleet.nodes import Generation, Look
 from megalith.fleet.rendezvous import Store
 from megalith.fleet.seat import ranks_of
-from megalith.fleet.signs import AnySign, HealthChecked, NodeJoined, NodesLost
+from megalith.fleet.signs import HealthChecked, NodeJoined, NodesLost, Sign
 from megalith.fleet.tiers import Copy
 from megalith.spec.fleet import FleetSpec
 
@@ -61,7 +61,7 @@ class RemoteNodes:
         self._refused: dict[str, str] = {}
         self._generation = Generation("none", ())
         self._running: set[int] = set()
-        self._found: list[AnySign] = []
+        self._found: list[Sign] = []
 
     def await_nodes(self, least: int, wanted: int, *, seconds: float) -> tuple[str, ...]:
         """Wait until `wanted` nodes have joined, and be content with `least` after `seconds`.
@@ -103,10 +103,10 @@ class RemoteNodes:
         finally:
             probe.unlink(missing_ok=True)
 
-    def wait(self, seconds: float) -> list[Exit | Failure | AnySign]:
+    def wait(self, seconds: float) -> list[Exit | Failure | Sign]:
         end = self._clock() + seconds
         while True:
-            happened: list[Exit | Failure | AnySign] = [*self._turned_away(), *self._newcomers()]
+            happened: list[Exit | Failure | Sign] = [*self._turned_away(), *self._newcomers()]
             for member in list(self._members.values()):
                 happened += [what for letter in member.answers.take() if (what := self._understand(member, letter)) is not None]
             happened += self._silent()
@@ -116,9 +116,9 @@ class RemoteNodes:
                 return happened
             time.sleep(min(POLL_SECONDS, left))
 
-    def _turned_away(self) -> list[AnySign]:
+    def _turned_away(self) -> list[Sign]:
         """Take note of who would join and is not fit. It stays out until it joins after all."""
-        found: list[AnySign] = []
+        found: list[Sign] = []
         while self._store.check([letters.refused_key(self._refusals + 1)]):
             self._refusals += 1
             record = json.loads(self._store.get(letters.refused_key(self._refusals)))
@@ -128,9 +128,9 @@ class RemoteNodes:
             found.append(HealthChecked(time=time.time(), node=name, passed=False, there=False, text=why))
         return found
 
-    def _newcomers(self) -> list[AnySign]:
+    def _newcomers(self) -> list[Sign]:
         """Take in who joined since the last call."""
-        found: list[AnySign] = []
+        found: list[Sign] = []
         while self._store.check([letters.member_key(self._joined + 1)]):
             self._joined += 1
             record = json.loads(self._store.get(letters.member_key(self._joined)))
@@ -149,7 +149,7 @@ class RemoteNodes:
             found.append(NodeJoined(time=time.time(), node=member.name))
         return found
 
-    def _understand(self, member: Member, letter: dict[str, Any]) -> Exit | Failure | AnySign | None:
+    def _understand(self, member: Member, letter: dict[str, Any]) -> Exit | Failure | Sign | None:
         """What an agent said; None if it is about ranks that are no more."""
         if "sign" not in letter and letter["generation"] not in (self._generation.name, ""):
             return None
@@ -172,7 +172,7 @@ class RemoteNodes:
             f"the agent of {member.name} says {letter}, which means nothing here. Run the same megalith on all nodes"
         )
 
-    def _silent(self) -> list[AnySign]:
+    def _silent(self) -> list[Sign]:
         """Nodes that have shown no sign of life for too long."""
         late = []
         for member in self._members.values():

@@ -9,13 +9,11 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from megalith import disk
 from megalith.fleet import signs
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.seat import REPORTS, Seat, node_folder, ranks_of, slot_of
-from megalith.fleet.signs import AnySign
+from megalith.fleet.signs import Sign
 
 __all__ = ["Reported", "Seat", "collect", "node_folder", "ranks_of", "report", "slot_of"]
 
@@ -26,7 +24,7 @@ class Reported(RuntimeError):  # noqa: N818  # it says what was done
     exit_code = ExitCode.REPORTED
 
 
-def report(sign: AnySign, environment: Mapping[str, str] = os.environ) -> None:
+def report(sign: Sign, environment: Mapping[str, str] = os.environ) -> None:
     """Tell the supervisor. Where nobody listens (ranks of another launcher) it is printed."""
     text = json.dumps(signs.dump(sign))
     folder = environment.get(REPORTS)
@@ -39,14 +37,14 @@ def report(sign: AnySign, environment: Mapping[str, str] = os.environ) -> None:
         path.with_suffix(".new").rename(path.with_suffix(".json"))
 
 
-def collect(folder: Path) -> list[AnySign]:
+def collect(folder: Path) -> list[Sign]:
     """The reports that have come, oldest first; each is given once. One that cannot be read is left where it lies."""
-    found: list[AnySign] = []
+    found: list[Sign] = []
     with disk.if_available():  # what is left there comes with a later call
         for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
             try:
                 sign = signs.load(json.loads(path.read_text(encoding="utf-8")))
-            except (ValidationError, json.JSONDecodeError):
+            except ValueError:  # torn JSON, an unknown tag, or fields that do not fit
                 path.rename(path.with_suffix(".unreadable"))
                 continue
             path.unlink()

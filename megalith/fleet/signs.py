@@ -6,18 +6,18 @@ place in the mesh that one node fills with its ranks; a `node` is the machine th
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-from pydantic import Field, TypeAdapter
+from typing import ClassVar, Literal
 
 from megalith.fleet.causes import Failure
 from megalith.fleet.tiers import Tier
+from megalith.tagged import Family
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sign:
-    """Base of all signs."""
+    """Base of all signs. `kind` names the class in JSON."""
 
+    kind: ClassVar[str] = ""
     time: float = 0.0
     step: int = 0
 
@@ -26,14 +26,14 @@ class Sign:
 class Started(Sign):
     """The supervisor has begun, for the first time or after its own end: nothing runs yet."""
 
-    kind: Literal["started"] = "started"
+    kind: ClassVar[str] = "started"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progressed(Sign):
     """The ranks have done a step of this generation: `step` steps are done now."""
 
-    kind: Literal["progressed"] = "progressed"
+    kind: ClassVar[str] = "progressed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class RankFailed(Sign):
     `blamed` says that this very node was at fault: True for signals and machine reports, False for a program's own exception.
     """
 
-    kind: Literal["rank_failed"] = "rank_failed"
+    kind: ClassVar[str] = "rank_failed"
     slot: int
     node: str
     rank: int | None
@@ -60,7 +60,7 @@ class Hang(Sign):
     `hardware`: the blamed node's machine is known to be broken. Only the simulator knows that of a hang: nobody asks the machine then.
     """
 
-    kind: Literal["hang"] = "hang"
+    kind: ClassVar[str] = "hang"
     slot: int | None
     node: str | None
     rank: int | None
@@ -74,7 +74,7 @@ class Hang(Sign):
 class NodesLost(Sign):
     """Machines that no longer answer; several at once when they shared a rack, a switch or a power supply."""
 
-    kind: Literal["nodes_lost"] = "nodes_lost"
+    kind: ClassVar[str] = "nodes_lost"
     nodes: tuple[str, ...]
 
 
@@ -82,7 +82,7 @@ class NodesLost(Sign):
 class Nonfinite(Sign):
     """NaN or Inf in a gradient. `elsewhere`: what another replica got from the same microbatch, once it was asked."""
 
-    kind: Literal["nonfinite"] = "nonfinite"
+    kind: ClassVar[str] = "nonfinite"
     slot: int
     node: str
     rank: int | None
@@ -94,7 +94,7 @@ class Nonfinite(Sign):
 class StateCorrupt(Sign):
     """A rank's live state has not the digest it must have: changed at rest, unlike its true replica, or unlike its recomputed update."""
 
-    kind: Literal["state_corrupt"] = "state_corrupt"
+    kind: ClassVar[str] = "state_corrupt"
     slot: int
     node: str
     rank: int | None
@@ -105,7 +105,7 @@ class StateCorrupt(Sign):
 class CopyCorrupt(Sign):
     """A copy that was to be restored failed its digest, or is not there. `slot` None: all of it."""
 
-    kind: Literal["copy_corrupt"] = "copy_corrupt"
+    kind: ClassVar[str] = "copy_corrupt"
     tier: Tier
     copy_step: int
     slot: int | None = None
@@ -116,7 +116,7 @@ class CopyCorrupt(Sign):
 class CopyAway(Sign):
     """A copy that was to be restored cannot be read just now: nothing is known against it. `slot` None: all of it."""
 
-    kind: Literal["copy_away"] = "copy_away"
+    kind: ClassVar[str] = "copy_away"
     tier: Tier
     copy_step: int
     slot: int | None = None
@@ -130,7 +130,7 @@ class GradientWrong(Sign):
     One suspect: a third computation named it. Two: nobody could say which of them erred.
     """
 
-    kind: Literal["gradient_wrong"] = "gradient_wrong"
+    kind: ClassVar[str] = "gradient_wrong"
     good_step: int
     suspects: tuple[str, ...]
 
@@ -139,7 +139,7 @@ class GradientWrong(Sign):
 class Straggler(Sign):
     """A node whose ranks compute `ratio` times as long as the median. `lost` seconds so far, `replacing` what a replacement takes."""
 
-    kind: Literal["straggler"] = "straggler"
+    kind: ClassVar[str] = "straggler"
     slot: int
     node: str
     rank: int | None
@@ -152,7 +152,7 @@ class Straggler(Sign):
 class Preempted(Sign):
     """The scheduler takes a node away, in `grace` seconds. `rank`: one of its ranks was told, None: the node itself."""
 
-    kind: Literal["preempted"] = "preempted"
+    kind: ClassVar[str] = "preempted"
     node: str
     rank: int | None = None
     grace: float = 30.0
@@ -162,21 +162,21 @@ class Preempted(Sign):
 class Saved(Sign):
     """The ranks stopped together at the end of a step, as `SaveState` ordered, and their state is among the copies."""
 
-    kind: Literal["saved"] = "saved"
+    kind: ClassVar[str] = "saved"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopRequested(Sign):
     """A person or a scheduler asked the whole run to stop."""
 
-    kind: Literal["stop_requested"] = "stop_requested"
+    kind: ClassVar[str] = "stop_requested"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveFailed(Sign):
     """A copy could not be written: disk full, store away."""
 
-    kind: Literal["save_failed"] = "save_failed"
+    kind: ClassVar[str] = "save_failed"
     tier: Tier
     error: str
 
@@ -185,7 +185,7 @@ class SaveFailed(Sign):
 class SaveWorks(Sign):
     """A tier that failed takes copies again."""
 
-    kind: Literal["save_works"] = "save_works"
+    kind: ClassVar[str] = "save_works"
     tier: Tier
 
 
@@ -193,7 +193,7 @@ class SaveWorks(Sign):
 class DataDamaged(Sign):
     """A shard of the training data is missing or altered. `other_copy`: the folder it was read from instead; None: no copy is right."""
 
-    kind: Literal["data_damaged"] = "data_damaged"
+    kind: ClassVar[str] = "data_damaged"
     shard: str
     error: str
     other_copy: str | None = None
@@ -203,7 +203,7 @@ class DataDamaged(Sign):
 class NodeJoined(Sign):
     """A node offers itself: new, or back from repair. A quarantined one must pass a health check first."""
 
-    kind: Literal["node_joined"] = "node_joined"
+    kind: ClassVar[str] = "node_joined"
     node: str
 
 
@@ -211,7 +211,7 @@ class NodeJoined(Sign):
 class HealthChecked(Sign):
     """What `megalith doctor` said of a node; `text`: what failed. `there` False: nobody could ask it, since it is gone."""
 
-    kind: Literal["health_checked"] = "health_checked"
+    kind: ClassVar[str] = "health_checked"
     node: str
     passed: bool
     there: bool = True
@@ -222,25 +222,11 @@ class HealthChecked(Sign):
 class Waited(Sign):
     """The time given by a `Wait` is over and no node has come."""
 
-    kind: Literal["waited"] = "waited"
+    kind: ClassVar[str] = "waited"
 
 
-AnySign = (
-    Started | Progressed | RankFailed | Hang | NodesLost | Nonfinite | StateCorrupt | CopyCorrupt | CopyAway | GradientWrong
-    | Straggler | Preempted | Saved | StopRequested | SaveFailed | SaveWorks | DataDamaged | NodeJoined | HealthChecked | Waited
-)  # fmt: skip
-
-_SIGNS: TypeAdapter[AnySign] = TypeAdapter(Annotated[AnySign, Field(discriminator="kind")])
-
-
-def load(record: dict[str, Any]) -> AnySign:
-    """The sign a record holds. Raises pydantic's ValidationError for anything else."""
-    return _SIGNS.validate_python(record)
-
-
-def dump(sign: AnySign) -> dict[str, Any]:
-    """A sign as JSON can hold it."""
-    return _SIGNS.dump_python(sign, mode="json")
+SIGNS = Family(Sign, place=2)
+load, dump = SIGNS.load, SIGNS.dump
 
 
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?|/[^\s'\"]+")

@@ -16,8 +16,8 @@ import numpy as np
 from megalith.control import policy
 from megalith.control.policy import Decision, State
 from megalith.fleet import signs
-from megalith.fleet.commands import CheckHealth, Command, Grow, RerunStep, Restart, SaveState, Shrink, Stop, Wait
-from megalith.fleet.signs import AnySign
+from megalith.fleet.commands import CheckHealth, Command, Grow, Replace, RerunStep, Restart, SaveState, Shrink, Stop, Wait
+from megalith.fleet.signs import Sign
 from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier
 from megalith.rehearse.latencies import Latencies
 from megalith.spec.cluster import ClusterSpec
@@ -474,7 +474,7 @@ class Site:
             self._decide(signs.Preempted(node=node, time=self.now, step=self._step()))
             return
         common: dict[str, Any] = {"slot": place, "node": node, "rank": place * plan.devices_per_node}
-        seen: dict[str, tuple[float, Callable[[], AnySign]]] = {
+        seen: dict[str, tuple[float, Callable[[], Sign]]] = {
             "crash": (latency.crash, lambda: signs.RankFailed(**common, signature=fault.name, hardware=fault.hardware, **self._when())),
             "bug": (latency.crash, lambda: signs.RankFailed(**common, signature=fault.name, blamed=False, **self._when())),
             "hang": (latency.hang, lambda: signs.Hang(**common, phase="step", silence=latency.hang, limit=latency.hang,
@@ -607,7 +607,7 @@ class Site:
     def _spend(self, what: Spent) -> None:
         self.spending = what
 
-    def _decide(self, sign: AnySign, *, copies: tuple[Copy, ...] | None = None, spending: Spent = Spent.RECOVERY) -> Decision:
+    def _decide(self, sign: Sign, *, copies: tuple[Copy, ...] | None = None, spending: Spent = Spent.RECOVERY) -> Decision:
         """Ask the policy, and obey."""
         if self.running:
             self.state = replace(self.state, copies=self._copies())
@@ -616,9 +616,10 @@ class Site:
         decision = policy.decide(self.state, sign, fleet=self.plan.fleet)
         self.state = decision.state
         self.least_spares = min(self.least_spares, len(self.state.spares))
-        replaced = any(command.kind == "replace" for command in decision.commands)
-        for command in decision.commands:
-            self._obey(command, replaced=replaced, spending=spending)
+        replaced = any(isinstance(order, Replace) for order in decision.commands)
+        for order in decision.commands:
+            if isinstance(order, Command):
+                self._obey(order, replaced=replaced, spending=spending)
         return decision
 
     def _obey(self, command: Command, *, replaced: bool, spending: Spent) -> None:

@@ -18,7 +18,7 @@ from megalith.checkpoint.memory import Digest, Memory
 from megalith.fleet import report as reports
 from megalith.fleet.report import Reported
 from megalith.fleet.seat import REPORTS, Seat
-from megalith.fleet.signs import AnySign, GradientWrong, Nonfinite, SaveFailed, SaveWorks, StateCorrupt
+from megalith.fleet.signs import GradientWrong, Nonfinite, SaveFailed, SaveWorks, Sign, StateCorrupt
 from megalith.fleet.tiers import Tier
 from megalith.parallel.data import local
 from megalith.parallel.gradients import NotFinite
@@ -28,7 +28,7 @@ from megalith.train.recompute import Probe, Read, Recomputer, Updates, buckets_o
 from megalith.train.step import seed_step
 
 T = TypeVar("T")
-Report = Callable[[AnySign], None]
+Report = Callable[[Sign], None]
 
 
 class Guard:
@@ -200,12 +200,12 @@ class Guard:
     def _here(self, step: int, rank: int) -> dict[str, Any]:
         return {"time": time.time(), "step": step, "slot": self.seat.slot_of(rank), "node": self.seat.node_of(rank), "rank": rank}
 
-    def _accuse(self, sign: AnySign, text: str) -> None:
+    def _accuse(self, sign: Sign, text: str) -> None:
         """Of what this rank alone knows."""
         self.report(sign)
         raise Reported(text)
 
-    def _together(self, sign: AnySign, text: str, *, reporter: int) -> None:
+    def _together(self, sign: Sign, text: str, *, reporter: int) -> None:
         """Of what all ranks know: one tells, and none ends before it has."""
         if self.seat.rank == reporter:
             self.report(sign)

@@ -24,7 +24,7 @@ from megalith.control.ledger import (
 )
 from megalith.control.policy import State, decide
 from megalith.events import Checkpoint, Event, EventLog, Incident, Recovery, RunFinished, RunStarted, Step, Validation
-from megalith.fleet.signs import AnySign, HealthChecked, NodeJoined, NodesLost, RankFailed, StateCorrupt
+from megalith.fleet.signs import HealthChecked, NodeJoined, NodesLost, RankFailed, Sign, StateCorrupt
 from megalith.fleet.tiers import Copy, Tier
 from megalith.spec.fleet import FleetSpec
 
@@ -206,7 +206,7 @@ def test_the_ledger_says_of_nodes_what_the_policy_remembers(tmp_path: Path) -> N
         node = random.choice("abc")
         kind = random.choice(["fails", "flips", "lost", "passed", "failed", "joined"])
         common: dict[str, Any] = {"time": float(at), "step": at, "node": node}
-        made: dict[str, AnySign] = {
+        made: dict[str, Sign] = {
             "fails": RankFailed(**common, slot=0, rank=0, signature=f"of {at}"),
             "flips": StateCorrupt(**common, slot=0, rank=0),
             "lost": NodesLost(time=float(at), step=at, nodes=(node,)),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megalith.control import policy
 from megalith.control.policy import RULES, VACANT, Decision, State, decide
 from megalith.fleet import commands, signs
-from megalith.fleet.commands import CheckHealth, Command, Grow, ReadElsewhere, Replace, RerunStep, Restart, Shrink, Stop, Wait
+from megalith.fleet.commands import CheckHealth, Grow, Order, ReadElsewhere, Replace, RerunStep, Restart, Shrink, Stop, Wait
 from megalith.fleet.exit_codes import ExitCode, retryable
 from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier
 from megalith.spec.fleet import FleetSpec
@@ -24,7 +24,7 @@ COPIES = (Copy(Tier.MEMORY, 20), Copy(Tier.BUDDY, 20), Copy(Tier.MEMORY, 19), Co
 START = State(placement=NODES, spares=("s0", "s1"), copies=COPIES, restored=Source(10, Tier.STORE))
 
 
-def _play(state: State, seen: Sequence[signs.AnySign], fleet: FleetSpec) -> list[Decision]:
+def _play(state: State, seen: Sequence[signs.Sign], fleet: FleetSpec) -> list[Decision]:
     decisions = []
     for sign in seen:
         decisions.append(decide(state, sign, fleet=fleet))
@@ -95,7 +95,7 @@ def test_like_failures_of_several_nodes_are_not_the_nodes_fault_for_ever() -> No
 
 def test_old_faults_do_not_make_a_lemon() -> None:
     week = 7 * 24 * 3600.0
-    seen: list[signs.AnySign] = []
+    seen: list[signs.Sign] = []
     for i in range(6):
         seen += [_kill(step=20 + i, time=i * week), signs.Progressed(step=21 + i)]
     assert all("replace" not in _kinds(decision) for decision in _play(START, seen, FleetSpec()))
@@ -312,7 +312,7 @@ def test_state_signs_and_commands_survive_json() -> None:
 
 NAMES = st.sampled_from([*NODES, "s0", "s1", "new"])
 STEPS = st.integers(18, 24)
-MAKE: dict[str, Callable[..., signs.AnySign]] = {
+MAKE: dict[str, Callable[..., signs.Sign]] = {
     "kill": lambda node, step: _kill(node, step=step, time=float(step)),
     "broken": lambda node, step: _kill(node, step=step, hardware=True),
     "bug": lambda node, step: replace(_kill(node, step=step), blamed=False, signature="ValueError"),
@@ -340,7 +340,7 @@ ENDS = (Restart, Wait, Shrink, Grow, Stop, RerunStep)
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ANY_SIGN, max_size=25), st.booleans())
-def test_whatever_happens_the_orders_make_sense(seen: list[signs.AnySign], shrinks: bool) -> None:
+def test_whatever_happens_the_orders_make_sense(seen: list[signs.Sign], shrinks: bool) -> None:
     fleet = FleetSpec.model_validate({"no_spare": "shrink", "fallback": {"data": 2}} if shrinks else {})
     state, nodes = START, {*NODES, "s0", "s1"}
     for sign in seen:
@@ -364,7 +364,7 @@ def _check_state(state: State, nodes: set[str]) -> None:
     assert {*filled, *state.spares} <= nodes
 
 
-def _check_order(command: Command, state: State) -> None:
+def _check_order(command: Order, state: State) -> None:
     if isinstance(command, Restart):
         assert VACANT not in command.placement
         _check_source(command.source, state)

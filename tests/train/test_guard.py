@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megalith.checkpoint.memory import Memory
 from megalith.fleet.report import Reported
 from megalith.fleet.seat import Seat
-from megalith.fleet.signs import AnySign, GradientWrong, Nonfinite, StateCorrupt
+from megalith.fleet.signs import GradientWrong, Nonfinite, Sign, StateCorrupt
 from megalith.parallel.gradients import NotFinite
 from megalith.prove.parity import RandomText
 from megalith.train.assemble import Trainer
@@ -87,7 +87,7 @@ def spoil(trainer: Trainer, amount: float, *, times: int, after: int = 0) -> Non
 class Outcome:
     """Of one rank: what it reported, why it ended, and the bits it ended with."""
 
-    def __init__(self, signs: list[AnySign], ended: str, bits: dict[str, torch.Tensor]) -> None:
+    def __init__(self, signs: list[Sign], ended: str, bits: dict[str, torch.Tensor]) -> None:
         self.signs, self.ended, self.bits = signs, ended, bits
 
 
@@ -96,7 +96,7 @@ def _train(
 ) -> Outcome:
     trainer = trainer_of(tiny_run(**run))
     world = trainer.spec.plan.ranks
-    seat, signs = Seat(rank, world, tuple(f"n{r}" for r in range(world)), root), list[AnySign]()
+    seat, signs = Seat(rank, world, tuple(f"n{r}" for r in range(world)), root), list[Sign]()
     memory = Memory(trainer.shares(), seat=seat, pinned=True) if root else None
     if memory and world > 1 and dist.group.WORLD:
         memory.join(1, group=dist.group.WORLD)
@@ -245,9 +245,9 @@ def test_verification_leaves_no_trace_and_gives_no_false_alarm(verify: str, run:
     assert alike(clean, found)
 
 
-def _after_a_replacement(rank: int, run: dict[str, Any], root: Path) -> list[AnySign]:
+def _after_a_replacement(rank: int, run: dict[str, Any], root: Path) -> list[Sign]:
     """Rank 0's node is a spare that has just come; rank 1 holds the copy of step 1, the last that was verified. The run goes on from 3."""
-    trainer, seat, signs = trainer_of(tiny_run(**run)), Seat(rank, 2, ("n0", "n1"), root), list[AnySign]()
+    trainer, seat, signs = trainer_of(tiny_run(**run)), Seat(rank, 2, ("n0", "n1"), root), list[Sign]()
     memory = Memory(trainer.shares(), seat=seat, pinned=True)
     if rank == 1:
         memory.copy(1, 0, known=None, to_disk=False)
