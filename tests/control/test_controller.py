@@ -22,6 +22,7 @@ from megalith.control.ledger import NodeRecord, note, read_nodes, standings
 from megalith.control.outcome import Outcome
 from megalith.fleet import local
 from megalith.fleet.causes import Failure
+from megalith.fleet.commands import Restart
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.job import Job
 from megalith.fleet.nodes import Generation
@@ -385,7 +386,7 @@ def test_a_node_that_was_a_lemon_last_time_is_not_used_until_its_check_passes(tm
         return controller
 
     controller = started()
-    assert controller._next is not None
+    assert isinstance(controller._next, Restart)
     assert (controller._next.placement, checked) == (("a", "c"), ["b"])
     controller._take(Seen(HealthChecked(time=now, node="b", passed=False), now, {}))
     assert "b" in controller._state.quarantined

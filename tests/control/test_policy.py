@@ -386,6 +386,7 @@ def _check_source(source: Source, state: State) -> None:
         assert (tier, source.step, None) not in state.bad
 
 
+@settings(deadline=None)
 @given(st.sampled_from(["kill", "bug", "flip", "hang"]), st.integers(0, 4))
 def test_no_failure_goes_on_for_ever(kind: str, spares: int) -> None:
     """Without a step between them the same failure comes to an end, however many spares there are to try."""
