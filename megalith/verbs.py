@@ -491,7 +491,7 @@ def campaign(
     besides. `aims`: speeds that are asked of it as well; None: none. `tick` is called with the folder that is trained in. Raises SpecErrors
     for a run that is not legal.
     """
-    from megalith.fleet import networks
+    from megalith.machine import networks
     from megalith.rehearse import campaign as runner
     from megalith.rehearse import faults
     from megalith.spec.faults import tables
@@ -538,8 +538,9 @@ def _hurt(
 ) -> "Ran":  # fmt: skip
     """The second run of a campaign: with the faults of a list, of these `kinds`. `like`: the first. Its nodes have agents if some are to
     be killed."""
-    from megalith.fleet import local, networks
+    from megalith.fleet import local
     from megalith.fleet.seat import node_folder
+    from megalith.machine import networks
     from megalith.rehearse import campaign as runner
     from megalith.rehearse.crew import Crew
 
@@ -817,7 +818,7 @@ def _checkpoints(folder: Path) -> "tuple[Copy, ...]":
 def _end_with_torchrun(place: "Place | None") -> None:
     """Have this process end with the torchrun that started it. torchrun only sees to that when it ends in order: killed, it leaves ranks
     that go on and write to the run folder, beside those of the next start."""
-    from megalith.fleet import lifeline  # only commands with ranks have something to outlive
+    from megalith.machine import lifeline  # only commands with ranks have something to outlive
 
     if place is not None and place.kind == "torchrun":
         lifeline.die_with_parent(os.getppid())

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megalith.fleet import networks
-from megalith.fleet.networks import Network
+from megalith.machine import networks
+from megalith.machine.networks import Network
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from megalith.cost import kept
 from megalith.cost.profile import Layout, Profile
 from megalith.cost.workload import Workload
-from megalith.fleet import lifeline
+from megalith.machine import lifeline
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
 
 VERSION = 3

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import IO
 
 from megalith import disk
-from megalith.fleet import causes, copies, evidence, link, networks, report
+from megalith.fleet import causes, copies, evidence, report
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
@@ -32,7 +32,7 @@ from megalith.fleet.rank import Assignment
 from megalith.fleet.seat import DISK, node_folder
 from megalith.fleet.signs import HealthChecked, NodeJoined, NodesLost, Sign
 from megalith.fleet.tiers import Copy, Tier
-from megalith.machine import admission
+from megalith.machine import admission, link, networks
 from megalith.spec.fleet import FleetSpec
 
 WARM_SECONDS = 0.1  # between looks whether imports are done

@@ -22,11 +22,12 @@ from time import time
 from typing import Any, NoReturn
 
 from megalith import disk
-from megalith.fleet import causes, heartbeat, lifeline, seat
+from megalith.fleet import causes, heartbeat, seat
 from megalith.fleet.causes import RankError
 from megalith.fleet.evidence import STACKS
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.heartbeat import Heartbeat
+from megalith.machine import lifeline
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # a person, a scheduler: stop
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -26,8 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megalith.fleet import lifeline, rank
+from megalith.fleet import rank
 from megalith.fleet.evidence import STACKS
+from megalith.machine import lifeline
 
 
 class NotPristineError(RuntimeError):

@@ -1,1 +1,1 @@
-"""The state of one machine: its GPUs, its health, and whether it may join a run."""
+"""One machine: its GPUs, its network interfaces, its health, whether it may join a run, and processes that die with their parent."""

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from megalith.fleet import lifeline
 from megalith.fleet.environment import Place
+from megalith.machine import lifeline
 from megalith.machine.health import Finding
 from megalith.prove import worlds
 from megalith.spec.run import LaunchSpec

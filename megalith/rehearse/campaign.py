@@ -28,9 +28,9 @@ from typing import Any
 
 from megalith import events
 from megalith.control.pace import percentile
-from megalith.fleet import lifeline, networks
 from megalith.fleet.agent import BEAT_SECONDS
-from megalith.fleet.networks import Network
+from megalith.machine import lifeline, networks
+from megalith.machine.networks import Network
 from megalith.rehearse import faults, hangs
 from megalith.rehearse.crew import Crew
 from megalith.rehearse.faults import KINDS, Injection

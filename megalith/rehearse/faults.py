@@ -24,8 +24,8 @@ from random import Random
 from types import MappingProxyType
 from typing import Literal
 
-from megalith.fleet import link, networks
 from megalith.fleet.seat import Seat, node_folder, ranks_of
+from megalith.machine import link, networks
 from megalith.spec.faults import FaultTable
 
 VARIABLE = "MEGALITH_FAULTS"

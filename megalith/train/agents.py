@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megalith.control import supervisor
 from megalith.control.controller import Controller, Store
 from megalith.control.outcome import Outcome
-from megalith.fleet import letters, lifeline, rendezvous
+from megalith.fleet import letters, rendezvous
 from megalith.fleet.agent import Agent
 from megalith.fleet.copies import held
 from megalith.fleet.environment import MEETING, Place
@@ -31,7 +31,7 @@ from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes, disk_root, memory_root
 from megalith.fleet.remote import RemoteNodes, node_logs
-from megalith.machine import admission
+from megalith.machine import admission, lifeline
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import RunSpec
 from megalith.train.store import connect, serve

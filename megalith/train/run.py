@@ -21,13 +21,14 @@ from megalith import __version__, events
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.data.tokenizer import copy as copy_tokenizer
 from megalith.events import EventLog, Holding, Problem, RunFinished, RunStarted
-from megalith.fleet import causes, environment, link, networks
+from megalith.fleet import causes, environment
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.report import report
 from megalith.fleet.seat import REPORTS, Seat, ranks_of
 from megalith.fleet.signs import Preempted, RankFailed
 from megalith.fleet.tiers import Source
+from megalith.machine import link, networks
 from megalith.models.flops import CONVENTION
 from megalith.models.stage import Stage
 from megalith.rehearse import faults

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megalith.fleet import lifeline
+from megalith.machine import lifeline
 
 REQUEST_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megalith.fleet import letters, link
+from megalith.fleet import letters
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes
 from megalith.fleet.remote import RemoteNodes
 from megalith.fleet.seat import node_folder
 from megalith.fleet.signs import HealthChecked
-from megalith.machine import admission, health
+from megalith.machine import admission, health, link
 from megalith.machine.admission import LEAST, UnfitError, admit, await_fitness, before_start, burnt, failures
 from megalith.machine.health import Finding, Needs
 from megalith.spec.fleet import FleetSpec

@@ -6,7 +6,7 @@ import pytest
 
 from megalith import verbs
 from megalith.checkpoint.folder import committed, find, read_manifest
-from megalith.fleet import networks
+from megalith.machine import networks
 from megalith.rehearse import faults
 from megalith.rehearse.campaign import EXPECTED, Aims, Row, may_mount
 from megalith.rehearse.faults import KINDS, Injection

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megalith.events import read
-from megalith.fleet.networks import missing
+from megalith.machine.networks import missing
 from megalith.spec.files import load
 from tests.namespaces import Machine, machines
 from tests.patience import PATIENCE

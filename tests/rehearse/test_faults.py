@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megalith.fleet import copies, networks
+from megalith.fleet import copies
 from megalith.fleet.seat import Seat, node_folder
+from megalith.machine import networks
 from megalith.rehearse import faults
 from megalith.rehearse.campaign import EXPECTED, REPAIR_SECONDS, may_mount, mender, small_disk
 from megalith.rehearse.faults import (

@@ -7,14 +7,14 @@ from tests.patience import PATIENCE
 
 WATCH = """
 import sys, time
-from megalith.fleet import lifeline
+from megalith.machine import lifeline
 lifeline.watch(int(sys.argv[1]))
 print("watching", flush=True)
 time.sleep(60)
 """
 FOLLOW = """
 import os, sys
-from megalith.fleet import lifeline
+from megalith.machine import lifeline
 lifeline.die_with_parent(int(sys.argv[1]))
 print("followed")
 """

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megalith.fleet import link, networks
-from megalith.fleet.networks import INTERFACE, Network
+from megalith.machine import link, networks
+from megalith.machine.networks import INTERFACE, Network
 from tests.patience import PATIENCE
 
 NODES = ("a", "b")
