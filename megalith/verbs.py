@@ -491,6 +491,7 @@ def campaign(
     besides. `aims`: speeds that are asked of it as well; None: none. `tick` is called with the folder that is trained in. Raises SpecErrors
     for a run that is not legal.
     """
+    from megalith.fleet import injection
     from megalith.machine import networks
     from megalith.rehearse import campaign as runner
     from megalith.rehearse import faults
@@ -517,7 +518,7 @@ def campaign(
     )  # fmt: skip
     steps = max(one.step for one in injections) + faults.AFTERMATH
     listed = folder / "faults.json"
-    faults.save(listed, injections)
+    injection.save(listed, injections)
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})})
     faultless, hurt = folder / runner.WHOLE, folder / runner.FAULTED
     whole = runner.run(_command(checked.resolved, spec, faultless), faultless, tick=lambda: tick(faultless))

@@ -28,12 +28,14 @@ from typing import Any
 
 from megalith import events
 from megalith.control.pace import percentile
+from megalith.fleet import injection
 from megalith.fleet.agent import BEAT_SECONDS
+from megalith.fleet.injection import Injection
 from megalith.machine import lifeline, networks
 from megalith.machine.networks import Network
 from megalith.rehearse import faults, hangs
 from megalith.rehearse.crew import Crew
-from megalith.rehearse.faults import KINDS, Injection
+from megalith.rehearse.faults import KINDS
 from megalith.rehearse.hangs import Hangs
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import DataSpec
@@ -307,7 +309,7 @@ def may_copy(data: Path) -> bool:
 def data_of(spec: DataSpec, folder: Path) -> DataSpec:
     """Data of the run that is hurt: a copy in `folder`, whose shards may be damaged, and behind it what the other run reads."""
     shutil.copytree(spec.path, folder)
-    (folder / faults.OWN_DATA).touch()
+    (folder / injection.OWN_DATA).touch()
     return spec.model_copy(update={"path": str(folder), "copies": (str(Path(spec.path).resolve()), *spec.copies)})
 
 
@@ -328,10 +330,10 @@ def disk_of(run: Path, *, like: Path, small: bool) -> contextlib.AbstractContext
 
 def mender(injections: Path, network: Network | None) -> Callable[[], None]:
     """What brings interfaces up again, a while after they were taken down."""
-    left = {one.number for one in faults.load(injections) if one.kind == "interface"}
+    left = {one.number for one in injection.load(injections) if one.kind == "interface"}
 
     def mend() -> None:
-        for number, (at, node) in faults.fired(injections).items() if left else ():
+        for number, (at, node) in injection.fired(injections).items() if left else ():
             if number in left and network is not None and time.time() - at > REPAIR_SECONDS:
                 network.plug(node, connected=True)
                 left.remove(number)
@@ -361,7 +363,7 @@ def run(
 ) -> Ran:
     """Run a command to its end, again and again where its supervisor was killed; lost `nodes` (their folders) come back meanwhile, and
     so do interfaces of their `network`. `crew`: the command is an agent's, and the run is that of all of them."""
-    environment = os.environ | ({faults.VARIABLE: str(injections.resolve())} if injections else {})
+    environment = os.environ | ({injection.VARIABLE: str(injections.resolve())} if injections else {})
     environment |= {networks.VARIABLE: network.family} if network else {}
     mend = mender(injections, network) if injections else lambda: None
 
@@ -443,7 +445,7 @@ def judge(
 ) -> Judgement:
     """Compare a run with its faults with the run without. `states`: all that each ended with, comparable; `timeout`: `launch.timeout`."""
     records = list(events.read(faulted.folder))
-    fates = fates_of(faults.load(injections), faults.fired(injections), records, restarts=faulted.supervisor_restarts)
+    fates = fates_of(injection.load(injections), injection.fired(injections), records, restarts=faulted.supervisor_restarts)
     blamed = [fate.judged for fate in fates if fate.judged is not None]
     recoveries = sorted(
         fate.own_recovery for fate in fates if fate.own_recovery is not None and fate.injection.kind != "supervisor"

@@ -16,13 +16,12 @@ import numpy as np
 from megalith import events
 from megalith.control import ledger, policy
 from megalith.control.ledger import Cause, Goodput, Record
-from megalith.fleet import signs, tiers
+from megalith.fleet import injection, signs, tiers
 from megalith.fleet.commands import Command, Restart
+from megalith.fleet.injection import Injection
 from megalith.fleet.seat import slot_of
 from megalith.fleet.tiers import Copy, Source, Tier
-from megalith.rehearse import faults
 from megalith.rehearse.campaign import FAULTED, REPAIR_SECONDS
-from megalith.rehearse.faults import Injection
 from megalith.rehearse.latencies import PROFILES, Latencies, calibrated
 from megalith.rehearse.simulate import HOUR, LIMIT, Fault, Scenario, Site, Spent
 from megalith.spec.run import RunSpec
@@ -124,7 +123,7 @@ def replay(folder: Path, *, like: Path | None = None) -> Replayed:
     if not recorded.steps:
         raise ValueError(f"{run} has no step in its log: the campaign ended before there was one")
     figures = measured(list(events.read(like / FAULTED if like else run)))
-    site = _Hurt(spec, figures, faults.load(folder / "faults.json")).live()
+    site = _Hurt(spec, figures, injection.load(folder / "faults.json")).live()
     return Replayed(recorded, figures, site.seconds, site.restarts)
 
 

@@ -1,4 +1,4 @@
-"""Faults on purpose that befall tensors and computations; those of processes and files are `rehearse.faults`'s."""
+"""Faults on purpose in tensors and computations. Those in processes, connections and files are in `fleet.actions`."""
 
 import os
 import time
@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.rehearse import faults
-from megalith.rehearse.faults import ACTIONS, Faults, Injection
+from megalith.fleet import hooks
+from megalith.fleet.actions import ACTIONS, happen
+from megalith.fleet.hooks import Faults
+from megalith.fleet.injection import OWN_DATA, Injection
 from megalith.train.assemble import Trainer
 
 FLIPPED_BIT = 20  # of fp32's mantissa: a change of about 1 % of the value, far from NaN
@@ -23,7 +25,7 @@ SLOW_SECONDS, SLOW_STEPS = 0.15, 3.0  # a slow rank works so much longer a step,
 
 def watcher(*, reads: Reads) -> "Injector | None":
     """What brings this rank its faults; None where none are to come."""
-    found = faults.find()
+    found = hooks.find()
     return Injector(found, reads) if found is not None else None
 
 
@@ -43,7 +45,7 @@ class Injector:
         if self._begun is not None:
             self._least = min(self._least, now - self._begun)
         self._begun = now
-        faults.at("step", step)
+        hooks.at("step", step)
         for one in self._faults.due("reading", step):
             flip_data(one, *self._reads(step))
         for one in self._faults.due("gradients", step):
@@ -64,7 +66,7 @@ class Injector:
         """It has been looked at; the state rests until the next step."""
         for one in self._faults.due("resting", step):
             if one.kind in ACTIONS:
-                faults.happen(one, self._faults.seat)
+                happen(one, self._faults.seat)
             else:
                 flip(trainer, one)
 
@@ -77,7 +79,7 @@ class Injector:
                 return grad
             came.append(one.number)
             if one.kind in ACTIONS:
-                faults.happen(one, self._faults.seat)
+                happen(one, self._faults.seat)
             if one.kind == "slow":
                 work(max(SLOW_SECONDS, SLOW_STEPS * self._least) if self._least < float("inf") else SLOW_SECONDS)
                 return grad
@@ -95,7 +97,7 @@ class Injector:
 
 def flip_data(one: Injection, shard: Path, begin: int, end: int) -> None:
     """Flip one bit of a shard among bytes begin to end, which are about to be read. Only of a copy that a campaign made for it."""
-    assert (shard.parent / faults.OWN_DATA).exists(), f"{shard} is data that others need, and is not harmed"
+    assert (shard.parent / OWN_DATA).exists(), f"{shard} is data that others need, and is not harmed"
     at = begin + int(one.place * (end - begin))
     with shard.open("r+b", buffering=0) as file:
         byte = os.pread(file.fileno(), 1, at)[0]

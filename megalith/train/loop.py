@@ -9,12 +9,12 @@ import torch.distributed as dist
 from megalith.checkpoint.checkpointer import Checkpointer, Failed, Saved
 from megalith.data.stream import Stream
 from megalith.events import Checkpoint, EventLog, Problem, Spans, Step, Validation
+from megalith.fleet import hooks
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.report import report
 from megalith.fleet.signs import SaveFailed, SaveWorks
 from megalith.fleet.tiers import Tier
-from megalith.rehearse import faults
 from megalith.train.assemble import Trainer
 from megalith.train.guard import Guard
 from megalith.train.peak import Yardstick
@@ -211,7 +211,7 @@ class Loop:
 
     def _save(self, *, asynchronous: bool) -> None:
         self.heartbeat.beat("checkpoint" if asynchronous else "last checkpoint", self.step)  # they take differently long
-        faults.at("saving", self.step)
+        hooks.at("saving", self.step)
         state, told = self.trainer.state(), meta(self.position, spec=self.spec, stream=self.stream)
         self.checkpointer.save(self.step, state, told, asynchronous=asynchronous, check=self._look)
 

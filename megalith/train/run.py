@@ -21,7 +21,7 @@ from megalith import __version__, events
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.data.tokenizer import copy as copy_tokenizer
 from megalith.events import EventLog, Holding, Problem, RunFinished, RunStarted
-from megalith.fleet import causes, environment
+from megalith.fleet import causes, environment, hooks
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.report import report
@@ -31,7 +31,6 @@ from megalith.fleet.tiers import Source
 from megalith.machine import link, networks
 from megalith.models.flops import CONVENTION
 from megalith.models.stage import Stage
-from megalith.rehearse import faults
 from megalith.spec.run import RunSpec
 from megalith.train import inject, standing
 from megalith.train.assemble import Trainer, assemble, mesh_groups
@@ -57,7 +56,7 @@ def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None
     stop = _Stop()
     heartbeat = Heartbeat.find()
     heartbeat.beat("joining")
-    faults.at("joining")
+    hooks.at("joining")
     spec = RunSpec.model_validate_json((folder / "spec.json").read_text())
     if shrunk:
         spec = spec.model_copy(update={"plan": spec.fleet.fallback})
@@ -72,7 +71,7 @@ def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None
     log = _open_log(spec, folder) if place.rank == 0 else None
     try:
         heartbeat.beat("building")
-        faults.at("building")
+        hooks.at("building")
         loop = _prepare(spec, folder, source=source_of(source), log=log, device=device, heartbeat=heartbeat)
         heartbeat.beat("ready")
         if profile and (idle := idle_profile(profile, done=loop.step, steps=spec.train.steps)):
@@ -190,7 +189,7 @@ def _prepare(
         checkpointer.reserve(trainer.state())  # now, so that the first save waits no longer than the others
     memory = copies_of(trainer, group=savers, warn=warn) if spec.fleet.recover else None
     heartbeat.beat("restoring")
-    faults.at("restoring")
+    hooks.at("restoring")
     position = restore(trainer, checkpointer, stream, group=savers, warn=warn, source=source, memory=memory)
     guard = None
     if spec.fleet.recover:

@@ -20,16 +20,15 @@ from megalith.control import controller as controller_module
 from megalith.control.controller import Controller, Seen, Store, run_here
 from megalith.control.ledger import NodeRecord, note, read_nodes, standings
 from megalith.control.outcome import Outcome
-from megalith.fleet import local
+from megalith.fleet import injection, local
 from megalith.fleet.causes import Failure
 from megalith.fleet.commands import Restart
 from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.injection import Injection
 from megalith.fleet.job import Job
 from megalith.fleet.nodes import Generation
 from megalith.fleet.signs import DataDamaged, HealthChecked, NodeJoined, Preempted, SaveFailed, SaveWorks, Started, Straggler
 from megalith.fleet.tiers import Copy, Tier
-from megalith.rehearse import faults
-from megalith.rehearse.faults import Injection
 from megalith.spec.fleet import FleetSpec
 from tests.control.walk import checkpoints
 
@@ -39,7 +38,7 @@ FLEET = FleetSpec(nodes=2, spares=1, hang_floor=4.0, hang_factor=20.0)  # far fr
 
 def _walk(folder: Path, *injections: Injection, store: Store | None = None) -> Outcome:
     folder.mkdir(exist_ok=True)
-    faults.save(folder / "faults.json", injections)
+    injection.save(folder / "faults.json", injections)
     return _run(folder, store)
 
 
@@ -53,7 +52,7 @@ def _run(folder: Path, store: Store | None = None) -> Outcome:
         start_timeout=60.0,
         silence_timeout=60.0,
         threads=1,
-        environment={faults.VARIABLE: str(folder / "faults.json")},
+        environment={injection.VARIABLE: str(folder / "faults.json")},
     )
     return run_here(job, fleet=FLEET, identity="walk", store=store or (lambda: checkpoints(folder)))
 
@@ -130,7 +129,7 @@ def test_faults_that_overlap_are_recovered_from_together(second: str, whole: lis
     outcome = _walk(tmp_path / "run", *faulted)
     assert outcome.code == ExitCode.FINISHED, outcome.message()
     assert _state(tmp_path / "run") == whole
-    assert set(faults.fired(tmp_path / "run" / "faults.json")) == {0, 1}
+    assert set(injection.fired(tmp_path / "run" / "faults.json")) == {0, 1}
     found = _incidents(tmp_path / "run")
     assert 1 <= len(found) <= 2
     assert {one["rank"] for one in found} <= {0, 2}
@@ -191,7 +190,7 @@ def test_a_copy_that_fails_its_digest_is_set_aside_and_not_used_again(whole: lis
 def test_the_same_command_goes_on_when_the_supervisor_itself_was_killed(whole: list[Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    faults.save(folder / "faults.json", [Injection(0, "supervisor", 7, "step", (1,))])
+    injection.save(folder / "faults.json", [Injection(0, "supervisor", 7, "step", (1,))])
     command = [sys.executable, "-m", "tests.fleet.test_controller", str(folder)]
     root = Path(__file__).resolve().parents[2]
     codes = [subprocess.run(command, check=False, timeout=120, cwd=root).returncode for _ in range(2)]

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megalith.fleet import hooks
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.fleet.report import Reported, Seat, report
 from megalith.fleet.signs import CopyCorrupt, Preempted
 from megalith.fleet.tiers import Copy, Tier
-from megalith.rehearse import faults
 
 
 def checkpoints(run_dir: Path) -> tuple[Copy, ...]:
@@ -32,14 +32,14 @@ def walk(steps: int, nap: float = 0.02, every: int = 3, source: dict[str, Any] |
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     beats.beat("building")
-    faults.at("building")
+    hooks.at("building")
     step, total = 0, seat.rank
     if source and source["tier"] is not None:
         step, total = _restore(folder / f"state-{source['step']}-{seat.rank}", step=source["step"])
     beats.beat("ready")
     while step < steps:
         beats.beat("step", step, compute=nap)
-        faults.at("step", step)
+        hooks.at("step", step)
         if asked and not (folder / "stop").exists():
             report(Preempted(time=time.time(), step=step, node=seat.node, rank=seat.rank))
             _put(folder / "stop", str(step + 3), seat)  # not this step: the others may have looked for it already

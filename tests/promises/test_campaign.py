@@ -6,10 +6,11 @@ import pytest
 
 from megalith import verbs
 from megalith.checkpoint.folder import committed, find, read_manifest
+from megalith.fleet import injection
+from megalith.fleet.injection import Injection
 from megalith.machine import networks
-from megalith.rehearse import faults
 from megalith.rehearse.campaign import EXPECTED, Aims, Row, may_mount
-from megalith.rehearse.faults import KINDS, Injection
+from megalith.rehearse.faults import KINDS
 from tests.runs import final_state, prepare_text, train
 from tests.specs import tiny_run
 
@@ -107,12 +108,12 @@ def test_a_state_that_is_altered_when_its_checkpoint_is_due_is_not_saved(
         checkpoint={"every": 2, "asynchronous": asynchronous},
     )
     listed, folder = tmp_path / "faults.json", tmp_path / "hurt"
-    faults.save(listed, [Injection(0, "weight", 1, KINDS["weight"].moment, (1,), place=0.5)])  # once two steps are done
-    monkeypatch.setenv(faults.VARIABLE, str(listed))
+    injection.save(listed, [Injection(0, "weight", 1, KINDS["weight"].moment, (1,), place=0.5)])  # once two steps are done
+    monkeypatch.setenv(injection.VARIABLE, str(listed))
     with pytest.raises(RuntimeError):
         train(spec, folder)  # by itself, without a fleet that goes on
     assert "the state after 2 steps had the digest" in capfd.readouterr().err
-    assert faults.fired(listed)
+    assert injection.fired(listed)
     assert committed(folder / "checkpoints") == []
 
 
@@ -129,9 +130,9 @@ def test_without_the_guards_the_same_faults_would_stay(data: Path, tmp_path: Pat
     whole = final_state(tmp_path / "whole")
     for kind in ("weight", "once"):
         listed, folder = tmp_path / f"{kind}.json", tmp_path / kind
-        faults.save(listed, [Injection(0, kind, 1, KINDS[kind].moment, (1,), place=0.5)])
-        monkeypatch.setenv(faults.VARIABLE, str(listed))
+        injection.save(listed, [Injection(0, kind, 1, KINDS[kind].moment, (1,), place=0.5)])
+        monkeypatch.setenv(injection.VARIABLE, str(listed))
         train(spec, folder)
-        assert faults.fired(listed)
+        assert injection.fired(listed)
         hurt = final_state(folder)
         assert any(not whole[name].equal(hurt[name]) for name in whole), kind

@@ -18,12 +18,12 @@ import pytest
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.data.stream import Stream
 from megalith.events import read
+from megalith.fleet import injection
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
+from megalith.fleet.injection import Injection
 from megalith.fleet.local import HEARTBEATS, _family, _place
-from megalith.rehearse import faults
 from megalith.rehearse.campaign import may_mount, small_disk
-from megalith.rehearse.faults import Injection
 from megalith.spec.run import RunSpec
 from megalith.train import loop
 from megalith.train.batches import indices
@@ -267,8 +267,8 @@ def test_a_run_folder_without_any_room_ends_no_run(command: list[str], never_kil
     """Neither checkpoints nor events nor logs find room, and a rank is killed meanwhile; another one dies before it has written its part
     of the last checkpoint, which must be made all the same."""
     listed = tmp_path / "faults.json"
-    faults.save(listed, [Injection(0, "kill", TYPED, "saving", (1,))])
-    folder, environment = tmp_path / "disk" / "run", os.environ | {faults.VARIABLE: str(listed)}
+    injection.save(listed, [Injection(0, "kill", TYPED, "saving", (1,))])
+    folder, environment = tmp_path / "disk" / "run", os.environ | {injection.VARIABLE: str(listed)}
     with small_disk(tmp_path / "disk", size=80 << 20):
         process = subprocess.Popen(
             [*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -291,7 +291,7 @@ def test_a_run_folder_without_any_room_ends_no_run(command: list[str], never_kil
     assert [event["cause"] for event in read(folder) if event["type"] == "incident"].count("rank_failed") >= 2, (
         "a start may fail, too"
     )
-    assert faults.fired(listed)
+    assert injection.fired(listed)
     assert_same_bits(final_state(never_killed), final_state(folder))
     assert position(folder) == position(never_killed)
 

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from megalith.events import read
-from megalith.fleet import local
+from megalith.fleet import injection, local
 from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.injection import Injection
 from megalith.fleet.seat import node_folder
-from megalith.rehearse import faults
-from megalith.rehearse.faults import Injection
 from megalith.spec.files import load
 from megalith.verbs import _identity
 from tests.patience import PATIENCE
@@ -42,9 +41,9 @@ class _Run:
 
     def __init__(self, folder: Path, run_file: Path) -> None:
         self.folder, self.faults = folder, folder.with_suffix(".json")
-        faults.save(self.faults, [Injection(0, "node", LOST_AT, "step", (2, 3))])
+        injection.save(self.faults, [Injection(0, "node", LOST_AT, "step", (2, 3))])
         command = [sys.executable, "-m", "megalith.cli", "train", str(run_file), "--run-dir", str(folder)]
-        environment = os.environ | {faults.VARIABLE: str(self.faults), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {injection.VARIABLE: str(self.faults), "OMP_NUM_THREADS": "1"}
         self.log = folder.with_suffix(".log")
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)

@@ -16,13 +16,12 @@ from megalith.checkpoint import memory as memory_module
 from megalith.checkpoint.memory import Damaged, Digest, Memory, digest
 from megalith.control.controller import run_here
 from megalith.events import read
-from megalith.fleet import copies
+from megalith.fleet import copies, injection
 from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.injection import Injection
 from megalith.fleet.job import Job
 from megalith.fleet.seat import MEMORY, PLACEMENT, Seat, node_folder
 from megalith.fleet.tiers import Copy, Source, Tier, newest
-from megalith.rehearse import faults
-from megalith.rehearse.faults import Injection
 from megalith.train.assemble import Trainer
 from megalith.train.step import train_step
 from megalith.verbs import _checkpoints
@@ -292,11 +291,11 @@ def test_a_run_whose_memory_is_all_gone_goes_on_from_its_disks(tmp_path: Path) -
     folder, listed = tmp_path / "run", tmp_path / "faults.json"
     folder.mkdir()
     (folder / "spec.json").write_text(spec.model_dump_json())
-    faults.save(listed, [Injection(0, "two", 5, "step", (0, 1))])
+    injection.save(listed, [Injection(0, "two", 5, "step", (0, 1))])
     job = Job(
         entry="megalith.train.run:main", arguments={"run_dir": str(folder)}, ranks=2, run_dir=folder,
         preload=("torch", "megalith.train.run"), start_timeout=250.0, silence_timeout=120.0, threads=1,
-        environment={faults.VARIABLE: str(listed)},
+        environment={injection.VARIABLE: str(listed)},
     )  # fmt: skip
     outcome = run_here(job, fleet=spec.fleet, identity="disk", store=lambda: _checkpoints(folder))
     assert outcome.code == ExitCode.FINISHED, outcome.message()

@@ -12,7 +12,8 @@ import pytest
 
 from megalith import events
 from megalith.cli import words_of_campaign
-from megalith.rehearse import faults
+from megalith.fleet import injection
+from megalith.fleet.injection import Injection
 from megalith.rehearse.campaign import (
     Aims,
     Judgement,
@@ -28,7 +29,7 @@ from megalith.rehearse.campaign import (
     run,
     small_disk,
 )
-from megalith.rehearse.faults import OF_ONE_MEMORY, Injection
+from megalith.rehearse.faults import OF_ONE_MEMORY
 from megalith.rehearse.hangs import hangs_of
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import DataSpec
@@ -92,7 +93,7 @@ def _runs(
         *(_step(i, 206.0 + i, loss if i == 8 else None) for i in range(6, 11)),
     )
     file = folder / "faults.json"
-    faults.save(file, [KILL, STOP])
+    injection.save(file, [KILL, STOP])
     for number, rank, at in ((0, 1, 204.2), (1, 2, 208.5)):
         (folder / "faults.came" / f"{number}-{rank}").write_text(f"{at} 0 ")
     return Ran(whole, 10.0, 0, ()), Ran(hurt, 20.0, 0, ()), file
@@ -246,7 +247,7 @@ def test_starts_of_a_killed_supervisor_are_a_row_of_their_own_and_in_no_median(t
     killed = Injection(2, "supervisor", 9, "step", (0,))
     (tmp_path / "faults.came" / "2-0").write_text("214.5 0 ")
     came = {mark.name: mark.read_text() for mark in (tmp_path / "faults.came").iterdir()}
-    faults.save(file, [KILL, STOP, killed])
+    injection.save(file, [KILL, STOP, killed])
     for name, text in came.items():
         (tmp_path / "faults.came" / name).write_text(text)
     found = _of(whole, replace(faulted, supervisor_restarts=(7.5,)), file)
@@ -329,8 +330,8 @@ def test_the_run_that_is_hurt_has_data_of_its_own_and_that_of_the_other_behind_i
     spec = data_of(DataSpec(path=str(theirs), copies=("far",)), tmp_path / "out")
     assert (spec.path, spec.copies) == (str(tmp_path / "out"), (str(theirs), "far"))
     assert (tmp_path / "out" / "shard").read_text() == "tokens"
-    assert (tmp_path / "out" / faults.OWN_DATA).exists()
-    assert not (theirs / faults.OWN_DATA).exists()
+    assert (tmp_path / "out" / injection.OWN_DATA).exists()
+    assert not (theirs / injection.OWN_DATA).exists()
 
 
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount a file system")

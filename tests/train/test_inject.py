@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from megalith.fleet import injection
+from megalith.fleet.actions import ACTIONS
+from megalith.fleet.hooks import Faults
+from megalith.fleet.injection import Injection
 from megalith.fleet.seat import Seat
 from megalith.parallel.data import local
-from megalith.rehearse import faults
-from megalith.rehearse.faults import ACTIONS, KINDS, Faults, Injection
+from megalith.rehearse.faults import KINDS
 from megalith.train.assemble import Trainer
 from megalith.train.inject import SLOW_SECONDS, Injector
 from megalith.train.step import accumulate, tell, train_step
@@ -25,7 +28,7 @@ STATES, GRADIENTS = ("weight", "moment"), ("nan", "gradient", "once", "slow")
 def _injector(kind: str, folder: Path) -> Injector:
     """The fault comes at step 1."""
     what, file = KINDS[kind], folder / f"{kind}.json"
-    faults.save(file, [Injection(0, kind, 1, what.moment, (0,), place=0.5, lasts=what.lasts)])
+    injection.save(file, [Injection(0, kind, 1, what.moment, (0,), place=0.5, lasts=what.lasts)])
     return Injector(
         Faults(file, Seat(0, 1, ("0",), None)), lambda step: (folder / "data" / "shard.bin", 10 * step, 10 * step + 6)
     )
@@ -106,7 +109,7 @@ def test_a_bit_of_the_data_that_is_read_next_flips_once_and_only_in_data_made_fo
     trainer: Any = None  # it is not looked at
     with pytest.raises(AssertionError, match="others need"):
         _injector("shard", tmp_path).before_step(trainer, 1)
-    (shard.parent / faults.OWN_DATA).touch()
+    (shard.parent / injection.OWN_DATA).touch()
     injector, found = _injector("shard", tmp_path), []
     for step in range(3):
         injector.before_step(trainer, step)

@@ -17,14 +17,14 @@ from megalith import verbs
 from megalith.control import controller
 from megalith.control.outcome import Outcome
 from megalith.events import EventLog, read
+from megalith.fleet import injection
 from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.injection import OWN_DATA, Injection
 from megalith.fleet.job import Job
 from megalith.fleet.local import _family, _place
 from megalith.fleet.report import Reported
 from megalith.fleet.seat import MEMORY, REPORTS
-from megalith.rehearse import faults
-from megalith.rehearse.faults import OWN_DATA, Injection
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import RunSpec
 from megalith.train.loop import NotSavedError
@@ -49,7 +49,7 @@ def _run(spec: RunSpec, folder: Path) -> Outcome:
     """Through faults, with one: a bit of what rank 1 reads in step 3 flips right before it is read."""
     folder.mkdir()
     (folder / "spec.json").write_text(spec.model_dump_json())
-    faults.save(folder / "faults.json", [Injection(0, "shard", 3, "reading", (1,), place=0.5)])
+    injection.save(folder / "faults.json", [Injection(0, "shard", 3, "reading", (1,), place=0.5)])
     job = Job(
         entry="megalith.train.run:main",
         arguments={"run_dir": str(folder)},
@@ -59,7 +59,7 @@ def _run(spec: RunSpec, folder: Path) -> Outcome:
         start_timeout=250.0,
         silence_timeout=120.0,
         threads=1,
-        environment={faults.VARIABLE: str(folder / "faults.json")},
+        environment={injection.VARIABLE: str(folder / "faults.json")},
     )
     return controller.run_here(job, fleet=spec.fleet, identity="data", store=lambda: ())
 
@@ -178,9 +178,9 @@ def test_without_recovery_a_killed_rank_ends_the_run(data: Path, tmp_path: Path)
         "[train]\nsteps = 6\nglobal_batch = 4\nseq_len = 32\n[fleet]\nrecover = false\n"
     )
     folder = tmp_path / "run"
-    faults.save(tmp_path / "faults.json", [Injection(0, "kill", 3, "step", (1,))])
+    injection.save(tmp_path / "faults.json", [Injection(0, "kill", 3, "step", (1,))])
     command = [sys.executable, "-m", "megalith.cli", "train", str(tmp_path / "run.toml"), "--run-dir", str(folder)]
-    environment = os.environ | {faults.VARIABLE: str(tmp_path / "faults.json")}
+    environment = os.environ | {injection.VARIABLE: str(tmp_path / "faults.json")}
     ended = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == ExitCode.LOST, ended.stdout + ended.stderr
     types = [event["type"] for event in read(folder)]

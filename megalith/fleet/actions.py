@@ -1,0 +1,196 @@
+"""What a fault on purpose does to the process, the connections and the files of its rank.
+
+Every fault is real: a process is killed, a bit flips, sockets are shut down, a file is cut off. Faults of tensors are `train.inject`'s.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import stat
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megalith.fleet.injection import Injection
+from megalith.fleet.seat import Seat, node_folder
+from megalith.machine import link, networks
+
+BALLAST = "ballast-"  # and the step: files that fill a disk
+
+
+class Injected(RuntimeError):  # noqa: N818  # it is what happened
+    """The software bug of a campaign."""
+
+
+def _raise(one: Injection, seat: Seat) -> None:
+    raise Injected(f"fault {one.number} of the campaign")
+
+
+def _send(number: int) -> Callable[[Injection, Seat], None]:
+    def send(one: Injection, seat: Seat) -> None:
+        os.kill(os.getpid(), number)
+
+    return send
+
+
+def _never_return(one: Injection, seat: Seat) -> None:
+    """As a kernel that never ends: the process lives, its other threads answer, and it is in no collective that others are not in too."""
+    while True:
+        time.sleep(3600)  # a handled signal cuts a sleep short for its handler alone
+
+
+def _segfault(one: Injection, seat: Seat) -> None:
+    ctypes.string_at(0)
+
+
+def _tear_connections(one: Injection, seat: Seat) -> None:
+    """Shut down every TCP connection of this process, under whatever library holds it."""
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(entry.name)).st_mode):
+                continue
+            copy = socket.socket(fileno=os.dup(int(entry.name)))
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                copy.shutdown(socket.SHUT_RDWR)
+            copy.close()
+        except OSError:
+            continue
+
+
+def _unplug(one: Injection, seat: Seat) -> None:
+    """Take this node's interface down: nothing comes or goes any more, and nobody is told so."""
+    assert networks.find() is not None, "the interface is one that others need"
+    link.take_down(networks.INTERFACE)
+
+
+def _lose_memory(seat: Seat, nodes: Sequence[str]) -> None:
+    """What nodes held in memory is gone; the nodes are there (again), empty."""
+    if seat.memory is None:
+        return
+    for node in dict.fromkeys(nodes):
+        folder = node_folder(seat.memory, node)
+        for path in folder.glob("*") if folder.is_dir() else ():
+            path.unlink(missing_ok=True)
+
+
+def _lose_disk(seat: Seat, node: str) -> None:
+    """What a node held on its disk is gone."""
+    if seat.disk is not None:
+        shutil.rmtree(node_folder(seat.disk, node), ignore_errors=True)
+
+
+def _checkpoints() -> Path:
+    return Path(os.environ["MEGALITH_RUN_DIR"]) / "checkpoints"
+
+
+def _newest_checkpoint() -> list[Path]:
+    """The parts of the newest checkpoint, largest first."""
+    steps = sorted(path for path in _checkpoints().glob("step-*") if path.name.removeprefix("step-").isdigit())
+    return sorted(steps[-1].glob("rank-*"), key=lambda path: -path.stat().st_size) if steps else []
+
+
+def _lose_copies(seat: Seat) -> None:
+    """Only checkpoints are left."""
+    _lose_memory(seat, seat.placement)
+    for node in seat.placement:
+        _lose_disk(seat, node)
+
+
+def _cut_checkpoint(one: Injection, seat: Seat) -> None:
+    for part in _newest_checkpoint()[:1]:
+        os.truncate(part, part.stat().st_size // 2)
+    _lose_copies(seat)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _alter_checkpoint(one: Injection, seat: Seat) -> None:
+    for part in _newest_checkpoint()[:1]:
+        with part.open("r+b") as file:
+            middle = part.stat().st_size // 2
+            file.seek(middle)
+            byte = file.read(1)[0]
+            file.seek(middle)
+            file.write(bytes([byte ^ 1]))
+    _lose_copies(seat)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _lose_node(one: Injection, seat: Seat) -> None:
+    """The first of the node's ranks takes its folders away; all die."""
+    if seat.memory is not None and len(seat.placement) > 1:
+        _lose_disk(seat, seat.node)
+        shutil.rmtree(node_folder(seat.memory, seat.node), ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _lose_with_memory(one: Injection, seat: Seat) -> None:
+    """Also of the other ranks' nodes: they may be killed before it comes to them. Disks outlive it, as they do a node's restart."""
+    _lose_memory(seat, [seat.node_of(rank) for rank in one.ranks])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _alter_copy(one: Injection, seat: Seat) -> None:
+    """Flip a bit of each of this rank's own copies in its node's memory, then die: a buddy, or a slower tier, must help."""
+    from megalith.fleet import copies  # numpy, which only this needs
+
+    assert seat.folder is not None, "no copies are kept in memory"
+    copies.corrupt_piece(seat.folder, rank=seat.rank)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fill_disk(one: Injection, seat: Seat) -> None:
+    """Leave no room for the checkpoint that is due. Only on a file system that the campaign made for them."""
+    folder = _checkpoints()
+    assert folder.is_mount(), f"{folder} is not a file system of its own: filling it would hurt others"
+    block = bytes(1 << 16)
+    with contextlib.suppress(OSError), (folder / f"{BALLAST}{one.step}").open("wb", buffering=0) as file:
+        while file.write(block):
+            pass
+
+
+def make_room(*, but: int | None) -> None:
+    """Take away what filled the disk at an earlier checkpoint."""
+    for ballast in _checkpoints().glob(f"{BALLAST}*"):
+        if ballast.name != f"{BALLAST}{but}":
+            ballast.unlink(missing_ok=True)
+
+
+def _kill_agent(one: Injection, seat: Seat) -> None:
+    """Of the process that keeps this node's ranks: they all go with it, and nobody is left to say so."""
+    assert seat.agent is not None, "no process keeps this rank"
+    os.kill(seat.agent, signal.SIGKILL)
+    time.sleep(60)  # it takes this process along
+
+
+def _kill_supervisor(one: Injection, seat: Seat) -> None:
+    os.kill(int((Path(os.environ["MEGALITH_RUN_DIR"]) / "ranks" / "lock").read_text()), signal.SIGKILL)
+    time.sleep(60)  # it takes this process along
+
+
+ACTIONS: dict[str, Callable[[Injection, Seat], None]] = {
+    "kill": _send(signal.SIGKILL),
+    "stop": _send(signal.SIGSTOP),
+    "stuck": _never_return,
+    "segfault": _segfault,
+    "exception": _raise,
+    "sockets": _tear_connections,
+    "interface": _unplug,
+    "preemption": _send(signal.SIGTERM),
+    "checkpoint": _cut_checkpoint,
+    "altered": _alter_checkpoint,
+    "node": _lose_node,
+    "two": _lose_with_memory,
+    "copy": _alter_copy,
+    "full": _fill_disk,
+    "agent": _kill_agent,
+    "supervisor": _kill_supervisor,
+}
+
+
+def happen(one: Injection, seat: Seat) -> None:
+    """Let a fault of processes, files or connections come."""
+    print(f"fault {one.number}: {one.kind} at step {one.step} ({one.moment})", flush=True)
+    ACTIONS[one.kind](one, seat)

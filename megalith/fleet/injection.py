@@ -1,0 +1,62 @@
+"""A list of faults on purpose: a file that a campaign writes and ranks find, and beside it marks of those that have come.
+
+Each fault comes once: a mark on the disk says that it has, whatever became of its rank.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+VARIABLE = "MEGALITH_FAULTS"
+Moment = Literal["joining", "building", "restoring", "step", "reading", "gradients", "resting", "saving"]
+
+OWN_DATA = "hurt-by-a-campaign"
+"""A file in a folder of data: its shards may be damaged."""
+
+
+@dataclass(frozen=True)
+class Injection:
+    """One fault: when `step` steps are done, at `moment`, on `ranks`. `after`: only while the ranks start again after that fault.
+
+    `place` in 0..1 picks what is hit (which tensor, which element); `lasts` counts steps in the life of the process that it befell.
+    """
+
+    number: int
+    kind: str
+    step: int
+    moment: Moment
+    ranks: tuple[int, ...]
+    place: float = 0.0
+    lasts: int = 1
+    after: int | None = None
+
+
+def save(path: Path, injections: Sequence[Injection]) -> None:
+    """Write a list for the ranks to find, and forget what came of an older one."""
+    shutil.rmtree(marks(path), ignore_errors=True)
+    marks(path).mkdir(parents=True)
+    path.write_text(json.dumps([asdict(one) for one in injections], indent=1), encoding="utf-8")
+
+
+def load(path: Path) -> list[Injection]:
+    """The list in a file."""
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    return [Injection(**row | {"ranks": tuple(row["ranks"])}) for row in rows]
+
+
+def fired(path: Path) -> dict[int, tuple[float, str]]:
+    """When each fault came (seconds since the epoch), and to which node; those that have not come are left out."""
+    found: dict[int, tuple[float, str]] = {}
+    for mark in marks(path).glob("*-*"):
+        at, node, _ = mark.read_text().split(" ")
+        number = int(mark.name.partition("-")[0])
+        found[number] = min((float(at), node), found.get(number, (float(at), node)))
+    return found
+
+
+def marks(path: Path) -> Path:
+    """The folder of the marks of a list at `path`: one file a fault and rank."""
+    return path.with_suffix(".came")

@@ -1,0 +1,214 @@
+"""What each kind of fault does to a process, its connections and its files."""
+
+import faulthandler
+import os
+import shutil
+import signal
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megalith.fleet import actions, copies, hooks, injection
+from megalith.fleet.actions import ACTIONS, BALLAST, happen
+from megalith.fleet.hooks import Faults
+from megalith.fleet.injection import Injection
+from megalith.fleet.seat import Seat, node_folder
+from megalith.machine import networks
+from megalith.rehearse.campaign import REPAIR_SECONDS, may_mount, mender, small_disk
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder with two checkpoints of two parts."""
+    for step in (2, 4):
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step:08}"
+        folder.mkdir(parents=True)
+        for rank in range(2):
+            (folder / f"rank-{rank}").write_bytes(bytes(range(100 + rank)))
+    monkeypatch.setenv("MEGALITH_RUN_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def seat(tmp_path: Path) -> Seat:
+    """Rank 1 of two on two nodes; each has a copy of its state after step 4."""
+    placement = ("a", "b")
+    for rank, node in enumerate(placement):
+        layout = copies.Layout.of([("weights.w", "float32", (16,), 64)])
+        folder = node_folder(tmp_path / "memory", node)
+        buffer = copies.Buffer.create(folder / copies.file_name("own", rank, 0), len(layout.dump()) + layout.payload)
+        label = copies.Label(4, 32, rank, 2, 0, len(layout.dump()), layout.payload)
+        buffer.commit(label)
+        buffer.close()
+    shutil.copytree(tmp_path / "memory", tmp_path / "disk")
+    return Seat(1, 2, placement, tmp_path / "memory", tmp_path / "disk")
+
+
+def _befall(kind: str, seat: Seat, *, step: int = 4) -> int:
+    """How a process ended that a fault came to, as in `subprocess`; 0 if it outlived it."""
+    process = os.fork()
+    if process == 0:
+        faulthandler.disable()
+        try:
+            happen(Injection(0, kind, step, "step", (seat.rank,)), seat)
+        except actions.Injected:
+            os._exit(7)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(process, os.WUNTRACED)
+    if os.WIFSTOPPED(status):
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        return -os.WSTOPSIG(status)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _held(seat: Seat, *, disk: bool = False) -> dict[str, list[bool]]:
+    """Which nodes hold copies in memory, or on disk, and whether they are intact."""
+    root = seat.disk if disk else seat.memory
+    assert root is not None
+    found = {node: [p.intact for p in copies.pieces(node_folder(root, node))] for node in seat.placement}
+    return {node: pieces for node, pieces in found.items() if pieces}
+
+
+ENDS = {"kill": -9, "stop": -signal.SIGSTOP, "segfault": -11, "exception": 7, "preemption": -15}
+WHOLE, NOTHING = {"a": [True], "b": [True]}, {}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_a_process_is_ended_as_the_fault_says_and_copies_in_memory_stay(kind: str, run: Path, seat: Seat):
+    assert _befall(kind, seat) == ENDS[kind]
+    assert _held(seat) == WHOLE
+
+
+def test_a_call_that_never_returns_leaves_a_process_that_lives_and_hears_signals(run: Path, seat: Seat):
+    def heard(number: int, frame: object) -> None:
+        os.write(writing, b"!")
+
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        signal.signal(signal.SIGTERM, heard)
+        os.write(writing, b"?")
+        happen(Injection(0, "stuck", 4, "step", (seat.rank,)), seat)
+        os._exit(0)
+    for expected in (b"?", b"!", b"!"):
+        assert os.read(reading, 1) == expected
+        os.kill(process, signal.SIGTERM)
+    assert os.waitpid(process, os.WNOHANG) == (0, 0)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    assert _held(seat) == WHOLE
+
+
+LEFT = {
+    "checkpoint": NOTHING,
+    "altered": NOTHING,
+    "node": {"a": [True]},
+    "two": {"a": [True]},
+    "copy": {"a": [True], "b": [False]},
+}
+LEFT_ON_DISK = {"checkpoint": NOTHING, "altered": NOTHING, "node": {"a": [True]}, "two": WHOLE, "copy": WHOLE}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_memory_is_lost_or_altered_with_the_process(kind: str, run: Path, seat: Seat):
+    assert seat.memory is not None
+    assert _befall(kind, seat) == -signal.SIGKILL
+    assert _held(seat) == LEFT[kind]
+    assert _held(seat, disk=True) == LEFT_ON_DISK[kind]
+    assert node_folder(seat.memory, "b").is_dir() == (kind != "node")
+    whole = [run / "checkpoints" / f"step-{step:08}" / f"rank-{rank}" for step, rank in ((2, 0), (2, 1), (4, 0))]
+    assert all(path.read_bytes() == bytes(range(100 + int(path.name[-1]))) for path in whole)
+    newest = (run / "checkpoints" / "step-00000004" / "rank-1").read_bytes()
+    wrong = sum(one != other for one, other in zip(newest, range(101), strict=False))
+    assert (len(newest), wrong) == {"checkpoint": (50, 0), "altered": (101, 1)}.get(kind, (101, 0))
+
+
+def test_torn_connections_end_for_both_sides_and_the_process_lives(run: Path, seat: Seat):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
+        theirs, _ = server.accept()
+        assert _befall("sockets", seat) == 0
+        assert (mine.recv(1), theirs.recv(1)) == (b"", b"")
+        theirs.close()
+
+
+def test_the_supervisor_is_the_process_that_holds_the_run_the_agent_that_which_keeps_the_rank(
+    run: Path, seat: Seat, monkeypatch: pytest.MonkeyPatch
+):
+    supervisor, agent = _waiting(), _waiting()
+    (run / "ranks").mkdir()
+    (run / "ranks" / "lock").write_text(str(supervisor))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    for kind, process in (("agent", agent), ("supervisor", supervisor)):
+        assert os.waitpid(process, os.WNOHANG) == (0, 0)
+        assert _befall(kind, replace(seat, agent=agent)) == 0
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+
+
+def _waiting() -> int:
+    """A process that does nothing."""
+    process = os.fork()
+    if process == 0:
+        signal.pause()
+        os._exit(0)
+    return process
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount a file system")
+def test_a_full_disk_has_room_again_at_the_next_checkpoint(run: Path, seat: Seat, monkeypatch: pytest.MonkeyPatch):
+    shutil.rmtree(run / "checkpoints")
+    injection.save(run.parent / "faults.json", [Injection(0, "full", 10, "saving", (0,))])
+    monkeypatch.setenv(injection.VARIABLE, str(run.parent / "faults.json"))
+    with small_disk(run / "checkpoints", size=1 << 20):
+        assert _befall("full", seat, step=10) == 0
+        file = run / "checkpoints" / "file"
+        for step, room in ((10, False), (20, True)):
+            hooks.at("saving", step)
+            if room:
+                file.write_bytes(bytes(1 << 19))
+            else:
+                with pytest.raises(OSError, match="No space left"):
+                    file.write_bytes(bytes(1 << 19))
+
+
+@pytest.mark.skipif(networks.missing() is not None, reason=networks.missing() or "")
+def test_a_nodes_interface_goes_down_and_comes_up_when_the_campaign_mends_it(
+    run: Path, seat: Seat, monkeypatch: pytest.MonkeyPatch
+):
+    file = run.parent / "faults.json"
+    injection.save(file, [Injection(0, "interface", 4, "step", (1,))])
+    with networks.joined(("a", "b")) as network:
+        monkeypatch.setenv(networks.VARIABLE, network.family)
+        process = os.fork()
+        if process == 0:
+            try:
+                networks.enter("b")
+                happen(next(Faults(file, seat).due("step", 4)), seat)
+            finally:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+        assert [network.is_connected(node) for node in seat.placement] == [True, False]
+        mend, came = mender(file, network), injection.fired(file)[0][0]
+        for passed, connected in ((REPAIR_SECONDS - 1, False), (REPAIR_SECONDS + 1, True)):
+            monkeypatch.setattr(time, "time", lambda passed=passed: came + passed)
+            mend()
+            assert network.is_connected("b") == connected
+
+
+def test_no_interface_that_others_need_is_taken_down(run: Path, seat: Seat):
+    with pytest.raises(AssertionError, match="others need"):
+        happen(Injection(0, "interface", 10, "step", (1,)), seat)
+
+
+def test_no_disk_that_others_need_is_filled(run: Path, seat: Seat):
+    with pytest.raises(AssertionError, match="not a file system of its own"):
+        happen(Injection(0, "full", 10, "saving", (1,)), seat)
+    assert not list((run / "checkpoints").glob(f"{BALLAST}*"))
+
+
+def test_every_kind_that_befalls_a_process_is_tested_here():
+    assert {*ENDS, *LEFT, "stuck", "sockets", "interface", "agent", "supervisor", "full"} == set(ACTIONS)
