@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from megalith.planner.asked import Question
-    from megalith.rehearse.campaign import Judgement
     from megalith.rehearse.hangs import Hangs
+    from megalith.rehearse.judge import Judgement
     from megalith.rehearse.replay import Replayed
     from megalith.rehearse.simulate import Simulated, Tried
     from megalith.spec.problem import Problem
@@ -879,7 +879,7 @@ def campaign(
 
     Example:  megalith campaign run.toml --faults 24 --seed 1 --set fleet.nodes=2 --set fleet.spares=1
     """
-    from megalith.rehearse.campaign import Aims  # see verbs()
+    from megalith.rehearse.judge import Aims  # see verbs()
 
     aims = Aims(median, most, minutes, silence)
     found = verbs().campaign(

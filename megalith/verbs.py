@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from megalith.planner.atlas import Atlas
     from megalith.planner.price import Price
     from megalith.prove.dryrun import DryRun
-    from megalith.rehearse.campaign import Aims, Judgement, Ran
+    from megalith.rehearse.campaign import Ran
+    from megalith.rehearse.judge import Aims, Judgement
     from megalith.rehearse.replay import Replayed
     from megalith.rehearse.scenarios import Prepared, Wanted
     from megalith.rehearse.simulate import Scenario, Simulated, Tried
@@ -494,7 +495,7 @@ def campaign(
     from megalith.fleet import injection
     from megalith.machine import networks
     from megalith.rehearse import campaign as runner
-    from megalith.rehearse import faults
+    from megalith.rehearse import faults, judge
     from megalith.spec.faults import tables
 
     checked = check(path, overrides=overrides)
@@ -527,9 +528,9 @@ def campaign(
     faulted = _hurt(checked.resolved, spec, hurt, listed=listed, kinds=amounts, like=faultless, tick=tick)
     states = _end_state(whole.folder), _end_state(faulted.folder)
     aimed = runner.aimed(spec.fleet, checkpoint_every=spec.checkpoint.every, kinds=amounts)
-    return runner.judge(
+    return judge.judge(
         whole, faulted, injections=listed, states=states, left_out=left_out, aimed=aimed, fleet=spec.fleet,
-        timeout=spec.launch.timeout, aims=aims or runner.Aims(),
+        timeout=spec.launch.timeout, aims=aims or judge.Aims(),
     )  # fmt: skip
 
 

@@ -9,8 +9,10 @@ from megalith.checkpoint.folder import committed, find, read_manifest
 from megalith.fleet import injection
 from megalith.fleet.injection import Injection
 from megalith.machine import networks
-from megalith.rehearse.campaign import EXPECTED, Aims, Row, may_mount
+from megalith.rehearse.campaign import may_mount
+from megalith.rehearse.fates import EXPECTED
 from megalith.rehearse.faults import KINDS
+from megalith.rehearse.judge import Aims, Row
 from tests.runs import final_state, prepare_text, train
 from tests.specs import tiny_run
 

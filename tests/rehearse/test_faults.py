@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 import pytest
 
 from megalith.rehearse import faults
-from megalith.rehearse.campaign import EXPECTED
+from megalith.rehearse.fates import EXPECTED
 from megalith.rehearse.faults import INSTEAD, KINDS, MIX, OF_ONE_MEMORY, counts, draw
 from megalith.spec.faults import tables
 

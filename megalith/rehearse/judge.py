@@ -1,0 +1,238 @@
+"""The judgement of a campaign, read from the two runs' event logs, from the marks that the faults left, and from their last checkpoints.
+
+Hangs that were found late (`rehearse.hangs`) and starts of the supervisor itself, which are no recovery of the run's own, are listed
+apart.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megalith import events
+from megalith.control.pace import percentile
+from megalith.fleet import injection
+from megalith.fleet.agent import BEAT_SECONDS
+from megalith.rehearse import hangs
+from megalith.rehearse.campaign import Ran
+from megalith.rehearse.fates import FalseAlarm, Fate, Record, false_alarms, fates_of
+from megalith.rehearse.faults import KINDS
+from megalith.rehearse.hangs import Hangs
+from megalith.spec.fleet import FleetSpec
+
+BLAMED = 0.98  # share of the faults for which the right rank must be blamed
+
+
+@dataclass(frozen=True)
+class Aims:
+    """Speeds that are asked of a campaign, None: not asked, since they are about the machine as well. Seconds of recovery, in the median
+    and at the 99th percentile; minutes that both runs take together; silence of a hang as a multiple of its limit."""
+
+    median: float | None = None
+    most: float | None = None
+    minutes: float | None = None
+    silence: float | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One of them: what was found (None: nothing to measure) and what at most was asked."""
+
+    title: str
+    unit: str
+    found: float | None
+    most: float
+
+    @property
+    def met(self) -> bool:
+        """Also where nothing was there to measure."""
+        return self.found is None or self.found <= self.most
+
+
+@dataclass(frozen=True)
+class Row:
+    """All faults of a kind."""
+
+    kind: str
+    title: str
+    injected: int
+    handled: int
+    seen_as: str
+    blamed: tuple[int, int]  # right, of so many
+    detection: float | None
+    recovery: float | None
+    slowest: float | None
+    among: int = 0
+    hidden: int = 0
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Everything a campaign shows. `problems` is empty when it was passed.
+
+    `same_end`: weights, moments, position, random numbers and every step's loss are those of the run without faults. `blamed`: right, of
+    those that are not `hidden`, `among` of them with other nodes. `recovery_*` are the run's own, without `supervisor_restarts`.
+    """
+
+    rows: tuple[Row, ...]
+    problems: tuple[str, ...]
+    injected: int
+    handled: int
+    blamed: tuple[int, int]
+    recovery_median: float | None
+    recovery_p99: float | None
+    false_alarms: tuple[FalseAlarm, ...]
+    generations: int
+    lost_steps: int
+    steps: int
+    seconds: float
+    seconds_without: float
+    same_end: bool
+    among: int
+    hidden: int
+    hangs: Hangs
+    supervisor_restarts: tuple[float, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    aimed: Mapping[str, str] = field(default_factory=dict)
+    asked: tuple[Asked, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {"ok": self.passed} | asdict(self)
+
+
+def judge(
+    whole: Ran,
+    faulted: Ran,
+    *,
+    injections: Path,
+    states: tuple[Any, Any],
+    left_out: Mapping[str, str],
+    aimed: Mapping[str, str],
+    fleet: FleetSpec,
+    timeout: float,
+    aims: Aims = Aims(),
+) -> Judgement:
+    """Compare a run with its faults with the run without. `states`: all that each ended with, comparable; `timeout`: `launch.timeout`."""
+    records = list(events.read(faulted.folder))
+    fates = fates_of(injection.load(injections), injection.fired(injections), records, restarts=faulted.supervisor_restarts)
+    blamed = [fate.judged for fate in fates if fate.judged is not None]
+    recoveries = sorted(
+        fate.own_recovery for fate in fates if fate.own_recovery is not None and fate.injection.kind != "supervisor"
+    )
+    late = BEAT_SECONDS if _any(fates, "agent") else 0.0
+    found = hangs.hangs_of(records, fleet=fleet, timeout=timeout, seen_late=late)
+    others = _other_end(states, list(events.read(whole.folder)), records)
+    judged = Judgement(
+        rows=tuple(_row(kind, [fate for fate in fates if fate.injection.kind == kind]) for kind in KINDS if _any(fates, kind)),
+        problems=(*others, *_problems(fates, faulted), *hangs.problems(found, fleet=fleet)),
+        injected=len(fates),
+        handled=sum(fate.handled for fate in fates),
+        blamed=(sum(blamed), len(blamed)),
+        recovery_median=median(recoveries) if recoveries else None,
+        recovery_p99=percentile(recoveries, 0.99) if recoveries else None,
+        false_alarms=tuple(false_alarms(fates, records)),
+        generations=sum(record["type"] == "run_started" for record in records),
+        lost_steps=sum(record["lost_steps"] for record in records if record["type"] == "recovery"),
+        steps=max((record["step"] for record in records if record["type"] == "step"), default=0),
+        seconds=faulted.seconds,
+        seconds_without=whole.seconds,
+        same_end=not others,
+        among=sum(fate.among and fate.judged is True for fate in fates),
+        hidden=sum(fate.hidden for fate in fates),
+        hangs=hangs.summary(found),
+        supervisor_restarts=faulted.supervisor_restarts,
+        left_out=left_out,
+        aimed=aimed,
+    )
+    asked = _asked(aims, judged)
+    missed = [f"{one.title} {one.found:.2f}{one.unit}, {one.most:g}{one.unit} at most was asked" for one in asked if not one.met]
+    return replace(judged, asked=asked, problems=(*judged.problems, *missed))
+
+
+def _asked(aims: Aims, found: Judgement) -> tuple[Asked, ...]:
+    """The aims that were given, beside what was found."""
+    table = (
+        ("recovery in the median", " s", found.recovery_median, aims.median),
+        ("recovery at the 99th percentile", " s", found.recovery_p99, aims.most),
+        ("both runs", " min", (found.seconds + found.seconds_without) / 60, aims.minutes),
+        ("silence of a hang", " of its limit", found.hangs.most, aims.silence),
+    )
+    return tuple(Asked(title, unit, value, most) for title, unit, value, most in table if most is not None)
+
+
+def _any(fates: Sequence[Fate], kind: str) -> bool:
+    return any(fate.injection.kind == kind for fate in fates)
+
+
+def _row(kind: str, fates: Sequence[Fate]) -> Row:
+    detections = [fate.detection for fate in fates if fate.detection is not None]
+    recoveries = [fate.own_recovery for fate in fates if fate.own_recovery is not None]
+    seen = sorted({fate.seen_as for fate in fates if fate.seen_as})
+    judged = [fate.judged for fate in fates if fate.judged is not None]
+    return Row(
+        kind=kind,
+        title=KINDS[kind].title,
+        injected=len(fates),
+        handled=sum(fate.handled for fate in fates),
+        seen_as=", ".join(seen),
+        blamed=(sum(judged), len(judged)),
+        detection=median(detections) if detections else None,
+        recovery=median(recoveries) if recoveries else None,
+        slowest=max(recoveries, default=None),
+        among=sum(fate.among and fate.judged is True for fate in fates),
+        hidden=sum(fate.hidden for fate in fates),
+    )
+
+
+def _other_end(states: tuple[Any, Any], whole: Sequence[Record], faulted: Sequence[Record]) -> list[str]:
+    """In what a run is not what it is without faults."""
+    other = states[0] is None or states[0] != states[1]
+    found = ["the end state differs from that of the run without faults"] if other else []
+    return [*found, *_other_steps(_steps(whole), _steps(faulted))]
+
+
+def _problems(fates: Sequence[Fate], ran: Ran) -> list[str]:
+    """Why a campaign is not passed, besides its end and its hangs."""
+    found = []
+    if ran.by_hand:
+        found.append(f"the command ended {ran.by_hand} times in a way that no fault explains")
+    for fate in fates:
+        one = fate.injection
+        if fate.came is None:
+            found.append(f"fault {one.number} ({one.kind} at step {one.step}) never came")
+        elif not fate.handled:
+            found.append(f"fault {one.number} ({one.kind} at step {one.step}) was not seen, or not recovered from")
+    kills = sum(fate.injection.kind == "supervisor" and fate.came is not None for fate in fates)
+    if kills != len(ran.supervisor_restarts):
+        found.append(f"the supervisor was killed {len(ran.supervisor_restarts)} times, {kills} of them by a fault")
+    judged = [fate.judged for fate in fates if fate.judged is not None]
+    if judged and sum(judged) < BLAMED * len(judged):
+        found.append(
+            f"the right rank was blamed for {sum(judged)} of {len(judged)} faults, fewer than {BLAMED:.0%}".replace("%", " %")
+        )
+    return found
+
+
+def _steps(records: Sequence[Record]) -> dict[int, tuple[float, float, int]]:
+    """What each step that counts computed: loss, norm of the gradients, tokens seen. A start goes back to where it resumed."""
+    counted: dict[int, tuple[float, float, int]] = {}
+    for record in records:
+        if record["type"] == "run_started":
+            counted = {step: value for step, value in counted.items() if step <= record["resumed_step"]}
+        elif record["type"] == "step":
+            counted[record["step"]] = (record["loss"], record["grad_norm"], record["tokens_seen"])
+    return counted
+
+
+def _other_steps(whole: dict[int, tuple[float, float, int]], faulted: dict[int, tuple[float, float, int]]) -> list[str]:
+    """Steps that saw other samples: their loss, to the last bit, is a function of samples and weights."""
+    missing = sorted(set(whole) - set(faulted))
+    other = [step for step in sorted(set(whole) & set(faulted)) if whole[step] != faulted[step]]
+    found = [f"steps that are not in the log: {len(missing)}, first {missing[0]}"] if missing else []
+    return [*found, f"steps with other losses: {len(other)}, first {other[0]}"] if other else found
