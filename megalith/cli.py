@@ -759,7 +759,7 @@ def simulate(
         one_of("--sweep", sweep, "intervals", "spares")
     if out is not None and out.suffix != ".svg":
         raise typer.BadParameter(f"--out {out} is no name of a picture. Use one that ends in .svg.")
-    from megalith.rehearse.scenarios import Wanted  # see verbs()
+    from megalith.rehearse.prepare import Wanted  # see verbs()
 
     prepared = verbs().scenario(Wanted(cluster, run, latencies, options, tuple(settings or ())))
     with progress() as bar:

@@ -48,9 +48,10 @@ if TYPE_CHECKING:
     from megalith.prove.dryrun import DryRun
     from megalith.rehearse.campaign import Ran
     from megalith.rehearse.judge import Aims, Judgement
+    from megalith.rehearse.prepare import Prepared, Wanted
     from megalith.rehearse.replay import Replayed
-    from megalith.rehearse.scenarios import Prepared, Wanted
-    from megalith.rehearse.simulate import Scenario, Simulated, Tried
+    from megalith.rehearse.scenario import Scenario
+    from megalith.rehearse.simulate import Simulated, Tried
 
 TRAIN = "megalith.train.run:main"
 """What each rank of a training calls."""
@@ -386,9 +387,9 @@ def plan_as_run(answered: "Answer") -> str:
 
 def scenario(wanted: "Wanted") -> "Prepared":
     """What is to be simulated. Raises SpecErrors with everything that is wrong with the words."""
-    from megalith.rehearse import scenarios
+    from megalith.rehearse import prepare
 
-    return scenarios.prepare(wanted, state_bytes=_state_bytes, step_seconds=_step_seconds)
+    return prepare.prepare(wanted, state_bytes=_state_bytes, step_seconds=_step_seconds)
 
 
 def simulate(plan: "Scenario", *, seeds: int = 20, tick: Callable[[], None] = lambda: None) -> "Simulated":

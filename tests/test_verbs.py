@@ -18,7 +18,7 @@ from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
 from megalith.machine.health import Finding
 from megalith.rehearse.latencies import PROFILES
-from megalith.rehearse.scenarios import Wanted
+from megalith.rehearse.prepare import Wanted
 from megalith.spec import files
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.llama import Llama

@@ -21,9 +21,11 @@ from megalith.fleet.commands import Command, Restart
 from megalith.fleet.injection import Injection
 from megalith.fleet.seat import slot_of
 from megalith.fleet.tiers import Copy, Source, Tier
+from megalith.rehearse.arrivals import Fault
 from megalith.rehearse.campaign import FAULTED, REPAIR_SECONDS
 from megalith.rehearse.latencies import PROFILES, Latencies, calibrated
-from megalith.rehearse.simulate import HOUR, LIMIT, Fault, Scenario, Site, Spent
+from megalith.rehearse.scenario import HOUR, Scenario, Spent
+from megalith.rehearse.site import LIMIT, Site
 from megalith.spec.run import RunSpec
 
 SHOWS: dict[str, str] = {

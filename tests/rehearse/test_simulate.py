@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from megalith.rehearse import closed_form
 from megalith.rehearse.latencies import PROFILES, Latencies, calibrated, of_cluster
-from megalith.rehearse.simulate import DAY, HOUR, Scenario, Simulated, Spent, scenario, simulate, try_intervals, try_spares
+from megalith.rehearse.scenario import DAY, HOUR, Scenario, Spent, scenario
+from megalith.rehearse.simulate import Simulated, simulate, try_intervals, try_spares
 from megalith.spec import cluster as clusters
 from megalith.spec.faults import FaultCause, Reliability, Shows, tables
 from megalith.spec.fleet import FleetSpec

@@ -3,7 +3,7 @@
 import xml.etree.ElementTree as ElementTree
 
 from megalith.control.ledger import Cause
-from megalith.rehearse.simulate import Spent
+from megalith.rehearse.scenario import Spent
 from megalith.report import goodput
 
 SECONDS = {"useful": 90.0, "lost steps": 6.0, "recovery": 4.0, "planned": 0.0}

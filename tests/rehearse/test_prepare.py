@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from megalith.cli import app
 from megalith.rehearse.latencies import PROFILES
-from megalith.rehearse.scenarios import WITHOUT_EFFECT
+from megalith.rehearse.prepare import WITHOUT_EFFECT
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.simulation import LatencySpec, SimulationSpec
 
@@ -242,7 +242,9 @@ def test_a_run_files_mistakes_are_among_them(run: Path) -> None:
 
 
 def test_every_key_of_fleet_matters_or_is_refused() -> None:
-    read = "".join((ROOT / "megalith" / name).read_text() for name in ("control/policy.py", "rehearse/simulate.py"))
+    read = "".join(
+        (ROOT / "megalith" / name).read_text() for name in ("control/policy.py", "rehearse/simulate.py", "rehearse/site.py")
+    )
     used = set(re.findall(r"fleet\.(\w+)", read)) | {"memory_every", "buddy", "disk_every"}  # by tiers and buddy_distance
     assert set(FleetSpec.model_fields) - used == set(WITHOUT_EFFECT)
 

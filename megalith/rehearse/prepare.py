@@ -10,7 +10,7 @@ from megalith import events
 from megalith.rehearse import latencies
 from megalith.rehearse.campaign import FAULTED
 from megalith.rehearse.latencies import PROFILES, Latencies
-from megalith.rehearse.simulate import DAY, Scenario, scenario
+from megalith.rehearse.scenario import DAY, Scenario, scenario
 from megalith.spec import cluster as clusters
 from megalith.spec import files
 from megalith.spec.cluster import ClusterSpec

@@ -1,0 +1,106 @@
+"""A scenario: what a simulated run trains on, which faults come to it, and how long each part of a recovery takes."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+from megalith.rehearse.latencies import Latencies
+from megalith.spec.cluster import ClusterSpec
+from megalith.spec.faults import FaultCause, Reliability, tables
+from megalith.spec.fleet import FleetSpec
+
+DAY, HOUR, YEAR = 86_400.0, 3_600.0, 365.25 * 86_400.0
+
+
+class Spent(StrEnum):
+    """What a moment of a simulated run went to; they add up to the wall time."""
+
+    USEFUL = "useful"
+    CHECKPOINT = "checkpoint"
+    LOST = "lost steps"
+    DETECTION = "detection"
+    RECOVERY = "recovery"
+    WAITING = "waiting for nodes"
+    STRAGGLING = "straggling"
+    SHRUNK = "fewer nodes"
+    PLANNED = "planned"
+    PERSON = "waiting for a person"
+    SYNC = "between sites"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated. `nodes` in the mesh of each site; `fleet.spares` come on top. Rates are per node-hour, times in seconds.
+
+    `store_every`: seconds of work between checkpoints in the shared store. `planned`: planned stops a day. `sites`: each trains on its
+    own between outer synchronisations, every `outer_every` seconds of work, which take `outer_seconds`; `outer` = "wait": all wait for
+    the last, "skip": a site that is away is left out of them.
+    """
+
+    name: str
+    nodes: int
+    devices_per_node: int
+    days: float
+    faults: float
+    causes: tuple[FaultCause, ...]
+    latencies: Latencies
+    fleet: FleetSpec = field(default_factory=FleetSpec)
+    reliability: Reliability = field(default_factory=Reliability)
+    step_seconds: float = 10.0
+    store_every: float = 1800.0
+    planned: float = 0.0
+    sites: int = 1
+    outer: Literal["wait", "skip"] = "wait"
+    outer_every: float = 600.0
+    outer_seconds: float = 0.0
+
+    @property
+    def mtbf(self) -> float:
+        """Mean seconds between faults of one site's nodes, without racks and switches."""
+        return HOUR / (self.faults * self.nodes) if self.faults else float("inf")
+
+
+def scenario(
+    cluster: ClusterSpec,
+    *,
+    days: float,
+    latencies: Latencies,
+    fleet: FleetSpec | None = None,
+    store_every: float = 1800.0,
+    step_seconds: float = 10.0,
+    planned: bool = False,
+    sites: int = 1,
+    **rest: Any,
+) -> Scenario:
+    """What a cluster's specification says of faults, as a scenario; its devices are shared out among the sites.
+
+    `planned`: with the planned stops of the cluster's fault table. Raises ValueError with everything that is wrong.
+    """
+    known = tables()
+    problems = []
+    if cluster.reliability.faults not in known:
+        problems.append(f"reliability.faults = {cluster.reliability.faults!r} is no known table. Use one of {', '.join(known)}")
+    for name, value in {"days": days, "store_every": store_every, "step_seconds": step_seconds}.items():
+        if not value > 0:
+            problems.append(f"{name} = {value} is no time. Use a number above 0")
+    if not 1 <= sites <= cluster.nodes:
+        problems.append(f"sites = {sites}: the cluster has {cluster.nodes} nodes to share out. Use 1 to {cluster.nodes}")
+    if problems:
+        raise ValueError("\n".join(problems))
+    table = known[cluster.reliability.faults]
+    return Scenario(
+        name=f"{cluster.count:,} x {cluster.accelerator.title}",
+        nodes=cluster.nodes // sites,
+        devices_per_node=cluster.per_node,
+        days=days,
+        faults=cluster.interruptions * cluster.per_node,
+        causes=table.causes,
+        latencies=latencies,
+        fleet=fleet or FleetSpec(),
+        reliability=cluster.reliability,
+        step_seconds=step_seconds,
+        store_every=store_every,
+        planned=table.planned / table.days if planned else 0.0,
+        sites=sites,
+        **rest,
+    )

@@ -1,0 +1,393 @@
+"""The event loop of the simulator: one site's run from its first start to the horizon.
+
+Events are faults, not steps: between two of them work goes on at a known rate. What a fault shows, what is still whole in which tier
+and what is ordered are decided by `control.policy`, the function that the supervisor obeys.
+"""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megalith.control import policy
+from megalith.control.policy import Decision, State
+from megalith.fleet import signs
+from megalith.fleet.commands import CheckHealth, Command, Grow, Replace, RerunStep, Restart, SaveState, Shrink, Stop, Wait
+from megalith.fleet.signs import Sign
+from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier
+from megalith.rehearse.arrivals import Fault, arrivals
+from megalith.rehearse.scenario import DAY, HOUR, Scenario, Spent
+
+STORE_KEEP = 3  # checkpoints in the shared store
+LIMIT = 2_000_000  # events of one life: more mean that the run never gets anywhere
+
+
+class Site:
+    """One site's run as it unfolds: a clock, a queue of what is to come, and the policy's state."""
+
+    def __init__(self, plan: Scenario, random: np.random.Generator) -> None:
+        self.plan, self.random, self.horizon = plan, random, plan.days * DAY
+        total = plan.nodes + plan.fleet.spares
+        names = [f"node{i}" for i in range(total)]
+        self.number = {name: i for i, name in enumerate(names)}
+        self.state = State(placement=tuple(names[: plan.nodes]), spares=tuple(names[plan.nodes :]), fruitless=1)
+        self.now, self.progress, self.rate = 0.0, 0.0, 1.0
+        self.spending = Spent.RECOVERY
+        self.running = False
+        self.seconds = dict.fromkeys(Spent, 0.0)
+        self.broken: dict[str, float] = {}
+        self.slow: dict[str, float] = {}
+        self.wrong: list[tuple[str, float]] = []
+        self.faults: dict[str, int] = {}
+        self.restored: dict[str, int] = {}
+        self.restarts = self.stops = self.undetected = self.order = 0
+        self.least_spares = plan.fleet.spares
+        self.curve = [(0.0, 1.0)]
+        self.reached: list[tuple[float, float]] = [(0.0, 0.0)]
+        self.turn = 0  # of the group: what was scheduled for an earlier one is void
+        self.queue: list[tuple[float, int, Callable[[], object]]] = []
+        self.overhead = self._overhead()
+        self.detect: dict[str, Callable[[Fault, str, int], None]] = {
+            "straggler": self._slow_down, "wrong gradient": self._compute_wrongly, "not finite": self._be_not_finite,
+            "full disk": self._fill_disk,
+        }  # fmt: skip
+
+    def live(self) -> "Site":
+        """From the first start to the horizon."""
+        self._schedule_faults()
+        self._at(self.plan.latencies.start, self._ready, of_group=True)
+        for _ in range(LIMIT):
+            if not self.queue or self.queue[0][0] >= self.horizon:
+                break
+            time, _, happen = heapq.heappop(self.queue)
+            self._advance(time)
+            happen()
+        else:
+            raise RuntimeError(
+                f"{self.plan.name}: more than {LIMIT:,} events; the run gets nowhere with this policy and these rates"
+            )
+        self._advance(self.horizon)
+        self.undetected += len(self.wrong)
+        self.seconds[Spent.USEFUL] += self.progress
+        self._note_curve()
+        return self
+
+    def first_reached(self) -> tuple[np.ndarray, np.ndarray]:
+        """Progress, and when it was first reached: two rising series, for interpolation."""
+        times, progress = np.array(self.reached).T
+        best = np.maximum.accumulate(progress)
+        rising = np.concatenate([[True], np.diff(best) > 0])
+        return best[rising], times[rising]
+
+    # Time
+
+    def _at(self, delay: float, happen: Callable[[], object], *, of_group: bool = False) -> None:
+        """Let something happen later; `of_group`: unless the group is restarted or stopped before."""
+        self.order += 1
+        turn = self.turn
+        chosen = (lambda: happen() if turn == self.turn else None) if of_group else happen
+        heapq.heappush(self.queue, (self.now + delay, self.order, chosen))
+
+    def _overhead(self) -> float:
+        """Seconds of stall in a second of work, over all tiers."""
+        plan, fleet, stall = self.plan, self.plan.fleet, self.plan.latencies.stall
+        memory = fleet.memory_every * plan.step_seconds
+        every = {"memory": memory, "buddy": memory, "disk": fleet.disk_every * plan.step_seconds, "store": plan.store_every}
+        return sum(stall[tier] / every[tier] for tier in fleet.tiers) + plan.latencies.verify * bool(fleet.verify_every)
+
+    def _advance(self, time: float) -> None:
+        """Let the time pass, and book it."""
+        passed, self.now = time - self.now, time
+        if not self.running:
+            self.seconds[self.spending] += passed
+            return
+        slow = self.plan.reliability.slow_factor if self.slow else 1.0
+        full = passed / (1 + self.overhead) / slow  # seconds' worth of work if all nodes were there
+        done = full * self.rate
+        self.progress += done
+        self.seconds[Spent.SHRUNK] += full - done
+        self.seconds[Spent.CHECKPOINT] += full * self.overhead
+        self.seconds[Spent.STRAGGLING] += full * (1 + self.overhead) * (slow - 1)
+        self.reached.append((self.now, self.progress))
+
+    def _note_curve(self) -> None:
+        if self.now > 0:
+            self.curve.append((float(self.now), float(self.progress / self.now)))
+
+    # Faults
+
+    def _schedule_faults(self) -> None:
+        for time, fault in arrivals(self.plan, self.random, nodes=len(self.number)):
+            self._at(time, self._stop_as_planned if fault is None else self._striking(fault))
+
+    def _striking(self, fault: Fault) -> Callable[[], None]:
+        return lambda: self._strike(fault)
+
+    def _strike(self, fault: Fault) -> None:
+        """A fault comes: on nodes that are away already it shows nothing; outside the mesh it only takes spares away."""
+        names = [f"node{i}" for i in fault.nodes if f"node{i}" not in self.broken]
+        if not names:
+            return
+        if len(fault.nodes) == 1 and names[0] not in self.state.placement and not fault.hardware:
+            return
+        quiet = fault.shows in self.detect
+        slot = self.state.slot(names[0])
+        if slot is not None or len(names) > 1:
+            self.faults[fault.name] = self.faults.get(fault.name, 0) + 1
+        if quiet and slot is not None:
+            if self.running:
+                self.detect[fault.shows](fault, names[0], slot)
+            return
+        if fault.hardware:
+            self.broken |= dict.fromkeys(names, self.now + fault.hours * HOUR)
+        still = not self.running and (self.state.stopped or self.state.waiting)
+        if still and not fault.hardware:
+            return  # nothing runs that could fail
+        if still or (slot is None and len(names) == 1):
+            self._decide(self._lost(names))
+        else:
+            self._break(fault, names, slot)
+
+    def _break(self, fault: Fault, names: list[str], slot: int | None) -> None:
+        """Something in the mesh stops: everybody stands still until it is seen."""
+        latency, plan = self.plan.latencies, self.plan
+        node, place = names[0], slot or 0
+        if fault.shows == "preemption":
+            self._decide(signs.Preempted(node=node, time=self.now, step=self._step()))
+            return
+        common: dict[str, Any] = {"slot": place, "node": node, "rank": place * plan.devices_per_node}
+        seen: dict[str, tuple[float, Callable[[], Sign]]] = {
+            "crash": (latency.crash, lambda: signs.RankFailed(**common, signature=fault.name, hardware=fault.hardware, **self._when())),
+            "bug": (latency.crash, lambda: signs.RankFailed(**common, signature=fault.name, blamed=False, **self._when())),
+            "hang": (latency.hang, lambda: signs.Hang(**common, phase="step", silence=latency.hang, limit=latency.hang,
+                                                      hardware=fault.hardware, **self._when())),
+            "node lost": (latency.node_lost, lambda: self._lost(names)),
+            "corrupt state": (plan.step_seconds, lambda: signs.StateCorrupt(**common, **self._when())),
+        }  # fmt: skip
+        seconds, sign = seen[fault.shows]
+        self._stand_still()
+        self._spend(Spent.DETECTION)
+        self._at(seconds, lambda: self._decide(sign()))
+
+    def _when(self) -> dict[str, Any]:
+        return {"time": self.now, "step": self._step()}
+
+    def _lost(self, names: list[str]) -> signs.NodesLost:
+        for name in names:
+            self._return_later(name)
+        return signs.NodesLost(nodes=tuple(names), **self._when())
+
+    def _return_later(self, name: str) -> None:
+        """A lost node announces itself when it is repaired, and is checked then."""
+        if name in self.broken:
+            self._at(max(0.0, self.broken[name] - self.now), lambda: self._announce(name))
+
+    def _announce(self, name: str) -> None:
+        if self.broken.get(name, float("inf")) <= self.now:
+            del self.broken[name]
+            self._decide(signs.NodeJoined(node=name, **self._when()))
+
+    def _slow_down(self, fault: Fault, node: str, slot: int) -> None:
+        """A slow node is reported once it has cost as much as replacing it would, and not before: until then it is borne."""
+        latency, plan = self.plan.latencies, self.plan
+        self.slow[node] = self.now
+        replacing = latency.restart + latency.replace
+        factor = plan.reliability.slow_factor
+        seen = plan.fleet.straggler_steps * plan.step_seconds * factor
+        until = max(seen, replacing * factor / (factor - 1)) if factor > 1 else seen
+        self._at(until, lambda: self._report_slow(node, slot, replacing))
+        self._at(fault.hours * HOUR, lambda: self.slow.pop(node, None))
+
+    def _report_slow(self, node: str, slot: int, replacing: float) -> None:
+        if node not in self.slow or self.state.slot(node) != slot:
+            return
+        if not self.running:  # nobody can be seen to be slow now
+            self._at(self.plan.step_seconds * self.plan.fleet.straggler_steps, lambda: self._report_slow(node, slot, replacing))
+            return
+        ratio = self.plan.reliability.slow_factor
+        lost = (self.now - self.slow[node]) * (1 - 1 / ratio)
+        rank = slot * self.plan.devices_per_node
+        self.broken[node] = self.now + self.plan.reliability.repair_hours * HOUR
+        decision = self._decide(
+            signs.Straggler(slot=slot, node=node, rank=rank, ratio=ratio, lost=lost + 1e-6, replacing=replacing, **self._when())
+        )
+        if not decision.commands:
+            del self.broken[node]  # it is borne: it stays in the mesh, slow as it is
+
+    def _compute_wrongly(self, fault: Fault, node: str, slot: int) -> None:
+        """Wrong gradients are seen at the next verification, if there is one; until then every step is in vain."""
+        every = self.plan.fleet.verify_every * self.plan.step_seconds
+        if not every:
+            self.undetected += 1
+            return
+        good = self.progress // every * every
+        self.wrong.append((node, good))
+        self._at((good + every - self.progress) * (1 + self.overhead) / self.rate, lambda: self._verify(node, good, fault.hours))
+
+    def _verify(self, node: str, good: float, hours: float) -> None:
+        if (node, good) not in self.wrong or not self.running:
+            return
+        self.wrong.remove((node, good))
+        if node not in self.state.placement:
+            return
+        self.broken[node] = self.now + hours * HOUR
+        step = int(good // self.plan.step_seconds)
+        self._decide(signs.GradientWrong(good_step=step, suspects=(node,), **self._when()))
+        if node in self.state.placement:
+            del self.broken[node]  # there was no spare for it
+
+    def _be_not_finite(self, fault: Fault, node: str, slot: int) -> None:
+        self._decide(signs.Nonfinite(slot=slot, node=node, rank=slot * self.plan.devices_per_node, name="", **self._when()))
+
+    def _fill_disk(self, fault: Fault, node: str, slot: int) -> None:
+        self._decide(signs.SaveFailed(tier=Tier.DISK, error=fault.name, **self._when()))
+
+    def _stop_as_planned(self) -> None:
+        """A planned stop saves first, and costs a restart."""
+        if self.running:
+            self._stand_still()
+            self._spend(Spent.PLANNED)
+            self._at(self.plan.latencies.save, self._restart_as_planned, of_group=True)
+
+    def _restart_as_planned(self) -> None:
+        self._decide(signs.Saved(**self._when()), copies=self._copies(saved=True), spending=Spent.PLANNED)
+
+    # State of the run
+
+    def _step(self) -> int:
+        return int(self.progress / self.plan.step_seconds + 1e-9)
+
+    def _copies(self, *, saved: bool = False) -> tuple[Copy, ...]:
+        """What lies in the tiers while the ranks run: a function of how far they are. `saved`: all of it, in the store as well."""
+        plan, fleet, step = self.plan, self.plan.fleet, self._step()
+        base = self.state.restored.step
+        found = []
+        for tier in fleet.tiers:
+            if tier == "store":
+                continue
+            every = fleet.disk_every if tier == "disk" else fleet.memory_every
+            newest = step // every * every
+            held = {newest - i * every for i in range(fleet.memory_keep)} if newest > base else {base}
+            held = {at for at in held if at >= base or tier == "disk"}
+            if fleet.verify_every and tier != "disk":  # the last verified step's is kept, through restarts from memory as well
+                verified = (step - 1) // fleet.verify_every * fleet.verify_every
+                held.add(max(0 if self.state.restored.tier is Tier.MEMORY else base, verified))
+            found += [Copy(Tier(tier), at) for at in held]
+        written = max(0.0, self.progress - plan.latencies.write)
+        last = int(written // plan.store_every)
+        marks = {max(0, last - i) * plan.store_every for i in range(STORE_KEEP)}
+        steps = {int(mark / plan.step_seconds + 1e-9) for mark in marks} | ({step} if saved else set())
+        return (*found, *(Copy(Tier.STORE, at) for at in steps))
+
+    def _stand_still(self) -> None:
+        """No rank works from now on. What lies in the tiers now is what there is to go on from."""
+        if self.running:
+            self.state = replace(self.state, copies=self._copies())
+        self.running = False
+        self.turn += 1
+
+    def _spend(self, what: Spent) -> None:
+        self.spending = what
+
+    def _decide(self, sign: Sign, *, copies: tuple[Copy, ...] | None = None, spending: Spent = Spent.RECOVERY) -> Decision:
+        """Ask the policy, and obey."""
+        if self.running:
+            self.state = replace(self.state, copies=self._copies())
+        if copies is not None:
+            self.state = replace(self.state, copies=copies)
+        decision = policy.decide(self.state, sign, fleet=self.plan.fleet)
+        self.state = decision.state
+        self.least_spares = min(self.least_spares, len(self.state.spares))
+        replaced = any(isinstance(order, Replace) for order in decision.commands)
+        for order in decision.commands:
+            if isinstance(order, Command):
+                self._obey(order, replaced=replaced, spending=spending)
+        return decision
+
+    def _obey(self, command: Command, *, replaced: bool, spending: Spent) -> None:
+        latency = self.plan.latencies
+        match command:
+            case Restart(source, _, after):
+                self._go_back(source)
+                self.rate = 1.0
+                self._begin(after + latency.restart + latency.restored(source) + latency.replace * replaced, spending)
+            case Shrink(source, nodes) | Grow(source, nodes):
+                self._go_back(source)
+                self.rate = len(nodes) / self.plan.nodes
+                self._begin(latency.restart + latency.restored(source), spending)
+            case RerunStep():
+                self._stand_still()
+                self._begin(self.plan.step_seconds, Spent.LOST)
+            case Wait(seconds):
+                self._stand_still()
+                self._spend(Spent.WAITING)
+                self._at(seconds, lambda: self._decide(signs.Waited(**self._when())), of_group=True)
+            case SaveState():
+                self._stand_still()
+                self._spend(Spent.CHECKPOINT)
+                self._at(latency.save, self._saved, of_group=True)
+            case CheckHealth(node):
+                self._check(node)
+            case Stop():
+                self._call_a_person()
+
+    def _begin(self, seconds: float, spending: Spent) -> None:
+        """A new generation, or a step that is run again, will be at work in so many seconds."""
+        self.turn += 1
+        self._spend(spending)
+        self._at(seconds, self._ready, of_group=True)
+
+    def _ready(self) -> None:
+        self.running = True
+        self.state = replace(self.state, copies=self._copies())
+        if self.state.fruitless or self.state.repeats or self.state.reruns or self.state.bad:
+            self.state = policy.decide(
+                self.state, signs.Progressed(time=self.now, step=self._step() + 1), fleet=self.plan.fleet
+            ).state
+
+    def _go_back(self, source: Source) -> None:
+        """What was done since `source` is lost."""
+        self._stand_still()
+        self.restarts += 1
+        tier = source.tier.value if source.tier else "the beginning"
+        self.restored[tier] = self.restored.get(tier, 0) + 1
+        at = min(self.progress, source.step * self.plan.step_seconds) if source != BEGINNING else 0.0
+        self.seconds[Spent.LOST] += self.progress - at
+        self.progress = at
+        self.wrong = [(node, good) for node, good in self.wrong if good < at]
+        self.slow = {node: since for node, since in self.slow.items() if node in self.state.placement}
+        self._note_curve()
+
+    def _saved(self) -> None:
+        self._decide(signs.Saved(**self._when()), copies=self._copies(saved=True))
+
+    def _check(self, node: str) -> None:
+        """A node that is broken passes its check after repair; one that was only suspected, at once."""
+        if node in self.state.placement:
+            return
+        repaired = self.broken.get(node, self.now)
+        self._at(max(0.0, repaired - self.now) + self.plan.latencies.check, lambda: self._checked(node))
+
+    def _checked(self, node: str) -> None:
+        if self.broken.get(node, 0.0) > self.now:
+            return self._check(node)  # it broke again meanwhile
+        self.broken.pop(node, None)
+        if node in self.state.quarantined:
+            self._decide(signs.HealthChecked(node=node, passed=True, **self._when()))
+        return None
+
+    def _call_a_person(self) -> None:
+        """Somebody looks at the report and starts the same command again: counters begin anew, quarantines stay."""
+        self._stand_still()
+        self.stops += 1
+        self._spend(Spent.PERSON)
+        self._at(self.plan.reliability.person_hours * HOUR, self._start_again, of_group=True)
+
+    def _start_again(self) -> None:
+        self.state = replace(self.state, stopped=False, repeats={}, reruns={}, fruitless=0)
+        gone = [name for name in self.state.placement if self.broken.get(name, 0.0) > self.now]
+        self._decide(self._lost(gone) if gone else signs.Started(**self._when()))
+        for node in [name for name in self.state.quarantined if name not in self.broken]:
+            self._decide(signs.HealthChecked(node=node, passed=True, **self._when()))  # what came back while nobody listened
