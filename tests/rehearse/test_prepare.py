@@ -242,9 +242,11 @@ def test_a_run_files_mistakes_are_among_them(run: Path) -> None:
 
 
 def test_every_key_of_fleet_matters_or_is_refused() -> None:
-    read = "".join(
-        (ROOT / "megalith" / name).read_text() for name in ("control/policy.py", "rehearse/simulate.py", "rehearse/site.py")
-    )
+    sources = [
+        *(ROOT / "megalith/control/policy").glob("*.py"),
+        *(ROOT / "megalith/rehearse" / name for name in ("simulate.py", "site.py")),
+    ]
+    read = "".join(path.read_text() for path in sources)
     used = set(re.findall(r"fleet\.(\w+)", read)) | {"memory_every", "buddy", "disk_every"}  # by tiers and buddy_distance
     assert set(FleetSpec.model_fields) - used == set(WITHOUT_EFFECT)
 

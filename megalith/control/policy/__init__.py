@@ -1,0 +1,13 @@
+"""What to do about a fault: one pure function from (state, sign) to commands. No clock, no files, no processes.
+
+The supervisor of a real run and the goodput simulator obey the same function, so like signs have like consequences. The rules, in
+short: recover from the newest whole copy in the fastest tier; the same failure again at one step falls back a tier, and the third
+time stops with a report; damaged copies are never used, and checkpoints never given up for a new beginning; a broken node's place
+goes to a spare; what cannot be blamed on a node is not; starts that get nowhere come at growing intervals.
+"""
+
+from megalith.control.policy.placement import HOUR
+from megalith.control.policy.rules import RULES, decide
+from megalith.control.policy.state import VACANT, Decision, State, dump, load
+
+__all__ = ["HOUR", "RULES", "VACANT", "Decision", "State", "decide", "dump", "load"]

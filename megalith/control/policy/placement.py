@@ -1,0 +1,37 @@
+"""Which node fills which slot: blame, quarantine and replacement."""
+
+from dataclasses import replace
+
+from megalith.control.policy.state import VACANT, State
+from megalith.fleet import tiers
+from megalith.fleet.commands import CheckHealth, Order, QuarantineNode, Replace
+from megalith.fleet.signs import Sign
+from megalith.spec.fleet import FleetSpec
+
+HOUR = 3600.0
+
+
+def evict(state: State, slot: int, sign: Sign, fleet: FleetSpec, *, because: str, forced: bool) -> tuple[State, list[Order]]:
+    """Take the node out of a slot and put a spare in. Without a spare a node that is only suspect (not `forced`) stays.
+
+    What the node kept of copies does not move with the slot: the spare reads it from a buddy, or a slower tier.
+    """
+    node = state.placement[slot]
+    if not state.spares and not forced:
+        return state, []
+    spare, rest = (state.spares[0], state.spares[1:]) if state.spares else (VACANT, ())
+    placement = (*state.placement[:slot], spare, *state.placement[slot + 1 :])
+    nodes = len(placement)
+    copies = tiers.without_nodes(state.copies, (slot,), nodes=nodes, distance=fleet.buddy_distance(nodes))
+    out = {**state.quarantined, node: sign.time}
+    leaving = tuple(other for other in state.leaving if other != node)
+    after = replace(state, placement=placement, spares=rest, quarantined=out, copies=copies, leaving=leaving)
+    commands: list[Order] = [QuarantineNode(node, because), CheckHealth(node)]
+    return after, [*commands, Replace(slot, node, spare)] if spare else commands
+
+
+def blame(state: State, node: str, sign: Sign, fleet: FleetSpec) -> tuple[State, bool]:
+    """Note a fault against a node; whether it has had so many lately that it should go."""
+    since = sign.time - fleet.lemon_hours * HOUR
+    times = (*(time for time in state.faults.get(node, ()) if time > since), sign.time)
+    return replace(state, faults={**state.faults, node: times}), len(times) >= fleet.lemon_faults

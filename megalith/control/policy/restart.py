@@ -1,0 +1,117 @@
+"""Restarts: from which copy, after which wait, on how many nodes; and when the run stops instead."""
+
+from dataclasses import replace
+
+from megalith.control.policy.placement import evict
+from megalith.control.policy.state import VACANT, Decision, State
+from megalith.fleet.commands import Order, Restart, RollBack, Shrink, Stop, Wait
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.signs import Sign
+from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier, fall_back, newest
+from megalith.spec.fleet import FleetSpec
+
+FREE_STARTS = 2
+"""Starts without a step between them that come at once; only from the next on does waiting help."""
+
+
+def restart(
+    state: State, commands: list[Order], sign: Sign, fleet: FleetSpec, *, reason: str, source: Source | None = None,
+    blamed: str | None = None, rank: int | None = None, after: float = 0.0,
+) -> Decision:  # fmt: skip
+    """Go on from `source` (default: the newest whole copy), or see to empty slots first; stop when starting does not help. `after`:
+    seconds to wait at least. Who was to leave once the state is saved leaves with any start."""
+    leaving = state.leaving
+    for node in leaving:
+        state, orders = evict(state, state.placement.index(node), sign, fleet, because="the scheduler takes it away", forced=True)
+        commands = [*commands, *orders]
+    if source is None or leaving:  # pieces of it may be in the memory of those who left
+        source = newest(state.copies, at_most=None if source is None else source.step) or BEGINNING
+    if state.fruitless >= fleet.fruitless:
+        report = f"{state.fruitless} starts in a row did not get one step done. The last reason: {reason}."
+        return stop(state, commands, ExitCode.LOST, report, blamed=blamed, rank=rank)
+    if state.vacant:
+        return _see_to_vacancy(state, commands, fleet, reason=reason, blamed=blamed, rank=rank)
+    waits = state.fruitless - FREE_STARTS
+    after = max(after, backoff(waits, fleet) if waits >= 0 else 0.0)
+    state = replace(state, restored=source, fruitless=state.fruitless + 1, waiting=False, shrunk=False)
+    return Decision((*commands, Restart(source, state.placement, after)), state, reason, blamed, rank)
+
+
+def backoff(times: int, fleet: FleetSpec) -> float:
+    """Seconds to wait before trying again what has been tried so often."""
+    return min(fleet.backoff * 2.0 ** min(times, 64), fleet.backoff_limit)
+
+
+def _see_to_vacancy(
+    state: State, commands: list[Order], fleet: FleetSpec, *, reason: str, blamed: str | None, rank: int | None
+) -> Decision:
+    empty = ", ".join(map(str, state.vacant))
+    shrinks = state.shrunk or fleet.no_spare == "shrink"
+    if shrinks and fleet.fallback and can_shrink(state):
+        return shrink(state, commands, f"{reason}; no spare for slot {empty}", blamed=blamed, rank=rank)
+    if fleet.no_spare != "stop":
+        order = Wait(fleet.wait_limit, state.vacant)
+        return Decision((*commands, order), replace(state, waiting=True), f"{reason}; no spare for slot {empty}", blamed, rank)
+    report = f"{reason}; no spare is left for slot {empty}, and fleet.no_spare = {fleet.no_spare!r}."
+    return stop(state, commands, ExitCode.LOST, report, blamed=blamed, rank=rank)
+
+
+def for_any_plan(copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
+    """Copies that ranks of another plan can read: a node's own copies are cut as its plan says."""
+    return tuple(copy for copy in copies if copy.tier is Tier.STORE)
+
+
+def can_shrink(state: State) -> bool:
+    return len(state.placement) - len(state.vacant) >= state.least
+
+
+def shrink(state: State, commands: list[Order], reason: str, *, blamed: str | None = None, rank: int | None = None) -> Decision:
+    """Go on under the fallback plan."""
+    left = tuple(node for node in state.placement if node != VACANT)
+    kept = for_any_plan(state.copies)
+    source = newest(kept) or BEGINNING
+    state = replace(state, copies=kept, shrunk=True, waiting=False, restored=source, fruitless=state.fruitless + 1)
+    return Decision((*commands, Shrink(source, left)), state, reason, blamed, rank)
+
+
+def stop(
+    state: State, commands: list[Order], code: int, report: str, *, blamed: str | None = None, rank: int | None = None
+) -> Decision:
+    return Decision((*commands, Stop(code, report)), replace(state, stopped=True), report, blamed, rank)
+
+
+def repeated(state: State, key: str, sign: Sign) -> tuple[State, int]:
+    """Count a failure at its step; how often it has come there."""
+    name = f"{key} @ {sign.step}"
+    times = state.repeats.get(name, 0) + 1
+    return replace(state, repeats={**state.repeats, name: times}), times
+
+
+def after_failure(
+    state: State, commands: list[Order], sign: Sign, fleet: FleetSpec, *,
+    key: str, reason: str, code: int = ExitCode.LOST, blamed: str | None = None, rank: int | None = None,
+) -> Decision:  # fmt: skip
+    """Restart after a failure; when it came before at this step, from a slower tier, and at last not at all."""
+    state, times = repeated(state, key, sign)
+    if times >= fleet.same_failure:
+        report = (
+            f"{reason}: for the {ordinal(times)} time at step {sign.step}, the last time after restoring {state.restored}. "
+            "What it restored from does not matter, so it is in the program, its data or its numerics, or a machine nobody blamed. "
+            "Look at the evidence of each time; then start the same command again, or from an earlier checkpoint."
+        )
+        return stop(state, commands, code, report, blamed=blamed, rank=rank)
+    if times == 1:
+        return restart(state, commands, sign, fleet, reason=reason, blamed=blamed, rank=rank)
+    source = fall_back(state.copies, state.restored)
+    if source is None:
+        return restart(state, commands, sign, fleet, reason=f"{reason}, again at step {sign.step}; no slower tier is left",
+                        blamed=blamed, rank=rank)  # fmt: skip
+    because = f"{reason}, again at step {sign.step} after restoring {state.restored}"
+    commands = [*commands, RollBack(source, because)]
+    newer = tuple((copy.tier, copy.step, None) for copy in state.copies if copy.step > source.step)
+    state = replace(state, bad=(*state.bad, *newer))
+    return restart(state, commands, sign, fleet, reason=because, source=source, blamed=blamed, rank=rank)
+
+
+def ordinal(number: int) -> str:
+    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")

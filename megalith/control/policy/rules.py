@@ -1,0 +1,107 @@
+"""The policy's one pure function, `decide`, its table of rules, and the rules for the start and the end of a run."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megalith.control.policy import failures, nodes, storage
+from megalith.control.policy.restart import for_any_plan, restart, stop
+from megalith.control.policy.state import Decision, State
+from megalith.fleet import signs, tiers
+from megalith.fleet.commands import CheckHealth, Grow, Order, Restart, SaveState, Shrink, Wait
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.signs import Sign
+from megalith.fleet.tiers import BEGINNING, Copy, Tier, newest
+from megalith.spec.fleet import FleetSpec
+
+
+def decide(state: State, sign: Sign, *, fleet: FleetSpec) -> Decision:
+    """What a sign calls for. The same arguments give the same decision, always."""
+    if state.stopped:
+        return Decision((), state, "the run has been stopped")
+    rule = RULES[type(sign)]
+    return _sparing_checkpoints(rule(_with_trusted_copies(state), sign, fleet), state.copies, sign)
+
+
+def _sparing_checkpoints(decision: Decision, copies: tuple[Copy, ...], sign: Sign) -> Decision:
+    """Stop rather than begin anew while there are checkpoints, though none can be used: those that follow would take their places."""
+    starts = [command for command in decision.commands if isinstance(command, Restart | Shrink | Grow)]
+    steps = sorted(copy.step for copy in copies if copy.tier is Tier.STORE)
+    if not steps or not any(start.source.tier is None for start in starts):
+        return decision
+    report = (
+        f"{decision.reason}: none of the checkpoints (of step {', '.join(map(str, steps))}) can be used. Beginning anew would in time "
+        "delete them. Put one back from a copy, or move their folder away to begin anew; the same command looks at all of them again."
+    )
+    code = ExitCode.LOST if isinstance(sign, signs.CopyAway) else ExitCode.FAILED
+    commands = [command for command in decision.commands if command not in starts]
+    state = replace(decision.state, bad=(), away=None)
+    return stop(state, commands, code, report, blamed=decision.blamed, rank=decision.blamed_rank)
+
+
+def _with_trusted_copies(state: State) -> State:
+    copies = state.copies
+    for tier, step, slot in state.bad:
+        copies = tiers.without_piece(copies, tier, step, slot)
+    return state if copies == state.copies else replace(state, copies=copies)
+
+
+def _started(state: State, sign: signs.Started, fleet: FleetSpec) -> Decision:
+    """Starting, resuming and recovering are one path. Nodes that were out then are checked, and waited for where they are needed."""
+    checks: list[Order] = [CheckHealth(node) for node in state.quarantined]
+    if state.vacant and checks:
+        empty = ", ".join(map(str, state.vacant))
+        reason = f"{', '.join(state.quarantined)} must pass a health check before slot {empty} can be filled"
+        return Decision((*checks, Wait(fleet.wait_limit, state.vacant)), replace(state, waiting=True), reason)
+    return restart(state, checks, sign, fleet, reason=f"start from {newest(state.copies) or BEGINNING}")
+
+
+def _progressed(state: State, sign: signs.Progressed, fleet: FleetSpec) -> Decision:
+    """A step that was not done before: what failed at earlier steps is over."""
+    if not (state.fruitless or state.repeats or state.reruns or state.bad or state.away is not None):
+        return Decision((), state, "progress")
+    repeats = {key: times for key, times in state.repeats.items() if int(key.rpartition(" @ ")[2]) >= sign.step}
+    reruns = {step: times for step, times in state.reruns.items() if step >= sign.step}
+    # copies of steps that were done again since are new ones
+    bad = tuple(piece for piece in state.bad if not state.restored.step <= piece[1] <= sign.step)
+    return Decision((), replace(state, fruitless=0, repeats=repeats, reruns=reruns, bad=bad, away=None), "progress")
+
+
+def _saved(state: State, sign: signs.Saved, fleet: FleetSpec) -> Decision:
+    """The ranks have stopped together and their state is among the copies: what waited for it can be done."""
+    if not state.leaving:
+        if state.shrunk and not state.vacant:
+            source = newest(for_any_plan(state.copies)) or BEGINNING
+            grown = replace(state, shrunk=False, restored=source)
+            return Decision((Grow(source, state.placement),), grown, "grow to the run's own plan")
+        return restart(state, [], sign, fleet, reason="nothing is to be done: go on")
+    return restart(state, [], sign, fleet, reason=f"the scheduler took {', '.join(state.leaving)} away")
+
+
+def _stop_requested(state: State, sign: signs.StopRequested, fleet: FleetSpec) -> Decision:
+    return stop(state, [SaveState(fleet.wait_limit)], ExitCode.STOPPED, "stopped as asked; the same command goes on")
+
+
+RULES: dict[type[signs.Sign], Callable[[State, Any, FleetSpec], Decision]] = {
+    signs.Started: _started,
+    signs.Progressed: _progressed,
+    signs.RankFailed: failures.rank_failed,
+    signs.Hang: failures.hang,
+    signs.NodesLost: nodes.nodes_lost,
+    signs.Nonfinite: failures.nonfinite,
+    signs.StateCorrupt: failures.state_corrupt,
+    signs.CopyCorrupt: storage.copy_corrupt,
+    signs.CopyAway: storage.copy_away,
+    signs.GradientWrong: failures.gradient_wrong,
+    signs.Straggler: failures.straggler,
+    signs.Preempted: nodes.preempted,
+    signs.Saved: _saved,
+    signs.StopRequested: _stop_requested,
+    signs.SaveFailed: storage.save_failed,
+    signs.SaveWorks: storage.save_works,
+    signs.DataDamaged: storage.data_damaged,
+    signs.NodeJoined: nodes.node_joined,
+    signs.HealthChecked: nodes.health_checked,
+    signs.Waited: nodes.waited,
+}
+"""Kind of sign -> what is done about it."""

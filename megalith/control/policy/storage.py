@@ -1,0 +1,78 @@
+"""Rules for copies of the state and shards of the data that are damaged, away, or cannot be written."""
+
+from dataclasses import replace
+
+from megalith.control.policy.restart import restart, stop
+from megalith.control.policy.state import Decision, State
+from megalith.fleet import signs, tiers
+from megalith.fleet.commands import Order, QuarantineCopy, ReadElsewhere, RollBack, SaveState, SkipTier
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.tiers import BEGINNING, newest
+from megalith.spec.fleet import FleetSpec
+
+
+def copy_corrupt(state: State, sign: signs.CopyCorrupt, fleet: FleetSpec) -> Decision:
+    """A damaged copy is set aside, and the next newest whole one taken. This is no failure of the run: nothing is counted."""
+    which = "" if sign.slot is None else f" of slot {sign.slot}"
+    reason = f"the copy{which} of step {sign.copy_step} in {sign.tier.value} is damaged" + (
+        f": {sign.error}" if sign.error else ""
+    )
+    state = replace(
+        state,
+        bad=(*state.bad, (sign.tier, sign.copy_step, sign.slot)),
+        copies=tiers.without_piece(state.copies, sign.tier, sign.copy_step, sign.slot),
+        fruitless=max(0, state.fruitless - 1),
+    )
+    source = newest(state.copies, at_most=state.restored.step) or newest(state.copies) or BEGINNING
+    commands: list[Order] = [QuarantineCopy(sign.tier, sign.copy_step, sign.slot)]
+    if source != state.restored:
+        commands.append(RollBack(source, reason))
+    return restart(state, commands, sign, fleet, reason=reason, source=source)
+
+
+def copy_away(state: State, sign: signs.CopyAway, fleet: FleetSpec) -> Decision:
+    """A copy that cannot be read is tried again, each time after as long as it has been away, for as long as a node would be waited for:
+    only then does it count as damaged."""
+    since = sign.time if state.away is None else state.away
+    gone = sign.time - since
+    state = replace(state, away=since)
+    if gone >= fleet.wait_limit:
+        error = f"it could not be read for {gone:.0f} s: {sign.error}"
+        damaged = signs.CopyCorrupt(
+            time=sign.time, step=sign.step, tier=sign.tier, copy_step=sign.copy_step, slot=sign.slot, error=error
+        )
+        return copy_corrupt(state, damaged, fleet)
+    reason = f"the copy of step {sign.copy_step} in {sign.tier.value} cannot be read just now: {sign.error}"
+    after = min(max(gone, fleet.backoff), fleet.backoff_limit)
+    return restart(replace(state, fruitless=max(0, state.fruitless - 1)), [], sign, fleet, reason=reason, after=after)
+
+
+def save_failed(state: State, sign: signs.SaveFailed, fleet: FleetSpec) -> Decision:
+    """Training goes on: a copy that cannot be written is no reason to lose steps. A person must hear of it."""
+    skipped = state.skipped if sign.tier in state.skipped else (*state.skipped, sign.tier)
+    reason = f"no copy could be written to {sign.tier.value}: {sign.error}"
+    return Decision((SkipTier(sign.tier, True, reason),), replace(state, skipped=skipped), reason)
+
+
+def save_works(state: State, sign: signs.SaveWorks, fleet: FleetSpec) -> Decision:
+    if sign.tier not in state.skipped:
+        return Decision((), state, "as before")
+    skipped = tuple(tier for tier in state.skipped if tier is not sign.tier)
+    reason = f"{sign.tier.value} takes copies again"
+    return Decision((SkipTier(sign.tier, False, reason),), replace(state, skipped=skipped), reason)
+
+
+def data_damaged(state: State, sign: signs.DataDamaged, fleet: FleetSpec) -> Decision:
+    """The reader has gone on with the other copy already, and does so again whenever it meets the damage: nobody else need do anything."""
+    if sign.other_copy is not None:
+        if sign.error in state.damaged:
+            return Decision((), state, f"shard {sign.shard}: known already")
+        state = replace(state, damaged=(*state.damaged, sign.error))
+        reason = f"shard {sign.shard}: {sign.error}; read from {sign.other_copy}"
+        return Decision((ReadElsewhere(sign.shard, sign.other_copy),), state, reason)
+    report = (
+        f"shard {sign.shard} of the data: {sign.error}, and there is no other copy. Training on without it would change the data "
+        "order. Put the shard back (`megalith data verify` says which are damaged), or name a whole copy in data.copies; then start the "
+        "same command again: it goes on from the newest checkpoint."
+    )
+    return stop(state, [SaveState(fleet.wait_limit)], ExitCode.FAILED, report)
