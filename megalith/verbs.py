@@ -29,6 +29,7 @@ from megalith.spec import files
 from megalith.spec.files import Resolved
 from megalith.spec.problem import Problem, SpecErrors
 from megalith.spec.run import RunSpec
+from megalith.spec.sizes import count_model
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -439,12 +440,9 @@ CHECKPOINT_BYTES = 12
 
 
 def _state_bytes(run: RunSpec) -> float | None:
-    """Of a checkpoint: of blocks, embedding and head."""
-    case = Case(run, None, files=False)
-    if case.model is None:
-        return None
-    ends = case.model.dim * case.model.head.vocab * (1 if case.model.head.tied else 2)
-    return float(CHECKPOINT_BYTES * (case.block_parameters + ends))
+    """Return the bytes of a checkpoint, or None if the sizes do not make a model."""
+    model = Case(run, None, files=False).model
+    return None if model is None else float(CHECKPOINT_BYTES * count_model(model).total)
 
 
 def _step_seconds(run: Path, overrides: Sequence[str], cluster: str) -> float | None:

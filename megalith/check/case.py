@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megalith.check.sizes import block_parameters
 from megalith.data.errors import DataError
 from megalith.data.manifest import Manifest, read_manifest
 from megalith.spec import cluster as clusters
@@ -17,6 +16,7 @@ from megalith.spec.model import BlockSpec, ModelSpec
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
 from megalith.spec.run import RunSpec
+from megalith.spec.sizes import Count, count_blocks
 
 Found = Iterator[Problem]
 
@@ -70,9 +70,9 @@ class Case:
             return None
 
     @cached_property
-    def block_parameters(self) -> int:
-        """Parameters of all blocks."""
-        return sum(block_parameters(block, self.model.dim) for block in self.model.blocks) if self.model else 0
+    def parameters(self) -> Count:
+        """The number of parameters in all blocks."""
+        return count_blocks(self.model) if self.model else Count(0, 0)
 
 
 def error(name: str, value: Any, reason: str, way_out: str) -> Problem:

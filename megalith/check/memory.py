@@ -1,9 +1,8 @@
 """Rules about a device's memory: state, activations and recomputation."""
 
 from megalith.check.case import Case, Found, advice, error, format_bytes
-from megalith.check.sizes import saved_numbers
 from megalith.mesh import Mesh
-from megalith.spec.model import MoeSpec
+from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, MoeSpec
 from megalith.spec.plan import Plan
 from megalith.spec.problem import near
 
@@ -70,7 +69,7 @@ def optimizer_is_sharded(case: Case) -> Found:
     """ZeRO-1 costs no communication and saves most of the optimizer's memory (Rajbhandari et al. 2019)."""
     plan = case.plan
     if plan.zero == 0 and plan.data > 1:
-        moments = 8 * case.block_parameters // (plan.tensor * plan.pipeline)
+        moments = 8 * case.parameters.total // (plan.tensor * plan.pipeline)
         reason = f"keeps {format_bytes(moments)} of optimizer moments on each of {plan.data} data ranks"
         yield advice(
             "plan.zero", 0, reason, f"zero = 1 keeps {format_bytes(moments // plan.data)}, for the same bytes exchanged."
@@ -82,7 +81,7 @@ def long_sequences_recompute(case: Case) -> Found:
     plan, train = case.plan, case.spec.train
     if plan.recompute != "none" or case.model is None or case.spec.microbatches == 0:
         return
-    saved = sum(saved_numbers(block, case.model.dim) for block in case.model.blocks)
+    saved = sum(_saved_numbers(block, case.model.dim) for block in case.model.blocks)
     in_flight = case.spec.microbatches if plan.schedule == "gpipe" else min(plan.pipeline, case.spec.microbatches)
     tokens = train.seq_len * plan.microbatch * in_flight
     held = saved * tokens * WIDTH[train.precision] / (plan.pipeline * plan.tensor * plan.context)
@@ -101,15 +100,40 @@ def state_bytes(case: Case, plan: Plan) -> int:
     compute with."""
     precision, mesh = case.spec.train.precision, Mesh.of(plan)
     places = max(1, plan.pipeline // plan.sides)  # of stages: the two directions of a pipeline keep each of them twice
-    moes = [block.mlp for block in case.model.blocks if isinstance(block.mlp, MoeSpec)] if case.model else []
-    experts = sum(moe.experts * (3 if moe.gated else 2) * moe.hidden for moe in moes) * (case.model.dim if case.model else 0)
     held = 0.0
     for parameters, split, shards in (
-        (case.block_parameters - experts, plan.tensor, max(1, plan.shards)),  # 0 where it asks for more copies than ranks
-        (experts, plan.expert * plan.expert_tensor, max(1, mesh.experts[2])),  # or for more expert ranks
+        (case.parameters.dense, plan.tensor, max(1, plan.shards)),  # 0 where it asks for more copies than ranks
+        (case.parameters.experts, plan.expert * plan.expert_tensor, max(1, mesh.experts[2])),  # or for more expert ranks
     ):
         whole = WIDTH[precision] if plan.zero < 3 and (shards > 1 or precision == "bf16") else 0
         gradients = GRADIENT_BYTES * (1 if plan.zero < 2 else 1 / shards)  # whole until the end of a step, below ZeRO-2
         undoing = STATE_BYTES / shards if plan.post_validation else 0  # gradients and copies, once those are gone
         held += parameters / (split * places) * ((STATE_BYTES - GRADIENT_BYTES) / shards + max(gradients, undoing) + whole)
     return int(held)
+
+
+def _saved_numbers(block: BlockSpec, dim: int) -> int:
+    """About how many numbers a token leaves in a block for backward, with fused kernels: inputs and outputs of norms; of attention
+    queries, keys, values and output; of Mamba-2 what its projections give, the recurrence's output and its norm's; the MLP's gate and
+    up, activation(gate) and their product, of each expert it meets."""
+    halves = bool(block.attention or block.mamba) + bool(block.mlp)
+    return 2 * dim * halves + _saved_by_mixer(block) + (_saved_by_mlp(block.mlp, dim) if block.mlp else 0)
+
+
+def _saved_by_mixer(block: BlockSpec) -> int:
+    attention, mamba = block.attention, block.mamba
+    if mamba:
+        return 4 * mamba.heads * mamba.head_dim + 2 * mamba.groups * mamba.state + mamba.heads
+    if isinstance(attention, AttentionSpec):
+        return 2 * (attention.heads + attention.kv_heads) * attention.head_dim
+    if attention is None:
+        return 0
+    attended = attention.heads * 2 * (attention.nope_dim + attention.rope_dim + attention.v_dim)
+    return attended + (attention.q_rank or 0) + attention.kv_rank
+
+
+def _saved_by_mlp(mlp: MlpSpec | MoeSpec, dim: int) -> int:
+    kept = 4 if mlp.gated else 2
+    if isinstance(mlp, MlpSpec):
+        return kept * mlp.hidden
+    return mlp.router.active * (kept * mlp.hidden + 2 * dim) + kept * mlp.shared

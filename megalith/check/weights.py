@@ -5,10 +5,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from megalith.check.case import Case, Found, error
-from megalith.check.sizes import block_parameters
 from megalith.checkpoint import folder as checkpoints
 from megalith.spec import families
 from megalith.spec.model import ModelSpec
+from megalith.spec.sizes import block_parameters
 from megalith.spec.toml import dotted, literal
 from megalith.spec.validate import leaves
 
@@ -39,7 +39,7 @@ def first_weights_exist(case: Case) -> Found:
 
 
 def _holds(theirs: ModelSpec, ours: ModelSpec) -> bool:
-    """Have weights of the one model the sizes of the other's? It may have more blocks."""
+    """Return True if the weights of one model can begin the other's training. The one may have more blocks."""
     sizes = [[block_parameters(block, model.dim) for block in model.blocks] for model in (theirs, ours)]
     return (theirs.dim, theirs.head.vocab) == (ours.dim, ours.head.vocab) and sizes[0][: len(sizes[1])] == sizes[1]
 

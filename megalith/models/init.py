@@ -12,8 +12,8 @@ from megalith.models.mamba import CausalConv, GatedNorm, Rates
 from megalith.models.moe import Experts
 from megalith.models.norm import LayerNorm, RMSNorm
 from megalith.models.router import Router
-from megalith.models.stage import tied_names
 from megalith.spec.model import ModelSpec
+from megalith.spec.sizes import tied_names
 
 RESIDUAL_OUTPUTS = ("attention.out.weight", "mamba.out.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
 

@@ -13,16 +13,7 @@ from megalith.models.embedding import Embedding
 from megalith.models.head import Head
 from megalith.models.rope import tables
 from megalith.spec.model import AttentionSpec, LatentAttentionSpec, ModelSpec, RopeSpec
-
-
-def tied_names(spec: ModelSpec) -> dict[str, str]:
-    """Names that stand for another parameter -> that parameter's own name: a tied output, and the tables in which multi-token
-    prediction looks tokens up, are the embedding."""
-    depth = spec.head.ahead.depth if spec.head.ahead else 0
-    ahead = {f"head.ahead.{k}.embedding.weight": "embedding.weight" for k in range(depth)}
-    output = {"head.output.weight": "embedding.weight"} if spec.head.tied else {}
-    return output | ahead
-
+from megalith.spec.sizes import tied_names
 
 Rotation = tuple[RopeSpec, int]  # how, and how many channels
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate
 from megalith.models.head import Ahead, Head
 from megalith.models.init import initialise
 from megalith.models.moe import Moe
-from megalith.models.stage import Stage, tied_names
+from megalith.models.stage import Stage
 from megalith.parallel.context import ContextGroups, split_context
 from megalith.parallel.data import COMPUTE_DTYPE, Bucket, Place, Reducer, Weight
 from megalith.parallel.expert import held_of, split_experts
@@ -23,6 +23,7 @@ from megalith.parallel.recompute import apply_recompute
 from megalith.parallel.tensor import Split
 from megalith.spec.model import ModelSpec
 from megalith.spec.plan import Plan
+from megalith.spec.sizes import tied_names
 
 
 class Builder:

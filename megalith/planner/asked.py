@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megalith.check import check
-from megalith.cost.parts import parts
-from megalith.cost.profile import Profile
-from megalith.cost.workload import RATE, Format, Workload
+from megalith.cost.workload import RATE, Format
 from megalith.planner.candidates import splits
 from megalith.spec import cluster as clusters
 from megalith.spec import files
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.files import Resolved
-from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
+from megalith.spec.model import ModelSpec
 from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
 from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.run import RunSpec
+from megalith.spec.sizes import count_active, count_blocks, count_model
 
 RUNS = ("fp32", "bf16")
 """Formats the trainer computes in; the others are only predicted."""
@@ -113,16 +112,16 @@ def ask(question: Question) -> Asked:
     assert model and cluster and seq_len and batch and format_
     built = model.build()
     if question.compute_optimal:
-        tokens, note = compute_optimal(built, cluster)
+        tokens, note = compute_optimal(built)
         notes = (*notes, note)
     run = _run(spec, model, cluster_name, seq_len, batch, format_, tokens)
     return Asked(run, built, cluster, format_, tokens, notes, resolved, question.forward_only, question.offload)
 
 
-def compute_optimal(model: ModelSpec, cluster: ClusterSpec) -> tuple[float, str]:
+def compute_optimal(model: ModelSpec) -> tuple[float, str]:
     """Tokens on which a training of this model is spent best (Hoffmann et al. 2022, arXiv:2203.15556: about 20 a parameter), and how
     that was found. Of experts those count that a token meets."""
-    parameters = active_parameters(model, cluster)
+    parameters = active_parameters(model)
     tokens = float(f"{OPTIMAL * parameters:.3g}")
     return tokens, (
         f"--compute-optimal: {OPTIMAL} tokens for each of {parameters / 1e9:,.4g}B parameters a token meets = {tokens / 1e12:,.3g}T "
@@ -130,17 +129,11 @@ def compute_optimal(model: ModelSpec, cluster: ClusterSpec) -> tuple[float, str]
     )
 
 
-def active_parameters(model: ModelSpec, cluster: ClusterSpec) -> int:
-    """Weights that a token is multiplied with, counted from the traced parts."""
-    traced = parts(Workload(model, Plan(), cluster, seq_len=2, global_batch=1))
-    met = [_met(block, profile) for block, profile in zip(model.blocks, traced.blocks, strict=True)]
-    ends = traced.embedding.weights + (0 if model.head.tied else traced.head.weights)
-    return round(sum(met) + ends)
-
-
-def _met(block: BlockSpec, profile: Profile) -> float:
-    share = block.mlp.router.active / block.mlp.experts if isinstance(block.mlp, MoeSpec) else 0.0
-    return profile.weights + profile.expert_weights * share
+def active_parameters(model: ModelSpec) -> int:
+    """Return the number of parameters that a token meets on its way to the next one: without multi-token prediction's."""
+    alone = model.model_copy(update={"head": model.head.model_copy(update={"ahead": None})})
+    ends = count_model(alone).total - count_blocks(alone).total
+    return ends + sum(count_active(block, model.dim) for block in model.blocks)
 
 
 def _not_of_prefill(question: Question) -> list[Problem]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megalith.mesh import Mesh
 from megalith.models.moe import Moe
-from megalith.models.stage import Stage, tied_names
+from megalith.models.stage import Stage
 from megalith.parallel.apply import Builder
 from megalith.parallel.data import COMPUTE_DTYPE
 from megalith.parallel.execute import Executor, Hidden
@@ -20,6 +20,7 @@ from megalith.schedule.table import build
 from megalith.schedule.verify import problems
 from megalith.spec.model import ModelSpec
 from megalith.spec.run import RunSpec
+from megalith.spec.sizes import tied_names
 from megalith.train.optimizer import AdamW, like
 
 

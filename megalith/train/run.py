@@ -30,8 +30,8 @@ from megalith.fleet.signs import Preempted, RankFailed
 from megalith.fleet.tiers import Source
 from megalith.machine import link, networks
 from megalith.models.flops import CONVENTION
-from megalith.models.stage import Stage
 from megalith.spec.run import RunSpec
+from megalith.spec.sizes import count_model
 from megalith.train import inject, standing
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.copies import copies_of
@@ -241,14 +241,8 @@ def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: Eve
             peak_source=yardstick.source,
             flops_per_token=yardstick.flops_per_token,
             flops_convention=CONVENTION,
-            parameters=_all_parameters(trainer),
+            parameters=count_model(trainer.model).total,
         )
     )
     for holding in everyone:
         log.write(holding)
-
-
-def _all_parameters(trainer: Trainer) -> int:
-    """Parameters of the whole model, counted on the meta device."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in Stage(trainer.model).parameters_by_name().values())

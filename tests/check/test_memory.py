@@ -3,6 +3,12 @@
 import pytest
 
 from megalith.check.case import format_bytes
+from megalith.check.memory import _saved_numbers
+from megalith.cost.parts import parts
+from megalith.cost.workload import Workload
+from megalith.spec.cluster import load
+from megalith.spec.plan import Plan
+from megalith.spec.presets import presets
 from tests.check.runs import HYBRID, advice, errors, found, is_named
 
 
@@ -80,3 +86,13 @@ def test_what_undoing_an_update_takes_counts_as_state(late: str, each: int):
 def test_half_blocks_may_be_computed_again_in_parts():
     parts = 'plan.recompute_parts=["mamba.core", "attention.core", "mlp.experts"]'
     assert errors(*HYBRID, "plan.recompute=selective", parts) == []
+
+
+@pytest.mark.parametrize("preset", ["tiny", "gpt2", "palm-8b", "deepseek-tiny", "switch-base-8", "nemotron-h-tiny"])
+def test_the_activations_counted_are_about_those_that_a_trace_finds(preset: str):
+    """The count is of plain kernels: fused ones make activation(gate) again, and PaLM's MLP shares a norm with its attention."""
+    model = presets()[preset].build().build()
+    traced = parts(Workload(model, Plan(), load("h100:1"), seq_len=512, global_batch=1))
+    for block, profile in zip(model.blocks, traced.blocks, strict=True):
+        counted = 2 * 512 * _saved_numbers(block, model.dim)
+        assert 0.7 < profile.saved / counted < 1.05

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.check.case import format_bytes
-from megalith.check.sizes import block_parameters
 from megalith.schedule.lower import lower
 from megalith.schedule.simulate import simulate
 from megalith.schedule.table import build
+from megalith.spec.sizes import count_block
 from tests.check.runs import advice, errors, found, is_named, spec
 
 
@@ -80,7 +80,7 @@ def test_dualpipe_is_priced_against_its_half(ranks: int, microbatches: int):
     asked = ("plan.schedule=dualpipe", *sizes)
     (problem,) = [p for p in found(*asked) if p.key == "plan.schedule"]
     (block,) = set(spec(*asked).model.build().blocks)
-    assert f"about {format_bytes(2 * block_parameters(block, 128) * (2 + 4))} a rank" in problem.reason
+    assert f"about {format_bytes(2 * count_block(block, 128).total * (2 + 4))} a rank" in problem.reason
     idle = [
         simulate(lower(build(name, ranks=ranks, microbatches=microbatches, chunks=chunks), 0), dict.fromkeys("FIW", 1) | {"B": 2})
         for name, chunks in (("dualpipe", 1), ("dualpipev", 2))

@@ -10,8 +10,9 @@ from torch import Tensor
 from megalith.kernels.cross_entropy import Loss
 from megalith.kernels.deferred import Queue, deferring
 from megalith.models.batch import Batch
-from megalith.models.stage import Stage, tied_names
+from megalith.models.stage import Stage
 from megalith.spec.model import AheadSpec, AttentionSpec, ModelSpec
+from megalith.spec.sizes import tied_names
 from tests.models.plain import lively, llama, logits, stage, tokens_of
 
 WEIGHT, SCALE, Z_LOSS = 0.3, 1 / 37, 0.01

@@ -141,7 +141,7 @@ def test_two_trillion_parameters_take_what_is_said_of_them(monkeypatch):
     traced = parts(work)
     held = memory(work, traced, calibration().generations["fused"])
     assert held.weights + held.gradients + held.optimizer == pytest.approx(32e12, rel=0.05)
-    flop = 6 * active_parameters(asked.model, asked.cluster) * asked.tokens
+    flop = 6 * active_parameters(asked.model) * asked.tokens
     assert flop == pytest.approx(4.8e26, rel=0.05)
     hours = flop / (0.4 * asked.cluster.accelerator.peak["bf16"]) / 3600
     assert hours == pytest.approx(3.4e8, rel=0.05)

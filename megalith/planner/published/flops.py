@@ -6,7 +6,8 @@ Conventions differ in two ways: attention is counted in full or halved for the c
 
 from typing import Literal
 
-from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec
+from megalith.spec.model import AttentionSpec, BlockSpec, ModelSpec
+from megalith.spec.sizes import block_parameters, count_active
 
 
 def step_flops(
@@ -26,27 +27,9 @@ def step_flops(
 
 
 def _weights(block: BlockSpec, dim: int) -> int:
-    """Weights of the matrix products one token goes through."""
-    attention, mamba, mlp = block.attention, block.mamba, block.mlp
-    found = 0
-    if mamba is not None:
-        inner = mamba.heads * mamba.head_dim
-        found = dim * (3 * inner + 2 * mamba.groups * mamba.state + mamba.heads)
-    elif isinstance(attention, AttentionSpec):
-        found = dim * attention.head_dim * 2 * (attention.heads + attention.kv_heads)
-    elif attention is not None:
-        into = attention.nope_dim + attention.rope_dim
-        queries = attention.heads * into
-        found = dim * queries if attention.q_rank is None else attention.q_rank * (dim + queries)
-        found += dim * (attention.kv_rank + attention.rope_dim)
-        found += attention.kv_rank * attention.heads * (attention.nope_dim + attention.v_dim)
-        found += attention.heads * attention.v_dim * dim
-    if mlp is None:
-        return found
-    matrices = 3 if mlp.gated else 2
-    if isinstance(mlp, MlpSpec):
-        return found + matrices * dim * mlp.hidden
-    return found + matrices * dim * (mlp.router.active * mlp.hidden + mlp.shared) + dim * mlp.experts
+    """Return the number of weights of the matrix products that one token goes through."""
+    others = sum(each.numel for each in block_parameters(block, dim) if each.role not in ("matrix", "experts"))
+    return count_active(block, dim) - others
 
 
 def _scores(block: BlockSpec) -> int:
