@@ -10,7 +10,7 @@ from typing import Any
 from megalith.cost import host, network
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.kept import kept
-from megalith.cost.memory import Held, Memory, fits, memory, shares
+from megalith.cost.memory import Held, Memory, fits, memory, numbers, shares
 from megalith.cost.network import gather
 from megalith.cost.parts import Parts, parts
 from megalith.cost.profile import Phase
@@ -173,8 +173,9 @@ def step_time(workload: Workload, setting: Setting, traced: Parts, spent: PartTi
     sent = _message_seconds(workload, setting)
     bubble = _bubble(workload, stages, slowest, sent)
     messages = 2 * sent * m * plan.chunks * generation.message_exposed if plan.pipeline > 1 else 0.0
-    data = max(_data_seconds(workload, setting, traced, ranks[rank], stages[rank]) for rank in {0, slowest, len(ranks) - 1})
-    optimizer = _optimizer_seconds(workload, setting, traced, ranks[0])
+    some = {0, slowest, len(ranks) - 1}
+    data = max(_data_seconds(workload, setting, traced, ranks[rank], stages[rank]) for rank in some)
+    optimizer = max(_optimizer_seconds(workload, setting, traced, ranks[rank]) for rank in some)
     subtotal = busy.total + bubble + messages + data + optimizer
     straggling = subtotal * generation.straggle * log2(max(1, workload.cluster.nodes))
     other = generation.step + straggling
@@ -235,22 +236,12 @@ def _idle(name: str, ranks: int, microbatches: int, chunks: int, backward: float
     return timeline.end - max(timeline.busy)
 
 
-@lru_cache(1 << 14)
-def _stage_numbers(traced: Parts, here: Held) -> tuple[float, float]:
-    """Weights a pipeline rank holds: of all tokens, of experts."""
-    blocks = [(traced.blocks[kind], times) for kind, times in here.blocks]
-    dense = sum(block.weights * times for block, times in blocks)
-    dense += traced.embedding.weights if here.embedding else 0
-    dense += traced.head.weights if here.head else 0
-    return float(dense), float(sum(block.expert_weights * times for block, times in blocks))
-
-
 def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Held, stage: StageTime) -> float:
     """What gathers and reductions add to a step of one rank."""
     plan, practice = workload.plan, workload.practice
     if workload.frozen or plan.holders == 1:
         return 0.0
-    dense, expert = _stage_numbers(traced, here)
+    dense, expert = numbers(workload, traced, here)
     whole, own = line("holders", workload), line("expert_holders", workload)
     shards = network.Line(plan.shards, whole.stride) if plan.zero else whole
     wires, m, width = setting.wires, workload.microbatches, workload.width
@@ -300,7 +291,7 @@ def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here
     if workload.frozen:
         return 0.0
     plan, practice = workload.plan, workload.practice
-    dense, expert = _stage_numbers(traced, here)
+    dense, expert = numbers(workload, traced, here)
     own = dense / (plan.shards if plan.zero else 1)
     own += expert / (line("expert_holders", workload).size if plan.zero else 1)
     away = own * practice.offload

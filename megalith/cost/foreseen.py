@@ -4,11 +4,12 @@ and bytes of collectives by axis, FLOPs. Named as `prove.meter` names what it co
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.memory import every_rank
-from megalith.cost.parts import Parts, parts
+from megalith.cost.parts import Numbers, Parts, parts
 from megalith.cost.profile import PHASES, Core, Phase, Profile
 from megalith.cost.workload import Practice, Workload
 from megalith.mesh import Mesh
@@ -78,10 +79,11 @@ class Line:
 
 @dataclass(frozen=True)
 class _Here:
-    """A pipeline rank's program, and profiles of the parts of each of its stages."""
+    """A pipeline rank's program; for each of its stages the profiles of all that it computes, and the weights that travel together."""
 
     actions: tuple[Action, ...]
     stages: dict[int, tuple[Profile, ...]]
+    weights: dict[int, tuple[Numbers, ...]]
 
 
 def foresee(workload: Workload, *, rank: int, figures: Calibration | None = None) -> Foreseen:
@@ -107,15 +109,17 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
     plan, model = workload.plan, workload.model
     schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=workload.microbatches, chunks=plan.chunks)
     row = lower(schedule, plan.zero).rows[place]
-    ends = {0: (traced.embedding,), len(model.blocks) + 1: _head(traced)}
-    bounds = plan.bounds(len(model.blocks))
-    stages = {
-        stage: tuple(
-            profile for part in range(*bounds[stage]) for profile in ends.get(part) or (traced.blocks[part - 1],)
-        )
-        for stage in schedule.stages_of(place)
-    }  # fmt: skip
-    return _Here(tuple(action for slot in row for action in actions_of(slot)), stages)
+    parts = (traced.embedding, *traced.blocks)
+    profiles = *((part,) for part in parts), _head(traced)
+    # further tokens' embedding, though kept once, travels for the head too, apart from what no other stage has
+    output = (traced.output, Numbers(traced.embedding.weights, 0)) if traced.ahead else (traced.output,)
+    weights = *((Numbers(part.weights, part.expert_weights),) for part in parts), output
+    own = {stage: slice(*plan.bounds(len(model.blocks))[stage]) for stage in schedule.stages_of(place)}
+    return _Here(
+        actions=tuple(action for slot in row for action in actions_of(slot)),
+        stages={stage: tuple(chain(*profiles[where])) for stage, where in own.items()},
+        weights={stage: tuple(chain(*weights[where])) for stage, where in own.items()},
+    )
 
 
 def _head(traced: Parts) -> tuple[Profile, ...]:
@@ -153,8 +157,8 @@ def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[f
     leave part by part with each backward. What a backward computes in less than fp32 is added part by part too.
     """
     saved = {stage: sum(profile.saved for profile in parts if profile is not traced.head) for stage, parts in here.stages.items()}
-    sums = {stage: SUM_BYTES * float(sum(map(_numbers, parts))) for stage, parts in here.stages.items()}
-    largest = max(_numbers(profile) for parts in here.stages.values() for profile in parts)
+    sums = {stage: SUM_BYTES * float(sum(map(sum, parts))) for stage, parts in here.weights.items()}
+    largest = _largest(here)
     passing = largest * _width(workload) if workload.format != "fp32" else 0.0
     kept, shares, adding = 0.0, dict.fromkeys(sums, 0.0), dict.fromkeys(sums, 0.0)
     for action in here.actions:
@@ -167,19 +171,20 @@ def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[f
             yield sum(shares.values()) + sum(adding.values()) + form * passing, kept + _temporary(traced, here, action)
             kept -= saved[stage] if form else 0.0
         elif action.kind == "REDUCE":
-            adding[stage], shares[stage] = 0.0, _share(workload, here.stages[stage])
+            adding[stage], shares[stage] = 0.0, _share(workload, here.weights[stage])
     yield sum(shares.values()) + sum(adding.values()), kept
 
 
-def _numbers(profile: Profile) -> int:
-    return profile.weights + profile.expert_weights
+def _largest(here: _Here) -> float:
+    """Numbers of the largest part; blocks that predict further tokens are parts for themselves here."""
+    return max(profile.weights + profile.expert_weights for profiles in here.stages.values() for profile in profiles)
 
 
-def _share(workload: Workload, parts: tuple[Profile, ...]) -> float:
+def _share(workload: Workload, parts: tuple[Numbers, ...]) -> float:
     """Bytes of a rank's share of reduced gradients."""
     mesh = Mesh.of(workload.plan)
     shards, expert_shards = mesh.state[2], mesh.experts[2]
-    return SUM_BYTES * sum(profile.weights / shards + profile.expert_weights / expert_shards for profile in parts)
+    return SUM_BYTES * sum(part.dense / shards + part.expert / expert_shards for part in parts)
 
 
 def _temporary(traced: Parts, here: _Here, action: Action) -> float:
@@ -196,8 +201,7 @@ def _travelling(workload: Workload, here: _Here) -> float:
     plan = workload.plan
     if plan.zero < 2 or plan.shards == 1:
         return 0.0
-    largest = max(profile.weights + profile.expert_weights for profiles in here.stages.values() for profile in profiles)
-    return largest * (SUM_BYTES + (_width(workload) if plan.zero == 3 else 0))
+    return _largest(here) * (SUM_BYTES + (_width(workload) if plan.zero == 3 else 0))
 
 
 def _traffic(workload: Workload, here: _Here) -> Iterator[Traffic]:
@@ -251,10 +255,10 @@ def _state(workload: Workload, here: _Here) -> Iterator[Sent]:
     mesh = Mesh.of(workload.plan)
     kinds = Counter((action.kind, action.stage) for action in here.actions if action.kind in ("GATHER", "REDUCE"))
     for (kind, stage), times in kinds.items():
-        for profile in here.stages[stage]:
+        for part in here.weights[stage]:
             for names, numbers, (copies, shards) in (
-                (("copies", "shards"), profile.weights, mesh.state[1:3]),
-                (("expert copies", "expert shards"), profile.expert_weights, mesh.experts[1:3]),
+                (("copies", "shards"), part.dense, mesh.state[1:3]),
+                (("expert copies", "expert shards"), part.expert, mesh.experts[1:3]),
             ):
                 if kind == "GATHER" and shards > 1:
                     yield names[1], "all-gather", times, numbers * _width(workload)

@@ -11,7 +11,7 @@ from megalith import schedule as schedules
 from megalith.cost import host
 from megalith.cost.constants import Generation
 from megalith.cost.kept import kept
-from megalith.cost.parts import Parts
+from megalith.cost.parts import Numbers, Parts
 from megalith.cost.time import line
 from megalith.cost.workload import Workload
 from megalith.schedule.action import Row
@@ -176,11 +176,11 @@ def _rank(
     workload: Workload, parts: Parts, generation: Generation, shared: Shares, rank: int, outside: float, graphed: frozenset[int]
 ) -> Memory:
     here, flying = shared.held[rank], shared.flying[rank]
-    plan, practice, model = workload.plan, workload.practice, workload.model
-    own = _own(parts, here, model.dim if model.head.tied and here.embedding else None)
+    plan, practice = workload.plan, workload.practice
+    own, held = _own(parts, here), numbers(workload, parts, here)
     shards = max(1, plan.shards)
     expert_shards = max(1, plan.holders * plan.tensor // (plan.expert * plan.expert_tensor)) if plan.zero else 1
-    state = _state(workload, own.dense, shards), _state(workload, own.expert, expert_shards)
+    state = _state(workload, held.dense, shards), _state(workload, held.expert, expert_shards)
     whole = _whole(workload, own.largest, shards)
     # the head's backward follows its forward: its logits are gone before any block's backward
     logits = parts.head.saved + parts.head.working if here.head else 0.0
@@ -202,10 +202,6 @@ def _rank(
 class _Own(NamedTuple):
     """What a pipeline rank's parts take, before a plan shares it out."""
 
-    dense: float
-    """Numbers of weights of all tokens,"""
-    expert: float
-    """and of experts."""
     largest: float
     """Numbers of its largest block."""
     saved: tuple[float, ...]
@@ -214,22 +210,30 @@ class _Own(NamedTuple):
     """Largest temporary bytes of a block."""
 
 
+def numbers(workload: Workload, parts: Parts, here: Held) -> Numbers:
+    """Return how many weights a pipeline rank holds.
+
+    On the embedding's own rank a tied output has only a norm of its own, and modules that predict further tokens share the embedding.
+    """
+    tied = workload.model.head.tied and here.embedding and here.head
+    return _numbers(parts, here, parts.head.weights - workload.model.dim if tied else 0)
+
+
 @lru_cache(1 << 14)
-def _own(parts: Parts, here: Held, norm: int | None) -> _Own:
-    """`norm`: numbers of a head that has none of its own but these."""
+def _numbers(parts: Parts, here: Held, shared: int) -> Numbers:
+    """`shared`: numbers of the head that are the embedding's as well."""
+    held = [(parts.blocks[kind], times) for kind, times in here.blocks]
+    if here.embedding or (here.head and parts.ahead):
+        held.append((parts.embedding, 1))
+    dense = sum(part.weights * times for part, times in held) + (parts.output.dense - shared if here.head else 0)
+    expert = sum(part.expert_weights * times for part, times in held) + (parts.output.expert if here.head else 0)
+    return Numbers(float(dense), float(expert))
+
+
+@lru_cache(1 << 14)
+def _own(parts: Parts, here: Held) -> _Own:
     blocks = [(parts.blocks[kind], times) for kind, times in here.blocks]
-    dense = sum(block.weights * times for block, times in blocks)
-    expert = sum(block.expert_weights * times for block, times in blocks)
-    if here.embedding:
-        dense += parts.embedding.weights
-    if here.head:
-        dense += parts.head.weights if norm is None else norm
-        if parts.ahead is not None:
-            dense += parts.ahead.weights * parts.depth
-            expert += parts.ahead.expert_weights * parts.depth
     return _Own(
-        dense,
-        expert,
         largest=max((block.weights + block.expert_weights for block, _ in blocks), default=0),
         saved=tuple(sum(parts.blocks[kind].saved * times for kind, times in chunk) for chunk in here.chunks),
         working=max((block.working for block, _ in blocks), default=0.0),

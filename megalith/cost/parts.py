@@ -23,6 +23,13 @@ TRACED = ("models/*.py", "kernels/*.py", "cost/trace.py", "cost/cores.py", "cost
 """Modules that are traced, and what traces them: a changed model is traced anew."""
 
 
+class Numbers(NamedTuple):
+    """How many weights a rank holds of something: those that every token uses, and the experts'."""
+
+    dense: float
+    expert: float
+
+
 @dataclass(frozen=True, eq=False)  # told by identity, so that what follows from it can be kept
 class Parts:
     """Profiles of the distinct parts of a model, and which of its blocks is which."""
@@ -32,14 +39,25 @@ class Parts:
     blocks: tuple[Profile, ...]
     """One for each block, in order; equal blocks share one value."""
     ahead: Profile | None = None
+    """The block of the module that predicts further tokens."""
     depth: int = 0
-    """Of the module that predicts further tokens: how often it stands there."""
+    """How often that module stands there."""
+    joining: int = 0
+    """Numbers of one such module's weights outside its block: the projection of a token's two vectors, and norms."""
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """For each block the number of the first one that is equal to it."""
         first: dict[int, int] = {}
         return tuple(first.setdefault(id(block), number) for number, block in enumerate(self.blocks))
+
+    @cached_property
+    def output(self) -> Numbers:
+        """The weights of the head, with the modules that predict further tokens but without their embedding."""
+        if self.ahead is None:
+            return Numbers(self.head.weights, self.head.expert_weights)
+        each = self.ahead.weights + self.joining
+        return Numbers(self.head.weights + each * self.depth, self.ahead.expert_weights * self.depth)
 
 
 class Key(NamedTuple):
@@ -64,7 +82,15 @@ def parts(workload: Workload) -> Parts:
         tuple(found[id(key)] for key in blocks),
         _found(ahead) if ahead else None,
         more.depth if more else 0,
+        _joining(workload.model) if more else 0,
     )
+
+
+def _joining(model: ModelSpec) -> int:
+    """Numbers of an `Ahead`'s own weights, which tensor ranks do not split."""
+    assert model.head.ahead
+    norm = model.dim * (2 if model.head.ahead.block.norm.bias else 1)
+    return 2 * model.dim * model.dim + 3 * norm
 
 
 def prepare(workloads: Iterable[Workload], tick: Callable[[int, int], None] = lambda done, total: None) -> None:

@@ -6,8 +6,10 @@ from megalith import schedule as schedules
 from megalith.cost.calibrate import BOUNDS, TIED, Observation, as_toml, choose, fit
 from megalith.cost.constants import calibration, parse
 from megalith.cost.estimate import StageTime, _bubble, _idle, estimate
+from megalith.cost.memory import numbers, shares
 from megalith.cost.parts import parts
 from megalith.cost.time import Spent
+from megalith.spec.model import AheadSpec
 from megalith.spec.plan import Plan
 from tests.cost.models import dense, mixture, workload
 
@@ -106,3 +108,15 @@ def test_a_closed_form_is_the_simulated_idling(name: str, chunks: int, backward:
         program, {"F": 1 / chunks, "B": backward / chunks, "I": backward / 2 / chunks, "W": backward / 2 / chunks}
     )
     assert _idle(name, ranks, rounds, chunks, backward) == pytest.approx(timeline.end - max(timeline.busy))
+
+
+def test_blocks_that_predict_further_tokens_are_reduced_and_updated_too():
+    """On the last pipeline rank, which has more of them than the first has of anything."""
+    model = dense(2)
+    further = model.head.model_copy(update={"ahead": AheadSpec(block=model.blocks[0], depth=2, weight=0.1)})
+    plan = Plan(pipeline=2, data=2, zero=1)
+    loads = [workload(one, plan) for one in (model, model.model_copy(update={"head": further}))]
+    last = [numbers(load, traced := parts(load), shares(load, traced).held[-1]).dense for load in loads]
+    without, with_them = (estimate(load).time for load in loads)
+    assert with_them.optimizer / without.optimizer == pytest.approx(last[1] / last[0], rel=1e-3)
+    assert with_them.data > without.data

@@ -56,6 +56,15 @@ def test_gradients_are_those_of_the_stages_that_are_in_backward(lines: dict[str,
     assert line.counted <= line.foreseen <= line.counted + block
 
 
+def test_weights_of_blocks_that_predict_further_tokens_are_kept_and_travel() -> None:
+    spec = brief_run(plan={"data": 2, "pipeline": 2, "zero": 3}, model={"preset": "deepseek-tiny"})
+    found = {line.name: line.gap for line in beside(foresee(of_run(spec), rank=3), dry(spec, 3))}
+    assert found["memory.optimizer"] == pytest.approx(0, abs=0.001)
+    for axis in ("shards", "expert shards"):
+        for kind in ("all-gather", "reduce-scatter"):
+            assert found[f"traffic.{axis}.{kind}.calls"] == found[f"traffic.{axis}.{kind}.bytes"] == 0
+
+
 def test_a_gap_is_a_share_of_what_was_counted() -> None:
     assert Line("memory.weights", 110.0, 100.0).gap == pytest.approx(0.1)
     assert Line("memory.weights", None, 100.0).gap is None

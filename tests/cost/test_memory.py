@@ -1,15 +1,19 @@
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megalith import schedule as schedules
 from megalith.cost import host
 from megalith.cost.constants import calibration
 from megalith.cost.estimate import estimate
-from megalith.cost.memory import GROUP, every_rank, fits, memory, non_torch, shares
+from megalith.cost.memory import GROUP, every_rank, fits, memory, non_torch, numbers, shares
 from megalith.cost.parts import parts
 from megalith.cost.workload import Practice
+from megalith.models.stage import Stage
+from megalith.spec.model import AheadSpec
 from megalith.spec.plan import Plan
 from tests.cost.models import dense, mixture, workload
 
@@ -87,6 +91,23 @@ def test_ranks_share_the_model_out(plan: Plan):
             blocks[kind] += times
     assert blocks == {kind: times * plan.sides for kind, times in Counter(traced.kinds).items()}
     assert sum(here.embedding for here in held) == sum(here.head for here in held) == plan.sides
+
+
+@pytest.mark.parametrize(
+    "head", [{}, {"tied": True}, {"ahead": AheadSpec(block=mixture(1).blocks[0], depth=2, weight=0.1)}], ids=str
+)
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_rank_holds_the_weights_that_its_stage_has(head: dict[str, Any], pipeline: int):
+    model = mixture(2)
+    model = model.model_copy(update={"head": model.head.model_copy(update=head)})
+    load = workload(model, Plan(pipeline=pipeline))
+    held = shares(load, traced := parts(load)).held
+    for here, bounds in zip(held, load.plan.bounds(2), strict=True):
+        with torch.device("meta"):
+            stage = Stage(model, *bounds)
+        sizes = {name: parameter.numel() for name, parameter in stage.parameters_by_name().items()}
+        expert = sum(size for name, size in sizes.items() if ".experts." in name)
+        assert numbers(load, traced, here) == (sum(sizes.values()) - expert, expert)
 
 
 def test_a_schedule_from_a_file_is_its_own_number_of_microbatches(tmp_path: Path):
