@@ -19,7 +19,16 @@ from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
 VERSION = 3
 """Of the figures: a change in what is counted makes old files worthless."""
 
-TRACED = ("models/*.py", "kernels/*.py", "cost/trace.py", "cost/cores.py", "cost/profile.py")
+TRACED = (
+    "models/*.py",
+    "kernels/*.py",
+    "cost/trace.py",
+    "cost/recorder.py",
+    "cost/exchanges.py",
+    "cost/practices.py",
+    "cost/cores.py",
+    "cost/profile.py",
+)
 """Modules that are traced, and what traces them: a changed model is traced anew."""
 
 

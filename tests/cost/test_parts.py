@@ -169,7 +169,7 @@ def test_a_large_microbatch_s_figures_lie_on_the_line_through_two_smaller_ones(b
 def test_plain_operations_give_what_torch_says_they_do(block: BlockSpec, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, layout = dense().model_copy(update={"blocks": (block,)}), replace(ASKED, recompute=recompute)
     quick = trace_block(model, 0, layout), trace_head(model, layout)
-    monkeypatch.setattr("megalith.cost.trace.PLAIN", frozenset())
+    monkeypatch.setattr("megalith.cost.recorder.PLAIN", frozenset())
     assert quick == (trace_block(model, 0, layout), trace_head(model, layout))
 
 

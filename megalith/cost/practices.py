@@ -1,0 +1,149 @@
+"""How software runs a part, where that differs from this project's own lines: which operations are one kernel, what is recomputed, how
+logits become a loss."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalith.cost.cores import fused_collect, fused_norm, fused_rotate, fused_spread
+from megalith.cost.profile import DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION, Layout
+from megalith.cost.recorder import Recorder
+from megalith.kernels import grouped
+from megalith.kernels.cross_entropy import Loss
+from megalith.kernels.grouped import Sizes
+from megalith.kernels.linear import linear
+from megalith.models import attention, latent, moe
+from megalith.models.batch import Batch
+from megalith.models.moe import Moe
+from megalith.models.norm import RMSNorm
+from megalith.parallel.recompute import SEAMS, apply_recompute
+from megalith.spec.plan import Plan
+
+
+@contextmanager
+def as_on_a_device(layout: Layout) -> Iterator[None]:
+    """Kernels chosen as on an accelerator, though the tensors are on the meta device: one grouped product, and, in software that has
+    them, fused rotations, and fused ways of tokens to their experts and back."""
+    kept = grouped._torch_can, moe.spread, moe.collect, attention.rotate, latent.rotate
+    grouped._torch_can = lambda one, other: True
+    if layout.fused and layout.rotary:
+        attention.rotate = latent.rotate = fused_rotate
+    if layout.fused and layout.permute:
+        moe.spread, moe.collect = fused_spread, fused_collect
+    try:
+        yield
+    finally:
+        grouped._torch_can, moe.spread, moe.collect, attention.rotate, latent.rotate = kept
+
+
+def fuse_norms(module: nn.Module) -> None:
+    """On the meta device torch takes an RMS norm apart into kernels of fp32; devices have one."""
+    for norm in module.modules():
+        if isinstance(norm, RMSNorm):
+            norm.forward = lambda x, norm=norm: fused_norm(x, norm.weight)
+
+
+def recompute(module: nn.Module, recorder: Recorder, layout: Layout) -> None:
+    if layout.recompute == "full":
+        apply_recompute(module, 0, blocks=1, plan=Plan(recompute="full"))
+        return
+    names = layout.recompute.split(",")
+    mlp = getattr(module, "mlp", None)
+    if DENSE_MLP in names:
+        names[names.index(DENSE_MLP)] = "" if isinstance(mlp, Moe) else "mlp"
+    if EXPERTS_ACTIVATION in names and isinstance(mlp, Moe):
+        _form_again(mlp.experts, recorder)
+    if UP_PROJECTION in names and _has(module, "attention.core"):
+        names += ["attention.q_up", "attention.kv_up"]
+        _forget_inputs(module.get_submodule("attention.core"), recorder)
+    wanted = [name for name in names if name and _has(module, name)]
+    apply_recompute(module, 0, blocks=1, plan=Plan(recompute="selective", recompute_parts=tuple(wanted)))
+
+
+def _forget_inputs(core: nn.Module, recorder: Recorder) -> None:
+    """Queries, keys and values are not kept for attention's backward: what made them runs again."""
+    once = core.forward
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        out = once(q, k, v, batch)
+        for tensor in (q, k, v):
+            recorder.forget(tensor)
+        return out
+
+    core.forward = forward
+
+
+def _form_again(experts: nn.Module, recorder: Recorder) -> None:
+    """The product of activation and gate is not kept for the last product's weight gradients, but formed again from its factors."""
+    once = experts.forward
+
+    def forward(rows: Tensor, sizes: Sizes) -> Tensor:
+        def pack(tensor: Tensor) -> tuple[Tensor, int]:
+            other = recorder.is_product(tensor) or tensor.untyped_storage()._cdata == rows.untyped_storage()._cdata
+            return recorder.kept(tensor), 0 if other else recorder.forget(tensor)
+
+        def unpack(packed: tuple[Tensor, int]) -> Tensor:
+            if packed[1]:
+                recorder.formed_again(packed[1])
+            return packed[0]
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return once(rows, sizes)
+
+    experts.forward = forward
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    if name in SEAMS:
+        return True
+    try:
+        return module.get_submodule(name) is not None
+    except AttributeError:
+        return False
+
+
+class _Softmax(torch.autograd.Function):
+    """The loss of all rows from their logits, which become probabilities in place: Megatron-LM's, in fp32 (`whole`: three passes), or
+    one kernel each way in 16 bits."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, whole: bool) -> Tensor:
+        ctx.type = logits.dtype
+        kept = logits.float() if whole else logits
+        if whole:
+            top = kept.amax(-1, keepdim=True)
+            kept = kept.sub_(top).exp_()
+        ctx.save_for_backward(kept, targets)
+        return kept.sum().float()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        kept, _ = ctx.saved_tensors
+        return kept.mul_(2).to(ctx.type), None, None
+
+
+class LossAtOnce(nn.Module):
+    """The loss of all tokens at once, as most software computes it."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, x: Tensor, weight: Tensor, batch: Batch, **finishing: float) -> Loss:
+        assert batch.targets is not None
+        logits = linear(x.flatten(0, 1), weight)
+        loss = _Softmax.apply(logits, batch.targets.flatten(), self.whole)
+        return Loss(loss, loss.detach())  # pyright: ignore
+
+
+class Copied(nn.Module):
+    """torch's own loss of the logits in fp32, which copies them at each step."""
+
+    def forward(self, x: Tensor, weight: Tensor, batch: Batch, **finishing: float) -> Loss:
+        assert batch.targets is not None
+        logits = linear(x.flatten(0, 1), weight).float()
+        loss = F.cross_entropy(logits, batch.targets.flatten(), reduction="sum")
+        return Loss(loss, loss.detach())

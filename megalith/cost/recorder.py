@@ -1,0 +1,229 @@
+"""What reaches torch's dispatcher while shapes alone go through a part of a model, written down: operations, bytes moved, and the bytes of
+the storages that are alive."""
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalith.cost.profile import Core, Exchange, Exchanged, Layout, Phase, Product
+
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"})
+FREE = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "detach",
+        "alias",
+        "new_empty_strided",
+        "arange",
+        "set_",
+        "_unsafe_view",
+    }
+)
+"""Operations that start no kernel."""
+
+FUSED = frozenset({"silu", "gelu", "silu_backward", "gelu_backward"})
+"""Parts of one kernel with the product that follows or precedes them, where activation and gate are fused: nothing passes between."""
+
+
+WHOLE = frozenset({"add", "sub", "mul", "neg", "cumsum", "floor_divide"})
+"""Operations on each element, which give whole numbers for whole numbers;"""
+
+PLAIN = frozenset({"div", "sigmoid", "sigmoid_backward", *WHOLE, *FUSED})
+"""and those that give 16 or 32 bits for as many."""
+
+TWELVE_BITS = 1.5
+"""Bytes of a number in E5M6."""
+
+
+Region = Literal["attention", "router", "experts"]
+"""Of a block: between dispatch and return are the experts; before them the router, and what puts rows in their order."""
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what reaches the dispatcher, and keeps count of the bytes alive."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and its guard costs every operation something
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.phase: Phase = "F"
+        self.products: Counter[Product] = Counter()
+        self.cores: list[Core] = []
+        self.exchanges: Counter[Exchange] = Counter()
+        self.moved: dict[Phase, float] = {"F": 0.0, "I": 0.0, "W": 0.0}
+        self.kernels: dict[Phase, int] = {"F": 0, "I": 0, "W": 0}
+        self.apart: dict[Phase, int] = {"F": 0, "I": 0, "W": 0}
+        self.apart_moved: dict[Phase, float] = {"F": 0.0, "I": 0.0, "W": 0.0}
+        self.routed: dict[Phase, int] = {"F": 0, "I": 0, "W": 0}
+        self.region: Region = "attention"
+        self.parameters: dict[int, bool] = {}
+        self.alive = 0
+        self.peak = 0
+        self._seen: set[int] = set()
+        self._held: dict[int, int] = {}
+        self._results: set[int] = set()
+        self._factors: Counter[int] = Counter()
+        self._packed: Counter[int] = Counter()
+        self._inner: set[int] = set()
+        self.fused = frozenset[str]()
+        self.merged = False
+
+    def know(self, module: nn.Module) -> None:
+        """Remember which storages are weights, and which of them the experts'."""
+        for name, parameter in module.named_parameters():
+            key = parameter.untyped_storage()._cdata
+            self.parameters[key] = ".experts." in f".{name}"
+            self._seen.add(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        out = _at_once(name, args) if name in PLAIN and not kwargs else None
+        out = func(*args, **(kwargs or {})) if out is None else out
+        inputs = [a for a in leaves(args) if isinstance(a, Tensor)]
+        outputs = [a for a in leaves(out) if isinstance(a, Tensor)]
+        if name in self.fused:
+            self.ignore(outputs[0])
+            return out
+        for tensor in outputs:
+            self.hold(tensor)
+        if name in PRODUCTS:
+            self._product(name, inputs, outputs[0])
+            self._results.add(outputs[0].untyped_storage()._cdata)
+        elif self._accumulated(name, inputs):
+            self._results.add(outputs[0].untyped_storage()._cdata)
+        elif name not in FREE and not func.is_view and any(map(bytes_of, outputs)):
+            moved = sum(map(bytes_of, inputs)) + sum(map(bytes_of, outputs))
+            self.moved[self.phase] += moved
+            self.apart_moved[self.phase] += moved if self.region == "experts" else 0.0
+            self._start()
+        return out
+
+    def _start(self) -> None:
+        self.kernels[self.phase] += 1
+        self.apart[self.phase] += self.region == "experts"
+        self.routed[self.phase] += self.region == "router"
+
+    def _accumulated(self, name: str, inputs: list[Tensor]) -> bool:
+        """Is this the sum of two products' results, in software that computes all products of one input as one, or adds in them?"""
+        if not self.merged or name != "add" or len(inputs) != 2 or self.phase != "I":
+            return False
+        return all(tensor.untyped_storage()._cdata in self._results for tensor in inputs)
+
+    def _product(self, name: str, inputs: list[Tensor], out: Tensor) -> None:
+        first, second = inputs[-2:] if name in ("addmm", "baddbmm") else inputs[:2]
+        weights = [self.parameters[key] for t in (first, second) if (key := t.untyped_storage()._cdata) in self.parameters]
+        rows, inner = first.shape[-2:]
+        columns, count = second.shape[-1], 1
+        if name == "_grouped_mm" and out.dim() == 3:  # the weights' gradients: groups of the inner dimension
+            count, rows, columns = out.shape
+            inner = inner // count
+        elif name == "_grouped_mm":
+            count = second.shape[0]
+            rows = rows // count
+        elif first.dim() == 3:
+            count = first.shape[0]
+        weight = bool(weights) or self.phase == "W"
+        expert = any(weights) or (self.phase == "W" and count > 1)
+        if self.phase == "F" and weights:
+            self._factors.update(key for t in (first, second) if (key := t.untyped_storage()._cdata) not in self.parameters)
+            self._inner.update({out.untyped_storage()._cdata} if self.region == "experts" else ())
+        self.products[Product(self.phase, rows, inner, columns, count, weight, expert)] += 1
+        self._start()
+
+    def hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        size = storage.nbytes()
+        self._held[key] = size
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        self._seen.discard(key)
+        self._results.discard(key)
+        self._factors.pop(key, None)
+        self._packed.pop(key, None)
+        self._inner.discard(key)
+        self.alive -= self._held.pop(key, 0)
+
+    def forget(self, tensor: Tensor) -> int:
+        """Count a result as freed though it lives on: its bytes; 0 for what is no result, or is forgotten already."""
+        freed = self._held.pop(tensor.untyped_storage()._cdata, 0)
+        self.alive -= freed
+        return freed
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """Autograd keeps this tensor for backward."""
+        self._packed[tensor.untyped_storage()._cdata] += 1
+        return tensor
+
+    def spared(self, layout: Layout) -> float:
+        """Bytes by which what is alive shrinks where products keep their factors in a narrow format: the wide tensor stays only where
+        something else keeps it too."""
+        found = 0.0
+        for key, times in self._factors.items():
+            both = TWELVE_BITS if layout.sparing else layout.width + layout.kept
+            kept = both if self._packed[key] > times else layout.kept
+            found += self._held.get(key, 0) * (1 - kept / layout.width)
+        for key in self._inner - self._factors.keys() if layout.sparing else ():
+            found += self._held.get(key, 0) * (1 - layout.kept / layout.width)
+        return found
+
+    def is_product(self, tensor: Tensor) -> bool:
+        """Did a matrix product give this?"""
+        return tensor.untyped_storage()._cdata in self._results
+
+    def formed_again(self, size: int) -> None:
+        """One kernel writes `size` bytes from two tensors of that size."""
+        self.moved[self.phase] += 3 * size
+        self.apart_moved[self.phase] += 3 * size if self.region == "experts" else 0
+        self._start()
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Do not count this tensor among the living."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._seen:
+            self._seen.add(key)
+            weakref.finalize(storage, self._release, key)  # all that is known of it: another may get its place in memory
+
+    def exchange(self, axis: Any, kind: Exchanged, size: float, phase: Phase | None = None) -> None:
+        self.exchanges[Exchange(phase or self.phase, axis, kind, size)] += 1
+
+
+def _at_once(name: str, args: Sequence[Any]) -> Tensor | None:
+    """What a plain operation gives, where all is of one type and in order: to find that by torch's own rules takes half of a trace."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    first = tensors[0]
+    if not first.dtype.is_floating_point and not (first.dtype == torch.int64 and name in WHOLE):
+        return None
+    kinds = (Tensor, int, float) if first.dtype.is_floating_point else (Tensor, int)
+    if any(not isinstance(a, kinds) for a in args) or any(t.dtype != first.dtype or not t.is_contiguous() for t in tensors):
+        return None
+    shape = first.shape if all(t.shape == first.shape for t in tensors) else torch.broadcast_shapes(*(t.shape for t in tensors))
+    return torch.empty(shape, dtype=first.dtype, device="meta")
+
+
+def leaves(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [value]
+
+
+def bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
