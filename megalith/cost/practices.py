@@ -1,9 +1,6 @@
 """How software runs a part, where that differs from this project's own lines: which operations are one kernel, what is recomputed, how
 logits become a loss."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,39 +8,27 @@ from torch import Tensor, nn
 from megalith.cost.cores import fused_collect, fused_norm, fused_rotate, fused_spread
 from megalith.cost.profile import DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION, Layout
 from megalith.cost.recorder import Recorder
-from megalith.kernels import grouped
 from megalith.kernels.cross_entropy import Loss
 from megalith.kernels.grouped import Sizes
 from megalith.kernels.linear import linear
-from megalith.models import attention, latent, moe
+from megalith.models.attention import Attention
 from megalith.models.batch import Batch
+from megalith.models.latent import LatentAttention
 from megalith.models.moe import Moe
 from megalith.models.norm import RMSNorm
 from megalith.parallel.recompute import SEAMS, apply_recompute
 from megalith.spec.plan import Plan
 
 
-@contextmanager
-def as_on_a_device(layout: Layout) -> Iterator[None]:
-    """Kernels chosen as on an accelerator, though the tensors are on the meta device: one grouped product, and, in software that has
-    them, fused rotations, and fused ways of tokens to their experts and back."""
-    kept = grouped._torch_can, moe.spread, moe.collect, attention.rotate, latent.rotate
-    grouped._torch_can = lambda one, other: True
-    if layout.fused and layout.rotary:
-        attention.rotate = latent.rotate = fused_rotate
-    if layout.fused and layout.permute:
-        moe.spread, moe.collect = fused_spread, fused_collect
-    try:
-        yield
-    finally:
-        grouped._torch_can, moe.spread, moe.collect, attention.rotate, latent.rotate = kept
-
-
-def fuse_norms(module: nn.Module) -> None:
-    """On the meta device torch takes an RMS norm apart into kernels of fp32; devices have one."""
-    for norm in module.modules():
-        if isinstance(norm, RMSNorm):
-            norm.forward = lambda x, norm=norm: fused_norm(x, norm.weight)
+def swap_kernels(part: nn.Module, layout: Layout) -> None:
+    """Swap a part's chains of small kernels for the fused ones that devices, and the software that `layout` describes, have."""
+    for module in part.modules():
+        if isinstance(module, RMSNorm):  # on the meta device torch takes an RMS norm apart into kernels of fp32; devices have one
+            module.forward = lambda x, norm=module: fused_norm(x, norm.weight)
+        elif isinstance(module, Attention | LatentAttention) and layout.fused and layout.rotary:
+            module.rotate = fused_rotate
+        elif isinstance(module, Moe) and layout.fused and layout.permute:
+            module.permute, module.unpermute = fused_spread, fused_collect
 
 
 def recompute(module: nn.Module, recorder: Recorder, layout: Layout) -> None:

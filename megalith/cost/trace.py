@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from megalith.cost.cores import FusedCore, FusedMamba, NoteRecurrence, PairedExperts, PlainCore
 from megalith.cost.exchanges import Away, Border, core_note, split
-from megalith.cost.practices import Copied, LossAtOnce, as_on_a_device, fuse_norms, recompute
+from megalith.cost.practices import Copied, LossAtOnce, recompute, swap_kernels
 from megalith.cost.profile import Layout, Product, Profile
 from megalith.cost.recorder import FUSED, Recorder, bytes_of, leaves
 from megalith.kernels.cross_entropy import Loss
@@ -77,7 +77,7 @@ def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
     """Block `number` of the model on one rank."""
     block = model.blocks[number]
     one = model.model_copy(update={"blocks": (local(block, layout),)})
-    with torch.device("meta"), _default(layout.width), as_on_a_device(layout):
+    with torch.device("meta"), _default(layout.width):
         stage = _unfilled(one, 1, 2)
         recorder = Recorder(layout.width)
         module = stage.blocks["0"]
@@ -95,7 +95,7 @@ def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
 def _seams(module: nn.Module, block: BlockSpec, recorder: Recorder, layout: Layout) -> None:
     """Mixers as the device runs them, and what stands at the boundaries of split modules."""
     window = block.attention.window if isinstance(block.attention, AttentionSpec) else None
-    fuse_norms(module)
+    swap_kernels(module, layout)
     recorder.merged = layout.fused
     if layout.fused and block.mlp is not None and block.mlp.gated:
         recorder.fused = FUSED
@@ -128,11 +128,11 @@ def trace_head(model: ModelSpec, layout: Layout) -> Profile:
     """Final norm, output and loss on one rank; the forward also forms the gradients."""
     head = model.head.model_copy(update={"vocab": -(-model.head.vocab // layout.tensor), "tied": False, "ahead": None})
     one = model.model_copy(update={"head": head})
-    with torch.device("meta"), _default(layout.width), as_on_a_device(layout):
+    with torch.device("meta"), _default(layout.width):
         parts = len(model.part_names)
         stage = _unfilled(one, parts - 1, parts)
         recorder = Recorder(layout.width)
-        fuse_norms(stage.head)
+        swap_kernels(stage.head, layout)
         output = stage.head.output
         if layout.loss != "chunked":
             seam = Copied() if layout.loss == "copied" else LossAtOnce(layout.loss == "whole")
@@ -146,7 +146,7 @@ def trace_embedding(model: ModelSpec, layout: Layout) -> Profile:
     """The look-up on one rank."""
     embedding = model.embedding.model_copy(update={"vocab": -(-model.embedding.vocab // layout.tensor)})
     one = model.model_copy(update={"embedding": embedding})
-    with torch.device("meta"), _default(layout.width), as_on_a_device(layout):
+    with torch.device("meta"), _default(layout.width):
         stage = _unfilled(one, 0, 1)
         recorder = Recorder(layout.width)
         if layout.tensor > 1:

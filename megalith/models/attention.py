@@ -18,6 +18,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = spec.head_dim
         self.rotates = spec.rope is not None
+        self.rotate = rotate  # a seam: a trace swaps it for a fused kernel
         self.rope_slot = rope_slot  # which of `batch.rotary` is this layer's
         self.q = Linear(dim, spec.heads * spec.head_dim, spec.bias)
         self.k = Linear(dim, spec.kv_heads * spec.head_dim, spec.bias)
@@ -33,5 +34,5 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
             cos, sin = batch.rotary[self.rope_slot]
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
         return self.out(self.core(q, k, v, batch).flatten(-2))

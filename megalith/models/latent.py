@@ -25,6 +25,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.spec = spec
         self.rope_slot = rope_slot  # which of `batch.rotary` is this layer's
+        self.rotate = rotate  # a seam: a trace swaps it for a fused kernel
         queries, keys_and_values = spec.nope_dim + spec.rope_dim, spec.nope_dim + spec.v_dim
         if spec.q_rank is None:
             self.q = Linear(dim, spec.heads * queries)
@@ -43,8 +44,8 @@ class LatentAttention(nn.Module):
         q = self.q(x) if spec.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
         q = q.unflatten(-1, (-1, spec.nope_dim + spec.rope_dim))
         latent, shared = self.kv_down(x).split((spec.kv_rank, spec.rope_dim), dim=-1)
-        shared = rotate(shared.unsqueeze(-2), cos, sin)  # batch seq 1 rope_dim
+        shared = self.rotate(shared.unsqueeze(-2), cos, sin)  # batch seq 1 rope_dim
         keys_and_values = self.kv_up(self.kv_norm(latent)).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
         k, v = keys_and_values.split((spec.nope_dim, spec.v_dim), dim=-1)
         k = torch.cat((k, shared.expand(*k.shape[:-1], -1)), dim=-1)
-        return self.out(self.core(rotate(q, cos, sin), k, v, batch).flatten(-2))
+        return self.out(self.core(self.rotate(q, cos, sin), k, v, batch).flatten(-2))

@@ -159,6 +159,7 @@ class Moe(nn.Module):
         self.shared_gate = Linear(dim, 1) if spec.shared_gate and spec.shared else None
         self.exchange: Exchange = Here()
         self.sets: Sets = OneProcess()
+        self.permute, self.unpermute = spread, collect  # seams: a trace swaps them for fused kernels
 
     @torch.compiler.disable  # how many rows an expert gets differs in every batch: compiled code would be compiled again for each
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -179,7 +180,7 @@ class Moe(nn.Module):
         """The rows [sent, dim] to dispatch, sorted by expert."""
         own, weights = self.enter(x, routing)
         deal = self.deal(routing, weights)
-        return spread(own, deal.order), deal
+        return self.permute(own, deal.order), deal
 
     def enter(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """The tokens [tokens, dim] that this rank sends, and their weights [tokens, active]."""
@@ -205,7 +206,7 @@ class Moe(nn.Module):
 
     def collect(self, rows: Tensor, deal: Deal) -> Tensor:
         """Each token's weighted sum [batch, seq, dim] of the rows that came back."""
-        return self.leave(collect(rows, deal.weights, deal.order), deal)
+        return self.leave(self.unpermute(rows, deal.weights, deal.order), deal)
 
     def leave(self, tokens: Tensor, deal: Deal) -> Tensor:
         """The tokens [tokens, dim] that this rank sent -> [batch, seq, dim]: the inverse of `enter`."""
