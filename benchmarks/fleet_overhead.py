@@ -90,7 +90,7 @@ class Way:
         if not fleet.recover:
             return
         seat = Seat(dist.get_rank(), dist.get_world_size(), tuple(f"n{slot}" for slot in range(fleet.nodes)), root)
-        memory = Memory(trainer.shares(), seat=seat, pinned=fleet.verify_every > 0) if fleet.memory_every else None
+        memory = Memory(trainer.state.shares(), seat=seat, pinned=fleet.verify_every > 0) if fleet.memory_every else None
         if memory and fleet.buddy_distance(fleet.nodes):
             group = dist.new_group(backend="gloo")
             assert isinstance(group, dist.ProcessGroup)
@@ -151,7 +151,7 @@ def measure(rank: int, recipe: str, rounds: int, chosen: list[str], root: Path) 
                 found[name].append(taken)
             if rank == 0:
                 print(f"round {turn} {name}: {taken}", file=sys.stderr, flush=True)
-    return found, sum(share.numel() * share.element_size() for share in trainer.shares().values())
+    return found, sum(share.numel() * share.element_size() for share in trainer.state.shares().values())
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, unreal: bool) -> Co
         coordinates=groups.coordinates,
         parts=[name for stage in trainer.stages.values() for name in stage.part_names],
         parameters=sum(p.numel() for p in trainer.parameters.values()),
-        state=trainer.bytes(),
+        state=trainer.state.bytes(),
         memory=meter.memory(),
         course=meter.course(),
         traffic=meter.traffic(),

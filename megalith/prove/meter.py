@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith.parallel.data import Weight, local
 from megalith.parallel.groups import Groups
+from megalith.spec.state import CATEGORIES as STATE_CATEGORIES
 from megalith.train.assemble import Trainer
 
 Category: TypeAlias = Literal["weights", "gradients", "optimizer", "activations", "buffers"]
-CATEGORIES: tuple[Category, ...] = ("weights", "gradients", "optimizer", "activations", "buffers")
+CATEGORIES: tuple[Category, ...] = (*STATE_CATEGORIES, "activations", "buffers")
 ACTIVATIONS = CATEGORIES.index("activations")
 
 KINDS = {
@@ -121,11 +122,9 @@ class Meter(TorchDispatchMode):
 
     def follow(self, trainer: Trainer) -> None:
         """Learn which tensors are weights, moments and buffers, what gradients become, and which group is which axis."""
-        for tensor in trainer.parameters.values():
-            self.label(local(tensor), "weights")
-        for moments in (trainer.optimizer.first, trainer.optimizer.second):
-            for tensor in moments.values():
-                self.label(tensor, "optimizer")
+        for category in STATE_CATEGORIES:
+            for tensor in trainer.state.shares(category).values():
+                self.label(tensor, category)
         for stage in trainer.stages.values():
             for tensor in stage.buffers():
                 self.label(tensor, "buffers")

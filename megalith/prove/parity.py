@@ -29,7 +29,7 @@ from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.batches import Cut, indices, to_batch
 from megalith.train.join import choose_device, join
-from megalith.train.optimizer import learning_rate
+from megalith.train.optimizers.rates import learning_rate
 from megalith.train.post_validation import Unchecked
 from megalith.train.step import Accumulated, Totals, accumulate, conclude, update
 
@@ -242,7 +242,7 @@ def record(trainer: Trainer) -> Recording:
         late.settle()
         totals.append(late.totals)
     kept.losses, kept.norms = [each.loss for each in totals], [each.norm for each in totals]
-    kept.weights = _together(trainer.parameters | trainer.buffers(), trainer)
+    kept.weights = _together(trainer.parameters | trainer.state.buffers, trainer)
     return kept
 
 

@@ -39,8 +39,9 @@ class TrainSpec(Spec):
 
 
 class OptimizerSpec(Spec):
-    """AdamW (Loshchilov & Hutter 2019) and its learning-rate schedule. Weight decay acts on matrices only."""
+    """The optimizer and its learning-rate schedule. Weight decay acts on matrices only."""
 
+    kind: str = Field(default="adamw", description="rule of update: a name from the table of optimizers")
     lr: PositiveFloat = 3e-4
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup: NonNegativeInt = Field(default=2000, description="steps of linear warm-up")

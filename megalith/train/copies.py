@@ -25,7 +25,7 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
     memory, failed = None, ""
     try:
         memory = Memory(
-            trainer.shares(),
+            trainer.state.shares(),
             seat=seat,
             keep=spec.fleet.memory_keep,
             pinned=spec.fleet.verify_every > 0,

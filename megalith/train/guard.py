@@ -43,7 +43,7 @@ class Guard:
         self.trainer, self.fleet, self.seat, self.memory, self.report = trainer, trainer.spec.fleet, seat, memory, report
         self.probe = Probe(buckets_of(trainer))
         self.replicas = Replicas(trainer) if self.fleet.digest else None
-        self._digest = Digest(trainer.shares().values())
+        self._digest = Digest(trainer.state.shares().values())
         self._digests: dict[int, int] = {}  # of the state after so many steps
         self._good = 0  # states up to this step are known, or must be taken, to be right
         self._disk_failed = False
@@ -146,7 +146,7 @@ class Guard:
     def _clear(self, step: int) -> None:
         """As before the step."""
         trainer = self.trainer
-        trainer.optimizer.drop_gradients()
+        trainer.state.drop_gradients()
         for moe in trainer.routers().values():
             moe.router.counts.zero_()
         seed_step(trainer, step)

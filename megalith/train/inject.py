@@ -115,8 +115,8 @@ def work(seconds: float) -> None:
 @torch.no_grad()
 def flip(trainer: Trainer, one: Injection) -> None:
     """Flip one bit of a weight or of a moment that this rank holds."""
-    prefix = "weights." if one.kind == "weight" else "moments."
-    held = {name: share for name, share in trainer.shares().items() if name.startswith(prefix) and share.numel()}
+    shares = trainer.state.shares("weights" if one.kind == "weight" else "optimizer")
+    held = {name: share for name, share in shares.items() if share.numel()}
     names = sorted(name for name in held if held[name].dtype == torch.float32)
     name = names[int(one.place * len(names))]
     flat = held[name].view(-1)

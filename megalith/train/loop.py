@@ -212,7 +212,7 @@ class Loop:
     def _save(self, *, asynchronous: bool) -> None:
         self.heartbeat.beat("checkpoint" if asynchronous else "last checkpoint", self.step)  # they take differently long
         hooks.at("saving", self.step)
-        state, told = self.trainer.state(), meta(self.position, spec=self.spec, stream=self.stream)
+        state, told = self.trainer.state.tensors(), meta(self.position, spec=self.spec, stream=self.stream)
         self.checkpointer.save(self.step, state, told, asynchronous=asynchronous, check=self._look)
 
     def _look(self) -> None:

@@ -50,10 +50,10 @@ class Unchecked:
     ) -> None:
         self.trainer, self.step, self.watchers = trainer, step, watchers
         self._gathering = Gathering(trainer, accumulated.executed, stop=stop)
-        self._before = [tensor.clone() for tensor in trainer.optimizer.changed()]
-        self._routers_before = [buffer.clone() for buffer in trainer.buffers().values()]
+        self._before = [tensor.clone() for tensor in trainer.state.changed()]
+        self._routers_before = [buffer.clone() for buffer in trainer.state.buffers.values()]
         tell(watchers, "before_update", trainer, step)
-        trainer.optimizer.update(step, lr=rate(trainer, step))
+        trainer.update(step, lr=rate(trainer, step))
         trainer.take_in_loads()
         self._tell_of_update()
 
@@ -68,16 +68,16 @@ class Unchecked:
         limit = self.trainer.spec.optimizer.clip
         right = self.totals.finite and not 0 < limit < self.totals.norm
         if right:
-            self.trainer.optimizer.drop_gradients()
+            self.trainer.state.drop_gradients()
             self._drop_copies()
         return right
 
     @torch.no_grad()
     def correct(self) -> None:
         """Undo the update, then do what a synchronous step does: clip and update, or raise gradients.NotFinite."""
-        torch._foreach_copy_(self.trainer.optimizer.changed(), self._before)
+        torch._foreach_copy_(self.trainer.state.changed(), self._before)
         if not self.totals.finite:
-            for buffer, before in zip(self.trainer.buffers().values(), self._routers_before, strict=True):
+            for buffer, before in zip(self.trainer.state.buffers.values(), self._routers_before, strict=True):
                 buffer.copy_(before)
         self._drop_copies()
         refuse_not_finite(self.trainer, self.totals, step=self.step)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalith.checkpoint.memory import Memory, digest, words
 from megalith.data.stream import Batch as Samples
@@ -26,7 +26,7 @@ from megalith.schedule.lower import lower
 from megalith.schedule.table import build, refusals
 from megalith.train.assemble import Trainer
 from megalith.train.batches import count_valid
-from megalith.train.optimizer import AdamW
+from megalith.train.optimizers.rule import Part
 from megalith.train.step import rate, to_batches
 
 Read = Callable[[int, int], Sequence[Samples]]
@@ -213,8 +213,7 @@ class Updates:
         """Right after the update: the rank whose update is not what it must be, if this rank found one."""
         if self._grads is None:
             return None
-        mine = [*(local(p) for p in self.trainer.parameters.values()), *_moments(self.trainer.optimizer)]
-        after = digest(mine)
+        after = digest(self.trainer.state.changed())
         if self.memory.kept is not None:
             after = self._exchanged(after)
         buffers = self.memory.kept or self.memory.own
@@ -240,30 +239,25 @@ class Updates:
         return int(theirs) % (1 << 64)
 
     def _weights(self) -> list[Entry]:
-        """Of the state that is computed again, what the optimizer changes and no moments."""
-        entries = self.memory.kept_layout.entries
-        moments = {entry.name for entry in entries}
-        return [e for e in entries if (name := e.name.removeprefix("weights.")) != e.name and f"moments.first.{name}" in moments]
+        """The weights that the optimizer changes, in the state that this rank could make again; buffers are none of them."""
+        entries, (first, *_) = self.memory.kept_layout.entries, self.trainer.state.slots
+        names = {entry.name for entry in entries}
+        return [e for e in entries if (name := e.name.removeprefix("weights.")) != e.name and f"{first.name}.{name}" in names]
 
     def _again(self, state: dict[str, Tensor], step: int) -> int:
         """The digest of what the update makes of a copy."""
         assert self._grads is not None
-        parameters: dict[str, nn.Parameter] = {}
+        parts: list[Part] = []
         grads, offset = self._grads.to(self.trainer.device), 0
         for entry in self._weights():
             count = entry.size // 4
-            share = state[entry.name].clone() if count else torch.empty(entry.shape)
-            parameter = nn.Parameter(share.to(self.trainer.device))
-            parameter.grad = grads[offset : offset + count].view(entry.shape).clone()
-            parameters[entry.name.removeprefix("weights.")], offset = parameter, offset + count
-        optimizer = AdamW(parameters, self.trainer.spec.optimizer)
-        for kind, moments in (("first", optimizer.first), ("second", optimizer.second)):
-            for name, moment in moments.items():
-                if moment.numel():
-                    moment.copy_(state[f"moments.{kind}.{name}"])
-        optimizer.update(step, lr=rate(self.trainer, step))
-        return digest([*(p.detach() for p in parameters.values()), *_moments(optimizer)])
-
-
-def _moments(optimizer: AdamW) -> list[Tensor]:
-    return [*optimizer.first.values(), *optimizer.second.values()]
+            if count:  # copies hold no empty shares
+                name = entry.name.removeprefix("weights.")
+                slots = {slot.name: state[f"{slot.name}.{name}"] for slot in self.trainer.state.slots}
+                weight, *kept = (tensor.to(self.trainer.device, copy=True) for tensor in (state[entry.name], *slots.values()))
+                gradient = grads[offset : offset + count].view(entry.shape).clone()
+                parts.append(Part(name, weight, gradient, dict(zip(slots, kept, strict=True))))
+            offset += count
+        with torch.no_grad():
+            self.trainer.rule.update(parts, number=step, lr=rate(self.trainer, step))
+        return digest(tensor for part in parts for tensor in (part.weight, *part.slots.values()))

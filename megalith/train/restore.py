@@ -103,7 +103,14 @@ def restore(
     if position is None:
         assert source is None or source.tier is None, f"{source}, and no copies in memory"
         if trainer.spec.train.init_from:
-            load(Path(trainer.spec.train.init_from), trainer.weights(), group=group, partial=True, cast=True, warn=warn)
+            load(
+                Path(trainer.spec.train.init_from),
+                trainer.state.tensors("weights"),
+                group=group,
+                partial=True,
+                cast=True,
+                warn=warn,
+            )
         position = Position()
     if memory is not None:
         memory.forget_after(position.step)
@@ -111,7 +118,7 @@ def restore(
 
 
 def _from_store(trainer: Trainer, checkpointer: Checkpointer, stream: Stream, *, step: int | None) -> Position | None:
-    loaded = checkpointer.load(trainer.state(), step=step)
+    loaded = checkpointer.load(trainer.state.tensors(), step=step)
     if loaded is None:
         return None
     stream.check_same(loaded.meta["data"])

@@ -186,7 +186,7 @@ def _prepare(
     checkpointer = Checkpointer(folder / "checkpoints", keep=spec.checkpoint.keep, group=savers, warn=warn)
     trainer = assemble(spec, groups=groups, device=device)
     if spec.checkpoint.every and spec.checkpoint.asynchronous:
-        checkpointer.reserve(trainer.state())  # now, so that the first save waits no longer than the others
+        checkpointer.reserve(trainer.state.tensors())  # now, so that the first save waits no longer than the others
     memory = copies_of(trainer, group=savers, warn=warn) if spec.fleet.recover else None
     heartbeat.beat("restoring")
     hooks.at("restoring")
@@ -216,7 +216,7 @@ def _prepare(
 def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: EventLog | None) -> None:
     """Tell the log who runs what."""
     spec, groups = trainer.spec, trainer.groups
-    sizes = trainer.bytes()
+    sizes = trainer.state.bytes()
     mine = Holding(
         rank=groups.rank,
         coordinates=groups.coordinates,

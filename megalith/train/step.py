@@ -20,7 +20,7 @@ from megalith.parallel.execute import Check, Executed
 from megalith.spec.model import MoeSpec
 from megalith.train.assemble import Trainer
 from megalith.train.batches import Cut, count_valid, to_batch
-from megalith.train.optimizer import learning_rate
+from megalith.train.optimizers.rates import learning_rate
 
 WORST = {"max_load": 1.0, "entropy": -1.0, "dropped": 1.0}
 """Measures of the balance of experts, and whether more is worse."""
@@ -215,7 +215,8 @@ def clipped_update(trainer: Trainer, totals: Totals, *, step: int, watchers: Seq
     grads = [p.grad for p in trainer.parameters.values() if p.grad is not None]
     gradients.clip(grads, norm=totals.norm, limit=trainer.spec.optimizer.clip)
     tell(watchers, "before_update", trainer, step)
-    trainer.optimizer.step(step, lr=rate(trainer, step))
+    trainer.update(step, lr=rate(trainer, step))
+    trainer.state.drop_gradients()
 
 
 def rate(trainer: Trainer, step: int) -> float:
@@ -297,7 +298,7 @@ def stepped(
         tokens=spec.train.global_batch * spec.train.seq_len,
         seconds=seconds,
         breakdown=_breakdown(trainer, executed, [*accumulated.marks, optimizer]),
-        memory=trainer.bytes() | {"resident": totals.resident, "peak": peak_bytes(trainer.device)},
+        memory=trainer.state.bytes() | {"resident": totals.resident, "peak": peak_bytes(trainer.device)},
         stop=totals.stop,
         spans=_spans(trainer, accumulated),
         experts=experts,

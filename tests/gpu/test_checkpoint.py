@@ -26,7 +26,7 @@ def trainer_on(device: torch.device, *, steps: int, precision: str = "bf16", see
 
 
 def values(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: local(tensor).detach().cpu().clone() for name, tensor in trainer.state().items()}
+    return {name: local(tensor).detach().cpu().clone() for name, tensor in trainer.state.tensors().items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -50,12 +50,12 @@ def test_a_state_saved_on_one_device_loads_on_the_other_bit_for_bit(begins, gpu,
 def test_a_save_under_way_keeps_the_values_it_began_with(gpu, tmp_path: Path):
     trainer, saver = trainer_on(gpu, steps=1), Checkpointer(tmp_path / "checkpoints")
     before = values(trainer)
-    saver.save(1, trainer.state(), {}, asynchronous=True)
+    saver.save(1, trainer.state.tensors(), {}, asynchronous=True)
     for step in (1, 2):
         train_step(trainer, microbatches(trainer, step), step=step)
     saver.wait()
     assert not same(values(trainer), before)
-    assert saver.load(trainer.state()) is not None
+    assert saver.load(trainer.state.tensors()) is not None
     assert same(values(trainer), before)
 
 

@@ -60,7 +60,7 @@ def test_bf16_losses_stay_within_a_hundredth_of_fp32(plan, gpu):
     assert found != expected
     assert all(abs(low - high) < 0.01 for low, high in zip(found, expected, strict=True)), (found, expected)
     assert {local(p.detach()).dtype for p in bf16.parameters.values()} == {torch.float32}
-    assert {m.dtype for m in bf16.optimizer.first.values()} == {torch.float32}
+    assert {m.dtype for m in bf16.state.shares("optimizer").values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])

@@ -136,7 +136,7 @@ def _held(rank: int) -> dict[int, tuple[int, int, int]]:
         compute(trainer, microbatches(trainer), step=0)
         shares = [[p.to_local(), p.grad.to_local()] for p in trainer.parameters.values() if isinstance(p, DTensor)]
         weights, grads = (sum(share[i].numel() for share in shares) for i in (0, 1))
-        moments = sum(m.numel() for m in trainer.optimizer.first.values())
+        moments = sum(m.numel() for key, m in trainer.state.shares("optimizer").items() if key.startswith("moments.first."))
         found[zero] = (whole // weights, whole // grads, whole // moments)
     return found
 

@@ -58,7 +58,7 @@ def _train_and_save(rank: int, plan: dict[str, Any], folder: Path, step: int, lo
     trainer = assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)
     checkpointer = Checkpointer(folder)
     if load_first:
-        loaded = checkpointer.load(trainer.state())
+        loaded = checkpointer.load(trainer.state.tensors())
         assert loaded is not None
         assert loaded.step == step
     text, losses = RandomText(spec), []
@@ -67,7 +67,7 @@ def _train_and_save(rank: int, plan: dict[str, Any], folder: Path, step: int, lo
         computed = compute(trainer, [text.batch(part) for part in mine], step=number)
         update(trainer, computed, step=number)
         losses.append(computed.loss)
-    checkpointer.save(step + 2, trainer.state(), {"step": step + 2}, asynchronous=False)
+    checkpointer.save(step + 2, trainer.state.tensors(), {"step": step + 2}, asynchronous=False)
     assert all(isinstance(outcome, Saved) for outcome in checkpointer.wait())
     return losses
 
@@ -78,12 +78,12 @@ def _load_and_save(rank: int, plan: dict[str, Any], sources: list[Path], out: Pa
     spec = _spec(plan)
     trainer = assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)
     for source in sources:
-        for tensor in trainer.state().values():
+        for tensor in trainer.state.tensors().values():
             local(tensor).zero_()  # nothing is left of the one before
-        loaded = Checkpointer(source).load(trainer.state())
+        loaded = Checkpointer(source).load(trainer.state.tensors())
         assert loaded is not None
         copier = Checkpointer(out / source.name)
-        copier.save(loaded.step, trainer.state(), loaded.meta, asynchronous=False)
+        copier.save(loaded.step, trainer.state.tensors(), loaded.meta, asynchronous=False)
         assert all(isinstance(outcome, Saved) for outcome in copier.wait())
 
 

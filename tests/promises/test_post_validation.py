@@ -54,7 +54,7 @@ def _spec(plan: dict[str, Any], *, clip: float, late: bool, **parts: dict[str, A
 
 
 def _state(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: local(tensor).clone() for name, tensor in trainer.state().items()}
+    return {name: local(tensor).clone() for name, tensor in trainer.state.tensors().items()}
 
 
 def _steps(trainer: Trainer) -> list[Stepped]:

@@ -46,14 +46,14 @@ def seat(rank: int, root: Path, *, world: int, slots: int = 2) -> Seat:
 
 def memory_of(trainer: Trainer, root: Path, *, distance: int = 1) -> Memory:
     here = seat(trainer.groups.rank, root, world=trainer.spec.plan.ranks)
-    memory, group = Memory(trainer.shares(), seat=here), dist.group.WORLD
+    memory, group = Memory(trainer.state.shares(), seat=here), dist.group.WORLD
     assert group is not None
     memory.join(distance, group=group)
     return memory
 
 
 def bits(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: share.clone() for name, share in trainer.shares().items()}
+    return {name: share.clone() for name, share in trainer.state.shares().items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -16,7 +16,7 @@ from tests.specs import tiny_run
 
 def _holding(rank: int, plan: dict[str, Any]) -> dict[str, int]:
     trainer = trainer_of(tiny_run(plan=plan))
-    return trainer.bytes()
+    return trainer.state.bytes()
 
 
 @pytest.mark.parametrize("plan", [{"data": 2, "zero": 3}, {"tensor": 2}, {"pipeline": 2}], ids=str)
@@ -31,7 +31,7 @@ def test_bytes_of_all_ranks_together_are_those_of_the_model(plan):
 
 def _state(rank: int) -> tuple[dict[str, tuple[int, ...]], bool]:
     trainer = trainer_of(tiny_run(plan={"data": 2, "zero": 3}))
-    state = trainer.state()
+    state = trainer.state.tensors()
     return {key: tuple(value.shape) for key, value in state.items()}, all(isinstance(v, DTensor) for v in state.values())
 
 
@@ -46,10 +46,10 @@ def test_the_state_is_weights_and_moments_by_their_names_with_global_shapes():
 def _moves(rank: int) -> bool:
     """What `state` gives is the training state itself, so loading into it is enough."""
     trainer = trainer_of(tiny_run())
-    for tensor in trainer.state().values():
+    for tensor in trainer.state.tensors().values():
         tensor.fill_(0.25)
     held = [p.detach() for p in trainer.parameters.values()]
-    return all(bool((t == 0.25).all()) for t in (*held, *trainer.optimizer.first.values(), *trainer.optimizer.second.values()))
+    return all(bool((t == 0.25).all()) for t in (*held, *trainer.state.shares("optimizer").values()))
 
 
 def test_the_state_shares_memory_with_what_trains():

@@ -97,7 +97,7 @@ def _train(
     trainer = trainer_of(tiny_run(**run))
     world = trainer.spec.plan.ranks
     seat, signs = Seat(rank, world, tuple(f"n{r}" for r in range(world)), root), list[Sign]()
-    memory = Memory(trainer.shares(), seat=seat, pinned=True) if root else None
+    memory = Memory(trainer.state.shares(), seat=seat, pinned=True) if root else None
     if memory and world > 1 and dist.group.WORLD:
         memory.join(1, group=dist.group.WORLD)
     guard = Guard(trainer, seat=seat, read=partial(read_of, trainer), memory=memory, report=signs.append)
@@ -116,7 +116,7 @@ def _train(
         if raises:
             raise
         ended = f"{type(error).__name__}: {error}"
-    return Outcome(signs, ended, {name: share.clone() for name, share in trainer.shares().items()})
+    return Outcome(signs, ended, {name: share.clone() for name, share in trainer.state.shares().items()})
 
 
 def train(
@@ -142,7 +142,7 @@ ALONE: dict[str, Any] = {"plan": {}}
 @pytest.mark.parametrize("which", ["weights", "moments.first", "moments.second"])
 def test_a_bit_flipped_at_rest_is_found_and_blamed(which: str) -> None:
     def act(trainer: Trainer, step: int) -> None:
-        flip(next(share for name, share in trainer.shares().items() if name.startswith(which)))
+        flip(next(share for name, share in trainer.state.shares().items() if name.startswith(which)))
 
     (found,) = train(ALONE, only(0, resting=act))
     (sign,) = found.signs
@@ -248,7 +248,7 @@ def test_verification_leaves_no_trace_and_gives_no_false_alarm(verify: str, run:
 def _after_a_replacement(rank: int, run: dict[str, Any], root: Path) -> list[Sign]:
     """Rank 0's node is a spare that has just come; rank 1 holds the copy of step 1, the last that was verified. The run goes on from 3."""
     trainer, seat, signs = trainer_of(tiny_run(**run)), Seat(rank, 2, ("n0", "n1"), root), list[Sign]()
-    memory = Memory(trainer.shares(), seat=seat, pinned=True)
+    memory = Memory(trainer.state.shares(), seat=seat, pinned=True)
     if rank == 1:
         memory.copy(1, 0, known=None, to_disk=False)
         memory.pin()
@@ -275,7 +275,7 @@ def test_what_was_verified_last_is_what_all_ranks_know_of_however_new_their_node
 
 def flip_moment(trainer: Trainer, step: int) -> None:
     """Before the digest is taken: at rest nothing changes."""
-    flip(next(iter(trainer.optimizer.first.values())))
+    flip(next(iter(trainer.state.shares("optimizer").values())))
 
 
 def test_a_wrong_update_is_found_by_making_it_again_from_the_copy(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_the_buddy_that_holds_the_copy_makes_the_update_again(tmp_path: Path) ->
 
 def test_of_three_replicas_the_one_that_differs_is_blamed() -> None:
     def act(trainer: Trainer, step: int) -> None:
-        flip(trainer.optimizer.first["embedding.weight"])
+        flip(trainer.state.shares("optimizer")["moments.first.embedding.weight"])
 
     run = {"plan": {"data": 3, "zero": 0}, "train": {"global_batch": 6, "steps": 3, "seq_len": 32, "precision": "fp32"}}
     found = train(run, only(2, updated=act))

@@ -39,15 +39,15 @@ def _flipped(kind: str, folder: Path) -> list[dict[str, int]]:
     trainer, injector, found = trainer_of(tiny_run(**RUN)), _injector(kind, folder), []
     for step in range(3):
         train_step(trainer, microbatches(trainer, step), step=step)
-        before = {name: share.clone() for name, share in trainer.shares().items()}
+        before = {name: share.clone() for name, share in trainer.state.shares().items()}
         tell([injector], "resting", trainer, step)
-        others = {name: int((before[name] != share).sum()) for name, share in trainer.shares().items()}
+        others = {name: int((before[name] != share).sum()) for name, share in trainer.state.shares().items()}
         found.append({name: count for name, count in others.items() if count})
     return found
 
 
 def _gradients(trainer: Trainer, step: int) -> torch.Tensor:
-    trainer.optimizer.drop_gradients()
+    trainer.state.drop_gradients()
     accumulate(trainer, microbatches(trainer, step))
     return torch.cat([local(p.grad).flatten() for p in trainer.parameters.values() if p.grad is not None])
 

@@ -45,12 +45,12 @@ def start(spec: RunSpec, folder: Path) -> tuple[Trainer, Checkpointer, Position,
 
 def save(trainer: Trainer, checkpointer: Checkpointer, position: Position) -> None:
     described = meta(position, spec=trainer.spec, stream=open_stream(trainer.spec, "train"))
-    checkpointer.save(position.step, trainer.state(), described, asynchronous=False)
+    checkpointer.save(position.step, trainer.state.tensors(), described, asynchronous=False)
     checkpointer.wait()
 
 
 def copies(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: local(tensor).clone() for name, tensor in trainer.state().items()}
+    return {name: local(tensor).clone() for name, tensor in trainer.state.tensors().items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -106,8 +106,8 @@ def _init_from(rank: int, data: str, folder: Path) -> None:
     spec = run_of(data, train={"init_from": str(folder / "first" / "checkpoints"), "seed": 9, "precision": "bf16"})
     second, checkpointer, position, _ = start(spec, folder / "second")
     assert position == Position(0, 0)
-    assert same({k: local(v) for k, v in second.weights().items()}, {k: local(v) for k, v in first.weights().items()})
-    assert not any(m.any() for m in (*second.optimizer.first.values(), *second.optimizer.second.values()))
+    assert same(second.state.shares("weights"), first.state.shares("weights"))
+    assert not any(m.any() for m in second.state.shares("optimizer").values())
     train_step(second, microbatches(second), step=0)
     save(second, checkpointer, Position(1, 8))
     third, _, position, _ = start(spec, folder / "second")
@@ -152,7 +152,7 @@ def _resplit(rank: int, data: str, folder: Path, plan: dict[str, Any], saves: bo
         save(trainer, checkpointer, Position(1, 8))
     else:
         assert position == Position(1, 8)
-    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in trainer.state().items()}  # pyright: ignore
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in trainer.state.tensors().items()}  # pyright: ignore
 
 
 def test_another_plan_goes_on_from_the_same_state(data, tmp_path):

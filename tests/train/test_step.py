@@ -83,7 +83,7 @@ def _clipped(rank: int) -> tuple[float, float, list[float]]:
     for limit in (0.05, 0.0):
         trainer = trainer_of(tiny_run(optimizer={"clip": limit}))
         computed = compute(trainer, microbatches(trainer), step=0)
-        trainer.optimizer.step = lambda number, lr, trainer=trainer: seen.append(  # pyright: ignore[reportAttributeAccessIssue]
+        trainer.rule.update = lambda parts, number, lr, trainer=trainer: seen.append(  # pyright: ignore[reportAttributeAccessIssue]
             float(torch.stack([p.grad.norm() for p in trainer.parameters.values() if p.grad is not None]).norm())
         )
         update(trainer, computed, step=0)
@@ -121,7 +121,7 @@ def _dtypes(rank: int, plan: dict[str, Any]) -> dict[str, set[torch.dtype]]:
     return {
         "weights": {local(p.detach()).dtype for p in trainer.parameters.values()},
         "gradients": {local(p.grad).dtype for p in trainer.parameters.values() if p.grad is not None},
-        "moments": {m.dtype for ms in (trainer.optimizer.first, trainer.optimizer.second) for m in ms.values()},
+        "moments": {m.dtype for m in trainer.state.shares("optimizer").values()},
         "activations": seen | {trainer.executor.hidden.dtype},
     }
 

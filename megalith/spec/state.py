@@ -1,0 +1,71 @@
+"""What a rank keeps for a parameter: in which number format, where, and cut how. The only arithmetic of bytes a parameter. No torch."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+Category: TypeAlias = Literal["weights", "gradients", "optimizer"]
+CATEGORIES: tuple[Category, ...] = ("weights", "gradients", "optimizer")
+Place: TypeAlias = Literal["device", "host", "disk"]
+Shape: TypeAlias = Literal["like", "row", "column"]
+
+FORMAT_BYTES: Mapping[str, float] = {"fp32": 4, "bf16": 2}
+
+
+class Slot(NamedTuple):
+    """One tensor that is kept for each parameter. It is cut over the ranks as its parameter is."""
+
+    name: str
+    """Its key in checkpoints and copies is `NAME.PARAMETER`."""
+    number: str = "fp32"
+    """Its number format, a row of `spec.numbers`."""
+    shape: Shape = "like"
+    """`row` leaves out the parameter's last dimension, `column` the one before it; a parameter of fewer dimensions keeps its shape."""
+    category: Category = "optimizer"
+    zero: int = 1
+    """The ZeRO stage from which data ranks share it out (Rajbhandari et al. 2019, arXiv:1910.02054)."""
+    lasting: bool = True
+    """Whether training goes on from it: it is in checkpoints, copies and digests."""
+
+    def shape_of(self, parameter: Sequence[int]) -> tuple[int, ...]:
+        """The slot's shape for a parameter of this shape."""
+        return tuple(size for dim, size in enumerate(parameter) if dim != self.dropped(len(parameter)))
+
+    def dropped(self, dims: int) -> int | None:
+        """The dimension of a parameter with `dims` dimensions that the slot does not have."""
+        if self.shape == "like" or dims < 2:
+            return None
+        return dims - (1 if self.shape == "row" else 2)
+
+
+MASTER = Slot("weights", category="weights")
+"""The weights that updates change."""
+GRADIENT = Slot("gradients", category="gradients", zero=2, lasting=False)
+"""The sums of gradients, from the first backward of a step to its update."""
+
+
+def compute(number: str) -> Slot:
+    """The copy of the weights that products read, in the format that they compute in."""
+    return Slot("compute", number=number, category="weights", zero=3, lasting=False)
+
+
+def kept(number: str, optimizer: Iterable[Slot]) -> tuple[Slot, ...]:
+    """All slots of a run that computes in the format `number`."""
+    return (compute(number), MASTER, GRADIENT, *optimizer)
+
+
+def bytes_each(slots: Iterable[Slot]) -> float:
+    """Bytes that these slots take for one parameter, all of it on one rank. A row or a column of a matrix counts as nothing."""
+    return sum(FORMAT_BYTES[slot.number] for slot in slots if slot.shape == "like")
+
+
+def lasting(slots: Iterable[Slot]) -> tuple[Slot, ...]:
+    """Those that training goes on from: what a checkpoint holds and an update changes."""
+    return tuple(slot for slot in slots if slot.lasting)
+
+
+def bytes_of(slots: Iterable[Slot], parameters: float, *, zero: int, shards: int) -> dict[Category, float]:
+    """Bytes of one rank for so many parameters, by category, where ZeRO stage `zero` shares state out over `shards` data ranks."""
+    found: dict[Category, float] = dict.fromkeys(CATEGORIES, 0.0)
+    for slot in slots:
+        found[slot.category] += bytes_each([slot]) * parameters / (shards if zero >= slot.zero else 1)
+    return found

@@ -1,0 +1,106 @@
+"""What this rank keeps for its parameters between two steps: the tensors of the state table (`spec.state`), by slot and by parameter."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from megalith.parallel.data import COMPUTE_DTYPE, local
+from megalith.spec.state import GRADIENT, MASTER, Category, Slot, bytes_each
+from megalith.train.optimizers.rule import Part
+
+
+class State:
+    """This rank's shares, in the memory that training changes. A key is `SLOT.PARAMETER`, as in checkpoints and copies."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], slots: Sequence[Slot]) -> None:
+        """`buffers`: what training changes besides parameters, such as routers' biases. `slots`: what the optimizer keeps; they begin
+        as zeros."""
+        self.parameters, self.buffers, self.slots = parameters, buffers, tuple(slots)
+        self._weights = {name: local(parameter) for name, parameter in parameters.items()}
+        self._kept = {slot.name: {name: _zeros(slot, share) for name, share in self._weights.items()} for slot in slots}
+
+    def parts(self) -> list[Part]:
+        """What an update works on: every share that is not empty on this rank, with its gradient."""
+        parts = []
+        for name, weight in self._weights.items():
+            if weight.numel():
+                gradient = self.parameters[name].grad
+                assert gradient is not None, f"{name} is a parameter without gradient"
+                parts.append(Part(name, weight, local(gradient), {kind: kept[name] for kind, kept in self._kept.items()}))
+        return parts
+
+    def changed(self) -> list[Tensor]:
+        """The shares that an update changes."""
+        return [*self._weights.values(), *(share for kept in self._kept.values() for share in kept.values())]
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def shares(self, *categories: Category) -> dict[str, Tensor]:
+        """The shares as plain tensors, buffers among the weights. `categories`: of these alone."""
+        return {f"{slot.name}.{name}": share for slot, name, share, _ in self._walk(categories)}
+
+    def tensors(self, *categories: Category) -> dict[str, Tensor]:
+        """The same as tensors of whole shapes that know how they are cut: what a checkpoint holds."""
+        return {f"{slot.name}.{name}": _like(slot, share, whole) for slot, name, share, whole in self._walk(categories)}
+
+    def bytes(self) -> dict[str, int]:
+        """Bytes of the shares, by category. Gradients are counted as they are when all are there; buffers are not counted."""
+        numbers = sum(share.numel() for share in self._weights.values())
+        kept = (share for slot in self._kept.values() for share in slot.values())
+        return {
+            MASTER.category: sum(map(_bytes, self._weights.values())),
+            GRADIENT.category: int(numbers * bytes_each([GRADIENT])),
+            "optimizer": sum(map(_bytes, kept)),
+        }
+
+    def _walk(self, categories: Sequence[Category]) -> Iterator[tuple[Slot, str, Tensor, Tensor]]:
+        """Slot, parameter, this rank's share, and the tensor whose cut it has."""
+        if not categories or MASTER.category in categories:
+            for name, share in self._weights.items():
+                yield MASTER, name, share, self.parameters[name]
+            for name, buffer in self.buffers.items():
+                yield MASTER, name, buffer, buffer
+        for slot in self.slots:
+            if not categories or slot.category in categories:
+                for name, share in self._kept[slot.name].items():
+                    yield slot, name, share, self.parameters[name]
+
+
+def _bytes(share: Tensor) -> int:
+    return share.numel() * share.element_size()
+
+
+def _zeros(slot: Slot, share: Tensor) -> Tensor:
+    """A slot's share before the first update: plain memory like the parameter's share."""
+    if slot.dropped(share.dim()) is None:
+        return torch.zeros_like(share, dtype=COMPUTE_DTYPE[slot.number])
+    return share.new_zeros(slot.shape_of(share.shape), dtype=COMPUTE_DTYPE[slot.number])
+
+
+def _like(slot: Slot, share: Tensor, parameter: Tensor) -> Tensor:
+    """`share` as a tensor of the slot's whole shape for `parameter`, cut as that is."""
+    if not isinstance(parameter, DTensor):
+        return share
+    dropped = slot.dropped(parameter.dim())
+    if dropped is None:
+        placements, shape, stride = parameter.placements, parameter.shape, parameter.stride()
+    else:
+        placements = [_without(dropped, placement) for placement in parameter.placements]
+        shape = torch.Size(slot.shape_of(parameter.shape))
+        stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(share, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _without(dropped: int, placement: Placement) -> Placement:
+    """How a tensor is cut that lacks one dimension of another which is cut by `placement`."""
+    if not isinstance(placement, Shard | _StridedShard):
+        return placement
+    if placement.dim == dropped:
+        return Replicate()
+    dim = placement.dim - (placement.dim > dropped)
+    return _StridedShard(dim, split_factor=placement.split_factor) if isinstance(placement, _StridedShard) else Shard(dim)

@@ -1,0 +1,72 @@
+"""The learning rate goes where its schedule says."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megalith.spec.run import OptimizerSpec
+from megalith.train.optimizers.rates import learning_rate
+
+LR = 3e-3
+SCHEDULES = ["cosine", "linear", "wsd", "constant"]
+
+
+def rates(steps: int, **spec: Any) -> list[float]:
+    return [learning_rate(step, spec=OptimizerSpec.model_validate({"lr": LR} | spec), steps=steps) for step in range(steps)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    schedule=st.sampled_from(SCHEDULES),
+    steps=st.integers(1, 400),
+    warmup=st.integers(0, 400),
+    decay=st.floats(0, 1),
+    min_lr=st.floats(0, 1),
+)
+def test_rates_climb_in_equal_steps_and_then_never_rise_again(schedule, steps, warmup, decay, min_lr):
+    assume(warmup <= steps and (schedule != "wsd" or warmup + round(decay * steps) <= steps))  # others are refused beforehand
+    found = rates(steps, schedule=schedule, warmup=warmup, decay=decay, min_lr=min_lr)
+    assert found[:warmup] == pytest.approx([LR * (step + 1) / warmup for step in range(warmup)])
+    after = found[warmup:]
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(after))
+    low = LR * min_lr
+    assert all(low - 1e-15 <= rate <= LR + 1e-15 for rate in after)
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedule=st.sampled_from(SCHEDULES), steps=st.integers(5, 400), warmup=st.integers(1, 300), min_lr=st.floats(0, 1))
+def test_the_end_of_warm_up_is_the_peak_on_both_sides(schedule, steps, warmup, min_lr):
+    assume(warmup < steps * 0.7)  # wsd: decay begins later
+    found = rates(steps, schedule=schedule, warmup=warmup, min_lr=min_lr)
+    assert found[warmup - 1] == pytest.approx(LR)
+    assert found[warmup] == pytest.approx(LR)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    schedule=st.sampled_from(["cosine", "linear", "wsd"]),
+    steps=st.integers(2, 400),
+    warmup=st.integers(0, 200),
+    min_lr=st.floats(0, 1),
+)
+def test_the_last_step_has_the_lowest_rate(schedule, steps, warmup, min_lr):
+    assume(warmup < steps - 1)
+    assert rates(steps, schedule=schedule, warmup=warmup, min_lr=min_lr)[-1] == pytest.approx(LR * min_lr, abs=1e-12)
+
+
+def test_wsd_stays_on_its_plateau_and_then_falls_in_a_line():
+    found = rates(100, schedule="wsd", warmup=10, decay=0.2, min_lr=0.1)
+    assert found[9:79] == pytest.approx([LR] * 70)
+    falls = [a - b for a, b in pairwise(found[80:])]
+    assert found[80] < LR and falls == pytest.approx([falls[0]] * len(falls))
+
+
+def test_cosine_is_half_way_in_the_middle_and_flat_at_its_ends():
+    found = rates(101, schedule="cosine", warmup=0, min_lr=0.2)
+    assert found[50] == pytest.approx(LR * 0.6)
+    assert found[0] - found[1] < (found[50] - found[51]) / 10
+    assert found[25] == pytest.approx(LR * (0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 4))))
