@@ -18,6 +18,7 @@ from megalith.cost.time import Setting, Spent, line, router_of, spend
 from megalith.cost.workload import Workload
 from megalith.schedule import build, lower, simulate
 from megalith.schedule.table import SCHEDULES
+from megalith.spec.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -290,12 +291,13 @@ def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here
     """The update of what a rank keeps, from its memory, and of what its host keeps for it, which follows."""
     if workload.frozen:
         return 0.0
-    plan, practice = workload.plan, workload.practice
+    plan = workload.plan
     dense, expert = numbers(workload, traced, here)
     own = dense / (plan.shards if plan.zero else 1)
     own += expert / (line("expert_holders", workload).size if plan.zero else 1)
-    away = own * practice.offload
-    return setting.generation.optimizer * (own - away) / setting.bandwidth + host.seconds(workload, away)
+    away = own * plan.state.away
+    each = setting.generation.optimizer * OPTIMIZERS[workload.optimizer].moved / OPTIMIZERS["adamw"].moved  # measured with AdamW
+    return each * (own - away) / setting.bandwidth + host.seconds(workload, away)
 
 
 def model_flops(workload: Workload, traced: Parts) -> float:

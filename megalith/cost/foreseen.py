@@ -135,11 +135,11 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     plan, practice = workload.plan, workload.practice
     found = every_rank(workload, traced, figures.generations[practice.generation])[place]
     if workload.format != "fp32":
-        own = found.optimizer * practice.master_bytes / (practice.master_bytes + practice.moment_bytes)
+        own = found.optimizer * practice.master_bytes / workload.state_bytes
         weights, optimizer = found.weights + own, found.optimizer - own
     else:  # a share is kept beside the whole weights, unless it is all of them
         apart = plan.zero in (1, 2) and plan.shards > 1
-        weights, optimizer = found.weights + apart * found.optimizer * SUM_BYTES / practice.moment_bytes, found.optimizer
+        weights, optimizer = found.weights + apart * found.optimizer * SUM_BYTES / workload.moment_bytes, found.optimizer
     gradients, activations = max(_moments(workload, traced, here), key=sum)
     return {
         "weights": weights,

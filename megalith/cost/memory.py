@@ -306,5 +306,5 @@ def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, floa
         return weights, 0.0, 0.0, 0.0
     gradients = practice.gradient_bytes * numbers / (shards if zero >= 2 else 1)
     own = numbers / (shards if zero >= 1 else 1)
-    away = own * practice.offload
+    away = own * workload.plan.state.away
     return weights, gradients, workload.state_bytes * (own - away), host.held(workload, away)

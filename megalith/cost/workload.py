@@ -8,7 +8,9 @@ from megalith.cost.profile import Layout
 from megalith.schedule import enough
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
+from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
+from megalith.spec.state import GRADIENT, MASTER, bytes_each
 
 Format = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "fp4"]
 """Precision of the matrix products with weights: `fp8` scales whole tensors, `mxfp8` and `fp4` scale small blocks."""
@@ -31,11 +33,11 @@ class Practice:
     """`plain` writes the scores to memory (before FlashAttention)."""
     flash: Literal[1, 2] = 2
     """Generation of the fused kernel: the first reaches half of what the second does (Dao 2023, arXiv:2307.08691, section 4)."""
-    gradient_bytes: int = 4
+    gradient_bytes: float = bytes_each([GRADIENT])
     """Bytes of an accumulated gradient."""
-    moment_bytes: int = 8
-    """Bytes of both Adam moments of a parameter."""
-    master_bytes: int = 4
+    moment_bytes: float | None = None
+    """Bytes that the optimizer keeps for a parameter beside its own copy of it; None: what the optimizer's row says."""
+    master_bytes: float = bytes_each([MASTER])
     """Bytes of the optimizer's own copy of a parameter: 2 where it keeps only what bf16 leaves out (Apex's distributed Adam)."""
     loss: Literal["copied", "whole", "fused", "chunked"] = "fused"
     """Logits of all tokens are there at once, in fp32 with copies (`copied`: torch's own) or in place (`whole`: Megatron-LM's), or in
@@ -71,8 +73,6 @@ class Practice:
     sparing: bool = False
     """What experts' activations read is kept for backward in the products' narrow format too, and what attention gives once, in 12 bits,
     for itself and for the product that follows (DeepSeek-V3, arXiv:2412.19437, section 3.3.3)."""
-    offload: float = 0.0
-    """Share of the optimizer's state that lives, and is updated, in host memory."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ class Workload:
     """Sequences a step."""
     format: Format = "bf16"
     practice: Practice = Practice()
+    optimizer: str = "adamw"
+    """A row of `spec.optimizers`."""
     frozen: bool = False
     """The weights get no gradient (adapters on frozen weights, LoRA)."""
 
@@ -106,9 +108,15 @@ class Workload:
         return 4 if self.format == "fp32" else 2
 
     @property
-    def state_bytes(self) -> int:
-        """Of a parameter's moments, and of the optimizer's own copy of it where weights are narrower than that."""
-        return self.practice.moment_bytes + (self.practice.master_bytes if self.width < 4 else 0)
+    def moment_bytes(self) -> float:
+        """Bytes that the optimizer keeps for a parameter beside its own copy of it."""
+        own = self.practice.moment_bytes
+        return bytes_each(OPTIMIZERS[self.optimizer].slots) if own is None else own
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of all that the optimizer keeps for a parameter: its own copy of it too, where weights are narrower than that."""
+        return self.moment_bytes + (self.practice.master_bytes if self.width < 4 else 0)
 
     @property
     def tokens(self) -> int:

@@ -79,7 +79,7 @@ class Answer:
         if choice is None:
             return {"layout": None, "predicted_only": None}
         only = choice.offload > 0 or self.asked.format not in RUNS or self.asked.forward_only
-        return {"layout": short(choice.plan, choice.offload), "predicted_only": only}
+        return {"layout": short(choice.plan), "predicted_only": only}
 
 
 def answer(
@@ -102,9 +102,9 @@ def answer(
     trainings = () if tokens is None else tuple(training(one, asked.cluster, tokens=tokens) for one in found.choices)
     own = asked.own
     mine = None if own is None or not asked.legal(own) else Choice(own, scorer.estimate(workload_of(asked, own)))
-    near = explain(workload_of(asked, found.best.plan, found.best.offload), scorer) if why and not asked.forward_only else ()
+    near = explain(workload_of(asked, found.best.plan), scorer) if why and not asked.forward_only else ()
     return Answer(
-        asked, found, trainings, mine, tuple(one for one in near if asked.legal(one.plan, one.offload)),
+        asked, found, trainings, mine, tuple(one for one in near if asked.legal(one.plan)),
         frontier(asked, found) if pareto else (), tuple(_what_if(words, other) for words, other in what_ifs),
     )  # fmt: skip
 
@@ -113,8 +113,9 @@ def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda do
     """The search that was asked for."""
     train = asked.run.train
     return search(
-        asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=asked.format, top=top,
-        legal=asked.legal, scorer=scorer_of(asked), space=space_of(asked), tick=tick,
+        asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=asked.format,
+        optimizer=asked.run.optimizer.kind,
+        top=top, legal=asked.legal, scorer=scorer_of(asked), space=space_of(asked), tick=tick,
     )  # fmt: skip
 
 
@@ -198,13 +199,13 @@ def _what_if(words: str, asked: Asked) -> WhatIf:
     return WhatIf(words, best, training(best, asked.cluster, tokens=asked.tokens) if known else None)  # pyright: ignore[reportArgumentType]
 
 
-def workload_of(asked: Asked, plan: Plan, offload: float = 0.0) -> Workload:
-    """A step of what was asked, under a plan, with a share of the optimizer's state in host memory."""
-    train, practice = asked.run.train, replace(assumed(plan), offload=offload)
-    return Workload(asked.model, plan, asked.cluster, train.seq_len, train.global_batch, asked.format, practice)
+def workload_of(asked: Asked, plan: Plan) -> Workload:
+    """A step of what was asked, under a plan."""
+    train, kind = asked.run.train, asked.run.optimizer.kind
+    return Workload(asked.model, plan, asked.cluster, train.seq_len, train.global_batch, asked.format, assumed(plan), kind)
 
 
-def short(plan: Plan, offload: float = 0.0) -> str:
+def short(plan: Plan) -> str:
     """A layout in a few letters: t8 c2 p16x4 e64 d128 z1 m1; what is 1 is left out, but for data, ZeRO and microbatch. A schedule other
     than (interleaved) 1F1B is named behind the pipeline, copies of the state (HSDP) behind ZeRO's stage, parts of each expert behind the
     ranks that share them out: p16x2 zb-v d8 z1 m1, d64 z3 r8 m1, t4 e8x4 d16 z1 m1. Behind all, percents of the optimizer's state that
@@ -217,7 +218,7 @@ def short(plan: Plan, offload: float = 0.0) -> str:
     name = "" if plan.schedule in CLOSED else f"{plan.schedule} "
     pipeline = f"p{plan.pipeline}{chunks} {name}" if plan.pipeline > 1 else ""
     copies = f" r{plan.replicate}" if plan.replicate > 1 else ""
-    away = f" o{100 * offload:.0f}" if offload else ""
+    away = f" o{100 * plan.state.away:.0f}" if plan.state.away else ""
     return f"{tensor}{context}{pipeline}{expert}d{plan.data} z{plan.zero}{copies} m{plan.microbatch}{away}"
 
 
@@ -286,7 +287,7 @@ def _not_written(best: Choice, runnable: Choice | None) -> Problem:
     if runnable is not None:
         slower = runnable.estimate.time.step / best.estimate.time.step - 1
         way_out = f"The best that can be written is {short(runnable.plan)}, {slower:.1%} slower: add --no-offload."
-    return Problem("error", "--out", short(best.plan, best.offload), reason, way_out, "command line")
+    return Problem("error", "--out", short(best.plan), reason, way_out, "command line")
 
 
 def as_run(answered: Answer) -> str:

@@ -77,17 +77,19 @@ class Asked:
         """The plan that the run file has, if it uses the cluster as it is."""
         return self.run.plan if self.resolved is not None and self.run.plan.ranks == self.cluster.count else None
 
-    def legal(self, plan: Plan, offload: float = 0.0) -> bool:
+    def legal(self, plan: Plan) -> bool:
         """Would `megalith check` accept it, but for what is in host memory? Only what concerns the plan counts."""
-        return not self.refusals(plan, offload)
+        return not self.refusals(plan)
 
-    def refusals(self, plan: Plan, offload: float = 0.0) -> list[Problem]:
+    def refusals(self, plan: Plan) -> list[Problem]:
         """Why `megalith check` would not."""
         found = check(self.run.model_copy(update={"plan": plan}), files=False)
         mine = ("plan.", "cluster", "train.global_batch", "train.seq_len")
         denied = [problem for problem in found if problem.severity == "error" and problem.key.startswith(mine)]
         # what `plan.zero` is denied for is the state of training on the device, which a prefill has not, and a host's memory relieves
-        return [problem for problem in denied if not ((self.forward_only or offload) and problem.key == "plan.zero")]
+        passed = {"plan.zero"} if self.forward_only or plan.state.away else set[str]()
+        passed |= {"plan.state.optimizer"} if plan.state.away else set()  # predicted only, and said so
+        return [problem for problem in denied if problem.key not in passed]
 
 
 def ask(question: Question) -> Asked:

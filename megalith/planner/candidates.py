@@ -9,7 +9,7 @@ from megalith.schedule import misfits
 from megalith.schedule.table import CHUNKS
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import AttentionSpec, ModelSpec, MoeSpec
-from megalith.spec.plan import Plan, Zero
+from megalith.spec.plan import Plan, StateSpec, Zero
 
 POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("none", ("attention.core",)),
@@ -49,6 +49,11 @@ class Space:
     def of_prefill(cls) -> "Space":
         """Nothing is kept for a backward, nor gathered: no recomputation, no ZeRO, one sequence at a time, no interleaving."""
         return cls(policies=POLICIES[:1], microbatches=(1,), most_chunks=1, zero=(0,), schedules=(), offload=())
+
+
+def offloaded(plan: Plan, share: float) -> Plan:
+    """The plan with this share of the optimizer's state in host memory."""
+    return plan.model_copy(update={"state": StateSpec(optimizer="host", share=share) if share else StateSpec()})
 
 
 def candidates(

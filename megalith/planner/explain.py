@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalith.cost.workload import Workload
-from megalith.planner.candidates import HIDING, SPLIT, even_layers
+from megalith.planner.candidates import HIDING, SPLIT, even_layers, offloaded
 from megalith.planner.search import Choice, Scorer, assumed
 from megalith.schedule import misfits
 from megalith.schedule.table import CHUNKS
@@ -27,11 +27,14 @@ class Neighbour:
     fits: bool
     grows: str
     """The term of time that grows most, or shrinks least."""
-    offload: float
-    """Share of the optimizer's state in host memory; above 0 it is predicted only."""
+
+    @property
+    def offload(self) -> float:
+        """The share of the optimizer's state that is not on the device; above 0 it is predicted only."""
+        return self.plan.state.away
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "plan": self.plan.model_dump()}
+        return {**vars(self), "plan": self.plan.model_dump(), "offload": self.offload}
 
 
 def explain(workload: Workload, scorer: Scorer) -> tuple[Neighbour, ...]:
@@ -46,7 +49,7 @@ def explain(workload: Workload, scorer: Scorer) -> tuple[Neighbour, ...]:
         found.append(
             Neighbour(
                 change=change, plan=changed.plan, seconds=other.time.step - own.time.step, memory=other.memory.total - own.memory.total,
-                fits=other.fits, grows=max(terms, key=lambda name: terms[name]), offload=changed.practice.offload,
+                fits=other.fits, grows=max(terms, key=lambda name: terms[name]),
             )
         )  # fmt: skip
     return tuple(sorted(found, key=lambda neighbour: neighbour.seconds))
@@ -54,11 +57,11 @@ def explain(workload: Workload, scorer: Scorer) -> tuple[Neighbour, ...]:
 
 def _offloads(workload: Workload) -> Iterator[tuple[str, Workload]]:
     """The same plan with none of the optimizer's state in host memory, and with all of it."""
-    here = workload.practice.offload
+    here = workload.plan.state.away
     for share in (0.0, 1.0):
         if share != here:
             change = f"offload {_moved(here)} -> {_moved(share)}"
-            yield change, replace(workload, practice=replace(workload.practice, offload=share))
+            yield change, replace(workload, plan=offloaded(workload.plan, share))
 
 
 def _moved(share: float) -> str:

@@ -109,13 +109,12 @@ REMEDIES: Mapping[str, Callable[[Plan, Asked], Followed]] = {
 """Key of a piece of advice -> plans that follow it. Advice about other things has no price in time."""
 
 
-def prices(asked: Asked, plan: Plan, offload: float = 0.0) -> tuple[Price, ...]:
-    """Each broken rule that has a price, the dearest first; of several ways to follow it the fastest that fits.
-    `offload`: the share of the optimizer's state that either way is in host memory."""
+def prices(asked: Asked, plan: Plan) -> tuple[Price, ...]:
+    """Each broken rule that has a price, the dearest first; of several ways to follow it the fastest that fits."""
     found = check(asked.run.model_copy(update={"plan": plan}), files=False)
     advice = [problem for problem in found if problem.severity == "advice" and problem.key in REMEDIES]
     scorer = Scorer(calibration())
-    return tuple(sorted((_price(problem, asked, plan, offload, scorer) for problem in advice), key=lambda price: -price.seconds))
+    return tuple(sorted((_price(problem, asked, plan, scorer) for problem in advice), key=lambda price: -price.seconds))
 
 
 def of_answer(answered: Answer) -> tuple[Price, ...]:
@@ -123,15 +122,13 @@ def of_answer(answered: Answer) -> tuple[Price, ...]:
     subject = answered.own or answered.found.best
     if subject is None or answered.asked.forward_only:
         return ()
-    return prices(answered.asked, subject.plan, subject.offload)
+    return prices(answered.asked, subject.plan)
 
 
-def _price(problem: Problem, asked: Asked, plan: Plan, offload: float, scorer: Scorer) -> Price:
-    own = scorer.estimate(workload_of(asked, plan, offload))
-    ways = [
-        (words, other) for words, other in REMEDIES[problem.key](plan, asked) if other != plan and asked.legal(other, offload)
-    ]
-    estimates = [(words, other, scorer.estimate(workload_of(asked, other, offload))) for words, other in ways]
+def _price(problem: Problem, asked: Asked, plan: Plan, scorer: Scorer) -> Price:
+    own = scorer.estimate(workload_of(asked, plan))
+    ways = [(words, other) for words, other in REMEDIES[problem.key](plan, asked) if other != plan and asked.legal(other)]
+    estimates = [(words, other, scorer.estimate(workload_of(asked, other))) for words, other in ways]
     if not estimates:
         return Price(problem, "", None, 0.0, 0.0, 0.0, False, None)
     words, other, best = min(estimates, key=lambda one: (not one[2].fits, one[2].time.step))

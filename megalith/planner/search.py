@@ -15,7 +15,7 @@ from megalith.cost.prefill import prefill, prefill_memory
 from megalith.cost.profile import Layout
 from megalith.cost.time import Setting
 from megalith.cost.workload import Format, Practice, Workload
-from megalith.planner.candidates import HIDING, Space, candidates
+from megalith.planner.candidates import HIDING, Space, candidates, offloaded
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
 from megalith.spec.plan import Plan
@@ -30,8 +30,11 @@ class Choice:
 
     plan: Plan
     estimate: Estimate
-    offload: float = 0.0
-    """Share of the optimizer's state in host memory. The trainer keeps none there: above 0 the choice is predicted only."""
+
+    @property
+    def offload(self) -> float:
+        """The share of the optimizer's state that is not on the device. The trainer keeps none elsewhere: above 0 it is predicted only."""
+        return self.plan.state.away
 
     def to_json(self) -> dict[str, Any]:
         return {"plan": self.plan.model_dump(), "offload": self.offload, "estimate": self.estimate.to_json()}
@@ -94,18 +97,21 @@ def search(
     seq_len: int,
     global_batch: int,
     format: Format = "bf16",
+    optimizer: str = "adamw",
     practice: Practice | None = None,
     space: Space | None = None,
     top: int = 10,
-    legal: Callable[[Plan, float], bool] | None = None,
+    legal: Callable[[Plan], bool] | None = None,
     scorer: "Scorer | None" = None,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Found:
-    """The `top` fastest plans that fit. `global_batch` counts sequences; plans that `legal` denies (with their share of the optimizer's
-    state in host memory) are left out of what is shown. `tick` hears how many new parts are traced, of how many."""
+    """The `top` fastest plans that fit. `global_batch` counts sequences; plans that `legal` denies are left out of what is shown. `tick`
+    hears how many new parts are traced, of how many."""
     scorer, space = scorer or Scorer(calibration()), space or Space()
     plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
-    workloads = [Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, practice)) for plan in plans]
+    workloads = [
+        Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, practice), optimizer) for plan in plans
+    ]
     scorer.prepare(workloads, tick)
     fitting: list[Choice] = []
     waiting: list[Waiting] = []
@@ -156,14 +162,14 @@ class Waiting(NamedTuple):
 
 
 def _choice(workload: Workload, held: Memory, scorer: "Scorer") -> Choice:
-    return Choice(workload.plan, scorer.estimate(workload, held), workload.practice.offload)
+    return Choice(workload.plan, scorer.estimate(workload, held))
 
 
 def _lighter(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequence[float]) -> tuple[Workload, Memory] | None:
     """The workload with the least share of its optimizer's state in host memory with which it fits, and its memory; None: none does."""
     if not scorer.fits(workload, replace(held, optimizer=0.0)):  # nor would this rank without any of it
         return None
-    others = (replace(workload, practice=replace(workload.practice, offload=share)) for share in shares)
+    others = (replace(workload, plan=offloaded(workload.plan, share)) for share in shares)
     found = ((other, scorer.memory(other)) for other in others)
     return next((one for one in found if scorer.fits(*one)), None)
 
@@ -202,7 +208,7 @@ def _step(choice: Choice) -> float:
 
 
 def _first_legal(
-    ranked: Sequence[Choice], most: int | None, legal: Callable[[Plan, float], bool] | None
+    ranked: Sequence[Choice], most: int | None, legal: Callable[[Plan], bool] | None
 ) -> tuple[tuple[Choice, ...], int]:
     """The first `most` choices (None: all) that are legal, and how many were passed over on the way."""
     found: list[Choice] = []
@@ -210,7 +216,7 @@ def _first_legal(
     for choice in ranked:
         if len(found) == most:
             break
-        if legal is None or legal(choice.plan, choice.offload):
+        if legal is None or legal(choice.plan):
             found.append(choice)
         else:
             refused += 1
@@ -278,11 +284,8 @@ class Scorer:
         return time.step - time.bubble - time.other
 
     def _part_times(self, workload: Workload, traced: Parts) -> PartTimes:
-        practice = workload.practice
-        if practice.offload:
-            practice = replace(practice, offload=0.0)  # which no part's seconds depend on
         how = workload.format, workload.plan.context_method, workload.frozen
-        timed = (*self._key(workload), *how, practice, workload.cluster.count)
+        timed = (*self._key(workload), *how, workload.practice, workload.cluster.count)
         if timed not in self._times:
             self._times[timed] = part_times(traced, Setting.of(workload, self.figures))
         return self._times[timed]

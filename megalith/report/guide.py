@@ -11,7 +11,9 @@ from megalith.mesh import Mesh
 from megalith.report import timeline
 from megalith.report.svg import Cell, grid, picture, stacked_rows, standalone, text
 from megalith.schedule import build, lower, simulate
+from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
+from megalith.spec.state import bytes_of, kept
 
 RANKS, MICROBATCHES = 4, 8
 SCHEDULES: Mapping[str, tuple[str, int]] = MappingProxyType(
@@ -65,9 +67,11 @@ def zero() -> str:
 
 def state_bytes(stage: int, shards: int) -> dict[str, float]:
     """Bytes a parameter a rank keeps under a ZeRO stage over `shards` ranks, with bf16 weights to compute with and all else in fp32."""
-    shares = {"weights to compute with": (2, 3), "master weights": (4, 1), "gradients": (4, 2), "moments": (8, 1)}
-    kept = {name: size / (shards if stage >= first else 1) for name, (size, first) in shares.items()}
-    return kept | ({"weights to compute with": 0.0} if stage == 3 else {})  # ZeRO 3 makes them of the shares, a part at a time
+    words = {"compute": "weights to compute with", "weights": "master weights", "gradients": "gradients"}
+    found = dict.fromkeys(STATE, 0.0)
+    for slot in kept("bf16", OPTIMIZERS["adamw"].slots):
+        found[words.get(slot.name, "moments")] += sum(bytes_of([slot], 1, zero=stage, shards=shards).values())
+    return found | ({"weights to compute with": 0.0} if stage == 3 else {})  # ZeRO 3 makes them of the shares, a part at a time
 
 
 def hsdp() -> str:

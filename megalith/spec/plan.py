@@ -4,12 +4,31 @@ from functools import cache
 from itertools import accumulate
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, StringConstraints
+from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints
 
 from megalith.spec.base import Spec
+from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.state import MASTER, Place, bytes_each
+
+UNDO_BYTES = bytes_each([MASTER, *OPTIMIZERS["adamw"].slots])
 
 Zero = Literal[0, 1, 2, 3]
 Recompute = Annotated[str, StringConstraints(pattern=r"^(none|selective|full|sqrt|every:[1-9][0-9]*)$")]
+
+
+class StateSpec(Spec):
+    """Where a rank keeps what training goes on from: on its device, in its host's memory, or on its host's disk."""
+
+    optimizer: Place = Field(
+        default="device",
+        description="device | host | disk: where the optimizer's state and the master weights live and are updated",
+    )
+    share: PositiveFloat = Field(default=1.0, le=1.0, description="how much of them lives there; the rest stays on the device")
+
+    @property
+    def away(self) -> float:
+        """The share that does not live on the device."""
+        return 0.0 if self.optimizer == "device" else self.share
 
 
 class Plan(Spec):
@@ -57,8 +76,9 @@ class Plan(Spec):
     post_validation: bool = Field(
         default=False,
         description="update before the global gradient norm is known, check it after the next step's first forwards, undo if wrong; "
-        "until then keeps the gradients and copies for undoing, 12 bytes a parameter of a rank's share",
+        f"until then keeps the gradients and copies for undoing, {UNDO_BYTES:g} bytes a parameter of a rank's share with AdamW",
     )
+    state: StateSpec = StateSpec()
     compile: bool = Field(default=False, description="compile each block with torch.compile")
 
     @property

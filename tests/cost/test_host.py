@@ -4,6 +4,7 @@ import pytest
 
 from megalith.cost.estimate import estimate
 from megalith.cost.workload import Practice
+from megalith.planner.candidates import offloaded
 from megalith.spec.plan import Plan
 from tests.cost.models import dense, workload
 
@@ -14,7 +15,7 @@ def _no_disk(monkeypatch):
 
 
 def _optimizer(share: float, **values) -> float:
-    return estimate(workload(dense(), Plan(), practice=Practice(offload=share, **values))).time.optimizer
+    return estimate(workload(dense(), offloaded(Plan(), share), practice=Practice(**values))).time.optimizer
 
 
 def test_the_host_is_slower_the_more_it_updates():

@@ -13,6 +13,7 @@ from megalith.cost.memory import GROUP, every_rank, fits, memory, non_torch, num
 from megalith.cost.parts import parts
 from megalith.cost.workload import Practice
 from megalith.models.stage import Stage
+from megalith.planner.candidates import offloaded
 from megalith.spec.model import AheadSpec
 from megalith.spec.plan import Plan
 from tests.cost.models import dense, mixture, workload
@@ -129,8 +130,7 @@ def test_frozen_weights_have_no_gradients_and_no_moments():
 
 def test_offloaded_state_leaves_the_device():
     here, away = (
-        memory(load, parts(load), GENERATION)
-        for load in (workload(dense(), Plan(), practice=Practice(offload=share)) for share in (0.0, 1.0))
+        memory(load, parts(load), GENERATION) for load in (workload(dense(), offloaded(Plan(), share)) for share in (0.0, 1.0))
     )
     assert here.optimizer > 0
     assert away.optimizer == 0
@@ -141,13 +141,13 @@ def test_offloaded_state_leaves_the_device():
 def test_what_is_offloaded_is_a_ranks_own_share():
     whole, eighth = (
         memory(load, parts(load), GENERATION).host
-        for load in (workload(dense(), plan, practice=Practice(offload=1.0)) for plan in (Plan(), Plan(data=8, zero=1)))
+        for load in (workload(dense(), offloaded(plan, 1.0)) for plan in (Plan(), Plan(data=8, zero=1)))
     )
     assert eighth == pytest.approx(whole / 8)
 
 
 def test_a_full_host_does_not_fit(monkeypatch: pytest.MonkeyPatch):
-    load = workload(dense(), Plan(), practice=Practice(offload=0.5))
+    load = workload(dense(), offloaded(Plan(), 0.5))
     found = memory(load, parts(load), GENERATION)
     assert fits(load, found, GENERATION)
     monkeypatch.setattr(host, "MEMORY", found.host - 1)

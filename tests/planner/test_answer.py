@@ -13,6 +13,7 @@ from megalith import verbs
 from megalith.cli import app
 from megalith.planner.answer import Answer, answer, as_run, frontier, short
 from megalith.planner.asked import Question, ask, vary
+from megalith.planner.candidates import offloaded
 from megalith.report import plans
 from megalith.spec.plan import Plan
 from megalith.spec.problem import SpecErrors
@@ -43,12 +44,12 @@ def test_all_that_is_shown_is_legal_and_fits(answered: Answer):
     for choice in (*answered.found.choices, *answered.found.pareto):
         assert choice.estimate.fits
         assert answered.asked.legal(choice.plan)
-    assert all(answered.asked.legal(one.plan, one.offload) for one in answered.neighbours)
+    assert all(answered.asked.legal(one.plan) for one in answered.neighbours)
 
 
 def test_what_check_denies_is_passed_over_and_counted(answered: Answer, monkeypatch: pytest.MonkeyPatch):
     best = answered.found.choices[0].plan
-    monkeypatch.setattr(type(answered.asked), "legal", lambda self, plan, offload: plan != best)
+    monkeypatch.setattr(type(answered.asked), "legal", lambda self, plan: plan != best)
     other = answer(answered.asked, top=2)
     assert [one.plan for one in other.found.choices] == [one.plan for one in answered.found.choices[1:3]]
     assert other.found.refused == 1
@@ -88,7 +89,7 @@ def test_a_layout_in_short_leaves_out_what_is_one():
     assert short(Plan(data=2, tensor=8, context=2, pipeline=4, chunks=3, expert=16, zero=3)) == "t8 c2 p4x3 e16 d2 z3 m1"
     assert short(Plan(data=8, pipeline=16, chunks=2, schedule="zb-v")) == "p16x2 zb-v d8 z1 m1"
     assert short(Plan(data=64, zero=3, replicate=8)) == "d64 z3 r8 m1"
-    assert short(Plan(data=8), 0.25) == "d8 z1 m1 o25"
+    assert short(offloaded(Plan(data=8), 0.25)) == "d8 z1 m1 o25"
 
 
 def test_the_best_plan_is_written_as_a_run_that_check_accepts(answered: Answer, tmp_path: Path):
@@ -164,7 +165,7 @@ def test_a_layout_that_needs_its_hosts_memory_is_not_written(tight: Answer):
 def test_instead_of_a_layout_that_cannot_be_written_the_best_that_can_is_named(answered: Answer):
     """A best layout that keeps its state with the host, beside slower ones that do not."""
     found = answered.found
-    faster = replace(found.choices[0], offload=0.5)
+    faster = replace(found.choices[0], plan=offloaded(found.choices[0].plan, 0.5))
     with pytest.raises(SpecErrors) as caught:
         as_run(replace(answered, found=replace(found, choices=(faster, *found.choices), runnable=found.choices[1])))
     slower = found.choices[1].estimate.time.step / found.choices[0].estimate.time.step - 1

@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 
 from megalith.cost.estimate import estimate
-from megalith.cost.workload import Practice, Workload
+from megalith.cost.workload import Workload
+from megalith.planner.candidates import offloaded
 from megalith.planner.published.express import express, measured_seconds
 from megalith.planner.published.rows import checking_groups, read
 from megalith.spec import cluster as clusters
@@ -83,7 +84,7 @@ def test_what_offloading_the_optimizer_costs_is_near_what_was_published():
     rows = {row.name: row.number("step_time_s") for row in ROWS}
     plan = Plan(data=4, tensor=2, pipeline=2, expert=4)
     load = Workload(presets()["qwen3-30b-a3b"].build().build(), plan, clusters.load("h100:16"), 4096, 64)
-    none, *moved = (estimate(replace(load, practice=Practice(offload=share))) for share in (0.0, 0.25, 0.5, 0.75, 1.0))
+    none, *moved = (estimate(replace(load, plan=offloaded(plan, share))) for share in (0.0, 0.25, 0.5, 0.75, 1.0))
     for number, one in enumerate(moved, 23):
         measured = rows[f"mbridge-skills-{number:04}"] - rows["mbridge-skills-0022"]
         assert one.time.step - none.time.step == pytest.approx(measured, rel=0.3)
