@@ -6,6 +6,7 @@ from pathlib import Path
 from megalith.check.case import Case, Found, advice, divisors, error
 from megalith.check.resume import other_sets
 from megalith.mesh import Mesh
+from megalith.spec.optimizers import OPTIMIZERS
 
 
 def nodes_share_the_ranks(case: Case) -> Found:
@@ -38,6 +39,15 @@ def verification_repeats_bits(case: Case) -> Found:
     if gpu and train.precision == "bf16" and fleet.recover and fleet.verify_every:
         reason = "would blame ranks that are right: on GPUs, attention in bf16 does not give the same bits twice"
         yield error("fleet.verify_every", fleet.verify_every, reason, 'Use verify_every = 0, or train.precision = "fp32".')
+
+
+def updates_can_be_repeated(case: Case) -> Found:
+    """The rank that keeps a copy of a state can repeat its update only where each element's depends on that element alone."""
+    fleet, kind = case.spec.fleet, case.spec.optimizer.kind
+    unit = OPTIMIZERS[kind].unit
+    if fleet.recover and fleet.verify_every and fleet.memory_every and unit != "element":
+        reason = f"verifies gradients only: an update by {kind} needs each whole {unit}, and a copy holds one rank's share"
+        yield advice("fleet.verify_every", fleet.verify_every, reason, 'optimizer.kind = "adamw" has its updates verified too.')
 
 
 def disk_takes_copies(case: Case) -> Found:

@@ -3,8 +3,10 @@
 from megalith.check.case import Case, Found, advice, error, format_bytes
 from megalith.mesh import Mesh
 from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, MoeSpec
+from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.problem import near
+from megalith.spec.state import GRADIENT, MASTER, bytes_each, bytes_of
 
 PARTS: dict[str, tuple[str, ...]] = {
     "attend": (),
@@ -23,9 +25,6 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 WIDTH = {"fp32": 4, "bf16": 2}
 """Bytes of a number, by precision."""
-
-STATE_BYTES, GRADIENT_BYTES = 16, 4
-"""Bytes a parameter: master weight, gradient and AdamW's two moments, each fp32 (Rajbhandari et al. 2019); of these the gradient."""
 
 
 def recomputation_names_what_exists(case: Case) -> Found:
@@ -69,11 +68,20 @@ def optimizer_is_sharded(case: Case) -> Found:
     """ZeRO-1 costs no communication and saves most of the optimizer's memory (Rajbhandari et al. 2019)."""
     plan = case.plan
     if plan.zero == 0 and plan.data > 1:
-        moments = 8 * case.parameters.total // (plan.tensor * plan.pipeline)
-        reason = f"keeps {format_bytes(moments)} of optimizer moments on each of {plan.data} data ranks"
-        yield advice(
-            "plan.zero", 0, reason, f"zero = 1 keeps {format_bytes(moments // plan.data)}, for the same bytes exchanged."
-        )
+        numbers = case.parameters.total // (plan.tensor * plan.pipeline)
+        slots = OPTIMIZERS[case.spec.optimizer.kind].slots
+        whole, cut = (bytes_of(slots, numbers, zero=zero, shards=plan.data)["optimizer"] for zero in (0, 1))
+        reason = f"keeps {format_bytes(int(whole))} of optimizer moments on each of {plan.data} data ranks"
+        yield advice("plan.zero", 0, reason, f"zero = 1 keeps {format_bytes(int(cut))}, for the same bytes exchanged.")
+
+
+def state_is_on_the_device(case: Case) -> Found:
+    """The trainer keeps all state on the device."""
+    state = case.plan.state
+    if state.away:
+        reason = f"would keep {state.share:.0%} of the optimizer's state off the device, and the trainer keeps all of it there"
+        way_out = 'Use "device"; if the run does not fit, use more of plan.data with plan.zero = 1 or above. `megalith plan` predicts both.'
+        yield error("plan.state.optimizer", state.optimizer, reason, way_out)
 
 
 def long_sequences_recompute(case: Case) -> Found:
@@ -105,10 +113,15 @@ def state_bytes(case: Case, plan: Plan) -> int:
         (case.parameters.dense, plan.tensor, max(1, plan.shards)),  # 0 where it asks for more copies than ranks
         (case.parameters.experts, plan.expert * plan.expert_tensor, max(1, mesh.experts[2])),  # or for more expert ranks
     ):
-        whole = WIDTH[precision] if plan.zero < 3 and (shards > 1 or precision == "bf16") else 0
-        gradients = GRADIENT_BYTES * (1 if plan.zero < 2 else 1 / shards)  # whole until the end of a step, below ZeRO-2
-        undoing = STATE_BYTES / shards if plan.post_validation else 0  # gradients and copies, once those are gone
-        held += parameters / (split * places) * ((STATE_BYTES - GRADIENT_BYTES) / shards + max(gradients, undoing) + whole)
+        cut = {"zero": plan.zero, "shards": shards}
+        numbers = parameters / (split * places)
+        lasting = [MASTER, *OPTIMIZERS[case.spec.optimizer.kind].slots]
+        kept = sum(bytes_of(lasting, numbers, **cut).values())
+        whole = numbers * WIDTH[precision] if plan.zero < 3 and (shards > 1 or precision == "bf16") else 0
+        gradients = bytes_of([GRADIENT], numbers, **cut)["gradients"]  # whole until the end of a step, below ZeRO-2
+        own = kept + numbers * bytes_each([GRADIENT]) / shards
+        undoing = own if plan.post_validation else 0  # gradients and copies, once those are gone
+        held += kept + max(gradients, undoing) + whole
     return int(held)
 
 

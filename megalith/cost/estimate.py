@@ -249,7 +249,7 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Hel
     blocks = sum(times for _, times in here.blocks)
     calls = blocks * (6 if practice.gathers == "module" else 1) if plan.zero >= 2 else _buckets(dense, shards.size)
 
-    def moved(bytes_each: int) -> float:
+    def moved(bytes_each: float) -> float:
         return gather(bytes_each * dense, shards, wires, calls=calls) + gather(bytes_each * expert, own, wires, calls=calls)
 
     reductions, gathers = moved(practice.gradient_bytes), moved(width)

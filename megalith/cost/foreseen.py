@@ -101,8 +101,9 @@ def foresee(workload: Workload, *, rank: int, figures: Calibration | None = None
 def of_run(spec: RunSpec) -> Workload:
     """A step of a run as this project's trainer takes it. On "local" nothing here depends on what the devices are."""
     named = spec.cluster if spec.cluster != "local" else f"cpu:{spec.plan.ranks}"
-    model, train = spec.model.build(), spec.train
-    return Workload(model, spec.plan, clusters.load(named), train.seq_len, train.global_batch, train.precision, TRAINER)
+    model, train, kind = spec.model.build(), spec.train, spec.optimizer.kind
+    cluster, batch = clusters.load(named), train.global_batch
+    return Workload(model, spec.plan, cluster, train.seq_len, batch, train.precision, TRAINER, kind)
 
 
 def _here(workload: Workload, traced: Parts, place: int) -> _Here:

@@ -24,6 +24,7 @@ from megalith.models.moe import Moe
 from megalith.models.router import Record, recording
 from megalith.models.stage import Stage
 from megalith.parallel.data import COMPUTE_DTYPE
+from megalith.prove.updates import update_of
 from megalith.schedule.table import FILE
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
@@ -152,19 +153,14 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
         p.data = p.data.to(COMPUTE_DTYPE[spec.train.precision])
     text, kept = RandomText(spec), Recording()
     o = spec.optimizer
-    groups = [
-        {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": o.weight_decay},
-        {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, foreach=False)
+    advance = update_of(parameters, o)
     for step in range(spec.train.steps):
         kept.losses.append(_reference_step(stage, faces, text, spec, step=step, device=device, kept=kept))
         grads = {name: _gradient(p).clone() for name, p in parameters.items()}
         norm = nn.utils.clip_grad_norm_(parameters.values(), o.clip or float("inf"))
-        for group in adam.param_groups:
-            group["lr"] = learning_rate(step, spec=o, steps=spec.train.steps)
-        adam.step()
-        adam.zero_grad()
+        advance(step, learning_rate(step, spec=o, steps=spec.train.steps))
+        for parameter in parameters.values():
+            parameter.grad = None
         for p, parameter in faces:
             p.data.copy_(parameter.data)
         for module in stage.modules():
@@ -242,7 +238,7 @@ def record(trainer: Trainer) -> Recording:
         late.settle()
         totals.append(late.totals)
     kept.losses, kept.norms = [each.loss for each in totals], [each.norm for each in totals]
-    kept.weights = _together(trainer.parameters | trainer.state.buffers, trainer)
+    kept.weights = _together({**trainer.parameters, **trainer.state.buffers}, trainer)
     return kept
 
 

@@ -3,10 +3,12 @@
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from megalith.spec.base import Spec
 from megalith.spec.families import Model
 from megalith.spec.fleet import FleetSpec
+from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 
 
@@ -52,6 +54,15 @@ class OptimizerSpec(Spec):
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
     clip: NonNegativeFloat = Field(default=1.0, description="global gradient norm is cut to this; 0 switches clipping off")
+
+    @field_validator("kind")
+    @classmethod
+    def _has_a_row(cls, kind: str) -> str:
+        """The rows are looked up now, so a row that a program adds is known at once."""
+        if kind not in OPTIMIZERS:
+            known = " or ".join(f"'{name}'" for name in OPTIMIZERS)
+            raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": known})
+        return kind
 
 
 class ValidationSpec(Spec):

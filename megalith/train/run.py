@@ -213,19 +213,23 @@ def _prepare(
     )
 
 
-def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: EventLog | None) -> None:
-    """Tell the log who runs what."""
-    spec, groups = trainer.spec, trainer.groups
+def holding_of(trainer: Trainer) -> Holding:
+    """What this rank holds of the model, and the bytes of its state."""
     sizes = trainer.state.bytes()
-    mine = Holding(
-        rank=groups.rank,
-        coordinates=groups.coordinates,
+    return Holding(
+        rank=trainer.groups.rank,
+        coordinates=trainer.groups.coordinates,
         parts=[name for stage in trainer.stages.values() for name in stage.part_names],
         parameters=sum(p.numel() for p in trainer.parameters.values()),
         weight_bytes=sizes["weights"],
         gradient_bytes=sizes["gradients"],
         optimizer_bytes=sizes["optimizer"],
     )
+
+
+def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: EventLog | None) -> None:
+    """Tell the log who runs what."""
+    spec, groups, mine = trainer.spec, trainer.groups, holding_of(trainer)
     everyone: list[Any] | None = [None] * dist.get_world_size() if groups.rank == 0 else None
     dist.gather_object(mine, everyone)
     if not log or everyone is None:

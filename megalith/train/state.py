@@ -19,7 +19,7 @@ class State:
         """`buffers`: what training changes besides parameters, such as routers' biases. `slots`: what the optimizer keeps; they begin
         as zeros."""
         self.parameters, self.buffers, self.slots = parameters, buffers, tuple(slots)
-        self._weights = {name: local(parameter) for name, parameter in parameters.items()}
+        self._weights = {name: local(parameter).detach() for name, parameter in parameters.items()}
         self._kept = {slot.name: {name: _zeros(slot, share) for name, share in self._weights.items()} for slot in slots}
 
     def parts(self) -> list[Part]:

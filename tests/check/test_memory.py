@@ -19,6 +19,11 @@ from tests.check.runs import HYBRID, advice, errors, found, is_named
         (["plan.recompute=selective", "plan.recompute_parts=[]"], "plan.recompute_parts", "names nothing"),
         (["plan.recompute_parts=['mpl']"], "plan.recompute_parts", 'Did you mean "mlp"?'),
         (["cluster=h100", "model.preset=llama3-70b"], "plan.zero", "has 80.0 GiB"),
+        (
+            ["plan.state.optimizer=host", "plan.state.share=0.5"],
+            "plan.state.optimizer",
+            "would keep 50% of the optimizer's state off",
+        ),
     ],
 )
 def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[str], key: str, said: str):
