@@ -10,7 +10,7 @@ from typing import Any
 from megalith.cost import host, network
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.kept import kept
-from megalith.cost.memory import Held, Memory, fits, memory, numbers, shares
+from megalith.cost.memory import Held, Memory, fits, memory, numbers, shares, updated
 from megalith.cost.network import gather
 from megalith.cost.parts import Parts, parts
 from megalith.cost.profile import Phase
@@ -291,11 +291,8 @@ def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here
     """The update of what a rank keeps, from its memory, and of what its host keeps for it, which follows."""
     if workload.frozen:
         return 0.0
-    plan = workload.plan
-    dense, expert = numbers(workload, traced, here)
-    own = dense / (plan.shards if plan.zero else 1)
-    own += expert / (line("expert_holders", workload).size if plan.zero else 1)
-    away = own * plan.state.away
+    own = updated(workload, numbers(workload, traced, here))
+    away = own * workload.plan.state.away
     each = setting.generation.optimizer * OPTIMIZERS[workload.optimizer].moved / OPTIMIZERS["adamw"].moved  # measured with AdamW
     return each * (own - away) / setting.bandwidth + host.seconds(workload, away)
 

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from megalith.cost.constants import Calibration, calibration
-from megalith.cost.memory import every_rank
+from megalith.cost.memory import every_rank, numbers, shares, updated
 from megalith.cost.parts import Numbers, Parts, parts
 from megalith.cost.profile import PHASES, Core, Phase, Profile
 from megalith.cost.workload import Practice, Workload
@@ -135,12 +135,12 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     and activations as the program makes and frees them, at the moment when both together are most."""
     plan, practice = workload.plan, workload.practice
     found = every_rank(workload, traced, figures.generations[practice.generation])[place]
+    own = updated(workload, numbers(workload, traced, shares(workload, traced).held[place])) * practice.master_bytes
     if workload.format != "fp32":
-        own = found.optimizer * practice.master_bytes / workload.state_bytes
         weights, optimizer = found.weights + own, found.optimizer - own
     else:  # a share is kept beside the whole weights, unless it is all of them
         apart = plan.zero in (1, 2) and plan.shards > 1
-        weights, optimizer = found.weights + apart * found.optimizer * SUM_BYTES / workload.moment_bytes, found.optimizer
+        weights, optimizer = found.weights + apart * own, found.optimizer
     gradients, activations = max(_moments(workload, traced, here), key=sum)
     return {
         "weights": weights,
@@ -257,16 +257,16 @@ def _state(workload: Workload, here: _Here) -> Iterator[Sent]:
     kinds = Counter((action.kind, action.stage) for action in here.actions if action.kind in ("GATHER", "REDUCE"))
     for (kind, stage), times in kinds.items():
         for part in here.weights[stage]:
-            for names, numbers, (copies, shards) in (
+            for names, count, (copies, shards) in (
                 (("copies", "shards"), part.dense, mesh.state[1:3]),
                 (("expert copies", "expert shards"), part.expert, mesh.experts[1:3]),
             ):
                 if kind == "GATHER" and shards > 1:
-                    yield names[1], "all-gather", times, numbers * _width(workload)
+                    yield names[1], "all-gather", times, count * _width(workload)
                 if kind == "REDUCE" and shards > 1:
-                    yield names[1], "reduce-scatter", times, numbers * SUM_BYTES
+                    yield names[1], "reduce-scatter", times, count * SUM_BYTES
                 if kind == "REDUCE" and copies > 1:
-                    yield names[0], "all-reduce", times, numbers * SUM_BYTES / shards
+                    yield names[0], "all-reduce", times, count * SUM_BYTES / shards
 
 
 def _width(workload: Workload) -> int:

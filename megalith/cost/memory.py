@@ -176,10 +176,9 @@ def _rank(
     workload: Workload, parts: Parts, generation: Generation, shared: Shares, rank: int, outside: float, graphed: frozenset[int]
 ) -> Memory:
     here, flying = shared.held[rank], shared.flying[rank]
-    plan, practice = workload.plan, workload.practice
+    practice = workload.practice
     own, held = _own(parts, here), numbers(workload, parts, here)
-    shards = max(1, plan.shards)
-    expert_shards = max(1, plan.holders * plan.tensor // (plan.expert * plan.expert_tensor)) if plan.zero else 1
+    shards, expert_shards = _shards(workload)
     state = _state(workload, held.dense, shards), _state(workload, held.expert, expert_shards)
     whole = _whole(workload, own.largest, shards)
     # the head's backward follows its forward: its logits are gone before any block's backward
@@ -197,6 +196,18 @@ def _rank(
         rank=rank,
         host=sum(s[3] for s in state),
     )
+
+
+def _shards(workload: Workload) -> tuple[int, int]:
+    """Over how many ranks ZeRO shares out the dense weights, and the experts."""
+    plan = workload.plan
+    return max(1, plan.shards), max(1, plan.holders * plan.tensor // (plan.expert * plan.expert_tensor)) if plan.zero else 1
+
+
+def updated(workload: Workload, held: Numbers) -> float:
+    """Return how many of the weights that its pipeline rank holds a rank updates itself."""
+    shards, expert_shards = _shards(workload)
+    return held.dense / shards + held.expert / expert_shards
 
 
 class _Own(NamedTuple):

@@ -24,6 +24,7 @@ from megalith.parallel.execute import Executor
 from megalith.parallel.groups import wait_for
 from megalith.schedule.lower import lower
 from megalith.schedule.table import build, refusals
+from megalith.spec.sizes import model_parameters
 from megalith.train.assemble import Trainer
 from megalith.train.batches import count_valid
 from megalith.train.optimizers.rule import Part
@@ -240,9 +241,8 @@ class Updates:
 
     def _weights(self) -> list[Entry]:
         """The weights that the optimizer changes, in the state that this rank could make again; buffers are none of them."""
-        entries, (first, *_) = self.memory.kept_layout.entries, self.trainer.state.slots
-        names = {entry.name for entry in entries}
-        return [e for e in entries if (name := e.name.removeprefix("weights.")) != e.name and f"{first.name}.{name}" in names]
+        parameters = {f"weights.{name}" for name in model_parameters(self.trainer.model)}
+        return [entry for entry in self.memory.kept_layout.entries if entry.name in parameters]
 
     def _again(self, state: dict[str, Tensor], step: int) -> int:
         """The digest of what the update makes of a copy."""
