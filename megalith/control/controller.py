@@ -5,53 +5,38 @@ while they run: every rank is killed, and the same logical ranks begin anew from
 that was killed itself leaves nothing that the next one could not pick up: copies are files, and its own memory is `ranks/fleet.json`.
 """
 
-import json
 import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from megalith import disk, events
-from megalith.control import ledger, policy, supervisor
+from megalith.control import policy, supervisor
+from megalith.control.memory import Memory
 from megalith.control.outcome import Outcome
 from megalith.control.pace import Pace
-from megalith.control.policy import VACANT, Decision, State
+from megalith.control.policy import Decision
+from megalith.control.seen import ALWAYS_TOLD, CHECKS, HELD_UP, NO_INCIDENT, OF_NODES, Ended, Seen, ends
 from megalith.control.stragglers import Stragglers
 from megalith.control.watch import Request, Watch
 from megalith.events import EventLog, Incident, Problem, Recovery
 from megalith.fleet import commands, local, signs
-from megalith.fleet.causes import Failure
 from megalith.fleet.commands import Command
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.heartbeat import Beat
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes
 from megalith.fleet.nodes import Generation, Nodes
-from megalith.fleet.seat import slot_of
 from megalith.fleet.signs import Sign
 from megalith.fleet.tiers import Copy
 from megalith.spec.fleet import FleetSpec
 
-MEMORY_FILE = "fleet.json"
 IDLE_SECONDS = 0.02
 STORAGE_SECONDS = 1.0  # between looks whether a full disk has room again, or a store is back
 
 Start = commands.Restart | commands.Shrink | commands.Grow
 Store = Callable[[], tuple[Copy, ...]]
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A sign, when what it tells of began (seconds since the epoch), and the evidence beyond it."""
-
-    sign: Sign
-    began: float
-    evidence: dict[str, Any]
 
 
 @dataclass
@@ -79,12 +64,11 @@ class Controller:
         self._job, self._fleet, self._nodes, self._store = job, fleet, nodes, store
         self._requests, self._tick = requests, tick
         self._log = EventLog(job.run_dir)
-        self._memory = job.run_dir.resolve() / "ranks" / MEMORY_FILE
-        self._ledger = Path(fleet.ledger) if fleet.ledger else job.run_dir.resolve() / ledger.NODES_FILE
+        self._memory = Memory(job, fleet)
         self._checks: list[tuple[float, str]] = []  # monotonic seconds, node: health checks that are to come
         self._pace = Pace(job.start_timeout, job.silence_timeout, fleet)
         self._stragglers = Stragglers(fleet)
-        self._state = self._remember()
+        self._state = self._memory.recall(nodes.there())
         self._incidents = sum(record["type"] == "incident" for record in events.read(job.run_dir))
         self._listed: tuple[Copy, ...] | None = None  # the checkpoints that there were when the store could last be read
         self._open: list[_Open] = []
@@ -100,45 +84,6 @@ class Controller:
         self._end_now = False
         self._seen: list[Seen] = []
 
-    # What is remembered
-
-    def _remember(self) -> State:
-        """The state a killed controller left, on the nodes that are there now; else a fresh one."""
-        there = self._nodes.there()
-        fresh = self._fresh(there)
-        try:
-            old = policy.load(json.loads(self._memory.read_text(encoding="utf-8")))
-        except (OSError, ValueError, ValidationError):
-            return fresh
-        known = {*old.placement, *old.spares, *old.quarantined} - {VACANT}
-        if known != set(there) or len(old.placement) != self._fleet.nodes or VACANT in old.placement:
-            return fresh
-        return replace(old, stopped=False, fruitless=0, waiting=False, leaving=(), least=fresh.least)
-
-    def _fresh(self, there: tuple[str, ...]) -> State:
-        """What the ledger knows of the nodes that are there: one that was out, or has had too many faults lately, is not used yet."""
-        fleet, known = self._fleet, ledger.standings(ledger.read_nodes(self._ledger))
-        since = time.time() - fleet.lemon_hours * policy.HOUR
-        faults = {node: known[node].faults_since(since) for node in there if node in known}
-        lemons = {node: times[-1] for node, times in faults.items() if len(times) >= fleet.lemon_faults}
-        out = lemons | {node: at for node in there if node in known and (at := known[node].quarantined) is not None}
-        fit = tuple(node for node in there if node not in out)
-        placement = (*fit[: fleet.nodes], *[VACANT] * (fleet.nodes - len(fit)))
-        least = -(-self._job.fallback.ranks * fleet.nodes // self._job.ranks) if self._job.fallback else 1
-        return State(placement=placement, spares=fit[fleet.nodes :], faults=faults, quarantined=out, least=least)
-
-    def _note(self, before: State, at: float, reason: str) -> None:
-        """Have the ledger of nodes know what a decision changed."""
-        run = str(self._job.run_dir.resolve())
-        for record in ledger.node_changes(before, self._state, time=at, reason=reason, run=run):
-            ledger.note(self._ledger, record)
-
-    def _keep(self) -> None:
-        part = self._memory.with_suffix(".new")
-        with disk.if_available(self._memory):
-            part.write_text(json.dumps(policy.dump(replace(self._state, copies=()))), encoding="utf-8")
-            part.rename(self._memory)
-
     # The loop
 
     def run(self) -> Outcome:
@@ -147,7 +92,7 @@ class Controller:
             if self._await_store():
                 self._take(Seen(signs.Started(time=time.time()), time.time(), {}))
             else:
-                self._outcome = _ended(ExitCode.TERMINATED)
+                self._outcome = _without_ranks(ExitCode.TERMINATED)
             while self._outcome is None:
                 if self._next is not None:
                     self._generation(self._next)
@@ -185,7 +130,7 @@ class Controller:
             self._now, self._nodes, self._requests, source=order.source, limits=self._pace, observe=self._observe
         )
         if not self._start(Generation(secrets.token_hex(4), self._placement, order.source, self._shrunk)):
-            self._outcome = _ended(ExitCode.TERMINATED)
+            self._outcome = _without_ranks(ExitCode.TERMINATED)
             return
         outcome = watch.until_all_ended(self._turn)
         for seen in self._after(watch, outcome):
@@ -221,7 +166,7 @@ class Controller:
     def _idle(self) -> None:
         """No ranks: wait for a node."""
         if self._requests:
-            self._outcome = _ended(ExitCode.TERMINATED)
+            self._outcome = _without_ranks(ExitCode.TERMINATED)
             return
         self._turn()
         for sign in self._nodes.wait(IDLE_SECONDS):
@@ -231,7 +176,7 @@ class Controller:
             self._wait_until = None
             self._take(Seen(signs.Waited(time=time.time(), step=self._step), time.time(), {}))
         if self._stop_code is not None:
-            self._outcome = _ended(self._stop_code, report=self._report)
+            self._outcome = _without_ranks(self._stop_code, report=self._report)
 
     def _turn(self) -> None:
         """What is to be done at every turn of a loop."""
@@ -284,7 +229,7 @@ class Controller:
         if isinstance(sign, signs.NodesLost) and not set(sign.nodes) & set(self._state.placement):
             self._take(Seen(sign, sign.time, {}))
             return
-        if _ends(sign):
+        if ends(sign):
             self._seen.append(Seen(sign, sign.time, {}))
             self._end_now = True
             return
@@ -318,23 +263,24 @@ class Controller:
         """What the end of a generation was a sign of. Nodes that are gone explain the rest; then what ranks reported; then ends.
         What else was heard while it ended, such as a node that is well again, explains nothing, and is told before."""
         late = [Seen(sign, sign.time, {}) for sign in watch.late_signs if not _is_ours(sign, watch)]
-        ended_by = [*self._seen, *(one for one in late if _ends(one.sign))]
-        news = [one for one in late if not _ends(one.sign)]
+        ended_by = [*self._seen, *(one for one in late if ends(one.sign))]
+        news = [one for one in late if not ends(one.sign)]
         seen, self._seen = [*news, *ended_by], []
         if self._requests:
             return [Seen(signs.StopRequested(time=time.time(), step=self._step), time.time(), {})]
         if self._next is not None or self._wait_until is not None or self._stop_code is not None:
-            return [one for one in seen if isinstance(one.sign, _NODES)]  # it was ended on purpose
+            return [one for one in seen if isinstance(one.sign, OF_NODES)]  # it was ended on purpose
         lost = [one for one in seen if isinstance(one.sign, signs.NodesLost)]
         if lost:
-            return [one for one in seen if isinstance(one.sign, _NODES)]
+            return [one for one in seen if isinstance(one.sign, OF_NODES)]
         if ended_by:
-            return [*news, *(replace(one, evidence=self._of_outcome(outcome)) for one in ended_by)]
+            evidence = self._ended(outcome).evidence()
+            return [*news, *(replace(one, evidence=evidence) for one in ended_by)]
         if outcome.first_cause is None:
             return [*news, *self._after_order(outcome)]
         if watch.hang is not None:
-            return [*news, self._hung(watch, outcome)]
-        return [*news, self._failed(outcome.first_cause, outcome)]
+            return [*news, self._ended(outcome).hung(watch.hang)]
+        return [*news, self._ended(outcome).failed(outcome.first_cause)]
 
     def _after_order(self, outcome: Outcome) -> list[Seen]:
         """All ranks ended in order: at the last step, or because they agreed to save, or were to before there was anything to save."""
@@ -342,44 +288,8 @@ class Controller:
             return [Seen(signs.Saved(time=time.time(), step=self._step), time.time(), {})]
         return []
 
-    def _failed(self, failure: Failure, outcome: Outcome) -> Seen:
-        slot = self._slot_of(failure.rank or 0)
-        step = self._step_of(failure.rank)
-        sign = signs.of_failure(failure, time=time.time(), step=step, slot=slot, node=self._placement[slot])
-        return Seen(sign, failure.time, self._of_outcome(outcome))
-
-    def _hung(self, watch: Watch, outcome: Outcome) -> Seen:
-        hang = watch.hang
-        assert hang is not None
-        slot = self._slot_of(hang.rank) if hang.rank is not None else None
-        sign = signs.Hang(
-            time=time.time(), step=self._step_of(hang.rank), slot=slot, node=None if slot is None else self._placement[slot],
-            rank=hang.rank, phase=hang.phase, silence=hang.silence, limit=hang.limit,
-        )  # fmt: skip
-        stacks = {str(rank): look.stack or "(no answer)" for rank, look in sorted(hang.looks.items())}
-        stands = {
-            str(rank): {"begun": look.begun, "recorded": look.recorded} for rank, look in sorted(hang.looks.items()) if look.begun
-        }
-        evidence = {"stacks": stacks, "collectives": stands, "behind_by_steps": hang.behind}
-        return Seen(sign, hang.since, self._of_outcome(outcome) | evidence)
-
-    def _of_outcome(self, outcome: Outcome) -> dict[str, Any]:
-        """What else was there to see when a generation ended."""
-        cause, found = outcome.first_cause, {}
-        if cause is not None:
-            found = {"first_cause": f"{cause.name} {cause.reason}", "traceback": cause.traceback}
-        exits = {str(end.rank): end.code for end in outcome.exits}
-        phases = {str(rank): f"{beat.phase} {beat.step}" for rank, beat in enumerate(self._nodes.beats())}
-        return found | {"exits": exits, "phases": phases}
-
-    def _step_of(self, rank: int | None) -> int:
-        """The step that a rank (None: the furthest) had begun in this generation, which may be one that was done before."""
-        steps = [beat.step for number, beat in enumerate(self._nodes.beats()) if rank in (None, number)]
-        begun = max(steps, default=-1)
-        return begun if begun >= 0 else self._step
-
-    def _slot_of(self, rank: int) -> int:
-        return slot_of(rank, world=self._now.ranks, slots=len(self._placement))
+    def _ended(self, outcome: Outcome) -> Ended:
+        return Ended(outcome, self._nodes.beats(), self._placement, self._now.ranks, self._step)
 
     # Deciding and obeying
 
@@ -393,15 +303,15 @@ class Controller:
             self._state = replace(self._state, copies=self._copies())
         decision = policy.decide(self._state, seen.sign, fleet=self._fleet)
         before, self._state = self._state, decision.state
-        self._note(before, seen.sign.time, decision.reason)
-        if not isinstance(seen.sign, _NO_INCIDENT) and (decision.commands or isinstance(seen.sign, _ALWAYS_TOLD)):
+        self._memory.note(before, self._state, at=seen.sign.time, reason=decision.reason)
+        if not isinstance(seen.sign, NO_INCIDENT) and (decision.commands or isinstance(seen.sign, ALWAYS_TOLD)):
             self._tell(seen, decision)
-        if isinstance(seen.sign, _CHECKS) and any(isinstance(command, _HELD_UP) for command in decision.commands):
+        if isinstance(seen.sign, CHECKS) and any(isinstance(command, HELD_UP) for command in decision.commands):
             self._log.write(Problem("warning", f"{decision.reason} (`megalith doctor` says what is wrong)"))
         for order in decision.commands:
             if isinstance(order, Command):
                 self._obey(order)
-        self._keep()
+        self._memory.keep(self._state)
 
     def _copies(self) -> tuple[Copy, ...]:
         return (*self._nodes.survey(self._state.placement), *self._checkpoints())
@@ -469,35 +379,12 @@ class Controller:
                 pass  # the ranks run it again by themselves
 
 
-_NODES = (signs.NodesLost, signs.NodeJoined, signs.HealthChecked, signs.Preempted)
-_ENDING = (signs.NodesLost, signs.Nonfinite, signs.StateCorrupt, signs.CopyCorrupt, signs.CopyAway, signs.GradientWrong,
-           signs.DataDamaged)  # fmt: skip
-"""Signs after which this generation is over, if `_ends`."""
-
-
 def _is_ours(sign: Sign, watch: Watch | None) -> bool:
     """Whether a rank tells of a signal by which we asked it to stop ourselves."""
     return isinstance(sign, signs.Preempted) and sign.rank is not None and watch is not None and watch.stopping
 
 
-def _ends(sign: Sign) -> bool:
-    """Whether this generation is over with it: its ranks help themselves when a step can be run again, or a shard read elsewhere."""
-    if isinstance(sign, signs.DataDamaged):
-        return sign.other_copy is None
-    if isinstance(sign, signs.Nonfinite):
-        return sign.elsewhere != "not asked"
-    return isinstance(sign, _ENDING)
-
-
-_NO_INCIDENT = (
-    signs.Started, signs.Saved, signs.StopRequested, signs.NodeJoined, signs.HealthChecked, signs.Waited, signs.SaveWorks,
-)  # fmt: skip
-_CHECKS, _HELD_UP = (signs.Started, signs.HealthChecked), (commands.Wait, commands.CheckHealth)
-"""Signs of which a person is told if they hold the run, or a node, up."""
-_ALWAYS_TOLD = (signs.Straggler, signs.Nonfinite, signs.SaveFailed, signs.NodesLost)
-
-
-def _ended(code: int, *, report: str = "") -> Outcome:
+def _without_ranks(code: int, *, report: str = "") -> Outcome:
     """A run that ends while no rank runs."""
     return Outcome(code, code != ExitCode.LOST, None, (), (), (), None, report)
 

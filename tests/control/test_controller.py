@@ -17,9 +17,10 @@ import pytest
 
 from megalith import events
 from megalith.control import controller as controller_module
-from megalith.control.controller import Controller, Seen, Store, run_here
+from megalith.control.controller import Controller, Store, run_here
 from megalith.control.ledger import NodeRecord, note, read_nodes, standings
 from megalith.control.outcome import Outcome
+from megalith.control.seen import Seen
 from megalith.fleet import injection, local
 from megalith.fleet.causes import Failure
 from megalith.fleet.commands import Restart
@@ -191,7 +192,7 @@ def test_the_same_command_goes_on_when_the_supervisor_itself_was_killed(whole: l
     folder = tmp_path / "run"
     folder.mkdir()
     injection.save(folder / "faults.json", [Injection(0, "supervisor", 7, "step", (1,))])
-    command = [sys.executable, "-m", "tests.fleet.test_controller", str(folder)]
+    command = [sys.executable, "-m", "tests.control.test_controller", str(folder)]
     root = Path(__file__).resolve().parents[2]
     codes = [subprocess.run(command, check=False, timeout=120, cwd=root).returncode for _ in range(2)]
     assert codes == [-signal.SIGKILL, ExitCode.FINISHED]

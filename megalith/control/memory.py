@@ -1,0 +1,67 @@
+"""What a controller remembers over its own end: the policy's state in the run folder, and the ledger of nodes."""
+
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megalith import disk
+from megalith.control import ledger, policy
+from megalith.control.policy import VACANT, State
+from megalith.fleet.job import Job
+from megalith.spec.fleet import FleetSpec
+
+FILE = "fleet.json"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one run's controllers. Its files are `ranks/fleet.json` and the ledger that `fleet.ledger` names, or the run's own."""
+
+    job: Job
+    fleet: FleetSpec
+
+    @property
+    def _file(self) -> Path:
+        return self.job.run_dir.resolve() / "ranks" / FILE
+
+    @property
+    def _ledger(self) -> Path:
+        return Path(self.fleet.ledger) if self.fleet.ledger else self.job.run_dir.resolve() / ledger.NODES_FILE
+
+    def recall(self, there: tuple[str, ...]) -> State:
+        """Return the state that a killed controller left if exactly its nodes are `there`, else a fresh one."""
+        fresh = self._fresh(there)
+        try:
+            old = policy.load(json.loads(self._file.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return fresh
+        known = {*old.placement, *old.spares, *old.quarantined} - {VACANT}
+        if known != set(there) or len(old.placement) != self.fleet.nodes or VACANT in old.placement:
+            return fresh
+        return replace(old, stopped=False, fruitless=0, waiting=False, leaving=(), least=fresh.least)
+
+    def _fresh(self, there: tuple[str, ...]) -> State:
+        """What the ledger knows of the nodes that are there: one that was out, or has had too many faults lately, is not used yet."""
+        fleet, known = self.fleet, ledger.standings(ledger.read_nodes(self._ledger))
+        since = time.time() - fleet.lemon_hours * policy.HOUR
+        faults = {node: known[node].faults_since(since) for node in there if node in known}
+        lemons = {node: times[-1] for node, times in faults.items() if len(times) >= fleet.lemon_faults}
+        out = lemons | {node: at for node in there if node in known and (at := known[node].quarantined) is not None}
+        fit = tuple(node for node in there if node not in out)
+        placement = (*fit[: fleet.nodes], *[VACANT] * (fleet.nodes - len(fit)))
+        least = -(-self.job.fallback.ranks * fleet.nodes // self.job.ranks) if self.job.fallback else 1
+        return State(placement=placement, spares=fit[fleet.nodes :], faults=faults, quarantined=out, least=least)
+
+    def note(self, before: State, after: State, *, at: float, reason: str) -> None:
+        """Write to the ledger of nodes what a decision changed."""
+        run = str(self.job.run_dir.resolve())
+        for record in ledger.node_changes(before, after, time=at, reason=reason, run=run):
+            ledger.note(self._ledger, record)
+
+    def keep(self, state: State) -> None:
+        """Write a state for the next controller, but for its copies, which are surveyed anew."""
+        part = self._file.with_suffix(".new")
+        with disk.if_available(self._file):
+            part.write_text(json.dumps(policy.dump(replace(state, copies=()))), encoding="utf-8")
+            part.rename(self._file)

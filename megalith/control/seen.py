@@ -1,0 +1,97 @@
+"""What a controller has seen: signs with their evidence, what they mean for the generation that runs, and what its end was a sign of."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.control.outcome import Outcome
+from megalith.control.watch import Hang
+from megalith.fleet import commands, signs
+from megalith.fleet.causes import Failure
+from megalith.fleet.heartbeat import Beat
+from megalith.fleet.seat import slot_of
+from megalith.fleet.signs import Sign
+
+OF_NODES = (signs.NodesLost, signs.NodeJoined, signs.HealthChecked, signs.Preempted)
+NO_INCIDENT = (
+    signs.Started, signs.Saved, signs.StopRequested, signs.NodeJoined, signs.HealthChecked, signs.Waited, signs.SaveWorks,
+)  # fmt: skip
+ALWAYS_TOLD = (signs.Straggler, signs.Nonfinite, signs.SaveFailed, signs.NodesLost)
+"""Signs that are incidents even if nothing is ordered."""
+
+CHECKS, HELD_UP = (signs.Started, signs.HealthChecked), (commands.Wait, commands.CheckHealth)
+"""Signs that a person is warned of if they hold the run or a node up, and the commands that do so."""
+
+_ENDING = (
+    signs.NodesLost, signs.Nonfinite, signs.StateCorrupt, signs.CopyCorrupt, signs.CopyAway, signs.GradientWrong, signs.DataDamaged,
+)  # fmt: skip
+"""Signs after which a generation is over, if `ends`."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A sign, when what it tells of began (seconds since the epoch), and the evidence beyond it."""
+
+    sign: Sign
+    began: float
+    evidence: dict[str, Any]
+
+
+def ends(sign: Sign) -> bool:
+    """True if a generation is over with this sign. Ranks help themselves when a step can be run again, or a shard read elsewhere."""
+    if isinstance(sign, signs.DataDamaged):
+        return sign.other_copy is None
+    if isinstance(sign, signs.Nonfinite):
+        return sign.elsewhere != "not asked"
+    return isinstance(sign, _ENDING)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a generation. `beats`: each rank's last sign of life; `placement`: the node of each slot; `step`: the furthest step that
+    any generation began."""
+
+    outcome: Outcome
+    beats: Sequence[Beat]
+    placement: tuple[str, ...]
+    ranks: int
+    step: int
+
+    def failed(self, failure: Failure) -> Seen:
+        """Return the sign of a rank that failed."""
+        slot = self._slot_of(failure.rank or 0)
+        step = self._step_of(failure.rank)
+        sign = signs.of_failure(failure, time=time.time(), step=step, slot=slot, node=self.placement[slot])
+        return Seen(sign, failure.time, self.evidence())
+
+    def hung(self, hang: Hang) -> Seen:
+        """Return the sign of a hang, with the stack and the collectives of each rank as evidence."""
+        slot = self._slot_of(hang.rank) if hang.rank is not None else None
+        sign = signs.Hang(
+            time=time.time(), step=self._step_of(hang.rank), slot=slot, node=None if slot is None else self.placement[slot],
+            rank=hang.rank, phase=hang.phase, silence=hang.silence, limit=hang.limit,
+        )  # fmt: skip
+        stacks = {str(rank): look.stack or "(no answer)" for rank, look in sorted(hang.looks.items())}
+        stands = {
+            str(rank): {"begun": look.begun, "recorded": look.recorded} for rank, look in sorted(hang.looks.items()) if look.begun
+        }
+        return Seen(sign, hang.since, self.evidence() | {"stacks": stacks, "collectives": stands, "behind_by_steps": hang.behind})
+
+    def evidence(self) -> dict[str, Any]:
+        """Return what else there was to see: the first cause, exit statuses and phases by rank."""
+        cause, found = self.outcome.first_cause, {}
+        if cause is not None:
+            found = {"first_cause": f"{cause.name} {cause.reason}", "traceback": cause.traceback}
+        exits = {str(end.rank): end.code for end in self.outcome.exits}
+        phases = {str(rank): f"{beat.phase} {beat.step}" for rank, beat in enumerate(self.beats)}
+        return found | {"exits": exits, "phases": phases}
+
+    def _step_of(self, rank: int | None) -> int:
+        """The step that a rank (None: the furthest) had begun in this generation, which may be one that was done before."""
+        steps = [beat.step for number, beat in enumerate(self.beats) if rank in (None, number)]
+        begun = max(steps, default=-1)
+        return begun if begun >= 0 else self.step
+
+    def _slot_of(self, rank: int) -> int:
+        return slot_of(rank, world=self.ranks, slots=len(self.placement))
