@@ -12,8 +12,8 @@ from megalith.cost.estimate import Estimate, estimate
 from megalith.cost.prefill import prefill
 from megalith.cost.profile import EXPERTS_ACTIVATION, UP_PROJECTION
 from megalith.cost.workload import Format, Practice, Workload
-from megalith.planner.published.express import EAGER_2023, PLAIN_2021
 from megalith.planner.published.flops import step_flops
+from megalith.planner.published.software import EAGER_2023, PLAIN_2021
 from megalith.schedule import SCHEDULES
 from megalith.spec import cluster as clusters
 from megalith.spec.plan import Plan

@@ -49,6 +49,7 @@ def preempted(state: State, sign: signs.Preempted, fleet: FleetSpec) -> Decision
 
 
 def node_joined(state: State, sign: signs.NodeJoined, fleet: FleetSpec) -> Decision:
+    """A node that was quarantined is checked first; one that is new is a spare."""
     if sign.node in state.quarantined:
         return Decision((CheckHealth(sign.node),), state, f"{sign.node} is back, and is checked first")
     if sign.node in state.spares or sign.node in state.placement:
@@ -57,6 +58,7 @@ def node_joined(state: State, sign: signs.NodeJoined, fleet: FleetSpec) -> Decis
 
 
 def health_checked(state: State, sign: signs.HealthChecked, fleet: FleetSpec) -> Decision:
+    """A node that failed its check goes, or stays out and is checked again; one that passed begins anew."""
     slot = state.slot(sign.node)
     why = f" ({sign.text})" if sign.text else ""
     if not sign.passed and slot is not None:
@@ -105,6 +107,7 @@ def _welcome(state: State, sign: signs.NodeJoined | signs.HealthChecked, fleet: 
 
 
 def waited(state: State, sign: signs.Waited, fleet: FleetSpec) -> Decision:
+    """No node came in time: shrink to the fallback plan, or stop."""
     if not state.waiting:
         return Decision((), state, "nobody waits")
     empty = ", ".join(map(str, state.vacant))

@@ -62,6 +62,7 @@ def for_any_plan(copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
 
 
 def can_shrink(state: State) -> bool:
+    """True if the nodes that are left can hold the fallback plan."""
     return len(state.placement) - len(state.vacant) >= state.least
 
 
@@ -77,6 +78,7 @@ def shrink(state: State, commands: list[Order], reason: str, *, blamed: str | No
 def stop(
     state: State, commands: list[Order], code: int, report: str, *, blamed: str | None = None, rank: int | None = None
 ) -> Decision:
+    """End the run with a report; `code` says whether the same command gets further."""
     return Decision((*commands, Stop(code, report)), replace(state, stopped=True), report, blamed, rank)
 
 
@@ -114,4 +116,5 @@ def after_failure(
 
 
 def ordinal(number: int) -> str:
+    """Return a number as a word: first, second, 4th."""
     return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")

@@ -55,6 +55,7 @@ def save_failed(state: State, sign: signs.SaveFailed, fleet: FleetSpec) -> Decis
 
 
 def save_works(state: State, sign: signs.SaveWorks, fleet: FleetSpec) -> Decision:
+    """A tier that failed is used again."""
     if sign.tier not in state.skipped:
         return Decision((), state, "as before")
     skipped = tuple(tier for tier in state.skipped if tier is not sign.tier)

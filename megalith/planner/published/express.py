@@ -5,16 +5,15 @@ the planner's pick among them, the fastest that fits, is the prediction. A row t
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 from megalith.cost.profile import DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION
-from megalith.cost.workload import Format, Practice, Workload
+from megalith.cost.workload import Workload
 from megalith.planner.published.flops import step_flops
-from megalith.planner.published.rows import Row
-from megalith.spec import cluster as clusters
-from megalith.spec.cluster import ClusterSpec
+from megalith.planner.published.rows import CannotSayError, Row
+from megalith.planner.published.software import FUSED_2024, SOFTWARE, cluster_of, format_of, practice_of
 from megalith.spec.model import (
     AheadSpec,
     AttentionSpec,
@@ -32,97 +31,11 @@ from megalith.spec.model import (
 from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
 
-HARDWARE = {
-    "A100-40GB-SXM": "a100-40gb",
-    "A100-80GB-SXM": "a100-80gb",
-    "A100-SXM (memory size not stated)": "a100-80gb",
-    "A100 (README says 40GB)": "a100-80gb",  # Selene, where this model was trained, has 80 GB a GPU
-    "A800-80GB-SXM": "a800-80gb",
-    "H100-80GB-SXM": "h100",
-    "H200-141GB-SXM": "h200",
-    "H800-80GB-SXM": "h800",
-    "GB200": "gb200-nvl72",
-    "GB300": "gb300-nvl72",
-    "B200": "b200",
-    "B300": "b300",
-    "TPU-v6e": "tpu-v6e",
-    "TPU-v5p": "tpu-v5p",
-    "TPU-v4": "tpu-v4",
-}
-
-NETWORK = (  # (what the column says, bytes/s out of a device)
-    ("1600 Gb/s RoCE per node", 25e9),
-    ("4x100Gb RoCE per node", 6.25e9),
-    ("800Gb/s IB per node", 12.5e9),
-    ("8x200", 25e9),
-    ("8x400Gb", 50e9),
-)
-
-PLAIN_2021 = Practice(
-    generation="plain",
-    attention="plain",
-    overlap_data=False,
-    overlap_tensor=False,
-    deduplicated=False,
-    causal_half=False,
-    loss="whole",
-)
-EAGER_2023 = Practice(generation="eager", overlap_tensor=False, deduplicated=False, loss="whole")
-FUSED_2024 = Practice(generation="fused")
-
-SOFTWARE = {  # source group -> the software its runs used
-    "sc21": PLAIN_2021,
-    "korthikanti22": PLAIN_2021,
-    "mt-nlg": PLAIN_2021,
-    "vtrain-single": PLAIN_2021,
-    "vtrain-multi": PLAIN_2021,
-    "ds-azure": replace(PLAIN_2021, overlap_data=True, gradient_bytes=2, gathers="module"),
-    "internevo": replace(EAGER_2023, gradient_bytes=2, flash=1, gathers="rank"),
-    "mosaic": replace(EAGER_2023, loss="fused", flash=1),  # llm-foundry of 2023: flash-attn 1, its cross-entropy
-    "nanotron": replace(EAGER_2023, loss="copied"),
-    "vocab-pp": EAGER_2023,
-    "nemo2407": replace(FUSED_2024, gradient_bytes=2, master_bytes=2),  # bf16 gradients, Apex's distributed Adam
-    "mlm-llama": replace(FUSED_2024, gradient_bytes=2, master_bytes=2),
-    "mbridge": replace(FUSED_2024, gradient_bytes=2),  # its recipes reduce in bf16
-    "mbridge-cards": replace(FUSED_2024, gradient_bytes=2),
-    "mbridge-skills": replace(FUSED_2024, gradient_bytes=2),
-    "dsv3-gb200": replace(FUSED_2024, gradient_bytes=2),
-}
-
 GROUPS = {"deepseek-v3": {"groups": 8, "active_groups": 4}}
 """Groups of experts, of which a token goes to a few (arXiv:2412.19437, section 2.1.2); the file of measurements leaves them out."""
 
 HYBRIDS = {"mamba2+moe+attn pattern MEMEM*EMEMEM*...": "nemotron3-nano-30b-a3b"}
 """A hybrid's layers, as the file of measurements shortens them, and the preset that has them in full."""
-
-_BY_SENDER = {"deduplicated": False, "router": "plain"}
-"""NCCL's all-to-all and a router of torch's operations: Megatron-Core's defaults."""
-
-_AHEAD = {"overlap_expert": True, "moment_bytes": 4}
-
-EXPERTS: dict[tuple[str, str, str], dict[str, Any]] = {  # what rows of experts leave out and their sources' programs say
-    # Megatron-Bridge src/megatron/bridge/recipes/moonlight/h100/moonlight_16b.py, for 8 GPUs and for 16
-    ("mbridge-skills", "moonlight-16b-a3b", "H100-80GB-SXM"): _BY_SENDER | {"moment_bytes": 4},
-    ("mbridge-cards", "moonlight-16b-a3b", "H100-80GB-SXM"): _AHEAD,
-    # recipes/qwen/gb200/qwen3_moe.py: NVTE_CUTEDSL_FUSED_GROUPED_MLP
-    ("mbridge-cards", "qwen3-30b-a3b", "GB200"): {"overlap_expert": True, "grouped": True},
-    # Megatron-LM tests/functional_tests/test_cases/moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed/model_config.yaml
-    ("mlm-golden", "mlm-moe-mla-small", "H100-80GB-SXM"): _BY_SENDER | {"rotary": False},
-}
-
-GRAPHED = 26.04
-"""Release of the NeMo container from which Megatron-Bridge's recipes in MXFP8 record whole steps (scripts/performance/configs)."""
-
-PARTLY = 25.11
-"""Release from which they record attention and router, but on H100."""
-
-RECORDED = ("GB200", "GB300", "B300")
-"""Hardware for which they do."""
-
-FORMATS: dict[str, Format] = {
-    "bf16": "bf16", "bf16-amp": "bf16", "fp16": "fp16", "fp16/bf16 (not stated)": "bf16", "fp8": "fp8", "fp8-cs": "fp8",
-    "fp8-amp": "fp8", "mxfp8": "mxfp8", "nvfp4": "fp4", "fp32": "fp32",
-}  # fmt: skip
 
 PARTS = {  # a recomputed part, as Megatron-Core names it -> the modules of a block here
     "core_attn": ("attention.core",),
@@ -152,16 +65,12 @@ class Expressed:
         return any(isinstance(block.mlp, MoeSpec) for choice in self.choices[:1] for block in choice.model.blocks)
 
 
-class _CannotSayError(Exception):
-    """Why a row has no workload."""
-
-
 def express(row: Row) -> Expressed:
     """The row as workloads, or the reason why not."""
     transformer = "hybrid" not in row.model
     try:
         return Expressed(row, _choices(row), transformer=transformer)
-    except _CannotSayError as reason:
+    except CannotSayError as reason:
         return Expressed(row, reason=str(reason), transformer=transformer)
 
 
@@ -189,20 +98,20 @@ def measured_seconds(row: Row, workload: Workload) -> float | None:
 def _choices(row: Row) -> tuple[Workload, ...]:
     model, seq_len = _model(row), row.whole("seq_len") or row.model.get("seq_len") or 0
     if not seq_len or (row.whole("seq_len") is None and (row.whole("global_batch") is None or row.whole("micro_batch") is None)):
-        raise _CannotSayError("sequence length and batch are not stated")
-    cluster, practice = _cluster(row), _practice(row)
+        raise CannotSayError("sequence length and batch are not stated")
+    cluster, practice = cluster_of(row), practice_of(row)
     sizes = _sizes(row)
     data = row.whole("dp") or cluster.count // (sizes["tensor"] * sizes["pipeline"] * sizes["context"])
     global_batch = row.whole("global_batch")
     if global_batch is None:
         count = row.options.get("micro_num") or row.options.get("grad_accum")
         if count is None or row.whole("micro_batch") is None:
-            raise _CannotSayError("the global batch is not stated")
+            raise CannotSayError("the global batch is not stated")
         global_batch = count * row.whole("micro_batch") * data
     if global_batch % data:
-        raise _CannotSayError(f"global batch {global_batch} is not a multiple of the {data} data ranks")
+        raise CannotSayError(f"global batch {global_batch} is not a multiple of the {data} data ranks")
     if data * sizes["tensor"] * sizes["pipeline"] * sizes["context"] != cluster.count:
-        raise _CannotSayError(f"the layout's ranks are not the {cluster.count} devices")
+        raise CannotSayError(f"the layout's ranks are not the {cluster.count} devices")
     found = []
     for micro, chunks, (policy, parts) in product(_micro(row, global_batch // data), _chunks(row, model), _recompute(row)):
         values = {**sizes, **_sharding(row, data * sizes["context"])}
@@ -213,7 +122,7 @@ def _choices(row: Row) -> tuple[Workload, ...]:
                 "layers": _layers(row, model, sizes["pipeline"] * chunks),
             }
         )  # fmt: skip
-        found.append(Workload(model, plan, cluster, int(seq_len), global_batch, _format(row), practice, frozen=_frozen(row)))
+        found.append(Workload(model, plan, cluster, int(seq_len), global_batch, format_of(row), practice, frozen=_frozen(row)))
     return tuple(found)
 
 
@@ -223,7 +132,7 @@ def _choices(row: Row) -> tuple[Workload, ...]:
 def _model(row: Row) -> ModelSpec:
     sizes: dict[str, Any] = row.model
     if not sizes:
-        raise _CannotSayError(f"the source gives no sizes of {row.text('model')}")
+        raise CannotSayError(f"the source gives no sizes of {row.text('model')}")
     if "hybrid" in sizes:
         return _hybrid(row, sizes)
     if "InternLM-20B" in row.text("notes"):  # the model column names the page's usual model; the note says which one this is
@@ -232,7 +141,7 @@ def _model(row: Row) -> ModelSpec:
     if isinstance(vocab, str) and (padding := re.search(r"divisible-by (\d+)", vocab)):
         vocab = -(-50257 // int(padding[1])) * int(padding[1])  # Megatron's GPT-2 tokenizer, padded
     if not isinstance(vocab, int):
-        raise _CannotSayError("the vocabulary's size is not stated")
+        raise CannotSayError("the vocabulary's size is not stated")
     gated, moe = sizes["gated_mlp"], sizes.get("moe")
     norm = NormSpec() if gated else NormSpec(kind="layer", bias=True)
     attention = _attention(sizes, gated)
@@ -258,9 +167,9 @@ def _model(row: Row) -> ModelSpec:
 
 def _hybrid(row: Row, sizes: dict[str, Any]) -> ModelSpec:
     if sizes["hybrid"] not in HYBRIDS:
-        raise _CannotSayError(f"{row.text('model')} has experts on a latent, which models/ does not have")
+        raise CannotSayError(f"{row.text('model')} has experts on a latent, which models/ does not have")
     if "mtp" in sizes:
-        raise _CannotSayError(f"{row.text('model')} predicts further tokens by blocks of two layers, which models/ does not have")
+        raise CannotSayError(f"{row.text('model')} predicts further tokens by blocks of two layers, which models/ does not have")
     model = presets()[HYBRIDS[sizes["hybrid"]]].build()
     return model.model_copy(update={"balanced": True}).build()
 
@@ -293,95 +202,6 @@ def _ahead(row: Row, sizes: dict[str, Any]) -> int:
     return 1 if row.text("model") == "deepseek-v3" and row.group in ("mbridge", "mbridge-cards") else 0
 
 
-# --- the machine and the software
-
-
-def _cluster(row: Row) -> ClusterSpec:
-    if row.text("hardware") not in HARDWARE:
-        raise _CannotSayError(f"the catalogue has no {row.text('hardware')}")
-    accelerator = clusters.catalogue()[HARDWARE[row.text("hardware")]]
-    network = next((rate for text, rate in NETWORK if text in row.text("interconnect")), accelerator.scale_out)
-    count = row.whole("n_gpus")
-    if count is None:
-        raise _CannotSayError("the number of devices is not stated")
-    per_node = row.whole("gpus_per_node") or accelerator.per_node
-    return ClusterSpec(accelerator=accelerator, count=count, per_node=per_node, scale_out=network)
-
-
-def _practice(row: Row) -> Practice:
-    practice = SOFTWARE.get(row.group, FUSED_2024)
-    options = row.options
-    if practice.generation == "plain" and row.text("precision") == "fp16":
-        practice = replace(practice, gradient_bytes=2)  # Megatron sums gradients in fp32 for bf16 alone, unless told to
-    if practice.generation == "fused" and _untuned(row):
-        practice = replace(practice, generation="packaged", overlap_tensor=False)
-        if row.group == "mlm-golden":  # Megatron-Bridge's recipes have Transformer Engine's fused cross-entropy
-            practice = replace(practice, loss="whole")
-    elif practice.generation == "fused" and "moe" in row.model:
-        practice = _tuned_experts(row, practice)
-    if scopes := _graphed(options):
-        practice = replace(practice, graphs="parts" if "attn" in scopes else "router")
-    if options.get("attention") == "unfused":
-        practice = replace(practice, attention="plain", causal_half=False)
-    if practice.generation == "packaged":
-        practice = replace(practice, **EXPERTS.get((row.group, row.text("model"), row.text("hardware")), {}))
-    if options.get("step") == "baseline":  # sections 2.1.2 to 2.1.4 of its document: two kernels zero scales, two order them
-        practice = replace(practice, router="plain", scattered=4)
-    if options.get("dispatcher") == "alltoall":
-        practice = replace(practice, deduplicated=False)
-    if options.get("router") == "token-drop":  # each expert takes a fixed number, with torch's own all-to-all
-        practice = replace(practice, waits=False, deduplicated=False)
-    if options.get("moe_permute_fusion") is False:
-        practice = replace(practice, permute=False)
-    if options.get("ep_overlap"):
-        practice = replace(practice, overlap_expert=True)
-    if options.get("adam_moments") == "bf16":
-        practice = replace(practice, moment_bytes=4)
-    if options.get("deterministic"):
-        practice = replace(practice, overlap_data=False, overlap_tensor=False)
-    return practice
-
-
-def _tuned_experts(row: Row, practice: Practice) -> Practice:
-    """What Megatron-Bridge's tuned recipes for experts record, and overlap: in MXFP8, DeepSeek's all-to-all; elsewhere none."""
-    release = re.match(r"(\d+\.\d+)", str(row.options.get("release", "")))
-    early = row.group == "dsv3-gb200" or bool(_graphed(row.options)) or (release is not None and float(release[1]) < GRAPHED)
-    blocks = row.text("precision") == "mxfp8" and not early
-    if row.text("hardware") in RECORDED and blocks:
-        return replace(practice, graphs="whole", overlap_expert="mla" in row.model)
-    eager = row.text("hardware").startswith("H100") or (release is not None and float(release[1]) < PARTLY)
-    if row.options.get("router") == "token-drop" and "mla" not in row.model and row.text("hardware") in (*RECORDED, "B200"):
-        return replace(practice, graphs="whole")  # qwen3_30b_a3b_llm_pretrain.py: fixed numbers of tokens, full_iteration
-    small = row.text("hardware") in RECORDED and "mla" not in row.model  # qwen3_workload_base_configs.py: attention is left out
-    across = (row.whole("ep") or 1) > (row.whole("gpus_per_node") or 8)
-    graphs: Literal["none", "router", "parts"] = "none" if eager else "router" if small else "parts"
-    return replace(practice, graphs=graphs, overlap_expert=blocks and across and "mla" in row.model)
-
-
-def _graphed(options: dict[str, Any]) -> str:
-    """The parts of a block whose kernels recorded graphs start, as the row names them; "" where it does not."""
-    feature = options.get("feat") or {}
-    graph = feature.get("cuda_graph") if isinstance(feature, dict) else None
-    return ",".join(graph.get("scopes", ())) if graph else options.get("cuda_graphs", "")
-
-
-def _untuned(row: Row) -> bool:
-    """Megatron-Core as it comes: functional and regression runs."""
-    notes = row.text("notes")
-    return (
-        row.options.get("tuned") is False
-        or row.options.get("step") == "baseline"
-        or "not tuned" in notes
-        or "launch bound" in notes
-    )
-
-
-def _format(row: Row) -> Format:
-    if row.text("precision") not in FORMATS:
-        raise _CannotSayError(f"no such precision: {row.text('precision')!r}")
-    return FORMATS[row.text("precision")]
-
-
 def _frozen(row: Row) -> bool:
     return row.options.get("task") == "LoRA"
 
@@ -392,7 +212,7 @@ def _frozen(row: Row) -> bool:
 def _sizes(row: Row) -> dict[str, int]:
     given = {axis: row.whole(column) for axis, column in (("tensor", "tp"), ("pipeline", "pp"))}
     if missing := [axis for axis, size in given.items() if size is None]:
-        raise _CannotSayError(f"the layout is not stated ({', '.join(missing)})")
+        raise CannotSayError(f"the layout is not stated ({', '.join(missing)})")
     found = {axis: size for axis, size in given.items() if size is not None}
     found |= {"context": row.whole("cp") or 1, "expert": row.whole("ep") or 1, "expert_tensor": row.whole("etp") or 1}
     return found
@@ -421,7 +241,7 @@ def _sequence(row: Row, tensor: int) -> bool:
 def _micro(row: Row, per_rank: int) -> list[int]:
     if (size := row.whole("micro_batch")) is not None:
         if per_rank % size:
-            raise _CannotSayError(f"{per_rank} sequences a data rank are no multiple of the microbatch of {size}")
+            raise CannotSayError(f"{per_rank} sequences a data rank are no multiple of the microbatch of {size}")
         return [size]
     return [size for size in (1, 2, 4, 8) if per_rank % size == 0]
 
@@ -462,7 +282,7 @@ def _layers(row: Row, model: ModelSpec, stages: int) -> tuple[int, ...] | None:
     if stages == 1:
         return None
     if blocks < stages:
-        raise _CannotSayError(f"{blocks} blocks do not fill {stages} stages")
+        raise CannotSayError(f"{blocks} blocks do not fill {stages} stages")
     if row.options.get("method") == "redis":
         return _by_cost(model, stages)
     each, left = divmod(blocks + 2, stages)

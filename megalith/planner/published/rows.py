@@ -80,3 +80,7 @@ def read(path: Path | None = None) -> list[Row]:
 def checking_groups(rows: Iterable[Row]) -> frozenset[str]:
     """The source groups no parameter is fitted on: every second one of all groups with primary rows, in order of name."""
     return frozenset(sorted({row.group for row in rows if row.text("primary") == "1"})[1::2])
+
+
+class CannotSayError(Exception):
+    """Why a row has no workload."""

@@ -1,0 +1,185 @@
+"""The machine and the software of a published row: its cluster, its practice, its number format."""
+
+import re
+from dataclasses import replace
+from typing import Any, Literal
+
+from megalith.cost.workload import Format, Practice
+from megalith.planner.published.rows import CannotSayError, Row
+from megalith.spec import cluster as clusters
+from megalith.spec.cluster import ClusterSpec
+
+HARDWARE = {
+    "A100-40GB-SXM": "a100-40gb",
+    "A100-80GB-SXM": "a100-80gb",
+    "A100-SXM (memory size not stated)": "a100-80gb",
+    "A100 (README says 40GB)": "a100-80gb",  # Selene, where this model was trained, has 80 GB a GPU
+    "A800-80GB-SXM": "a800-80gb",
+    "H100-80GB-SXM": "h100",
+    "H200-141GB-SXM": "h200",
+    "H800-80GB-SXM": "h800",
+    "GB200": "gb200-nvl72",
+    "GB300": "gb300-nvl72",
+    "B200": "b200",
+    "B300": "b300",
+    "TPU-v6e": "tpu-v6e",
+    "TPU-v5p": "tpu-v5p",
+    "TPU-v4": "tpu-v4",
+}
+
+NETWORK = (  # (what the column says, bytes/s out of a device)
+    ("1600 Gb/s RoCE per node", 25e9),
+    ("4x100Gb RoCE per node", 6.25e9),
+    ("800Gb/s IB per node", 12.5e9),
+    ("8x200", 25e9),
+    ("8x400Gb", 50e9),
+)
+
+PLAIN_2021 = Practice(
+    generation="plain",
+    attention="plain",
+    overlap_data=False,
+    overlap_tensor=False,
+    deduplicated=False,
+    causal_half=False,
+    loss="whole",
+)
+EAGER_2023 = Practice(generation="eager", overlap_tensor=False, deduplicated=False, loss="whole")
+FUSED_2024 = Practice(generation="fused")
+
+SOFTWARE = {  # source group -> the software its runs used
+    "sc21": PLAIN_2021,
+    "korthikanti22": PLAIN_2021,
+    "mt-nlg": PLAIN_2021,
+    "vtrain-single": PLAIN_2021,
+    "vtrain-multi": PLAIN_2021,
+    "ds-azure": replace(PLAIN_2021, overlap_data=True, gradient_bytes=2, gathers="module"),
+    "internevo": replace(EAGER_2023, gradient_bytes=2, flash=1, gathers="rank"),
+    "mosaic": replace(EAGER_2023, loss="fused", flash=1),  # llm-foundry of 2023: flash-attn 1, its cross-entropy
+    "nanotron": replace(EAGER_2023, loss="copied"),
+    "vocab-pp": EAGER_2023,
+    "nemo2407": replace(FUSED_2024, gradient_bytes=2, master_bytes=2),  # bf16 gradients, Apex's distributed Adam
+    "mlm-llama": replace(FUSED_2024, gradient_bytes=2, master_bytes=2),
+    "mbridge": replace(FUSED_2024, gradient_bytes=2),  # its recipes reduce in bf16
+    "mbridge-cards": replace(FUSED_2024, gradient_bytes=2),
+    "mbridge-skills": replace(FUSED_2024, gradient_bytes=2),
+    "dsv3-gb200": replace(FUSED_2024, gradient_bytes=2),
+}
+
+_BY_SENDER = {"deduplicated": False, "router": "plain"}
+"""NCCL's all-to-all and a router of torch's operations: Megatron-Core's defaults."""
+
+_AHEAD = {"overlap_expert": True, "moment_bytes": 4}
+
+EXPERTS: dict[tuple[str, str, str], dict[str, Any]] = {  # what rows of experts leave out and their sources' programs say
+    # Megatron-Bridge src/megatron/bridge/recipes/moonlight/h100/moonlight_16b.py, for 8 GPUs and for 16
+    ("mbridge-skills", "moonlight-16b-a3b", "H100-80GB-SXM"): _BY_SENDER | {"moment_bytes": 4},
+    ("mbridge-cards", "moonlight-16b-a3b", "H100-80GB-SXM"): _AHEAD,
+    # recipes/qwen/gb200/qwen3_moe.py: NVTE_CUTEDSL_FUSED_GROUPED_MLP
+    ("mbridge-cards", "qwen3-30b-a3b", "GB200"): {"overlap_expert": True, "grouped": True},
+    # Megatron-LM tests/functional_tests/test_cases/moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed/model_config.yaml
+    ("mlm-golden", "mlm-moe-mla-small", "H100-80GB-SXM"): _BY_SENDER | {"rotary": False},
+}
+
+GRAPHED = 26.04
+"""Release of the NeMo container from which Megatron-Bridge's recipes in MXFP8 record whole steps (scripts/performance/configs)."""
+
+PARTLY = 25.11
+"""Release from which they record attention and router, but on H100."""
+
+RECORDED = ("GB200", "GB300", "B300")
+"""Hardware for which they do."""
+
+FORMATS: dict[str, Format] = {
+    "bf16": "bf16", "bf16-amp": "bf16", "fp16": "fp16", "fp16/bf16 (not stated)": "bf16", "fp8": "fp8", "fp8-cs": "fp8",
+    "fp8-amp": "fp8", "mxfp8": "mxfp8", "nvfp4": "fp4", "fp32": "fp32",
+}  # fmt: skip
+
+
+def cluster_of(row: Row) -> ClusterSpec:
+    """Return the machines of a row. Raises CannotSayError for hardware outside the catalogue, or a number of devices that is not stated."""
+    if row.text("hardware") not in HARDWARE:
+        raise CannotSayError(f"the catalogue has no {row.text('hardware')}")
+    accelerator = clusters.catalogue()[HARDWARE[row.text("hardware")]]
+    network = next((rate for text, rate in NETWORK if text in row.text("interconnect")), accelerator.scale_out)
+    count = row.whole("n_gpus")
+    if count is None:
+        raise CannotSayError("the number of devices is not stated")
+    per_node = row.whole("gpus_per_node") or accelerator.per_node
+    return ClusterSpec(accelerator=accelerator, count=count, per_node=per_node, scale_out=network)
+
+
+def practice_of(row: Row) -> Practice:
+    """Return what the software of a row overlaps, fuses and keeps."""
+    practice = SOFTWARE.get(row.group, FUSED_2024)
+    options = row.options
+    if practice.generation == "plain" and row.text("precision") == "fp16":
+        practice = replace(practice, gradient_bytes=2)  # Megatron sums gradients in fp32 for bf16 alone, unless told to
+    if practice.generation == "fused" and _untuned(row):
+        practice = replace(practice, generation="packaged", overlap_tensor=False)
+        if row.group == "mlm-golden":  # Megatron-Bridge's recipes have Transformer Engine's fused cross-entropy
+            practice = replace(practice, loss="whole")
+    elif practice.generation == "fused" and "moe" in row.model:
+        practice = _tuned_experts(row, practice)
+    if scopes := _graphed(options):
+        practice = replace(practice, graphs="parts" if "attn" in scopes else "router")
+    if options.get("attention") == "unfused":
+        practice = replace(practice, attention="plain", causal_half=False)
+    if practice.generation == "packaged":
+        practice = replace(practice, **EXPERTS.get((row.group, row.text("model"), row.text("hardware")), {}))
+    if options.get("step") == "baseline":  # sections 2.1.2 to 2.1.4 of its document: two kernels zero scales, two order them
+        practice = replace(practice, router="plain", scattered=4)
+    if options.get("dispatcher") == "alltoall":
+        practice = replace(practice, deduplicated=False)
+    if options.get("router") == "token-drop":  # each expert takes a fixed number, with torch's own all-to-all
+        practice = replace(practice, waits=False, deduplicated=False)
+    if options.get("moe_permute_fusion") is False:
+        practice = replace(practice, permute=False)
+    if options.get("ep_overlap"):
+        practice = replace(practice, overlap_expert=True)
+    if options.get("adam_moments") == "bf16":
+        practice = replace(practice, moment_bytes=4)
+    if options.get("deterministic"):
+        practice = replace(practice, overlap_data=False, overlap_tensor=False)
+    return practice
+
+
+def _tuned_experts(row: Row, practice: Practice) -> Practice:
+    """What Megatron-Bridge's tuned recipes for experts record, and overlap: in MXFP8, DeepSeek's all-to-all; elsewhere none."""
+    release = re.match(r"(\d+\.\d+)", str(row.options.get("release", "")))
+    early = row.group == "dsv3-gb200" or bool(_graphed(row.options)) or (release is not None and float(release[1]) < GRAPHED)
+    blocks = row.text("precision") == "mxfp8" and not early
+    if row.text("hardware") in RECORDED and blocks:
+        return replace(practice, graphs="whole", overlap_expert="mla" in row.model)
+    eager = row.text("hardware").startswith("H100") or (release is not None and float(release[1]) < PARTLY)
+    if row.options.get("router") == "token-drop" and "mla" not in row.model and row.text("hardware") in (*RECORDED, "B200"):
+        return replace(practice, graphs="whole")  # qwen3_30b_a3b_llm_pretrain.py: fixed numbers of tokens, full_iteration
+    small = row.text("hardware") in RECORDED and "mla" not in row.model  # qwen3_workload_base_configs.py: attention is left out
+    across = (row.whole("ep") or 1) > (row.whole("gpus_per_node") or 8)
+    graphs: Literal["none", "router", "parts"] = "none" if eager else "router" if small else "parts"
+    return replace(practice, graphs=graphs, overlap_expert=blocks and across and "mla" in row.model)
+
+
+def _graphed(options: dict[str, Any]) -> str:
+    """The parts of a block whose kernels recorded graphs start, as the row names them; "" where it does not."""
+    feature = options.get("feat") or {}
+    graph = feature.get("cuda_graph") if isinstance(feature, dict) else None
+    return ",".join(graph.get("scopes", ())) if graph else options.get("cuda_graphs", "")
+
+
+def _untuned(row: Row) -> bool:
+    """Megatron-Core as it comes: functional and regression runs."""
+    notes = row.text("notes")
+    return (
+        row.options.get("tuned") is False
+        or row.options.get("step") == "baseline"
+        or "not tuned" in notes
+        or "launch bound" in notes
+    )
+
+
+def format_of(row: Row) -> Format:
+    """Return the number format of a row's products. Raises CannotSayError for one that has no name here."""
+    if row.text("precision") not in FORMATS:
+        raise CannotSayError(f"no such precision: {row.text('precision')!r}")
+    return FORMATS[row.text("precision")]
