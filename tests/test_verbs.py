@@ -20,8 +20,8 @@ from megalith.machine.health import Finding
 from megalith.rehearse.latencies import PROFILES
 from megalith.rehearse.prepare import Wanted
 from megalith.spec import files
+from megalith.spec.families.llama import Llama
 from megalith.spec.fleet import FleetSpec
-from megalith.spec.llama import Llama
 from megalith.spec.plan import Plan
 from megalith.spec.problem import SpecErrors
 from megalith.spec.run import DataSpec, OptimizerSpec, TrainSpec

@@ -1,7 +1,7 @@
 """Specifications: frozen values that say what to train, where, and how. No torch."""
 
 from megalith.spec.families import Model
-from megalith.spec.llama import Llama
+from megalith.spec.families.llama import Llama
 from megalith.spec.model import ModelSpec
 from megalith.spec.plan import Plan
 from megalith.spec.run import RunSpec

@@ -21,7 +21,7 @@ from megalith.checkpoint.read import read_full
 from megalith.data.tokenizer import Tokenizer, load
 from megalith.models.batch import Batch
 from megalith.models.stage import Stage
-from megalith.spec.llama import Llama
+from megalith.spec.families.llama import Llama
 from megalith.spec.model import RopeScaling
 
 STRETCH = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=32)

@@ -11,7 +11,7 @@ from megalith.models.batch import Batch
 from megalith.models.generate import generate
 from megalith.models.rope import tables
 from megalith.models.stage import Stage
-from megalith.spec.llama import Llama
+from megalith.spec.families.llama import Llama
 from megalith.spec.model import RopeScaling, RopeSpec
 from tests.models.plain import lively, llama, logits, tokens_of
 

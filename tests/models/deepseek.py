@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith.models.stage import Stage
-from megalith.spec.deepseek import DeepSeek
+from megalith.spec.families.deepseek import DeepSeek
 from megalith.spec.model import YarnScaling
 
 SIZES: dict[str, Any] = {

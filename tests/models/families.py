@@ -1,11 +1,11 @@
 """A small model of every dense family, with everything that makes the family another one."""
 
 from megalith.spec.families import Model
-from megalith.spec.gemma2 import Gemma2
-from megalith.spec.gpt import Gpt
-from megalith.spec.llama import Llama
-from megalith.spec.palm import Palm
-from megalith.spec.qwen3 import Qwen3
+from megalith.spec.families.gemma2 import Gemma2
+from megalith.spec.families.gpt import Gpt
+from megalith.spec.families.llama import Llama
+from megalith.spec.families.palm import Palm
+from megalith.spec.families.qwen3 import Qwen3
 
 SIZES = {"layers": 3, "dim": 32, "heads": 4, "vocab": 96, "context": 64}
 # what transformers spells out is spelled out, so that a model read back is the same

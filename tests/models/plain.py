@@ -9,7 +9,7 @@ from megalith.models.batch import Batch
 from megalith.models.init import initialise
 from megalith.models.stage import Stage
 from megalith.spec.families import Model
-from megalith.spec.llama import Llama
+from megalith.spec.families.llama import Llama
 from tests.specs import TINY
 
 

@@ -4,9 +4,9 @@ import torch
 
 from megalith.models.moe import Moe
 from megalith.spec.families import Model
-from megalith.spec.mixtral import Mixtral
+from megalith.spec.families.mixtral import Mixtral
+from megalith.spec.families.qwen3_moe import Qwen3Moe
 from megalith.spec.model import MoeSpec
-from megalith.spec.qwen3_moe import Qwen3Moe
 from tests.models.families import SIZES
 
 ROUTED: dict[str, Model] = {

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from megalith.spec import files
 from megalith.spec.base import AbsentError
 from megalith.spec.families import FAMILIES
+from megalith.spec.families.gemma2 import Gemma2
+from megalith.spec.families.llama import Llama
 from megalith.spec.files import Resolved, load
-from megalith.spec.gemma2 import Gemma2
-from megalith.spec.llama import Llama
 from megalith.spec.model import RopeScaling
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megalith.models.stage import Stage
-from megalith.spec.gemma2 import Gemma2
-from megalith.spec.llama import Llama
+from megalith.spec.families.gemma2 import Gemma2
+from megalith.spec.families.llama import Llama
 from megalith.spec.model import AttentionSpec, ModelSpec
 from megalith.spec.presets import presets
 

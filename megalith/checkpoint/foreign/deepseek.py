@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, partial_rotation, rope_settings, write_rope
 from megalith.checkpoint.foreign.weights import EMBEDDING, FINAL_NORM, GATED_MLP, NORMS, OUTPUT, Piece, layers, same, stacked
-from megalith.spec.deepseek import DeepSeek
+from megalith.spec.families.deepseek import DeepSeek
 from megalith.spec.model import YarnScaling
 
 BIAS_RATE = 0.001  # DeepSeek-V3's; their files do not say it, and without a rate there would be no bias

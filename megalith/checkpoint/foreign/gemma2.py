@@ -2,7 +2,7 @@
 
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, heads_divide, plain_rope, write_rope
 from megalith.checkpoint.foreign.weights import ATTENTION, GATED_MLP, Piece, ends, layers, same
-from megalith.spec.gemma2 import Gemma2
+from megalith.spec.families.gemma2 import Gemma2
 
 NORMS = [
     same("attention_norm.weight", "input_layernorm.weight"),

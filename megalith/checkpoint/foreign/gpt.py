@@ -2,7 +2,7 @@
 
 from megalith.checkpoint.foreign.family import Foreign, Json
 from megalith.checkpoint.foreign.weights import Piece, joined, layers, same, transposed
-from megalith.spec.gpt import Gpt
+from megalith.spec.families.gpt import Gpt
 
 ENDS = [
     same("embedding.weight", "transformer.wte.weight"),

@@ -12,7 +12,7 @@ from megalith.checkpoint.foreign.family import (
     write_rope,
 )
 from megalith.checkpoint.foreign.weights import ATTENTION, GATED_MLP, NORMS, Piece, ends, layers
-from megalith.spec.llama import Llama
+from megalith.spec.families.llama import Llama
 from megalith.spec.model import RopeScaling
 
 STRETCH = {  # our field -> their setting

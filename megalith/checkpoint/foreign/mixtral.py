@@ -2,7 +2,7 @@
 
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, plain_rope, write_rope
 from megalith.checkpoint.foreign.weights import ATTENTION, NORMS, Piece, ends, layers, same, stacked
-from megalith.spec.mixtral import Mixtral
+from megalith.spec.families.mixtral import Mixtral
 
 EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}  # ours -> theirs
 

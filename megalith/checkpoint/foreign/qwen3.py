@@ -2,7 +2,7 @@
 
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, plain_rope, write_rope
 from megalith.checkpoint.foreign.weights import ATTENTION, GATED_MLP, NORMS, Piece, ends, layers, same
-from megalith.spec.qwen3 import Qwen3
+from megalith.spec.families.qwen3 import Qwen3
 
 HEAD_NORMS = [same(f"attention.{part}_norm.weight", f"self_attn.{part}_norm.weight") for part in "qk"]
 

@@ -4,7 +4,7 @@ from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habit
 from megalith.checkpoint.foreign.mixtral import read_balance, write_balance
 from megalith.checkpoint.foreign.qwen3 import HEAD_NORMS
 from megalith.checkpoint.foreign.weights import ATTENTION, NORMS, Piece, ends, layers, same, stacked
-from megalith.spec.qwen3_moe import Qwen3Moe
+from megalith.spec.families.qwen3_moe import Qwen3Moe
 
 
 def _pieces(spec: Qwen3Moe) -> list[Piece]:

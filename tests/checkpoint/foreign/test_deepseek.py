@@ -12,7 +12,7 @@ from megalith.checkpoint.foreign.family import ForeignModelError
 from megalith.checkpoint.huggingface import configuration, export, read_config, read_weights, shapes, to_theirs
 from megalith.models.batch import Batch
 from megalith.models.stage import Stage
-from megalith.spec.deepseek import DeepSeek
+from megalith.spec.families.deepseek import DeepSeek
 from megalith.spec.model import YarnScaling
 from megalith.spec.presets import presets
 from tests.models.deepseek import V2, YARN, deepseek

@@ -11,8 +11,8 @@ from megalith.checkpoint.foreign.table import BY_FAMILY, BY_MODEL_TYPE, FOREIGN
 from megalith.checkpoint.huggingface import ForeignModelError, export, read_config, read_weights, shapes
 from megalith.models.stage import Stage
 from megalith.spec.families import Model
-from megalith.spec.gpt import Gpt
-from megalith.spec.palm import Palm
+from megalith.spec.families.gpt import Gpt
+from megalith.spec.families.palm import Palm
 from tests.models.families import EXPORTED, SIZES
 from tests.models.plain import logits
 from tests.models.routed import ROUTED

@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import PositiveFloat, PositiveInt
 
 from megalith.spec.base import Spec
-from megalith.spec.family import attention_of, few_heads, model_of, multiple, shrunk
+from megalith.spec.families.common import attention_of, few_heads, model_of, multiple, shrunk
 from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec
 
 

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from megalith.spec.base import Spec
-from megalith.spec.family import (
+from megalith.spec.families.common import (
     Active,
     Balanced,
     BalanceSet,

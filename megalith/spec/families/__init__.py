@@ -1,8 +1,8 @@
 """Model families: what `[model]` may hold, one flat spec a family, told apart by `family` ("llama" where it is not said).
 
 A family is a frozen Spec with `name`, `layers`, `dim`, `vocab`, `context`, `tied` and `init_std` among its sizes, `build()`, which
-gives the model as parts, and `small(layers, unit, heads_unit)`, the same family in sizes that every split divides; `family.py` has what
-they share. A new one is a file beside this and a line in `Model`.
+gives the model as parts, and `small(layers, unit, heads_unit)`, the same family in sizes that every split divides; `common.py` has what
+they share. A new one is a module beside it and a line in `Model`.
 """
 
 from collections.abc import Mapping
@@ -10,17 +10,17 @@ from typing import Annotated, Any, get_args
 
 from pydantic import Discriminator, Tag, TypeAdapter
 
-from megalith.spec.deepseek import DeepSeek
-from megalith.spec.gemma2 import Gemma2
-from megalith.spec.gpt import Gpt
-from megalith.spec.grok import Grok
-from megalith.spec.llama import Llama
-from megalith.spec.mixtral import Mixtral
-from megalith.spec.nemotron_h import NemotronH
-from megalith.spec.palm import Palm
-from megalith.spec.qwen3 import Qwen3
-from megalith.spec.qwen3_moe import Qwen3Moe
-from megalith.spec.switch import Switch
+from megalith.spec.families.deepseek import DeepSeek
+from megalith.spec.families.gemma2 import Gemma2
+from megalith.spec.families.gpt import Gpt
+from megalith.spec.families.grok import Grok
+from megalith.spec.families.llama import Llama
+from megalith.spec.families.mixtral import Mixtral
+from megalith.spec.families.nemotron_h import NemotronH
+from megalith.spec.families.palm import Palm
+from megalith.spec.families.qwen3 import Qwen3
+from megalith.spec.families.qwen3_moe import Qwen3Moe
+from megalith.spec.families.switch import Switch
 
 DEFAULT = "llama"
 

@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from megalith.models.stage import Stage
-from megalith.spec.deepseek import DeepSeek
+from megalith.spec.families.deepseek import DeepSeek
 from megalith.spec.model import LatentAttentionSpec, MlpSpec, MoeSpec, YarnScaling
 from megalith.spec.presets import presets
 from tests.models.deepseek import SIZES, deepseek

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megalith.spec.base import Spec
-from megalith.spec.family import Balanced, ExpertWidth, model_of, multiple, router_of, shrunk
+from megalith.spec.families.common import Balanced, ExpertWidth, model_of, multiple, router_of, shrunk
 from megalith.spec.model import (
     AheadSpec,
     BlockSpec,

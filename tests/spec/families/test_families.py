@@ -5,8 +5,8 @@ from pydantic import ValidationError
 
 from megalith.spec import families
 from megalith.spec.families import FAMILIES, Model, family_of
-from megalith.spec.family import few_heads
-from megalith.spec.llama import Llama
+from megalith.spec.families.common import few_heads
+from megalith.spec.families.llama import Llama
 from megalith.spec.model import AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from megalith.spec.presets import presets
 
