@@ -268,5 +268,6 @@ def test_a_node_that_joins_again_under_its_name_was_lost_before(fleet: Callable[
 def test_too_few_nodes_are_an_error_that_names_those_that_came(fleet: Callable[..., Fleet]) -> None:
     run = fleet("wait")
     run.join("only")
+    run.nodes.await_nodes(1, 1, seconds=SECONDS)
     with pytest.raises(TimeoutError, match=r"1 of 2 nodes came within 0\.5 s \(only\)"):
         run.nodes.await_nodes(2, 3, seconds=0.5)
