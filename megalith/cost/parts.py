@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +23,7 @@ VERSION = 3
 TRACED = (
     "models/*.py",
     "kernels/*.py",
+    "parallel/recompute.py",
     "cost/trace.py",
     "cost/recorder.py",
     "cost/exchanges.py",
@@ -29,7 +31,7 @@ TRACED = (
     "cost/cores.py",
     "cost/profile.py",
 )
-"""Modules that are traced, and what traces them: a changed model is traced anew."""
+"""Modules that are traced, and the code that traces them. When one of them changes, parts are traced again."""
 
 
 class Numbers(NamedTuple):
@@ -272,6 +274,12 @@ def _helper(parent: int) -> None:
     torch.set_num_threads(1)
 
 
+@cache
+def _torch() -> str:
+    """The installed PyTorch, whose operations are what a trace counts. Read from disk: importing it takes seconds."""
+    return version("torch")
+
+
 def _path(key: Key) -> Path | None:
     model, block = key.model, key.block
     subject: dict[str, Any] = {"dim": model.dim}
@@ -282,4 +290,4 @@ def _path(key: Key) -> Path | None:
             subject |= {"head": model.head.model_dump()}
         case "embedding":
             subject |= {"embedding": model.embedding.model_dump()}
-    return kept.file("profiles", [VERSION, kept.code(*TRACED), key.kind, subject, asdict(key.layout)])
+    return kept.file("profiles", [VERSION, kept.code(*TRACED), _torch(), key.kind, subject, asdict(key.layout)])

@@ -1,7 +1,8 @@
 """Profiles of parts are traced once and kept: in memory, and in the folder that the environment names."""
 
+import ast
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,40 @@ def test_a_file_that_was_cut_off_is_traced_again(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(known, "_known", {})
     monkeypatch.setattr(known, "_trace", None)  # what is on disk now is whole
     assert _figures(parts(load)) == whole
+
+
+def test_another_torch_is_traced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    load, found = workload(dense(), Plan()), []
+    for release in ("2.11.0", "2.15.0"):
+        monkeypatch.setattr(known, "_known", {})
+        monkeypatch.setattr(known, "_torch", lambda release=release: release)
+        parts(load)
+        found.append(_files(tmp_path))
+    assert len(found[1]) == 2 * len(found[0]) > 0
+
+
+def test_a_change_of_any_module_that_a_trace_runs_is_traced_again() -> None:
+    """Specs are left out: the key has their values."""
+    package = Path(known.__file__).parents[1]
+    named = {path for pattern in known.TRACED for path in package.glob(pattern)}
+    wanted, seen = [package / "cost/trace.py"], set[Path]()
+    while wanted:
+        path = wanted.pop()
+        if path not in seen and path.parent.name != "spec" and path.name != "__init__.py":
+            seen.add(path)
+            wanted += _imports(path, package)
+    assert seen - named == set()
+
+
+def _imports(path: Path, package: Path) -> Iterator[Path]:
+    """The files of the package that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("megalith"):
+            inside = package.joinpath(*node.module.split(".")[1:])
+            yield from (
+                file for name in node.names for file in (inside.with_suffix(".py"), inside / f"{name.name}.py") if file.exists()
+            )
 
 
 PLANS = [
