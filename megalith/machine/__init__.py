@@ -1,1 +1,1 @@
-"""One machine: its GPUs, its network interfaces, its health, whether it may join a run, and processes that die with their parent."""
+"""One machine: its GPUs, memory, network interfaces and health, whether it may join a run; processes that die with their parent."""

@@ -4,8 +4,6 @@ What is counted is what the code does, so there is no model of it that could dri
 inside themselves, and the caching allocator's holes, are not in it.
 """
 
-import resource
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,6 +13,7 @@ import numpy as np
 import torch
 
 from megalith.data.stream import Batch as Samples
+from megalith.machine.resident import most_resident_bytes
 from megalith.prove import fake
 from megalith.prove.meter import Memory, Meter, Traffic, Work
 from megalith.spec.run import RunSpec
@@ -58,7 +57,7 @@ def dryrun(spec: RunSpec, *, rank: int) -> DryRun:
         if spec.plan.compile:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         found = count(spec, [single_documents(spec)] * spec.microbatches, unreal=True)
-    return DryRun(spec.plan.ranks, rank, found, time.perf_counter() - began, _most_resident())
+    return DryRun(spec.plan.ranks, rank, found, time.perf_counter() - began, most_resident_bytes())
 
 
 def count(spec: RunSpec, microbatches: Sequence[Samples], *, unreal: bool) -> Counted:
@@ -97,7 +96,3 @@ def single_documents(spec: RunSpec) -> Samples:
     tokens = np.zeros((rows, length), dtype=np.int64)
     positions = np.tile(np.arange(length), (rows, 1))
     return Samples(tokens, tokens, positions, ((length,),) * rows, ("none",) * rows)
-
-
-def _most_resident() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

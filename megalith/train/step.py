@@ -1,8 +1,6 @@
 """One optimizer step: batch, program, gradients, norm, update."""
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.data.stream import Batch as Samples
+from megalith.machine.resident import most_resident_bytes, resident_bytes
 from megalith.models.batch import Batch
 from megalith.models.init import seed_of
 from megalith.parallel import gradients
@@ -327,19 +326,6 @@ def _spans(trainer: Trainer, accumulated: Accumulated) -> list[tuple[str, float,
     return [(name, clock.seconds(zero, start), clock.seconds(zero, end)) for name, start, end in accumulated.executed.marks]
 
 
-def resident_bytes() -> int:
-    """Bytes of this process that are in memory now (Linux; elsewhere the most there ever were)."""
-    try:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return _most_resident()
-
-
-def _most_resident() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def peak_bytes(device: torch.device) -> int:
     """The most bytes this rank ever held: on the GPU where it has one, else of its process."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _most_resident()
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else most_resident_bytes()

@@ -8,7 +8,7 @@ import torch
 
 from megalith.models.init import seed_of
 from megalith.parallel.gradients import local
-from megalith.train.step import Stepped, compute, peak_bytes, resident_bytes, seed_step, train_step, update
+from megalith.train.step import Stepped, compute, seed_step, train_step, update
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
@@ -74,7 +74,6 @@ def test_memory_counts_shares_and_what_the_process_holds():
     memory = run_ranks(_steps, 2, {"plan": {"data": 2, "zero": 3}}, 1)[0][0].memory
     assert memory["optimizer"] == 2 * memory["weights"] == 2 * memory["gradients"]
     assert memory["resident"] > memory["weights"] and memory["peak"] > memory["weights"]
-    assert 10_000_000 < resident_bytes() <= 1.05 * peak_bytes(CPU)
 
 
 def _clipped(rank: int) -> tuple[float, float, list[float]]:
