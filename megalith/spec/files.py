@@ -2,7 +2,8 @@
 
 Values are laid over each other in this order: defaults < preset (`[model] preset = "llama3-8b"`) < file < command line
 (`--set train.steps=100`). Tables are laid key by key, anything else is replaced. Paths inside a run file, if relative, start at
-the current directory, as they do on the command line: the same `data.path` means the same folder wherever the run file lies.
+the current directory, as they do on the command line: the same `data.path` means the same folder wherever the run file lies. Only a
+cluster's file, which is written beside run files, is looked for from the run file's folder first.
 """
 
 import copy
@@ -13,6 +14,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megalith.spec.presets import presets
 from megalith.spec.problem import Problem, SpecErrors, near
@@ -72,9 +74,25 @@ def read(path: str | Path, *, overrides: Sequence[str] = ()) -> Reading:
             problems += errors.problems
     found = _lay_all(layers, path=path)
     if not problems:
-        return found
+        return Reading(found.resolved, [*found.problems, *_cluster_missing(found.resolved, path)])
     unread = problems[0].source != "command line"  # the file: nothing else can be said
     raise SpecErrors(problems if unread else [*problems, *found.problems])
+
+
+def _cluster_missing(resolved: Resolved, path: Path) -> list[Problem]:
+    """The problem that the run file names a cluster's file that is in neither place where it is looked for; empty if it does not."""
+    source = resolved.provenance.get("cluster", "")
+    if not source.startswith("file "):
+        return []
+    named = resolved.spec.cluster
+    if not _is_relative_file(named) or Path(named).is_file():
+        return []
+    reason = f"no such file in {path.parent.absolute()}, where the run file is, nor in {Path.cwd()}, the current directory"
+    return [Problem("error", "cluster", named, reason, "Correct the path, relative to either, or write it in full.", source)]
+
+
+def _is_relative_file(cluster: Any) -> bool:
+    return isinstance(cluster, str) and cluster.endswith(".toml") and not Path(cluster).is_absolute()
 
 
 def resolve(layers: Sequence[Layer]) -> Resolved:
@@ -183,7 +201,10 @@ def _file(path: Path) -> Layer:
     except (OSError, UnicodeDecodeError) as error:
         raise problem(f"cannot be read: {error}", "Give a TOML file that can, in UTF-8.") from error
     try:
-        return Layer(tomllib.loads(text), f"file {path}")
+        values = tomllib.loads(text)
+        if _is_relative_file(named := values.get("cluster")) and (path.parent / named).is_file():
+            values["cluster"] = str((path.parent / named).resolve())  # in full: it is saved in run folders, which lie elsewhere
+        return Layer(values, f"file {path}")
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"at line (\d+)", str(error))
         number = int(found[1]) if found else len(text.splitlines())

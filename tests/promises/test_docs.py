@@ -188,8 +188,10 @@ def _run(block: Block) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_is_legal_but_for_data_that_is_yet_to_be_made(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_recipe_is_legal_anywhere_but_for_data_that_is_yet_to_be_made(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     checked = verbs.check(recipe)
     assert {problem.key for problem in checked.errors} <= {"data.path"}
     made = re.findall(r"--out (\S+)", recipe.read_text(encoding="utf-8"))

@@ -297,6 +297,37 @@ def test_a_missing_file_names_its_neighbour(run: Path):
         load("rum.toml")
 
 
+def _with_cluster(folder: Path, text: str) -> Path:
+    """A run file in `folder` that names a cluster's file."""
+    folder.mkdir(exist_ok=True)
+    (folder / "run.toml").write_text(f'cluster = "{text}"\n{RUN}')
+    return folder / "run.toml"
+
+
+@pytest.mark.parametrize("place", ["beside", "here"])
+def test_a_clusters_file_is_looked_for_beside_the_run_file_and_then_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+):
+    path = _with_cluster(tmp_path / "beside", "large.toml")
+    (tmp_path / "here").mkdir()
+    for folder in ("beside", "here") if place == "beside" else ("here",):
+        (tmp_path / folder / "large.toml").write_text('accelerator = "h100"\ncount = 8\n')
+    monkeypatch.chdir(tmp_path / "here")
+    found = load(path)
+    assert (Path.cwd() / found.spec.cluster).resolve() == (tmp_path / place / "large.toml").resolve()
+    files.save(found, tmp_path / "saved")
+    assert load(tmp_path / "saved/run.toml").spec == found.spec
+
+
+def test_a_clusters_file_that_is_nowhere_is_told_both_places_and_can_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = _with_cluster(tmp_path / "beside", "large.toml")
+    monkeypatch.chdir(tmp_path)
+    (problem,) = files.read(path).problems
+    assert problem.key == "cluster"
+    assert str(tmp_path / "beside") in problem.reason and f"{tmp_path}, the current" in problem.reason
+    assert not files.read(path, overrides=["cluster=h100:8"]).problems
+
+
 def test_a_folder_is_no_run_file(run: Path):
     with pytest.raises(SpecErrors, match=r"a folder.*run\.toml"):
         load(".")
