@@ -64,7 +64,7 @@ class Checkpointer:
     """Saves to and loads from `folder`. All ranks make one at the same time and call its methods in the same order.
 
     `group` carries its own messages; it must be a gloo group that nobody else uses, because an asynchronous save talks while
-    training talks elsewhere. None: made here if torch.distributed is initialised, else there is only this process.
+    training talks elsewhere. None: made here of all ranks if torch.distributed is initialised, else there is only this process.
     `warn` is called on the first rank with what a person should know (a damaged checkpoint, an old one that cannot be removed).
     """
 
@@ -78,7 +78,7 @@ class Checkpointer:
         warn: Warn = silent,
     ) -> None:
         if group is None and dist.is_initialized():
-            group = dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[assignment]
+            group = dist.new_group(list(range(dist.get_world_size(dist.group.WORLD))), timeout, "gloo")  # type: ignore[assignment]
         self.folder, self.keep = folder, keep
         self._party, self._warn = Party(group), warn
         self._job: _Job | None = None

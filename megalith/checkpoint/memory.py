@@ -198,15 +198,16 @@ class Memory:
 
     def join(self, distance: int, *, group: dist.ProcessGroup) -> None:
         """From now on the node `distance` slots further keeps this one's copies, and this one keeps others'. All ranks call it together.
-        `group`: a gloo group of them all that nobody else uses. Raises OSError on every rank if one has no room."""
+        `group`: a gloo group of them all, in the order of their seats, that nobody else uses. Raises OSError on every rank if one has no
+        room."""
         self.group, self._apart = group, distance * self.seat.world // len(self.seat.placement)
         text, failed = self.layout.dump(), None
         size = torch.tensor([len(text)])
         sizes = torch.zeros(self.seat.world, dtype=torch.int64)
         dist.all_gather_into_tensor(sizes, size, group=group)
         theirs = torch.empty(int(sizes[self.keeps_for]), dtype=torch.uint8)
-        sent = dist.isend(torch.frombuffer(bytearray(text), dtype=torch.uint8), self.buddy, group=group)
-        dist.recv(theirs, self.keeps_for, group=group)
+        sent = dist.isend(torch.frombuffer(bytearray(text), dtype=torch.uint8), group=group, group_dst=self.buddy)
+        dist.recv(theirs, group=group, group_src=self.keeps_for)
         assert sent is not None
         sent.wait()
         try:
@@ -260,10 +261,10 @@ class Memory:
         mine = torch.frombuffer(bytearray(label.pack()), dtype=torch.uint8)
         theirs = torch.empty(LABEL_BYTES, dtype=torch.uint8)
         works = [
-            dist.isend(mine, self.buddy, group=self.group, tag=1),
-            dist.isend(body, self.buddy, group=self.group, tag=2),
-            dist.irecv(theirs, self.keeps_for, group=self.group, tag=1),
-            dist.irecv(self.kept.bodies[number], self.keeps_for, group=self.group, tag=2),
+            dist.isend(mine, group=self.group, group_dst=self.buddy, tag=1),
+            dist.isend(body, group=self.group, group_dst=self.buddy, tag=2),
+            dist.irecv(theirs, group=self.group, group_src=self.keeps_for, tag=1),
+            dist.irecv(self.kept.bodies[number], group=self.group, group_src=self.keeps_for, tag=2),
         ]
         return _Travelling(works, mine, theirs, number)
 
@@ -369,7 +370,8 @@ class Memory:
             assert label is not None
             mine = torch.frombuffer(bytearray(label.pack()), dtype=torch.uint8)
             works += [
-                (dist.isend(tensor, self.keeps_for, group=self.group), tensor) for tensor in (mine, self.kept.bodies[number])
+                (dist.isend(tensor, group=self.group, group_dst=self.keeps_for), tensor)
+                for tensor in (mine, self.kept.bodies[number])
             ]
         if source_tier(source, self.seat.slot) is Tier.BUDDY:
             arriving = self.own.find(source.step)
@@ -378,7 +380,7 @@ class Memory:
             file.strike_out()
             theirs = torch.empty(LABEL_BYTES, dtype=torch.uint8)
             for tensor in (theirs, self.own.bodies[arriving]):
-                dist.recv(tensor, self.buddy, group=self.group)
+                dist.recv(tensor, group=self.group, group_src=self.buddy)
             label = Label.unpack(bytes(theirs.numpy()))
             if label is None or label.layout != self._label.layout:
                 raise Damaged(Tier.BUDDY, source.step, self.seat.slot, "what came is no copy of this rank's state")

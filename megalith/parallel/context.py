@@ -31,7 +31,7 @@ from megalith.models.batch import Batch
 from megalith.models.core import CausalCore
 from megalith.models.mamba import MambaCore
 from megalith.parallel.conjugate import conjugates
-from megalith.parallel.groups import Groups, group_of
+from megalith.parallel.groups import Groups, group_of, ranks_in
 from megalith.spec.plan import Plan
 
 # --- who has which part of a sequence ---
@@ -82,23 +82,21 @@ class Line:
     """Some context ranks, in order, and this one's place among them."""
 
     group: dist.ProcessGroup
-    ranks: tuple[int, ...]  # as the whole job counts them
     rank: int  # as they count themselves
+    size: int
 
     @classmethod
-    def of(cls, ranks: Sequence[int]) -> "Line":
-        return cls(group_of(ranks), tuple(ranks), list(ranks).index(dist.get_rank()))
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
+    def of(cls, world: dist.ProcessGroup, ranks: Sequence[int]) -> "Line":
+        """`ranks` as `world` counts them, in order."""
+        group = group_of(world, ranks)
+        return cls(group, group.rank(), group.size())
 
     def pass_on(self, block: Tensor) -> "Arriving":
         """Begin to send a block to the next rank, and to receive the previous one's of the same shape."""
         arriving = torch.empty_like(block)
-        following, previous = (self.ranks[(self.rank + step) % self.size] for step in (1, -1))
-        send = dist.P2POp(dist.isend, block, following, self.group)
-        receive = dist.P2POp(dist.irecv, arriving, previous, self.group)
+        following, previous = ((self.rank + step) % self.size for step in (1, -1))
+        send = dist.P2POp(dist.isend, block, group=self.group, group_peer=following)
+        receive = dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=previous)
         return Arriving(arriving, block, dist.batch_isend_irecv([send, receive]))
 
 
@@ -129,10 +127,11 @@ class ContextGroups:
     def build(cls, plan: Plan, groups: Groups) -> "ContextGroups":
         """All ranks call this at the same time, once: each makes two process groups."""
         assert plan.context % plan.ulysses == 0, (plan.context, plan.ulysses)
-        ranks = dist.get_process_group_ranks(groups.context)
+        ranks, world = ranks_in(groups.world, groups.context), groups.world
         here, inner = ranks.index(groups.rank), plan.ulysses
         first = here - here % inner
-        return cls(Line.of(ranks[first : first + inner]), Line.of(ranks[here % inner :: inner]), plan.context_method)
+        lines = Line.of(world, ranks[first : first + inner]), Line.of(world, ranks[here % inner :: inner])
+        return cls(*lines, plan.context_method)
 
     @property
     def size(self) -> int:

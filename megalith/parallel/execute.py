@@ -262,7 +262,7 @@ class Executor:
         tensor = flight.arrived.pop(target).contiguous()
         channel = channel_of(action, self.program.schedule)
         lane, tag = self._lanes[_lane(channel)], self._tag(*target)
-        work = dist.isend(tensor, self.groups.line[channel.destination], group=lane, tag=tag)
+        work = dist.isend(tensor, group=lane, group_dst=channel.destination, tag=tag)
         flight.leaving = [(w, t) for w, t in flight.leaving if not w.is_completed()] + [(work, tensor)]
 
     def _receive(self, action: Action, flight: _Flight) -> None:
@@ -271,7 +271,7 @@ class Executor:
         tensor = self.hidden.empty()
         channel = channel_of(action, self.program.schedule)
         lane, tag = self._lanes[_lane(channel)], self._tag(carries, stage, microbatch)
-        work = dist.irecv(tensor, self.groups.line[channel.source], group=lane, tag=tag)
+        work = dist.irecv(tensor, group=lane, group_src=channel.source, tag=tag)
         flight.arrived[carries, stage, microbatch] = tensor
         flight.waiting[carries, stage, microbatch] = work
 
@@ -283,7 +283,7 @@ class Executor:
         """A communicator for each direction of activations and of gradients that the program uses, so that none waits for another."""
         messages = (a for row in self.program.rows for slot in row for a in parts(slot) if a.kind in MESSAGES)
         used = sorted({_lane(channel_of(message, self.program.schedule)) for message in messages})
-        return {lane: group_of(self.groups.line, purpose=MESSAGES_ONLY) for lane in used}
+        return {lane: group_of(self.groups.world, self.groups.line, purpose=MESSAGES_ONLY) for lane in used}
 
 
 def _lane(channel: Channel) -> tuple[str, bool]:

@@ -20,7 +20,7 @@ from megalith.models.moe import Arrived, Experts, Moe, Pending, Traffic
 from megalith.models.router import Dealing, earlier
 from megalith.parallel.conjugate import conjugates
 from megalith.parallel.data import Place
-from megalith.parallel.groups import Groups
+from megalith.parallel.groups import Groups, ranks_in
 from megalith.parallel.tensor import gather
 from megalith.spec.plan import Plan
 
@@ -166,7 +166,7 @@ class ByExpert:
     def __init__(self, groups: Groups, *, sequence: bool) -> None:
         self.expert, self.expert_tensor = groups.expert, groups.expert_tensor
         self._same = None if sequence or groups.mesh.tensor == 1 else groups.tensor
-        line = dist.get_process_group_ranks(self.expert)
+        line = ranks_in(groups.world, self.expert)
         part = self.expert_tensor.rank()
         ranks = [[rank + other - part for rank in line] for other in range(self.expert_tensor.size())]  # neighbours, by the mesh
         mesh = groups.mesh

@@ -83,11 +83,14 @@ def clip(grads: Iterable[Tensor], *, norm: float, limit: float) -> None:
         torch._foreach_mul_([local(grad) for grad in grads], limit / (norm + 1e-6))
 
 
-def not_finite(parameters: Mapping[str, nn.Parameter], *, step: int, loss: float, norm: float) -> NotFinite:
-    """The error for a step, of a run with `step` steps done, whose loss or gradient norm is not finite. Every rank calls this together."""
+def not_finite(
+    parameters: Mapping[str, nn.Parameter], *, step: int, loss: float, norm: float, world: dist.ProcessGroup
+) -> NotFinite:
+    """The error for a step, of a run with `step` steps done, whose loss or gradient norm is not finite. Every rank of `world` calls this
+    together."""
     bad = {name: int((~_grad(p).isfinite()).sum()) for name, p in parameters.items() if p.grad is not None}
-    everywhere: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, {name: count for name, count in bad.items() if count})
+    everywhere: list[dict[str, int]] = [{} for _ in range(world.size())]
+    dist.all_gather_object(everywhere, {name: count for name, count in bad.items() if count}, group=world)
     total: dict[str, int] = {}
     for found in everywhere:
         for name, count in found.items():

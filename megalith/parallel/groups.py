@@ -1,7 +1,12 @@
-"""The mesh of `megalith.mesh` as process groups."""
+"""The mesh of `megalith.mesh` as process groups.
+
+The ranks that train need not be all that have met: `world` is the group of those that do, and every rank of a mesh is counted in it. Only
+`Groups.build` knows torch's default group.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +24,8 @@ class Groups:
     """This rank's place on the mesh and the process groups it is in. All ranks build theirs at the same time."""
 
     mesh: Mesh
-    rank: int
+    world: dist.ProcessGroup  # the ranks that train, in the mesh's order
+    rank: int  # in `world`
     state: DeviceMesh  # this rank's (copies, shards, tensor): where the dense weights' shares lie
     experts: DeviceMesh  # this rank's (copies, shards, expert, expert_tensor): where the experts' shares lie
     data: dist.ProcessGroup  # data x context: the ranks that compute different tokens with the same part of the model
@@ -29,34 +35,38 @@ class Groups:
     place: (
         dist.ProcessGroup
     )  # the ranks that hold the same stages: `tokens`, and in a bidirectional pipeline those of the mirror rank
-    line: tuple[int, ...]  # the ranks of this rank's pipeline, first stage first
+    line: tuple[int, ...]  # the ranks of this rank's pipeline in `world`, first stage first
     ends: dist.ProcessGroup  # first and last pipeline rank, which both hold a tied embedding; a rank between them alone
 
     @classmethod
-    def build(cls, mesh: Mesh, *, device: str) -> "Groups":
-        """Needs an initialised default process group; raises ValueError if it has not `mesh.ranks` ranks."""
-        if dist.get_world_size() != mesh.ranks:
-            raise ValueError(f"the plan needs {mesh.ranks} ranks, {dist.get_world_size()} were started")
-        rank = dist.get_rank()
+    def build(cls, mesh: Mesh, *, device: str, world: dist.ProcessGroup | None = None) -> "Groups":
+        """Build this rank's groups. `world` is the group of the ranks that train; None: all ranks of the default group, which must be
+        initialised. Raises ValueError if it has not `mesh.ranks` ranks."""
+        world = world or dist.group.WORLD
+        assert world is not None, "torch.distributed is not initialised"
+        if world.size() != mesh.ranks:
+            raise ValueError(f"the plan needs {mesh.ranks} ranks, {world.size()} were started")
+        rank = world.rank()
         here = mesh.coordinates(rank)
         line = [mesh.rank(here | {"pipeline": p}) for p in range(mesh.pipeline)]
         ends = sorted({line[0], line[-1]})
 
         def along(*axes: str) -> dist.ProcessGroup:
-            return group_of([r for r in range(mesh.ranks) if _same(mesh.coordinates(r), here, but=axes)])
+            return group_of(world, [r for r in range(mesh.ranks) if _same(mesh.coordinates(r), here, but=axes)])
 
         return cls(
             mesh=mesh,
+            world=world,
             rank=rank,
-            state=_device_mesh(mesh, rank, device, STATE, mesh.state, mesh.state_coordinates),
-            experts=_device_mesh(mesh, rank, device, EXPERTS, mesh.experts, mesh.expert_coordinates),
+            state=_device_mesh(world, device, STATE, mesh.state, mesh.state_coordinates),
+            experts=_device_mesh(world, device, EXPERTS, mesh.experts, mesh.expert_coordinates),
             data=along("data", "context"),
             context=along("context"),
             sequence=along("context", "tensor"),
             tokens=along("data", "context", "tensor"),
-            place=group_of([r for r in range(mesh.ranks) if mesh.place(r) == mesh.place(rank)]),
+            place=group_of(world, [r for r in range(mesh.ranks) if mesh.place(r) == mesh.place(rank)]),
             line=tuple(line),
-            ends=group_of(ends if rank in ends else [rank]),
+            ends=group_of(world, ends if rank in ends else [rank]),
         )
 
     @cached_property
@@ -84,27 +94,53 @@ def _same(one: Coordinates, other: Coordinates, but: Sequence[str]) -> bool:
 
 
 def _device_mesh(
-    mesh: Mesh, rank: int, device: str, axes: tuple[str, ...], sizes: tuple[int, ...], place: Callable[[int], Coordinates]
+    world: dist.ProcessGroup, device: str, axes: tuple[str, ...], sizes: tuple[int, ...], place: Callable[[int], Coordinates]
 ) -> DeviceMesh:
-    """The ranks as an array over `axes`; this rank's slice of it along all but the first."""
-    ranks = torch.empty(sizes, dtype=torch.int)
-    for other in range(mesh.ranks):
-        ranks[tuple(place(other).values())] = other
-    return DeviceMesh(device, ranks, mesh_dim_names=axes)[axes[1:]]
+    """The ranks of `world` as an array over `axes`; this rank's slice of it along all but the first.
+
+    It is made from groups of this rank's own, because torch would have every rank of the default group make every rank's.
+    """
+    here = place(world.rank())
+    places = [place(rank) for rank in range(world.size())]
+    lines = [[rank for rank, there in enumerate(places) if _same(there, here, but=[axis])] for axis in axes[1:]]
+    groups = [world if len(line) == world.size() else group_of(world, line) for line in lines]
+    everyone = dist.get_process_group_ranks(world)
+    ranks = torch.empty(sizes[1:], dtype=torch.int)
+    for rank, there in enumerate(places):
+        if there[axes[0]] == here[axes[0]]:
+            ranks[tuple(there[axis] for axis in axes[1:])] = everyone[rank]
+    return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=axes[1:])
 
 
 MESSAGES_ONLY = "messages"
 """Describes a group whose members send each other messages, not all equally many: how many they began says nothing of who is late."""
 
 
-def group_of(ranks: Sequence[int], *, purpose: str | None = None) -> dist.ProcessGroup:
-    """A process group, made by its members alone: with thousands of ranks, making every group on every rank would take minutes.
+def group_of(world: dist.ProcessGroup, ranks: Sequence[int], *, purpose: str | None = None) -> dist.ProcessGroup:
+    """A process group of some ranks of `world`, made by its members alone: with thousands of ranks, making every group on every rank would
+    take minutes.
 
     All ranks must make equally many, each its own, or those that follow never form: torch names them by their count.
     """
-    group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=purpose)
+    everyone = dist.get_process_group_ranks(world)
+    return _made(dist.new_group([everyone[rank] for rank in ranks], use_local_synchronization=True, group_desc=purpose))
+
+
+def another(world: dist.ProcessGroup, *, timeout: timedelta, purpose: str | None = None) -> dist.ProcessGroup:
+    """A further group of all ranks of `world`, for CPU tensors: what is sent in it waits for nothing that is sent elsewhere."""
+    ranks = dist.get_process_group_ranks(world)
+    return _made(dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc=purpose))
+
+
+def _made(group: object) -> dist.ProcessGroup:
     assert isinstance(group, dist.ProcessGroup), "called by a rank outside the group"
     return group
+
+
+def ranks_in(world: dist.ProcessGroup, group: dist.ProcessGroup) -> list[int]:
+    """The members of `group` as `world` counts them."""
+    numbers = {global_rank: rank for rank, global_rank in enumerate(dist.get_process_group_ranks(world))}
+    return [numbers[global_rank] for global_rank in dist.get_process_group_ranks(group)]
 
 
 def wait_for(work: Any) -> None:

@@ -94,14 +94,12 @@ def burn_in_all(wanted: str = "auto", *, seconds: float) -> list[Finding]:
         return [finding for found in pool.map(burn, names) for finding in found]
 
 
-def collectives(
-    device: torch.device | str = "cpu", *, size: int = 1 << 20, group: dist.ProcessGroup | None = None
-) -> list[Finding]:
+def collectives(device: torch.device | str = "cpu", *, group: dist.ProcessGroup, size: int = 1 << 20) -> list[Finding]:
     """An all-reduce of `size` whole numbers whose sum is known exactly, an all-gather, and their speed; alike on every rank.
 
-    Every rank of the group (default: of the world) must call it. The ranks that got something else than the others expected are named.
+    Every rank of the group must call it. The ranks that got something else than the others expected are named.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = group.rank(), group.size()
     device = torch.device(device)
     place = torch.arange(size, dtype=torch.float32, device=device) % 1024
     values, expected = place + rank, place * world + world * (world - 1) / 2  # below 2^24: exact in fp32 for any order of adding
@@ -154,14 +152,14 @@ SLOW = 2.0  # times slower than the median of its kind: a link to look at
 
 
 def links(
-    device: torch.device | str = "cpu", *, node: str = "", size: int | None = None, group: dist.ProcessGroup | None = None
+    device: torch.device | str = "cpu", *, group: dist.ProcessGroup, node: str = "", size: int | None = None
 ) -> list[Finding]:
     """How fast bytes go from each rank to the next one, around in a ring and all at once, and whether they arrive as they were sent.
 
     Every rank of the group must call it. `node`: the machine's name, by which links between machines are told apart: their slowest is
     what a ring over all machines waits for.
     """
-    rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device(device)
+    rank, world, device = group.rank(), group.size(), torch.device(device)
     if world < 2:
         return []
     size = size or SIZES_SENT[device.type]
@@ -185,11 +183,14 @@ def links(
     ]
 
 
-def _pass_on(sent: torch.Tensor, got: torch.Tensor, before: int, after: int, group: dist.ProcessGroup | None) -> float:
+def _pass_on(sent: torch.Tensor, got: torch.Tensor, before: int, after: int, group: dist.ProcessGroup) -> float:
     """Send to the next rank while receiving from the one before; the seconds until all has arrived."""
     dist.barrier(group=group)
     began = time.perf_counter()
-    both = [dist.P2POp(dist.isend, sent, after, group=group), dist.P2POp(dist.irecv, got, before, group=group)]
+    both = [
+        dist.P2POp(dist.isend, sent, group=group, group_peer=after),
+        dist.P2POp(dist.irecv, got, group=group, group_peer=before),
+    ]
     for work in dist.batch_isend_irecv(both):
         work.wait()
     if got.device.type == "cuda":
@@ -211,10 +212,10 @@ def _judge_links(name: str, found: Sequence[Link]) -> Finding:
 
 def _check_ranks(rank: int, wanted: str, local_world: int) -> list[Finding]:
     """What each of some ranks of this machine does; they have met by gloo."""
-    device, group = choose_device(wanted, rank, local_world), None
+    device, group = choose_device(wanted, rank, local_world), dist.group.WORLD
     if device.type == "cuda":
-        made = dist.new_group(backend="nccl", device_id=device)
-        group = made if isinstance(made, dist.ProcessGroup) else None
+        group = dist.new_group(list(range(local_world)), backend="nccl", device_id=device)
+    assert isinstance(group, dist.ProcessGroup)
     return [*collectives(device, group=group), *links(device, node=platform.node(), group=group)]
 
 
@@ -237,17 +238,17 @@ def check_place(place: Place, own: Sequence[Finding], *, burn_in_seconds: float,
     machine, and a burn-in of its device, both named by machine; the collective checks among all."""
     device = choose_device(wanted, place.local_rank, place.local_world)
     patience = LaunchSpec().timeout + 2 * len(DTYPES) * burn_in_seconds  # others compute for as long
-    join(place, launch=LaunchSpec(timeout=patience), device=device)
+    world = join(place, launch=LaunchSpec(timeout=patience), device=device)
     try:
         node = platform.node()
         mine = list(own)
         if burn_in_seconds and (device.type == "cuda" or place.local_rank == 0):
             mine += [replace(one, check=f"{one.check}, {device}") for one in burn_in(device, seconds=burn_in_seconds)]
         told: list[list[Finding]] = [[] for _ in range(place.world)]
-        dist.all_gather_object(told, [replace(one, check=f"{one.check}, {node}") for one in mine])
+        dist.all_gather_object(told, [replace(one, check=f"{one.check}, {node}") for one in mine], group=world)
         found = [finding for one in told for finding in one]
-        found += [*collectives(device), *links(device, node=node)]
-        dist.barrier()  # a rank that leaves early fails one that still reads
+        found += [*collectives(device, group=world), *links(device, group=world, node=node)]
+        dist.barrier(group=world)  # a rank that leaves early fails one that still reads
         return found
     finally:
         dist.destroy_process_group()

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith.parallel.data import Weight, local
-from megalith.parallel.groups import Groups
+from megalith.parallel.groups import Groups, ranks_in
 from megalith.spec.state import CATEGORIES as STATE_CATEGORIES
 from megalith.train.assemble import Trainer
 
@@ -307,8 +307,8 @@ class Axes:
     where one of them has all ranks, are named together: "world / shards"."""
 
     def __init__(self, groups: Groups) -> None:
-        self._line = list(groups.line)
-        self._context = set(dist.get_process_group_ranks(groups.context))
+        self._world, self._line = groups.world, list(groups.line)
+        self._context = set(ranks_in(groups.world, groups.context))
         named = {
             "data x context": groups.data,
             "context": groups.context,
@@ -324,7 +324,7 @@ class Axes:
             "expert": groups.expert,
             "expert_tensor": groups.expert_tensor,
         }
-        self._names: dict[str, tuple[str, ...]] = {dist.group.WORLD.group_name: ("world",)} if dist.group.WORLD else {}
+        self._names: dict[str, tuple[str, ...]] = {groups.world.group_name: ("world",)}
         for axis, group in named.items():
             self._names[group.group_name] = (*self._names.get(group.group_name, ()), axis)
 
@@ -332,7 +332,7 @@ class Axes:
         """The axes."""
         name = group.group_name
         if name not in self._names:
-            self._names[name] = self._by_ranks(dist.get_process_group_ranks(group))
+            self._names[name] = self._by_ranks(ranks_in(self._world, group))
         return self._names[name]
 
     def _by_ranks(self, ranks: list[int]) -> tuple[str, ...]:

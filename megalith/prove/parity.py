@@ -254,8 +254,8 @@ def _all_routed(trainer: Trainer, accumulated: Accumulated, routings: list[dict[
             (rows[order.index(id(r.batch.tokens))], [p for s in spans(r.choices.shape[1]) for p in s], r.choices, r.margins)
             for r in records
         ]
-    everyone: list[dict[str, Any]] | None = [{} for _ in range(dist.get_world_size())] if trainer.groups.rank == 0 else None
-    dist.gather_object(mine, everyone)
+    everyone: list[dict[str, Any]] | None = [{} for _ in range(trainer.groups.world.size())] if trainer.groups.rank == 0 else None
+    dist.gather_object(mine, everyone, group=trainer.groups.world, group_dst=0)
     whole: dict[str, Routed] = {}
     for name, parts in ((name, parts) for found in everyone or () for name, parts in found.items()):
         for numbers, positions, choices, margins in parts:
@@ -271,8 +271,8 @@ def _all_routed(trainer: Trainer, accumulated: Accumulated, routings: list[dict[
 def _together(tensors: dict[str, Tensor], trainer: Trainer) -> dict[str, Tensor]:
     """Whole tensors of the whole model on the first rank. What its holders disagree on becomes NaN."""
     mine = [(share.held.key, share.held.shape, share.held.offset, share.data.cpu()) for share in shares(tensors).values()]
-    everyone: list[Any] | None = [None] * dist.get_world_size() if trainer.groups.rank == 0 else None
-    dist.gather_object(mine, everyone)
+    everyone: list[Any] | None = [None] * trainer.groups.world.size() if trainer.groups.rank == 0 else None
+    dist.gather_object(mine, everyone, group=trainer.groups.world, group_dst=0)
     whole: dict[str, Tensor] = {}
     boxes: dict[tuple[str, tuple[int, ...]], Tensor] = {}
     for name, shape, offset, data in (box for part in everyone or () for box in part):
@@ -354,14 +354,14 @@ def main(run_dir: str, steps: int) -> None:
     place = environment.find()
     assert place is not None, "no rank in the environment: `megalith parity` starts ranks"
     device = choose_device(spec.train.device, place.local_rank, place.local_world)
-    join(place, launch=spec.launch, device=device)
+    world = join(place, launch=spec.launch, device=device)
     heartbeat.beat("building")
-    trainer = assemble(spec, groups=mesh_groups(spec, device), device=device)
+    trainer = assemble(spec, groups=mesh_groups(spec, device, world), device=device)
     heartbeat.beat("ready")
     found = record(trainer)
     if place.rank == 0:
         rows = compare(reference(spec, device=device), found, spec=spec)
         report = {"equal": all(row.equal for row in rows), "rows": [asdict(row) | {"equal": row.equal} for row in rows]}
         (folder / "parity.json").write_text(json.dumps(report | {"model": spec.model.model_dump(), "steps": steps}, indent=1))
-    dist.barrier()
+    dist.barrier(group=world)
     dist.destroy_process_group()

@@ -31,10 +31,11 @@ def _rank(rank: int, ranks: int, folder: Path, timeout: float, function: Callabl
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
         )
-        dist.barrier()  # joined on this rank is not yet joined on all: a function that leaves the group at once fails the slower
+        world = dist.group.WORLD
+        dist.barrier(group=world)  # joined on this rank is not yet joined on all: a function that leaves at once fails the slower
         outcome = ("result", function(rank, *args))
         written = pickle.dumps(outcome)
-        dist.barrier()  # a rank that leaves early fails one that is still connecting to it
+        dist.barrier(group=world)  # a rank that leaves early fails one that is still connecting to it
     except BaseException:
         outcome = ("error", traceback.format_exc())
         written = pickle.dumps(outcome)

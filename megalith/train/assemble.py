@@ -102,6 +102,6 @@ def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool 
     )
 
 
-def mesh_groups(spec: RunSpec, device: torch.device) -> Groups:
-    """The process groups of the run's plan."""
-    return Groups.build(Mesh.of(spec.plan), device=device.type)
+def mesh_groups(spec: RunSpec, device: torch.device, world: dist.ProcessGroup | None = None) -> Groups:
+    """The process groups of the run's plan among the ranks of `world`; None: of the default group."""
+    return Groups.build(Mesh.of(spec.plan), device=device.type, world=world)

@@ -13,7 +13,7 @@ from megalith.fleet.report import report
 from megalith.fleet.seat import Seat
 from megalith.fleet.signs import SaveFailed
 from megalith.fleet.tiers import Tier
-from megalith.parallel.groups import MESSAGES_ONLY
+from megalith.parallel.groups import MESSAGES_ONLY, another
 from megalith.train.assemble import Trainer
 
 
@@ -42,8 +42,7 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
     distance = spec.fleet.buddy_distance(len(seat.placement))
     if distance:
         patience = timedelta(seconds=spec.launch.timeout)
-        lanes = dist.new_group(backend="gloo", timeout=patience, group_desc=MESSAGES_ONLY)
-        assert isinstance(lanes, dist.ProcessGroup)
+        lanes = another(trainer.groups.world, timeout=patience, purpose=MESSAGES_ONLY)
         try:
             memory.join(distance, group=lanes)
         except OSError as error:

@@ -59,7 +59,7 @@ class Guard:
         if self.memory and (pinned := self.memory.pinned_step()) is not None and pinned <= step:
             self._good = pinned
         if self.fleet.verify_every:  # a node that has just come holds no copy that was verified
-            self._good = min(good for (good,) in table([self._good], self.trainer.device))
+            self._good = min(good for (good,) in table([self._good], self.trainer))
         if self.fleet.digest:
             self._digests = {step: self._digest()}
         if self.memory:  # by all ranks, also those that have this very copy: their buddies may be new
@@ -160,7 +160,7 @@ class Guard:
 
         None: no rank's; their sum, or a norm, overflowed.
         """
-        bad = [rank for rank, (flag,) in enumerate(table([int(not self.probe.finite())], self.trainer.device)) if flag]
+        bad = [rank for rank, (flag,) in enumerate(table([int(not self.probe.finite())], self.trainer)) if flag]
         mesh = self.trainer.groups.mesh
         return max(bad, key=lambda rank: (mesh.coordinates(rank)["pipeline"], -rank), default=None)
 
@@ -184,7 +184,7 @@ class Guard:
         _, finite = self.recomputer.again(step, shift=shift)
         here = mesh.coordinates(origin)
         asked = mesh.rank(here | {"data": (here["data"] - shift) % mesh.data})
-        return "clean" if table([int(finite)], self.trainer.device)[asked][0] else "reproduced"
+        return "clean" if table([int(finite)], self.trainer)[asked][0] else "reproduced"
 
     # --- replicas ---
 
@@ -211,7 +211,7 @@ class Guard:
         """Of what all ranks know: one tells, and none ends before it has."""
         if self.seat.rank == reporter:
             self.report(sign)
-        dist.barrier()
+        dist.barrier(group=self.trainer.groups.world)
         if isinstance(sign, Nonfinite) and REPORTS not in os.environ:
             return  # nobody listens: the caller's own error says it better
         raise Reported(text)
@@ -263,7 +263,7 @@ class Replicas:
             held = [value for place in places for axis, value in place.items() if axis != "copies"]
             groups.setdefault(tuple(held), []).append(rank)
         self.groups = [ranks for ranks in groups.values() if len(ranks) > 1]
-        self.device = trainer.device
+        self.device, self.world = trainer.device, trainer.groups.world
         self._work: Any = None
 
     def start(self, known: int) -> None:
@@ -271,8 +271,8 @@ class Replicas:
         if self.groups:
             self.wait()
             own = torch.tensor([known - (1 << 64) if known >= 1 << 63 else known], device=self.device)
-            self._everyone = own.new_empty(dist.get_world_size())
-            self._work = dist.all_gather_into_tensor(self._everyone, own, async_op=True)
+            self._everyone = own.new_empty(self.world.size())
+            self._work = dist.all_gather_into_tensor(self._everyone, own, group=self.world, async_op=True)
 
     def wait(self) -> list[Split]:
         """Who does not hold what its replicas hold."""

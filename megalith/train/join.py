@@ -32,8 +32,8 @@ def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.devic
     return torch.device("cpu")
 
 
-def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> None:
-    """Meet the other ranks. CPU tensors travel by gloo, GPU tensors by NCCL.
+def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> dist.ProcessGroup:
+    """Meet the other ranks. Returns the group of them all, in which CPU tensors travel by gloo and GPU tensors by NCCL.
 
     Keys carry the generation: after a restart under torchrun the store still holds the addresses of the dead ranks.
     """
@@ -47,6 +47,8 @@ def join(place: Place, *, launch: LaunchSpec, device: torch.device) -> None:
         world_size=place.world,
         timeout=timedelta(seconds=launch.timeout),
     )
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _generation(place: Place, store: dist.Store, *, seconds: float) -> str:

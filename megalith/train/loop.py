@@ -128,7 +128,7 @@ class Loop:
         microbatches = read_step(self.stream, self.spec, self.position, step, here)
         read = time.perf_counter() - began
         if self._drawn(step):
-            dist.barrier()  # one zero for all ranks' clocks
+            dist.barrier(group=self.trainer.groups.world)  # one zero for all ranks' clocks
         settled = self._stepper.step(microbatches, step=step, stop=stop)
         self.position = Position(step + 1, self.position.samples + self.spec.train.global_batch)
         self._timed[step] = _Timed(read, time.perf_counter() - began)
@@ -176,12 +176,13 @@ class Loop:
 
     def _draw(self, done: Stepped) -> None:
         """Log when the ranks of the first pipeline did what."""
-        here = self.trainer.groups.coordinates
+        groups = self.trainer.groups
+        here = groups.coordinates
         mine = [(here["pipeline"], *span) for span in done.spans] if here["data"] == here["tensor"] == 0 else []
         everyone: list[list[tuple[int, str, float, float]]] | None = (
-            [[] for _ in range(dist.get_world_size())] if self.log else None
+            [[] for _ in range(groups.world.size())] if groups.rank == 0 else None
         )
-        dist.gather_object(mine, everyone)
+        dist.gather_object(mine, everyone, group=groups.world, group_dst=0)
         if self.log and everyone:
             self.log.write(Spans(step=done.step + 1, spans=[span for spans in everyone for span in spans]))
 

@@ -28,10 +28,10 @@ def yardstick_of(trainer: Trainer, folder: Path) -> Yardstick:
     """What MFU is measured with. The peak is from the catalogue, or measured on a CPU; never guessed."""
     spec, device = trainer.spec, trainer.device
     work = _counted_flops(trainer, folder / "ranks")
-    precision, ranks = spec.train.precision, dist.get_world_size()
+    precision, ranks = spec.train.precision, trainer.groups.world.size()
     peak = catalogue_peak(spec.cluster, torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", precision)
     if peak.rate is None and device.type == "cpu":
-        rate = _measured_peak(precision, device, folder / "ranks" / f"peak-{precision}-{ranks}")
+        rate = _measured_peak(trainer, folder / "ranks" / f"peak-{precision}-{ranks}")
         return Yardstick(work, rate, f"measured with {precision} matrix products on all ranks at once{peak.instead}")
     return Yardstick(work, peak.rate and peak.rate * ranks, f"{peak.source}{peak.instead}")
 
@@ -69,7 +69,7 @@ def _counted_flops(trainer: Trainer, kept: Path) -> float:
     if path.exists():
         return float(path.read_text())
     work = flops_per_token(trainer.model, seq_len)
-    if dist.get_rank() == 0:
+    if trainer.groups.rank == 0:
         kept.mkdir(exist_ok=True)
         part = path.with_name(f"{path.name}.new")
         part.write_text(str(work))
@@ -77,18 +77,19 @@ def _counted_flops(trainer: Trainer, kept: Path) -> float:
     return work
 
 
-def _measured_peak(precision: str, device: torch.device, kept: Path) -> float:
+def _measured_peak(trainer: Trainer, kept: Path) -> float:
     """FLOP/s of all ranks together, measured at the run's first start and kept: a start after a fault need not wait for it."""
-    known = float(kept.read_text()) if dist.get_rank() == 0 and kept.exists() else 0.0
+    world, leads = trainer.groups.world, trainer.groups.rank == 0
+    known = float(kept.read_text()) if leads and kept.exists() else 0.0
     rate = torch.tensor(known, dtype=torch.float64)
-    dist.broadcast(rate, 0)  # one rank looks: over a network, others may not see the file yet
+    dist.broadcast(rate, group=world, group_src=0)  # one rank looks: over a network, others may not see the file yet
     if float(rate):
         return float(rate)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    dist.barrier()  # all ranks measure at once, because all ranks compute at once
-    rate = torch.tensor(matmul_rate(dtype, device), dtype=torch.float64)
-    dist.all_reduce(rate)
-    if dist.get_rank() == 0:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[trainer.spec.train.precision]
+    dist.barrier(group=world)  # all ranks measure at once, because all ranks compute at once
+    rate = torch.tensor(matmul_rate(dtype, trainer.device), dtype=torch.float64)
+    dist.all_reduce(rate, group=world)
+    if leads:
         kept.parent.mkdir(exist_ok=True)
         kept.write_text(str(float(rate)))
     return float(rate)

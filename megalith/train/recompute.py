@@ -137,14 +137,14 @@ class Recomputer:
         have been on since the step began."""
         finite = self.probe.finite()
         own = int(self.probe.digest()) if self.whole else self.again(step)[0]
-        told = table([own, self.again(step, shift=self.shift)[0], int(finite)], self.trainer.device)
+        told = table([own, self.again(step, shift=self.shift)[0], int(finite)], self.trainer)
         if not all(finite for _, _, finite in told):
             return Disagreement((), "gradients are not finite")
         first = [(digest, again) for digest, again, _ in told]
         wrong = self._differing(first)
         if not wrong:
             return None
-        second = table([self.again(step)[0], self.again(step, shift=self.shift)[0]], self.trainer.device)
+        second = table([self.again(step)[0], self.again(step, shift=self.shift)[0]], self.trainer)
         return self._judge(wrong, first, [(digest, again) for digest, again in second])
 
     def _differing(self, found: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -169,11 +169,11 @@ class Recomputer:
         return Disagreement(told, "got other gradients than another replica from the same samples, each the same twice")
 
 
-def table(mine: Sequence[int], device: torch.device) -> list[list[int]]:
+def table(mine: Sequence[int], trainer: Trainer) -> list[list[int]]:
     """Everybody's int64 numbers, by rank. All ranks call it together."""
-    own = torch.tensor([number - (1 << 64) if number >= 1 << 63 else number for number in mine], device=device)
-    everyone = own.new_empty(dist.get_world_size() * len(own))
-    dist.all_gather_into_tensor(everyone, own)
+    own = torch.tensor([number - (1 << 64) if number >= 1 << 63 else number for number in mine], device=trainer.device)
+    everyone = own.new_empty(trainer.groups.world.size() * len(own))
+    dist.all_gather_into_tensor(everyone, own, group=trainer.groups.world)
     return everyone.view(-1, len(own)).tolist()
 
 
@@ -206,8 +206,8 @@ class Updates:
         self._sent = [mine]
         group = self.memory.group
         self._works = [
-            dist.isend(mine, self.memory.buddy, group=group, tag=3),
-            dist.irecv(self._grads, self.memory.keeps_for, group=group, tag=3),
+            dist.isend(mine, group=group, group_dst=self.memory.buddy, tag=3),
+            dist.irecv(self._grads, group=group, group_src=self.memory.keeps_for, tag=3),
         ]
 
     def check(self, step: int) -> int | None:
@@ -231,8 +231,8 @@ class Updates:
         mine = torch.tensor([after - (1 << 64) if after >= 1 << 63 else after])
         theirs = torch.empty_like(mine)
         self._works += [
-            dist.isend(mine, self.memory.buddy, group=self.memory.group, tag=4),
-            dist.irecv(theirs, self.memory.keeps_for, group=self.memory.group, tag=4),
+            dist.isend(mine, group=self.memory.group, group_dst=self.memory.buddy, tag=4),
+            dist.irecv(theirs, group=self.memory.group, group_src=self.memory.keeps_for, tag=4),
         ]
         for work in self._works:
             wait_for(work)

@@ -30,6 +30,7 @@ from megalith.fleet.signs import Preempted, RankFailed
 from megalith.fleet.tiers import Source
 from megalith.machine import link, networks
 from megalith.models.flops import CONVENTION
+from megalith.parallel.groups import another
 from megalith.spec.run import RunSpec
 from megalith.spec.sizes import count_model
 from megalith.train import inject, standing
@@ -67,12 +68,12 @@ def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None
     keep_memory()
     device = choose_device(spec.train.device, place.local_rank, place.local_world)
     standing.answer()
-    join(place, launch=spec.launch, device=device)
+    world = join(place, launch=spec.launch, device=device)
     log = _open_log(spec, folder) if place.rank == 0 else None
     try:
         heartbeat.beat("building")
         hooks.at("building")
-        loop = _prepare(spec, folder, source=source_of(source), log=log, device=device, heartbeat=heartbeat)
+        loop = prepare(spec, folder, world=world, source=source_of(source), log=log, device=device, heartbeat=heartbeat)
         heartbeat.beat("ready")
         if profile and (idle := idle_profile(profile, done=loop.step, steps=spec.train.steps)):
             _warner(log)(idle)
@@ -88,7 +89,7 @@ def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None
         log.close()
     if loop.guard:
         loop.guard.close()
-    dist.barrier()
+    dist.barrier(group=world)
     dist.destroy_process_group()
     if reason == "stopped":
         sys.exit(ExitCode.STOPPED)
@@ -168,10 +169,17 @@ def source_of(record: dict[str, Any] | None) -> Source | None:
     return None if record is None else TypeAdapter(Source).validate_python(record)
 
 
-def _prepare(
-    spec: RunSpec, folder: Path, *, source: Source | None, log: EventLog | None, device: torch.device, heartbeat: Heartbeat
+def prepare(
+    spec: RunSpec,
+    folder: Path,
+    *,
+    world: dist.ProcessGroup,
+    source: Source | None,
+    log: EventLog | None,
+    device: torch.device,
+    heartbeat: Heartbeat,
 ) -> Loop:
-    """Everything up to the first step, on all ranks together."""
+    """Everything up to the first step, on all ranks of `world` together."""
 
     warn = _warner(log)
     stream = open_stream(spec, "train")
@@ -180,9 +188,8 @@ def _prepare(
     if log:
         copy_tokenizer(Path(spec.data.path), folder)
     held_out = open_stream(spec, "validation") if spec.validation.every else None
-    groups = mesh_groups(spec, device)
-    savers = dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.launch.timeout))
-    assert isinstance(savers, dist.ProcessGroup)
+    groups = mesh_groups(spec, device, world)
+    savers = another(world, timeout=timedelta(seconds=spec.launch.timeout))
     checkpointer = Checkpointer(folder / "checkpoints", keep=spec.checkpoint.keep, group=savers, warn=warn)
     trainer = assemble(spec, groups=groups, device=device)
     if spec.checkpoint.every and spec.checkpoint.asynchronous:
@@ -230,15 +237,15 @@ def holding_of(trainer: Trainer) -> Holding:
 def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: EventLog | None) -> None:
     """Tell the log who runs what."""
     spec, groups, mine = trainer.spec, trainer.groups, holding_of(trainer)
-    everyone: list[Any] | None = [None] * dist.get_world_size() if groups.rank == 0 else None
-    dist.gather_object(mine, everyone)
+    everyone: list[Any] | None = [None] * groups.world.size() if groups.rank == 0 else None
+    dist.gather_object(mine, everyone, group=groups.world, group_dst=0)
     if not log or everyone is None:
         return
     log.write(
         RunStarted(
             spec=json.loads(spec.model_dump_json()),
             device=torch.cuda.get_device_name() if trainer.device.type == "cuda" else platform.processor() or platform.machine(),
-            world=dist.get_world_size(),
+            world=groups.world.size(),
             resumed_step=resumed,
             versions={"python": platform.python_version(), "torch": torch.__version__, "megalith": __version__},
             peak_flops=yardstick.peak,

@@ -198,7 +198,7 @@ def conclude(trainer: Trainer, accumulated: Accumulated, *, step: int, stop: boo
 def refuse_not_finite(trainer: Trainer, totals: Totals, *, step: int) -> None:
     """Raise gradients.NotFinite unless loss and gradients are finite."""
     if not totals.finite:
-        raise gradients.not_finite(trainer.parameters, step=step, loss=totals.loss, norm=totals.norm)
+        raise gradients.not_finite(trainer.parameters, step=step, loss=totals.loss, norm=totals.norm, world=trainer.groups.world)
 
 
 def update(trainer: Trainer, computed: Computed, *, step: int, watchers: Sequence[Watcher] = ()) -> None:
@@ -232,8 +232,8 @@ class Gathering:
         loss = executed.nll.double() * (trainer.groups.coordinates["tensor"] == 0)  # tensor ranks all have the whole loss
         other = torch.tensor([float(stop), float(resident_bytes())], dtype=torch.float64, device=trainer.device)
         self._mine = torch.cat((torch.stack((squares.to(trainer.device), loss)), other))
-        self._everyone = self._mine.new_empty(dist.get_world_size() * len(self._mine))
-        self._work: Any = dist.all_gather_into_tensor(self._everyone, self._mine, async_op=True)
+        self._everyone = self._mine.new_empty(trainer.groups.world.size() * len(self._mine))
+        self._work: Any = dist.all_gather_into_tensor(self._everyone, self._mine, group=trainer.groups.world, async_op=True)
         self._copied: Any = None
         if trainer.device.type == "cuda":  # to the host beside the stream that computes, or waiting would mean until that is idle
             with torch.cuda.stream(torch.cuda.Stream(trainer.device)):
@@ -267,7 +267,7 @@ class Balance:
             found = [metrics for moe in trainer.routers().values() if (metrics := moe.metrics())]
             worst = [max((sign * m[name] for m in found), default=-math.inf) for name, sign in WORST.items()]
             self._worst = torch.tensor(worst, dtype=torch.float64, device=trainer.device)
-            self._work = dist.all_reduce(self._worst, op=dist.ReduceOp.MAX, async_op=True)
+            self._work = dist.all_reduce(self._worst, op=dist.ReduceOp.MAX, group=trainer.groups.world, async_op=True)
 
     def wait(self) -> dict[str, float]:
         """By their names; empty for a model without experts."""

@@ -51,7 +51,7 @@ class Validator:
         cut = replace(Cut.of(trainer), ahead=0)
         batches = [to_batch(s, cut, device=trainer.device, loss_scale=1 / valid) for s in mine]
         loss = self.executor.run(batches).nll.double() * (trainer.groups.coordinates["tensor"] == 0)
-        dist.all_reduce(loss)
+        dist.all_reduce(loss, group=trainer.groups.world)
         return float(loss), valid
 
     def _read(self, samples: range, numbers: range) -> Samples:

@@ -179,7 +179,7 @@ def test_one_data_ranks_bad_gradient_is_named_on_all_by_what_it_reached():
 def _overflow(rank: int) -> str:
     trainer = trainer_of(tiny_run())
     compute(trainer, microbatches(trainer), step=0)
-    return str(gradients.not_finite(trainer.parameters, step=3, loss=1.0, norm=float("inf")))
+    return str(gradients.not_finite(trainer.parameters, step=3, loss=1.0, norm=float("inf"), world=trainer.groups.world))
 
 
 def test_finite_gradients_whose_squares_overflow_are_said_to():

@@ -17,7 +17,7 @@ from megalith.machine.admission import burnt
 from megalith.machine.health import Finding
 from megalith.prove import doctor
 from tests.patience import PATIENCE
-from tests.ranks import run_ranks
+from tests.ranks import everyone, run_ranks
 
 
 def test_a_sound_device_passes() -> None:
@@ -65,7 +65,7 @@ def _check(rank: int, wrong_on: int | None) -> list[Finding]:
 
         dist.all_reduce = alter
     try:
-        return doctor.collectives(size=1000)
+        return doctor.collectives(group=everyone(), size=1000)
     finally:
         if rank == wrong_on:
             dist.all_reduce = whole
@@ -93,7 +93,7 @@ def _links(rank: int, wrong_on: int | None) -> list[Finding]:
 
         doctor._pass_on = spoil
     try:
-        return doctor.links(size=4096, node=f"node {rank // 2}")
+        return doctor.links(group=everyone(), size=4096, node=f"node {rank // 2}")
     finally:
         if rank == wrong_on:
             doctor._pass_on = whole
