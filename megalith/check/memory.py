@@ -2,6 +2,7 @@
 
 from megalith.check.case import Case, Found, advice, error, format_bytes
 from megalith.mesh import Mesh
+from megalith.schedule.table import kind
 from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, MoeSpec
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
@@ -90,7 +91,7 @@ def long_sequences_recompute(case: Case) -> Found:
     if plan.recompute != "none" or case.model is None or case.spec.microbatches == 0:
         return
     saved = sum(_saved_numbers(block, case.model.dim) for block in case.model.blocks)
-    in_flight = case.spec.microbatches if plan.schedule == "gpipe" else min(plan.pipeline, case.spec.microbatches)
+    in_flight = kind(plan.schedule).in_flight(plan.pipeline, case.spec.microbatches)
     tokens = train.seq_len * plan.microbatch * in_flight
     held = saved * tokens * WIDTH[train.precision] / (plan.pipeline * plan.tensor * plan.context)
     memory = case.cluster.accelerator.memory if case.cluster else None

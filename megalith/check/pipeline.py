@@ -2,10 +2,7 @@
 
 from megalith.check.case import Case, Found, advice, error, format_bytes
 from megalith.check.memory import state_bytes
-from megalith.schedule.table import misfits
-
-SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipev")
-"""Schedules that put weight gradients off."""
+from megalith.schedule.table import Kind, kind, misfits
 
 
 def every_stage_has_a_block(case: Case) -> Found:
@@ -38,21 +35,23 @@ def schedule_can_be_built(case: Case) -> Found:
             plan.schedule, ranks=plan.pipeline, microbatches=case.spec.microbatches, chunks=plan.chunks, zero=plan.zero
         ):
             yield error(f"plan.{fields.get(misfit.field, misfit.field)}", misfit.value, misfit.reason, misfit.way_out)
-    if plan.schedule == "interleaved" and plan.chunks == 1 and plan.pipeline > 1:
-        yield advice("plan.chunks", 1, 'interleaves nothing with schedule = "interleaved"', "Use chunks = 2 or more.")
+    chunks = kind(plan.schedule).chunks
+    if chunks.least <= plan.chunks < chunks.usual and plan.pipeline > 1:
+        reason = f'interleaves nothing with schedule = "{plan.schedule}"'
+        yield advice("plan.chunks", plan.chunks, reason, f"Use chunks = {chunks.usual} or more.")
 
 
 def zero_bubble_is_worth_its_memory(case: Case) -> Found:
     """ZB-H2 fills the bubble only if the next step may begin before the global norm is known (Qi et al. 2024, section 4)."""
     plan = case.plan
-    if plan.schedule == "zb-h2" and not plan.post_validation and plan.pipeline > 1:
-        reason = (
-            f"keeps up to {2 * plan.pipeline - 1} microbatches in flight, and still waits for all ranks at the end of each step"
-        )
-        yield advice(
-            "plan.schedule", plan.schedule, reason, 'Use plan.post_validation = true, or "zb-h1", which keeps half of that.'
-        )
-    if plan.compile and plan.schedule in SPLIT_BACKWARD:
+    row = kind(plan.schedule)
+    if row.needs_post_validation and not plan.post_validation and plan.pipeline > 1:
+        most = row.in_flight(plan.pipeline, 2 * plan.pipeline)
+        reason = f"keeps up to {most} microbatches in flight, and still waits for all ranks at the end of each step"
+        way_out = "Use plan.post_validation = true"
+        way_out += f', or "{row.instead}", which keeps half of that.' if row.instead else "."
+        yield advice("plan.schedule", plan.schedule, reason, way_out)
+    if plan.compile and row.splits_backward:
         reason = "compiles blocks whole, so that no weight gradient can be put off"
         yield advice("plan.compile", True, f'{reason}, which schedule = "{plan.schedule}" counts on', "Use one or the other.")
 
@@ -60,24 +59,29 @@ def zero_bubble_is_worth_its_memory(case: Case) -> Found:
 def second_copies_are_worth_it(case: Case) -> Found:
     """DualPipe keeps every stage twice, for a bubble hardly smaller than DualPipeV's on the same ranks (Sea AI Lab, "cut in half")."""
     plan, ranks, microbatches = case.plan, case.plan.pipeline, case.spec.microbatches
-    if plan.schedule != "dualpipe" or ranks == 1 or case.model is None or len(case.model.blocks) < 2 * ranks:
+    row = kind(plan.schedule)
+    if not row.bidirectional or row.instead is None or ranks == 1 or case.model is None:
         return
-    other = plan.model_copy(update={"schedule": "dualpipev", "chunks": 2})
+    half = kind(row.instead)
+    other = plan.model_copy(update={"schedule": row.instead, "chunks": half.chunks.usual})
+    if len(case.model.blocks) < other.stages:
+        return
     reason = f"keeps a second copy of each stage, about {format_bytes(state_bytes(case, plan) - state_bytes(case, other))} a rank"
-    if microbatches >= 2 * ranks:  # else both idle for more than these, which are exact where F = I = W and nothing is hidden
-        own, theirs = (ranks - 2) / (3 * microbatches), (ranks - 1) / (3 * microbatches)
-        reason += f", and idles for {own:.1%} of the useful time where 'dualpipev' idles for {theirs:.1%}"
-    way_out = "Use schedule = 'dualpipev' and chunks = 2, unless twice the messages between stages cost more."
+    own, theirs = (_bubble(each, ranks, microbatches, chunks) for each, chunks in ((row, plan.chunks), (half, other.chunks)))
+    if own is not None and theirs is not None:
+        reason += f", and idles for {own:.1%} of the useful time where {row.instead!r} idles for {theirs:.1%}"
+    way_out = f"Use schedule = {row.instead!r} and chunks = {other.chunks}, unless twice the messages between stages cost more."
     yield advice("plan.schedule", plan.schedule, reason, way_out)
 
 
 def bubble_is_small(case: Case) -> Found:
     """Many more microbatches than stages, or ranks wait (Narayanan et al. 2021: (p - 1) / m of the useful time)."""
-    plan, microbatches = case.plan, case.spec.microbatches
-    if plan.pipeline == 1 or not 0 < microbatches < 4 * plan.pipeline or plan.schedule not in ("gpipe", "1f1b", "interleaved"):
+    plan, microbatches, row = case.plan, case.spec.microbatches, kind(case.plan.schedule)
+    if plan.pipeline == 1 or not 0 < microbatches < 4 * plan.pipeline or row.splits_backward:
         return
-    chunks = plan.chunks if plan.schedule == "interleaved" else 1
-    bubble = (plan.pipeline - 1) / (microbatches * chunks)
+    bubble = _bubble(row, plan.pipeline, microbatches, plan.chunks)
+    if bubble is None:
+        return
     reason = f"over {microbatches} microbatches leaves each rank idle for {bubble:.1%} of its useful time"
     more = 4 * plan.pipeline * plan.data * plan.microbatch
     way_out = f"Use train.global_batch >= {more}, a smaller microbatch or fewer stages."
@@ -91,3 +95,10 @@ def tied_weights_stay_together(case: Case) -> Found:
         size = format_bytes(4 * model.vocab * model.dim // case.plan.tensor)
         reason = f"with pipeline = {case.plan.pipeline} keeps the matrix at both ends, which exchange {size} every step"
         yield advice("model.tied", True, reason, "Use tied = false, or no pipeline, if that is much beside the model.")
+
+
+def _bubble(row: Kind, ranks: int, microbatches: int, chunks: int) -> float | None:
+    """Return the idle time over the useful time if the gradients of inputs and of weights each take as long as a forward and nothing
+    is hidden; None where the schedule has no closed form."""
+    idle = None if row.idle is None else row.idle(ranks, microbatches, chunks, 2.0)
+    return None if idle is None else idle / (3 * microbatches)

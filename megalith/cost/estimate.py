@@ -17,7 +17,7 @@ from megalith.cost.profile import Phase
 from megalith.cost.time import Setting, Spent, line, router_of, spend
 from megalith.cost.workload import Workload
 from megalith.schedule import build, lower, simulate
-from megalith.schedule.table import SCHEDULES
+from megalith.schedule.table import SCHEDULES, kind
 from megalith.spec.optimizers import OPTIMIZERS
 
 
@@ -206,12 +206,12 @@ def _message_seconds(workload: Workload, setting: Setting) -> float:
 def _bubble(workload: Workload, stages: list[StageTime], slowest: int, sent: float) -> float:
     """Seconds the slowest rank waits.
 
-    1F1B and interleaved 1F1B have a closed form (Narayanan et al. 2021): one microbatch through a chunk of every other rank, and the
-    messages on the way; with equal stages (p - 1) / chunks of a microbatch's time. Other schedules are simulated with mean stages.
+    Schedules that fill and drain have a closed form (Narayanan et al. 2021): one microbatch through a chunk of every other rank, and
+    the messages on the way; with equal stages (p - 1) / chunks of a microbatch's time. Others are taken with mean stages.
     """
     plan = workload.plan
     others = sum(stage.total for rank, stage in enumerate(stages) if rank != slowest)
-    if plan.schedule in ("1f1b", "interleaved"):
+    if kind(plan.schedule).fills_and_drains:
         return others / plan.chunks + 2 * (plan.pipeline - 1) * sent
     few = workload.enough
     forward = sum(stage.forward.total for stage in stages) / len(stages)
@@ -221,17 +221,14 @@ def _bubble(workload: Workload, stages: list[StageTime], slowest: int, sent: flo
 
 @kept("schedule/*.py", "cost/estimate.py", when=lambda name, *_: name in SCHEDULES)
 def _idle(name: str, ranks: int, microbatches: int, chunks: int, backward: float) -> float:
-    """Seconds a rank idles in the program, in units of a rank's forward of one microbatch; a backward's two halves are taken as equal.
-    GPipe (Huang et al. 2019, arXiv:1811.06965), ZB-H1, and ZB-V with enough microbatches (Qi et al. 2023 and 2024, arXiv:2401.10241 and
-    2405.15362) have a closed form; the other programs are simulated."""
-    if name == "gpipe" and (chunks == 1 or microbatches >= ranks):
-        return (ranks - 1) * (1 + backward) / chunks
-    if name == "zb-h1" and microbatches >= ranks:
-        return (ranks - 1) * max(1.0, backward / 2)
-    if name == "zb-v" and microbatches >= 2 * ranks and backward >= 2:
-        return (ranks - 1) * backward / 4
+    """Return how long a rank idles in the program, in units of a rank's forward of one microbatch. A backward's two halves are taken
+    as equal. A program whose schedule has no closed form is simulated."""
+    row = kind(name)
+    known = row.idle(ranks, microbatches, chunks, backward) if row.idle else None
+    if known is not None:
+        return known
     program = lower(build(name, ranks=ranks, microbatches=microbatches, chunks=chunks), 0)
-    per_stage = len(program.schedule.stages_of(0)) if name != "dualpipe" else 1
+    per_stage = len(program.schedule.stages_of(0)) // (2 if row.bidirectional else 1)
     seconds = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
     timeline = simulate(program, {kind: value / per_stage for kind, value in seconds.items()})
     return timeline.end - max(timeline.busy)

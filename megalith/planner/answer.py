@@ -11,7 +11,8 @@ from megalith.cost.workload import Workload
 from megalith.planner.asked import DATA, RUNS, STEPS, Asked
 from megalith.planner.candidates import Space, candidates
 from megalith.planner.explain import Neighbour, explain
-from megalith.planner.search import CLOSED, Choice, Found, Scorer, Training, assumed, search, training
+from megalith.planner.search import Choice, Found, Scorer, Training, assumed, search, training
+from megalith.schedule.table import kind
 from megalith.spec import files
 from megalith.spec.cluster import ClusterSpec, catalogue
 from megalith.spec.files import Resolved
@@ -215,7 +216,7 @@ def short(plan: Plan) -> str:
     parts = f"x{plan.expert_tensor}" if plan.expert_tensor > 1 else ""
     expert = f"e{plan.expert}{parts} " if plan.expert > 1 or parts else ""
     chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
-    name = "" if plan.schedule in CLOSED else f"{plan.schedule} "
+    name = "" if kind(plan.schedule).fills_and_drains else f"{plan.schedule} "
     pipeline = f"p{plan.pipeline}{chunks} {name}" if plan.pipeline > 1 else ""
     copies = f" r{plan.replicate}" if plan.replicate > 1 else ""
     away = f" o{100 * plan.state.away:.0f}" if plan.state.away else ""

@@ -1,12 +1,12 @@
 """Plans that are legal for a model on a number of devices. No torch."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
 from megalith.schedule import misfits
-from megalith.schedule.table import CHUNKS
+from megalith.schedule.table import SCHEDULES
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import AttentionSpec, ModelSpec, MoeSpec
 from megalith.spec.plan import Plan, StateSpec, Zero
@@ -20,14 +20,20 @@ POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 MICROBATCHES = (1, 2, 4, 8)
 
-SPLIT = ("zb-h1", "zb-v")
-"""Schedules that compute the weights' gradients apart from the inputs', to fill the bubble."""
-
-HIDING = ("dualpipe", "dualpipev")
-"""Schedules that compute on one microbatch while another one's tokens travel to their experts; without experts ZB-V idles less."""
-
 LONG = 16_384
 """Tokens of a sequence from which splitting it is usual; a quarter of that is the least a rank is given."""
+
+
+def searched() -> tuple[str, ...]:
+    """Return the schedules that a search tries beside 1F1B and interleaved 1F1B."""
+    return tuple(name for name, row in SCHEDULES.items() if row.searched)
+
+
+def suited(names: Iterable[str], model: ModelSpec) -> tuple[str, ...]:
+    """Return the schedules that suit a model. Without experts nothing travels that could be hidden, and ZB-V idles less than the
+    schedules that hide it."""
+    experts = any(isinstance(block.mlp, MoeSpec) for block in set(model.blocks))
+    return tuple(name for name in names if experts or not SCHEDULES[name].hides_exchange)
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Space:
     microbatches: tuple[int, ...] = MICROBATCHES
     most_chunks: int = 8
     zero: tuple[Zero, ...] = (1, 2, 3)
-    schedules: tuple[str, ...] = (*SPLIT, *HIDING)
+    schedules: tuple[str, ...] = field(default_factory=searched)
     """Beside 1F1B and interleaved 1F1B."""
     copies: bool = True
     """Under ZeRO 3, two copies of the state, or as many as there are nodes, eights of nodes, or sixty-fours (HSDP)."""
@@ -159,9 +165,8 @@ def _schedules(model: ModelSpec, pipeline: int, rounds: int, space: Space) -> li
         stages = pipeline * chunks
         if stages <= blocks and (blocks % stages == 0 or (blocks + 2) % stages == 0):
             found.append(("interleaved", chunks))
-    experts = any(isinstance(block.mlp, MoeSpec) for block in model.blocks)
-    for name in (one for one in space.schedules if experts or one not in HIDING):
-        chunks = CHUNKS[name][0]
+    for name in suited(space.schedules, model):
+        chunks = SCHEDULES[name].chunks.usual
         legal = not misfits(name, ranks=pipeline, microbatches=rounds, chunks=chunks)
         if legal and rounds >= pipeline and pipeline * chunks <= blocks:
             found.append((name, chunks))

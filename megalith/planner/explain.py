@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalith.cost.workload import Workload
-from megalith.planner.candidates import HIDING, SPLIT, even_layers, offloaded
+from megalith.planner.candidates import even_layers, offloaded, searched, suited
 from megalith.planner.search import Choice, Scorer, assumed
 from megalith.schedule import misfits
-from megalith.schedule.table import CHUNKS
-from megalith.spec.model import MoeSpec
+from megalith.schedule.table import SCHEDULES, interleaving
 from megalith.spec.plan import Plan
 
 
@@ -88,9 +87,9 @@ def neighbours(workload: Workload) -> list[tuple[str, Plan]]:
 def _schedules(workload: Workload) -> Iterator[tuple[str, Plan]]:
     """The plan under other schedules, with as many chunks as those have."""
     plan = workload.plan
-    experts = any(isinstance(block.mlp, MoeSpec) for block in set(workload.model.blocks))
-    for name in ("1f1b", "interleaved", *SPLIT, *(HIDING if experts else ())):
-        chunks = CHUNKS[name][0] if name in CHUNKS else max(2, plan.chunks)
+    for name in ("1f1b", "interleaved", *suited(searched(), workload.model)):
+        known = SCHEDULES[name].chunks
+        chunks = known.nearest(max(known.usual, plan.chunks))
         if name == plan.schedule or plan.pipeline == 1:
             continue
         if (changed := _with(workload, plan.ranks, schedule=name, chunks=chunks)) is not None:
@@ -112,7 +111,7 @@ def _with(workload: Workload, ranks: int, **change: Any) -> Plan | None:
     if any(count % plan.tensor for count in heads) or (data * plan.context * plan.tensor) % (plan.expert * plan.expert_tensor):
         return None
     if "schedule" not in change and "chunks" in change:  # a number of chunks that the schedule cannot have asks for one that can
-        plan = plan.model_copy(update={"schedule": "interleaved" if plan.chunks > 1 else "1f1b"})
+        plan = plan.model_copy(update={"schedule": interleaving(plan.chunks)})
     if plan.pipeline == 1:
         if plan.chunks > workload.plan.chunks:
             return None

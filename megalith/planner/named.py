@@ -14,7 +14,7 @@ from megalith.cost.profile import EXPERTS_ACTIVATION, UP_PROJECTION
 from megalith.cost.workload import Format, Practice, Workload
 from megalith.planner.published.flops import step_flops
 from megalith.planner.published.software import EAGER_2023, PLAIN_2021
-from megalith.schedule import SCHEDULES
+from megalith.schedule.table import SCHEDULES, interleaving
 from megalith.spec import cluster as clusters
 from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
@@ -103,7 +103,7 @@ def _plan(name: str = "1f1b", **sizes: Any) -> Plan:
 
 def _chunked(*chunks: int, **sizes: Any) -> tuple[Plan, ...]:
     """One plan a number of chunks."""
-    return tuple(_plan("interleaved" if n > 1 else "1f1b", chunks=n, **sizes) for n in chunks)
+    return tuple(_plan(interleaving(n), chunks=n, **sizes) for n in chunks)
 
 
 def _even(stages: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from megalith.planner.answer import Answer, short, workload_of
 from megalith.planner.asked import Asked
 from megalith.planner.candidates import even_layers
 from megalith.planner.search import Scorer
+from megalith.schedule.table import kind
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem
 
@@ -79,7 +80,7 @@ def _more_microbatches(plan: Plan, asked: Asked) -> Followed:
         yield f"pipeline {half}, data {plan.data * 2}", _with(plan, asked, pipeline=half, data=plan.data * 2)
         yield f"pipeline {half}, tensor {plan.tensor * 2}", _with(plan, asked, pipeline=half, tensor=plan.tensor * 2)
     chunks = plan.chunks * 2
-    if plan.schedule in ("1f1b", "interleaved"):
+    if kind(plan.schedule).fills_and_drains:
         yield f"{chunks} chunks a rank", _with(plan, asked, chunks=chunks, schedule="interleaved")
 
 

@@ -15,7 +15,8 @@ from megalith.cost.prefill import prefill, prefill_memory
 from megalith.cost.profile import Layout
 from megalith.cost.time import Setting
 from megalith.cost.workload import Format, Practice, Workload
-from megalith.planner.candidates import HIDING, Space, candidates, offloaded
+from megalith.planner.candidates import Space, candidates, offloaded
+from megalith.schedule.table import interleaving, kind
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
 from megalith.spec.plan import Plan
@@ -126,7 +127,7 @@ def search(
             continue
         held = scorer.memory(workload)
         if scorer.fits(workload, held):
-            if workload.plan.schedule in CLOSED:
+            if kind(workload.plan.schedule).fills_and_drains:
                 fitting.append(_choice(workload, held, scorer))
             else:
                 waiting.append(Waiting(scorer.busy(workload), workload, held))
@@ -174,14 +175,10 @@ def _lighter(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequenc
     return next((one for one in found if scorer.fits(*one)), None)
 
 
-CLOSED = ("1f1b", "interleaved")
-"""Schedules whose idle time has a closed form; others must be simulated."""
-
-
 def assumed(plan: Plan, practice: Practice | None = None) -> Practice:
     """The software, which under a schedule that has two microbatches at work hides one's exchange of experts behind the other."""
     known = practice or Practice()
-    return replace(known, overlap_expert=True) if plan.schedule in HIDING else known
+    return replace(known, overlap_expert=True) if kind(plan.schedule).hides_exchange else known
 
 
 def _simulated(waiting: list[Waiting], known: Sequence[Choice], scorer: "Scorer", *, most: int) -> list[Choice]:
@@ -278,7 +275,7 @@ class Scorer:
     def bound(self, workload: Workload) -> float:
         """Seconds that a step of a training takes at least: those of a schedule with a closed form, if its ranks never idled."""
         plan, traced = workload.plan, self.parts(workload)
-        plain = plan.model_copy(update={"schedule": "1f1b" if plan.chunks == 1 else "interleaved"})
+        plain = plan.model_copy(update={"schedule": interleaving(plan.chunks)})
         closed = replace(workload, plan=plain)
         time = step_time(closed, Setting.of(closed, self.figures), traced, self._part_times(workload, traced))
         return time.step - time.bubble - time.other

@@ -14,6 +14,7 @@ from typing import Any
 
 from megalith.check import check
 from megalith.prove.parity import OPTIMIZER
+from megalith.schedule.table import SCHEDULES
 from megalith.spec.families import read
 from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
@@ -45,14 +46,7 @@ AXES: Mapping[str, Mapping[str, dict[str, Any]]] = {
     },
     "pipeline": {
         "1": {},
-        "gpipe": {"pipeline": 2, "schedule": "gpipe"},
-        "1f1b": {"pipeline": 2},
-        "interleaved": {"pipeline": 2, "schedule": "interleaved", "chunks": 2},
-        "zb-h1": {"pipeline": 2, "schedule": "zb-h1"},
-        "zb-h2": {"pipeline": 2, "schedule": "zb-h2"},
-        "zb-v": {"pipeline": 2, "schedule": "zb-v", "chunks": 2},
-        "dualpipev": {"pipeline": 2, "schedule": "dualpipev", "chunks": 2},
-        "dualpipe": {"pipeline": 2, "schedule": "dualpipe"},
+        **{name: {"pipeline": 2, "schedule": name, "chunks": row.chunks.usual} for name, row in SCHEDULES.items()},
     },
     "expert": {
         "1": {},

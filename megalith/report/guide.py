@@ -3,6 +3,7 @@ that splits. `make guide-pictures` draws them again; a test asks whether those i
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from types import MappingProxyType
@@ -10,32 +11,20 @@ from types import MappingProxyType
 from megalith.mesh import Mesh
 from megalith.report import timeline
 from megalith.report.svg import Cell, grid, picture, stacked_rows, standalone, text
-from megalith.schedule import build, lower, simulate
+from megalith.schedule import SCHEDULES, build, lower, simulate
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.state import bytes_of, kept
 
 RANKS, MICROBATCHES = 4, 8
-SCHEDULES: Mapping[str, tuple[str, int]] = MappingProxyType(
-    {
-        "gpipe": ("GPipe", 1),
-        "1f1b": ("1F1B", 1),
-        "interleaved": ("interleaved 1F1B, 2 chunks a rank", 2),
-        "zb-h1": ("ZB-H1", 1),
-        "zb-h2": ("ZB-H2", 1),
-        "zb-v": ("ZB-V, 2 chunks a rank", 2),
-        "dualpipev": ("DualPipeV, 2 chunks a rank", 2),
-        "dualpipe": ("DualPipe", 1),
-    }
-)
-"""Name in a plan -> name in words, chunks."""
-
 STATE = MappingProxyType({"weights to compute with": 0, "master weights": 1, "gradients": 2, "moments": 3})
 
 
 def schedule(name: str) -> str:
     """A schedule on RANKS ranks: a forward of all that a rank holds of a microbatch takes 1 s, as do both halves of its backward."""
-    words, chunks = SCHEDULES[name]
+    row = SCHEDULES[name]
+    chunks = row.chunks.usual
+    words = f"{row.title}, {chunks} chunks a rank" if chunks > 1 else row.title
     program = lower(build(name, ranks=RANKS, microbatches=MICROBATCHES, chunks=chunks), zero=0)
     each = 1 / chunks
     done = simulate(program, {"F": each, "I": each, "W": each, "B": 2 * each})
@@ -206,9 +195,9 @@ def _strip(head: str, lines: Sequence[str], held: Sequence[int], size: int) -> C
     return Cell(head, lines, [1.0 * (i in held) for i in range(size)], escape(head))
 
 
-PICTURES: Mapping[str, Callable[[], str]] = MappingProxyType(
-    {f"schedule-{name}": lambda name=name: schedule(name) for name in SCHEDULES}
-    | {
+def pictures() -> dict[str, Callable[[], str]]:
+    """Return the function that draws each picture, by the name of its file without the ending."""
+    others = {
         "placements": placements,
         "zero": zero,
         "hsdp": hsdp,
@@ -219,15 +208,14 @@ PICTURES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "recompute": recompute,
         "ahead": ahead,
     }
-)
-"""File name without its ending -> what draws it."""
+    return {f"schedule-{name}": partial(schedule, name) for name in SCHEDULES} | others
 
 
 def write(folder: Path) -> list[Path]:
     """Draw every picture into a folder; the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"{name}.svg" for name in PICTURES]
-    for file, drawn in zip(files, PICTURES.values(), strict=True):
+    files = [folder / f"{name}.svg" for name in pictures()]
+    for file, drawn in zip(files, pictures().values(), strict=True):
         file.write_text(standalone(drawn()), encoding="utf-8")
     return files
 

@@ -1,9 +1,9 @@
-"""The schedules a plan can name, and why one cannot be had."""
+"""The table of schedules that a plan can name, with the traits of each; and why one cannot be had."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from megalith.schedule import file
@@ -20,14 +20,11 @@ from megalith.schedule.zero_bubble_v import zb_v
 Builder: TypeAlias = Callable[[int, int, int], Schedule]
 """(ranks, microbatches, chunks) -> schedule"""
 
-CHUNKS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {"1f1b": (1, 1), "zb-h1": (1, 1), "zb-h2": (1, 1), "dualpipe": (1, 1), "zb-v": (2, 2), "dualpipev": (2, 2)}
-)
-"""The least and most stages a rank of schedules that do not take any number. DualPipe's rank has one of the plan's stages, and
-the copy of another."""
+Count: TypeAlias = Callable[[int, int], int]
+"""(ranks, microbatches) -> a number of microbatches"""
 
-BIDIRECTIONAL: frozenset[str] = frozenset({"dualpipe"})
-"""Schedules that run both ways through an even number of ranks: with two copies of each stage, and ZeRO 0 or 1."""
+Idle: TypeAlias = Callable[[int, int, int, float], float | None]
+"""(ranks, microbatches, chunks, backward) -> how long a rank idles in a step"""
 
 FILE = "file:"
 """What the name of a schedule from a file begins with."""
@@ -38,18 +35,149 @@ def _fixed(schedule: Callable[[int, int], Schedule]) -> Builder:
     return lambda ranks, microbatches, _: schedule(ranks, microbatches)
 
 
-SCHEDULES: Mapping[str, Builder] = MappingProxyType(
-    {
-        "gpipe": gpipe,
-        "1f1b": _fixed(one_f_one_b),
-        "interleaved": interleaved,
-        "zb-h1": _fixed(zb_h1),
-        "zb-h2": _fixed(zb_h2),
-        "zb-v": _fixed(zb_v),
-        "dualpipev": _fixed(dualpipev),
-        "dualpipe": _fixed(dualpipe),
-    }
-)
+def _every(ranks: int, microbatches: int) -> int:
+    return microbatches
+
+
+def _one_a_rank(ranks: int, microbatches: int) -> int:
+    return min(ranks, microbatches)
+
+
+def _two_rounds(ranks: int, microbatches: int) -> int:
+    """Past two rounds each microbatch takes another one's place."""
+    return min(microbatches, 2 * ranks)
+
+
+def _two_rounds_both_ways(ranks: int, microbatches: int) -> int:
+    """Of an odd number, one way has more."""
+    return min(microbatches, 2 * ranks + microbatches % 2)
+
+
+def _uneven_rounds(ranks: int, microbatches: int) -> int:
+    """The fewest microbatches whose first two rounds are as large: these decide how many are in flight."""
+    if microbatches % ranks == 0:
+        return _two_rounds(ranks, microbatches)
+    first = rounds(ranks, microbatches)[:2]
+    return next(few for few in range(min(sum(first), microbatches), microbatches + 1) if rounds(ranks, few)[:2] == first)
+
+
+class Chunks(NamedTuple):
+    """The stages that a rank holds of a schedule."""
+
+    least: int
+    usual: int
+    """The number in pictures, in drawn combinations and in plans that the planner tries."""
+    most: int | None
+    """None: any number."""
+
+    def nearest(self, wanted: int) -> int:
+        """Return the number that the schedule can have that is nearest to the one wanted."""
+        return max(self.least, wanted if self.most is None else min(wanted, self.most))
+
+
+ONE, TWO = Chunks(1, 1, 1), Chunks(2, 2, 2)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of the table: one schedule and its traits."""
+
+    build: Builder
+    title: str
+    """The name for people."""
+    chunks: Chunks = ONE
+    splits_backward: bool = False
+    """Weight gradients are computed apart from input gradients, to fill the bubble."""
+    bidirectional: bool = False
+    """The schedule runs both ways through an even number of ranks. Each stage has two copies, and ZeRO is 0 or 1."""
+    hides_exchange: bool = False
+    """Ranks compute on one microbatch while another one's tokens travel to their experts."""
+    searched: bool = False
+    """The planner tries it beside 1F1B and interleaved 1F1B; one that `hides_exchange`, for models with experts only."""
+    instead: str | None = None
+    """The schedule to prefer where the memory that this one costs is not worth its gain."""
+    needs_post_validation: bool = False
+    """The bubble is filled only if the next step may begin before the global norm is known."""
+    in_flight: Count = _every
+    """The most microbatches that a rank keeps for backward, about."""
+    enough: Count = _every
+    """The fewest microbatches that show how many are in flight at most and how long ranks idle."""
+    idle: Idle | None = None
+    """A closed form of how long a rank idles, in units of its forward of one microbatch. `backward` is in the same units, and its
+    two halves are equal; all stages take as long. It gives None where it does not hold; such programs are simulated."""
+    fills_and_drains: bool = False
+    """A rank idles while one microbatch passes through a chunk of every other rank, however many there are and whatever each takes
+    (Narayanan et al. 2021): the time of a step needs no simulation."""
+
+
+def _filling(ranks: int, microbatches: int, chunks: int, backward: float) -> float:
+    """Narayanan et al. 2021, arXiv:2104.04473: (ranks - 1) / chunks each way; more where too few microbatches follow each other through
+    a rank's chunks to keep it busy."""
+    waiting = chunks * max(0, ranks - microbatches) + min(ranks, microbatches) - 1
+    return waiting * (1 + backward) / chunks
+
+
+def _zb_h1_idle(ranks: int, microbatches: int, chunks: int, backward: float) -> float | None:
+    """Qi et al. 2023, arXiv:2401.10241."""
+    return (ranks - 1) * max(1.0, backward / 2) if microbatches >= ranks else None
+
+
+def _zb_v_idle(ranks: int, microbatches: int, chunks: int, backward: float) -> float | None:
+    """Qi et al. 2024, arXiv:2405.15362."""
+    return (ranks - 1) * backward / 4 if microbatches >= 2 * ranks and backward >= 2 else None
+
+
+def _dualpipev_idle(ranks: int, microbatches: int, chunks: int, backward: float) -> float | None:
+    """DeepSeek-AI's DualPipe repository; Sea AI Lab, "cut in half"."""
+    return ranks - 1.0 if microbatches >= 2 * ranks and backward == 2 else None
+
+
+def _dualpipe_idle(ranks: int, microbatches: int, chunks: int, backward: float) -> float | None:
+    """DeepSeek-AI 2024, arXiv:2412.19437, table 2; of an odd number of microbatches, one way has another one to compute."""
+    return ranks - 2.0 + 3 * (microbatches % 2) if microbatches >= 2 * ranks and backward == 2 else None
+
+
+SCHEDULES: dict[str, Kind] = {
+    "gpipe": Kind(gpipe, "GPipe", Chunks(1, 1, None), idle=_filling),
+    "1f1b": Kind(
+        _fixed(one_f_one_b), "1F1B", in_flight=_one_a_rank, enough=_two_rounds, idle=_filling, fills_and_drains=True
+    ),
+    "interleaved": Kind(
+        interleaved, "interleaved 1F1B", Chunks(1, 2, None),
+        in_flight=_one_a_rank, enough=_uneven_rounds, idle=_filling, fills_and_drains=True,
+    ),
+    "zb-h1": Kind(
+        _fixed(zb_h1), "ZB-H1", splits_backward=True, searched=True,
+        in_flight=_one_a_rank, enough=_two_rounds, idle=_zb_h1_idle,
+    ),
+    "zb-h2": Kind(
+        _fixed(zb_h2), "ZB-H2", splits_backward=True, needs_post_validation=True, instead="zb-h1",
+        in_flight=lambda ranks, microbatches: min(2 * ranks - 1, microbatches), enough=_two_rounds,
+    ),
+    "zb-v": Kind(
+        _fixed(zb_v), "ZB-V", TWO, splits_backward=True, searched=True,
+        in_flight=_one_a_rank, enough=_two_rounds, idle=_zb_v_idle,
+    ),
+    "dualpipev": Kind(
+        _fixed(dualpipev), "DualPipeV", TWO, splits_backward=True, hides_exchange=True, searched=True,
+        in_flight=_one_a_rank, enough=_two_rounds, idle=_dualpipev_idle,
+    ),
+    "dualpipe": Kind(
+        _fixed(dualpipe), "DualPipe", splits_backward=True, bidirectional=True, hides_exchange=True, searched=True,
+        instead="dualpipev", in_flight=_one_a_rank, enough=_two_rounds_both_ways, idle=_dualpipe_idle,
+    ),
+}  # fmt: skip
+"""Name in a plan -> the schedule. DualPipe's rank has one of the plan's stages, and the copy of another."""
+
+
+def kind(name: str) -> Kind:
+    """Return the row of a schedule. One from a file has the traits of an unknown one: none, and as many microbatches in flight as ranks."""
+    return SCHEDULES.get(name) or Kind(lambda *_: load(name), name, Chunks(1, 1, None), in_flight=_one_a_rank)
+
+
+def interleaving(chunks: int) -> str:
+    """Return the name of 1F1B with this number of stages a rank: the plain schedule that others are compared with."""
+    return "1f1b" if chunks == 1 else "interleaved"
 
 
 class Misfit(NamedTuple):
@@ -79,42 +207,38 @@ def misfits(name: str, *, ranks: int, microbatches: int, chunks: int, zero: int 
         hint = f"Did you mean {near[0]!r}? " if near else ""
         return [Misfit("schedule", name, "is not a schedule", f"{hint}Use one of: {', '.join(SCHEDULES)}, {FILE}PATH."), *found]
     if chunks >= 1 and not _holds(name, chunks):
-        least, _ = CHUNKS[name]
+        least = SCHEDULES[name].chunks.least
         others = ", ".join(repr(other) for other in SCHEDULES if _holds(other, chunks))
         reason = f"with schedule = {name!r}, which has {'one stage' if least == 1 else f'{least} stages'} a rank"
         found.append(Misfit("chunks", chunks, reason, f"Use chunks = {least}, or another schedule: {others}."))
-    if name in BIDIRECTIONAL:
+    if SCHEDULES[name].bidirectional:
         found += _both_ways(name, ranks=ranks, microbatches=microbatches, zero=zero)
     return found
 
 
 def _holds(name: str, chunks: int) -> bool:
-    """Can a schedule have this many stages a rank?"""
-    least, most = CHUNKS.get(name, (1, chunks))
-    return least <= chunks <= most
+    """Return True if a schedule can have this many stages a rank."""
+    return SCHEDULES[name].chunks.nearest(chunks) == chunks
 
 
 def enough(name: str, *, ranks: int, microbatches: int) -> int:
-    """As many of the microbatches as show what all of them do: how many are in flight at most, and, but under interleaved 1F1B with uneven
-    rounds, how long ranks idle. Past two rounds each takes another's place; but GPipe holds all, and of an odd number one way has more.
-    """
-    if name == "gpipe" or name not in SCHEDULES:
-        return microbatches
-    if name == "interleaved" and microbatches % ranks:
-        first = rounds(ranks, microbatches)[:2]
-        return next(few for few in range(min(sum(first), microbatches), microbatches + 1) if rounds(ranks, few)[:2] == first)
-    return min(microbatches, 2 * ranks + (microbatches % 2 if name in BIDIRECTIONAL else 0))
+    """Return the fewest microbatches that show what all of them do: how many are in flight at most, and how long ranks idle (except
+    under interleaved 1F1B with uneven rounds)."""
+    return kind(name).enough(ranks, microbatches)
 
 
 def _both_ways(name: str, *, ranks: int, microbatches: int, zero: int) -> Iterator[Misfit]:
+    other = SCHEDULES[name].instead
+    alternative = f"or schedule = {other!r}" if other else ""
     if ranks >= 1 and ranks % 2:
         reason = f"is odd, and schedule = {name!r} mirrors each rank in another one"
-        yield Misfit("ranks", ranks, reason, f"Use an even number, such as {ranks + 1}, or schedule = 'dualpipev'.")
+        way_out = f"Use an even number, such as {ranks + 1}"
+        yield Misfit("ranks", ranks, reason, f"{way_out}, {alternative}." if other else f"{way_out}.")
     if microbatches == 1:
         yield Misfit("microbatches", 1, f"is too few: schedule = {name!r} runs some each way", "Use microbatches >= 2.")
     if zero >= 2:
         reason = f"with schedule = {name!r}, whose two copies of a stage would meet for each microbatch, in different orders"
-        yield Misfit("zero", zero, reason, "Use zero <= 1 or schedule = 'dualpipev'.")
+        yield Misfit("zero", zero, reason, f"Use zero <= 1 {alternative}".rstrip() + ".")
 
 
 def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[Misfit]:
@@ -137,8 +261,9 @@ def _of_file(name: str, *, ranks: int, microbatches: int, chunks: int) -> list[M
             way_out = f"Use {field} = {there:g} or another file." if there == int(there) else "Use another file."
             found.append(Misfit(field, value, f"with schedule = {name!r}, which is for {there:g} {what}", way_out))
     if schedule.mirrored is not None:  # what ranks share is laid out before a schedule is built
+        both_ways = [f"schedule = {known!r}" for known, row in SCHEDULES.items() if row.bidirectional]
         reason = "is bidirectional, and a plan tells from a schedule's name which ranks share the state of a stage"
-        found.append(Misfit("schedule", name, reason, "Use schedule = 'dualpipe', or a file without mirrored."))
+        found.append(Misfit("schedule", name, reason, f"Use {' or '.join(both_ways)}, or a file without mirrored."))
     faults = problems(lower(schedule, 0))
     return found + [Misfit("schedule", name, f"cannot be run: {fault}", "Mend the file.") for fault in faults]
 
@@ -157,4 +282,4 @@ def build(name: str, *, ranks: int, microbatches: int, chunks: int = 1) -> Sched
     """The schedule of that name: a key of SCHEDULES, or `file:PATH`. Raises ValueError with every reason why it cannot be had."""
     if found := refusals(name, ranks=ranks, microbatches=microbatches, chunks=chunks):
         raise ValueError("\n".join(found))
-    return load(name) if name.startswith(FILE) else SCHEDULES[name](ranks, microbatches, chunks)
+    return kind(name).build(ranks, microbatches, chunks)

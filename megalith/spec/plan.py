@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints
 
+from megalith.schedule.table import kind
 from megalith.spec.base import Spec
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.state import MASTER, Place, bytes_each
@@ -93,8 +94,8 @@ class Plan(Spec):
 
     @property
     def sides(self) -> int:
-        """Copies of each stage in the pipeline: 2 when it runs in both directions."""
-        return 2 if self.schedule == "dualpipe" else 1
+        """The number of copies of each stage in the pipeline: 2 if its schedule is bidirectional."""
+        return 2 if kind(self.schedule).bidirectional else 1
 
     @property
     def holders(self) -> int:

@@ -62,6 +62,19 @@ def test_a_context_rank_keeps_activations_of_its_share_of_a_sequence():
     assert whole == share
 
 
+def test_zb_h2_keeps_activations_of_nearly_twice_as_many_microbatches():
+    one, two = (
+        next(
+            p.reason
+            for p in found("train.seq_len=32768", "plan.pipeline=4", f"plan.schedule={name}")
+            if p.key == "plan.recompute"
+        )
+        for name in ("zb-h1", "zb-h2")
+    )
+    kept = [float(reason.partition("about ")[2].split()[0]) for reason in (one, two)]
+    assert kept[1] / kept[0] == pytest.approx(7 / 4, rel=0.05)
+
+
 def test_a_copied_optimizer_is_said_in_bytes():
     """8 bytes of moments a parameter of the blocks, of which two data ranks each could keep half."""
     (problem,) = [

@@ -73,7 +73,7 @@ def test_the_interleaved_bubble_is_divided_by_the_chunks():
     assert "12.5%" in problem.reason
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 10), (8, 16)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 10), (4, 9), (8, 16)])
 def test_dualpipe_is_priced_against_its_half(ranks: int, microbatches: int):
     """A stage's weights in bf16 and its gradients in fp32; idle times as simulated where F = I = W and nothing is hidden."""
     sizes = (f"plan.pipeline={ranks}", f"model.layers={2 * ranks}", f"train.global_batch={microbatches}")
@@ -86,6 +86,15 @@ def test_dualpipe_is_priced_against_its_half(ranks: int, microbatches: int):
         for name, chunks in (("dualpipe", 1), ("dualpipev", 2))
     ]
     assert [f"{timeline.bubble:.1%}" for timeline in idle] == re.findall(r"idles for (\S+%)", problem.reason)
+
+
+def test_several_chunks_a_rank_divide_the_bubble_of_gpipe_too():
+    (problem,) = [
+        p
+        for p in found("plan.pipeline=2", "plan.chunks=2", "plan.microbatch=16", "plan.schedule=gpipe")
+        if p.key == "plan.pipeline"
+    ]
+    assert "12.5%" in problem.reason
 
 
 def test_dualpipe_is_let_be_where_its_half_has_too_few_blocks():

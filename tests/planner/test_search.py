@@ -7,7 +7,7 @@ from megalith.cost import host
 from megalith.cost.constants import calibration
 from megalith.cost.parts import parts
 from megalith.cost.workload import Workload
-from megalith.planner.candidates import SPLIT, Space, candidates, offloaded
+from megalith.planner.candidates import Space, candidates, offloaded
 from megalith.planner.named import NAMED
 from megalith.planner.search import Scorer, assumed, search, training
 from megalith.spec import cluster as clusters
@@ -60,7 +60,13 @@ def test_the_space_has_the_published_layouts(named):
 
 def test_a_wider_space_is_never_worse():
     narrow = Space(microbatches=(1,), policies=SPACE.policies, most_chunks=1, schedules=(), copies=False, zero=(1,))
-    wider = [replace(narrow, schedules=SPLIT), replace(narrow, most_chunks=2), replace(narrow, zero=(1, 3)), SPACE, Space()]
+    wider = [
+        replace(narrow, schedules=("zb-h1", "zb-v")),
+        replace(narrow, most_chunks=2),
+        replace(narrow, zero=(1, 3)),
+        SPACE,
+        Space(),
+    ]
     for model in (dense(), mixture()):
         ask = partial(search, model, clusters.load("h100:8"), seq_len=256, global_batch=16, top=1)
         least = ask(space=narrow).best.estimate.time.step

@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "megalith"
 LAYERS = {
-    "disk": 0, "tagged": 0,
+    "disk": 0, "schedule": 0, "tagged": 0,
     "events": 1, "spec": 1,
-    "mesh": 2, "schedule": 2, "kernels": 2, "machine": 2,
+    "mesh": 2, "kernels": 2, "machine": 2,
     "models": 3, "data": 3, "fleet": 3,
     "parallel": 4, "checkpoint": 4, "control": 4,
     "check": 5,

@@ -20,18 +20,17 @@ FOLDER = ROOT / "docs/guide/pictures"
 PAGE = FOLDER.parent / "parallelism.md"
 
 
-@pytest.mark.parametrize("name", guide.PICTURES)
+@pytest.mark.parametrize("name", guide.pictures())
 def test_a_picture_of_the_guide_is_the_one_drawn_today(name: str) -> None:
-    drawn = standalone(guide.PICTURES[name]())
+    drawn = standalone(guide.pictures()[name]())
     assert (FOLDER / f"{name}.svg").read_text(encoding="utf-8") == drawn, "make guide-pictures draws it again"
     assert ElementTree.fromstring(drawn).tag.endswith("svg")
 
 
 def test_every_picture_is_shown_and_every_schedule_drawn() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert {path.stem for path in FOLDER.iterdir()} == set(guide.PICTURES)
-    assert all(f"](pictures/{name}.svg)" in page for name in guide.PICTURES)
-    assert set(guide.SCHEDULES) == set(SCHEDULES)
+    assert {path.stem for path in FOLDER.iterdir()} == set(guide.pictures())
+    assert all(f"](pictures/{name}.svg)" in page for name in guide.pictures())
 
 
 def test_pictures_are_written_anywhere(tmp_path: Path) -> None:

@@ -4,14 +4,14 @@ from megalith.schedule.action import Action, format_row
 from megalith.schedule.forward_only import forward_only
 from megalith.schedule.lower import lower
 from megalith.schedule.simulate import simulate
-from megalith.schedule.table import CHUNKS, SCHEDULES, build
+from megalith.schedule.table import SCHEDULES, build
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_every_microbatch_goes_once_through_every_stage_where_training_has_it(name, microbatches, zero):
-    like = build(name, ranks=4, microbatches=8, chunks=CHUNKS.get(name, (2, 2))[0])
+    like = build(name, ranks=4, microbatches=8, chunks=SCHEDULES[name].chunks.nearest(2))
     schedule = forward_only(like, microbatches)
     program = lower(schedule, zero)
     done = [(str(span.action), span.rank) for span in simulate(program, {"F": 1.0}).spans]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megalith.schedule.action import MESSAGES, Action, Overlap, Schedule, computations, format_row, parse_row
 from megalith.schedule.lower import channel_of, lower, partner
-from megalith.schedule.table import CHUNKS, SCHEDULES, build, misfits
+from megalith.schedule.table import SCHEDULES, build, misfits
 from megalith.schedule.verify import problems
 
 
@@ -21,7 +21,7 @@ def schedules(draw):
         if misfit.field == "zero":
             zero = 1
         elif misfit.field == "chunks":
-            sizes["chunks"] = CHUNKS[name][0]
+            sizes["chunks"] = SCHEDULES[name].chunks.nearest(sizes["chunks"])
         else:
             sizes[misfit.field] += 1
     return build(name, **sizes), zero

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megalith.schedule.action import Action, Overlap, Schedule, Slot, computations, parse_row, parts
 from megalith.schedule.lower import lower
 from megalith.schedule.simulate import activations, in_flight, simulate
-from megalith.schedule.table import CHUNKS, build
+from megalith.schedule.table import SCHEDULES, build
 
 COST = {"F": 1.0, "B": 2.0}
 
@@ -32,7 +32,7 @@ def test_the_bubble_is_one_pipeline_depth(name, ranks, microbatches):
 )
 @settings(deadline=None)
 def test_ranks_do_what_the_schedule_says_one_thing_at_a_time(name, pairs, microbatches, chunks, zero, random):
-    schedule = build(name, ranks=2 * pairs, microbatches=microbatches, chunks=CHUNKS.get(name, (chunks, chunks))[0])
+    schedule = build(name, ranks=2 * pairs, microbatches=microbatches, chunks=SCHEDULES[name].chunks.nearest(chunks))
     timeline = simulate(lower(schedule, zero), lambda _: random.random(), transfer=lambda _: random.random())
     ends: dict[Slot, float] = {}
     for rank, row in enumerate(schedule.rows):

@@ -9,7 +9,7 @@ import pytest
 
 from megalith.schedule.lower import lower
 from megalith.schedule.simulate import simulate
-from megalith.schedule.table import CHUNKS, build
+from megalith.schedule.table import SCHEDULES, build
 from megalith.schedule.verify import problems
 
 
@@ -36,7 +36,7 @@ def opcodes(function: Callable[[], Any]) -> int:
 def test_a_slot_costs_the_same_in_a_large_program_as_in_a_small_one(name):
     costs: dict[str, list[float]] = {}
     for ranks, microbatches in ((2, 4), (8, 16)):
-        schedule = build(name, ranks=ranks, microbatches=microbatches, chunks=CHUNKS.get(name, (2, 2))[0])
+        schedule = build(name, ranks=ranks, microbatches=microbatches, chunks=SCHEDULES[name].chunks.nearest(2))
         program = lower(schedule, 2)
         slots = sum(map(len, program.rows))
         for what, function in {

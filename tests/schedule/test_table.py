@@ -2,9 +2,10 @@ from itertools import product
 
 import pytest
 
+from megalith.schedule.action import Overlap, parts
 from megalith.schedule.lower import lower
 from megalith.schedule.simulate import in_flight, simulate
-from megalith.schedule.table import CHUNKS, SCHEDULES, build, enough, misfits, refusals
+from megalith.schedule.table import SCHEDULES, build, enough, misfits, refusals
 from megalith.schedule.verify import problems
 
 GRID = [
@@ -53,7 +54,7 @@ def test_all_schedules_but_dualpipe_accumulate_in_order(name):
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 def test_more_microbatches_than_enough_change_neither_what_is_in_flight_nor_idling(name: str, ranks: int):
-    chunks = CHUNKS.get(name, (1, 3))[1]
+    chunks = SCHEDULES[name].chunks.nearest(3)
     for microbatches in (2 * ranks, 2 * ranks + 1, 3 * ranks, 4 * ranks + 1, 6 * ranks):
         few = enough(name, ranks=ranks, microbatches=microbatches)
         if refusals(name, ranks=ranks, microbatches=few, chunks=chunks):
@@ -69,6 +70,48 @@ def test_more_microbatches_than_enough_change_neither_what_is_in_flight_nor_idli
             assert one == pytest.approx(other), (microbatches, times)
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_traits_of_a_row_are_those_of_its_programs(name: str):
+    row = SCHEDULES[name]
+    for _, ranks, microbatches, chunks in (case for case in GRID if case[0] == name):
+        schedule = build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+        kinds = {action.kind for slots in schedule.rows for slot in slots for action in parts(slot)}
+        assert row.splits_backward == ("W" in kinds)
+        assert row.bidirectional == (schedule.mirrored is not None)
+        assert row.hides_exchange or not any(isinstance(slot, Overlap) for slots in schedule.rows for slot in slots)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_about_as_many_microbatches_are_in_flight_as_the_row_says(name: str):
+    """To the microbatch where a rank has one stage and no copy of another; others hold up to twice as many."""
+    row = SCHEDULES[name]
+    for _, ranks, microbatches, chunks in (case for case in GRID if case[0] == name):
+        schedule = build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+        held = max(in_flight(schedule)) / chunks
+        said = row.in_flight(ranks, microbatches)
+        assert said <= held <= 2 * said, (ranks, microbatches, chunks)
+        if chunks == 1 and not row.bidirectional:
+            assert held == said
+
+
+@pytest.mark.parametrize("name", [name for name, row in SCHEDULES.items() if row.idle])
+def test_a_closed_form_is_what_the_simulation_finds(name: str):
+    idle = SCHEDULES[name].idle
+    assert idle is not None
+    held = 0
+    for ranks, microbatches, chunks, backward in product(range(1, 6), range(1, 12), (1, 2, 3), (1.4, 2.0, 3.0)):
+        if refusals(name, ranks=ranks, microbatches=microbatches, chunks=chunks):
+            continue
+        expected = idle(ranks, microbatches, chunks, backward)
+        if expected is not None:
+            program = lower(build(name, ranks=ranks, microbatches=microbatches, chunks=chunks), 0)
+            each = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
+            line = simulate(program, {kind: seconds / chunks for kind, seconds in each.items()})
+            assert line.end - max(line.busy) == pytest.approx(expected), (ranks, microbatches, chunks, backward)
+            held += 1
+    assert held > 10
+
+
 def test_a_misspelt_name_is_answered_with_the_near_one():
     assert "Did you mean '1f1b'?" in refusals("1F1B", ranks=2, microbatches=4, chunks=1)[0]
 
@@ -80,10 +123,10 @@ def test_all_that_is_wrong_is_said_at_once():
         build("interleave", ranks=0, microbatches=0, chunks=0)
 
 
-@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize("name", [name for name, row in SCHEDULES.items() if row.chunks.most])
 def test_another_number_of_chunks_points_to_schedules_that_take_it(name):
-    least, most = CHUNKS[name]
-    for chunks in {1, 2, 3} - set(range(least, most + 1)):
+    least, _, most = SCHEDULES[name].chunks
+    for chunks in {1, 2, 3} - set(range(least, (most or 3) + 1)):
         (found,) = refusals(name, ranks=2, microbatches=4, chunks=chunks)
         assert f"chunks = {chunks} with schedule = {name!r}" in found
         assert f"Use chunks = {least}" in found

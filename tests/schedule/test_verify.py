@@ -6,7 +6,7 @@ import pytest
 
 from megalith.schedule.action import Schedule, format_row, parse_row
 from megalith.schedule.lower import Program, lower
-from megalith.schedule.table import CHUNKS, build
+from megalith.schedule.table import SCHEDULES, build
 from megalith.schedule.verify import problems
 
 
@@ -106,7 +106,7 @@ def test_a_bidirectional_program_that_exchanges_for_each_microbatch_is_found():
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipev", "dualpipe"])
 def test_any_computation_left_out_is_found(name):
-    good = build(name, ranks=2, microbatches=4, chunks=CHUNKS[name][0])
+    good = build(name, ranks=2, microbatches=4, chunks=SCHEDULES[name].chunks.usual)
     for rank, row in enumerate(good.rows):
         for i in range(len(row)):
             rows = [*good.rows]
