@@ -36,25 +36,27 @@ def _fixed(schedule: Callable[[int, int], Schedule]) -> Builder:
 
 
 def _every(ranks: int, microbatches: int) -> int:
+    """Return all microbatches."""
     return microbatches
 
 
 def _one_a_rank(ranks: int, microbatches: int) -> int:
+    """Return one microbatch for each rank."""
     return min(ranks, microbatches)
 
 
 def _two_rounds(ranks: int, microbatches: int) -> int:
-    """Past two rounds each microbatch takes another one's place."""
+    """Return the microbatches of two rounds. Past these, each takes another one's place."""
     return min(microbatches, 2 * ranks)
 
 
 def _two_rounds_both_ways(ranks: int, microbatches: int) -> int:
-    """Of an odd number, one way has more."""
+    """Return the microbatches of two rounds, and another one if their number is odd: one way has more then."""
     return min(microbatches, 2 * ranks + microbatches % 2)
 
 
 def _uneven_rounds(ranks: int, microbatches: int) -> int:
-    """The fewest microbatches whose first two rounds are as large: these decide how many are in flight."""
+    """Return the fewest microbatches whose first two rounds are as large. These rounds decide how many are in flight."""
     if microbatches % ranks == 0:
         return _two_rounds(ranks, microbatches)
     first = rounds(ranks, microbatches)[:2]
