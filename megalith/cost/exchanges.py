@@ -2,17 +2,21 @@
 exchange would give them."""
 
 from math import gcd
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.cost.cores import Note
 from megalith.cost.profile import Core, Exchanged, Layout
 from megalith.cost.recorder import Recorder, Region, bytes_of
 from megalith.kernels.grouped import Sizes
-from megalith.models.moe import Experts, Here, Traffic
-from megalith.models.router import Dealing
+from megalith.models.moe import Experts, Here, Moe, Traffic
+from megalith.models.router import Dealing, OneProcess
+from megalith.parallel.conjugate import conjugates
+from megalith.parallel.expert import share_experts
+from megalith.parallel.layout import split_part
+from megalith.parallel.tensor import Split
 
 
 class _Resize(torch.autograd.Function):
@@ -40,24 +44,44 @@ class _Resize(torch.autograd.Function):
         return grad.new_empty(ctx.shape), None, None, None, None
 
 
-def split(module: nn.Module, recorder: Recorder, layout: Layout) -> None:
-    """The boundary of a module whose products are split over `tensor`: gathered on entry, summed on leaving."""
-    times, whole = layout.tensor, layout.sequence
-    enter: tuple[Exchanged, Exchanged] = ("gather", "scatter")
-    leave: tuple[Exchanged, Exchanged] = ("scatter", "gather")
+def split(part: nn.Module, recorder: Recorder, layout: Layout) -> None:
+    """Leave the first rank's share of a part, cut as the trainer cuts it (`parallel.expert`, `parallel.layout`); `recorder` hears what
+    would travel."""
+    for module in part.modules():
+        if isinstance(module, Moe):
+            share_experts(module.experts, (0, layout.expert), (0, layout.expert_tensor))
+            module.exchange = away = Away(recorder, layout)
+            module.sets = Shares(away.shares)
+            module.router.register_forward_pre_hook(
+                lambda _, args: (Border.apply(args[0], recorder, "attention", "router"), *args[1:])
+            )
+    if layout.tensor > 1:
+        split_part(part, Recorded(recorder, layout))
 
-    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if whole:
-            return _Resize.apply(args[0], times, recorder, enter, layout.regather), *args[1:]
-        return _Copied.apply(args[0], recorder, False), *args[1:]
 
-    def after(_: nn.Module, args: Any, out: Any) -> Any:
-        if not isinstance(out, Tensor) or out.dim() < 3:
-            return out
-        return _Resize.apply(out, -times, recorder, leave, False) if whole else _Copied.apply(out, recorder, True)
+class Recorded(Split):
+    """The first of the tensor axis' ranks, without the others: what they would send each other is written down.
 
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after)
+    Modules are split by the trainer's own layout table (`parallel.layout.split_part`).
+    """
+
+    def __init__(self, recorder: Recorder, layout: Layout) -> None:
+        super().__init__(dist.ProcessGroup(0, layout.tensor), layout.sequence)  # it knows its size, and has nothing to send by
+        self.recorder, self.regather = recorder, layout.regather
+
+    def enter(self, x: Tensor) -> Tensor:
+        if not self.sequence:
+            return _Copied.apply(x, self.recorder, False)  # pyright: ignore[reportReturnType]
+        return _Resize.apply(x, self.size, self.recorder, ("gather", "scatter"), self.regather)  # pyright: ignore[reportReturnType]
+
+    def leave(self, x: Tensor) -> Tensor:
+        if not self.sequence:
+            return _Copied.apply(x, self.recorder, True)  # pyright: ignore[reportReturnType]
+        return _Resize.apply(x, -self.size, self.recorder, ("scatter", "gather"), False)  # pyright: ignore[reportReturnType]
+
+    def reduce(self, values: Tensor, operation: str) -> Tensor:
+        self.recorder.exchange("tensor", "sum", bytes_of(values))
+        return values
 
 
 class _Copied(torch.autograd.Function):
@@ -127,17 +151,38 @@ class Border(torch.autograd.Function):
         return grad, None, None, None
 
 
+class Shares(OneProcess):
+    """The sets of a rank that sends one of so many equal shares of the tokens it has to their experts."""
+
+    def __init__(self, shares: int) -> None:
+        self.shares = shares
+
+    def own(self, choices: Tensor) -> Tensor:
+        return choices.chunk(self.shares, 1)[0]
+
+
 class Away(Here):
-    """Experts of several ranks: those of this one are traced, and what travels is written down."""
+    """Experts of several ranks: those of this one are traced, and what travels is written down.
+
+    Tensor ranks that all have the whole sequence send a share of its tokens each, and gather what comes back.
+    """
 
     def __init__(self, recorder: Recorder, layout: Layout) -> None:
         self.recorder, self.ranks, self.parts = recorder, layout.expert, layout.expert_tensor
+        self.shares = 1 if layout.sequence else layout.tensor
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x if self.shares == 1 else _take(x, self)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x if self.shares == 1 else _join(x, self)
 
     def plan(self, counts: Tensor, kept: int | None, dealing: Dealing | None) -> Traffic:
         assert dealing is not None, "a trace knows no scores: the router deals tokens out"
         rows = dealing.batch * dealing.seq * dealing.active
-        each, left = divmod(rows * self.parts, dealing.experts // self.ranks)
-        return Traffic(rows, Sizes([each + (expert < left) for expert in range(dealing.experts // self.ranks)]))
+        held = dealing.experts // self.ranks
+        each, left = divmod(rows * self.parts, held)
+        return Traffic(rows, Sizes([each + (expert < left) for expert in range(held)]))
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
         return self._travel(Border.apply(rows, self.recorder, "router", "experts"))  # pyright: ignore[reportArgumentType]
@@ -154,6 +199,19 @@ class Away(Here):
 
     def _travel(self, rows: Tensor) -> Tensor:
         return rows if self.ranks == 1 else _Dispatched.apply(rows, self.recorder)  # pyright: ignore[reportReturnType]
+
+
+def _share(x: Tensor, away: Away) -> Tensor:
+    return x.chunk(away.shares, 1)[0].contiguous()
+
+
+def _gathered(x: Tensor, away: Away) -> Tensor:
+    whole = x.new_empty(x.shape[0], away.shares * x.shape[1], *x.shape[2:])
+    away.recorder.exchange("tensor", "gather", bytes_of(whole))
+    return whole
+
+
+_take, _join = conjugates(_share, _gathered)
 
 
 def core_note(recorder: Recorder, layout: Layout, window: int | None) -> Note:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalith.cost.cores import fused_collect, fused_norm, fused_rotate, fused_spread
+from megalith.cost.cores import PairedExperts, fused_collect, fused_norm, fused_rotate, fused_spread
 from megalith.cost.profile import DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION, Layout
 from megalith.cost.recorder import Recorder
 from megalith.kernels.cross_entropy import Loss
@@ -22,13 +22,16 @@ from megalith.spec.plan import Plan
 
 def swap_kernels(part: nn.Module, layout: Layout) -> None:
     """Swap a part's chains of small kernels for the fused ones that devices, and the software that `layout` describes, have."""
-    for module in part.modules():
+    for module in list(part.modules()):
         if isinstance(module, RMSNorm):  # on the meta device torch takes an RMS norm apart into kernels of fp32; devices have one
             module.forward = lambda x, norm=module: fused_norm(x, norm.weight)
         elif isinstance(module, Attention | LatentAttention) and layout.fused and layout.rotary:
             module.rotate = fused_rotate
-        elif isinstance(module, Moe) and layout.fused and layout.permute:
-            module.permute, module.unpermute = fused_spread, fused_collect
+        elif isinstance(module, Moe) and layout.fused:
+            if module.experts.gate is not None:
+                module.experts = PairedExperts(module.experts)
+            if layout.permute:
+                module.permute, module.unpermute = fused_spread, fused_collect
 
 
 def recompute(module: nn.Module, recorder: Recorder, layout: Layout) -> None:

@@ -172,7 +172,8 @@ class Layout:
     """`none`, `full`, or the names of the recomputed parts with commas."""
     attention: Literal["fused", "plain"] = "fused"
     regather: bool = False
-    """The input of split products is kept as a share and gathered again for the weights' gradients (Korthikanti et al. 2022)."""
+    """As Megatron-LM splits products: their input is kept as a share and gathered again for the weights' gradients (Korthikanti et al.
+    2022), and a bias that follows a sum over ranks is added by the kernel that adds the residual."""
     fused: bool = True
     """Activation and gate are one kernel; an expert's products of one input are one product."""
     rotary: bool = True

@@ -78,6 +78,7 @@ class Recorder(TorchDispatchMode):
         self._inner: set[int] = set()
         self.fused = frozenset[str]()
         self.merged = False
+        self.rides = False
 
     def know(self, module: nn.Module) -> None:
         """Remember which storages are weights, and which of them the experts'."""
@@ -92,7 +93,7 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {})) if out is None else out
         inputs = [a for a in leaves(args) if isinstance(a, Tensor)]
         outputs = [a for a in leaves(out) if isinstance(a, Tensor)]
-        if name in self.fused:
+        if name in self.fused or (self.rides and name == "add" and self._is_bias(inputs[-1])):
             self.ignore(outputs[0])
             return out
         for tensor in outputs:
@@ -108,6 +109,9 @@ class Recorder(TorchDispatchMode):
             self.apart_moved[self.phase] += moved if self.region == "experts" else 0.0
             self._start()
         return out
+
+    def _is_bias(self, tensor: Tensor) -> bool:
+        return tensor.dim() == 1 and tensor.untyped_storage()._cdata in self.parameters
 
     def _start(self) -> None:
         self.kernels[self.phase] += 1

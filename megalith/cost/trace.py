@@ -13,18 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megalith.cost.cores import FusedCore, FusedMamba, NoteRecurrence, PairedExperts, PlainCore
-from megalith.cost.exchanges import Away, Border, core_note, split
+from megalith.cost.cores import FusedCore, FusedMamba, NoteRecurrence, PlainCore
+from megalith.cost.exchanges import core_note, split
 from megalith.cost.practices import Copied, LossAtOnce, recompute, swap_kernels
 from megalith.cost.profile import Layout, Product, Profile
 from megalith.cost.recorder import FUSED, Recorder, bytes_of, leaves
 from megalith.kernels.cross_entropy import Loss
 from megalith.kernels.deferred import Queue, deferring
-from megalith.models import moe
 from megalith.models.batch import Batch
-from megalith.models.moe import Moe
 from megalith.models.stage import Stage
-from megalith.spec.model import AttentionSpec, BlockSpec, MambaSpec, MlpSpec, ModelSpec, MoeSpec
+from megalith.spec.model import AttentionSpec, BlockSpec, MambaSpec, ModelSpec
 
 
 def _note_recurrence(recorder: Recorder, mamba: MambaSpec) -> NoteRecurrence:
@@ -53,70 +51,34 @@ def _note_recurrence(recorder: Recorder, mamba: MambaSpec) -> NoteRecurrence:
     return note
 
 
-def local(block: BlockSpec, layout: Layout) -> BlockSpec:
-    """The block with the sizes a rank of the tensor axis holds of it."""
-    t = layout.tensor
-    attention, mamba, mlp = block.attention, block.mamba, block.mlp
-    if attention is not None:
-        sizes = {"heads": max(1, attention.heads // t)}
-        if isinstance(attention, AttentionSpec):
-            sizes |= {"kv_heads": max(1, attention.kv_heads // t)}
-        attention = attention.model_copy(update=sizes)
-    if mamba is not None:
-        mamba = mamba.model_copy(update={"heads": mamba.heads // t, "groups": max(1, mamba.groups // t)})
-    if isinstance(mlp, MlpSpec):
-        mlp = mlp.model_copy(update={"hidden": mlp.hidden // t})
-    elif mlp is not None:
-        router = mlp.router.model_copy(update={"balanced": True, "capacity": None})
-        hidden = {"hidden": mlp.hidden // layout.expert_tensor, "shared": mlp.shared // t, "router": router}
-        mlp = mlp.model_copy(update=hidden)
-    return block.model_copy(update={"attention": attention, "mamba": mamba, "mlp": mlp})
-
-
 def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
     """Block `number` of the model on one rank."""
     block = model.blocks[number]
-    one = model.model_copy(update={"blocks": (local(block, layout),)})
+    one = model.model_copy(update={"blocks": (block,)})
     with torch.device("meta"), _default(layout.width):
         stage = _unfilled(one, 1, 2)
         recorder = Recorder(layout.width)
         module = stage.blocks["0"]
-        if isinstance(here := one.blocks[0].mlp, MoeSpec):
-            own = here.model_copy(update={"experts": here.experts // layout.expert})
-            held = moe.Experts(model.dim, own)
-            paired = PairedExperts(held) if layout.fused and own.gated else held
-            module.get_submodule("mlp").experts = paired  # pyright: ignore[reportAttributeAccessIssue]
-        _seams(module, block, recorder, layout)
+        split(module, recorder, layout)
+        _swap_mixers(module, block, recorder, layout)
+        swap_kernels(module, layout)
         if layout.recompute != "none":
             recompute(module, recorder, layout)
+        recorder.merged, recorder.rides = layout.fused, layout.regather
+        if layout.fused and block.mlp is not None and block.mlp.gated:
+            recorder.fused = FUSED
         return _run(stage, module, recorder, layout, model, inputs=_activation(layout, model.dim), block=block)
 
 
-def _seams(module: nn.Module, block: BlockSpec, recorder: Recorder, layout: Layout) -> None:
-    """Mixers as the device runs them, and what stands at the boundaries of split modules."""
+def _swap_mixers(module: nn.Module, block: BlockSpec, recorder: Recorder, layout: Layout) -> None:
+    """Run attention, or Mamba-2, as the device does."""
     window = block.attention.window if isinstance(block.attention, AttentionSpec) else None
-    swap_kernels(module, layout)
-    recorder.merged = layout.fused
-    if layout.fused and block.mlp is not None and block.mlp.gated:
-        recorder.fused = FUSED
     if block.attention is not None:
         core = FusedCore(core_note(recorder, layout, window)) if layout.attention == "fused" else PlainCore()
         module.get_submodule("attention").core = core  # pyright: ignore[reportAttributeAccessIssue]
     if block.mamba is not None:
         mamba = module.get_submodule("mamba")
         mamba.core = FusedMamba(mamba.get_submodule("core"), _note_recurrence(recorder, block.mamba))  # pyright: ignore[reportAttributeAccessIssue]
-    if layout.tensor > 1:
-        whole = {"attention": block.attention, "mamba": block.mamba, "mlp": isinstance(block.mlp, MlpSpec)}
-        for name in (name for name, there in whole.items() if there):
-            split(module.get_submodule(name), recorder, layout)
-    if isinstance(block.mlp, MoeSpec):
-        mixture = module.get_submodule("mlp")
-        assert isinstance(mixture, Moe)
-        mixture.exchange = Away(recorder, layout)
-        route = mixture.route
-        mixture.route = lambda x, batch: route(Border.apply(x, recorder, "attention", "router"), batch)  # pyright: ignore
-        if layout.tensor > 1 and mixture.shared is not None:
-            split(mixture.shared, recorder, layout)
 
 
 def _activation(layout: Layout, dim: int) -> tuple[int, int, int]:
@@ -126,34 +88,24 @@ def _activation(layout: Layout, dim: int) -> tuple[int, int, int]:
 
 def trace_head(model: ModelSpec, layout: Layout) -> Profile:
     """Final norm, output and loss on one rank; the forward also forms the gradients."""
-    head = model.head.model_copy(update={"vocab": -(-model.head.vocab // layout.tensor), "tied": False, "ahead": None})
-    one = model.model_copy(update={"head": head})
+    one = model.model_copy(update={"head": model.head.model_copy(update={"tied": False, "ahead": None})})
     with torch.device("meta"), _default(layout.width):
         parts = len(model.part_names)
         stage = _unfilled(one, parts - 1, parts)
         recorder = Recorder(layout.width)
+        split(stage.head, recorder, layout)
         swap_kernels(stage.head, layout)
-        output = stage.head.output
         if layout.loss != "chunked":
-            seam = Copied() if layout.loss == "copied" else LossAtOnce(layout.loss == "whole")
-            output.loss = seam  # pyright: ignore[reportAttributeAccessIssue]
-        if layout.tensor > 1:
-            split(output, recorder, layout)
+            stage.head.output.loss = Copied() if layout.loss == "copied" else LossAtOnce(layout.loss == "whole")  # pyright: ignore[reportAttributeAccessIssue]
         return _run(stage, stage.head, recorder, layout, model, inputs=_activation(layout, model.dim), block=None)
 
 
 def trace_embedding(model: ModelSpec, layout: Layout) -> Profile:
     """The look-up on one rank."""
-    embedding = model.embedding.model_copy(update={"vocab": -(-model.embedding.vocab // layout.tensor)})
-    one = model.model_copy(update={"embedding": embedding})
     with torch.device("meta"), _default(layout.width):
-        stage = _unfilled(one, 0, 1)
+        stage = _unfilled(model, 0, 1)
         recorder = Recorder(layout.width)
-        if layout.tensor > 1:
-            size = layout.microbatch * (layout.seq_len // layout.context) * model.dim * layout.width
-            recorder.exchange("tensor", "scatter" if layout.sequence else "sum", size)
-            if layout.sequence:
-                recorder.exchange("tensor", "gather", size, "I")
+        split(stage.embedding, recorder, layout)
         return _run(stage, stage.embedding, recorder, layout, model, inputs=None, block=None)
 
 

@@ -49,17 +49,22 @@ def split_experts(moe: Moe, groups: Groups, plan: Plan) -> dict[str, Place]:
     if problems:
         raise ValueError("; ".join(problems))
     here = groups.mesh.expert_coordinates(groups.rank)
-    places = {}
-    for name, weight in list(moe.experts.named_parameters()):
-        (by_expert, by_width), cut = SPLITS[name]
-        share = _share(weight.detach(), by_expert, here["expert"], plan.expert)
-        share = _share(share, by_width, here["expert_tensor"], plan.expert_tensor)
-        setattr(moe.experts, name, nn.Parameter(share.clone(memory_format=torch.contiguous_format)))
-        places[f"experts.{name}"] = Place(groups.experts, (by_expert, by_width), cut)
+    share_experts(moe.experts, (here["expert"], plan.expert), (here["expert_tensor"], plan.expert_tensor))
+    places = {f"experts.{name}": Place(groups.experts, *SPLITS[name]) for name, _ in moe.experts.named_parameters()}
     if plan.expert * plan.expert_tensor * plan.context * plan.tensor > 1:
         moe.exchange = ByExpert(groups, sequence=plan.sequence)
     moe.sets = ByRank(groups, sequence=plan.sequence)
     return places
+
+
+def share_experts(experts: Experts, by_expert: tuple[int, int], by_width: tuple[int, int]) -> None:
+    """Keep one rank's experts, and its part of the hidden width of each: (its place, the number of ranks) along `expert`, and along
+    `expert_tensor`."""
+    for name, weight in list(experts.named_parameters()):
+        share = weight.detach()
+        for placement, (place, ranks) in zip(SPLITS[name][0], (by_expert, by_width), strict=True):
+            share = _share(share, placement, place, ranks)
+        setattr(experts, name, nn.Parameter(share.clone(memory_format=torch.contiguous_format)))
 
 
 def held_of(weight: Tensor, place: Place) -> Held:

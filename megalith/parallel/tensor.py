@@ -52,6 +52,21 @@ class Split:
     def rank(self) -> int:
         return self.group.rank()
 
+    # What travels while a split module computes goes through the methods below, so that a trace can write it down instead.
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Give a split module its input [batch, seq, ...]: x gathered along the sequence, or the same x on all ranks. Differentiable."""
+        return (gather_sequence if self.sequence else copy)(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Add up the ranks' partial sums x [batch, seq, ...]: this rank's share of the sequence, or all of it. Differentiable."""
+        return (scatter_sequence if self.sequence else add_up)(x, self.group)
+
+    def reduce(self, values: Tensor, operation: str) -> Tensor:
+        """Combine `values` of all ranks in place; `operation` is "sum" or "max". Not differentiable."""
+        dist.all_reduce(values, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[operation], group=self.group)
+        return values
+
 
 Style = Callable[[nn.Module, Split, nn.Module], None]
 """(module, split, owner): splits `module`, a child of `owner` or `owner` itself."""
@@ -181,16 +196,14 @@ def _own(module: nn.Module) -> list[str]:
 
 def enter(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """The module sees the whole sequence."""
-    function = gather_sequence if split.sequence else copy
-    module.register_forward_pre_hook(lambda _, args: (function(args[0], split.group), *args[1:]))
+    module.register_forward_pre_hook(lambda _, args: (split.enter(args[0]), *args[1:]))
 
 
 def leave(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """The module's partial sums are added up; the biases of its row-split layers come after."""
-    function = scatter_sequence if split.sequence else add_up
 
     def hook(_: nn.Module, args: tuple, out: Tensor) -> Tensor:
-        return _with_late(module, split, function(out, split.group))
+        return _with_late(module, split, split.leave(out))
 
     module.register_forward_hook(hook)
 
@@ -256,14 +269,10 @@ class VocabularyCrossEntropy(nn.Module):
             scale=batch.loss_scale,
             z_loss=batch.z_loss,
             offset=self.split.rank * weight.shape[0],
-            reduce=self._reduce,
+            reduce=self.split.reduce,
             logit_scale=logit_scale,
             softcap=softcap,
         )
-
-    def _reduce(self, values: Tensor, operation: str) -> Tensor:
-        dist.all_reduce(values, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[operation], group=self.split.group)
-        return values
 
 
 def vocabulary_embedding(module: nn.Module, split: Split, owner: nn.Module) -> None:
