@@ -1,8 +1,6 @@
 """What travels between ranks in the midst of a part's computation, written down instead of sent: the tensors have the shapes that the
 exchange would give them."""
 
-from math import gcd
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,9 +9,11 @@ from megalith.cost.cores import Note
 from megalith.cost.profile import Core, Exchanged, Layout
 from megalith.cost.recorder import Recorder, Region, bytes_of
 from megalith.kernels.grouped import Sizes
+from megalith.models.batch import Batch
 from megalith.models.moe import Experts, Here, Moe, Traffic
 from megalith.models.router import Dealing, OneProcess
 from megalith.parallel.conjugate import conjugates
+from megalith.parallel.context import heads_for_each
 from megalith.parallel.expert import share_experts
 from megalith.parallel.layout import split_part
 from megalith.parallel.tensor import Split
@@ -214,18 +214,42 @@ def _gathered(x: Tensor, away: Away) -> Tensor:
 _take, _join = conjugates(_share, _gathered)
 
 
+class ByHeads(nn.Module):
+    """Attention of Ulysses' ranks, as `parallel.context.ContextCore`: a part of the sequence with all heads, for all of it with some."""
+
+    def __init__(self, core: nn.Module, recorder: Recorder, ranks: int) -> None:
+        super().__init__()
+        self.core, self.recorder, self.ranks = core, recorder, ranks
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        q, k, v = (_to_heads(x, self.ranks, self.recorder) for x in (q, *heads_for_each(self.ranks, q, k, v)))
+        return _to_sequence(self.core(q, k, v, batch), self.ranks, self.recorder)
+
+
+def _heads_for_sequence(x: Tensor, ranks: int, recorder: Recorder) -> Tensor:
+    recorder.exchange("context", "all_to_all", bytes_of(x))
+    return x.new_empty(x.shape[0], x.shape[1] * ranks, x.shape[2] // ranks, x.shape[3])
+
+
+def _sequence_for_heads(x: Tensor, ranks: int, recorder: Recorder) -> Tensor:
+    recorder.exchange("context", "all_to_all", bytes_of(x))
+    return x.new_empty(x.shape[0], x.shape[1] // ranks, x.shape[2] * ranks, x.shape[3])
+
+
+_to_heads, _to_sequence = conjugates(_heads_for_sequence, _sequence_for_heads)
+
+
 def core_note(recorder: Recorder, layout: Layout, window: int | None) -> Note:
+    """Write down a fused attention and what its ring of context ranks sends: the block of keys and values that each passes on, in backward
+    their gradients too, which software of separate kernels sums in fp32, as `parallel.context` does."""
+    ranks = layout.context // layout.ulysses
+    backward = 2 if layout.fused else 1 + 4 / layout.width
+
     def note(phase: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-        keys, apart = k.shape[1] * layout.context, layout.ulysses
-        copies = apart // gcd(apart, k.shape[2])  # so that each rank has heads of keys of its own
-        heads, kv_heads = q.shape[2] // apart, k.shape[2] * copies // apart
-        sizes = (q.shape[0], heads, kv_heads, q.shape[1] * apart, keys, q.shape[3], v.shape[3], window)
+        sizes = (q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1] * ranks, q.shape[3], v.shape[3], window)
         recorder.cores.append(Core(recorder.phase, *sizes, again=phase == "F" and recorder.phase == "I"))
         recorder.kernels[recorder.phase] += 1 if phase == "F" else 3
-        if layout.context > apart:
-            recorder.exchange("context", "ring", copies * (bytes_of(k) + bytes_of(v)) * (1 if phase == "F" else 2))
-        if apart > 1:  # queries, keys, values and output, or their gradients
-            for size in (bytes_of(q), copies * bytes_of(k), copies * bytes_of(v), bytes_of(q) / q.shape[3] * v.shape[3]):
-                recorder.exchange("context", "all_to_all", size)
+        if ranks > 1:
+            recorder.exchange("context", "ring", (bytes_of(k) + bytes_of(v)) * (1 if phase == "F" else backward))
 
     return note

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megalith.cost.cores import FusedCore, FusedMamba, NoteRecurrence, PlainCore
-from megalith.cost.exchanges import core_note, split
+from megalith.cost.exchanges import ByHeads, core_note, split
 from megalith.cost.practices import Copied, LossAtOnce, recompute, swap_kernels
 from megalith.cost.profile import Layout, Product, Profile
 from megalith.cost.recorder import FUSED, Recorder, bytes_of, leaves
 from megalith.kernels.cross_entropy import Loss
 from megalith.kernels.deferred import Queue, deferring
 from megalith.models.batch import Batch
+from megalith.models.embedding import Lookup
 from megalith.models.stage import Stage
 from megalith.spec.model import AttentionSpec, BlockSpec, MambaSpec, ModelSpec
 
@@ -75,6 +76,8 @@ def _swap_mixers(module: nn.Module, block: BlockSpec, recorder: Recorder, layout
     window = block.attention.window if isinstance(block.attention, AttentionSpec) else None
     if block.attention is not None:
         core = FusedCore(core_note(recorder, layout, window)) if layout.attention == "fused" else PlainCore()
+        if layout.ulysses > 1:
+            core = ByHeads(core, recorder, layout.ulysses)
         module.get_submodule("attention").core = core  # pyright: ignore[reportAttributeAccessIssue]
     if block.mamba is not None:
         mamba = module.get_submodule("mamba")
@@ -105,8 +108,12 @@ def trace_embedding(model: ModelSpec, layout: Layout) -> Profile:
     with torch.device("meta"), _default(layout.width):
         stage = _unfilled(model, 0, 1)
         recorder = Recorder(layout.width)
-        split(stage.embedding, recorder, layout)
-        return _run(stage, stage.embedding, recorder, layout, model, inputs=None, block=None)
+        embedding = stage.embedding
+        positions = embedding.positions
+        split(embedding, recorder, layout)
+        if layout.regather:  # with Megatron-LM every tensor rank holds the whole table
+            embedding.positions, embedding.position_lookup = positions, Lookup()
+        return _run(stage, embedding, recorder, layout, model, inputs=None, block=None)
 
 
 class _Unfilled(TorchFunctionMode):

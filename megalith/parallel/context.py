@@ -173,7 +173,7 @@ class ContextCore(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         inner = self.groups.inner
         if inner.size > 1:
-            q, k, v = (_to_heads(x, inner) for x in (q, *_for_each(inner.size, q, k, v)))
+            q, k, v = (_to_heads(x, inner) for x in (q, *heads_for_each(inner.size, q, k, v)))
         out = self.causal(q, k, v, batch) if self.groups.outer.size == 1 else self._exchange_keys(q, k, v, batch)
         return _to_sequence(out, inner) if inner.size > 1 else out
 
@@ -330,8 +330,9 @@ class _Gather(torch.autograd.Function):
 # --- ulysses ---
 
 
-def _for_each(ranks: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with heads repeated where there are too few to give each rank its own."""
+def heads_for_each(ranks: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with heads repeated where there are too few to give each of `ranks` its own. Raises ValueError if `ranks` do not divide
+    the heads of q."""
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % ranks:
         raise ValueError(
