@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megalith.spec.presets import presets
 from megalith.spec.problem import Problem, SpecErrors, near
@@ -91,7 +91,7 @@ def _cluster_missing(resolved: Resolved, path: Path) -> list[Problem]:
     return [Problem("error", "cluster", named, reason, "Correct the path, relative to either, or write it in full.", source)]
 
 
-def _is_relative_file(cluster: Any) -> bool:
+def _is_relative_file(cluster: Any) -> TypeGuard[str]:
     return isinstance(cluster, str) and cluster.endswith(".toml") and not Path(cluster).is_absolute()
 
 
