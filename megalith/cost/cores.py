@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.grouped import Sizes, grouped
+from megalith.kernels.grouped import Sizes
 from megalith.kernels.permute import Order
 from megalith.models.batch import Batch
 from megalith.models.moe import Experts
@@ -182,9 +182,11 @@ class PairedExperts(nn.Module):
         count, hidden, dim = experts.up.shape
         self.up = nn.Parameter(experts.up.new_empty(count, 2 * hidden, dim))
         self.down = experts.down
+        self.multiply = experts.multiply
 
     def forward(self, rows: Tensor, sizes: Sizes) -> Tensor:
-        return grouped(_Gated.apply(grouped(rows, self.up, sizes)), self.down, sizes)  # pyright: ignore[reportArgumentType]
+        inner = _Gated.apply(self.multiply(rows, self.up, sizes=sizes))
+        return self.multiply(inner, self.down, sizes=sizes)
 
 
 class _Rotate(torch.autograd.Function):

@@ -10,7 +10,7 @@ from megalith.cost.profile import DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION, 
 from megalith.cost.recorder import Recorder
 from megalith.kernels.cross_entropy import Loss
 from megalith.kernels.grouped import Sizes
-from megalith.kernels.linear import linear
+from megalith.kernels.multiply import Multiply
 from megalith.models.attention import Attention
 from megalith.models.batch import Batch
 from megalith.models.latent import LatentAttention
@@ -120,9 +120,9 @@ class LossAtOnce(nn.Module):
         super().__init__()
         self.whole = whole
 
-    def forward(self, x: Tensor, weight: Tensor, batch: Batch, **finishing: float) -> Loss:
+    def forward(self, x: Tensor, weight: Tensor, batch: Batch, *, multiply: Multiply, **finishing: float) -> Loss:
         assert batch.targets is not None
-        logits = linear(x.flatten(0, 1), weight)
+        logits = multiply(x.flatten(0, 1), weight)
         loss = _Softmax.apply(logits, batch.targets.flatten(), self.whole)
         return Loss(loss, loss.detach())  # pyright: ignore
 
@@ -130,8 +130,8 @@ class LossAtOnce(nn.Module):
 class Copied(nn.Module):
     """torch's own loss of the logits in fp32, which copies them at each step."""
 
-    def forward(self, x: Tensor, weight: Tensor, batch: Batch, **finishing: float) -> Loss:
+    def forward(self, x: Tensor, weight: Tensor, batch: Batch, *, multiply: Multiply, **finishing: float) -> Loss:
         assert batch.targets is not None
-        logits = linear(x.flatten(0, 1), weight).float()
+        logits = multiply(x.flatten(0, 1), weight).float()
         loss = F.cross_entropy(logits, batch.targets.flatten(), reduction="sum")
         return Loss(loss, loss.detach())

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalith.kernels.product import product
+from megalith.kernels.multiply import PLAIN, Multiply
 
 Reduce = Callable[[Tensor, str], Tensor]  # (values, "sum" | "max") -> the same, over the ranks that share the vocabulary
 CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full-speed products, small beside the activations
@@ -58,15 +58,17 @@ def cross_entropy(
     offset: int = 0,
     reduce: Reduce | None = None,
     chunk: int | None = None,
+    multiply: Multiply = PLAIN,
 ) -> Loss:
     """`cross_entropy_plain` in chunks of `chunk` rows, with the gradients formed in forward, where the logits are at hand
     (so nothing is computed twice and nothing of size tokens x vocab is kept).
 
     With `reduce`, `weight` is this rank's rows [offset, offset + len(weight)) of the vocabulary (Megatron-LM, Shoeybi et al. 2019, §3).
+    `multiply` computes the three products with it.
     """
     held = 4 * weight.shape[0] * (1 if softcap is None else 2)  # bytes a row: its logits, and with a cap the slope at each
     rows = chunk or max(1, CHUNK_BYTES // held // TILE * TILE or CHUNK_BYTES // held)
-    terms = _Terms(scale, z_loss, logit_scale, softcap, offset, reduce)
+    terms = _Terms(scale, z_loss, logit_scale, softcap, offset, reduce, multiply)
     objective, nll = _Chunked.apply(hidden, weight, targets, terms, rows)  # pyright: ignore[reportGeneralTypeIssues]
     return Loss(objective, nll)
 
@@ -78,6 +80,7 @@ class _Terms(NamedTuple):
     softcap: float | None
     offset: int
     reduce: Reduce | None
+    multiply: Multiply
 
 
 class _Chunked(torch.autograd.Function):
@@ -94,9 +97,9 @@ class _Chunked(torch.autograd.Function):
             objective += losses.objective
             nll += losses.nll
             if grad_hidden is not None:
-                product(grad, weight, out=grad_hidden[part])
+                terms.multiply.dgrad(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                grad_weight += product(grad.T, hidden[part])
+                grad_weight += terms.multiply.wgrad(grad, hidden[part])
         ctx.save_for_backward(grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(nll)
         return objective, nll
@@ -109,8 +112,8 @@ class _Chunked(torch.autograd.Function):
 
 def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, wants_grad: bool) -> tuple[Loss, Tensor]:
     """Losses of a few rows, and the gradient of their products with `weight` in the dtype of `hidden` (meaningless unless wanted)."""
-    scale, z_loss, logit_scale, softcap, offset, reduce = terms
-    logits = product(hidden, weight.T).float()
+    scale, z_loss, logit_scale, softcap, offset, reduce, multiply = terms
+    logits = multiply.fprop(hidden, weight).float()
     if logit_scale != 1.0:
         logits *= logit_scale
     slope = None

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalith.kernels.deferred import weight_gradient
 from megalith.kernels.product import product
 
 ALIGNMENT = 16  # bytes that the strides of torch's grouped product are multiples of
@@ -36,35 +35,11 @@ def grouped_plain(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
     return torch.cat(parts)
 
 
-def grouped(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
-    """`grouped_plain`, with a weight gradient that can be put off; in one launch where torch's grouped product can be used.
+def grouped_products(x: Tensor, matrices: Tensor, sizes: Sizes) -> Tensor:
+    """x [rows, a], matrices [groups, a, b] -> [rows, b]; in one launch where torch's grouped product can be used.
 
     `sizes` sum to the rows of x: torch's product leaves rows past the last group uninitialised.
     """
-    return _Grouped.apply(x, weight, sizes)  # pyright: ignore[reportReturnType]
-
-
-class _Grouped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight  # itself, since its `.grad` may be added to later
-        ctx.sizes = sizes
-        return _products(x, weight.transpose(1, 2), sizes)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,), weight, sizes = ctx.saved_tensors, ctx.weight, ctx.sizes
-        grad = grad.contiguous()
-        of_x = _products(grad, weight, sizes) if ctx.needs_input_grad[0] else None
-        of_weight = None
-        if ctx.needs_input_grad[1]:
-            of_weight = weight_gradient(weight, lambda: _outer_products(grad, x, sizes))
-        return of_x, of_weight, None
-
-
-def _products(x: Tensor, matrices: Tensor, sizes: Sizes) -> Tensor:
-    """x [rows, a], matrices [groups, a, b] -> [rows, b]."""
     if _torch_can(x, matrices):
         return F.grouped_mm(x, matrices, offs=sizes.ends(x.device))
     out = x.new_empty(x.shape[0], matrices.shape[2])
@@ -77,7 +52,7 @@ def _products(x: Tensor, matrices: Tensor, sizes: Sizes) -> Tensor:
     return out
 
 
-def _outer_products(one: Tensor, other: Tensor, sizes: Sizes) -> Tensor:
+def grouped_outer_products(one: Tensor, other: Tensor, sizes: Sizes) -> Tensor:
     """one [rows, a], other [rows, b] -> [groups, a, b]: onesᵀ others of each group; zero where a group has no rows."""
     if _torch_can(one, other):
         return F.grouped_mm(one.T, other, offs=sizes.ends(one.device))

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from megalith.kernels.cross_entropy import Loss, cross_entropy, finish
-from megalith.kernels.linear import linear
+from megalith.kernels.multiply import Multiply
 from megalith.models.batch import Batch
 from megalith.models.block import Block
 from megalith.models.embedding import Embedding
@@ -19,7 +19,7 @@ from megalith.spec.model import AheadSpec, EmbeddingSpec, HeadSpec
 class CrossEntropy(nn.Module):
     """Mean next-token loss over the run's valid targets. A seam: vocabulary parallelism swaps it.
 
-    `logit_scale` and `softcap` are those of `kernels.cross_entropy.finish`.
+    `multiply` computes the products with the weight; `logit_scale` and `softcap` are those of `kernels.cross_entropy.finish`.
     """
 
     def forward(
@@ -28,6 +28,7 @@ class CrossEntropy(nn.Module):
         weight: Float[Tensor, "vocab dim"],
         batch: Batch,
         *,
+        multiply: Multiply,
         logit_scale: float = 1.0,
         softcap: float | None = None,
     ) -> Loss:
@@ -40,6 +41,7 @@ class CrossEntropy(nn.Module):
             z_loss=batch.z_loss,
             logit_scale=logit_scale,
             softcap=softcap,
+            multiply=multiply,
         )
 
 
@@ -49,6 +51,7 @@ class Output(nn.Module):
     def __init__(self, dim: int, spec: HeadSpec) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.vocab, dim))
+        self.multiply = Multiply()
         self.loss = CrossEntropy()
         self.finishing: dict[str, float] = {}  # what lies between the products with the weight and the logits
         if spec.scale != 1.0:
@@ -58,8 +61,8 @@ class Output(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch) -> Tensor | Loss:
         if batch.targets is not None:
-            return self.loss(x, self.weight, batch, **self.finishing)
-        return finish(linear(x, self.weight), **self.finishing)
+            return self.loss(x, self.weight, batch, multiply=self.multiply, **self.finishing)
+        return finish(self.multiply(x, self.weight), **self.finishing)
 
 
 class Ahead(nn.Module):

@@ -3,14 +3,25 @@
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from megalith.kernels.linear import linear
+from megalith.kernels.multiply import Multiply
 
 
 class Linear(nn.Linear):
-    """torch's, except that its weight gradient can be put off (zero-bubble schedules); no bias unless asked for."""
+    """torch's linear layer, except that `multiply` computes its products: a seam, which recipes and overlap swap. No bias unless asked for.
+
+    A copy that holds a share of a layer may compute the outputs `rows` alone, or leave the bias to whoever adds up its partial sums.
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
+        self.multiply: nn.Module = Multiply()
+        self.rows: slice | None = None  # of the weight and the bias; None: all
+        self.adds_bias = True
 
     def forward(self, input: Float[Tensor, "... inputs"]) -> Float[Tensor, "... outputs"]:
-        return linear(input, self.weight, self.bias)
+        return self.multiply(input, *self.factors())
+
+    def factors(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias of the outputs computed here."""
+        weight, bias = self.weight, self.bias if self.adds_bias else None
+        return (weight, bias) if self.rows is None else (weight[self.rows], None if bias is None else bias[self.rows])

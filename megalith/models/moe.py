@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from megalith.kernels.grouped import Sizes, grouped
+from megalith.kernels.grouped import Sizes
+from megalith.kernels.multiply import Multiply
 from megalith.kernels.permute import Order, collect, spread
 from megalith.models.batch import Batch
 from megalith.models.linear import Linear
@@ -28,14 +29,15 @@ class Experts(nn.Module):
         self.register_parameter("gate", nn.Parameter(torch.empty(spec.experts, spec.hidden, dim)) if spec.gated else None)
         self.up = nn.Parameter(torch.empty(spec.experts, spec.hidden, dim))
         self.down = nn.Parameter(torch.empty(spec.experts, dim, spec.hidden))
+        self.multiply = Multiply()
         for weight in self.parameters():
             nn.init.normal_(weight, std=0.02)
 
     def forward(self, rows: Float[Tensor, "rows dim"], sizes: Sizes) -> Float[Tensor, "rows dim"]:
         """`rows` of the first expert, then of the second, ...; `sizes` of each."""
-        up = grouped(rows, self.up, sizes)
-        inner = self.activation(up) if self.gate is None else self.activation(grouped(rows, self.gate, sizes)) * up
-        return grouped(inner, self.down, sizes)
+        up = self.multiply(rows, self.up, sizes=sizes)
+        inner = self.activation(up) if self.gate is None else self.activation(self.multiply(rows, self.gate, sizes=sizes)) * up
+        return self.multiply(inner, self.down, sizes=sizes)
 
 
 class Pending(Protocol):

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalith.kernels.deferred import weight_gradient
-
-Factors = tuple[Tensor, Tensor | None]  # of a linear layer: weight and bias
+from megalith.kernels.multiply import Multiply
+from megalith.models.linear import Linear
 
 
 @dataclass(frozen=True)
@@ -94,78 +92,95 @@ class Pieces:
         return torch.cat([pending.wait() for pending in moving], dim=1)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b of a piece."""
-    return F.linear(x, weight, bias)
-
-
 class _Enter(torch.autograd.Function):
     """x [batch, length, in] -> of the whole sequence, the products [batch, seq, out] with each of several weights."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pieces: Pieces, *factors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, pieces: Pieces, recipes: Sequence[Multiply], *factors: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = factors[::2], factors[1::2]
         seq = pieces.shares * x.shape[1]
         outs = tuple(x.new_empty(x.shape[0], seq, weight.shape[0]) for weight in weights if weight is not None)
 
         def multiply(where: slice, piece: Tensor) -> None:
-            for out, weight, bias in zip(outs, weights, biases, strict=True):
+            for out, recipe, weight, bias in zip(outs, recipes, weights, biases, strict=True):
                 assert weight is not None
-                pieces.of(out)[:, :, where] = product(piece, weight, bias)
+                pieces.of(out)[:, :, where] = recipe.fprop(piece, weight, bias)
 
         ctx.save_for_backward(pieces.gathered(x, multiply))
-        ctx.weights, ctx.biased, ctx.pieces = weights, [bias is not None for bias in biases], pieces
+        ctx.weights, ctx.biased = weights, [bias is not None for bias in biases]
+        ctx.recipes, ctx.pieces = recipes, pieces
         return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (whole,), weights, pieces = ctx.saved_tensors, ctx.weights, ctx.pieces
+        (whole,), weights, recipes, pieces = ctx.saved_tensors, ctx.weights, ctx.recipes, ctx.pieces
         found: list[Tensor | None] = []
 
         def multiply(where: slice) -> Tensor:
-            parts = (product(pieces.of(grad)[:, :, where], weight.T) for grad, weight in zip(grads, weights, strict=True))
+            terms = zip(recipes, grads, weights, strict=True)
+            parts = (recipe.dgrad(pieces.of(grad)[:, :, where], weight) for recipe, grad, weight in terms)
             total = next(parts)
             for part in parts:
                 total.add_(part)
             return total
 
         def of_weights() -> None:
-            for grad, weight, biased, wanted in zip(grads, weights, ctx.biased, ctx.needs_input_grad[2::2], strict=True):
-                found.extend(_of_factors(grad, whole, weight, biased=biased, wanted=wanted))
+            wanted = ctx.needs_input_grad[3::2]
+            for recipe, grad, weight, biased, wants in zip(recipes, grads, weights, ctx.biased, wanted, strict=True):
+                rows = grad.flatten(0, -2)
+                found.append(recipe.gradient_of(weight, rows, whole) if wants else None)
+                found.append(rows.sum(0) if biased else None)
 
         if not ctx.needs_input_grad[0]:
             of_weights()
-            return None, None, *found
+            return None, None, None, *found
         of_x = pieces.added_up(whole.shape[1] // pieces.shares, multiply, of_weights)
-        return of_x, None, *found
+        return of_x, None, None, *found
 
 
 class _Leave(torch.autograd.Function):
     """x [batch, seq, in] -> this rank's share [batch, length, out] of the sum of the ranks' products with their parts of a weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, pieces: Pieces, recipe: Multiply) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.pieces = weight, pieces
-        return pieces.added_up(x.shape[1] // pieces.shares, lambda where: product(pieces.of(x)[:, :, where], weight))
+        ctx.weight, ctx.pieces, ctx.recipe = weight, pieces, recipe
+        return pieces.added_up(x.shape[1] // pieces.shares, lambda where: recipe.fprop(pieces.of(x)[:, :, where], weight))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,), weight, pieces = ctx.saved_tensors, ctx.weight, ctx.pieces
+        (x,), weight, pieces, recipe = ctx.saved_tensors, ctx.weight, ctx.pieces, ctx.recipe
         of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
 
         def multiply(where: slice, piece: Tensor) -> None:
-            pieces.of(of_x)[:, :, where] = product(piece, weight.T)
+            pieces.of(of_x)[:, :, where] = recipe.dgrad(piece, weight)
 
         whole = pieces.gathered(grad, multiply)
-        return of_x, _of_factors(whole, x, weight, biased=False, wanted=ctx.needs_input_grad[1])[0], None
+        of_weight = recipe.gradient_of(weight, whole.flatten(0, -2), x) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, None, None
 
 
-def _of_factors(grad: Tensor, x: Tensor, weight: Tensor, *, biased: bool, wanted: bool) -> Sequence[Tensor | None]:
-    """Gradients of a weight, or None where it is put off, and of its bias."""
-    rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
-    of_weight = weight_gradient(weight, lambda: product(rows.T, inputs.T)) if wanted else None
-    return of_weight, rows.sum(0) if biased else None
+class _Given(nn.Module):
+    """Stands for the product of a first layer, which `_Enter` has computed."""
+
+    def __init__(self, recipe: Multiply, made: dict[int, Tensor], number: int) -> None:
+        super().__init__()
+        self.recipe, self.made, self.number = recipe, made, number
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.made.pop(self.number)
+
+
+class _InPieces(nn.Module):
+    """The product of a last layer, each piece of which leaves for its sum as soon as it is there."""
+
+    def __init__(self, recipe: Multiply, pieces: Pieces) -> None:
+        super().__init__()
+        self.recipe, self.pieces = recipe, pieces
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is None, "a bias is added to the sum, not to each part of it"
+        return _Leave.apply(x, weight, self.pieces, self.recipe)  # pyright: ignore[reportReturnType]
 
 
 class Overlapped:
@@ -176,24 +191,23 @@ class Overlapped:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        pieces: Pieces,
-        *,
-        first: dict[str, Callable[[], Factors]],
-        last: str,
-        after: Callable[[Tensor], Tensor],
+        self, module: nn.Module, pieces: Pieces, *, first: Sequence[Linear], last: Linear, after: Callable[[Tensor], Tensor]
     ) -> None:
-        """`first`: the layers that take the module's input, each with what gives its weight and bias; `after`: what follows the sum."""
+        """`first`: the layers that take the module's input; `after`: what follows the sum."""
         self._lines, self._pieces, self._first, self._after = module.forward, pieces, first, after
-        self._made: dict[str, Tensor] = {}
-        weight = module.get_submodule(last).get_parameter
-        for name in first:
-            module.get_submodule(name).forward = lambda _, name=name: self._made.pop(name)
-        module.get_submodule(last).forward = lambda x: _Leave.apply(x, weight("weight"), pieces)
+        self._recipes = [_recipe(layer) for layer in first]
+        self._made: dict[int, Tensor] = {}
+        for number, (layer, recipe) in enumerate(zip(first, self._recipes, strict=True)):
+            layer.multiply = _Given(recipe, self._made, number)
+        last.multiply = _InPieces(_recipe(last), pieces)
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
-        factors = [factor for give in self._first.values() for factor in give()]
-        outs: Any = _Enter.apply(x, self._pieces, *factors)
-        self._made.update(zip(self._first, outs, strict=True))
+        factors = [factor for layer in self._first for factor in layer.factors()]
+        outs: Any = _Enter.apply(x, self._pieces, self._recipes, *factors)
+        self._made.update(enumerate(outs))
         return self._after(self._lines(x, *args))
+
+
+def _recipe(layer: Linear) -> Multiply:
+    assert isinstance(layer.multiply, Multiply), f"the products of {layer} are in pieces already"
+    return layer.multiply

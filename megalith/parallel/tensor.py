@@ -16,11 +16,12 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megalith.kernels.cross_entropy import Loss, cross_entropy
-from megalith.kernels.linear import linear
+from megalith.kernels.multiply import Multiply
 from megalith.models.attention import Attention
 from megalith.models.batch import Batch
+from megalith.models.linear import Linear
 from megalith.parallel.conjugate import conjugates
-from megalith.parallel.overlap import Factors, Overlapped, Pieces
+from megalith.parallel.overlap import Overlapped, Pieces
 
 
 @dataclass
@@ -38,10 +39,7 @@ class Split:
     shares: MutableMapping[Tensor, nn.Parameter] = field(
         default_factory=WeakTensorKeyDictionary
     )  # by the whole parameters they are of, for as long as another name still has one
-    late: dict[nn.Module, list[tuple[nn.Module, str]]] = field(
-        default_factory=dict
-    )  # biases to add after a module's partial sums
-    rows: dict[nn.Module, slice] = field(default_factory=dict)  # of layers that every rank has whole, those it computes
+    late: dict[nn.Module, list[Linear]] = field(default_factory=dict)  # whose biases are added after a module's partial sums
     pieces: int = 1  # in which activations travel, while others are multiplied
 
     @property
@@ -131,15 +129,12 @@ def column(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 def row(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """Split the inputs of a linear layer; its outputs are partial sums, which the boundary around it adds up, and then its bias."""
+    assert isinstance(module, Linear)
     _share(module, "weight", split, dim=1)
-    if "bias" in _own(module):
+    if module.bias is not None:
         whole(module, split, owner)
-        split.late.setdefault(owner, []).append((module, "bias"))
-        module.forward = partial(_without_bias, module)
-
-
-def _without_bias(module: nn.Module, x: Tensor) -> Tensor:
-    return linear(x, module.get_parameter("weight"))
+        split.late.setdefault(owner, []).append(module)
+        module.adds_bias = False
 
 
 def whole(module: nn.Module, split: Split, owner: nn.Module) -> None:
@@ -162,25 +157,14 @@ def inner(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 def shared_heads(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """Keys or values: split by heads; with fewer heads than ranks, every rank holds all of them and computes the one its queries need."""
-    assert isinstance(module, nn.Linear) and isinstance(owner, Attention)
+    assert isinstance(module, Linear) and isinstance(owner, Attention)
     heads, channels = module.out_features // owner.head_dim, owner.head_dim
     if heads % split.size == 0:
         column(module, split, owner)
         return
     inner(module, split, owner)
     first = split.rank * heads // split.size * channels
-    split.rows[module] = slice(first, first + channels)
-    module.forward = partial(_one_head, module, split.rows[module])  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _one_head(module: nn.Linear, rows: slice, x: Tensor) -> Tensor:
-    return linear(x, *_factors(module, rows))
-
-
-def _factors(module: nn.Module, rows: slice | None) -> Factors:
-    """Weight and bias of a linear layer, or of some of its outputs."""
-    weight, bias = module.get_parameter("weight"), module.get_parameter("bias") if "bias" in _own(module) else None
-    return (weight, bias) if rows is None else (weight[rows], None if bias is None else bias[rows])
+    module.rows = slice(first, first + channels)
 
 
 def apart(module: nn.Module, split: Split, owner: nn.Module) -> None:
@@ -210,8 +194,8 @@ def leave(module: nn.Module, split: Split, owner: nn.Module) -> None:
 
 def _with_late(module: nn.Module, split: Split, out: Tensor) -> Tensor:
     """A module's sums with the biases of its row-split layers."""
-    for child, name in split.late.get(module, ()):
-        out = out + child.get_parameter(name)
+    for layer in split.late.get(module, ()):
+        out = out + layer.bias
     return out
 
 
@@ -231,10 +215,10 @@ class Seams:
 
 def overlapped(module: nn.Module, split: Split, seams: Seams) -> None:
     """A boundary whose journeys take place inside the module's first and last products; its layers have been split."""
-    layers = {name: layer for name in seams.first if isinstance(layer := getattr(module, name, None), nn.Module)}
-    first = {name: partial(_factors, layer, split.rows.get(layer)) for name, layer in layers.items()}
+    first = [layer for name in seams.first if isinstance(layer := getattr(module, name, None), Linear)]
+    last = getattr(module, seams.last)
     pieces = Pieces(split.group, split.sequence, split.pieces)
-    module.forward = Overlapped(module, pieces, first=first, last=seams.last, after=partial(_with_late, module, split))
+    module.forward = Overlapped(module, pieces, first=first, last=last, after=partial(_with_late, module, split))
 
 
 # --- vocabulary ---
@@ -260,7 +244,16 @@ class VocabularyCrossEntropy(nn.Module):
         super().__init__()
         self.split = split
 
-    def forward(self, x: Tensor, weight: Tensor, batch: Batch, *, logit_scale: float = 1.0, softcap: float | None = None) -> Loss:
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        batch: Batch,
+        *,
+        multiply: Multiply,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> Loss:
         assert batch.targets is not None
         return cross_entropy(
             x.flatten(0, 1),
@@ -272,6 +265,7 @@ class VocabularyCrossEntropy(nn.Module):
             reduce=self.split.reduce,
             logit_scale=logit_scale,
             softcap=softcap,
+            multiply=multiply,
         )
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.deferred import Queue, deferring
-from megalith.kernels.grouped import Sizes, grouped, grouped_plain
+from megalith.kernels.grouped import Sizes, grouped_plain
+from megalith.kernels.multiply import PLAIN
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 0, 7], [4], [0, 0]]
 
@@ -20,7 +21,7 @@ def inputs(counts: list[int]) -> tuple[Tensor, Tensor]:
 def test_equals_the_definition_forward_and_backward(counts: list[int], known: str) -> None:
     x, weight = inputs(counts)
     sizes = Sizes(counts if known == "host" else torch.tensor(counts))
-    out, expected = grouped(x, weight, sizes), grouped_plain(x, weight, Sizes(counts))
+    out, expected = PLAIN(x, weight, sizes=sizes), grouped_plain(x, weight, Sizes(counts))
     torch.testing.assert_close(out, expected)
     grad = torch.randn_like(out)
     torch.testing.assert_close(torch.autograd.grad(out, (x, weight), grad), torch.autograd.grad(expected, (x, weight), grad))
@@ -28,7 +29,7 @@ def test_equals_the_definition_forward_and_backward(counts: list[int], known: st
 
 def test_a_group_without_rows_gets_a_gradient_of_zero() -> None:
     x, weight = inputs([3, 0, 5, 1])
-    grouped(x, weight, Sizes([3, 0, 5, 1])).sum().backward()
+    PLAIN(x, weight, sizes=Sizes([3, 0, 5, 1])).sum().backward()
     assert weight.grad is not None
     assert not weight.grad[1].any()
     assert all(weight.grad[group].any() for group in (0, 2, 3))
@@ -38,7 +39,7 @@ def test_the_weight_gradient_can_be_put_off() -> None:
     x, weight = inputs([3, 0, 5, 1])
     queue = Queue()
     with deferring(queue):
-        grouped(x, weight, Sizes([3, 0, 5, 1])).sum().backward()
+        PLAIN(x, weight, sizes=Sizes([3, 0, 5, 1])).sum().backward()
     assert weight.grad is None
     assert x.grad is not None
     queue.drain()
@@ -57,10 +58,10 @@ def test_torchs_grouped_product_in_its_place_gives_the_same(counts: list[int], m
     torch.manual_seed(0)
     x = torch.randn(sum(counts), 16, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(len(counts), 24, 16, dtype=torch.bfloat16, requires_grad=True)
-    expected = grouped(x, weight, Sizes(counts))
+    expected = PLAIN(x, weight, sizes=Sizes(counts))
     grad = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, (x, weight), grad)
     monkeypatch.setattr("megalith.kernels.grouped._torch_can", lambda one, other: True)
-    out = grouped(x, weight, Sizes(torch.tensor(counts)))
+    out = PLAIN(x, weight, sizes=Sizes(torch.tensor(counts)))
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(torch.autograd.grad(out, (x, weight), grad), gradients)

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalith.kernels import product as module
 from megalith.kernels.cross_entropy import cross_entropy
-from megalith.kernels.grouped import Sizes, grouped
-from megalith.kernels.linear import linear
+from megalith.kernels.grouped import Sizes
+from megalith.kernels.multiply import PLAIN
 from megalith.kernels.product import product, widened
 from megalith.prove.meter import Meter
 
@@ -42,7 +42,7 @@ def test_layers_give_the_same_to_rounding_either_way(monkeypatch: pytest.MonkeyP
     def run(native: bool) -> list[Tensor]:
         monkeypatch.setattr(module, "native", lambda: native)
         x, w, bias, experts = (_random(*shape).requires_grad_() for shape in ((12, 16), (24, 16), (24,), (3, 16, 24)))
-        hidden = grouped(linear(x, w, bias), experts, Sizes([5, 0, 7]))
+        hidden = PLAIN(PLAIN(x, w, bias), experts, sizes=Sizes([5, 0, 7]))
         loss = cross_entropy(hidden, w.T.contiguous().detach()[:, :16].contiguous(), torch.arange(12), scale=1 / 12)
         loss.objective.backward()
         return [hidden.detach(), loss.nll, *(p.grad for p in (x, w, bias, experts) if p.grad is not None)]

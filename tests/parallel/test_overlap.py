@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.kernels.deferred import Queue, deferring
+from megalith.kernels.multiply import Multiply
 from megalith.mesh import Mesh
 from megalith.models.batch import Batch
-from megalith.parallel import overlap
 from megalith.parallel.groups import Groups
 from megalith.parallel.layout import split_part
 from megalith.parallel.overlap import Moving, Pieces
@@ -114,10 +113,10 @@ class Watched:
         self.journeys.append(Journey(start(pieces, x)))
         return self.journeys[-1]
 
-    def product(self, multiply: Callable[..., Tensor], *args: Any) -> Tensor:
+    def product(self, multiply: Callable[..., Tensor], *args: Any, **how: Any) -> Tensor:
         start = time.perf_counter()
         time.sleep(COMPUTES)
-        out = multiply(*args)
+        out = multiply(*args, **how)
         self.products.append((start, time.perf_counter()))
         return out
 
@@ -136,7 +135,9 @@ def _watch(rank: int, pieces: int, sequence: bool) -> tuple[list[bool], list[boo
     for name in ("gather", "add_up"):
         start = getattr(Pieces, name)
         setattr(Pieces, name, lambda self, x, start=start: watched.send(start, self, x))  # this process ends with the function
-    overlap.product = partial(watched.product, overlap.product)
+    for name in ("fprop", "dgrad", "wgrad"):
+        product = getattr(Multiply, name)
+        setattr(Multiply, name, lambda *args, product=product, **how: watched.product(product, *args, **how))
     out = block(x, batch)
     forward = watched.hidden
     watched.journeys.clear()

@@ -1,0 +1,108 @@
+"""The one door for matrix products with a weight: forward, gradient of the input, gradient of the weight.
+
+A recipe says how the three products are computed, in narrow formats for instance: a subclass of `Multiply` that overrides them, and a row
+in `parallel.precision.RECIPES`. Layers, experts, the output and overlapped communication multiply by a weight only through this seam.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalith.kernels.deferred import weight_gradient
+from megalith.kernels.grouped import Sizes, grouped_outer_products, grouped_products
+from megalith.kernels.product import product, widened
+
+OUTSIDE: Mapping[str, str] = {
+    "Router": "computes scores in fp32 whatever the recipe: rounded scores choose other experts (Fedus et al. 2022, section 2.4)",
+    "Embedding": "looks rows up and adds their gradients up: nothing is multiplied",
+    "CausalConv": "weighs each channel by itself: elementwise, bound by memory",
+    "CausalCore": "multiplies activations with activations; its formats are its kernels' business",
+    "MambaCore": "multiplies activations with states in fp32: its sums run over the whole sequence",
+}
+"""Modules that keep matrices, or multiply, and do not use the door: class -> reason."""
+
+
+class Multiply(nn.Module):
+    """x Wᵀ + b, and the plain recipe: factors in their own format, sums in fp32, rounded once.
+
+    A parameterless seam of every module that multiplies by a weight. A subclass is another recipe: it overrides `fprop`, `dgrad` and
+    `wgrad`, and the rest follows.
+    """
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None) -> Tensor:
+        """x [..., in], weight [out, in], bias [out] -> [..., out]. Differentiable; the weight's gradient can be put off.
+
+        With `sizes`, rows x [rows, in] of consecutive groups, which `sizes` sum to, and weight [groups, out, in], without a bias.
+        """
+        if not torch.compiler.is_compiling():
+            return _Multiply.apply(x, weight, bias, sizes, self)  # pyright: ignore[reportReturnType]
+        assert sizes is None, "how many rows a group has differs in every batch: experts are not compiled"
+        # A compiler schedules the backward itself, so nothing is put off. It knows torch's own product best.
+        return F.linear(x, weight, bias) if type(self) is Multiply else _Compiled.apply(x, weight, bias, self)  # pyright: ignore[reportReturnType]
+
+    def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None) -> Tensor:
+        """x Wᵀ + b, without a graph; shapes as in `forward`."""
+        if sizes is not None:
+            return grouped_products(x, weight.transpose(1, 2), sizes)
+        if not widened(x):
+            return F.linear(x, weight, bias)
+        out = product(x, weight.T)
+        return out if bias is None else out.add_(bias)
+
+    def dgrad(self, grad: Tensor, weight: Tensor, *, sizes: Sizes | None = None, out: Tensor | None = None) -> Tensor:
+        """grad W, the gradient of x: grad [..., out] -> [..., in], without a graph. Written to `out` [rows, in] if that is given."""
+        return product(grad, weight, out=out) if sizes is None else grouped_products(grad, weight, sizes)
+
+    def wgrad(self, grad: Tensor, x: Tensor, *, sizes: Sizes | None = None) -> Tensor:
+        """gradᵀ x, the gradient of the weight: grad [rows, out], x [rows, in] -> [out, in] or [groups, out, in], without a graph."""
+        return product(grad.T, x) if sizes is None else grouped_outer_products(grad, x, sizes)
+
+    def gradient_of(self, weight: Tensor, grad: Tensor, x: Tensor, *, sizes: Sizes | None = None) -> Tensor | None:
+        """The gradient of `weight` from grad [rows, out] and x [..., in], or None where it is put off."""
+        return weight_gradient(weight, lambda: self.wgrad(grad, _rows(x), sizes=sizes))
+
+
+PLAIN = Multiply()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., n] -> [rows, n]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes | None, multiply: Multiply) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # itself, since its `.grad` may be added to later
+        ctx.biased, ctx.sizes, ctx.multiply = bias is not None, sizes, multiply
+        return multiply.fprop(x, weight, bias, sizes=sizes)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,), weight, sizes, multiply = ctx.saved_tensors, ctx.weight, ctx.sizes, ctx.multiply
+        if sizes is not None:
+            grad = grad.contiguous()
+        rows = _rows(grad)
+        of_x = multiply.dgrad(grad, weight, sizes=sizes) if ctx.needs_input_grad[0] else None
+        of_weight = multiply.gradient_of(weight, rows, x, sizes=sizes) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, rows.sum(0) if ctx.biased else None, None, None
+
+
+class _Compiled(torch.autograd.Function):
+    """The same for a compiler, which must see what backward uses."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Multiply) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.biased, ctx.multiply = bias is not None, multiply
+        return multiply.fprop(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        rows = _rows(grad)
+        of_weight = ctx.multiply.wgrad(rows, _rows(x))
+        return ctx.multiply.dgrad(grad, weight), of_weight, rows.sum(0) if ctx.biased else None, None
