@@ -1,5 +1,5 @@
-"""A plan applied to one stage, part by part, in this order: experts, first weights, tensor split, context, recomputation, compilation,
-data shards.
+"""A plan applied to one stage, part by part, in this order: experts, first weights, the recipe for products, tensor split, context,
+recomputation, compilation, data shards.
 
 Each part is built whole, but for the experts of other ranks, filled, split and sharded before the next one exists: no rank ever holds more
 than one whole part.
@@ -19,6 +19,7 @@ from megalith.parallel.expert import held_of, split_experts
 from megalith.parallel.groups import Groups
 from megalith.parallel.layout import split_part
 from megalith.parallel.passes import Runner
+from megalith.parallel.precision import apply_precision
 from megalith.parallel.recompute import apply_recompute
 from megalith.parallel.tensor import Split
 from megalith.spec.model import ModelSpec
@@ -55,6 +56,7 @@ class Builder:
                 held = {parameter: held_of(parameter, place) for parameter, place in laid.items()}
                 initialise(part, name=name, spec=self.spec, seed=self.seed, held=held)
             self._tie(name, part)
+            apply_precision(part, "plain")
             places = self._split(part) | laid
             if self.plan.context > 1:
                 split_context(part, self.context)

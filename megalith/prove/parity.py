@@ -24,6 +24,7 @@ from megalith.models.moe import Moe
 from megalith.models.router import Record, recording
 from megalith.models.stage import Stage
 from megalith.parallel.data import COMPUTE_DTYPE
+from megalith.parallel.precision import apply_precision
 from megalith.prove.updates import update_of
 from megalith.schedule.table import FILE
 from megalith.spec.run import RunSpec
@@ -144,6 +145,7 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
     model = spec.model.build()
     with device:
         stage = Stage(model)
+    apply_precision(stage, "plain")
     for name, part in stage.parts():
         initialise(part, name=name, spec=model, seed=spec.train.seed)
     computes = stage.parameters_by_name()
