@@ -29,15 +29,23 @@ def append(descriptor: int, line: bytes) -> bool:
     return False
 
 
-def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file that is written so, one a line; none where there is no file. Torn lines are left out."""
+def lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a text file, each with its line break; a torn last line has none. Yield nothing if there is no file."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.endswith("\n"):
-                with contextlib.suppress(json.JSONDecodeError):
-                    yield json.loads(line)
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        yield from file
+
+
+def parse(line: str) -> dict[str, Any] | None:
+    """Return the JSON object in a whole line; None for a torn line, or one that holds anything else."""
+    if not line.endswith("\n"):
+        return None
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,9 @@
 """What happened in a run: an append-only JSON-lines file of typed events, the only thing reports read about it.
 
 Every line is `{"type": ..., "time": seconds since the epoch, ...fields}`. Times are seconds, memory is bytes, rates are per second.
+
+Logs of other versions can be read. A field that a log lacks gets its default, else the neutral value of its type: None, NaN, 0, "",
+an empty list or dict. A field that this version does not know is kept in `Event.extra`, and an event of an unknown kind is an `Unknown`.
 """
 
 import json
@@ -8,12 +11,15 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from types import NoneType
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from megalith import disk
+from megalith.tagged import Family
 
 FILE = "events.jsonl"
 MOST_WAITING = 10_000  # events that wait for a disk with room, or a store; the oldest are lost beyond that
@@ -21,10 +27,21 @@ MOST_WAITING = 10_000  # events that wait for a disk with room, or a store; the 
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events; `kind` is the `type` written to the log."""
+    """Base of all events; `kind` is the `type` written to the log. `extra`: fields of a log that this version does not know."""
 
     kind: ClassVar[str] = ""
     time: float = field(default_factory=time.time, kw_only=True)
+    extra: dict[str, Any] = field(default_factory=dict, kw_only=True)
+
+
+Kind = TypeVar("Kind", bound=Event)
+
+
+@dataclass(frozen=True)
+class Unknown(Event):
+    """An event of a kind that this version does not know; all its fields but the time are in `extra`."""
+
+    type: str
 
 
 @dataclass(frozen=True)
@@ -80,13 +97,17 @@ class Step(Event):
     experts: dict[str, float] = field(default_factory=dict)
 
 
+Span = tuple[int, str, float, float]
+"""(rank, action, start, end) of an action, in seconds from the step's start. In a log that was read it is a list."""
+
+
 @dataclass(frozen=True)
 class Spans(Event):
-    """What each pipeline rank did when, in one step: `[rank, action, start, end]` in seconds from the step's start."""
+    """What each pipeline rank did when, in one step."""
 
     kind: ClassVar[str] = "spans"
     step: int
-    spans: list[tuple[int, str, float, float]]
+    spans: list[Span]
 
 
 @dataclass(frozen=True)
@@ -170,6 +191,76 @@ class RunFinished(Event):
     step: int
 
 
+_NEUTRAL: dict[Any, Callable[[], object]] = {
+    NoneType: lambda: None,
+    float: partial(float, "nan"),
+    int: int,
+    str: str,
+    list: list,
+    dict: dict,
+}
+_MISSING = object()
+_KINDS = Family(Event, key="type").classes
+
+_Reading = tuple[str, type | tuple[type, ...], Callable[[], object]]
+"""How a field is read: its name, the types that JSON may have for it, and what makes its value if it is missing."""
+
+
+def _reading(one: Field[Any], hint: Any) -> _Reading:
+    types = [get_origin(each) or each for each in (get_args(hint) if NoneType in get_args(hint) else (hint,))]
+    if one.default is not MISSING:
+        missing: Callable[[], object] = lambda: one.default  # noqa: E731
+    elif one.default_factory is not MISSING:
+        missing = one.default_factory
+    else:
+        missing = _NEUTRAL[NoneType if NoneType in types else types[0]]
+    accepted = (*types, int) if float in types else tuple(types)  # a float without a fraction may be written as an integer
+    return one.name, accepted, missing
+
+
+def _readings(kind: type[Event]) -> tuple[_Reading, ...]:
+    hints = get_type_hints(kind)
+    return tuple(_reading(one, hints[one.name]) for one in fields(kind) if one.name != "extra")
+
+
+_READINGS = {kind: _readings(kind) for kind in (Unknown, *_KINDS.values())}
+
+
+def load(record: dict[str, Any]) -> Event | None:
+    """Return the event that a line's JSON object holds; None if it has no type or no time, or a field of another type than the class.
+
+    Types are checked by hand and one level deep: a log has a line for every step, and pydantic takes several times as long.
+    """
+    tag = record.get("type")
+    if not isinstance(tag, str) or "time" not in record:
+        return None
+    kind = _KINDS.get(tag, Unknown)
+    values: dict[str, Any] = {}
+    for name, types, missing in _READINGS[kind]:
+        value = record.get(name, _MISSING)
+        if value is _MISSING:
+            value = missing()
+        elif not isinstance(value, types):
+            return None
+        values[name] = value
+    if len(record) != len(values) + 1:
+        values["extra"] = {name: value for name, value in record.items() if name not in values and name != "type"}
+    return kind(**values)
+
+
+def dump(event: Event) -> dict[str, Any]:
+    """Return an event as the JSON object of its line."""
+    record = {"type": event.kind} | asdict(event)
+    extra = record.pop("extra")
+    return record | extra
+
+
+def parse(line: str) -> Event | None:
+    """Return the event in a line of a log; None for a torn line, or one that holds no event."""
+    record = disk.parse(line)
+    return None if record is None else load(record)
+
+
 class EventLog:
     """Appends events to a run folder's log. Each event is one write, so a reader never sees half a line for long, and the ranks and who
     watches them may write to one log. What a full disk has no room for, or a store that is away cannot take, waits."""
@@ -182,7 +273,7 @@ class EventLog:
 
     def write(self, event: Event) -> None:
         """Append one event, now or with a later one."""
-        line = json.dumps({"type": event.kind} | asdict(event), separators=(",", ":"))
+        line = json.dumps(dump(event), separators=(",", ":"))
         self._waiting.append(line.encode() + b"\n")
         self._append()
 
@@ -199,6 +290,33 @@ class EventLog:
         os.close(self._file)
 
 
-def read(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run, oldest first. Torn lines (the writer died in one, or the disk was full) are left out."""
-    return disk.lines(run_dir / FILE)
+class Reader:
+    """The events of a run, oldest first; each iteration reads the log again.
+
+    Reading raises nothing for a line that is torn (the writer died in it, or the disk was full) or holds no event: the line is skipped.
+    `skipped` counts these lines in the newest iteration.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / FILE
+        self.skipped = 0
+
+    def __iter__(self) -> Iterator[Event]:
+        self.skipped = 0
+        for line in disk.lines(self._path):
+            event = parse(line)
+            if event is None:
+                self.skipped += 1
+            else:
+                yield event
+
+
+def read(run_dir: Path) -> Reader:
+    """Return a reader of the events in a run folder; it has none if the folder has no log. Iteration raises OSError if the log is there
+    but cannot be read."""
+    return Reader(run_dir)
+
+
+def of_kind(events: Iterable[Event], kind: type[Kind]) -> list[Kind]:
+    """Return the events of one class, in their order."""
+    return [event for event in events if isinstance(event, kind)]

@@ -69,7 +69,7 @@ class Controller:
         self._pace = Pace(job.start_timeout, job.silence_timeout, fleet)
         self._stragglers = Stragglers(fleet)
         self._state = self._memory.recall(nodes.there())
-        self._incidents = sum(record["type"] == "incident" for record in events.read(job.run_dir))
+        self._incidents = len(events.of_kind(events.read(job.run_dir), Incident))
         self._listed: tuple[Copy, ...] | None = None  # the checkpoints that there were when the store could last be read
         self._open: list[_Open] = []
         self._next: Start | None = None

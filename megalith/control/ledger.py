@@ -10,16 +10,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 from megalith import disk
 from megalith.control.policy import State
-
-Record = Mapping[str, Any]
-"""One event as it stands in the log (`events.read`)."""
+from megalith.events import (
+    Checkpoint,
+    Event,
+    Incident,
+    Problem,
+    Recovery,
+    RunFinished,
+    RunStarted,
+    Sample,
+    Step,
+    Validation,
+    of_kind,
+)
+from megalith.fleet.signs import Straggler
 
 
 class Cause(StrEnum):
@@ -95,19 +105,18 @@ class Goodput:
         return [(cause.value, value, value / wall, MEANING[cause]) for cause, value in used]
 
 
-def goodput(records: Iterable[Record]) -> Goodput:
+def goodput(events: Iterable[Event]) -> Goodput:
     """The account of a run, from its events in the order of their writing."""
-    whole = list(records)
+    whole = list(events)
     steps, lost = _steps(whole)
     intervals = [*_of_steps(steps, lost, whole), *_of_pauses(whole), *_of_incidents(whole, steps + lost), *_of_starts(whole)]
-    times = [record["time"] for record in whole if record["type"] != "sample"]
+    times = [event.time for event in whole if not isinstance(event, Sample)]
     seconds = dict.fromkeys(Cause, 0.0)
     if times:
         first = min([min(times), *(interval.start for interval in intervals if interval.cause is not Cause.DETECTION)])
         for piece in partition([Interval(first, max(times), Cause.OTHER), *intervals], first, max(times)):
             seconds[piece.cause] += piece.end - piece.start
-    incidents = sum(record["type"] == "incident" for record in whole)
-    return Goodput(seconds, steps=len(steps), lost_steps=len(lost), incidents=incidents)
+    return Goodput(seconds, steps=len(steps), lost_steps=len(lost), incidents=len(of_kind(whole, Incident)))
 
 
 _RANK = {cause: rank for rank, cause in enumerate(Cause)}
@@ -134,94 +143,103 @@ def partition(intervals: Iterable[Interval], start: float, end: float) -> list[I
     return pieces
 
 
-def _steps(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+def _steps(events: Sequence[Event]) -> tuple[list[Step], list[Step]]:
     """Steps that count, and those whose result was thrown away: a start goes back to `resumed_step`."""
-    counted: dict[int, Record] = {}
-    lost: list[Record] = []
-    for record in records:
-        if record["type"] == "run_started":
-            lost += [counted.pop(step) for step in sorted(counted) if step > record["resumed_step"]]
-        elif record["type"] == "step":
-            if record["step"] in counted:
-                lost.append(counted[record["step"]])
-            counted[record["step"]] = record
+    counted: dict[int, Step] = {}
+    lost: list[Step] = []
+    for event in events:
+        if isinstance(event, RunStarted):
+            lost += [counted.pop(step) for step in sorted(counted) if step > event.resumed_step]
+        elif isinstance(event, Step):
+            if event.step in counted:
+                lost.append(counted[event.step])
+            counted[event.step] = event
     return list(counted.values()), lost
 
 
-def _of_steps(steps: Sequence[Record], lost: Sequence[Record], records: Sequence[Record]) -> list[Interval]:
-    found = [Interval(step["time"] - step["seconds"], step["time"], Cause.LOST) for step in lost]
-    slow = _slow_times(records)
-    usual = median(step["seconds"] for step in steps) if steps else 0.0
+def _of_steps(steps: Sequence[Step], lost: Sequence[Step], events: Sequence[Event]) -> list[Interval]:
+    found = [Interval(step.time - step.seconds, step.time, Cause.LOST) for step in lost]
+    slow = _slow_times(events)
+    usual = median(step.seconds for step in steps) if steps else 0.0
     for step in steps:
-        start, end = step["time"] - step["seconds"], step["time"]
+        start, end = step.time - step.seconds, step.time
         found.append(Interval(start, end, Cause.USEFUL))
-        found.append(Interval(start, start + step.get("breakdown", {}).get("data", 0.0), Cause.DATA))
-        if step["seconds"] > usual and any(low < end and start < high for low, high in slow):
+        found.append(Interval(start, start + step.breakdown.get("data", 0.0), Cause.DATA))
+        if step.seconds > usual and any(low < end and start < high for low, high in slow):
             found.append(Interval(start + usual, end, Cause.STRAGGLING))
     return found
 
 
-def _slow_times(records: Sequence[Record]) -> list[tuple[float, float]]:
+def _slow_times(events: Sequence[Event]) -> list[tuple[float, float]]:
     """When a straggler was being borne: from its first slow step to the end of the incident."""
-    ends = {record["incident"]: record["time"] for record in records if record["type"] == "recovery"}
-    return [
-        (record["began"], ends.get(record["incident"], record["time"]))
-        for record in records
-        if record["type"] == "incident" and record["cause"] == "straggler"
-    ]
+    ends = _recoveries(events)
+    stragglers = [one for one in of_kind(events, Incident) if one.cause == Straggler.kind]
+    return [(one.began, ends[one.incident].time if one.incident in ends else one.time) for one in stragglers]
 
 
-def _of_pauses(records: Sequence[Record]) -> list[Interval]:
+def _recoveries(events: Iterable[Event]) -> dict[int, Recovery]:
+    """Recoveries by the number of their incident."""
+    return {recovery.incident: recovery for recovery in of_kind(events, Recovery)}
+
+
+def _of_pauses(events: Sequence[Event]) -> list[Interval]:
     """A validation stands right before its event. A save's wait is somewhere before its event: as late as possible is near enough."""
-    waits = {"validation": ("seconds", Cause.VALIDATION), "checkpoint": ("wait_seconds", Cause.CHECKPOINT)}
     found = []
-    for record in records:
-        if record["type"] in waits:
-            name, cause = waits[record["type"]]
-            found.append(Interval(record["time"] - record[name], record["time"], cause))
+    for event in events:
+        match event:
+            case Validation():
+                found.append(Interval(event.time - event.seconds, event.time, Cause.VALIDATION))
+            case Checkpoint():
+                found.append(Interval(event.time - event.wait_seconds, event.time, Cause.CHECKPOINT))
     return found
 
 
-def _of_incidents(records: Sequence[Record], steps: Sequence[Record]) -> list[Interval]:
+def _of_incidents(events: Sequence[Event], steps: Sequence[Step]) -> list[Interval]:
     """Detection, then recovery up to the first step after it. What the broken step had done is lost, too.
 
     That step's own time is none of it, though the incident is over only once that step is seen to run.
     """
-    ends = sorted(step["time"] for step in steps)
-    begins = sorted(step["time"] - step["seconds"] for step in steps)
-    starts = sorted(record["time"] for record in records if record["type"] == "run_started")
-    recovered = {record["incident"]: record["time"] for record in records if record["type"] == "recovery"}
-    last = max((record["time"] for record in records), default=0.0)
+    ends = sorted(step.time for step in steps)
+    begins = sorted(step.time - step.seconds for step in steps)
+    starts = sorted(start.time for start in of_kind(events, RunStarted))
+    recovered = _recoveries(events)
+    last = max((event.time for event in events), default=0.0)
     found = []
-    for record in records:
-        if record["type"] != "incident" or record["cause"] == "straggler":
+    for one in of_kind(events, Incident):
+        if one.cause == Straggler.kind:
             continue
-        over = recovered.get(record["incident"], last)
-        start, before = bisect_right(starts, over), bisect_right(ends, record["began"])
-        if start and starts[start - 1] > record["time"]:
+        over = recovered[one.incident].time if one.incident in recovered else last
+        start, before = bisect_right(starts, over), bisect_right(ends, one.began)
+        if start and starts[start - 1] > one.time:
             after = bisect_left(begins, starts[start - 1])
             over = begins[after] if after < len(begins) else over
-        done = ends[before - 1] if before else record["began"]
+        done = ends[before - 1] if before else one.began
         found += [
-            Interval(done, record["began"], Cause.LOST),
-            Interval(record["began"], record["time"], Cause.DETECTION),
-            Interval(record["time"], over, Cause.RECOVERY),
+            Interval(done, one.began, Cause.LOST),
+            Interval(one.began, one.time, Cause.DETECTION),
+            Interval(one.time, over, Cause.RECOVERY),
         ]
     return found
 
 
-def _of_starts(records: Sequence[Record]) -> list[Interval]:
+def _of_starts(events: Sequence[Event]) -> list[Interval]:
     """From each start to its first step; before a start that follows no incident, the run was away since the last event."""
-    found = []
-    before: float | None = None
-    for i, record in enumerate(records):
-        if record["type"] == "run_started":
-            first = next((step for step in islice(records, i + 1, None) if step["type"] in ("step", "run_started")), None)
-            if first is not None and first["type"] == "step":
-                found.append(Interval(record["time"], max(record["time"], first["time"] - first["seconds"]), Cause.START))
-            if before is not None:
-                found.append(Interval(before, record["time"], Cause.AWAY))
-        before = None if record["type"] == "incident" else record["time"] if record["type"] == "run_finished" else before
+    found: list[Interval] = []
+    start: RunStarted | None = None  # the newest, until its first step
+    away: float | None = None  # since when no process has run
+    for event in events:
+        match event:
+            case RunStarted():
+                start = event
+                if away is not None:
+                    found.append(Interval(away, event.time, Cause.AWAY))
+            case Step() if start is not None:
+                found.append(Interval(start.time, max(start.time, event.time - event.seconds), Cause.START))
+                start = None
+            case Incident():
+                away = None
+            case RunFinished():
+                away = event.time
     return found
 
 
@@ -284,51 +302,56 @@ class PostMortem:
         return "\n".join([*lines, "  evidence", *evidence] if evidence else lines)
 
 
-def post_mortems(records: Iterable[Record]) -> list[PostMortem]:
+def post_mortems(events: Iterable[Event]) -> list[PostMortem]:
     """Every incident of a run, oldest first. An incident that came while another was being dealt with is in both timelines."""
-    whole = list(records)
-    ends = {record["incident"]: record for record in whole if record["type"] == "recovery"}
+    whole = list(events)
+    ends = _recoveries(whole)
     found = []
-    for record in whole:
-        if record["type"] != "incident":
-            continue
-        end = ends.get(record["incident"])
+    for one in of_kind(whole, Incident):
+        end = ends.get(one.incident)
         found.append(
             PostMortem(
-                **{name: record[name] for name in ("incident", "cause", "reason", "step", "node", "rank", "began", "evidence")},
-                decided=record["time"],
-                over=end["time"] if end else None,
-                restored=end["restored"] if end else None,
-                lost_steps=end["lost_steps"] if end else 0,
-                commands=tuple(record["commands"]),
-                timeline=_timeline(record, end, whole),
+                incident=one.incident,
+                cause=one.cause,
+                reason=one.reason,
+                step=one.step,
+                node=one.node,
+                rank=one.rank,
+                began=one.began,
+                decided=one.time,
+                over=end.time if end else None,
+                restored=end.restored if end else None,
+                lost_steps=end.lost_steps if end else 0,
+                evidence=one.evidence,
+                commands=tuple(one.commands),
+                timeline=_timeline(one, end, whole),
             )
         )
     return found
 
 
-def _timeline(incident: Record, end: Record | None, records: Sequence[Record]) -> tuple[tuple[float, str], ...]:
-    over = end["time"] if end else max(record["time"] for record in records)
-    told = [(incident["began"], "it happened (last sign of life)"), (incident["time"], f"decided: {incident['reason']}")]
-    for record in records:
-        if incident["began"] <= record["time"] <= over and record is not incident and record is not end:
-            words = _words(record)
-            told += [(record["time"], words)] if words else []
+def _timeline(incident: Incident, end: Recovery | None, events: Sequence[Event]) -> tuple[tuple[float, str], ...]:
+    over = end.time if end else max(event.time for event in events)
+    told = [(incident.began, "it happened (last sign of life)"), (incident.time, f"decided: {incident.reason}")]
+    for event in events:
+        if incident.began <= event.time <= over and event is not incident and event is not end:
+            words = _words(event)
+            told += [(event.time, words)] if words else []
     if end:
-        told.append((end["time"], f"going on at step {end['step']}"))
+        told.append((end.time, f"going on at step {end.step}"))
     return tuple(sorted(told, key=lambda entry: entry[0]))
 
 
-def _words(record: Record) -> str | None:
-    match record["type"]:
-        case "incident":
-            return f"meanwhile incident {record['incident']}: {record['reason']}"
-        case "run_started":
-            return f"ranks are ready, from step {record['resumed_step']}"
-        case "problem":
-            return record["message"]
-        case "run_finished":
-            return f"ranks ended: {record['reason']}"
+def _words(event: Event) -> str | None:
+    match event:
+        case Incident():
+            return f"meanwhile incident {event.incident}: {event.reason}"
+        case RunStarted():
+            return f"ranks are ready, from step {event.resumed_step}"
+        case Problem():
+            return event.message
+        case RunFinished():
+            return f"ranks ended: {event.reason}"
     return None
 
 
@@ -386,7 +409,7 @@ def note(path: Path, record: NodeRecord) -> None:
 
 def read_nodes(path: Path) -> list[NodeRecord]:
     """A ledger of nodes, oldest first; empty when there is none. Torn lines are left out."""
-    return [NodeRecord(**record) for record in disk.lines(path)]
+    return [NodeRecord(**record) for record in map(disk.parse, disk.lines(path)) if record is not None]
 
 
 def standings(records: Iterable[NodeRecord]) -> dict[str, Standing]:

@@ -13,19 +13,18 @@ the run.
 First steps of a start, saves and starts have limits of their own, of which the log has too few durations: they are counted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megalith.control.pace import KEPT
 from megalith.control.watch import MOST_LIMITS
+from megalith.events import Event, Incident, RunStarted, Step
+from megalith.fleet import signs
 from megalith.spec.fleet import FleetSpec
 
 ALLOWED_SECONDS = 0.25  # two turns of the watch: 0.02 s each, and what else it does in them
 TURNS_SECONDS = 2.0  # the most that two turns count for
 BETWEEN_RANKS = 1.5  # by how much a rank's step may have been longer than rank 0's
-
-Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -57,26 +56,30 @@ class Hangs:
     elsewhere_limit: float | None = None
 
 
-def hangs_of(records: Sequence[Record], *, fleet: FleetSpec, timeout: float, seen_late: float = 0.0) -> list[Hang]:
+def hangs_of(events: Sequence[Event], *, fleet: FleetSpec, timeout: float, seen_late: float = 0.0) -> list[Hang]:
     """The hangs in a log. `timeout`: the limit of what has no pace yet (`launch.timeout`); `seen_late`: seconds by which who watches may
     see one beat later than another, which its steps are longer by."""
     found: list[Hang] = []
     took: list[float] = []
     before, resumed, window = None, 0, KEPT
-    for record in records:
-        if record["type"] == "run_started":
-            before, resumed, window = None, record["resumed_step"], KEPT // record["world"] + 1
-        elif record["type"] == "step":
-            if before is not None:  # from one step's end to the next: as a rank's beats are, with copies and saves between them
-                took.append(max(record["seconds"], record["time"] - before))
-            before = record["time"]
-        elif record["type"] == "incident" and record["cause"] == "hang":
-            evidence = record["evidence"]
-            running = evidence["phase"] == "step" and evidence["step"] > resumed + 1  # all ranks are beyond their first
-            slowest = max(took[-window:], default=None)
-            paced = running and slowest is not None and evidence["limit"] != timeout
-            pace = max(fleet.hang_floor, fleet.hang_factor * (slowest + seen_late)) if paced and slowest is not None else None
-            found.append(Hang(record["incident"], evidence["silence"], evidence["limit"], pace))
+    for event in events:
+        match event:
+            case RunStarted():
+                before, resumed, window = None, event.resumed_step, KEPT // max(1, event.world) + 1
+            case Step():
+                if (
+                    before is not None
+                ):  # from one step's end to the next: as a rank's beats are, with copies and saves between them
+                    took.append(max(event.seconds, event.time - before))
+                before = event.time
+            case Incident(cause=signs.Hang.kind):
+                sign = signs.load(event.evidence)
+                assert isinstance(sign, signs.Hang), sign
+                running = sign.phase == "step" and sign.step > resumed + 1  # all ranks are beyond their first
+                slowest = max(took[-window:], default=None)
+                paced = running and slowest is not None and sign.limit != timeout
+                pace = max(fleet.hang_floor, fleet.hang_factor * (slowest + seen_late)) if paced and slowest is not None else None
+                found.append(Hang(event.incident, sign.silence, sign.limit, pace))
     return found
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from megalith.events import Checkpoint, Event, Incident, Recovery, of_kind
+from megalith.fleet.signs import Hang, NodesLost, Preempted, RankFailed
 from megalith.fleet.tiers import Source, Tier
 from megalith.spec.cluster import ClusterSpec
 
@@ -94,23 +96,21 @@ def at_rates(
 
 
 _DEPTH = tuple(tier.value for tier in Tier)  # fastest first
-_SEEN_AS = {"rank_failed": "crash", "hang": "hang", "nodes_lost": "node_lost"}
+_SEEN_AS = {RankFailed.kind: "crash", Hang.kind: "hang", NodesLost.kind: "node_lost"}
 
 
-def calibrated(
-    records: Iterable[Mapping[str, Any]], base: Latencies, *, typical: Callable[[Sequence[float]], float] = median
-) -> Latencies:
-    """`base` with what a run's incidents and saves typically took (events `incident`, `recovery`, `checkpoint`). `typical`: the median, or
+def calibrated(events: Iterable[Event], base: Latencies, *, typical: Callable[[Sequence[float]], float] = median) -> Latencies:
+    """`base` with what a run's incidents and saves typically took (events `Incident`, `Recovery`, `Checkpoint`). `typical`: the median, or
     the mean where totals are to come right.
 
     The log knows recovery as a whole, so restart and restore are not told apart: restart takes the fastest tier's time, and a slower
     tier what its own is above that; of a tier that nothing was restored from, what `base` says.
     """
-    whole = list(records)
-    begun = {record["incident"]: record for record in whole if record["type"] == "incident"}
+    whole = list(events)
+    begun = {incident.incident: incident for incident in of_kind(whole, Incident)}
     detection: dict[str, list[float]] = {}
-    for record in begun.values():
-        detection.setdefault(_SEEN_AS.get(record["cause"], ""), []).append(max(0.0, record["time"] - record["began"]))
+    for one in begun.values():
+        detection.setdefault(_SEEN_AS.get(one.cause, ""), []).append(max(0.0, one.time - one.began))
     found: dict[str, Any] = {name: typical(times) for name, times in detection.items() if name}
     took = {tier: typical(times) for tier, times in _recoveries(whole, begun).items()}
     if took:
@@ -119,28 +119,25 @@ def calibrated(
             tier: took[tier] - found["restart"] if tier in took else seconds for tier, seconds in base.restore.items()
         }
         found["replace"] = 0.0
-    waits = [record["wait_seconds"] for record in whole if record["type"] == "checkpoint"]
-    writes = [record["seconds"] for record in whole if record["type"] == "checkpoint"]
-    if waits:
-        found["stall"] = {**base.stall, "store": typical(waits)}
-        found["write"] = found["save"] = typical(writes)
+    saves = of_kind(whole, Checkpoint)
+    if saves:
+        found["stall"] = {**base.stall, "store": typical([save.wait_seconds for save in saves])}
+        found["write"] = found["save"] = typical([save.seconds for save in saves])
     return replace(
-        base, **found, source=f"{typical.__name__.removeprefix('f')}s of {len(begun)} incidents and {len(waits)} saves"
+        base, **found, source=f"{typical.__name__.removeprefix('f')}s of {len(begun)} incidents and {len(saves)} saves"
     )
 
 
-def _recoveries(records: Sequence[Mapping[str, Any]], begun: Mapping[int, Mapping[str, Any]]) -> dict[str, list[float]]:
+def _recoveries(events: Sequence[Event], begun: Mapping[int, Incident]) -> dict[str, list[float]]:
     """Seconds from a decision to the next step, by the slowest tier that was read. Of starts that failed, only the last one counts, and
     what waited for a save is not known apart."""
-    decided = sorted(record["time"] for record in begun.values())
+    decided = sorted(incident.time for incident in begun.values())
     found: dict[str, list[float]] = {}
-    for record in records:
-        if record["type"] != "recovery" or not record["restored"] or record["incident"] not in begun:
+    for recovery in of_kind(events, Recovery):
+        incident = begun.get(recovery.incident)
+        if not recovery.restored or incident is None or incident.cause == Preempted.kind:
             continue
-        tiers = [tier for tier in _DEPTH if f" {tier}" in record["restored"]]
-        at = begun[record["incident"]]["time"]
-        if begun[record["incident"]]["cause"] == "preempted":
-            continue
-        if tiers and bisect_right(decided, record["time"]) == bisect_right(decided, at):
-            found.setdefault(tiers[-1], []).append(max(0.0, record["time"] - at))
+        tiers = [tier for tier in _DEPTH if f" {tier}" in recovery.restored]
+        if tiers and bisect_right(decided, recovery.time) == bisect_right(decided, incident.time):
+            found.setdefault(tiers[-1], []).append(max(0.0, recovery.time - incident.time))
     return found

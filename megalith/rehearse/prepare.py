@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from megalith import events
+from megalith.events import Incident
 from megalith.rehearse import latencies
 from megalith.rehearse.campaign import FAULTED
 from megalith.rehearse.latencies import PROFILES, Latencies
@@ -184,7 +185,7 @@ def _measured(wanted: Wanted, spec: SimulationSpec, problems: list[Problem]) -> 
     except (OSError, ValueError) as error:
         problems.append(_problem("--latencies", str(wanted.log), f"cannot be read: {error}", "Give another campaign's folder."))
         return None
-    if not any(record.get("type") == "incident" for record in records):
+    if not events.of_kind(records, Incident):
         reason = f"has no log with an incident in it (looked at {folder / events.FILE})"
         way_out = "Give the folder that `megalith campaign` named, or that of a run that had faults."
         problems.append(_problem("--latencies", str(wanted.log), reason, way_out))

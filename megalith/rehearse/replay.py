@@ -15,7 +15,8 @@ import numpy as np
 
 from megalith import events
 from megalith.control import ledger, policy
-from megalith.control.ledger import Cause, Goodput, Record
+from megalith.control.ledger import Cause, Goodput
+from megalith.events import Event, Incident, Recovery, RunStarted, Step, of_kind
 from megalith.fleet import injection, signs, tiers
 from megalith.fleet.commands import Command, Restart
 from megalith.fleet.injection import Injection
@@ -129,45 +130,43 @@ def replay(folder: Path, *, like: Path | None = None) -> Replayed:
     return Replayed(recorded, figures, site.seconds, site.restarts)
 
 
-def measured(records: Sequence[Record]) -> Figures:
+def measured(records: Sequence[Event]) -> Figures:
     """The figures in a log: means, for totals are to come right."""
-    incidents = [record for record in records if record["type"] == "incident"]
-    over = {record["incident"]: record["time"] for record in records if record["type"] == "recovery"}
-    failed = [b["time"] - a["time"] for a, b in pairwise(incidents) if _restarts(a) and b["time"] < over.get(a["incident"], 0.0)]
-    slow = [one for one in incidents if one["cause"] == "straggler" and _restarts(one)]
-    marks = [record for record in records if record["type"] in ("step", "incident", "run_started")]
-    later = [(before, one) for before, one in pairwise(marks) if before["type"] == one["type"] == "step"]
-    step = _mean([one["seconds"] for _, one in later if not _is_slow(one, slow)])
-    sudden = [(before, one) for before, one in pairwise(marks) if before["type"] == "step" and one["type"] == "incident"]
+    incidents = of_kind(records, Incident)
+    over = {one.incident: one.time for one in of_kind(records, Recovery)}
+    failed = [b.time - a.time for a, b in pairwise(incidents) if _restarts(a) and b.time < over.get(a.incident, 0.0)]
+    slow = [one for one in incidents if one.cause == signs.Straggler.kind and _restarts(one)]
+    marks = [one for one in records if isinstance(one, Step | Incident | RunStarted)]
+    later = [(before, one) for before, one in pairwise(marks) if isinstance(before, Step) and isinstance(one, Step)]
+    step = _mean([one.seconds for _, one in later if not _is_slow(one, slow)])
+    sudden = [(before, one) for before, one in pairwise(marks) if isinstance(before, Step) and isinstance(one, Incident)]
     return Figures(
         step=step,
-        overhead=_mean([max(0.0, one["time"] - before["time"] - one["seconds"]) for before, one in later]) / step,
+        overhead=_mean([max(0.0, one.time - before.time - one.seconds) for before, one in later]) / step,
         first=_mean([max(0.0, end - over - step) for over, end in _first_steps(records)]),
-        partial=_mean([max(0.0, one["began"] - before["time"]) for before, one in sudden if one["cause"] != "straggler"]),
+        partial=_mean([max(0.0, one.began - before.time) for before, one in sudden if one.cause != signs.Straggler.kind]),
         failed=_mean(failed),
-        slow=sum(max(0.0, one["seconds"] - step) for _, one in later if _is_slow(one, slow)) / max(1, len(slow)),
+        slow=sum(max(0.0, one.seconds - step) for _, one in later if _is_slow(one, slow)) / max(1, len(slow)),
         latencies=replace(calibrated(records, _UNSEEN, typical=fmean), check=CHECK_SECONDS),
     )
 
 
-def _first_steps(records: Sequence[Record]) -> Iterator[tuple[float, float]]:
+def _first_steps(records: Sequence[Event]) -> Iterator[tuple[float, float]]:
     """Of each start after a fault: when it was seen to have recovered, and when its first step was done."""
-    after = [record for record in records if record["type"] in ("run_started", "recovery", "step")]
-    for i, record in enumerate(after):
-        if record["type"] == "run_started":
-            here = list(takewhile(lambda one: one["type"] != "run_started", after[i + 1 :]))
-            over = next((one["time"] for one in here if one["type"] == "recovery" and one["restored"]), None)
-            end = next((one["time"] for one in here if one["type"] == "step"), None)
-            if over is not None and end is not None:
-                yield over, end
+    for i, record in enumerate(records):
+        if isinstance(record, RunStarted):
+            here = list(takewhile(lambda one: not isinstance(one, RunStarted), records[i + 1 :]))
+            over, ends = [one.time for one in of_kind(here, Recovery) if one.restored], of_kind(here, Step)
+            if over and ends:
+                yield over[0], ends[0].time
 
 
-def _is_slow(step: Record, stragglers: Sequence[Record]) -> bool:
-    return any(one["began"] < step["time"] <= one["time"] for one in stragglers)
+def _is_slow(step: Step, stragglers: Sequence[Incident]) -> bool:
+    return any(one.began < step.time <= one.time for one in stragglers)
 
 
-def _restarts(incident: Record) -> bool:
-    return any(command["kind"] == "restart" for command in incident["commands"])
+def _restarts(incident: Incident) -> bool:
+    return any(command["kind"] == Restart.kind for command in incident.commands)
 
 
 def _mean(values: Iterable[float]) -> float:

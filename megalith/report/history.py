@@ -1,7 +1,7 @@
-"""What a run's events say, put in order: one list a kind, resumed and repeated steps sorted out."""
+"""A run's events put in order: one list for each kind, with resumed and repeated steps sorted out."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -9,10 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from megalith import events
+from megalith.events import Checkpoint, Event, Holding, Kind, Problem, RunFinished, RunStarted, Sample, Spans, Step, Validation
 from megalith.spec.plan import Plan
-
-Record = dict[str, Any]
-"""One event as it stands in the log."""
 
 
 @dataclass(frozen=True)
@@ -20,33 +18,35 @@ class History:
     """The events of a run by kind, oldest first.
 
     A resumed run goes back to a checkpoint: what it had recorded beyond it counts as `repeated`, and only what came after the
-    last return is in `steps`, `validations` and `samples`.
+    last return is in `steps`, `validations` and `samples`. `skipped`: lines of the log that hold no event.
     """
 
-    starts: list[Record] = field(default_factory=list)
-    steps: list[Record] = field(default_factory=list)
-    repeated: list[Record] = field(default_factory=list)
-    validations: list[Record] = field(default_factory=list)
-    samples: list[Record] = field(default_factory=list)
-    spans: list[Record] = field(default_factory=list)
-    holdings: list[Record] = field(default_factory=list)
-    checkpoints: list[Record] = field(default_factory=list)
-    problems: list[Record] = field(default_factory=list)
-    finished: Record | None = None
-    last_time: float | None = None
+    starts: list[RunStarted] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    repeated: list[Step] = field(default_factory=list)
+    validations: list[Validation] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    spans: list[Spans] = field(default_factory=list)
+    holdings: list[Holding] = field(default_factory=list)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    finished: RunFinished | None = None
+    skipped: int = 0
 
     @property
-    def spec(self) -> Record:
+    def start(self) -> RunStarted | None:
+        """The newest start."""
+        return self.starts[-1] if self.starts else None
+
+    @property
+    def spec(self) -> dict[str, Any]:
         """The resolved specification of the newest start; empty if the run never started."""
-        return self.starts[-1]["spec"] if self.starts else {}
+        return self.start.spec if self.start else {}
 
     @property
     def plan(self) -> Plan | None:
         """The newest plan, if one is recorded."""
-        try:
-            return Plan.model_validate(self.spec["plan"])
-        except (KeyError, ValidationError):  # an early or foreign log: the report goes without what depends on the plan
-            return None
+        return plan_of(self.start) if self.start else None
 
     @property
     def microbatches(self) -> int | None:
@@ -64,66 +64,90 @@ class History:
         """How the run stands: finished, stopped, lost, failed, or that its end is not recorded."""
         if not self.starts and not self.steps:
             return "not started"
-        return self.finished["reason"] if self.finished else "running, or ended without a word"
+        return self.finished.reason if self.finished else "running, or ended without a word"
 
-    def usual(self, name: str) -> float | None:
-        """Median of a number over the steps, without the first steps of each start: they warm up."""
-        warm = {start["resumed_step"] + i for start in self.starts for i in (1, 2)}
-        values = [s[name] for s in self.steps if s["step"] not in warm] or [s[name] for s in self.steps]
+    def usual(self, number: Callable[[Step], float | None]) -> float | None:
+        """Return the median of a number over the steps without the first two of each start, which warm up; over all if there are no
+        others. None if no step has the number."""
+        warm = {start.resumed_step + i for start in self.starts for i in (1, 2)}
+        values = [number(step) for step in self.steps if step.step not in warm] or [number(step) for step in self.steps]
         known = [value for value in values if value is not None]
         return median(known) if known else None
 
 
+def plan_of(start: RunStarted) -> Plan | None:
+    """Return the plan of a start; None if its specification has none that this version can read."""
+    try:
+        return Plan.model_validate(start.spec["plan"])
+    except (KeyError, ValidationError):  # an early or foreign log: the report does without what depends on the plan
+        return None
+
+
 def history(run_dir: Path) -> History:
-    """The history of the run in a folder; empty if the folder has no events."""
-    return gather(events.read(run_dir))
+    """Return the history of the run in a folder; it is empty if the folder has no events."""
+    reader = events.read(run_dir)
+    found = gather(reader)
+    return replace(found, skipped=reader.skipped)
 
 
-def gather(records: Iterable[Record]) -> History:
-    """The history that events in the order of their writing tell."""
-    starts: list[Record] = []
-    latest: dict[str, dict[int, Record]] = {
-        kind: {} for kind in ("step", "validation", "sample", "spans", "holding", "checkpoint")
-    }
-    repeated: list[Record] = []
-    problems: list[Record] = []
-    finished: Record | None = None
-    last_time: float | None = None
-    moved = (
-        False  # ranks started again, perhaps on another mesh: the first of them to say what it holds ends what was held before
-    )
+def gather(records: Iterable[Event]) -> History:
+    """Return the history of events in the order of their writing."""
+    starts: list[RunStarted] = []
+    steps: dict[int, Step] = {}
+    validations: dict[int, Validation] = {}
+    samples: dict[int, Sample] = {}
+    spans: dict[int, Spans] = {}
+    holdings: dict[int, Holding] = {}
+    checkpoints: dict[int, Checkpoint] = {}
+    repeated: list[Step] = []
+    problems: list[Problem] = []
+    finished: RunFinished | None = None
+    moved = False  # the ranks started again, perhaps on another mesh: the first new holding replaces all older ones
     for record in records:
-        last_time = record.get("time", last_time)
-        match record["type"]:
-            case "run_started":
+        match record:
+            case RunStarted():
                 starts.append(record)
                 finished, moved = None, True
-                for kind in ("step", "validation", "sample", "spans"):
-                    late = [step for step in latest[kind] if step > record["resumed_step"]]
-                    dropped = [latest[kind].pop(step) for step in late]
-                    repeated += dropped if kind == "step" else []
-            case "step" | "validation" | "sample" | "spans" | "checkpoint" as kind:
-                latest[kind][record["step"]] = record
-            case "holding":
+                repeated += _pop_after(steps, record.resumed_step)
+                for latest in (validations, samples, spans):
+                    _pop_after(latest, record.resumed_step)
+            case Step():
+                steps[record.step] = record
+            case Validation():
+                validations[record.step] = record
+            case Sample():
+                samples[record.step] = record
+            case Spans():
+                spans[record.step] = record
+            case Checkpoint():
+                checkpoints[record.step] = record
+            case Holding():
                 if moved:
-                    latest["holding"].clear()
+                    holdings.clear()
                     moved = False
-                latest["holding"][record["rank"]] = record
-            case "problem":
+                holdings[record.rank] = record
+            case Problem():
                 problems.append(record)
-            case "run_finished":
+            case RunFinished():
                 finished = record
-    ordered = {kind: [found[key] for key in sorted(found)] for kind, found in latest.items()}
     return History(
         starts=starts,
-        steps=ordered["step"],
+        steps=_in_order(steps),
         repeated=repeated,
-        validations=ordered["validation"],
-        samples=ordered["sample"],
-        spans=ordered["spans"],
-        holdings=ordered["holding"],
-        checkpoints=ordered["checkpoint"],
+        validations=_in_order(validations),
+        samples=_in_order(samples),
+        spans=_in_order(spans),
+        holdings=_in_order(holdings),
+        checkpoints=_in_order(checkpoints),
         problems=problems,
         finished=finished,
-        last_time=last_time,
     )
+
+
+def _pop_after(latest: dict[int, Kind], step: int) -> list[Kind]:
+    """Remove the events after a step and return them."""
+    return [latest.pop(late) for late in [one for one in latest if one > step]]
+
+
+def _in_order(latest: dict[int, Kind]) -> list[Kind]:
+    return [latest[key] for key in sorted(latest)]

@@ -6,8 +6,9 @@ from html import escape
 from itertools import groupby
 from textwrap import wrap
 
+from megalith.events import Holding
 from megalith.report import units
-from megalith.report.history import History, Record
+from megalith.report.history import History
 from megalith.report.svg import Cell, grid
 
 MOST_COLUMNS = 16
@@ -18,12 +19,12 @@ def who_holds_what(run: History) -> str:
     """The grid of ranks: a row for each pipeline rank, a column for each place on the other axes."""
     if not run.holdings:
         return ""
-    order = _order({part for holding in run.holdings for part in holding["parts"]})
-    across = [axis for axis in run.holdings[0]["coordinates"] if axis != "pipeline"]
-    columns = {h["rank"]: tuple(h["coordinates"][axis] for axis in across) for h in run.holdings}
+    order = _order({part for holding in run.holdings for part in holding.parts})
+    across = [axis for axis in run.holdings[0].coordinates if axis != "pipeline"]
+    columns = {h.rank: tuple(h.coordinates[axis] for axis in across) for h in run.holdings}
     places = sorted(set(columns.values()))
-    rows = sorted({h["coordinates"].get("pipeline", 0) for h in run.holdings})
-    at = {(h["coordinates"].get("pipeline", 0), columns[h["rank"]]): h for h in run.holdings}
+    rows = sorted({h.coordinates.get("pipeline", 0) for h in run.holdings})
+    at = {(h.coordinates.get("pipeline", 0), columns[h.rank]): h for h in run.holdings}
     shown = places[:MOST_COLUMNS]
     shards = run.plan.shards if run.plan else 1
     share = 1 / (shards * run.plan.tensor) if run.plan else 1.0
@@ -39,20 +40,20 @@ def who_holds_what(run: History) -> str:
     return f'<figure class="wide"><figcaption>{escape(words + more)}</figcaption>{natural}</figure>'
 
 
-def _cell(holding: Record | None, order: Sequence[str], shards: int, share: float) -> Cell:
+def _cell(holding: Holding | None, order: Sequence[str], shards: int, share: float) -> Cell:
     if holding is None:
         return Cell(units.NOTHING, (), (), "no record of this rank")
-    held = set(holding["parts"])
+    held = set(holding.parts)
     lines = [
-        *wrap(named(holding["parts"]), 27),
-        f"{units.count(holding['parameters'])} parameters",
-        f"weights {units.memory(holding['weight_bytes'])}",
-        f"gradients {units.memory(holding['gradient_bytes'])}",
-        f"optimizer {units.memory(holding['optimizer_bytes'])}",
+        *wrap(named(holding.parts), 27),
+        f"{units.count(holding.parameters)} parameters",
+        f"weights {units.memory(holding.weight_bytes)}",
+        f"gradients {units.memory(holding.gradient_bytes)}",
+        f"optimizer {units.memory(holding.optimizer_bytes)}",
     ]
-    place = ", ".join(f"{axis} {i}" for axis, i in holding["coordinates"].items())
-    title = "\n".join([f"rank {holding['rank']}: {place}", *lines, f"1/{round(1 / share)} of each part, {shards} shards a copy"])
-    return Cell(f"rank {holding['rank']}", lines, [share * (part in held) for part in order], title)
+    place = ", ".join(f"{axis} {i}" for axis, i in holding.coordinates.items())
+    title = "\n".join([f"rank {holding.rank}: {place}", *lines, f"1/{round(1 / share)} of each part, {shards} shards a copy"])
+    return Cell(f"rank {holding.rank}", lines, [share * (part in held) for part in order], title)
 
 
 def _order(parts: Iterable[str]) -> list[str]:

@@ -1,11 +1,9 @@
 """The live line of a run: follows the event log of a run folder while it is written."""
 
 import contextlib
-import json
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -13,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from megalith import disk, events
+from megalith.events import Event, Incident, Problem, Recovery, RunStarted, Step, Validation
 from megalith.report import units
 
 RECENT = 30
@@ -31,8 +30,8 @@ class Follow:
         self._steps, self._console, self._seconds = steps, console, seconds
         self._offset = self._path.stat().st_size if self._path.exists() else 0
         self._half = b""  # the beginning of a line whose end is not written yet
-        self._step: dict[str, Any] | None = None
-        self._validation: dict[str, Any] | None = None
+        self._step: Step | None = None
+        self._validation: Validation | None = None
         self._times: deque[tuple[int, float]] = deque(maxlen=RECENT)
         self._said: tuple[int, float] | None = None  # the step of the last plain line, and when it was written
         self._live: Live | None = None
@@ -41,8 +40,8 @@ class Follow:
 
     def poll(self) -> None:
         """Read what was written since the last call and show it."""
-        for record in self._new():
-            self._take(record)
+        for event in self._new():
+            self._take(event)
         if self._step is None:
             return
         if self._console.is_terminal:
@@ -65,40 +64,35 @@ class Follow:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _new(self) -> list[dict[str, Any]]:
-        """The complete events written since the last call."""
+    def _new(self) -> list[Event]:
+        """Return the events written since the last call. Torn lines and lines that hold no event are skipped: the display must not end."""
         fresh = b""
         with disk.if_available(), contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
             fresh = file.read()
         self._offset += len(fresh)
         *lines, self._half = (self._half + fresh).split(b"\n")
-        found: list[dict[str, Any]] = []
-        for line in lines:
-            try:
-                found.append(json.loads(line))
-            except ValueError:  # the rest of a line that a dead writer left torn: the live line can do without it
-                continue
-        return found
+        found = [events.parse(line.decode("utf-8", "replace") + "\n") for line in lines]
+        return [event for event in found if event is not None]
 
-    def _take(self, record: dict[str, Any]) -> None:
-        match record["type"]:
-            case "run_started":
+    def _take(self, event: Event) -> None:
+        match event:
+            case RunStarted():
                 self._times.clear()
-            case "step":
-                self._step = record
-                self._times.append((record["step"], record["time"]))
-            case "validation":
-                self._validation = record
-            case "incident":
-                self._print(Text.assemble(("incident", "yellow"), f" at step {record['step']}: {record['reason']}"))
-            case "recovery":
-                how = f"from {record['restored']}" if record["restored"] else "in place"
-                self._print(Text.assemble(("going on", "green"), f" at step {record['step']}, {how}"))
-            case "problem":
-                where = f" (rank {record['rank']})" if record.get("rank") is not None else ""
-                colour = "red" if record["severity"] == "error" else "yellow"
-                self._print(Text.assemble((record["severity"], colour), f": {record['message']}{where}"))
+            case Step():
+                self._step = event
+                self._times.append((event.step, event.time))
+            case Validation():
+                self._validation = event
+            case Incident():
+                self._print(Text.assemble(("incident", "yellow"), f" at step {event.step}: {event.reason}"))
+            case Recovery():
+                how = f"from {event.restored}" if event.restored else "in place"
+                self._print(Text.assemble(("going on", "green"), f" at step {event.step}, {how}"))
+            case Problem():
+                where = f" (rank {event.rank})" if event.rank is not None else ""
+                colour = "red" if event.severity == "error" else "yellow"
+                self._print(Text.assemble((event.severity, colour), f": {event.message}{where}"))
 
     def _print(self, line: Text) -> None:
         """A line above the live one; whole, however long, so that a log keeps it greppable."""
@@ -108,10 +102,10 @@ class Follow:
         """The newest step in words: step, loss, validation loss, tokens a second, MFU, time left."""
         assert self._step is not None, "no step yet"
         step = self._step
-        words = [f"step {step['step']}/{self._steps}", f"loss {step['loss']:.4f}"]
-        words += [f"val {self._validation['loss']:.4f}"] if self._validation else []
-        words.append(f"{units.count(step['tokens_per_second'])} tokens/s")
-        words += [f"MFU {units.percent(step['mfu'])}"] if step["mfu"] is not None else []
+        words = [f"step {step.step}/{self._steps}", f"loss {step.loss:.4f}"]
+        words += [f"val {self._validation.loss:.4f}"] if self._validation else []
+        words.append(f"{units.count(step.tokens_per_second)} tokens/s")
+        words += [f"MFU {units.percent(step.mfu)}"] if step.mfu is not None else []
         left = self._left()
         words += [f"ETA {units.clock(left)}"] if left is not None else []
         return "  ".join(words)
@@ -122,7 +116,7 @@ class Follow:
         if not self._times:  # the ranks have started again and not done a step yet
             return None
         (first, begin), (last, end) = self._times[0], self._times[-1]
-        each = (end - begin) / (last - first) if last > first else self._step["seconds"]
+        each = (end - begin) / (last - first) if last > first else self._step.seconds
         return max(self._steps - last, 0) * each
 
     def _redraw(self) -> None:
@@ -132,13 +126,13 @@ class Follow:
             self._live.start()
             self._task = self._progress.add_task("", total=self._steps)
         assert self._task is not None, self._task
-        self._progress.update(self._task, completed=self._step["step"], description=self.line())
+        self._progress.update(self._task, completed=self._step.step, description=self.line())
         self._live.refresh()
 
     def _new_to_say(self) -> bool:
-        return self._step is not None and (self._said is None or self._said[0] != self._step["step"])
+        return self._step is not None and (self._said is None or self._said[0] != self._step.step)
 
     def _say(self) -> None:
         assert self._step is not None, "no step yet"
-        self._said = (self._step["step"], time.monotonic())
+        self._said = (self._step.step, time.monotonic())
         self._print(Text(self.line()))

@@ -11,8 +11,9 @@ from typing import Any
 
 from megalith import events
 from megalith.control import ledger
+from megalith.events import Holding, Problem, Step
 from megalith.report import timeline, units
-from megalith.report.history import History, Record, history
+from megalith.report.history import History, history
 from megalith.report.holding import who_holds_what
 from megalith.report.signs import signs
 from megalith.report.style import PAGE
@@ -59,7 +60,8 @@ def render(run: History, *, folder: Path) -> str:
     for title, section in sections:
         if inside := section():
             body += f"<section>{f'<h2>{title}</h2>' if title else ''}{inside}</section>"
-    body += f"<footer>Made by megalith from the events of {escape(folder.resolve().name)}.</footer>"
+    skipped = f" Skipped {units.skipped(run.skipped)}." if run.skipped else ""
+    body += f"<footer>Made by megalith from the events of {escape(folder.resolve().name)}.{skipped}</footer>"
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(name)}</title>'
     )
@@ -73,16 +75,16 @@ def _header(run: History, name: str) -> str:
 
 def _said(run: History) -> str:
     """The run in one line: model, machine, plan."""
-    if not run.starts:
+    start, plan = run.start, run.plan
+    if start is None:
         return "This folder has no record of a start, so there is little to show yet."
-    start, plan = run.starts[-1], run.plan
-    words = [f"{units.count(start['parameters'])} parameters", f"{start['world']} ranks on {start['device']}"]
+    words = [f"{units.count(start.parameters)} parameters", f"{start.world} ranks on {start.device}"]
     if plan:
         words.append(f"data {plan.data}, tensor {plan.tensor}, pipeline {plan.pipeline}, ZeRO {plan.zero}")
         words += [f"schedule {plan.schedule}"] if plan.pipeline > 1 else []
         words += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
         words += ["compiled"] if plan.compile else []
-    words += [f"{k} {v}" for k, v in start["versions"].items()]
+    words += [f"{k} {v}" for k, v in start.versions.items()]
     return escape(" · ".join(words))
 
 
@@ -91,17 +93,15 @@ def _cards(run: History) -> str:
     if not run.steps:
         return '<p class="none">No step is recorded yet.</p>'
     last = run.steps[-1]
-    cards = [_card("Step", f"{last['step']:,}", f"of {run.total_steps:,}" if run.total_steps else "")]
+    cards = [_card("Step", f"{last.step:,}", f"of {run.total_steps:,}" if run.total_steps else "")]
     cards.append(_card("Training loss", f"{_recent_loss(run):.4f}", f"mean of the last {len(run.steps[-10:])} steps"))
     if run.validations:
-        best = min(run.validations, key=lambda v: v["loss"])
-        cards.append(
-            _card("Validation loss", f"{run.validations[-1]['loss']:.4f}", f"best {best['loss']:.4f} at step {best['step']:,}")
-        )
-    rate = run.usual("tokens_per_second")
-    cards.append(_card("Tokens", units.count(last["tokens_seen"]), f"{units.count(last['tokens'])} a step"))
+        best = min(run.validations, key=lambda v: v.loss)
+        cards.append(_card("Validation loss", f"{run.validations[-1].loss:.4f}", f"best {best.loss:.4f} at step {best.step:,}"))
+    rate = run.usual(lambda step: step.tokens_per_second)
+    cards.append(_card("Tokens", units.count(last.tokens_seen), f"{units.count(last.tokens)} a step"))
     cards.append(_card("Tokens a second", units.count(rate), "median, after warm-up"))
-    cards.append(_card("Time in steps", units.duration(sum(s["seconds"] for s in run.steps)), _lost(run)))
+    cards.append(_card("Time in steps", units.duration(sum(s.seconds for s in run.steps)), _lost(run)))
     cards.append(_mfu_card(run))
     return f'<div class="cards">{"".join(cards)}</div>'
 
@@ -112,26 +112,24 @@ def _card(name: str, value: str, note: str, *, wide: bool = False) -> str:
 
 
 def _recent_loss(run: History) -> float:
-    return mean(step["loss"] for step in run.steps[-10:])
+    return mean(step.loss for step in run.steps[-10:])
 
 
 def _mfu_card(run: History) -> str:
     """MFU with its peak and its FLOP convention: without them the number means nothing."""
-    start = run.starts[-1] if run.starts else {}
-    share = run.usual("mfu")
-    if share is None:
-        return _card("MFU", units.NOTHING, f"no peak known: {start.get('peak_source', 'unknown device')}")
-    peak = units.flops(start.get("peak_flops"))
-    note = f"of {peak} ({start.get('peak_source')}); {units.flops(start.get('flops_per_token'))[:-2]} a token"
-    return _card("MFU", units.percent(share), f"{note}, {start.get('flops_convention')}", wide=True)
+    start, share = run.start, run.usual(lambda step: step.mfu)
+    if start is None or share is None:
+        return _card("MFU", units.NOTHING, f"no peak known: {start.peak_source if start else 'unknown device'}")
+    note = f"of {units.flops(start.peak_flops)} ({start.peak_source}); {units.flops(start.flops_per_token)[:-2]} a token"
+    return _card("MFU", units.percent(share), f"{note}, {start.flops_convention}", wide=True)
 
 
 def _lost(run: History) -> str:
-    words = [f"{units.duration(run.usual('seconds'))} a step"]
+    words = [f"{units.duration(run.usual(lambda step: step.seconds))} a step"]
     if len(run.starts) > 1:
         words.append(f"started {len(run.starts)} times")
     if run.repeated:
-        words.append(f"{len(run.repeated)} steps done again ({units.duration(sum(s['seconds'] for s in run.repeated))})")
+        words.append(f"{len(run.repeated)} steps done again ({units.duration(sum(s.seconds for s in run.repeated))})")
     return ", ".join(words)
 
 
@@ -145,12 +143,12 @@ def _problems(run: History) -> str:
     """What a person should know, the newest first, equal ones together."""
     if not run.problems:
         return ""
-    counted: dict[tuple[str, str], list[Record]] = {}
+    counted: dict[tuple[str, str], list[Problem]] = {}
     for problem in reversed(run.problems):
-        counted.setdefault((problem["severity"], problem["message"]), []).append(problem)
+        counted.setdefault((problem.severity, problem.message), []).append(problem)
     rows = ""
     for (severity, message), found in list(counted.items())[:30]:
-        ranks = sorted({p["rank"] for p in found if p.get("rank") is not None})
+        ranks = sorted({p.rank for p in found if p.rank is not None})
         where = f" <small>rank {', '.join(map(str, ranks))}</small>" if ranks else ""
         times = f" <small>{len(found)} times</small>" if len(found) > 1 else ""
         rows += f'<li class="{escape(severity)}"><b>{escape(severity)}</b><span>{escape(message)}{where}{times}</span></li>'
@@ -158,8 +156,8 @@ def _problems(run: History) -> str:
     return f'<ul class="problems">{rows}{more}</ul>'
 
 
-def _points(records: Sequence[Record], name: str) -> list[Point]:
-    return [(record["step"], record[name]) for record in records if record[name] is not None]
+def _points(steps: Sequence[Step], number: Callable[[Step], float | None]) -> list[Point]:
+    return [(step.step, y) for step in steps if (y := number(step)) is not None]
 
 
 def smoothed(points: Sequence[Point], *, reach: int) -> list[Point]:
@@ -193,22 +191,20 @@ def _curves(run: History) -> str:
     if not run.steps:
         return ""
     digits: Callable[[float], str] = lambda y: f"{y:.3g}" if abs(y) < 1000 else units.count(y)  # noqa: E731
-    loss = _curve("training loss", _points(run.steps, "loss"), 0)
+    loss = _curve("training loss", _points(run.steps, lambda step: step.loss), 0)
     if run.validations:
-        loss.append(Series("validation loss", _points(run.validations, "loss"), 1, dots=True))
+        loss.append(Series("validation loss", [(v.step, v.loss) for v in run.validations], 1, dots=True))
     figures = [_figure("Loss (nats a token)", line_chart(loss, x_label="step", y_format=digits))]
-    domains = sorted({name for v in run.validations for name in v["domains"]})
+    domains = sorted({name for v in run.validations for name in v.domains})
     if len(domains) > 1:
         each = [
-            Series(name, [(v["step"], v["domains"][name]) for v in run.validations if name in v["domains"]], i % 8, dots=True)
+            Series(name, [(v.step, v.domains[name]) for v in run.validations if name in v.domains], i % 8, dots=True)
             for i, name in enumerate(domains[:16])
         ]
         figures.append(_figure("Validation loss by domain", line_chart(each, x_label="step", y_format=digits)))
-    norm, rate = (
-        _curve("gradient norm", _points(run.steps, "grad_norm"), 2),
-        [Series("learning rate", _points(run.steps, "lr"), 7)],
-    )
-    if balance := [(s["step"], s["experts"]["max_load"]) for s in run.steps if s.get("experts")]:
+    norm = _curve("gradient norm", _points(run.steps, lambda step: step.grad_norm), 2)
+    rate = [Series("learning rate", _points(run.steps, lambda step: step.lr), 7)]
+    if balance := [(s.step, s.experts["max_load"]) for s in run.steps if s.experts]:
         chart = line_chart(_curve("largest load over the mean", balance, 4), x_label="step", y_format=digits, from_zero=True)
         figures.append(_figure("Load of the busiest expert, of the mean, in the least even layer", chart))
     figures.append(_figure("Gradient norm, before clipping", line_chart(norm, x_label="step", y_format=digits, from_zero=True)))
@@ -222,12 +218,12 @@ def _speed(run: History) -> str:
     """Throughput, and where the time of a step goes."""
     if not run.steps:
         return ""
-    rate = _curve("tokens a second", _points(run.steps, "tokens_per_second"), 0)
+    rate = _curve("tokens a second", _points(run.steps, lambda step: step.tokens_per_second), 0)
     figures = [_figure("Throughput (tokens a second)", line_chart(rate, x_label="step", from_zero=True))]
-    mfu = _points(run.steps, "mfu")
+    mfu = _points(run.steps, lambda step: step.mfu)
     if mfu:
         figures.append(_figure("MFU", line_chart(_curve("MFU", mfu, 7), x_label="step", y_format=units.percent, from_zero=True)))
-    columns = _buckets([(s["step"], s["breakdown"]) for s in run.steps if s["breakdown"]], most=60)
+    columns = _buckets([(s.step, s.breakdown) for s in run.steps if s.breakdown], most=60)
     if columns:
         wide = len(figures) % 2 == 0
         width = 1180 if wide else 570
@@ -265,11 +261,11 @@ def _memory(run: History) -> str:
     if run.holdings:
         chart = stacked_rows(_shares(run.holdings), {"weights": 0, "gradients": 1, "optimizer state": 2}, form=units.memory)
         figures.append(_figure("State a rank holds", chart))
-    names = dict.fromkeys(name for step in run.steps for name in step["memory"])
-    most = max((size for step in run.steps for size in step["memory"].values()), default=0)
+    names = dict.fromkeys(name for step in run.steps for name in step.memory)
+    most = max((size for step in run.steps for size in step.memory.values()), default=0)
     unit, scale = units.memory_unit(most)
     series = [
-        Series(name.replace("_", " "), [(s["step"], s["memory"][name] / scale) for s in run.steps if name in s["memory"]], i % 8)
+        Series(name.replace("_", " "), [(s.step, s.memory[name] / scale) for s in run.steps if name in s.memory], i % 8)
         for i, name in enumerate(names)
     ]
     if series:
@@ -278,17 +274,24 @@ def _memory(run: History) -> str:
     return _figures(*figures)
 
 
-def _shares(holdings: Sequence[Record]) -> dict[str, dict[str, float]]:
+def _shares(holdings: Sequence[Holding]) -> dict[str, dict[str, float]]:
     """Bytes by category: a row a rank, or in a large world a row a pipeline rank, that of its fullest rank."""
-    names = {"weights": "weight_bytes", "gradients": "gradient_bytes", "optimizer state": "optimizer_bytes"}
-    rows = {f"rank {h['rank']}": {name: float(h[key]) for name, key in names.items()} for h in holdings}
+    rows = {h.rank: _bytes(h) for h in holdings}
     if len(rows) <= 12:
-        return rows
-    groups: dict[int, list[Record]] = {}
+        return {f"rank {rank}": row for rank, row in rows.items()}
+    groups: dict[int, list[int]] = {}
     for holding in holdings:
-        groups.setdefault(holding["coordinates"].get("pipeline", 0), []).append(holding)
-    fullest = {p: max(found, key=lambda h: sum(h[key] for key in names.values())) for p, found in sorted(groups.items())}
-    return {f"pipeline {p}, each of {len(groups[p])}": rows[f"rank {h['rank']}"] for p, h in fullest.items()}
+        groups.setdefault(holding.coordinates.get("pipeline", 0), []).append(holding.rank)
+    fullest = {p: max((rows[rank] for rank in ranks), key=lambda row: sum(row.values())) for p, ranks in sorted(groups.items())}
+    return {f"pipeline {p}, each of {len(groups[p])}": row for p, row in fullest.items()}
+
+
+def _bytes(holding: Holding) -> dict[str, float]:
+    return {
+        "weights": float(holding.weight_bytes),
+        "gradients": float(holding.gradient_bytes),
+        "optimizer state": float(holding.optimizer_bytes),
+    }
 
 
 def _pipeline(run: History) -> str:
@@ -302,8 +305,8 @@ def _pipeline(run: History) -> str:
     if microbatches < run.microbatches:
         notes.append(f"The prediction is drawn for {microbatches} microbatches, to keep it readable.")
     if spans:
-        bars = timeline.measured(spans["spans"], plan.pipeline)
-        groups[f"measured in step {spans['step']}"] = bars
+        bars = timeline.measured(spans.spans, plan.pipeline)
+        groups[f"measured in step {spans.step}"] = bars
         seen = timeline.work_end(bars)
         if microbatches == run.microbatches and seen:
             gap = foreseen.end / seen - 1
@@ -324,8 +327,8 @@ def predict(run: History) -> tuple[Timeline, str, int]:
     while plan.stages * microbatches * 2 > MOST_BARS and microbatches > plan.pipeline:
         microbatches = max(microbatches // 2, plan.pipeline)
     schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=microbatches, chunks=plan.chunks)
-    means = timeline.mean_seconds(recorded["spans"] for recorded in run.spans)
-    steps = [step["breakdown"] for step in run.steps if step["breakdown"].get("forward")]
+    means = timeline.mean_seconds(recorded.spans for recorded in run.spans)
+    steps = [step.breakdown for step in run.steps if step.breakdown.get("forward")]
     if {(kind, stage) for kind in "FB" for stage in range(plan.stages)} <= set(means):
         table, basis = means, "the mean time of each stage's forward and backward"
     elif steps:
@@ -352,7 +355,7 @@ def trace(run: History) -> dict[str, Any]:
     if run.plan is not None and run.microbatches:
         foreseen, basis, _ = predict(run)
         groups[f"predicted from {basis}"] = foreseen
-        groups |= {f"measured in step {one['step']}": timeline.measured(one["spans"], run.plan.pipeline) for one in run.spans}
+        groups |= {f"measured in step {one.step}": timeline.measured(one.spans, run.plan.pipeline) for one in run.spans}
     return timeline.chrome_trace(groups)
 
 
@@ -377,8 +380,8 @@ def _samples(run: History) -> str:
     """Text the model wrote, the newest first."""
     found = ""
     for sample in reversed(run.samples[-5:]):
-        words = f"<b>{escape(sample['prompt'])}</b>{escape(sample['text'])}"
-        found += f"<blockquote><small>step {sample['step']:,}</small><p>{words}</p></blockquote>"
+        words = f"<b>{escape(sample.prompt)}</b>{escape(sample.text)}"
+        found += f"<blockquote><small>step {sample.step:,}</small><p>{words}</p></blockquote>"
     return found
 
 
@@ -386,7 +389,7 @@ def _checkpoints(run: History) -> str:
     if not run.checkpoints:
         return ""
     rows = [
-        (f"{c['step']:,}", units.memory(c["bytes"]), units.duration(c["seconds"]), units.duration(c["wait_seconds"]), c["path"])
+        (f"{c.step:,}", units.memory(c.bytes), units.duration(c.seconds), units.duration(c.wait_seconds), c.path)
         for c in run.checkpoints[-20:]
     ]
     return _table(("step", "size", "written in", "training waited", "path"), rows)

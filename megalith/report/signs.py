@@ -1,12 +1,12 @@
 """Warning signs of a plan that does not suit its machine, read from what a run recorded. Each says what was seen and what helps."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
-from megalith.report.history import History, Record
+from megalith.events import RunStarted, Span, Step
+from megalith.report.history import History, plan_of
 from megalith.report.timeline import bubble, measured
 from megalith.report.units import count, percent
 from megalith.schedule.action import COMPUTATIONS
@@ -30,10 +30,10 @@ def _tensor(run: History) -> Iterator[str]:
     """Throughput that falls as tensor grows, over the run's starts."""
     rates: defaultdict[int, list[float]] = defaultdict(list)
     for start, steps in _by_start(run):
-        tensor = _plan(start).get("tensor")
-        warm = [step["tokens_per_second"] / start["world"] for step in steps[2:]]
-        if tensor and warm:
-            rates[tensor].append(median(warm))
+        plan = plan_of(start)
+        warm = [step.tokens_per_second / start.world for step in steps[2:]]
+        if plan and warm:
+            rates[plan.tensor].append(median(warm))
     known = sorted((tensor, median(values)) for tensor, values in rates.items())
     for (less, fast), (more, slow) in pairwise(known):
         if slow < (1 - FALLS) * fast:
@@ -44,17 +44,13 @@ def _tensor(run: History) -> Iterator[str]:
             )
 
 
-def _by_start(run: History) -> Iterator[tuple[Record, list[Record]]]:
+def _by_start(run: History) -> Iterator[tuple[RunStarted, list[Step]]]:
     """Each start with the steps that were done after it and before the next one."""
-    steps = sorted((*run.steps, *run.repeated), key=lambda step: step["time"])
-    starts = sorted(run.starts, key=lambda start: start["time"])
-    ends = [*(one["time"] for one in starts), float("inf")][1:]
+    steps = sorted((*run.steps, *run.repeated), key=lambda step: step.time)
+    starts = sorted(run.starts, key=lambda start: start.time)
+    ends = [*(one.time for one in starts), float("inf")][1:]
     for start, end in zip(starts, ends, strict=False):
-        yield start, [step for step in steps if start["time"] <= step["time"] < end]
-
-
-def _plan(start: Mapping[str, Any]) -> Mapping[str, Any]:
-    return start["spec"].get("plan", {})
+        yield start, [step for step in steps if start.time <= step.time < end]
 
 
 def _taking_turns(run: History) -> Iterator[str]:
@@ -62,7 +58,7 @@ def _taking_turns(run: History) -> Iterator[str]:
     if run.plan is None or not run.spans or run.plan.pipeline == 1:
         return
     ranks = run.plan.pipeline
-    bars = measured(run.spans[-1]["spans"], ranks)
+    bars = measured(run.spans[-1].spans, ranks)
     if not any(bar.kind in COMPUTATIONS for bar in bars):
         return
     busy = 1 / (1 + bubble(bars, ranks))
@@ -78,7 +74,7 @@ def _experts(run: History) -> Iterator[str]:
     """Waiting that dominates the layers of experts: what lies between two turns of one computation is tokens on their way."""
     if run.plan is None or not run.spans or run.plan.expert == 1:
         return
-    waiting, computing = journeys(run.spans[-1]["spans"])
+    waiting, computing = journeys(run.spans[-1].spans)
     if waiting and waiting > MOST * (waiting + computing):
         share = percent(waiting / (waiting + computing))
         yield (
@@ -88,7 +84,7 @@ def _experts(run: History) -> Iterator[str]:
         )
 
 
-def journeys(spans: Sequence[Sequence[Any]]) -> tuple[float, float]:
+def journeys(spans: Sequence[Span]) -> tuple[float, float]:
     """Seconds in which ranks waited amid a computation, and seconds of the computations that were so interrupted."""
     lines: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
     for rank, name, start, end in sorted(spans, key=lambda span: (span[0], span[2])):

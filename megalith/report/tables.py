@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,6 +9,7 @@ from rich.text import Text
 
 from megalith import events
 from megalith.control import ledger
+from megalith.events import Event
 from megalith.report import units
 from megalith.report.history import History, history
 
@@ -37,36 +37,34 @@ def _facts(run: History) -> list[tuple[str, RenderableType]]:
     facts: list[tuple[str, RenderableType]] = [("state", Text(run.state, style=STATE.get(run.state, "")))]
     if run.starts:
         start, plan = run.starts[-1], run.plan
-        facts.append(
-            ("model", f"{run.spec.get('model', {}).get('name', '')} {units.count(start['parameters'])} parameters".strip())
-        )
-        facts.append(("ranks", f"{start['world']} on {start['device']}"))
+        facts.append(("model", f"{run.spec.get('model', {}).get('name', '')} {units.count(start.parameters)} parameters".strip()))
+        facts.append(("ranks", f"{start.world} on {start.device}"))
         if plan:
             facts.append(("plan", f"data {plan.data} · tensor {plan.tensor} · pipeline {plan.pipeline} · ZeRO {plan.zero}"))
     if run.steps:
         last = run.steps[-1]
-        facts.append(("steps", f"{last['step']:,}" + (f" of {run.total_steps:,}" if run.total_steps else "")))
-        facts.append(
-            ("training loss", f"{mean(s['loss'] for s in run.steps[-10:]):.4f} (mean of the last {len(run.steps[-10:])})")
-        )
+        facts.append(("steps", f"{last.step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "")))
+        facts.append(("training loss", f"{mean(s.loss for s in run.steps[-10:]):.4f} (mean of the last {len(run.steps[-10:])})"))
     if run.validations:
-        last = run.validations[-1]
-        domains = ", ".join(f"{name} {loss:.4f}" for name, loss in last["domains"].items())
-        facts.append(("validation loss", f"{last['loss']:.4f}" + (f" ({domains})" if len(last["domains"]) > 1 else "")))
+        newest = run.validations[-1]
+        domains = ", ".join(f"{name} {loss:.4f}" for name, loss in newest.domains.items())
+        facts.append(("validation loss", f"{newest.loss:.4f}" + (f" ({domains})" if len(newest.domains) > 1 else "")))
     if run.steps:
-        facts.append(("tokens", f"{units.count(run.steps[-1]['tokens_seen'])}"))
-        facts.append(("tokens a second", f"{units.count(run.usual('tokens_per_second'))} (median)"))
+        facts.append(("tokens", f"{units.count(run.steps[-1].tokens_seen)}"))
+        facts.append(("tokens a second", f"{units.count(run.usual(lambda step: step.tokens_per_second))} (median)"))
         facts.append(("MFU", _mfu(run)))
-        facts.append(("time in steps", units.duration(sum(step["seconds"] for step in run.steps))))
+        facts.append(("time in steps", units.duration(sum(step.seconds for step in run.steps))))
     if run.repeated:
-        facts.append(("done again", f"{len(run.repeated)} steps, {units.duration(sum(s['seconds'] for s in run.repeated))}"))
+        facts.append(("done again", f"{len(run.repeated)} steps, {units.duration(sum(s.seconds for s in run.repeated))}"))
     if run.checkpoints:
-        newest = run.checkpoints[-1]
-        facts.append(("newest checkpoint", f"step {newest['step']:,}, {units.memory(newest['bytes'])}, {newest['path']}"))
+        saved = run.checkpoints[-1]
+        facts.append(("newest checkpoint", f"step {saved.step:,}, {units.memory(saved.bytes)}, {saved.path}"))
+    if run.skipped:
+        facts.append(("skipped", units.skipped(run.skipped)))
     return facts
 
 
-def _faults(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _faults(records: list[Event]) -> list[tuple[str, str]]:
     """Where the time went, once something has gone wrong; the newest incidents, with whom they blame and what they cost."""
     found = ledger.post_mortems(records)
     if not found:
@@ -81,19 +79,17 @@ def _faults(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _mfu(run: History) -> str:
-    start = run.starts[-1] if run.starts else {}
-    share = run.usual("mfu")
-    if share is None:
-        return f"unknown: {start.get('peak_source', 'no peak is recorded')}"
-    basis = f"{start.get('peak_source')}; {start.get('flops_convention')}"
-    return f"{units.percent(share)} of {units.flops(start.get('peak_flops'))} ({basis})"
+    start, share = run.start, run.usual(lambda step: step.mfu)
+    if start is None or share is None:
+        return f"unknown: {start.peak_source if start else 'no peak is recorded'}"
+    return f"{units.percent(share)} of {units.flops(start.peak_flops)} ({start.peak_source}; {start.flops_convention})"
 
 
 def _problems(run: History) -> list[Text]:
     """The last problems, oldest first, each on a line of its own."""
     lines = [Text("")]
     for problem in run.problems[-10:]:
-        colour = "red" if problem["severity"] == "error" else "yellow"
-        where = f" (rank {problem['rank']})" if problem.get("rank") is not None else ""
-        lines.append(Text.assemble((problem["severity"], colour), f" {problem['message']}{where}"))
+        colour = "red" if problem.severity == "error" else "yellow"
+        where = f" (rank {problem.rank})" if problem.rank is not None else ""
+        lines.append(Text.assemble((problem.severity, colour), f" {problem.message}{where}"))
     return lines

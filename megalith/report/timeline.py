@@ -8,6 +8,7 @@ from statistics import mean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from megalith.events import Span
 from megalith.report.svg import picture, text, ticks, width_of
 from megalith.report.units import duration, percent
 from megalith.schedule.action import COMPUTATIONS, Action, Overlap, Slot, parse, parts
@@ -50,7 +51,7 @@ def predicted(timeline: Timeline) -> list[Bar]:
     return [bar for span in timeline.spans for bar in _bars(span.rank, span.action, span.start, span.end, timeline.ranks)]
 
 
-def measured(spans: Iterable[Sequence[Any]], ranks: int) -> list[Bar]:
+def measured(spans: Iterable[Span], ranks: int) -> list[Bar]:
     """The bars of a Spans event (`[rank, action, start, end]`); what is not an action of a schedule keeps its name."""
     bars: list[Bar] = []
     for rank, name, start, end in spans:
@@ -74,7 +75,7 @@ def _bars(rank: int, slot: Slot, start: float, end: float, ranks: int) -> list[B
     return [Bar(rank, str(slot), kind, word, start, end, shade)]
 
 
-def mean_seconds(steps: Iterable[Iterable[Sequence[Any]]]) -> dict[tuple[str, int], float]:
+def mean_seconds(steps: Iterable[Iterable[Span]]) -> dict[tuple[str, int], float]:
     """Mean seconds of each (kind, stage) among steps' measured spans of `[rank, action, start, end]`. An action that waited for what
     travels, or took turns with another, has several in its step."""
     found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)

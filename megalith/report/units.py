@@ -78,3 +78,8 @@ def _digits(value: float) -> str:
     if abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
+
+
+def skipped(lines: int) -> str:
+    """Lines of a log that hold no event, in words."""
+    return f"{lines} line{'s' * (lines > 1)} of the log that hold{'s' * (lines == 1)} no event"

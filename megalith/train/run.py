@@ -102,7 +102,7 @@ def _last_words(error: Exception, folder: Path, log: EventLog | None, *, rank: i
     if log is None and (not hopeless or REPORTS in os.environ):
         return
     said = deque(events.read(folder), maxlen=1)
-    peer_failed = bool(said) and said[0]["type"] == RunFinished.kind and said[0]["reason"] == "failed"
+    peer_failed = bool(said) and isinstance(said[0], RunFinished) and said[0].reason == "failed"
     log = log or EventLog(folder)
     log.write(Problem("error", f"{type(error).__name__}: {error}", rank=rank))
     log.write(RunFinished(reason="failed" if hopeless or peer_failed else "lost", step=-1))

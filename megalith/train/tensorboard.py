@@ -18,8 +18,8 @@ class BoardLog(EventLog):
         super().write(event)
         match event:
             case Step():
-                for name in ("loss", "grad_norm", "lr", "tokens_per_second", "mfu"):
-                    if (value := getattr(event, name)) is not None:
+                for name, value in _curves(event).items():
+                    if value is not None:
                         self._board.add_scalar(f"train/{name}", value, event.step, event.time)
                 self._board.add_scalars("seconds", event.breakdown, event.step, event.time)
             case Validation():
@@ -32,3 +32,14 @@ class BoardLog(EventLog):
     def close(self) -> None:
         self._board.close()
         super().close()
+
+
+def _curves(step: Step) -> dict[str, float | None]:
+    """The numbers of a step that are drawn, by the name of their curve."""
+    return {
+        "loss": step.loss,
+        "grad_norm": step.grad_norm,
+        "lr": step.lr,
+        "tokens_per_second": step.tokens_per_second,
+        "mfu": step.mfu,
+    }
