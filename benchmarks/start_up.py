@@ -28,11 +28,11 @@ def start(way: str, recipe: str, ranks: int, folder: Path) -> dict[str, float]:
     command = [sys.executable, *(word.format(ranks=ranks) for word in WAYS[way]), "train", recipe, "--run-dir", str(folder)]
     began = time.time()
     subprocess.run([*command, "--set", "train.steps=1", "--set", "optimizer.warmup=0"], check=True, capture_output=True)
-    found = {event["type"]: event["time"] - began for event in reversed(list(events.read(folder)))}
+    happened = list(events.read(folder))
     return {
         "spec": (folder / "spec.json").stat().st_mtime - began,
-        "ready": found["run_started"],
-        "first loss": found["step"],
+        "ready": events.of_kind(happened, events.RunStarted)[0].time - began,
+        "first loss": events.of_kind(happened, events.Step)[0].time - began,
         "end": time.time() - began,
     }
 

@@ -224,6 +224,7 @@ def _readings(kind: type[Event]) -> tuple[_Reading, ...]:
 
 
 _READINGS = {kind: _readings(kind) for kind in (Unknown, *_KINDS.values())}
+_NAMES = {kind: frozenset(("type", *(name for name, _, _ in readings))) for kind, readings in _READINGS.items()}
 
 
 def load(record: dict[str, Any]) -> Event | None:
@@ -243,8 +244,8 @@ def load(record: dict[str, Any]) -> Event | None:
         elif not isinstance(value, types):
             return None
         values[name] = value
-    if len(record) != len(values) + 1:
-        values["extra"] = {name: value for name, value in record.items() if name not in values and name != "type"}
+    if not record.keys() <= _NAMES[kind]:
+        values["extra"] = {name: value for name, value in record.items() if name not in _NAMES[kind]}
     return kind(**values)
 
 

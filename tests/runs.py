@@ -19,7 +19,7 @@ import megalith.train.run
 from megalith.checkpoint.read import read_full
 from megalith.data.prepare import prepare
 from megalith.data.tokenizer import load
-from megalith.events import read
+from megalith.events import Step, of_kind, read
 from megalith.spec.run import RunSpec
 from tests.patience import PATIENCE
 
@@ -104,7 +104,7 @@ def at_step(step: int, folder: Path, act: Callable[[dict[int, int]], None]) -> C
     done = []
 
     def look(running: dict[int, int]) -> None:
-        if not done and any(event["type"] == "step" and event["step"] >= step for event in read(folder)):
+        if not done and any(event.step >= step for event in of_kind(read(folder), Step)):
             done.append(step)
             act(running)
 

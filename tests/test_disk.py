@@ -8,7 +8,7 @@ import pytest
 
 from megalith import disk
 from megalith.control.ledger import NodeRecord, note, read_nodes
-from megalith.events import FILE, EventLog, Problem, read
+from megalith.events import FILE, EventLog, Problem, of_kind, read
 
 
 class Disk:
@@ -32,7 +32,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def _messages(folder: Path) -> list[str]:
-    return [event["message"] for event in read(folder)]
+    return [problem.message for problem in of_kind(read(folder), Problem)]
 
 
 @pytest.mark.parametrize("left", [0, 1, 17])

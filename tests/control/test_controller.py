@@ -21,6 +21,7 @@ from megalith.control.controller import Controller, Store, run_here
 from megalith.control.ledger import NodeRecord, note, read_nodes, standings
 from megalith.control.outcome import Outcome
 from megalith.control.seen import Seen
+from megalith.events import Incident, Problem, Recovery
 from megalith.fleet import injection, local
 from megalith.fleet.causes import Failure
 from megalith.fleet.commands import Restart
@@ -62,12 +63,16 @@ def _state(folder: Path) -> list[Any]:
     return [json.loads((folder / f"state-{STEPS}-{rank}").read_text()) for rank in range(RANKS)]
 
 
-def _incidents(folder: Path) -> list[dict[str, Any]]:
-    return [record for record in events.read(folder) if record["type"] == "incident"]
+def _incidents(folder: Path) -> list[Incident]:
+    return events.of_kind(events.read(folder), Incident)
 
 
-def _restored(folder: Path) -> list[str]:
-    return [record["restored"] for record in events.read(folder) if record["type"] == "recovery"]
+def _restored(folder: Path) -> list[str | None]:
+    return [recovery.restored for recovery in events.of_kind(events.read(folder), Recovery)]
+
+
+def _told(folder: Path) -> list[str]:
+    return [problem.message for problem in events.of_kind(events.read(folder), Problem)]
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +83,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return _state(folder)
 
 
-CASES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
-    "kill": ("rank_failed", lambda found: found["rank"] == 2 and found["evidence"]["exits"]["2"] == -signal.SIGKILL),
-    "segfault": ("rank_failed", lambda found: found["rank"] == 2 and "SIGSEGV" in found["reason"]),
-    "exception": ("rank_failed", lambda found: found["rank"] == 2 and found["node"] is None and "Injected" in found["reason"]),
-    "stop": ("hang", lambda found: found["rank"] == 2 and found["evidence"]["limit"] < 60),
-    "stuck": ("hang", lambda found: found["rank"] == 2 and "_never_return" in found["evidence"]["stacks"]["2"]),
-    "preemption": ("preempted", lambda found: found["node"] is None and found["evidence"]["node"] == "1"),
-    "node": ("nodes_lost", lambda found: found["node"] == "1"),
+CASES: dict[str, tuple[str, Callable[[Incident], bool]]] = {
+    "kill": ("rank_failed", lambda found: found.rank == 2 and found.evidence["exits"]["2"] == -signal.SIGKILL),
+    "segfault": ("rank_failed", lambda found: found.rank == 2 and "SIGSEGV" in found.reason),
+    "exception": ("rank_failed", lambda found: found.rank == 2 and found.node is None and "Injected" in found.reason),
+    "stop": ("hang", lambda found: found.rank == 2 and found.evidence["limit"] < 60),
+    "stuck": ("hang", lambda found: found.rank == 2 and "_never_return" in found.evidence["stacks"]["2"]),
+    "preemption": ("preempted", lambda found: found.node is None and found.evidence["node"] == "1"),
+    "node": ("nodes_lost", lambda found: found.node == "1"),
 }
 
 
@@ -97,11 +102,11 @@ def test_the_end_is_that_of_a_run_without_faults(kind: str, whole: list[Any], tm
     assert outcome.code == ExitCode.FINISHED, outcome.message()
     assert _state(tmp_path / "run") == whole
     (found,) = _incidents(tmp_path / "run")
-    assert found["cause"] == cause, found
+    assert found.cause == cause, found
     assert named(found), found
-    (recovery,) = [record for record in events.read(tmp_path / "run") if record["type"] == "recovery"]
-    assert recovery["incident"] == found["incident"]
-    assert recovery["restored"] == ("step 10 in store" if kind == "preemption" else "step 6 in store")
+    (recovery,) = events.of_kind(events.read(tmp_path / "run"), Recovery)
+    assert recovery.incident == found.incident
+    assert recovery.restored == ("step 10 in store" if kind == "preemption" else "step 6 in store")
 
 
 @pytest.mark.slow
@@ -116,9 +121,9 @@ def test_a_fault_during_recovery_is_recovered_from_as_well(kind: str, whole: lis
     assert outcome.code == ExitCode.FINISHED, outcome.message()
     assert _state(tmp_path / "run") == whole
     found = _incidents(tmp_path / "run")
-    assert [one["rank"] for one in found] == [2, 1]
-    assert ("building" if kind == "kill" else "Injected") in found[1]["reason"]
-    over = [record["incident"] for record in events.read(tmp_path / "run") if record["type"] == "recovery"]
+    assert [one.rank for one in found] == [2, 1]
+    assert ("building" if kind == "kill" else "Injected") in found[1].reason
+    over = [recovery.incident for recovery in events.of_kind(events.read(tmp_path / "run"), Recovery)]
     assert over == [1, 2], "both are over once the ranks go on"
 
 
@@ -133,7 +138,7 @@ def test_faults_that_overlap_are_recovered_from_together(second: str, whole: lis
     assert set(injection.fired(tmp_path / "run" / "faults.json")) == {0, 1}
     found = _incidents(tmp_path / "run")
     assert 1 <= len(found) <= 2
-    assert {one["rank"] for one in found} <= {0, 2}
+    assert {one.rank for one in found} <= {0, 2}
 
 
 @pytest.mark.slow
@@ -164,8 +169,8 @@ def test_a_like_failure_at_another_step_that_is_done_again_is_another_failure(wh
     assert outcome.code == ExitCode.FINISHED, outcome.message()
     assert _state(tmp_path / "run") == whole
     found = _incidents(tmp_path / "run")
-    assert [one["step"] for one in found] == [8, 6]
-    assert not any("again at step" in one["reason"] for one in found)
+    assert [one.step for one in found] == [8, 6]
+    assert not any("again at step" in one.reason for one in found)
 
 
 @pytest.mark.slow
@@ -182,7 +187,7 @@ def test_a_copy_that_fails_its_digest_is_set_aside_and_not_used_again(whole: lis
     outcome = _walk(folder, *kills, store=damaged)
     assert outcome.code == ExitCode.FINISHED, outcome.message()
     assert _state(folder) == whole
-    assert [found["cause"] for found in _incidents(folder)] == ["rank_failed", "copy_corrupt", "rank_failed"]
+    assert [found.cause for found in _incidents(folder)] == ["rank_failed", "copy_corrupt", "rank_failed"]
     assert _restored(folder) == ["step 3 in store"] * 3
 
 
@@ -276,8 +281,8 @@ def test_that_saves_work_again_is_told_and_is_no_incident_and_a_full_disk_ends_n
     controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
     for sign in (SaveFailed(time=1.0, step=10, tier=Tier.STORE, error="full"), SaveWorks(time=2.0, step=20, tier=Tier.STORE)):
         controller._take(Seen(sign, sign.time, {}))
-    assert [found["cause"] for found in _incidents(tmp_path)] == ["save_failed"]
-    told = [record["message"] for record in events.read(tmp_path) if record["type"] == "problem"]
+    assert [found.cause for found in _incidents(tmp_path)] == ["save_failed"]
+    told = _told(tmp_path)
     assert told == ["no copy could be written to store: full", "store takes copies again"]
 
 
@@ -338,7 +343,7 @@ def test_a_store_that_is_away_ends_no_run_whose_checkpoints_are_known(tmp_path: 
     assert controller._copies() == (Copy(Tier.MEMORY, 7), Copy(Tier.STORE, 5))
     in_memory.clear()
     assert controller._copies() == (Copy(Tier.STORE, 5),)
-    assert "Stale file handle" in [record["message"] for record in events.read(tmp_path)][-1]
+    assert "Stale file handle" in _told(tmp_path)[-1]
     again = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=store, requests=[])
     with pytest.raises(OSError, match="Stale"):  # it may hold all that was trained: nothing begins anew
         again._take(Seen(Started(time=1.0), 1.0, {}))

@@ -1,6 +1,5 @@
 """Every second has one cause, and every incident its account."""
 
-from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -47,10 +46,6 @@ def test_cutting_gives_each_moment_to_the_highest_claim(intervals: list[Interval
             assert piece.cause == max(claims, key=order.index)
 
 
-def _records(*happened: Event) -> list[dict[str, Any]]:
-    return [{"type": event.kind} | asdict(event) for event in happened]
-
-
 def _start(time: float, resumed: int = 0) -> RunStarted:
     return RunStarted({}, "cpu", 4, resumed, {}, None, "", 1.0, "", 1, time=time)
 
@@ -81,7 +76,7 @@ FAULT = (
 
 
 def test_a_fault_is_accounted_for_by_cause() -> None:
-    account = goodput(_records(*FAULT))
+    account = goodput(FAULT)
     expected = {
         Cause.START: 2.0, Cause.USEFUL: 3.75, Cause.DATA: 0.25, Cause.LOST: 1.5, Cause.DETECTION: 0.5, Cause.RECOVERY: 1.0,
         Cause.OTHER: 0.5,
@@ -114,16 +109,14 @@ def test_causes_add_up_to_the_wall_time(script: list[tuple[str, float]]) -> None
             case "c":
                 kept = step
                 happened.append(Checkpoint(step, "", 1, seconds, seconds * 0.5, time=now))
-    account = goodput(_records(*happened))
+    account = goodput(happened)
     assert account.wall == pytest.approx(now)
     assert all(seconds >= 0 for seconds in account.seconds.values())
     assert account.steps == step
 
 
 def test_a_run_that_was_away_is_not_blamed_for_it() -> None:
-    log = _records(
-        _start(0.0), _step(1, 2.0), RunFinished("stopped", 1, time=2.0), _start(1002.0, 1), _step(2, 1004.0), _step(3, 1005.0)
-    )
+    log = [_start(0.0), _step(1, 2.0), RunFinished("stopped", 1, time=2.0), _start(1002.0, 1), _step(2, 1004.0), _step(3, 1005.0)]
     account = goodput(log)
     assert account.seconds[Cause.AWAY] == pytest.approx(1000.0)
     assert account.share == pytest.approx(3.0 / 5.0)
@@ -131,10 +124,10 @@ def test_a_run_that_was_away_is_not_blamed_for_it() -> None:
 
 def test_what_slow_steps_cost_beyond_the_usual_is_straggling() -> None:
     slow = [_step(i, 10.0 + 3 * (i - 10), 3.0) for i in range(11, 13)]
-    log = _records(
+    log = [
         _start(0.0), *(_step(i, float(i)) for i in range(1, 11)), *slow,
         _incident(0, began=10.0, time=16.0, cause="straggler"), Recovery(0, 12, None, 0, time=16.5), _step(13, 17.5),
-    )  # fmt: skip
+    ]  # fmt: skip
     account = goodput(log)
     assert account.seconds[Cause.STRAGGLING] == pytest.approx(4.0)
     assert account.seconds[Cause.USEFUL] == pytest.approx(13.0)
@@ -150,7 +143,7 @@ def test_a_post_mortem_tells_when_who_what_and_what_it_cost() -> None:
     order = {"kind": "restart", "after": 0.0}
     log = [*FAULT]
     log[4] = _incident(0, began=105.5, time=106.0, commands=[order])
-    (told,) = post_mortems(_records(*log))
+    (told,) = post_mortems(log)
     assert (told.detection, told.recovery) == pytest.approx((0.5, 0.8))
     assert told.lost_steps == 1
     times = [time for time, _ in told.timeline]
@@ -162,7 +155,7 @@ def test_a_post_mortem_tells_when_who_what_and_what_it_cost() -> None:
 
 
 def test_an_incident_that_is_not_over_says_so() -> None:
-    (told,) = post_mortems(_records(*FAULT[:5]))
+    (told,) = post_mortems(FAULT[:5])
     assert told.recovery is None
     assert "not over" in told.text()
 
@@ -172,7 +165,7 @@ def test_incidents_survive_the_log(tmp_path: Path) -> None:
     for event in FAULT:
         log.write(event)
     log.close()
-    assert goodput(events.read(tmp_path)) == goodput(_records(*FAULT))
+    assert goodput(events.read(tmp_path)) == goodput(FAULT)
 
 
 def test_a_node_is_out_from_its_quarantine_to_a_passed_check(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.data.stream import Stream
-from megalith.events import read
+from megalith.events import Checkpoint, Incident, Problem, RunStarted, Step, of_kind, read
 from megalith.fleet import injection
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
@@ -72,7 +72,7 @@ def test_kill_9_of_any_rank_changes_no_bit(plan: dict[str, Any], data: Path, tmp
         codes = finish(start(spec, folder), meanwhile=at_step(5 + number, folder, kill))
         assert codes[victim] == -signal.SIGKILL
     train(spec, folder)
-    starts = [event["resumed_step"] for event in read(folder) if event["type"] == "run_started"]
+    starts = [event.resumed_step for event in of_kind(read(folder), RunStarted)]
     assert starts[0] == 0
     assert starts == sorted(starts)
     assert set(starts[1:]) <= {0, 3, 6, 9}, "went on from a checkpoint, not from the start of the step it died in"
@@ -145,7 +145,7 @@ def test_a_signal_in_any_phase_is_an_agreed_stop(
         patch.setattr(Checkpointer, "_write", write_slowly)
         codes = finish(start(_brief(data), tmp_path / "told"))
     assert codes == [ExitCode.STOPPED if ends_at < 4 else ExitCode.FINISHED] * 2
-    saved = [event["step"] for event in read(tmp_path / "told") if event["type"] == "checkpoint"]
+    saved = [event.step for event in of_kind(read(tmp_path / "told"), Checkpoint)]
     assert saved == sorted({min(2, ends_at), ends_at})
     train(_brief(data), tmp_path / "told")
     assert_same_bits(final_state(undisturbed), final_state(tmp_path / "told"))
@@ -174,7 +174,7 @@ def test_no_room_for_the_last_checkpoint_is_waited_for(
         patch.setattr(loop, "AGAIN_SECONDS", 0.05)
         patch.setattr(loop, "STOP_SECONDS", 0.2)
         codes = finish(start(_brief(data, steps=20), folder), meanwhile=at_step(3, folder, ask))
-    told = [event["message"] for event in read(folder) if event["type"] == "problem"]
+    told = [event.message for event in of_kind(read(folder), Problem)]
     assert any("No space left on device" in message for message in told)
     if stopped:
         assert all(codes)
@@ -196,9 +196,9 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(data: Path, 
     broken = newest / "rank-00001.safetensors"
     os.truncate(broken, broken.stat().st_size // 2)
     train(spec, tmp_path / "run")
-    told = [event["message"] for event in read(tmp_path / "run") if event["type"] == "problem"]
+    told = [event.message for event in of_kind(read(tmp_path / "run"), Problem)]
     assert any("step-00000012" in message and "rank-00001.safetensors" in message for message in told), told
-    assert [event["resumed_step"] for event in read(tmp_path / "run") if event["type"] == "run_started"] == [0, 9]
+    assert [event.resumed_step for event in of_kind(read(tmp_path / "run"), RunStarted)] == [0, 9]
     assert_same_bits(whole, final_state(tmp_path / "run"))
 
 
@@ -250,7 +250,7 @@ def test_megalith_train_itself_goes_on_after_kill_9(command: list[str], never_ki
 
 
 def _await_step(step: int, folder: Path, process: "subprocess.Popen[str]") -> None:
-    while not any(event["type"] == "step" and event["step"] >= step for event in read(folder)):
+    while not any(event.step >= step for event in of_kind(read(folder), Step)):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
 
@@ -278,7 +278,7 @@ def test_a_run_folder_without_any_room_ends_no_run(command: list[str], never_kil
         beats = Heartbeat.open(next(_place().glob(f"{_family(folder)}-*/{HEARTBEATS}")), 0)
 
         def unlogged() -> int:
-            return beats.read().step - max(event["step"] for event in read(folder) if event["type"] == "step")
+            return beats.read().step - max(event.step for event in of_kind(read(folder), Step))
 
         _keep_full(ballast, until=lambda: unlogged() > 10)  # a checkpoint is due every few steps
         os.kill(_process_of(1, folder), signal.SIGKILL)
@@ -288,9 +288,7 @@ def test_a_run_folder_without_any_room_ends_no_run(command: list[str], never_kil
         ballast.unlink()
         said = process.communicate(timeout=PATIENCE)[0]
         assert process.returncode == ExitCode.FINISHED, said
-    assert [event["cause"] for event in read(folder) if event["type"] == "incident"].count("rank_failed") >= 2, (
-        "a start may fail, too"
-    )
+    assert [event.cause for event in of_kind(read(folder), Incident)].count("rank_failed") >= 2, "a start may fail, too"
     assert injection.fired(listed)
     assert_same_bits(final_state(never_killed), final_state(folder))
     assert position(folder) == position(never_killed)

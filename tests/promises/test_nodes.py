@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megalith.events import read
+from megalith.events import Incident, Kind, RunFinished, Step, read
 from megalith.machine.networks import missing
 from megalith.spec.files import load
 from tests.namespaces import Machine, machines
@@ -62,24 +62,24 @@ class Run:
         """What follows these words in what the processes print."""
         return self.log.read_text().partition(words)[2]
 
-    def await_event(self, fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The next event that fits; each is looked at once."""
+    def await_event(self, kind: type[Kind], fits: Callable[[Kind], bool] = lambda event: True) -> Kind:
+        """The next event of a class that fits; each is looked at once."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             events = list(read(self.folder))
             for event in events[self.seen :]:
                 self.seen += 1
-                if fits(event):
+                if isinstance(event, kind) and fits(event):
                     return event
             time.sleep(0.05)
         raise AssertionError(f"did not come:\n{self.log.read_text()[-5000:]}")
 
-    def await_loss(self, machine: Machine) -> dict[str, Any]:
-        return self.await_event(lambda event: event["type"] == "incident" and machine.name in event["evidence"].get("nodes", ()))
+    def await_loss(self, machine: Machine) -> Incident:
+        return self.await_event(Incident, lambda event: machine.name in event.evidence.get("nodes", ()))
 
     def await_step(self) -> int:
         """That all ranks got on, after all that was seen before."""
-        return self.await_event(lambda event: event["type"] == "step")["step"]
+        return self.await_event(Step).step
 
 
 @pytest.mark.engines
@@ -99,26 +99,26 @@ def test_machines_are_lost_and_come_back_and_no_bit_changes(tmp_path: Path) -> N
         ]
         os.kill(agent, signal.SIGKILL)
         lost = run.await_loss(b)
-        assert lost["cause"] == "nodes_lost"
+        assert lost.cause == "nodes_lost"
         assert {"slot": 1, "node": "b", "spare": "c"}.items() <= _command(lost, "replace").items()
         assert _command(lost, "restart")["placement"] == ["a", "c"]
         run.await_step()
 
         c.plug(connected=False)
-        assert "no spare" in run.await_loss(c)["reason"]
+        assert "no spare" in run.await_loss(c).reason
         c.plug(connected=True)  # its agent has ended its ranks, and offers the machine anew
         run.await_step()
 
         c.kill()
-        assert "no spare" in run.await_loss(c)["reason"]
+        assert "no spare" in run.await_loss(c).reason
         run.join(b)
         run.await_step()
-        run.await_event(lambda event: event["type"] == "run_finished")
+        run.await_event(RunFinished)
         assert started[0].poll() is None, "torchrun waits for the machines that are gone"
     assert_same_bits(final_state(tmp_path / "whole"), final_state(tmp_path / "hurt"))
     assert position(tmp_path / "whole") == position(tmp_path / "hurt")
 
 
-def _command(incident: dict[str, Any], kind: str) -> dict[str, Any]:
+def _command(incident: Incident, kind: str) -> dict[str, Any]:
     """One of the commands that an incident led to."""
-    return next(command for command in incident["commands"] if command["kind"] == kind)
+    return next(command for command in incident.commands if command["kind"] == kind)

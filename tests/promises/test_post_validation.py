@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.events import read
+from megalith.events import Step, Validation, of_kind, read
 from megalith.fleet.exit_codes import ExitCode
 from megalith.parallel.data import local
 from megalith.parallel.gradients import NotFinite
@@ -223,7 +223,7 @@ def _run(data: Path, **plan: Any) -> RunSpec:
 
 
 def _steps_logged(folder: Path) -> dict[int, tuple[float, float, int]]:
-    return {e["step"]: (e["loss"], e["grad_norm"], e["tokens_seen"]) for e in read(folder) if e["type"] == "step"}
+    return {e.step: (e.loss, e.grad_norm, e.tokens_seen) for e in of_kind(read(folder), Step)}
 
 
 @pytest.fixture(scope="module")
@@ -252,8 +252,8 @@ def test_killed_and_started_again_it_ends_with_the_bits_of_a_synchronous_run(dat
     assert_same_bits(final_state(whole), final_state(tmp_path))
     assert position(tmp_path) == position(whole) == {"step": 10, "samples": 80}
     assert _steps_logged(tmp_path) == _steps_logged(whole)
-    assert [(e["step"], e["loss"]) for e in read(tmp_path) if e["type"] == "validation"][-3:] == [
-        (e["step"], e["loss"]) for e in read(whole) if e["type"] == "validation"
+    assert [(e.step, e.loss) for e in of_kind(read(tmp_path), Validation)][-3:] == [
+        (e.step, e.loss) for e in of_kind(read(whole), Validation)
     ]
 
 

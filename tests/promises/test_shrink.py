@@ -8,11 +8,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megalith.events import read
+from megalith.events import Event, Incident, Problem, RunStarted, Step, of_kind, read
 from megalith.fleet import injection, local
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.injection import Injection
@@ -48,7 +47,7 @@ class _Run:
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
 
-    def until(self, true: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+    def until(self, true: Callable[[list[Event]], bool]) -> list[Event]:
         end = time.monotonic() + PATIENCE
         while not true(events := list(read(self.folder))):
             assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()[-5000:]
@@ -56,24 +55,24 @@ class _Run:
         return events
 
 
-def _worlds(events: list[dict[str, Any]]) -> list[int]:
-    return [event["world"] for event in events if event["type"] == "run_started"]
+def _worlds(events: list[Event]) -> list[int]:
+    return [event.world for event in of_kind(events, RunStarted)]
 
 
-def _steps_since_start(events: list[dict[str, Any]]) -> int:
-    last = max(i for i, event in enumerate(events) if event["type"] == "run_started")
-    return sum(event["type"] == "step" for event in events[last:])
+def _steps_since_start(events: list[Event]) -> int:
+    last = max(i for i, event in enumerate(events) if isinstance(event, RunStarted))
+    return sum(isinstance(event, Step) for event in events[last:])
 
 
-def _counted(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def _counted(events: list[Event]) -> dict[int, Step]:
     """The steps that count: a start goes back to where it resumed."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, Step] = {}
     for event in events:
-        if event["type"] == "run_started":
-            found = {step: one for step, one in found.items() if step <= event["resumed_step"]}
-        elif event["type"] == "step":
-            assert event["step"] not in found, "a step was done twice"
-            found[event["step"]] = event
+        if isinstance(event, RunStarted):
+            found = {step: one for step, one in found.items() if step <= event.resumed_step}
+        elif isinstance(event, Step):
+            assert event.step not in found, "a step was done twice"
+            found[event.step] = event
     return found
 
 
@@ -99,18 +98,18 @@ def test_two_nodes_one_node_two_nodes_and_no_sample_is_lost_or_repeated(tmp_path
     steps = _counted(events)
     assert list(steps) == list(range(1, max(steps) + 1))
     assert position(run.folder) == {"step": max(steps), "samples": 8 * max(steps)}
-    (lost,) = [event for event in events if event["type"] == "incident"]
-    assert [command["kind"] for command in lost["commands"]][-1] == "shrink"
-    resumed = [event["resumed_step"] for event in events if event["type"] == "run_started"]
+    (lost,) = of_kind(events, Incident)
+    assert [command["kind"] for command in lost.commands][-1] == "shrink"
+    resumed = [event.resumed_step for event in of_kind(events, RunStarted)]
     assert resumed[:2] == [0, 10], "the newest checkpoint is what another plan can read"
-    (shrunk, grown) = [event["message"] for event in events if event["type"] == "problem" and "plan" in event["message"]]
+    (shrunk, grown) = [event.message for event in of_kind(events, Problem) if "plan" in event.message]
     assert "not bit for bit" in shrunk
     assert f"step {resumed[2]} in store" in grown
 
     (tmp_path / "whole.toml").write_text((tmp_path / "run.toml").read_text().replace("100_000", str(max(steps))))
     train(load(tmp_path / "whole.toml").spec, tmp_path / "whole")
-    whole = {event["step"]: event for event in read(tmp_path / "whole") if event["type"] == "step"}
-    assert {step: one["tokens_seen"] for step, one in steps.items()} == {step: one["tokens_seen"] for step, one in whole.items()}
+    whole = {event.step: event for event in of_kind(read(tmp_path / "whole"), Step)}
+    assert {step: one.tokens_seen for step, one in steps.items()} == {step: one.tokens_seen for step, one in whole.items()}
     for step, one in steps.items():
-        assert one["loss"] == pytest.approx(whole[step]["loss"], rel=1e-4), (step, "other samples")
+        assert one.loss == pytest.approx(whole[step].loss, rel=1e-4), (step, "other samples")
     shutil.rmtree(memory, ignore_errors=True)

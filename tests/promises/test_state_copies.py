@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megalith.checkpoint import memory as memory_module
 from megalith.checkpoint.memory import Damaged, Digest, Memory, digest
 from megalith.control.controller import run_here
-from megalith.events import read
+from megalith.events import Recovery, of_kind, read
 from megalith.fleet import copies, injection
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.injection import Injection
@@ -299,9 +299,9 @@ def test_a_run_whose_memory_is_all_gone_goes_on_from_its_disks(tmp_path: Path) -
     )  # fmt: skip
     outcome = run_here(job, fleet=spec.fleet, identity="disk", store=lambda: _checkpoints(folder))
     assert outcome.code == ExitCode.FINISHED, outcome.message()
-    recoveries = [event for event in read(folder) if event["type"] == "recovery"]
-    (recovery,) = [event for event in recoveries if event["restored"]]  # the copy that was on its way to a disk may fail as well
-    assert recovery["restored"] in ("step 4 in disk", "step 5 in disk"), "the newest checkpoint was of step 3"
+    recoveries = of_kind(read(folder), Recovery)
+    (recovery,) = [event for event in recoveries if event.restored]  # the copy that was on its way to a disk may fail as well
+    assert recovery.restored in ("step 4 in disk", "step 5 in disk"), "the newest checkpoint was of step 3"
     assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
     assert position(folder) == position(tmp_path / "whole")
     assert not list((tmp_path / "scratch").glob("megalith-*")), "a run that has ended needs none"

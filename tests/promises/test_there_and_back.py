@@ -8,7 +8,7 @@ import torch
 from megalith import verbs
 from megalith.data.prepare import prepare
 from megalith.data.tokenizer import load
-from megalith.events import read
+from megalith.events import Step, of_kind, read
 from megalith.models.batch import Batch
 from megalith.spec.run import RunSpec
 from megalith.train.generate import load_model
@@ -72,5 +72,5 @@ def test_a_trained_model_goes_to_transformers_and_what_comes_back_trains_on(pres
     verbs.import_(there, out=back)
     train(_spec(preset, data, steps=1, init_from=str(back)), tmp_path / "on")
     train(_spec(preset, data, steps=1, init_from=str(run)), tmp_path / "again")
-    first = [next(event["loss"] for event in read(tmp_path / name) if event["type"] == "step") for name in ("on", "again")]
+    first = [next(event.loss for event in of_kind(read(tmp_path / name), Step)) for name in ("on", "again")]
     assert first[0] == pytest.approx(first[1], rel=1e-5)

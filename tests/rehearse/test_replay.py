@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megalith import events
 from megalith.rehearse.faults import KINDS
 from megalith.rehearse.replay import SHOWS, measured, replay
 
@@ -80,7 +81,7 @@ def test_figures_are_read_from_a_log() -> None:
     def step(number: int, at: float, seconds: float = 1.0) -> dict[str, Any]:
         return {"type": "step", "step": number, "time": at, "seconds": seconds}
 
-    log = [
+    log: list[dict[str, Any]] = [
         {"type": "run_started", "time": 0.0, "resumed_step": 0}, step(1, 1.0), step(2, 2.1), step(3, 3.2),
         {"type": "incident", "incident": 1, "began": 3.5, "time": 3.6, "cause": "rank_failed", "commands": [{"kind": "restart"}]},
         {"type": "incident", "incident": 2, "began": 3.9, "time": 4.0, "cause": "rank_failed", "commands": [{"kind": "restart"}]},
@@ -89,7 +90,7 @@ def test_figures_are_read_from_a_log() -> None:
         {"type": "recovery", "incident": 2, "time": 4.5, "restored": "step 3 in memory", "lost_steps": 0},
         step(4, 6.5, 2.0), step(5, 7.6),
     ]  # fmt: skip
-    found = measured(log)
+    found = measured([event for event in map(events.load, log) if event is not None])
     assert (found.step, found.overhead, found.first) == pytest.approx((1.0, 0.1, 1.0))
     assert (found.partial, found.failed, found.slow) == pytest.approx((0.3, 0.4, 0.0))
     assert (found.latencies.restart, found.latencies.crash) == pytest.approx((0.5, 0.1))

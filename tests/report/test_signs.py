@@ -1,6 +1,5 @@
 """Signs are seen where they are, and only there."""
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tests.report.run_folder import start, step
 
 
 def told(*happened: events.Event) -> History:
-    return gather({"type": event.kind} | asdict(event) for event in happened)
+    return gather(happened)
 
 
 def generation(plan: Plan, first: int, rate: float) -> list[events.Event]:

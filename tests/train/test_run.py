@@ -16,7 +16,7 @@ import megalith.train.run
 from megalith import verbs
 from megalith.control import controller
 from megalith.control.outcome import Outcome
-from megalith.events import EventLog, read
+from megalith.events import Checkpoint, EventLog, Incident, Problem, Recovery, RunFinished, RunStarted, Step, of_kind, read
 from megalith.fleet import injection
 from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
@@ -81,10 +81,10 @@ def test_a_shard_that_changes_under_a_run_is_read_elsewhere_in_the_same_step(dat
     assert outcome.code == ExitCode.FINISHED, outcome.message()
     assert_same_bits(final_state(tmp_path / "whole"), final_state(tmp_path / "run"))
     events = list(read(tmp_path / "run"))
-    (found,) = [event for event in events if event["type"] == "incident"]
-    assert (found["cause"], found["node"], found["rank"]) == ("data_damaged", None, None)
-    assert found["evidence"]["other_copy"] == str(data)
-    assert sum(event["type"] == "run_started" for event in events) == 1
+    (found,) = of_kind(events, Incident)
+    assert (found.cause, found.node, found.rank) == ("data_damaged", None, None)
+    assert found.evidence["other_copy"] == str(data)
+    assert len(of_kind(events, RunStarted)) == 1
 
 
 def test_without_another_copy_the_run_stops_and_says_which_byte_of_which_shard(data: Path, tmp_path: Path) -> None:
@@ -95,15 +95,15 @@ def test_without_another_copy_the_run_stops_and_says_which_byte_of_which_shard(d
     assert str(hurt) in outcome.report
     assert "from byte" in outcome.report
     assert "data.copies" in outcome.report
-    (found,) = [event for event in read(tmp_path / "run") if event["type"] == "incident"]
-    assert found["cause"] == "data_damaged"
+    (found,) = of_kind(read(tmp_path / "run"), Incident)
+    assert found.cause == "data_damaged"
 
 
 LOST_PEER = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3215")
 
 
 def _said(folder: Path) -> list[str]:
-    return [event["reason"] for event in read(folder) if event["type"] == "run_finished"]
+    return [event.reason for event in of_kind(read(folder), RunFinished)]
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_a_run_that_is_already_longer_says_so_and_leaves_its_checkpoint_alone(da
     train(spec, tmp_path)
     train(spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})}), tmp_path)
     events = list(read(tmp_path))
-    (told,) = [event["message"] for event in events if event["type"] == "problem"]
+    (told,) = [event.message for event in of_kind(events, Problem)]
     assert told.startswith(f"2 steps are done and train.steps = {steps}: nothing is left to train. Set train.steps above 2")
-    assert [event["type"] for event in events].count("checkpoint") == 1
+    assert len(of_kind(events, Checkpoint)) == 1
 
 
 def test_without_recovery_there_is_no_guard_and_no_copy(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,8 +183,8 @@ def test_without_recovery_a_killed_rank_ends_the_run(data: Path, tmp_path: Path)
     environment = os.environ | {injection.VARIABLE: str(tmp_path / "faults.json")}
     ended = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == ExitCode.LOST, ended.stdout + ended.stderr
-    types = [event["type"] for event in read(folder)]
-    assert types.count("run_started") == 1
-    assert types.count("step") == 3
-    assert not {"incident", "recovery"} & set(types)
+    events = list(read(folder))
+    assert len(of_kind(events, RunStarted)) == 1
+    assert len(of_kind(events, Step)) == 3
+    assert not [*of_kind(events, Incident), *of_kind(events, Recovery)]
     assert not list(_place().glob(f"{_family(folder)}-*")), "copies in memory, as a run keeps them that is to go on"

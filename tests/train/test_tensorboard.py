@@ -24,4 +24,4 @@ def test_what_tensorboard_shows_is_what_the_event_log_says(tmp_path: Path) -> No
     assert [(event.step, event.value) for event in board.Scalars("train/loss")] == [(1, 4.0), (2, 3.0)]
     assert [event.value for event in board.Scalars("validation/tale")] == [4.25]
     assert "train/mfu" not in board.Tags()["scalars"], "an unknown MFU is not a zero"
-    assert [event["type"] for event in read(tmp_path)] == ["step", "step", "validation"]
+    assert [type(event) for event in read(tmp_path)] == [Step, Step, Validation]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.events import read
+from megalith.events import Checkpoint, RunStarted, of_kind, read
 from megalith.fleet.engines import Launch, emit
 from megalith.spec.files import load
 from tests.fleet.engines.test_slurm import ROOT, RUN, until_event
@@ -39,7 +39,7 @@ def test_a_node_whose_processes_die_is_started_again_and_ends_with_the_same_bits
     environment = {**os.environ, "PATH": path, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
     def kill_torchrun() -> None:
-        until_event(folder, lambda event: event["type"] == "checkpoint", output)
+        until_event(folder, Checkpoint, output)
         [torchrun] = _torchruns(folder)
         os.kill(torchrun, signal.SIGKILL)
 
@@ -48,7 +48,7 @@ def test_a_node_whose_processes_die_is_started_again_and_ends_with_the_same_bits
     while code and RAYS_OWN in output.read_text() and times < 3:  # Ray itself fell over: whoever submitted it submits it again
         code, times = _submit(command, environment, output), times + 1
     assert code == 0, output.read_text()[-5000:]
-    starts = [event["resumed_step"] for event in read(folder) if event["type"] == "run_started"]
+    starts = [event.resumed_step for event in of_kind(read(folder), RunStarted)]
     assert len(starts) >= 2 and starts[1] >= 40, starts
     assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
     assert position(tmp_path / "whole") == position(folder)

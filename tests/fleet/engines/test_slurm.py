@@ -3,11 +3,10 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megalith.events import read
+from megalith.events import Checkpoint, Kind, RunFinished, RunStarted, Step, of_kind, read
 from megalith.fleet.engines import Launch, emit
 from megalith.fleet.exit_codes import ExitCode
 from megalith.spec.files import load
@@ -44,17 +43,17 @@ def test_a_job_that_is_told_to_end_and_then_loses_its_node_ends_with_the_same_bi
     train(spec, tmp_path / "whole")
     with slurm(tmp_path / "slurm") as cluster:
         job = cluster.say("sbatch", "--parsable", f"--output={output}", str(tmp_path / made.file)).strip()
-        until_event(folder, lambda event: event["type"] == "step" and event["step"] >= 5, output)
+        until_event(folder, Step, output, lambda event: event.step >= 5)
         cluster.say("scancel", "--batch", "--signal=USR1", job)
-        stopped = until_event(folder, lambda event: event["type"] == "run_finished", output)
-        assert stopped["reason"] == "stopped"
+        stopped = until_event(folder, RunFinished, output)
+        assert stopped.reason == "stopped"
 
-        again = until_event(folder, lambda event: event["type"] == "run_started" and event["time"] > stopped["time"], output)
-        assert again["resumed_step"] == stopped["step"]
+        again = until_event(folder, RunStarted, output, lambda event: event.time > stopped.time)
+        assert again.resumed_step == stopped.step
         assert f"ended with status {ExitCode.STOPPED}; queued again: yes" in output.read_text()
         assert cluster.field(job, "Restarts") == "1"
 
-        until_event(folder, lambda event: event["type"] == "checkpoint" and event["step"] > stopped["step"], output)
+        until_event(folder, Checkpoint, output, lambda event: event.step > stopped.step)
         cluster.power_off()
         until(lambda: cluster.node_is("down"), output)
         cluster.power_on()
@@ -64,12 +63,12 @@ def test_a_job_that_is_told_to_end_and_then_loses_its_node_ends_with_the_same_bi
     assert position(tmp_path / "whole") == position(folder)
 
 
-def until_event(folder: Path, fits: Callable[[dict[str, Any]], bool], output: Path) -> dict[str, Any]:
-    """The first event of the run that fits, once there is one."""
-    found: list[dict[str, Any]] = []
+def until_event(folder: Path, kind: type[Kind], output: Path, fits: Callable[[Kind], bool] = lambda event: True) -> Kind:
+    """The first event of a class that fits, once the run has logged it."""
+    found: list[Kind] = []
 
     def look() -> bool:
-        found[:] = [event for event in read(folder) if fits(event)]
+        found[:] = [event for event in of_kind(read(folder), kind) if fits(event)]
         return bool(found)
 
     until(look, output)
