@@ -15,12 +15,13 @@ from megalith.spec.plan import Plan
 
 @dataclass(frozen=True)
 class History:
-    """The events of a run by kind, oldest first.
+    """The events of a run: all of them in the order of their writing, and by kind, oldest first.
 
     A resumed run goes back to a checkpoint: what it had recorded beyond it counts as `repeated`, and only what came after the
     last return is in `steps`, `validations` and `samples`. `skipped`: lines of the log that hold no event.
     """
 
+    events: list[Event] = field(default_factory=list)
     starts: list[RunStarted] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     repeated: list[Step] = field(default_factory=list)
@@ -92,6 +93,7 @@ def history(run_dir: Path) -> History:
 
 def gather(records: Iterable[Event]) -> History:
     """Return the history of events in the order of their writing."""
+    whole = list(records)
     starts: list[RunStarted] = []
     steps: dict[int, Step] = {}
     validations: dict[int, Validation] = {}
@@ -103,14 +105,15 @@ def gather(records: Iterable[Event]) -> History:
     problems: list[Problem] = []
     finished: RunFinished | None = None
     moved = False  # the ranks started again, perhaps on another mesh: the first new holding replaces all older ones
-    for record in records:
+    for record in whole:
         match record:
             case RunStarted():
                 starts.append(record)
                 finished, moved = None, True
                 repeated += _pop_after(steps, record.resumed_step)
-                for latest in (validations, samples, spans):
-                    _pop_after(latest, record.resumed_step)
+                _pop_after(validations, record.resumed_step)
+                _pop_after(samples, record.resumed_step)
+                _pop_after(spans, record.resumed_step)
             case Step():
                 steps[record.step] = record
             case Validation():
@@ -131,6 +134,7 @@ def gather(records: Iterable[Event]) -> History:
             case RunFinished():
                 finished = record
     return History(
+        events=whole,
         starts=starts,
         steps=_in_order(steps),
         repeated=repeated,

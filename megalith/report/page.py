@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from megalith import events
 from megalith.control import ledger
 from megalith.events import Holding, Problem, Step
 from megalith.report import timeline, units
@@ -51,7 +50,7 @@ def render(run: History, *, folder: Path) -> str:
         ("Memory", lambda: _memory(run)),
         ("Who holds what", lambda: who_holds_what(run)),
         ("Pipeline", lambda: _pipeline(run)),
-        ("Faults", lambda: _faults(folder)),
+        ("Faults", lambda: _faults(run)),
         ("Samples", lambda: _samples(run)),
         ("Checkpoints", lambda: _checkpoints(run)),
         ("Specification", lambda: _specification(run, folder)),
@@ -359,13 +358,12 @@ def trace(run: History) -> dict[str, Any]:
     return timeline.chrome_trace(groups)
 
 
-def _faults(folder: Path) -> str:
+def _faults(run: History) -> str:
     """Where every second went, and each incident from its beginning to its end; nothing while nothing went wrong."""
-    records = list(events.read(folder))
-    found = ledger.post_mortems(records)
+    found = ledger.post_mortems(run.events)
     if not found:
         return ""
-    account = ledger.goodput(records)
+    account = ledger.goodput(run.events)
     rows = [(cause, units.duration(seconds), units.percent(share), words) for cause, seconds, share, words in account.rows()]
     where = _table(("went to", "time", "share", ""), rows)
     incidents = "".join(

@@ -7,9 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megalith import events
 from megalith.control import ledger
-from megalith.events import Event
 from megalith.report import units
 from megalith.report.history import History, history
 
@@ -27,7 +25,7 @@ def summary(run_dir: Path) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    for name, value in [*_facts(run), *_faults(list(events.read(run_dir)))]:
+    for name, value in [*_facts(run), *_faults(run)]:
         table.add_row(name, value)
     return Group(table, *_problems(run)) if run.problems else table
 
@@ -64,12 +62,12 @@ def _facts(run: History) -> list[tuple[str, RenderableType]]:
     return facts
 
 
-def _faults(records: list[Event]) -> list[tuple[str, str]]:
+def _faults(run: History) -> list[tuple[str, str]]:
     """Where the time went, once something has gone wrong; the newest incidents, with whom they blame and what they cost."""
-    found = ledger.post_mortems(records)
+    found = ledger.post_mortems(run.events)
     if not found:
         return []
-    account = ledger.goodput(records)
+    account = ledger.goodput(run.events)
     lost = ", ".join(f"{cause} {units.duration(seconds)}" for cause, seconds, _, _ in account.rows() if cause != "useful")
     rows = [("goodput", f"{units.percent(account.share)} ({lost})"), ("incidents", f"{len(found)}; the last {SHOWN}:")]
     for one in found[-SHOWN:]:

@@ -1,5 +1,6 @@
 """Signs are seen where they are, and only there."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ def told(*happened: events.Event) -> History:
 def generation(plan: Plan, first: int, rate: float) -> list[events.Event]:
     begun = 1000.0 + 100 * first
     steps = [step(first + i, tokens_per_second=rate * plan.ranks, time=begun + i) for i in range(1, 8)]
-    return [events.RunStarted(**(vars(start(first, plan=plan)) | {"time": begun})), *steps]
+    return [replace(start(first, plan=plan), time=begun), *steps]
 
 
 @pytest.mark.parametrize(("rate", "seen"), [(500.0, True), (980.0, False), (1200.0, False)])
