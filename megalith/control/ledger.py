@@ -233,6 +233,7 @@ def _of_starts(events: Sequence[Event]) -> list[Interval]:
                 start = event
                 if away is not None:
                     found.append(Interval(away, event.time, Cause.AWAY))
+                away = None
             case Step() if start is not None:
                 found.append(Interval(start.time, max(start.time, event.time - event.seconds), Cause.START))
                 start = None
