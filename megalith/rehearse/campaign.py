@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megalith import events
+from megalith.events import Step, of_kind
 from megalith.fleet import injection
 from megalith.machine import lifeline, networks
 from megalith.machine.networks import Network
@@ -242,11 +243,11 @@ def _stay(process: "subprocess.Popen[bytes]", nodes: Sequence[Path], tick: Calla
 
 def _first_step(folder: Path, process: "subprocess.Popen[bytes]", tick: Callable[[], None]) -> float:
     """Wait for the next step in a run's log; seconds since the epoch."""
-    before = sum(record["type"] == "step" for record in events.read(folder))
+    before = len(of_kind(events.read(folder), Step))
     while process.poll() is None:
-        steps = [record for record in events.read(folder) if record["type"] == "step"]
+        steps = of_kind(events.read(folder), Step)
         if len(steps) > before:
-            return float(steps[before]["time"])
+            return steps[before].time
         tick()
         time.sleep(POLL_SECONDS)
     return time.time()

@@ -9,8 +9,9 @@ What is told apart rather than counted as the best case:
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from megalith.events import Event, Incident, Recovery, RunFinished, RunStarted, Step, of_kind
+from megalith.fleet import signs
 from megalith.fleet.injection import Injection
 from megalith.rehearse.faults import KINDS
 
@@ -41,7 +42,8 @@ EXPECTED: dict[str, tuple[str, ...]] = {
 }
 """As what each kind is to be seen."""
 
-Record = Mapping[str, Any]
+_OfRank = signs.RankFailed | signs.Hang | signs.Nonfinite | signs.StateCorrupt | signs.Straggler | signs.Preempted
+"""Signs that name a rank and its node."""
 
 
 @dataclass(frozen=True)
@@ -97,120 +99,129 @@ class FalseAlarm:
 def fates_of(
     injections: Sequence[Injection],
     came: Mapping[int, tuple[float, str]],
-    records: Sequence[Record],
+    events: Sequence[Event],
     *,
     restarts: Sequence[float] = (),
 ) -> list[Fate]:
     """What became of each fault: the first incident after it that it can have been; else the first at all, by which it was hidden, but for
     faults that had the run to themselves. `restarts`: seconds that each start of a killed supervisor took, in their order."""
-    incidents = [record for record in records if record["type"] == "incident"]
-    ends = {record["incident"]: record["time"] for record in records if record["type"] == "recovery"}
-    finished = max((record["time"] for record in records if record["type"] == "run_finished"), default=None)
-    pairs: list[tuple[Injection, Record | None]] = []
+    incidents = of_kind(events, Incident)
+    ends = {recovery.incident: recovery.time for recovery in of_kind(events, Recovery)}
+    finished = max((end.time for end in of_kind(events, RunFinished)), default=None)
+    pairs: list[tuple[Injection, Incident | None]] = []
     for one in injections:
         at = came.get(one.number, (math.inf, ""))[0]
-        after = [record for record in incidents if record["time"] >= at]
-        like = [record for record in after if record["cause"] in EXPECTED[one.kind]]
+        after = [incident for incident in incidents if incident.time >= at]
+        like = [incident for incident in after if incident.cause in EXPECTED[one.kind]]
         hidden = () if one.kind == "supervisor" or KINDS[one.kind].room else after[:1]
         pairs.append((one, _nearest(like, after) or next(iter(hidden), None)))
     kills = sorted(came[one.number][0] for one in injections if one.kind == "supervisor" and one.number in came)
     started = dict(zip(kills, restarts, strict=False))  # of other lengths: a problem, told as such
     fates = []
-    for one, record in pairs:
+    for one, incident in pairs:
         at, _ = came.get(one.number, (None, ""))
-        if record is None or at is None:
+        if incident is None or at is None:
             fates.append(Fate(one, at, recovery=None if at is None else started.get(at)))
             continue
-        together = [other for other, theirs in pairs if theirs is record]
-        over, interrupted = ends.get(record["incident"]), False
+        together = [other for other, theirs in pairs if theirs is incident]
+        over, interrupted = ends.get(incident.incident), False
         if over is None:
-            over = _went_on(records, after=record["time"]) or finished
-            interrupted = over is not None and any(record["time"] < kill < over for kill in kills)
+            over = _went_on(events, after=incident.time) or finished
+            interrupted = over is not None and any(incident.time < kill < over for kill in kills)
         blames = KINDS[one.kind].blames
         fates.append(
             Fate(
                 one,
                 at,
-                seen_as=record["cause"],
-                incident=record["incident"],
-                blamed=_is_right(record, together, came) if blames else None,
-                detection=max(0.0, record["time"] - at),
-                recovery=None if over is None else max(0.0, over - record["time"]),
-                among=blames and _is_right(record, together, came) and bool(_named(record) - _nodes(together, came)),
-                hidden=_is_hidden(record, one, together, came),
+                seen_as=incident.cause,
+                incident=incident.incident,
+                blamed=_is_right(incident, together, came) if blames else None,
+                detection=max(0.0, incident.time - at),
+                recovery=None if over is None else max(0.0, over - incident.time),
+                among=blames and _is_right(incident, together, came) and bool(_named(incident) - _nodes(together, came)),
+                hidden=_is_hidden(incident, one, together, came),
                 interrupted=interrupted,
             )
         )
     return fates
 
 
-def _went_on(records: Sequence[Record], *, after: float) -> float | None:
+def _went_on(events: Sequence[Event], *, after: float) -> float | None:
     """When the first step of the next start was done."""
-    later = iter([record for record in records if record["time"] > after])
-    started = any(record["type"] == "run_started" for record in later)  # and leaves the rest
-    return next((record["time"] for record in later if record["type"] == "step"), None) if started else None
+    later = iter([event for event in events if event.time > after])
+    started = any(isinstance(event, RunStarted) for event in later)  # and leaves the rest
+    return next((event.time for event in later if isinstance(event, Step)), None) if started else None
 
 
-def _nearest(like: Sequence[Record], after: Sequence[Record]) -> Record | None:
+def _nearest(like: Sequence[Incident], after: Sequence[Incident]) -> Incident | None:
     """Of the incidents after a fault, the first of its kind, unless others came long before it."""
     return like[0] if like and after.index(like[0]) <= 2 else None
 
 
-def _is_right(record: Record, together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> bool:
+def _is_right(incident: Incident, together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> bool:
     """Whether an incident names one of the ranks that its faults befell, or the node of one."""
-    rank = _rank(record)
+    rank = _rank(incident)
     if rank is not None:
         return rank in {rank for one in together for rank in one.ranks}
-    return bool(_named(record) & _nodes(together, came))
+    return bool(_named(incident) & _nodes(together, came))
 
 
-def _is_hidden(record: Record, one: Injection, together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> bool:
+def _is_hidden(incident: Incident, one: Injection, together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> bool:
     """Whether an incident is that of another fault: of another cause, or one that it names where several share it."""
-    if record["cause"] not in EXPECTED[one.kind]:
+    if incident.cause not in EXPECTED[one.kind]:
         return True
-    others = [other for other in together if other is not one and record["cause"] in EXPECTED[other.kind]]
-    return _is_right(record, others, came) and not _is_right(record, [one], came)
+    others = [other for other in together if other is not one and incident.cause in EXPECTED[other.kind]]
+    return _is_right(incident, others, came) and not _is_right(incident, [one], came)
 
 
-def _rank(record: Record) -> int | None:
+def _rank(incident: Incident) -> int | None:
     """The rank that an incident names; None: a node at most."""
-    return record["rank"] if record["rank"] is not None else record["evidence"].get("rank")
+    if incident.rank is not None:
+        return incident.rank
+    sign = signs.load(incident.evidence)
+    return sign.rank if isinstance(sign, _OfRank) else None
 
 
-def _named(record: Record) -> set[str]:
+def _named(incident: Incident) -> set[str]:
     """The nodes that an incident names, where it names no rank."""
-    evidence = record["evidence"]
-    if _rank(record) is not None:
+    if _rank(incident) is not None:
         return set()
-    return {record["node"], evidence.get("node"), *evidence.get("nodes", ()), *evidence.get("suspects", ())} - {None}
+    sign, blamed = signs.load(incident.evidence), {incident.node}
+    if isinstance(sign, signs.NodesLost):
+        blamed |= {*sign.nodes}
+    elif isinstance(sign, signs.GradientWrong):
+        blamed |= {*sign.suspects}
+    elif isinstance(sign, _OfRank | signs.NodeJoined | signs.HealthChecked):
+        blamed |= {sign.node}
+    return {node for node in blamed if node is not None}
 
 
 def _nodes(together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> set[str]:
     return {came[one.number][1] for one in together if one.number in came}
 
 
-def false_alarms(fates: Sequence[Fate], records: Sequence[Record]) -> Iterator[FalseAlarm]:
+def false_alarms(fates: Sequence[Fate], events: Sequence[Event]) -> Iterator[FalseAlarm]:
     """Incidents that no fault explains."""
-    over = {record["incident"]: record for record in records if record["type"] == "recovery"}
-    for record in records:
-        if record["type"] == "incident" and not _is_explained(record, fates):
-            end = over.get(record["incident"])
+    over = {recovery.incident: recovery for recovery in of_kind(events, Recovery)}
+    for incident in of_kind(events, Incident):
+        if not _is_explained(incident, fates):
+            end = over.get(incident.incident)
             yield FalseAlarm(
-                incident=record["incident"],
-                cause=record["cause"],
-                step=record["step"],
-                node=record["node"],
-                rank=_rank(record),
-                reason=record["reason"],
-                seconds=None if end is None else max(0.0, end["time"] - record["time"]),
-                lost_steps=0 if end is None else end["lost_steps"],
+                incident=incident.incident,
+                cause=incident.cause,
+                step=incident.step,
+                node=incident.node,
+                rank=_rank(incident),
+                reason=incident.reason,
+                seconds=None if end is None else max(0.0, end.time - incident.time),
+                lost_steps=0 if end is None else end.lost_steps,
             )
 
 
-def _is_explained(record: Record, fates: Sequence[Fate]) -> bool:
+def _is_explained(incident: Incident, fates: Sequence[Fate]) -> bool:
     """Whether an incident is what a fault was seen as, or follows from one: a damaged copy is met later, a slow rank told of twice."""
-    if any(fate.incident == record["incident"] for fate in fates):
+    if any(fate.incident == incident.incident for fate in fates):
         return True
     kinds = {"copy_corrupt": ("checkpoint", "altered", "copy"), "straggler": ("slow",), "save_failed": ("full",)}
-    before = [fate.injection for fate in fates if fate.came is not None and fate.came <= record["time"]]
-    return any(one.kind in kinds.get(record["cause"], ()) and record["rank"] in (None, *one.ranks) for one in before)
+    before = [fate.injection for fate in fates if fate.came is not None and fate.came <= incident.time]
+    return any(one.kind in kinds.get(incident.cause, ()) and incident.rank in (None, *one.ranks) for one in before)

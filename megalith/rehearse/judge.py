@@ -12,11 +12,12 @@ from typing import Any
 
 from megalith import events
 from megalith.control.pace import percentile
+from megalith.events import Event, Recovery, RunStarted, Step, of_kind
 from megalith.fleet import injection
 from megalith.fleet.agent import BEAT_SECONDS
 from megalith.rehearse import hangs
 from megalith.rehearse.campaign import Ran
-from megalith.rehearse.fates import FalseAlarm, Fate, Record, false_alarms, fates_of
+from megalith.rehearse.fates import FalseAlarm, Fate, false_alarms, fates_of
 from megalith.rehearse.faults import KINDS
 from megalith.rehearse.hangs import Hangs
 from megalith.spec.fleet import FleetSpec
@@ -119,15 +120,15 @@ def judge(
     aims: Aims = Aims(),
 ) -> Judgement:
     """Compare a run with its faults with the run without. `states`: all that each ended with, comparable; `timeout`: `launch.timeout`."""
-    records = list(events.read(faulted.folder))
-    fates = fates_of(injection.load(injections), injection.fired(injections), records, restarts=faulted.supervisor_restarts)
+    happened = list(events.read(faulted.folder))
+    fates = fates_of(injection.load(injections), injection.fired(injections), happened, restarts=faulted.supervisor_restarts)
     blamed = [fate.judged for fate in fates if fate.judged is not None]
     recoveries = sorted(
         fate.own_recovery for fate in fates if fate.own_recovery is not None and fate.injection.kind != "supervisor"
     )
     late = BEAT_SECONDS if _any(fates, "agent") else 0.0
-    found = hangs.hangs_of(records, fleet=fleet, timeout=timeout, seen_late=late)
-    others = _other_end(states, list(events.read(whole.folder)), records)
+    found = hangs.hangs_of(happened, fleet=fleet, timeout=timeout, seen_late=late)
+    others = _other_end(states, list(events.read(whole.folder)), happened)
     judged = Judgement(
         rows=tuple(_row(kind, [fate for fate in fates if fate.injection.kind == kind]) for kind in KINDS if _any(fates, kind)),
         problems=(*others, *_problems(fates, faulted), *hangs.problems(found, fleet=fleet)),
@@ -136,10 +137,10 @@ def judge(
         blamed=(sum(blamed), len(blamed)),
         recovery_median=median(recoveries) if recoveries else None,
         recovery_p99=percentile(recoveries, 0.99) if recoveries else None,
-        false_alarms=tuple(false_alarms(fates, records)),
-        generations=sum(record["type"] == "run_started" for record in records),
-        lost_steps=sum(record["lost_steps"] for record in records if record["type"] == "recovery"),
-        steps=max((record["step"] for record in records if record["type"] == "step"), default=0),
+        false_alarms=tuple(false_alarms(fates, happened)),
+        generations=len(of_kind(happened, RunStarted)),
+        lost_steps=sum(recovery.lost_steps for recovery in of_kind(happened, Recovery)),
+        steps=max((step.step for step in of_kind(happened, Step)), default=0),
         seconds=faulted.seconds,
         seconds_without=whole.seconds,
         same_end=not others,
@@ -190,7 +191,7 @@ def _row(kind: str, fates: Sequence[Fate]) -> Row:
     )
 
 
-def _other_end(states: tuple[Any, Any], whole: Sequence[Record], faulted: Sequence[Record]) -> list[str]:
+def _other_end(states: tuple[Any, Any], whole: Sequence[Event], faulted: Sequence[Event]) -> list[str]:
     """In what a run is not what it is without faults."""
     other = states[0] is None or states[0] != states[1]
     found = ["the end state differs from that of the run without faults"] if other else []
@@ -219,14 +220,14 @@ def _problems(fates: Sequence[Fate], ran: Ran) -> list[str]:
     return found
 
 
-def _steps(records: Sequence[Record]) -> dict[int, tuple[float, float, int]]:
+def _steps(events: Sequence[Event]) -> dict[int, tuple[float, float, int]]:
     """What each step that counts computed: loss, norm of the gradients, tokens seen. A start goes back to where it resumed."""
     counted: dict[int, tuple[float, float, int]] = {}
-    for record in records:
-        if record["type"] == "run_started":
-            counted = {step: value for step, value in counted.items() if step <= record["resumed_step"]}
-        elif record["type"] == "step":
-            counted[record["step"]] = (record["loss"], record["grad_norm"], record["tokens_seen"])
+    for event in events:
+        if isinstance(event, RunStarted):
+            counted = {step: value for step, value in counted.items() if step <= event.resumed_step}
+        elif isinstance(event, Step):
+            counted[event.step] = (event.loss, event.grad_norm, event.tokens_seen)
     return counted
 
 

@@ -124,7 +124,13 @@ def test_a_run_that_was_away_is_not_blamed_for_it() -> None:
 
 def test_a_run_is_away_only_until_its_next_start() -> None:
     stopped = [_start(0.0), _step(1, 2.0), RunFinished("stopped", 1, time=2.0)]
-    log = [*stopped, _start(1002.0, 1), _step(2, 1004.0), _start(1010.0, 2), _step(3, 1012.0)]  # the second start ended without a word
+    log = [
+        *stopped,
+        _start(1002.0, 1),
+        _step(2, 1004.0),
+        _start(1010.0, 2),
+        _step(3, 1012.0),
+    ]  # the second start ended without a word
     account = goodput(log)
     assert account.seconds[Cause.AWAY] == pytest.approx(1000.0)
     assert account.seconds[Cause.USEFUL] == pytest.approx(3.0)

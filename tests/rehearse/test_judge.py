@@ -8,8 +8,9 @@ import pytest
 
 from megalith import events
 from megalith.cli import words_of_campaign
-from megalith.fleet import injection
+from megalith.fleet import injection, signs
 from megalith.fleet.injection import Injection
+from megalith.fleet.signs import GradientWrong, Hang, RankFailed, Sign
 from megalith.rehearse.campaign import Ran
 from megalith.rehearse.fates import fates_of
 from megalith.rehearse.hangs import hangs_of
@@ -20,11 +21,19 @@ KILL, STOP = Injection(0, "kill", 3, "step", (1,)), Injection(1, "stop", 6, "ste
 STATE = {"weights": "abc", "samples": 80}
 
 
-def _incident(number: int, at: float, cause: str, rank: int | None, **evidence: Any) -> events.Incident:
+def _incident(number: int, at: float, sign: Sign, *, node: str | None = "0", rank: int | None = None) -> events.Incident:
     return events.Incident(
-        incident=number, began=at - 0.1, step=3, cause=cause, reason="because", node="0", rank=rank,
-        evidence={"kind": cause, "rank": rank} | evidence, commands=[], time=at,
+        incident=number, began=at - 0.1, step=sign.step, cause=sign.kind, reason="because", node=node, rank=rank,
+        evidence=signs.dump(sign), commands=[], time=at,
     )  # fmt: skip
+
+
+def _failed(number: int, at: float, rank: int) -> events.Incident:
+    return _incident(number, at, RankFailed(step=3, slot=0, node="0", rank=rank, signature="SIGKILL"), rank=rank)
+
+
+def _recovered(number: int, at: float) -> events.Recovery:
+    return events.Recovery(incident=number, step=3, restored=None, lost_steps=0, time=at)
 
 
 def _step(number: int, at: float, loss: float | None = None) -> events.Step:
@@ -50,8 +59,8 @@ def _started(at: int, time: float = 0.0) -> events.RunStarted:
 
 
 def _hang(number: int, at: float, rank: int, *, step: int = 6, silence: float = 3.05, limit: float = 3.0) -> events.Incident:
-    hang = _incident(number, at, "hang", rank, silence=silence, limit=limit, phase="step", step=step)
-    return replace(hang, step=step)
+    hang = Hang(step=step, slot=0, node="0", rank=rank, phase="step", silence=silence, limit=limit)
+    return _incident(number, at, hang, rank=rank)
 
 
 def _runs(
@@ -63,7 +72,7 @@ def _runs(
         folder / "faulted",
         _started(0),
         *(_step(i, 200.0 + i) for i in range(1, 4)),
-        _incident(1, 204.5, "rank_failed", blamed),
+        _failed(1, 204.5, blamed),
         _started(3),
         events.Recovery(incident=1, step=3, restored="step 3 in memory", lost_steps=0, time=205.0),
         *(_step(i, 202.0 + i) for i in range(4, 7)),
@@ -198,23 +207,16 @@ def test_speeds_are_asked_only_where_they_are_given_and_missing_them_is_not_pass
 
 def test_the_right_node_among_several_is_right_and_told_apart():
     wrong = Injection(0, "once", 4, "gradients", (1,))
-    record: dict[str, Any] = {
-        "type": "incident", "incident": 1, "time": 5.0, "cause": "gradient_wrong", "rank": None, "node": None,
-        "evidence": {"suspects": ["0", "1"]},
-    }  # fmt: skip
-    (both,) = fates_of([wrong], {0: (4.0, "1")}, [record])
-    (alone,) = fates_of([wrong], {0: (4.0, "1")}, [record | {"evidence": {"suspects": ["1"]}}])
-    (other,) = fates_of([wrong], {0: (4.0, "1")}, [record | {"evidence": {"suspects": ["0", "2"]}}])
+    (both, alone, other) = (
+        fates_of([wrong], {0: (4.0, "1")}, [_incident(1, 5.0, GradientWrong(good_step=3, suspects=suspects), node=None)])[0]
+        for suspects in (("0", "1"), ("1",), ("0", "2"))
+    )
     assert [(fate.blamed, fate.among) for fate in (both, alone, other)] == [(True, True), (True, False), (False, False)]
 
 
 def test_a_fault_within_another_ones_incident_is_hidden_and_nobody_is_credited_for_its_blame():
     flip = Injection(1, "weight", 3, "resting", (2,))
-    records: list[dict[str, Any]] = [
-        {"type": "incident", "incident": 1, "time": 5.0, "cause": "rank_failed", "rank": 1, "node": "0", "evidence": {}},
-        {"type": "recovery", "incident": 1, "time": 6.0},
-    ]
-    kill, hidden = fates_of([KILL, flip], {0: (4.0, "0"), 1: (4.1, "0")}, records)
+    kill, hidden = fates_of([KILL, flip], {0: (4.0, "0"), 1: (4.1, "0")}, [_failed(1, 5.0, rank=1), _recovered(1, 6.0)])
     assert (kill.hidden, kill.judged) == (False, True)
     assert (hidden.handled, hidden.hidden, hidden.judged) == (True, True, None)
 
@@ -242,11 +244,7 @@ def test_starts_of_a_killed_supervisor_are_a_row_of_their_own_and_in_no_median(t
 
 def test_faults_that_overlap_share_an_incident_which_may_name_either(tmp_path: Path):
     both = [KILL, replace(STOP, kind="segfault", step=3)]
-    records: list[dict[str, Any]] = [
-        {"type": "incident", "incident": 1, "time": 5.0, "cause": "rank_failed", "rank": 2, "node": "0", "evidence": {}},
-        {"type": "recovery", "incident": 1, "time": 6.0},
-    ]
-    fates = fates_of(both, {0: (4.0, "0"), 1: (4.1, "0")}, records)
+    fates = fates_of(both, {0: (4.0, "0"), 1: (4.1, "0")}, [_failed(1, 5.0, rank=2), _recovered(1, 6.0)])
     assert [fate.blamed for fate in fates] == [True, True]
     assert all(fate.handled for fate in fates)
     assert [fate.hidden for fate in fates] == [True, False], "it names the second"
@@ -254,14 +252,14 @@ def test_faults_that_overlap_share_an_incident_which_may_name_either(tmp_path: P
 
 def test_what_the_supervisor_did_not_live_to_recover_from_is_no_recovery_of_the_runs_own():
     both = [KILL, replace(STOP, kind="supervisor", step=4)]
-    records = [
-        {"type": "run_started", "time": 0.0},
-        {"type": "incident", "incident": 1, "time": 4.5, "cause": "rank_failed", "rank": 1, "node": "0", "evidence": {}},
-        {"type": "step", "time": 4.6},
-        {"type": "run_started", "time": 20.0},
-        {"type": "step", "time": 21.0},
-        {"type": "run_finished", "time": 90.0},
+    log = [
+        _started(0, 0.0),
+        _failed(1, 4.5, rank=1),
+        _step(4, 4.6),
+        _started(3, 20.0),
+        _step(4, 21.0),
+        events.RunFinished("finished", 4, time=90.0),
     ]
-    kill, supervisor = fates_of(both, {0: (4.0, "0"), 1: (5.0, "0")}, records, restarts=[16.0])
+    kill, supervisor = fates_of(both, {0: (4.0, "0"), 1: (5.0, "0")}, log, restarts=[16.0])
     assert (kill.handled, kill.recovery, kill.own_recovery, kill.interrupted) == (True, 16.5, None, True)
     assert (supervisor.handled, supervisor.own_recovery) == (True, 16.0)

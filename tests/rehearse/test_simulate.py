@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalith.events import Checkpoint, Incident, Recovery
 from megalith.rehearse import closed_form
 from megalith.rehearse.latencies import PROFILES, Latencies, calibrated, of_cluster
 from megalith.rehearse.scenario import DAY, HOUR, Scenario, Spent, scenario
@@ -220,17 +221,17 @@ def test_llamas_table_adds_up_as_published() -> None:
 
 
 def test_a_log_calibrates_the_latencies() -> None:
-    def incident(number: int, cause: str, began: float, seen: float) -> dict[str, Any]:
-        return {"type": "incident", "incident": number, "cause": cause, "began": began, "time": seen}
+    def incident(number: int, cause: str, began: float, seen: float) -> Incident:
+        return Incident(number, began, 3, cause, "because", None, None, {}, [], time=seen)
 
-    def recovery(number: int, restored: str, over: float) -> dict[str, Any]:
-        return {"type": "recovery", "incident": number, "restored": restored, "time": over}
+    def recovery(number: int, restored: str, over: float) -> Recovery:
+        return Recovery(number, 3, restored, 0, time=over)
 
     log = [
         incident(0, "rank_failed", 10.0, 10.1), recovery(0, "step 3 in memory", 10.5),
         incident(1, "hang", 20.0, 21.0), recovery(1, "step 3 in memory with pieces from buddy", 21.4),
         incident(2, "nodes_lost", 30.0, 33.0), recovery(2, "step 2 in store", 35.0),
-        {"type": "checkpoint", "wait_seconds": 0.25, "seconds": 1.5},
+        Checkpoint(step=2, path="", bytes=1, seconds=1.5, wait_seconds=0.25),
     ]  # fmt: skip
     found = calibrated(log, PROFILES["warm"])
     assert (found.crash, found.hang, found.node_lost) == pytest.approx((0.1, 1.0, 3.0))
