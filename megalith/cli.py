@@ -26,7 +26,9 @@ from megalith import __version__, disk
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from megalith.planner.answer import Answer
     from megalith.planner.asked import Question
+    from megalith.planner.price import Price
     from megalith.rehearse.hangs import Hangs
     from megalith.rehearse.judge import Judgement
     from megalith.rehearse.replay import Replayed
@@ -194,7 +196,7 @@ def check(
         print(dump(checked.resolved))
     say_problems(checked.problems, as_json=False)
     if price and not checked.errors:
-        show_prices([one.to_json() for one in prices])
+        show_prices(prices)
     if not checked.errors:
         spec, plan = checked.resolved.spec, checked.resolved.spec.plan
         ranks_of = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
@@ -206,7 +208,7 @@ def check(
     return status
 
 
-def show_prices(rows: Sequence[dict[str, Any]]) -> None:
+def show_prices(rows: "Sequence[Price]") -> None:
     """What broken rules cost."""
     from megalith.report import plans  # drawing, which only this needs
 
@@ -628,11 +630,11 @@ def plan(
     if out is not None:
         write(verbs().plan_as_run(answered), out, overwrite=overwrite)
     broken = verbs().prices_of(answered) if explain or answered.own else ()
-    found = answered.to_json() | {"prices": [one.to_json() for one in broken]}
     if as_json:
+        found = answered.to_json() | {"prices": [one.to_json() for one in broken]}
         say({"ok": True} | found | ({"out": str(out)} if out else {}))
         return
-    show_planned(found, pareto=pareto)
+    show_planned(answered, broken, pareto=pareto)
     if out is not None:
         print(f"written: {out}")
 
@@ -652,22 +654,22 @@ def show_atlas(question: "Question", models: list[str], out: Path, *, overwrite:
     say({"ok": True, "out": str(drawn)} | found.to_json()) if as_json else print(f"drawn: {drawn}")
 
 
-def show_planned(found: dict[str, Any], *, pareto: bool) -> None:
+def show_planned(found: "Answer", broken: "Sequence[Price]", *, pareto: bool) -> None:
     """Layouts on the terminal."""
     from megalith.report import plans  # drawing, which only this needs
 
     console, narrow = Console(highlight=False, soft_wrap=True), Console(highlight=False)
-    for line in (*found["notes"], plans.heading(found)):
+    for line in (*found.asked.notes, plans.heading(found)):
         console.print(escape(line))
-    narrow.print(plans.frontier(found["frontier"]) if pareto else plans.table(found["choices"], found["own"]))
+    narrow.print(plans.frontier(found.frontier) if pareto else plans.table(found.found.choices, found.own))
     console.print(escape(plans.legend(found)), style="dim")
     if whole := plans.trainings(found):
         console.print(escape(whole))
-    if found["neighbours"]:
+    if found.neighbours:
         narrow.print("", plans.reasons(found), sep="\n")
-    if found["prices"]:
-        narrow.print("", plans.prices(found["prices"]), sep="\n")
-    if found["what_ifs"]:
+    if broken:
+        narrow.print("", plans.prices(broken), sep="\n")
+    if found.what_ifs:
         narrow.print("", plans.what_ifs(found), sep="\n")
 
 

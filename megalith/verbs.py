@@ -358,7 +358,7 @@ def draw_atlas(found: "Atlas", out: Path) -> Path:
     from megalith.report import atlas as pages  # drawing, which only this needs
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(pages.page(found.to_json()), encoding="utf-8")
+    out.write_text(pages.page(found), encoding="utf-8")
     return out
 
 

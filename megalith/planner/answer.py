@@ -41,6 +41,17 @@ class Answer:
     frontier: "tuple[Point, ...]" = ()
     what_ifs: "tuple[WhatIf, ...]" = ()
 
+    @property
+    def convention(self) -> str:
+        """The FLOPs that MFU counts, and the peak it divides by."""
+        return PREFILL if self.asked.forward_only else CONVENTION
+
+    @property
+    def assumption(self) -> str:
+        """The software that predictions assume."""
+        wanted = self.asked.format
+        return SPARE if wanted in RUNS else f"{SPARE}; the trainer does not compute in {wanted}: predicted only"
+
     def to_json(self) -> dict[str, Any]:
         """Everything by name, with each plan also in short."""
         asked, cluster = self.asked, self.asked.cluster
@@ -51,7 +62,6 @@ class Answer:
                 row.update(self._said(choice))
         for row, one in zip(found["choices"], self.trainings, strict=False):
             row["training"] = vars(one)
-        assumption = SPARE if asked.format in RUNS else f"{SPARE}; the trainer does not compute in {asked.format}: predicted only"
         return {
             "model": asked.run.model.name,
             "cluster": {
@@ -63,9 +73,9 @@ class Answer:
             "global_batch": asked.run.train.global_batch,
             "format": asked.format,
             "forward_only": asked.forward_only,
-            "convention": PREFILL if asked.forward_only else CONVENTION,
-            "assumption": assumption,
-            "spare": calibration().generations["fused"].slack,
+            "convention": self.convention,
+            "assumption": self.assumption,
+            "spare": spare(),
             "host_memory": host.MEMORY,
             "notes": list(asked.notes),
             **found,
@@ -206,6 +216,11 @@ def workload_of(asked: Asked, plan: Plan) -> Workload:
     return Workload(asked.model, plan, asked.cluster, train.seq_len, train.global_batch, asked.format, assumed(plan), kind)
 
 
+def spare() -> float:
+    """Return the share of a device's memory that plans leave free."""
+    return calibration().generations["fused"].slack
+
+
 def short(plan: Plan) -> str:
     """A layout in a few letters: t8 c2 p16x4 e64 d128 z1 m1; what is 1 is left out, but for data, ZeRO and microbatch. A schedule other
     than (interleaved) 1F1B is named behind the pipeline, copies of the state (HSDP) behind ZeRO's stage, parts of each expert behind the
@@ -253,7 +268,7 @@ def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str
         if any(_fits(asked, larger, plan, scorer) for plan in _plans(asked, larger)):
             ways.append(f"{larger.count:,} {cluster.accelerator.name} would do, at {batch:,} sequences a step")
             break
-    need = memory.total * (1 + calibration().generations["fused"].slack)
+    need = memory.total * (1 + spare())
     roomy = [name for name, device in catalogue().items() if device.memory is not None and device.memory >= need]
     if roomy:
         ways.append(f"as many {' or '.join(roomy)} would")

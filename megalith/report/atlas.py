@@ -1,9 +1,11 @@
-"""The map of the best layouts, as one HTML page that needs nothing else. Reads what `planner.atlas` says as plain values."""
+"""The map of the best layouts, as one HTML page that needs nothing else."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any
 
+from megalith.planner.answer import CONVENTION, SPARE, short, spare
+from megalith.planner.atlas import Atlas, Square
+from megalith.planner.search import Choice
 from megalith.report import plans, units
 from megalith.report.style import PAGE
 from megalith.report.svg import picture, text
@@ -25,100 +27,98 @@ STRONGEST = 62
 CELL = (142.0, 74.0)
 
 
-def page(found: Mapping[str, Any]) -> str:
+def page(found: Atlas) -> str:
     """The page: MFU and layout, memory, and every figure in a table."""
-    tokens = found["seq_len"] * found["global_batch"]
-    title = f"Best layouts on {found['title']}"
+    train, cluster = found.asked.run.train, found.asked.cluster
+    tokens = train.seq_len * train.global_batch
+    title = f"Best layouts on {cluster.accelerator.title}"
     said = (
-        f"{found['global_batch']:,} sequences of {found['seq_len']:,} = {tokens:,} tokens a step, {found['format']}; "
-        f"nodes of {found['per_node']}. Predicted: {found['assumption']}."
+        f"{train.global_batch:,} sequences of {train.seq_len:,} = {tokens:,} tokens a step, {found.asked.format}; "
+        f"nodes of {cluster.per_node}. Predicted: {SPARE}."
     )
-    peak = f"{found['peak'] / 1e12:,.0f} TFLOP/s"
+    peak = f"{cluster.accelerator.peak['bf16'] / 1e12:,.0f} TFLOP/s"
     maps = [
-        (f"MFU of the best layout ({found['convention']} of {peak})", _map(found, _mfu, "c0", _layout)),
-        ("Memory of its fullest rank" + _limit(found), _map(found, _memory, "c4", _again)),
+        (f"MFU of the best layout ({CONVENTION} of {peak})", _map(found, _mfu, "c0", _layout)),
+        (f"Memory of its fullest rank{_limit(found)}", _map(found, _memory, "c4", _again)),
         ("Tokens a second, all devices together", _map(found, _rate, "c2", _step)),
     ]
     figures = "".join(f"<figure class=wide><figcaption>{escape(name)}</figcaption>{svg}</figure>" for name, svg in maps)
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     body = f"<header><h1>{escape(title)}</h1><p>{escape(said)}</p></header>{figures}{_key()}{_table(found)}"
-    foot = f"<footer>Made by megalith plan --atlas. {escape(' '.join(found['notes']))}</footer>"
+    foot = f"<footer>Made by megalith plan --atlas. {escape(' '.join(found.asked.notes))}</footer>"
     head += f"<title>{escape(title)}</title><style>{PAGE}{OWN}</style>"
     return f'<!doctype html><html lang="en"><head>{head}</head><body><main>{body}{foot}</main></body></html>\n'
 
 
-def _limit(found: Mapping[str, Any]) -> str:
-    return f", of {found['memory'] / GIB:.0f} GiB; plans leave {found['spare']:.0%} free" if found["memory"] else ""
+def _limit(found: Atlas) -> str:
+    memory = found.asked.cluster.accelerator.memory
+    return f", of {memory / GIB:.0f} GiB; plans leave {spare():.0%} free" if memory else ""
 
 
 Said = tuple[float, str]
 """What colours a square, and what it says in large letters."""
 
 
-def _mfu(square: Mapping[str, Any], found: Mapping[str, Any]) -> Said:
-    share = square["estimate"]["mfu"]
+def _mfu(best: Choice, found: Atlas) -> Said:
+    share = best.estimate.mfu
     return share, units.percent(share)
 
 
-def _memory(square: Mapping[str, Any], found: Mapping[str, Any]) -> Said:
-    size = square["estimate"]["memory_total"]
-    return size / (found["memory"] or size), f"{size / GIB:.1f} GiB"
+def _memory(best: Choice, found: Atlas) -> Said:
+    size = best.estimate.memory.total
+    return size / (found.asked.cluster.accelerator.memory or size), f"{size / GIB:.1f} GiB"
 
 
-def _rate(square: Mapping[str, Any], found: Mapping[str, Any]) -> Said:
-    rate = square["estimate"]["tokens_per_second"] * square["devices"]
+def _rate(best: Choice, found: Atlas) -> Said:
+    rate = best.estimate.tokens_per_second * best.estimate.devices
     return rate**0.5, units.count(rate)
 
 
-def _layout(square: Mapping[str, Any]) -> tuple[str, str]:
+def _layout(best: Choice) -> tuple[str, str]:
     """In two lines: how a model is split, and how data is."""
-    words = square["layout"].split()
+    words = short(best.plan).split()
     first = next(i for i, word in enumerate(words) if word[0] == "d" and word[1:].isdigit())
     return " ".join(words[:first]) or "no split of the model", " ".join(words[first:])
 
 
-def _again(square: Mapping[str, Any]) -> tuple[str, str]:
-    held, policy = square["estimate"]["memory"], square["plan"]["recompute"]
-    state = (held["weights"] + held["gradients"] + held["optimizer"]) / GIB
-    again = {"none": "no recomputation", "full": "all recomputed"}.get(policy, "mlp recomputed")
-    return f"{state:.1f} of state", again
+def _again(best: Choice) -> tuple[str, str]:
+    held = best.estimate.memory
+    again = {"none": "no recomputation", "full": "all recomputed"}.get(best.plan.recompute, "mlp recomputed")
+    return f"{(held.weights + held.gradients + held.optimizer) / GIB:.1f} of state", again
 
 
-def _step(square: Mapping[str, Any]) -> tuple[str, str]:
-    estimate = square["estimate"]
-    return f"{plans.seconds(estimate['time']['step'])} a step", f"{units.count(estimate['tokens_per_second'])} a device"
+def _step(best: Choice) -> tuple[str, str]:
+    estimate = best.estimate
+    return f"{plans.seconds(estimate.time.step)} a step", f"{units.count(estimate.tokens_per_second)} a device"
 
 
-def _map(
-    found: Mapping[str, Any],
-    say: Callable[[Mapping[str, Any], Mapping[str, Any]], Said],
-    colour: str,
-    lines: Callable[[Mapping[str, Any]], tuple[str, str]],
-) -> str:
+def _map(found: Atlas, say: Callable[[Choice, Atlas], Said], colour: str, lines: Callable[[Choice], tuple[str, str]]) -> str:
     """A row a model, a column a number of nodes; the larger the value, the stronger the colour."""
-    squares = {(square["model"], square["nodes"]): square for square in found["squares"]}
-    values = {key: say(square, found) for key, square in squares.items() if square["layout"]}
-    most = max((value for value, _ in values.values()), default=1.0) or 1.0
+    squares = {(square.model, square.nodes): square for square in found.squares}
+    most = max((say(one.choice, found)[0] for one in found.squares if one.choice is not None), default=1.0) or 1.0
     wide, tall = CELL
     left, top = 132.0, 40.0
     body = ""
-    for c, nodes in enumerate(found["nodes"]):
+    for c, nodes in enumerate(found.nodes):
         x = left + (c + 0.5) * wide
         body += text(x, 16, f"{nodes:,} node{'s' * (nodes > 1)}", anchor="middle", style="strong")
-        body += text(x, 31, f"{squares[found['models'][0], nodes]['devices']:,} devices", anchor="middle")
-    for r, model in enumerate(found["models"]):
+        body += text(x, 31, f"{squares[found.models[0], nodes].devices:,} devices", anchor="middle")
+    for r, model in enumerate(found.models):
         y = top + r * tall
         body += text(left - 12, y + tall / 2 + 2, model, anchor="end", style="strong")
-        for c, nodes in enumerate(found["nodes"]):
+        for c, nodes in enumerate(found.nodes):
             square = squares[model, nodes]
             place = left + c * wide + 3, y + 3, wide - 6, tall - 6
-            known = values.get((model, nodes))
-            body += _empty(square, *place) if known is None else _cell(square, known, most, colour, lines(square), *place)
-    return picture(left + len(found["nodes"]) * wide + 4, top + len(found["models"]) * tall + 6, body, "heat map")
+            if square.choice is None:
+                body += _empty(square, *place)
+            else:
+                body += _cell(square, square.choice, say(square.choice, found), most, colour, lines(square.choice), *place)
+    return picture(left + len(found.nodes) * wide + 4, top + len(found.models) * tall + 6, body, "heat map")
 
 
 def _cell(
-    square: Mapping[str, Any],
+    square: Square,
+    best: Choice,
     said: Said,
     most: float,
     colour: str,
@@ -133,28 +133,27 @@ def _cell(
     body = f'<rect class="cell" x="{x:g}" y="{y:g}" width="{wide:g}" height="{tall:g}" rx="8" style="{fill}"/>'
     body += text(x + 12, y + 25, said[1], style="big")
     body += text(x + 12, y + 43, lines[0], style="layout") + text(x + 12, y + 57, lines[1], style="layout")
-    return f'<g class="bar"><title>{escape(_whole(square))}</title>{body}</g>'
+    return f'<g class="bar"><title>{escape(_whole(square, best))}</title>{body}</g>'
 
 
-def _empty(square: Mapping[str, Any], x: float, y: float, wide: float, tall: float) -> str:
+def _empty(square: Square, x: float, y: float, wide: float, tall: float) -> str:
     body = f'<rect class="soft" x="{x:g}" y="{y:g}" width="{wide:g}" height="{tall:g}" rx="8"/>'
     return (
         body
-        + text(x + 12, y + 30, "does not fit" if "GiB" in square["why"] else "no layout", style="none")
-        + text(x + 12, y + 45, square["why"], style="none")
+        + text(x + 12, y + 30, "does not fit" if "GiB" in square.why else "no layout", style="none")
+        + text(x + 12, y + 45, square.why, style="none")
     )
 
 
-def _whole(square: Mapping[str, Any]) -> str:
+def _whole(square: Square, best: Choice) -> str:
     """All of a square, for who hovers over it."""
-    estimate, time = square["estimate"], square["estimate"]["time"]
-    exposed = sum(time[kind] for kind in plans.COMMUNICATION) / time["step"]
+    estimate, time = best.estimate, best.estimate.time
     return "\n".join(
         (
-            f"{square['model']} on {square['devices']:,} devices: {square['layout']}",
-            f"MFU {units.percent(estimate['mfu'])}, {plans.seconds(time['step'])} a step",
-            f"{estimate['memory_total'] / GIB:.1f} GiB, recompute {square['plan']['recompute']}",
-            f"bubble {time['bubble'] / time['step']:.1%}, exposed communication {exposed:.1%}",
+            f"{square.model} on {square.devices:,} devices: {short(best.plan)}",
+            f"MFU {units.percent(estimate.mfu)}, {plans.seconds(time.step)} a step",
+            f"{estimate.memory.total / GIB:.1f} GiB, recompute {best.plan.recompute}",
+            f"bubble {time.bubble / time.step:.1%}, exposed communication {time.exposed / time.step:.1%}",
         )
     )
 
@@ -166,22 +165,22 @@ def _key() -> str:
     return f'<p class="none">{words}.</p>'
 
 
-def _table(found: Mapping[str, Any]) -> str:
+def _table(found: Atlas) -> str:
     """Every figure, for who would rather read."""
     head = ("model", "nodes", "devices", "layout", "recompute", "MFU", "tokens/s a device", "step", "memory", "bubble")
     rows = ""
-    for square in found["squares"]:
-        start = (square["model"], f"{square['nodes']:,}", f"{square['devices']:,}")
-        if square["layout"] is None:
-            cells: Sequence[str] = (*start, square["why"], *[""] * 6)
+    for square in found.squares:
+        start = (square.model, f"{square.nodes:,}", f"{square.devices:,}")
+        if square.choice is None:
+            cells: Sequence[str] = (*start, square.why, *[""] * 6)
         else:
-            estimate = square["estimate"]
+            plan, estimate = square.choice.plan, square.choice.estimate
             cells = (
-                *start, square["layout"], square["plan"]["recompute"], units.percent(estimate["mfu"]),
-                units.count(estimate["tokens_per_second"]), plans.seconds(estimate["time"]["step"]),
-                units.memory(estimate["memory_total"]), units.percent(estimate["time"]["bubble"] / estimate["time"]["step"]),
+                *start, short(plan), plan.recompute, units.percent(estimate.mfu), units.count(estimate.tokens_per_second),
+                plans.seconds(estimate.time.step), units.memory(estimate.memory.total),
+                units.percent(estimate.time.bubble / estimate.time.step),
             )  # fmt: skip
         rows += "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
     top = "".join(f"<th>{name}</th>" for name in head)
     table = f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>'
-    return f"<details><summary>All {len(found['squares'])} squares as a table</summary>{table}</details>"
+    return f"<details><summary>All {len(found.squares)} squares as a table</summary>{table}</details>"

@@ -1,84 +1,84 @@
-"""Plans that were found, as tables for a terminal of 80 columns. Reads what `planner` says as plain values."""
+"""Plans that were found, as tables for a terminal of 80 columns."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.markup import escape
 from rich.table import Table
 
+from megalith.cost import host
+from megalith.cost.estimate import Estimate
+from megalith.planner.answer import Answer, Point, short, spare
+from megalith.planner.price import Price
+from megalith.planner.search import Choice
+from megalith.spec.plan import Plan
+
 GIB = 2**30
-COMMUNICATION = ("tensor", "context", "expert", "pipeline", "data")
 
 
-def heading(found: Mapping[str, Any]) -> str:
+def heading(found: Answer) -> str:
     """What was asked, in a line."""
-    cluster = found["cluster"]
-    tokens = found["seq_len"] * found["global_batch"]
-    step = "of prompts" if found["forward_only"] else "a step"
-    sequences = f"{found['global_batch']:,} sequence{'s' * (found['global_batch'] > 1)}"
-    where = f"{cluster['count']:,} {cluster['accelerator']} ({cluster['nodes']:,} of {cluster['per_node']})"
-    return f"{found['model']} on {where}, {sequences} of {found['seq_len']:,} = {tokens:,} tokens {step}, {found['format']}"
+    asked, cluster, train = found.asked, found.asked.cluster, found.asked.run.train
+    tokens = train.seq_len * train.global_batch
+    step = "of prompts" if asked.forward_only else "a step"
+    sequences = f"{train.global_batch:,} sequence{'s' * (train.global_batch > 1)}"
+    where = f"{cluster.count:,} {cluster.accelerator.name} ({cluster.nodes:,} of {cluster.per_node})"
+    return f"{asked.run.model.name} on {where}, {sequences} of {train.seq_len:,} = {tokens:,} tokens {step}, {asked.format}"
 
 
-def table(rows: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None = None) -> Table:
+def table(choices: Sequence[Choice], own: Choice | None = None) -> Table:
     """Choices, best first, and the run's own plan last."""
     drawn = _table("layout", "again", "tok/s", "MFU", "step", "GiB", "bubble", "exposed")
-    for row in rows:
-        drawn.add_row(row["layout"], _again(row["plan"]), *_figures(row["estimate"]))
+    for choice in choices:
+        drawn.add_row(short(choice.plan), _again(choice.plan), *_figures(choice.estimate))
     if own is not None:
-        drawn.add_row(f"[bold]{own['layout']} (yours)[/]", _again(own["plan"]), *_figures(own["estimate"]))
+        drawn.add_row(f"[bold]{short(own.plan)} (yours)[/]", _again(own.plan), *_figures(own.estimate))
     return drawn
 
 
-def frontier(rows: Sequence[Mapping[str, Any]]) -> Table:
+def frontier(points: Sequence[Point]) -> Table:
     """Layouts that nothing beats in time, cost and memory at once."""
     drawn = _table("devices", "layout", "again", "step", "tok/s", "MFU", "GiB", "free", "$/B tok")
-    for row in rows:
-        estimate = row["estimate"]
-        limit = estimate["limit"]
-        free = f"{1 - estimate['memory_total'] / limit:.0%}" if limit else "-"
-        price = f"{row['dollars']:,.0f}" if row["dollars"] is not None else "-"
-        rate = amount(estimate["tokens_per_second"] * row["devices"])
+    for point in points:
+        plan, estimate = point.choice.plan, point.choice.estimate
+        free = f"{1 - estimate.memory.total / estimate.limit:.0%}" if estimate.limit else "-"
+        price = f"{point.dollars:,.0f}" if point.dollars is not None else "-"
+        rate = amount(estimate.tokens_per_second * point.devices)
         drawn.add_row(
-            f"{row['devices']:,}", row["layout"], _again(row["plan"]), seconds(estimate["time"]["step"]), rate, f"{estimate['mfu']:.1%}",
-            f"{estimate['memory_total'] / GIB:.1f}", free, price,
+            f"{point.devices:,}", short(plan), _again(plan), seconds(estimate.time.step), rate, f"{estimate.mfu:.1%}",
+            f"{estimate.memory.total / GIB:.1f}", free, price,
         )  # fmt: skip
     return drawn
 
 
-def what_ifs(found: Mapping[str, Any]) -> Table:
+def what_ifs(found: Answer) -> Table:
     """The best layout of each change, beside the best as things are."""
     drawn = _table("if", "layout", "tok/s", "MFU", "step", "GiB", "days", "cost")
-    best = found["choices"][0]
-    rows = [{"change": "as it is", **best}, *found["what_ifs"]]
-    for row in rows:
-        estimate, whole = row["estimate"], row.get("training")
-        if estimate is None:
-            drawn.add_row(escape(row["change"]), "nothing fits")
+    as_it_is = ("as it is", found.found.best, next(iter(found.trainings), None))
+    for change, choice, training in (as_it_is, *((one.change, one.choice, one.training) for one in found.what_ifs)):
+        if choice is None:
+            drawn.add_row(escape(change), "nothing fits")
             continue
-        days = f"{whole['days']:,.1f}" if whole else "-"
-        cost = f"${amount(whole['dollars'])}" if whole and whole["dollars"] is not None else "-"
+        estimate = choice.estimate
+        days = f"{training.days:,.1f}" if training else "-"
+        cost = f"${amount(training.dollars)}" if training and training.dollars is not None else "-"
         drawn.add_row(
-            escape(row["change"]), row["layout"], f"{estimate['tokens_per_second']:,.0f}", f"{estimate['mfu']:.1%}",
-            seconds(estimate["time"]["step"]), f"{estimate['memory_total'] / GIB:.1f}", days, cost,
+            escape(change), short(choice.plan), f"{estimate.tokens_per_second:,.0f}", f"{estimate.mfu:.1%}",
+            seconds(estimate.time.step), f"{estimate.memory.total / GIB:.1f}", days, cost,
         )  # fmt: skip
     return drawn
 
 
-def prices(rows: Sequence[Mapping[str, Any]]) -> Table:
+def prices(broken: Sequence[Price]) -> Table:
     """Broken rules, the plan that follows each, and the difference."""
     drawn = _table("broken rule", "followed", "step", "GiB", "cost", "")
     drawn.columns[-1].justify, drawn.columns[-1].no_wrap = "left", False
-    for row in rows:
-        problem = row["problem"]
-        rule = f"{problem['key']} = {problem['value']}"
-        if row["instead"] is None:
-            drawn.add_row(escape(rule), "", "", "", "", row["verdict"])
+    for one in broken:
+        rule = f"{one.problem.key} = {one.problem.value}"
+        if one.instead is None:
+            drawn.add_row(escape(rule), "", "", "", "", one.verdict)
             continue
-        dollars = "" if row["dollars"] is None else f"{'-' if row['dollars'] < 0 else ''}${amount(abs(row['dollars']))}"
-        drawn.add_row(
-            escape(rule), escape(row["change"]), f"{row['share']:+.1%}", f"{row['memory'] / GIB:+.1f}", dollars, row["verdict"]
-        )
+        dollars = "" if one.dollars is None else f"{'-' if one.dollars < 0 else ''}${amount(abs(one.dollars))}"
+        drawn.add_row(escape(rule), escape(one.change), f"{one.share:+.1%}", f"{one.memory / GIB:+.1f}", dollars, one.verdict)
     return drawn
 
 
@@ -91,19 +91,16 @@ def _table(*columns: str) -> Table:
     return drawn
 
 
-def _again(plan: Mapping[str, Any]) -> str:
+def _again(plan: Plan) -> str:
     """What is computed again in backward."""
-    policy = str(plan["recompute"])
-    return {"none": "-", "selective": "+".join(plan["recompute_parts"])}.get(policy, policy)
+    return {"none": "-", "selective": "+".join(plan.recompute_parts)}.get(plan.recompute, plan.recompute)
 
 
-def _figures(estimate: Mapping[str, Any]) -> tuple[str, ...]:
-    time = estimate["time"]
-    exposed = sum(time[kind] for kind in COMMUNICATION) / time["step"]
-    fits = "" if estimate["fits"] else "!"
+def _figures(estimate: Estimate) -> tuple[str, ...]:
+    time, fits = estimate.time, "" if estimate.fits else "!"
     return (
-        f"{estimate['tokens_per_second']:,.0f}", f"{estimate['mfu']:.1%}", seconds(time["step"]),
-        f"{estimate['memory_total'] / GIB:.1f}{fits}", f"{time['bubble'] / time['step']:.1%}", f"{exposed:.1%}",
+        f"{estimate.tokens_per_second:,.0f}", f"{estimate.mfu:.1%}", seconds(time.step),
+        f"{estimate.memory.total / GIB:.1f}{fits}", f"{time.bubble / time.step:.1%}", f"{time.exposed / time.step:.1%}",
     )  # fmt: skip
 
 
@@ -112,67 +109,63 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-def legend(found: Mapping[str, Any]) -> str:
+def legend(found: Answer) -> str:
     """What the columns mean."""
-    cluster = found["cluster"]
-    memory = cluster["memory"]
-    limit = f", of {memory / GIB:.1f}; plans leave {found['spare']:.0%} free" if memory else ""
-    denied = f", {found['refused']:,} denied by `megalith check`" if found["refused"] else ""
+    device, search = found.asked.cluster.accelerator, found.found
+    limit = f", of {device.memory / GIB:.1f}; plans leave {spare():.0%} free" if device.memory else ""
+    denied = f", {search.refused:,} denied by `megalith check`" if search.refused else ""
     return (
         f"t tensor, c context, p pipeline x chunks (1F1B, unless named), e expert x parts of each, d data, z ZeRO stage, r copies, "
         f"m microbatch.\n"
         f"again: computed twice. "
-        f"tok/s: a device. MFU: {found['convention']} of {cluster['peak'] / 1e12:,.0f} TFLOP/s.\n"
+        f"tok/s: a device. MFU: {found.convention} of {device.peak['bf16'] / 1e12:,.0f} TFLOP/s.\n"
         f"GiB: fullest rank{limit}. bubble, exposed communication: shares of the step.\n"
-        f"{found['looked_at']:,} plans looked at, {found['too_large']:,} too large{denied}. Predicted: {found['assumption']}."
+        f"{search.looked_at:,} plans looked at, {search.too_large:,} too large{denied}. Predicted: {found.assumption}."
         f"{_offloaded(found)}{beaten(found)}"
     )
 
 
-def _offloaded(found: Mapping[str, Any]) -> str:
+def _offloaded(found: Answer) -> str:
     """A line on layouts that need their hosts' memory; empty where none is shown."""
-    shown = [*found["choices"], *found["frontier"], *found["what_ifs"]]
-    if not any(row.get("offload") for row in shown):
+    shown = [*found.found.choices, *(one.choice for one in found.frontier), *(one.choice for one in found.what_ifs)]
+    if not any(choice is not None and choice.offload for choice in shown):
         return ""
-    room = f"{found['host_memory'] / GIB:.0f} GiB a device, assumed"
     return (
-        f"\no: % of the optimizer's state offloaded to host memory (at most {room}), updated there: predicted only, the trainer cannot. "
-        f"{found['offloaded']:,} plans fit only so; --no-offload leaves them out."
+        f"\no: % of the optimizer's state offloaded to host memory (at most {host.MEMORY / GIB:.0f} GiB a device, assumed), updated there: "
+        f"predicted only, the trainer cannot. {found.found.offloaded:,} plans fit only so; --no-offload leaves them out."
     )
 
 
-def beaten(found: Mapping[str, Any]) -> str:
+def beaten(found: Answer) -> str:
     """A line on what the best plan has over the run's own, by the terms of a step; empty where there is no own, or none is faster."""
-    if found["own"] is None:
+    if found.own is None:
         return ""
-    best, own = found["choices"][0]["estimate"]["time"], found["own"]["estimate"]["time"]
-    gain = own["step"] - best["step"]
+    best, own = found.found.choices[0].estimate.time, found.own.estimate.time
+    gain = own.step - best.step
     if gain <= 0:
         return "\nNo plan that was looked at is faster than yours."
-    terms = {name: best[name] - own[name] for name in best if name != "step" and abs(best[name] - own[name]) > gain / 50}
-    said = ", ".join(f"{name} {value:+.3g} s" for name, value in sorted(terms.items(), key=lambda term: term[1]))
-    return f"\nThe best beats yours by {gain / own['step']:.1%} of the step ({said})."
+    terms = {name: value - vars(own)[name] for name, value in vars(best).items() if name != "step"}
+    large = sorted(((name, value) for name, value in terms.items() if abs(value) > gain / 50), key=lambda term: term[1])
+    said = ", ".join(f"{name} {value:+.3g} s" for name, value in large)
+    return f"\nThe best beats yours by {gain / own.step:.1%} of the step ({said})."
 
 
-def trainings(found: Mapping[str, Any]) -> str:
+def trainings(found: Answer) -> str:
     """Time, money and energy of the training under the best plan; empty where no length is known."""
-    best, cluster = found["choices"][0], found["cluster"]
-    one = best.get("training")
-    if one is None:
+    if not found.trainings:
         return ""
-    parts = [f"{one['steps']:,} steps", f"{one['days']:,.1f} days", f"{amount(one['device_hours'])} device-hours"]
-    if one["dollars"] is None:
+    one = found.trainings[0]
+    parts = [f"{one.steps:,} steps", f"{one.days:,.1f} days", f"{amount(one.device_hours)} device-hours"]
+    if one.dollars is None:
         parts.append("no price known (price_per_hour of a cluster file)")
     else:
-        parts.append(f"${amount(one['dollars'])} at ${cluster['price_per_hour']:g} an hour")
-    if one["megawatt_hours"] is None:
+        parts.append(f"${amount(one.dollars)} at ${found.asked.cluster.price_per_hour:g} an hour")
+    if one.megawatt_hours is None:
         parts.append("no power known")
     else:
-        parts.append(
-            f"{one['megawatt_hours']:,.3g} MWh" if one["megawatt_hours"] < 1e3 else f"{one['megawatt_hours'] / 1e3:,.3g} GWh"
-        )
-    parts.append(f"{one['flops']:.2g} FLOP")
-    return f"{amount(one['tokens'])} tokens with the best: {', '.join(parts)}; no faults counted (megalith simulate counts them)"
+        parts.append(f"{one.megawatt_hours:,.3g} MWh" if one.megawatt_hours < 1e3 else f"{one.megawatt_hours / 1e3:,.3g} GWh")
+    parts.append(f"{one.flops:.2g} FLOP")
+    return f"{amount(one.tokens)} tokens with the best: {', '.join(parts)}; no faults counted (megalith simulate counts them)"
 
 
 def amount(value: float) -> str:
@@ -183,14 +176,14 @@ def amount(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def reasons(found: Mapping[str, Any]) -> Table:
+def reasons(found: Answer) -> Table:
     """What each neighbour of the best plan would cost."""
-    step = found["choices"][0]["estimate"]["time"]["step"]
+    step = found.found.choices[0].estimate.time.step
     drawn = Table("one change", "step", "GiB", "", "what grows", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in drawn.columns[1:3]:
         column.justify = "right"
-    for row in found["neighbours"]:
-        grows = row["grows"] if row["seconds"] > 0 else ""
-        fits = ("predicted only" if row["offload"] else "") if row["fits"] else "does not fit"
-        drawn.add_row(escape(row["change"]), f"{row['seconds'] / step:+.1%}", f"{row['memory'] / GIB:+.1f}", fits, grows)
+    for one in found.neighbours:
+        grows = one.grows if one.seconds > 0 else ""
+        fits = ("predicted only" if one.offload else "") if one.fits else "does not fit"
+        drawn.add_row(escape(one.change), f"{one.seconds / step:+.1%}", f"{one.memory / GIB:+.1f}", fits, grows)
     return drawn

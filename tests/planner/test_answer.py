@@ -63,9 +63,9 @@ def test_a_training_takes_its_tokens(answered: Answer):
 
 
 def test_the_tables_fit_a_terminal(answered: Answer):
-    found = answered.to_json()
+    choices = answered.found.choices
     console = Console(width=200, record=True, file=open(os.devnull, "w"), highlight=False)
-    console.print(plans.table(found["choices"], found["choices"][0]), plans.reasons(found))
+    console.print(plans.table(choices, choices[0]), plans.reasons(answered))
     console.file.close()
     lines = [line.rstrip() for line in console.export_text().splitlines()]
     assert max(map(len, lines)) <= 80
@@ -73,12 +73,11 @@ def test_the_tables_fit_a_terminal(answered: Answer):
 
 
 def test_what_beats_a_plan_is_said_by_the_terms_of_the_step(answered: Answer):
-    found = answered.to_json()
-    slow = found["choices"][-1]
-    assert plans.beaten(found) == ""
-    assert "No plan that was looked at is faster" in plans.beaten(found | {"own": found["choices"][0]})
-    time, best = slow["estimate"]["time"], found["choices"][0]["estimate"]["time"]
-    said = plans.beaten(found | {"own": slow})
+    first, slow = answered.found.choices[0], answered.found.choices[-1]
+    assert plans.beaten(answered) == ""
+    assert "No plan that was looked at is faster" in plans.beaten(replace(answered, own=first))
+    time, best = vars(slow.estimate.time), vars(first.estimate.time)
+    said = plans.beaten(replace(answered, own=slow))
     assert f"beats yours by {1 - best['step'] / time['step']:.1%}" in said
     largest = min((name for name in best if name != "step"), key=lambda name: best[name] - time[name])
     assert f"({largest} -" in said

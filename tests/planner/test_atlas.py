@@ -40,7 +40,7 @@ def test_every_square_has_a_layout_of_its_devices_or_a_reason(found: Atlas):
 
 
 def test_the_page_needs_nothing_from_outside_and_shows_every_square(found: Atlas):
-    words = page(found.to_json())
+    words = page(found)
     parser = HTMLParser()
     parser.feed(words)
     assert "http" not in words

@@ -17,9 +17,10 @@ LAYERS = {
     "check": 5,
     "train": 6, "cost": 6,
     "prove": 7, "rehearse": 7,
-    "report": 8, "planner": 8,
-    "verbs": 9,
-    "cli": 10,
+    "planner": 8,
+    "report": 9,
+    "verbs": 10,
+    "cli": 11,
 }  # fmt: skip
 WITHOUT_TORCH = [
     "megalith.cli",
