@@ -464,9 +464,9 @@ def draw_goodput(result: "Simulated | Sequence[Tried]", out: Path, *, what: str 
 
     if isinstance(result, Sequence):
         scale, label = (1 / 60, "minutes between checkpoints") if what == "intervals" else (1, "spare nodes")
-        picture = svg.standalone(goodput.tried([asdict(one) | {"value": one.value * scale} for one in result], x_label=label))
+        picture = svg.standalone(goodput.tried([replace(one, value=one.value * scale) for one in result], x_label=label))
     else:
-        picture = goodput.simulated(result.as_json())
+        picture = goodput.simulated(result)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(picture, encoding="utf-8")
     return out

@@ -65,7 +65,7 @@ class Simulated:
         return [(what.value, value, value / wall) for what, value in used]
 
     def as_json(self) -> dict[str, Any]:
-        """For programs, and for `report.goodput`."""
+        """For programs."""
         plan = self.scenario
         setting = {name: getattr(plan, name) for name in SETTING}
         tables = {name: getattr(plan, name).model_dump(mode="json") for name in ("fleet", "reliability")}

@@ -1,10 +1,13 @@
 """Where a run's time went, measured or simulated, as self-contained pictures."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megalith.report import svg, units
 from megalith.report.svg import Series
+
+if TYPE_CHECKING:
+    from megalith.rehearse.simulate import Simulated, Tried
 
 COLOURS: dict[str, int] = {
     "useful": 2, "straggling": 4, "data": 7, "validation": 5, "checkpoint": 0, "start-up": 5, "lost steps": 1, "away": 6,
@@ -46,22 +49,22 @@ def over_time(curves: Sequence[Sequence[tuple[float, float]]], *, width: float =
     )
 
 
-def tried(points: Sequence[Mapping[str, Any]], *, x_label: str, width: float = 620) -> str:
+def tried(points: "Sequence[Tried]", *, x_label: str, width: float = 620) -> str:
     """Goodput by a setting that was tried out (`rehearse.simulate.Tried`), with the 5th and 95th percentile of the seeds."""
-    ordered = sorted(points, key=lambda point: point["value"])
+    ordered = sorted(points, key=lambda point: point.value)
     series = [
-        Series("goodput", [(point["value"], point["goodput"]) for point in ordered], 2, dots=True),
-        Series("5 %", [(point["value"], point["band"][0]) for point in ordered], 6),
-        Series("95 %", [(point["value"], point["band"][1]) for point in ordered], 6),
-        Series("of all devices paid for", [(point["value"], point["per_device"]) for point in ordered], 0, dots=True),
+        Series("goodput", [(point.value, point.goodput) for point in ordered], 2, dots=True),
+        Series("5 %", [(point.value, point.band[0]) for point in ordered], 6),
+        Series("95 %", [(point.value, point.band[1]) for point in ordered], 6),
+        Series("of all devices paid for", [(point.value, point.per_device) for point in ordered], 0, dots=True),
     ]
     return svg.line_chart(series, x_label=x_label, y_format=units.percent, width=width)
 
 
-def simulated(result: Mapping[str, Any]) -> str:
-    """A simulation (`Simulated.as_json`) as one stand-alone picture: what time went to, and goodput over the days."""
-    name = result["scenario"]["name"]
-    bars, curves = shares({name: result["seconds"]}), over_time(result["curves"])
+def simulated(result: "Simulated") -> str:
+    """A simulation as one stand-alone picture: what time went to, and goodput over the days."""
+    seconds = {what.value: value for what, value in result.seconds.items()}
+    bars, curves = shares({result.scenario.name: seconds}), over_time([life.curve for life in result.lives])
     return svg.standalone(_stacked(bars, curves))
 
 
