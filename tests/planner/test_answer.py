@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from megalith import verbs
 from megalith.cli import app
+from megalith.commands.arguments import RunRequest
+from megalith.commands.runs import check
 from megalith.planner.answer import Answer, answer, as_run, frontier, short
 from megalith.planner.asked import Question, ask, vary
 from megalith.planner.candidates import offloaded
@@ -95,7 +96,7 @@ def test_the_best_plan_is_written_as_a_run_that_check_accepts(answered: Answer, 
     path = tmp_path / "plan.toml"
     path.write_text(as_run(answered))
     hollow_data(tmp_path / "data", "text")
-    checked = verbs.check(path, overrides=(f"data.path={tmp_path / 'data'}",), world=4)
+    checked = check(RunRequest(path, [f"data.path={tmp_path / 'data'}"]), world=4)
     assert not checked.errors
     written, best = checked.resolved.spec.plan, answered.found.choices[0].plan
     assert (short(written), written.recompute, written.layers) == (short(best), best.recompute, best.layers)
@@ -112,7 +113,7 @@ def test_a_run_files_own_values_stay_as_they_were(tmp_path: Path):
     assert found.own.estimate.time.step >= found.found.choices[0].estimate.time.step
     text = as_run(found)
     path.write_text(text)
-    spec = verbs.check(path).resolved.spec
+    spec = check(RunRequest(path)).resolved.spec
     assert (spec.name, spec.data.path, spec.optimizer.lr, spec.train.steps, spec.cluster) == (
         "mine",
         "my/data",

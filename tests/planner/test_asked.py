@@ -1,7 +1,5 @@
 import pytest
-import typer
 
-from megalith.cli import whole
 from megalith.cost.constants import calibration
 from megalith.cost.memory import memory
 from megalith.cost.parts import parts
@@ -29,18 +27,8 @@ def test_what_is_no_amount_is_none(text: str):
     assert quantity(text) is None
 
 
-def test_lengths_and_batches_count_in_powers_of_two():
-    """On the command line, and in a what-if."""
-    assert whole("8k") == 8192
-    assert whole("1M") == 2**20
-    assert whole("8192") == 8192
+def test_lengths_of_a_what_if_count_in_powers_of_two():
     assert vary(Question(**GOOD), "seq_len=1k").run.train.seq_len == 1024
-
-
-@pytest.mark.parametrize("text", ["8x", "0", "0.3", "-8k"])
-def test_what_is_no_length_says_what_is(text: str):
-    with pytest.raises(typer.BadParameter, match="Write 8192, or 8k"):
-        whole(text)
 
 
 def test_every_mistake_is_said_at_once_with_the_nearest_name():

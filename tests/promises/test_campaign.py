@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megalith import verbs
 from megalith.checkpoint.folder import committed, find, read_manifest
+from megalith.commands.arguments import RunRequest
+from megalith.commands.campaign import Faultload, campaign
 from megalith.fleet import injection
 from megalith.fleet.injection import Injection
 from megalith.machine import networks
@@ -13,6 +14,7 @@ from megalith.rehearse.campaign import may_mount
 from megalith.rehearse.fates import EXPECTED
 from megalith.rehearse.faults import KINDS
 from megalith.rehearse.judge import Aims, Row
+from megalith.rehearse.replay import replay
 from tests.runs import final_state, prepare_text, train
 from tests.specs import tiny_run
 
@@ -42,14 +44,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_after_24_faults_the_end_is_bit_for_bit_that_of_the_run_without_them(data: Path, tmp_path: Path) -> None:
     """And every kind was seen as what it is, and recovered from. One test, since the campaign is run once."""
     (tmp_path / "run.toml").write_text(RUN.format(data=data))
-    found = verbs.campaign(tmp_path / "run.toml", count=FAULTS, seed=1, out=tmp_path / "out")
+    found = campaign(RunRequest(tmp_path / "run.toml"), Faultload(FAULTS, seed=1), out=tmp_path / "out")
     assert not found.problems
     rows = {row.kind: row for row in found.rows}
     for kind in HERE:
         row: Row = rows[kind]
         assert row.injected == row.handled >= 1, row
         assert set(row.seen_as.split(", ")) <= {*EXPECTED[kind], "rank_failed"}, (row, "or hidden by a death in the same step")
-    assert abs(verbs.replay(tmp_path / "out").gap) < 0.05, "the simulator with the latencies of this very log"
+    assert abs(replay(tmp_path / "out").gap) < 0.05, "the simulator with the latencies of this very log"
 
 
 @pytest.mark.slow
@@ -58,9 +60,8 @@ def test_a_run_whose_supervisor_is_killed_is_typed_again_and_its_start_timed_apa
     """Two ranks, two other faults. What a real log and real checkpoints say is judged, too."""
     (tmp_path / "run.toml").write_text(RUN.format(data=data))
     smaller = ("plan.data=2", "fleet.nodes=1", "fleet.spares=0")
-    found = verbs.campaign(
-        tmp_path / "run.toml", count=2, seed=1, overrides=smaller, out=tmp_path / "out", supervisor_kills=1, aims=Aims(minutes=10)
-    )
+    faultload = Faultload(2, seed=1, supervisor_kills=1)
+    found = campaign(RunRequest(tmp_path / "run.toml", smaller), faultload, out=tmp_path / "out", aims=Aims(minutes=10))
     assert not found.problems
     assert found.same_end
     assert len(found.supervisor_restarts) == 1
@@ -80,15 +81,8 @@ def test_agents_of_nodes_are_killed_and_their_machines_join_again(data: Path, tm
     """Two machines and a spare, each behind its own agent: two of these are killed, and once who directs
     the run. Other faults besides."""
     (tmp_path / "run.toml").write_text(RUN.format(data=data))
-    found = verbs.campaign(
-        tmp_path / "run.toml",
-        count=3,
-        seed=2,
-        overrides=("plan.data=2",),
-        out=tmp_path / "out",
-        supervisor_kills=1,
-        agent_kills=3,
-    )
+    faultload = Faultload(3, seed=2, supervisor_kills=1, agent_kills=3)
+    found = campaign(RunRequest(tmp_path / "run.toml", ["plan.data=2"]), faultload, out=tmp_path / "out")
     assert not found.problems
     assert found.same_end
     (row,) = [row for row in found.rows if row.kind == "agent"]

@@ -20,8 +20,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from megalith import verbs
 from megalith.cli import app
+from megalith.commands.arguments import RunRequest
+from megalith.commands.runs import check
 from megalith.fleet.exit_codes import MEANINGS
 from megalith.spec import files
 from megalith.spec.base import Spec
@@ -137,9 +138,8 @@ def test_runs_that_are_shown_are_legal(monkeypatch: pytest.MonkeyPatch) -> None:
             continue
         command, rest = _command(arguments)
         context = command.make_context(command.name, rest)
-        checked = verbs.check(
-            context.params["run"], overrides=context.params["settings"] or (), world=context.params.get("ranks")
-        )
+        request = RunRequest(context.params["run"], context.params["settings"] or ())
+        checked = check(request, world=context.params.get("ranks"))
         wrong = [problem for problem in checked.errors if problem.key not in ("data.path", "train.init_from")]
         assert not wrong, (page, arguments, wrong)
         seen += 1
@@ -192,7 +192,7 @@ def test_a_recipe_is_legal_anywhere_but_for_data_that_is_yet_to_be_made(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    checked = verbs.check(recipe)
+    checked = check(RunRequest(recipe))
     assert {problem.key for problem in checked.errors} <= {"data.path"}
     made = re.findall(r"--out (\S+)", recipe.read_text(encoding="utf-8"))
     assert checked.resolved.spec.data.path in [*made, "data/quickstart/tokens"], "a recipe says how its data is made"

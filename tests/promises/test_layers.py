@@ -19,12 +19,13 @@ LAYERS = {
     "prove": 7, "rehearse": 7,
     "planner": 8,
     "report": 9,
-    "verbs": 10,
+    "commands": 10,
     "cli": 11,
 }  # fmt: skip
 WITHOUT_TORCH = [
     "megalith.cli",
-    "megalith.verbs",
+    "megalith.commands.runs",
+    "megalith.commands.ranks",
     "megalith.check",
     "megalith.mesh",
     "megalith.events",

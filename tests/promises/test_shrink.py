@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from megalith.commands.ranks import identity
 from megalith.events import Event, Incident, Problem, RunStarted, Step, of_kind, read
 from megalith.fleet import injection, local
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.injection import Injection
 from megalith.fleet.seat import node_folder
 from megalith.spec.files import load
-from megalith.verbs import _identity
 from tests.patience import PATIENCE
 from tests.runs import position, prepare_text, train
 
@@ -84,7 +84,7 @@ def test_two_nodes_one_node_two_nodes_and_no_sample_is_lost_or_repeated(tmp_path
     run = _Run(tmp_path / "run", tmp_path / "run.toml")
     try:
         run.until(lambda events: _worlds(events) == [4, 2] and _steps_since_start(events) > AFTER)
-        memory = local.memory_root(run.folder, _identity(spec))
+        memory = local.memory_root(run.folder, identity(spec))
         assert not node_folder(memory, "1").exists()
         node_folder(memory, "1").mkdir()  # it is back
         run.until(lambda events: _worlds(events)[2:] == [4] and _steps_since_start(events) > AFTER)

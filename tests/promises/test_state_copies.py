@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megalith.checkpoint import memory as memory_module
 from megalith.checkpoint.memory import Damaged, Digest, Memory, digest
+from megalith.commands.ranks import checkpoints
 from megalith.control.controller import run_here
 from megalith.events import Recovery, of_kind, read
 from megalith.fleet import copies, injection
@@ -24,7 +25,6 @@ from megalith.fleet.seat import MEMORY, PLACEMENT, Seat, node_folder
 from megalith.fleet.tiers import Copy, Source, Tier, newest
 from megalith.train.assemble import Trainer
 from megalith.train.step import train_step
-from megalith.verbs import _checkpoints
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
 from tests.runs import assert_same_bits, at_step, final_state, finish, position, prepare_text, start, train
@@ -297,7 +297,7 @@ def test_a_run_whose_memory_is_all_gone_goes_on_from_its_disks(tmp_path: Path) -
         preload=("torch", "megalith.train.run"), start_timeout=250.0, silence_timeout=120.0, threads=1,
         environment={injection.VARIABLE: str(listed)},
     )  # fmt: skip
-    outcome = run_here(job, fleet=spec.fleet, identity="disk", store=lambda: _checkpoints(folder))
+    outcome = run_here(job, fleet=spec.fleet, identity="disk", store=lambda: checkpoints(folder))
     assert outcome.code == ExitCode.FINISHED, outcome.message()
     recoveries = of_kind(read(folder), Recovery)
     (recovery,) = [event for event in recoveries if event.restored]  # the copy that was on its way to a disk may fail as well

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalith import verbs
+from megalith.checkpoint.huggingface import import_
+from megalith.commands.export import export
 from megalith.data.prepare import prepare
 from megalith.data.tokenizer import load
 from megalith.events import Step, of_kind, read
 from megalith.models.batch import Batch
 from megalith.spec.run import RunSpec
-from megalith.train.generate import load_model
+from megalith.train.generate import generate, load_model
 from tests.runs import final_state, train
 from tests.specs import tiny_run
 
@@ -57,7 +58,7 @@ def test_a_trained_model_goes_to_transformers_and_what_comes_back_trains_on(pres
     assert {f"weights.{name}" for name in held} == {name for name in trained if name.startswith("weights.")}
     assert all(torch.equal(tensor.detach(), trained[f"weights.{name}"]) for name, tensor in held.items())
 
-    verbs.export(run, out=there)
+    export(run, out=there)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(there).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(there)
     assert tokenizer.eos_token == END
@@ -67,9 +68,9 @@ def test_a_trained_model_goes_to_transformers_and_what_comes_back_trains_on(pres
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens, Batch(tokens)), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
         written = theirs.generate(tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, tokens.shape[1] :]
-    assert verbs.generate(run, prompt=prompt, tokens=12, temperature=0.0) == tokenizer.decode(written, skip_special_tokens=True)
+    assert generate(run, prompt, tokens=12, temperature=0.0) == tokenizer.decode(written, skip_special_tokens=True)
 
-    verbs.import_(there, out=back)
+    import_(there, back)
     train(_spec(preset, data, steps=1, init_from=str(back)), tmp_path / "on")
     train(_spec(preset, data, steps=1, init_from=str(run)), tmp_path / "again")
     first = [next(event.loss for event in of_kind(read(tmp_path / name), Step)) for name in ("on", "again")]

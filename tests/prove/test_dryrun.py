@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalith import verbs
+from megalith.commands import dryrun as command
+from megalith.commands.arguments import RunRequest
 from megalith.cost.foreseen import foresee, of_run
 from megalith.prove import fake
 from megalith.prove.fits import GIB, does_not_fit
@@ -206,16 +207,16 @@ def _run_file(folder: Path, plan: str) -> Path:
 def test_a_rank_or_a_world_that_the_plan_has_not_is_refused(tmp_path: Path) -> None:
     run = _run_file(tmp_path, "{ data = 4 }")
     with pytest.raises(SpecErrors, match="the plan has ranks 0 to 3"):
-        verbs.dryrun(run, rank=4)
+        command.dryrun(RunRequest(run), rank=4)
     with pytest.raises(SpecErrors, match="16"):
-        verbs.dryrun(run, world=16)
+        command.dryrun(RunRequest(run), world=16)
 
 
 @pytest.mark.slow
 def test_a_run_is_dried_without_its_data(tmp_path: Path) -> None:
     run = _run_file(tmp_path, "{ data = 512, pipeline = 2, tensor = 4 }")
     settings = ["train.global_batch=1024", "cluster=h100:4096"]
-    dried = in_a_child(lambda: verbs.dryrun(run, overrides=settings, world=4096, rank=4095))
+    dried = in_a_child(lambda: command.dryrun(RunRequest(run, settings), world=4096, rank=4095))
     assert (dried.run.world, dried.run.rank, dried.limit, dried.problems) == (4096, 4095, 80 * GIB, [])
     assert dried.run.counted.coordinates == {"pipeline": 1, "data": 511, "context": 0, "tensor": 3}
 
@@ -295,7 +296,8 @@ TAKEN = (
 )
 def test_a_large_recipe_holds_what_is_shown(one: Shown, fewer: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    dried = in_a_child(lambda: verbs.dryrun(Path(one.recipe), overrides=(*one.settings, *fewer), rank=one.rank))
+    request = RunRequest(Path(one.recipe), (*one.settings, *fewer))
+    dried = in_a_child(lambda: command.dryrun(request, rank=one.rank))
     memory = dried.run.counted.memory
     found = [*memory.peak.values(), sum(memory.peak.values()), memory.building]
     assert [size / GIB for size in found] == pytest.approx([*one.peak, one.total, one.building], abs=0.1 if LOCKED_TORCH else 0.5)

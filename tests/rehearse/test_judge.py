@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megalith import events
-from megalith.cli import words_of_campaign
+from megalith.commands.campaign import sentences
 from megalith.fleet import injection, signs
 from megalith.fleet.injection import Injection
 from megalith.fleet.signs import GradientWrong, Hang, RankFailed, Sign
@@ -134,10 +134,10 @@ def test_a_fault_that_never_came_is_not_passed(tmp_path: Path):
     assert found.problems == ("fault 1 (stop at step 6) never came",)
     (alarm,) = found.false_alarms  # an incident that no fault explains
     assert (alarm.cause, alarm.step, alarm.rank, alarm.seconds, alarm.lost_steps) == ("hang", 6, 2, 1.0, 1)
-    said = list(words_of_campaign(found))
+    said = list(sentences(found))
     assert "false alarm: hang at step 6, rank 2 on 0 (because): 1.00 s, 1 step done again" in said
     assert "1 false alarm, none of which changed the result: the end is that without faults" in said
-    other = list(words_of_campaign(_of(whole, faulted, file, states=(STATE, {}))))
+    other = list(sentences(_of(whole, faulted, file, states=(STATE, {}))))
     assert not any("none of which changed" in line for line in other), "only what the comparison shows is said"
 
 
@@ -158,7 +158,7 @@ def test_hangs_are_held_against_their_limits_and_those_against_the_pace(tmp_path
     assert [hang.pace for hang in late] == [4.5], "seen through agents"
     assert hangs.most is not None
     assert hangs.most == pytest.approx(3.05 / 3.0)
-    assert "hangs: 1, silence at most 1.02 of its limit (limits 3.00 to 3.00 s)" in list(words_of_campaign(found))
+    assert "hangs: 1, silence at most 1.02 of its limit (limits 3.00 to 3.00 s)" in list(sentences(found))
     assert found.as_json()["hangs"]["most"] == hangs.most
 
 
@@ -166,7 +166,7 @@ def test_a_silence_beyond_its_limit_is_told_and_beyond_what_starved_ranks_may_ta
     late = _judged(tmp_path / "late", silence=4.6)
     assert late.passed, "ranks without a processor are given more"
     assert late.hangs.late == 1
-    assert any("1 found late" in line for line in words_of_campaign(late))
+    assert any("1 found late" in line for line in sentences(late))
     never = _judged(tmp_path / "never", silence=33.0)
     assert never.problems == ("hang (incident 2): silent for 33.00 s, more than 10 times its limit of 3.00 s",)
 
@@ -189,7 +189,7 @@ def test_limits_of_first_steps_and_of_phases_not_seen_before_are_not_those_of_th
 def test_speeds_are_asked_only_where_they_are_given_and_missing_them_is_not_passed(tmp_path: Path):
     none = _judged(tmp_path / "none")
     assert none.asked == ()
-    assert list(words_of_campaign(none))[-1].endswith("no speed was asked")
+    assert list(sentences(none))[-1].endswith("no speed was asked")
     met = _judged(tmp_path / "met", aims=Aims(median=0.75, most=1.0, minutes=0.5, silence=1.5))
     assert met.passed, met.problems
     missed = _judged(tmp_path / "missed", aims=Aims(median=0.7, most=0.9, minutes=0.4, silence=1.01))
@@ -199,7 +199,7 @@ def test_speeds_are_asked_only_where_they_are_given_and_missing_them_is_not_pass
         "both runs 0.50 min, 0.4 min at most was asked",
         "silence of a hang 1.02 of its limit, 1.01 of its limit at most was asked",
     )
-    assert "asked: recovery in the median 0.7 s at most: 0.75 s" in list(words_of_campaign(missed))
+    assert "asked: recovery in the median 0.7 s at most: 0.75 s" in list(sentences(missed))
 
 
 # --- blame ---

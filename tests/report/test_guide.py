@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalith import verbs
 from megalith.check import check
+from megalith.commands import runs
+from megalith.commands.arguments import RunRequest
 from megalith.report import guide
 from megalith.report.svg import standalone
 from megalith.schedule import SCHEDULES
@@ -53,7 +54,7 @@ REFUSED = re.findall(r"^\| `(recipes/[^`]+)` \| `([^`]+)` \| (.+) \|$", PAGE.rea
 
 @pytest.mark.parametrize(("recipe", "settings", "reason"), REFUSED)
 def test_what_the_guide_says_is_refused_is_refused_for_that_reason(recipe: str, settings: str, reason: str) -> None:
-    checked = verbs.check(ROOT / recipe, overrides=settings.split())
+    checked = runs.check(RunRequest(ROOT / recipe, settings.split()))
     assert [problem for problem in checked.errors if problem.reason.endswith(reason)], checked.errors
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import megalith.train.copies
 import megalith.train.run
-from megalith import verbs
+from megalith.commands import ranks
 from megalith.control import controller
 from megalith.control.outcome import Outcome
 from megalith.events import Checkpoint, EventLog, Incident, Problem, Recovery, RunFinished, RunStarted, Step, of_kind, read
@@ -133,10 +133,10 @@ def _ends_with(error: Exception) -> int:
 
     place = Place(1, 2, 0, 1, "variables", "tcp://h:1", None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verbs, "_await", lambda resolved, folder, timeout: None)
-        patch.setattr(verbs.importlib, "import_module", lambda name: SimpleNamespace(main=entry))
+        patch.setattr(ranks, "_await", lambda resolved, folder, timeout: None)
+        patch.setattr(ranks.importlib, "import_module", lambda name: SimpleNamespace(main=entry))
         resolved = SimpleNamespace(spec=SimpleNamespace(launch=SimpleNamespace(start_timeout=1.0)))
-        return verbs._join(cast(Any, resolved), Path(), place, "a:main", {})
+        return ranks.join(cast(Any, resolved), Path(), place, "a:main", {})
 
 
 def test_a_rank_of_another_launcher_ends_with_the_status_that_its_error_asks_for() -> None:

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 RANK = """
 import os, time
-from megalith import verbs
+from megalith.commands import ranks
 from megalith.fleet.environment import find
-verbs._end_with_torchrun(find())
+ranks.end_with_torchrun(find())
 print(os.getpid(), flush=True)
 time.sleep(600)
 """

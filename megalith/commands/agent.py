@@ -1,0 +1,63 @@
+"""`megalith agent`: be one machine of a run on many."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megalith.commands.arguments import Json, RunFile, RunRequest, Settings
+from megalith.commands.train import Trained, show
+
+
+def command(
+    run: RunFile,
+    settings: Settings = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the run is kept, the same on all machines. Default: runs/NAME.")
+    ] = None,
+    machine: Annotated[str | None, typer.Option(help="This machine's name in the run. Default: its host name.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Be one machine of a run on many: torchrun or srun starts one such process a node, which starts the ranks itself.
+
+    fleet.nodes machines train; fleet.spares more wait warm, and one takes the place of a machine that is lost. The engine's first process
+    directs the run. MEGALITH_MEETING=tcp://HOST:PORT lets a machine join a run that goes on.
+
+    Example:  torchrun --nnodes 3 --nproc-per-node 1 -m megalith.cli agent run.toml --set fleet.nodes=2 --set fleet.spares=1
+    """
+    trained = agent(RunRequest(run, settings or (), run_dir), console=Console(stderr=as_json), machine=machine)
+    show(trained, as_json=as_json)
+    return trained.code
+
+
+def agent(request: RunRequest, *, console: Console, machine: str | None = None) -> Trained:
+    """Be one machine of a run on many, under the name `machine` (default: the machine's own): with ranks of its own, or warm as a spare.
+
+    The process that the engine calls the first also directs the run, and shows its progress on `console`. Raises the errors of `train`,
+    ValueError where nothing says how to meet the others, TimeoutError when too few of them come.
+    """
+    from megalith.commands import ranks, report, runs
+    from megalith.fleet import environment
+    from megalith.report.live import Follow  # drawing, for the one process that people watch
+    from megalith.spec import files
+    from megalith.spec.problem import SpecErrors
+    from megalith.train import agents  # needs torch
+
+    place = environment.find()
+    ranks.end_with_torchrun(place)
+    checked = runs.check(request)
+    spec = checked.resolved.spec
+    folder = request.folder(spec)
+    if problems := [*checked.errors, *runs.differences(checked.resolved, folder)]:
+        raise SpecErrors(problems)
+    job = ranks.job(spec, folder.resolve(), ranks.TRAIN, {"run_dir": str(folder.resolve())})
+    host = agents.Host(job, spec.fleet, agents.own_name(machine), ranks.identity(spec), lambda: agents.open_data(spec))
+    if not agents.directs(place):
+        return Trained(folder, agents.serve_node(host, place), "", None)
+    assert place is not None  # else it would not direct
+    ranks.admit(spec, folder)
+    files.save(checked.resolved, folder)
+    with Follow(folder, spec.train.steps, console) as follow:
+        outcome = agents.direct(host, place, checkpoints=lambda: ranks.checkpoints(folder), tick=follow.poll)
+    return Trained(folder, outcome.code, outcome.message(), report.report_if_any(folder))

@@ -1,0 +1,40 @@
+"""Arguments that several commands take. Quick to import."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megalith.spec.run import RunSpec
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run: model, plan, data, training.", show_default=False)]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a value of the run file, such as train.steps=100. May be repeated."),
+]
+AtStep = Annotated[int | None, typer.Option("--step", help="The checkpoint of this step. Default: the newest.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what was made before with other settings.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """A run as the command line names it: its file, `KEY=VALUE` settings that override the file, and its folder (None: runs/NAME)."""
+
+    file: Path
+    overrides: Sequence[str] = ()
+    run_dir: Path | None = None
+
+    def folder(self, spec: "RunSpec") -> Path:
+        """Return the folder of the run, which its file describes as `spec`."""
+        return self.run_dir or Path("runs") / spec.name
+
+
+def one_of(option: str, value: str, *known: str) -> None:
+    """Raise a usage error unless `value` is one of those `known`."""
+    if value not in known:
+        raise typer.BadParameter(f"{option} {value!r} is not known. Use {option} {' or '.join(known)}.")

@@ -1,0 +1,266 @@
+"""`megalith campaign`: a run that faults are injected into, beside the same run without them."""
+
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from megalith.commands.arguments import Json, RunFile, RunRequest, Settings
+from megalith.commands.output import counted, print_json
+
+if TYPE_CHECKING:
+    from megalith.rehearse.campaign import Ran
+    from megalith.rehearse.hangs import Hangs
+    from megalith.rehearse.judge import Aims, Judgement
+    from megalith.spec.files import Resolved
+    from megalith.spec.run import RunSpec
+
+
+@dataclass(frozen=True)
+class Faultload:
+    """The faults of a campaign: how many of Llama 3's mix, the seed that draws them, and how often besides the supervisor, or the agent
+    of a node, is killed. With agent kills each node has an agent of its own, as on many machines."""
+
+    count: int = 24
+    seed: int = 0
+    supervisor_kills: int = 0
+    agent_kills: int = 0
+
+
+def command(
+    run: RunFile,
+    count: Annotated[int, typer.Option("--faults", min=1, help="Faults, in the mix of Llama 3's table.")] = 24,
+    seed: Annotated[int, typer.Option(help="Of the list of faults; the same seed gives the same list.")] = 0,
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Where both runs go; emptied first. Default: runs/NAME-campaign.")] = None,
+    supervisor_kills: Annotated[int, typer.Option(min=0, help="Besides, kill the supervisor itself so often.")] = 0,
+    agent_kills: Annotated[
+        int,
+        typer.Option(min=0, help="Give each node an agent of its own, as on many machines, and kill so many of these besides."),
+    ] = 0,
+    median: Annotated[
+        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Not passed if recovery takes longer in the median.")
+    ] = None,
+    most: Annotated[
+        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Not passed if it takes longer at the 99th percentile.")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="Not passed if both runs take longer.")] = None,
+    silence: Annotated[
+        float | None, typer.Option(min=0.0, metavar="TIMES", help="Not passed if a hang lasts longer, in times of its limit.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Hurt a run on purpose, and show that it ends as if nothing had happened.
+
+    Trains twice, about three steps a fault: without faults, and with processes killed and stopped, bits flipped, connections torn, nodes
+    and checkpoints lost. Passed, if no person was needed, the end state is equal bit for bit, no sample was lost or repeated, hangs had
+    the limits that the run's pace gives, and the right rank was blamed. Exit status 1 if not. Speeds are about the machine as well: they
+    are held against it only if --median, --most, --minutes or --silence ask for them.
+
+    Example:  megalith campaign run.toml --faults 24 --seed 1 --set fleet.nodes=2 --set fleet.spares=1
+    """
+    from megalith.rehearse.judge import Aims  # specifications take 0.2 s to import
+
+    faultload = Faultload(count, seed, supervisor_kills, agent_kills)
+    found = campaign(RunRequest(run, settings or ()), faultload, out=out, aims=Aims(median, most, minutes, silence))
+    if as_json:
+        print_json(found.as_json())
+    else:
+        Console(highlight=False).print(_table_of_faults(found))
+        for line in sentences(found):
+            print(line)
+    return 0 if found.passed else 1
+
+
+def campaign(
+    request: RunRequest,
+    faultload: Faultload,
+    *,
+    out: Path | None = None,
+    aims: "Aims | None" = None,
+) -> "Judgement":
+    """Train what a run file describes twice, without faults and with those of `faultload`, and judge the second by the first.
+
+    Both runs lie in `out` (default: runs/NAME-campaign), which is emptied first. `aims`: speeds that are asked of it as well; None: none.
+    Raises SpecErrors for a run that is not legal.
+    """
+    from megalith.commands import runs
+    from megalith.fleet import injection
+    from megalith.machine import networks
+    from megalith.rehearse import campaign as runner
+    from megalith.rehearse import faults, judge
+    from megalith.spec.faults import tables
+    from megalith.spec.problem import SpecErrors
+
+    checked = runs.check(request)
+    if checked.errors:
+        raise SpecErrors(checked.errors)
+    spec = checked.resolved.spec
+    folder = (out or Path("runs") / f"{spec.name}-campaign").resolve()
+    runner.clear(folder)
+    own_disk = spec.checkpoint.every > 0 and runner.may_mount()
+    own_data = runner.may_copy(Path(spec.data.path))
+    left_out, kinds = runner.possible(
+        spec.fleet, own_disk=own_disk, own_data=own_data, no_network=networks.missing(), agents=faultload.agent_kills > 0
+    )
+    kills = Counter(supervisor=faultload.supervisor_kills, agent=faultload.agent_kills)
+    amounts = +(Counter(faults.counts(faultload.count, tables()["llama3"], kinds)) + kills)
+    injections = faults.draw(
+        amounts, seed=faultload.seed, first=3, every=3, ranks=spec.plan.ranks, slots=spec.fleet.nodes,
+        only_at=runner.only_at(spec.fleet, checkpoint_every=spec.checkpoint.every),
+        not_before=runner.not_before(checkpoint_every=spec.checkpoint.every),
+    )  # fmt: skip
+    steps = max(one.step for one in injections) + faults.AFTERMATH
+    listed = folder / "faults.json"
+    injection.save(listed, injections)
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})})
+    faultless, hurt = folder / runner.WHOLE, folder / runner.FAULTED
+    whole = runner.run(_training(checked.resolved, spec, faultless), faultless)
+    if "shard" in amounts:
+        spec = spec.model_copy(update={"data": runner.data_of(spec.data, folder / "data")})
+    faulted = _hurt(checked.resolved, spec, hurt, listed=listed, kinds=amounts, like=faultless)
+    states = _end_state(whole.folder), _end_state(faulted.folder)
+    aimed = runner.aimed(spec.fleet, checkpoint_every=spec.checkpoint.every, kinds=amounts)
+    return judge.judge(
+        whole, faulted, injections=listed, states=states, left_out=left_out, aimed=aimed, fleet=spec.fleet,
+        timeout=spec.launch.timeout, aims=aims or judge.Aims(),
+    )  # fmt: skip
+
+
+def _hurt(resolved: "Resolved", spec: "RunSpec", folder: Path, *, listed: Path, kinds: Collection[str], like: Path) -> "Ran":
+    """Do the second run of a campaign: with the faults of a list, of these `kinds`. `like`: the first run. Its nodes have agents if some
+    are to be killed."""
+    from megalith.commands import ranks
+    from megalith.fleet import local
+    from megalith.fleet.seat import node_folder
+    from megalith.machine import networks
+    from megalith.rehearse import campaign as runner
+    from megalith.rehearse.crew import Crew
+
+    names = local.node_names(spec.fleet)
+    disk = runner.disk_of(folder, like=like, small="full" in kinds)
+    run = partial(runner.run, folder=folder, injections=listed)
+    if "agent" in kinds:  # on one machine: no node has processors of its own to burn in
+        spec = spec.model_copy(update={"fleet": spec.fleet.model_copy(update={"burn_in": 0.0})})
+        with disk:
+            return run(_training(resolved, spec, folder, verb="agent"), crew=Crew(names, runner.REPAIR_SECONDS))
+    memory = local.memory_root(folder, ranks.identity(spec))
+    nodes = [node_folder(memory, name) for name in names]
+    with disk, networks.joined(names) if "interface" in kinds else nullcontext() as network:
+        return run(_training(resolved, spec, folder), nodes=nodes, network=network)
+
+
+def _training(resolved: "Resolved", spec: "RunSpec", run_dir: Path, verb: str = "train") -> list[str]:
+    """Return the command that trains `resolved`, changed to `spec`, and write its run file beside the run's folder."""
+    from megalith.spec import files
+
+    file = run_dir.with_name(f"{run_dir.name}.toml")
+    file.write_text(files.dump(replace(resolved, spec=spec)), encoding="utf-8")
+    return [sys.executable, "-m", "megalith.cli", verb, str(file)]
+
+
+def _end_state(folder: Path) -> dict[str, Any] | None:
+    """Return all that a run ended with, comparable: digests of the files with weights and moments, position, data, and random numbers.
+
+    Of these there is no state that a step takes over from the one before: the order of data and the first weights are functions of the
+    seed, and a step seeds torch's generator from the seed and its own number before it draws (`train.step.seed_step`). The digest in
+    `rng` is that of the generator's bytes on rank 0 when the checkpoint was made: another if a step was seeded, or drew, otherwise.
+    """
+    from megalith.checkpoint.folder import DamagedCheckpointError, find, read_manifest
+
+    try:
+        manifest = read_manifest(find(folder))
+    except (FileNotFoundError, DamagedCheckpointError):
+        return None
+    return {"files": manifest.files, "step": manifest.step, **{key: manifest.meta[key] for key in ("position", "rng", "data")}}
+
+
+def _table_of_faults(found: "Judgement") -> Table:
+    """Return a table of what became of each kind of fault."""
+    table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+        caption="In seconds: found after, on again after that, and the most of these.",
+    )
+    table.add_column("fault", max_width=22)
+    table.add_column("handled", no_wrap=True)
+    table.add_column("seen as", max_width=12)
+    table.add_column("blamed", no_wrap=True)
+    for heading in ("found", "on again", "most"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in found.rows:
+        right, of = row.blamed
+        times = (row.detection, row.recovery, row.slowest)
+        table.add_row(
+            row.title, f"{row.handled}/{row.injected}", row.seen_as, f"{right}/{of}" if of else "nobody",
+            *("" if value is None else f"{value:.2f}" for value in times),
+        )  # fmt: skip
+    return table
+
+
+def sentences(found: "Judgement") -> Iterator[str]:
+    """Yield a campaign in sentences."""
+    if found.recovery_median is not None and found.recovery_p99 is not None:
+        yield f"recovery after detection: median {found.recovery_median:.2f} s, 99th percentile {found.recovery_p99:.2f} s"
+    yield from _hangs(found.hangs)
+    yield (
+        f"{counted(found.steps, 'step')}, {counted(found.generations, 'start')}, {found.lost_steps} steps done again; "
+        f"{found.seconds:.0f} s, {found.seconds_without:.0f} s without faults"
+    )
+    if found.supervisor_restarts:
+        each = ", ".join(f"{seconds:.1f} s" for seconds in found.supervisor_restarts)
+        yield f"supervisor killed and started again by the same command, until its first step (not a recovery of the run's own): {each}"
+    yield from _false_alarms(found)
+    for kind, why in found.aimed.items():
+        yield f"aimed: {kind} comes only {why}" if not why.startswith("all steps") else f"{kind}: {why}"
+    for kind, why in found.left_out.items():
+        yield f"left out: {kind} ({why})"
+    for one in found.asked:
+        value = "nothing to measure" if one.found is None else f"{one.found:.2f}{one.unit}"
+        yield f"asked: {one.title} {one.most:g}{one.unit} at most: {value}"
+    for problem in found.problems:
+        yield f"not met: {problem}"
+    if found.hidden:
+        yield f"{counted(found.hidden, 'fault')} within another fault's incident: the run went on from both, blame is not counted for them"
+    verdict = "passed" if found.passed else "NOT passed"
+    right, of = found.blamed
+    others = f" ({found.among} of them named with another node)" if found.among else ""
+    aims = "" if found.asked else "; no speed was asked"
+    yield f"{verdict}: {found.handled} of {found.injected} faults handled, {right} of {of} blamed right{others}{aims}"
+
+
+def _hangs(hangs: "Hangs") -> Iterator[str]:
+    """Yield how long hangs were silent, and what their limits were."""
+    if hangs.most is None:
+        return
+    limits = "" if hangs.limits is None else f" (limits {hangs.limits[0]:.2f} to {hangs.limits[1]:.2f} s)"
+    late = f"; {hangs.late} found late: ranks, or who watches them, got no processor" if hangs.late else ""
+    yield f"hangs: {hangs.found}, silence at most {hangs.most:.2f} of its limit{limits}{late}"
+    if hangs.elsewhere:
+        yield f"hangs: {hangs.elsewhere} of them not in a running step, where other limits hold: {hangs.elsewhere_limit:.2f} s at most"
+
+
+def _false_alarms(found: "Judgement") -> Iterator[str]:
+    """Yield each false alarm with what it cost."""
+    for one in found.false_alarms:
+        who = (
+            f"rank {one.rank} on {one.node}" if one.rank is not None else f"node {one.node}" if one.node is not None else "nobody"
+        )
+        cost = (
+            "not recovered from" if one.seconds is None else f"{one.seconds:.2f} s, {counted(one.lost_steps, 'step')} done again"
+        )
+        yield f"false alarm: {one.cause} at step {one.step}, {who} ({one.reason}): {cost}"
+    if not found.false_alarms:
+        yield "no false alarm"
+    elif found.same_end:
+        yield f"{counted(len(found.false_alarms), 'false alarm')}, none of which changed the result: the end is that without faults"

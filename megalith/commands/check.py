@@ -1,0 +1,86 @@
+"""`megalith check`: everything that is wrong with a run, or unwise."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from megalith.commands.arguments import Json, RunFile, RunRequest, Settings
+from megalith.commands.output import BAD_SPECIFICATION, print_json, print_problems, problem_rows
+
+if TYPE_CHECKING:
+    from megalith.planner.price import Price
+    from megalith.spec.run import RunSpec
+
+
+def command(
+    run: RunFile,
+    settings: Settings = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks there will be, to compare with the plan.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the run is kept: one that is there goes on. Default: runs/NAME.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the whole run: every value and where it came from.")] = False,
+    price: Annotated[
+        bool, typer.Option("--price", help="And what each broken rule of the plan costs on the run's cluster, predicted.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Find everything that is wrong with a run, or unwise, before anything starts.
+
+    Needs no GPU and no torch. Exit status 2 if there are errors.
+
+    Example:  megalith check run.toml --set plan.tensor=4 --ranks 8
+    """
+    from megalith.commands import runs  # specifications take 0.2 s to import
+
+    request = RunRequest(run, settings or (), run_dir)
+    checked = runs.check(request, world=ranks)
+    wrong = bool(checked.errors)
+    priced = _prices(request) if price and not wrong else ()
+    if as_json:
+        prices = {"prices": [one.to_json() for one in priced]} if price else {}
+        print_json({"ok": not wrong, "problems": problem_rows(checked.problems)} | prices | checked.as_json())
+        return BAD_SPECIFICATION if wrong else 0
+    if show:
+        from megalith.spec.files import dump
+
+        print(dump(checked.resolved))
+    print_problems(checked.problems, as_json=False)
+    if wrong:
+        return BAD_SPECIFICATION
+    if price:
+        _show_prices(priced)
+    _show_legal(checked.resolved.spec)
+    return 0
+
+
+def _prices(request: RunRequest) -> "tuple[Price, ...]":
+    """Predict what each broken rule of a run's plan costs on its cluster. Raises SpecErrors where the cluster cannot be predicted."""
+    from megalith.planner import asked, price  # the planner takes long to import
+
+    question = asked.ask(asked.Question(path=request.file, overrides=tuple(request.overrides)))
+    plan = question.run.plan
+    used = question.cluster.model_copy(update={"count": plan.ranks})  # a plan may leave devices of a cluster idle
+    return price.prices(replace(question, cluster=used), plan)
+
+
+def _show_prices(priced: "Sequence[Price]") -> None:
+    """Print what broken rules cost."""
+    from megalith.report import plans  # drawing
+
+    Console(highlight=False).print(plans.prices(priced) if priced else "No rule of the plan that has a price in time is broken.")
+
+
+def _show_legal(spec: "RunSpec") -> None:
+    """Print the size of a run in one line."""
+    plan = spec.plan
+    ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
+    print(
+        f"{spec.name} is legal: {ranks} (data {plan.data} x tensor {plan.tensor} x pipeline {plan.pipeline}), "
+        f"{spec.microbatches} microbatches a step, {spec.train.global_batch * spec.train.seq_len:,} tokens a step, "
+        f"{spec.train.steps:,} steps"
+    )

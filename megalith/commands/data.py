@@ -1,0 +1,110 @@
+"""`megalith data`: prepare text for training, and look at what was prepared."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megalith.commands.arguments import Json, Overwrite
+from megalith.commands.output import print_json
+
+if TYPE_CHECKING:
+    from megalith.data.manifest import Reading
+
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Prepared data.", show_default=False)]
+Sources = Annotated[
+    list[str], typer.Argument(metavar="SOURCE...", help="Files or folders of text, as PATH or DOMAIN=PATH, or bundled:austen.")
+]
+Split = Annotated[
+    str | None,
+    typer.Option(help="Where plain text is cut into documents: blank, line, file, heading:REGEX or delimiter:REGEX."),
+]
+Field = Annotated[str, typer.Option(help="JSON lines: the field that holds the text.")]
+Extensions = Annotated[list[str] | None, typer.Option("--extension", help="Folders: only files that end so. May be repeated.")]
+
+
+def prepare(
+    sources: Sources,
+    tokenizer: Annotated[str, typer.Option(help="A tokenizer.json, a folder with one, or bytes.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
+    split: Split = None,
+    field: Field = "text",
+    extensions: Extensions = None,
+    validation: Annotated[float, typer.Option(min=0.0, max=0.99, help="Share of each domain's documents to hold out.")] = 0.01,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a shard.")] = 100_000_000,
+    seed: Annotated[int, typer.Option(help="Chooses the held-out documents.")] = 0,
+    end_of_text: Annotated[str | None, typer.Option(help="The token that ends a document.")] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Turn text into shards of tokens. Each source, or DOMAIN=PATH, is a domain that a run can weigh.
+
+    Example:  megalith data prepare novels=texts/ code=src/ --tokenizer data/tokenizer --out data/mixed
+    """
+    from megalith.data import prepare as preparing  # numpy, tokenizers and tiktoken take half a second to import
+    from megalith.data import tokenizer as tokenizers
+
+    manifest = preparing.prepare(
+        sources, tokenizer=tokenizers.load(tokenizer, end_of_text=end_of_text), out=out, reading=reading(split, field, extensions),
+        validation=validation, shard_tokens=shard_tokens, seed=seed, overwrite=overwrite, progress=not as_json,
+    )  # fmt: skip
+    if as_json:
+        print_json({"ok": True, "folder": str(out), "sha256": manifest.sha256, "manifest": manifest.model_dump(mode="json")})
+        return
+    for name, domain in manifest.domains.items():
+        print(f"{name}: {domain.train.tokens:,} training tokens, {domain.validation.tokens:,} held out")
+    print(f"prepared: {out}")
+
+
+def inspect(
+    folder: Folder,
+    samples: Annotated[int, typer.Option(min=0, help="Documents of each domain to show the beginning of.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Show what prepared data holds: tokens, documents and their lengths, by domain.
+
+    Example:  megalith data inspect data/austen
+    """
+    from megalith.data import inspection  # numpy and tokenizers take half a second to import
+
+    found = inspection.inspect(folder, samples=samples)
+    print_json({"ok": True} | found) if as_json else _show(found)
+
+
+def verify(folder: Folder, as_json: Json = False) -> None:
+    """Read all prepared data again and compare it with its digests; a damaged file is named.
+
+    Example:  megalith data verify data/austen
+    """
+    from megalith.data import inspection  # numpy and tokenizers take half a second to import
+
+    manifest = inspection.verify(folder, progress=not as_json)
+    print_json({"ok": True, "sha256": manifest.sha256}) if as_json else print(f"intact: {folder}, manifest {manifest.sha256}")
+
+
+def reading(split: str | None, field: str, extensions: list[str] | None) -> "Reading":
+    """Return how files become documents."""
+    from megalith.data.manifest import Reading
+
+    return Reading(split=split, field=field, extensions=tuple(extensions) if extensions else None)
+
+
+def _show(found: dict[str, Any]) -> None:
+    """Print what prepared data holds."""
+    table = Table("domain", "split", "tokens", "documents", "bytes a token", "median document")
+    for name, domain in found["domains"].items():
+        for part in ("train", "validation"):
+            row = domain[part]
+            density, median = row["bytes_per_token"], row["document_tokens"].get("median")
+            counts = (f"{row['tokens']:,}", f"{row['documents']:,}")
+            table.add_row(name, part, *counts, f"{density:.2f}" if density else "-", f"{median:,.0f} tokens" if median else "-")
+    console = Console(highlight=False)
+    vocab, digest = found["tokenizer"]["vocab_size"], found["manifest_sha256"]
+    console.print(f"{found['folder']}: a vocabulary of {vocab:,} tokens, manifest {digest}", soft_wrap=True)
+    console.print(table)
+    for name, domain in found["domains"].items():
+        for text in domain["train"]["samples"]:
+            console.print(f"[bold]{escape(name)}[/]  {escape(' '.join(text.split()))[:200]}")

@@ -1,0 +1,90 @@
+"""`megalith doctor`: whether this machine, or all machines of a job, are fit to train on."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megalith.commands.arguments import Json
+from megalith.commands.output import print_json
+
+if TYPE_CHECKING:
+    from megalith.machine.health import Finding
+
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+VERDICTS = {"ok": "fit to train on", "warn": "fit to train on, with warnings", "fail": "NOT fit to train on"}
+
+
+def command(
+    folder: Annotated[Path, typer.Option(help="Where runs will write.")] = Path(),
+    burn_in: Annotated[
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Compute that long for each data type, on every GPU; 0: not at all.")
+    ] = 1.0,
+    ranks: Annotated[
+        int,
+        typer.Option(min=0, help="Check collectives and links among so many processes: by NCCL with a GPU for each, else gloo."),
+    ] = 0,
+    as_json: Json = False,
+) -> int:
+    """Check whether this machine is fit to train on: memory, disk, network, clock, GPUs, and whether it computes the same twice.
+
+    GPUs are asked through nvidia-smi and DCGM where these are installed. Exit status 1 if anything fails; warnings do not count. Without
+    a burn-in and --ranks no torch is needed. Under torchrun or srun, one process a GPU, all machines are checked, collectives and links
+    among all ranks as well; the first process says what was found.
+
+    Example:  megalith doctor --folder runs --burn-in 60 --ranks 8
+    """
+    from megalith.fleet import environment
+    from megalith.machine.health import worst
+
+    findings = doctor(folder, burn_in=burn_in, ranks=ranks)
+    verdict = worst(findings)
+    place = environment.find()
+    if place is None or place.rank == 0:
+        if as_json:
+            rows = [one.as_json() for one in findings]
+            print_json({"ok": verdict != "fail", "worst": verdict, "findings": rows})
+        else:
+            Console(highlight=False).print(_table(findings))
+            print(VERDICTS[verdict])
+    return 1 if verdict == "fail" else 0
+
+
+def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0) -> "list[Finding]":
+    """Check whether this machine is fit to train on; `folder` is where a run would write.
+
+    `burn_in`: seconds of matrix products on every GPU, or the processor without one, for each data type; 0: none. `ranks`: have so many
+    processes of this machine check collectives and the links between them; 0: none, and without a burn-in either no torch. A process that
+    a launcher started as a rank checks them with its other ranks, and all give the findings of all machines.
+    """
+    from megalith.fleet import environment
+    from megalith.machine import gpus, health
+
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file. Give the folder that runs will write to.")
+    place = environment.find()
+    own = [*health.doctor(folder), *gpus.doctor()] if place is None or place.local_rank == 0 else []
+    if place is None and not burn_in and not ranks:
+        return own
+    from megalith.prove import doctor as burner  # needs torch
+
+    if place is not None:
+        return burner.check_place(place, own, burn_in_seconds=burn_in)
+    if ranks:
+        own += burner.check_ranks(ranks)  # first: they are forked, and a process that has used a GPU cannot be
+    for device in burner.devices() if burn_in else ():
+        own += [replace(one, check=f"{one.check}, {device}") for one in burner.burn_in(device, seconds=burn_in)]
+    return own
+
+
+def _table(findings: "Sequence[Finding]") -> Table:
+    """Return a table of what was found, with limits and ways out."""
+    table = Table("", "check", "found", "limit", "what to do")
+    for one in findings:
+        table.add_row(f"[{COLOURS[one.verdict]}]{one.verdict}[/]", one.check, escape(one.value), one.limit, escape(one.way_out))
+    return table

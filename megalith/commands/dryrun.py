@@ -1,0 +1,111 @@
+"""`megalith dryrun`: one rank of a run of any size, without the others."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from megalith.commands.arguments import Json, RunFile, RunRequest, Settings
+from megalith.commands.output import BAD_SPECIFICATION, print_json, print_problems, problem_rows, write
+
+if TYPE_CHECKING:
+    from megalith.cost.foreseen import Line
+    from megalith.prove.dryrun import DryRun
+    from megalith.spec.problem import Problem
+
+
+@dataclass(frozen=True)
+class Dried:
+    """What one rank of a run would hold, send and compute, beside what the planner's figures predict of it. `limit`: bytes of the
+    cluster's device, None where not known."""
+
+    run: "DryRun"
+    lines: "tuple[Line, ...]"
+    limit: int | None
+    problems: "list[Problem]"
+
+
+def command(
+    run: RunFile,
+    settings: Settings = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks there will be, to compare with the plan.")] = None,
+    rank: Annotated[int, typer.Option(min=0, help="The rank to be.")] = 0,
+    draw: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw memory over the step by category: .svg, or .html with all tables as a page."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Be one rank of a run of any size, without the others, a GPU or data: what it holds, sends and computes in a step.
+
+    The trainer's own code runs, on tensors without data; beside what it counts stands what the planner's figures predict. Exit status
+    2 if it does not fit the cluster's device.
+
+    Example:  megalith dryrun recipes/llama3.1-405b-16k.toml --world 16384 --rank 8000
+    """
+    if draw is not None and draw.suffix not in (".svg", ".html"):
+        raise typer.BadParameter(f"--draw {draw} is neither a picture nor a page. Use a name that ends in .svg or .html.")
+    dried = dryrun(RunRequest(run, settings or ()), world=world, rank=rank)
+    if draw is not None:
+        write(_drawn(dried, run.stem, draw), draw, overwrite=True)
+    if as_json:
+        rows, beside = problem_rows(dried.problems), [line.to_json() for line in dried.lines]
+        print_json({"ok": not rows, "problems": rows, "limit": dried.limit, "beside": beside} | asdict(dried.run))
+    else:
+        _show(dried)
+        if dried.problems:
+            print_problems(dried.problems, as_json=False)
+    return BAD_SPECIFICATION if dried.problems else 0
+
+
+def dryrun(request: RunRequest, *, world: int | None = None, rank: int = 0) -> Dried:
+    """Count what rank `rank` of the run would hold, send and compute in a step, without the other ranks and without data.
+
+    `world` is the number of ranks there will be, to compare with the plan. Raises SpecErrors for a plan that is not legal and for a rank
+    that the plan has not.
+    """
+    from megalith.commands import runs
+    from megalith.spec import cluster
+    from megalith.spec.problem import Problem, SpecErrors
+
+    checked = runs.check(request, world=world, look=False)
+    spec, errors = checked.resolved.spec, checked.errors
+    if not 0 <= rank < spec.plan.ranks:
+        last = spec.plan.ranks - 1
+        errors.append(Problem("error", "--rank", rank, f"the plan has ranks 0 to {last}", f"Use --rank 0 to {last}."))
+    if errors:
+        raise SpecErrors(errors)
+    limit = None if spec.cluster == "local" else cluster.load(spec.cluster).accelerator.memory
+    from megalith.cost.foreseen import foresee, of_run  # needs torch, which a plan that is refused does not
+    from megalith.planner.beside import beside
+    from megalith.prove import dryrun as dry
+    from megalith.prove import fits
+
+    lines = foresee(of_run(spec), rank=rank)
+    run = dry.dryrun(spec, rank=rank)
+    problem = fits.does_not_fit(spec, run.counted.memory, limit) if limit else None
+    return Dried(run, beside(lines, run.counted), limit, [problem] if problem else [])
+
+
+def _drawn(dried: Dried, name: str, out: Path) -> str:
+    """Return the picture or the page of a dry run, by the name of the file it is for."""
+    from megalith.report import dried as report  # drawing
+
+    if out.suffix == ".html":
+        return report.page(name, dried.run, {line.name: line for line in dried.lines}, dried.limit, dried.problems)
+    return report.course(dried.run.counted.course)
+
+
+def _show(dried: Dried) -> None:
+    """Print memory, messages and work of a dry run beside what is predicted of it."""
+    from megalith.report import dried as tables  # drawing
+    from megalith.report import units
+
+    run, counted, console = dried.run, dried.run.counted, Console(highlight=False)
+    console.print(tables.heading(run))
+    lines = {line.name: line for line in dried.lines}
+    console.print(tables.memory(counted.memory, lines, dried.limit), "", tables.traffic(lines), "", tables.work(lines), sep="\n")
+    console.print(f"Other operations move {units.memory(counted.work.moved)}.")
+    console.print(f"found out in {units.duration(run.seconds)} with {units.memory(run.resident)} of memory")

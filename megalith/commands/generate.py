@@ -1,0 +1,31 @@
+"""`megalith generate`: text from a trained model."""
+
+from typing import Annotated
+
+import typer
+
+from megalith.commands.arguments import AtStep, Json, RunFolder
+from megalith.commands.output import print_json
+
+
+def command(
+    run_dir: RunFolder,
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Below 1 safer, above 1 wilder; 0: the likeliest.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Choose among this many likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest of this probability.")] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
+    step: AtStep = None,
+    as_json: Json = False,
+) -> None:
+    """Let a trained model write.
+
+    Example:  megalith generate runs/first --prompt "It is a truth" --tokens 80 --top-k 40
+    """
+    from megalith.train.generate import generate  # needs torch
+
+    heat = 0.0 if greedy else temperature
+    text = generate(run_dir, prompt, tokens=tokens, step=step, temperature=heat, top_k=top_k, top_p=top_p, seed=seed)
+    print_json({"ok": True, "prompt": prompt, "text": text}) if as_json else print(text)

@@ -1,0 +1,146 @@
+"""`megalith launch`: what an engine needs to start a run."""
+
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from megalith.commands.arguments import Json, Overwrite, RunFile, RunRequest, Settings, one_of
+from megalith.commands.output import print_json, print_problems, problem_rows, write
+
+if TYPE_CHECKING:
+    from megalith.fleet.engines import Artefact
+    from megalith.spec.problem import Problem
+
+
+def command(
+    run: RunFile,
+    engine: Annotated[str, typer.Option(help="slurm, k8s, ray, torchrun or local.", show_default=False)],
+    settings: Settings = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept, on the machines. Default: runs/NAME.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes. Default: what the run's cluster needs.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Or the ranks of each node.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="Default: one a rank, if the run is for GPUs.")] = None,
+    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Processors of each node to ask for.")] = None,
+    hours: Annotated[
+        float | None, typer.Option(min=0.0, help="slurm: time limit; before it ends the run saves and queues.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="slurm: where to queue.")] = None,
+    account: Annotated[str | None, typer.Option(help="slurm: who pays.")] = None,
+    image: Annotated[str | None, typer.Option(help="k8s: container image with Megalith.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="k8s: where the JobSet is made.")] = None,
+    volume: Annotated[str | None, typer.Option(help="k8s: a claim that all pods mount at /shared.")] = None,
+    workdir: Annotated[str | None, typer.Option(help="Folder on the machines that paths are relative to.")] = None,
+    restarts: Annotated[int | None, typer.Option(min=0, help="Of the whole job, by the engine. Default: 20.")] = None,
+    grace: Annotated[int | None, typer.Option(min=1, help="Seconds to save before the end. Default: 300.")] = None,
+    environment: Annotated[list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="May be repeated.")] = None,
+    show: Annotated[bool, typer.Option("--print", help="Print what would be written. So without --out.")] = False,
+    out: Annotated[str | None, typer.Option(metavar="PATH", help="Write it to this file, or into this folder.")] = None,
+    submit: Annotated[
+        bool, typer.Option("--submit", help="Hand it to the engine; written to the run folder if --out is not given.")
+    ] = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> int:
+    """Write what an engine needs to start a run: a batch script, a JobSet, a job. Only --submit starts it.
+
+    The run is checked first; exit status 2 if it, or how it is launched, is wrong.
+
+    Example:  megalith launch run.toml --engine slurm --nodes 2 --hours 24 --submit
+    """
+    from megalith.fleet.engines import ENGINES  # specifications take 0.2 s to import
+
+    one_of("--engine", engine, *ENGINES)
+    if submit and engine == "torchrun":
+        raise typer.BadParameter("--submit: nothing takes a script for torchrun. Use --out, and start it on every node.")
+    options = {
+        "nodes": nodes, "ranks_per_node": ranks_per_node, "gpus_per_node": gpus_per_node, "cpus_per_node": cpus_per_node,
+        "hours": hours, "partition": partition, "account": account, "image": image, "namespace": namespace, "volume": volume,
+        "workdir": workdir, "restarts": restarts, "grace": grace, "environment": _variables(environment),
+    }  # fmt: skip
+    artefact, advice = launch(RunRequest(run, settings or (), run_dir), engine=engine, options=options)
+    if submit and out is None:
+        out = f"{run_dir or Path('runs') / artefact.file.partition('.')[0]}/"
+    launched = _placed(artefact, out)
+    if launched.path:
+        write(launched.text, launched.path, overwrite=overwrite or (submit and launched.path.parent == run_dir))
+    if as_json:
+        print_json(launched.as_json() | {"problems": problem_rows(advice)})
+    else:
+        _show(launched, advice, text=show, submit=submit)
+    return hand_over(launched.submit) if submit else 0
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launch with its place: `path` is None if it is not written. `submit`: the command that hands `file` to its engine."""
+
+    file: str
+    path: Path | None
+    text: str
+    submit: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {"ok": True, "file": str(self.path or self.file), "text": self.text, "submit": self.submit}
+
+
+def launch(request: RunRequest, *, engine: str, options: Mapping[str, Any] | None = None) -> "tuple[Artefact, list[Problem]]":
+    """Return what an engine needs to start a run, and advice on it. `options`: see `fleet.engines.given`.
+
+    Raises SpecErrors with everything that is wrong with the run, or with how it is to be launched. Data that is not here may be there:
+    that is advice.
+    """
+    from megalith.commands import runs
+    from megalith.fleet import engines
+    from megalith.spec.problem import SpecErrors
+
+    checked = runs.check(request, look=False)
+    spec, errors = checked.resolved.spec, checked.errors
+    here = [one for one in runs.check(request).errors if one not in errors]
+    advice = [replace(one, severity="advice", reason=f"seen from this machine, {one.reason}") for one in here]
+    try:
+        chosen, more = engines.given(
+            spec, engine, run_file=str(request.file), run_dir=str(request.folder(spec)),
+            overrides=tuple(request.overrides), **(options or {}),
+        )  # fmt: skip
+    except SpecErrors as found:
+        raise SpecErrors([*errors, *(one for one in found.problems if one not in errors)]) from None
+    if errors:
+        raise SpecErrors(errors)
+    return engines.emit(engine, spec, chosen), [*advice, *more]
+
+
+def hand_over(command: str) -> int:
+    """Hand a launch to its engine; the exit status of the command that takes it. Raises FileNotFoundError where there is none."""
+    return subprocess.run(shlex.split(command), check=False).returncode
+
+
+def _variables(settings: list[str] | None) -> dict[str, str] | None:
+    """Return NAME=VALUE settings as a mapping, None without any. Raises a usage error for anything else."""
+    if wrong := [text for text in settings or () if "=" not in text]:
+        raise typer.BadParameter(f"--env {wrong[0]} has no value. Write --env {wrong[0]}=VALUE.")
+    return {name: value for name, _, value in (text.partition("=") for text in settings)} if settings else None
+
+
+def _placed(artefact: "Artefact", out: str | None) -> Launched:
+    """Return an artefact as it is written to `out`, a file or a folder: its text and its command name the file where it lies."""
+    path = None if out is None else Path(out, artefact.file if out.endswith("/") or Path(out).is_dir() else "")
+    submit = artefact.submit.replace(artefact.file, str(path)) if path else artefact.submit
+    return Launched(artefact.file, path, artefact.text.replace(artefact.submit, submit), submit)
+
+
+def _show(launched: Launched, advice: "Sequence[Problem]", *, text: bool, submit: bool) -> None:
+    """Print a launch: its text if asked, or if it is written nowhere, advice, and how to start it."""
+    if text or not launched.path:
+        print(launched.text, end="")
+    if advice:
+        print_problems(advice, as_json=False)
+    said = f"written: {launched.path}" if launched.path else f"not written. Add --out {launched.file}"
+    start = "" if submit else f"\nstart it with: {launched.submit}"
+    Console(stderr=launched.path is None, soft_wrap=True, highlight=False).print(escape(f"{said}{start}"))

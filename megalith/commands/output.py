@@ -1,0 +1,115 @@
+"""What all commands print the same way: JSON, problems, failures, progress. Quick to import."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megalith import disk
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from megalith.spec.problem import Problem
+
+BAD_SPECIFICATION, LOST = 2, 71  # as in fleet.exit_codes
+
+
+@contextmanager
+def readable_errors(*, as_json: bool) -> Iterator[None]:
+    """Print errors that a person can act on without a traceback, and exit. Errors of the program itself keep their traceback."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        if os.environ.get("MEGALITH_TRACEBACK"):
+            raise
+        if isinstance(error, typer.Exit):  # a RuntimeError to typer
+            raise
+        print_failure(str(error) or type(error).__name__, kind=type(error).__name__, as_json=as_json)
+        raise typer.Exit(LOST if disk.is_unavailable(error) else 1) from error
+    except Exception as error:
+        from megalith.spec.problem import SpecErrors  # specifications take 0.2 s to import
+
+        if not isinstance(error, SpecErrors):
+            raise
+        print_problems(error.problems, as_json=as_json)
+        raise typer.Exit(BAD_SPECIFICATION) from error
+
+
+def print_json(value: Any) -> None:
+    """Print a value, or a dataclass, as one JSON object."""
+    print(json.dumps(asdict(value) if is_dataclass(value) and not isinstance(value, type) else value, indent=1, default=str))
+
+
+def print_failure(text: str, *, kind: str, as_json: bool) -> None:
+    """Print why a command failed: to stderr, or as JSON with the error's `kind` to stdout."""
+    if as_json:
+        print_json({"ok": False, "error": text, "kind": kind})
+        return
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(f"[bold red]failed[/]  {escape(text)}", highlight=False)
+    console.print("[dim]MEGALITH_TRACEBACK=1 shows where.[/]", highlight=False)
+
+
+def print_problems(problems: "Sequence[Problem]", *, as_json: bool) -> None:
+    """Print all problems of a run, each with its value, its reason and a way out: to stderr, or as JSON to stdout."""
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if as_json:
+        print_json({"ok": not errors, "problems": problem_rows(problems)})
+        return
+    from megalith.spec.toml import literal  # specifications take 0.2 s to import
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 1, 0), pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for problem in problems:
+        colour = "bold red" if problem.severity == "error" else "yellow"
+        value = "" if problem.value is None else f" = {literal(problem.value)}"
+        origin = f"  [dim]{escape(problem.source)}[/]" if problem.source else ""
+        text = f"[bold]{escape(problem.key + value)}[/]{origin}\n{escape(problem.reason)}.\n{escape(problem.way_out)}"
+        table.add_row(f"[{colour}]{problem.severity}[/]", text)
+    console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 160)
+    console.print(table)
+    if errors:
+        console.print(f"[bold]{len(errors)} error{'s' * (len(errors) > 1)}[/]: nothing was started.")
+
+
+def problem_rows(problems: "Sequence[Problem]") -> list[dict[str, Any]]:
+    """Return problems as JSON objects."""
+    return [asdict(problem) for problem in problems]
+
+
+def progress() -> "Progress":
+    """Return a progress bar on stderr, hidden unless that is a terminal: how much is done, counts, time left, what is done now.
+
+    It is drawn only at each update: a thread that draws would be forked with the ranks.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # few commands draw
+
+    console = Console(stderr=True)
+    counts, name = TextColumn("{task.fields[counts]}"), TextColumn("{task.description}")
+    columns = (BarColumn(20), MofNCompleteColumn(), counts, TextColumn("left"), TimeRemainingColumn(), name)
+    hidden = not console.is_terminal
+    return Progress(*columns, console=console, auto_refresh=False, disable=hidden, speed_estimate_period=3600, transient=True)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 node", "2 nodes"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def write(text: str, path: Path, *, overwrite: bool) -> None:
+    """Write a file, and the folders above it. Raises FileExistsError if it exists with another text, unless `overwrite`."""
+    if not overwrite and path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
+        raise FileExistsError(f"{path} is there already and holds something else. Use --overwrite, or another --out.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

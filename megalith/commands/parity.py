@@ -1,0 +1,178 @@
+"""`megalith parity`: a run's plan, or plans drawn at random, trained beside one process and compared."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megalith.commands.arguments import Json, RunRequest, Settings
+from megalith.commands.output import counted, print_json, progress
+
+
+def command(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run whose plan is shown.", show_default=False)
+    ] = None,
+    settings: Settings = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps to compare. Default: 3.", show_default=False)] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the ranks' logs go. Default: runs/NAME-parity.")] = None,
+    random: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Instead of a run: N combinations drawn at random.", show_default=False)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the draws; the same seed draws the same. Default: 0.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Show that a plan changes nothing: a small model of the run's shape, trained under its plan and in one process, compared.
+
+    Losses, gradients, gradient norm and weights after several steps, in fp32. Needs no data. Exit status 1 on any gap.
+
+    With --random, combinations of models, data, context, tensor, pipeline and expert parallelism and recomputation, on up to 8 ranks.
+
+    Example:  megalith parity run.toml --set plan.tensor=2
+
+    Any combination:  megalith parity --random 20 --seed 7
+    """
+    if random is not None:
+        unused = {"RUN.toml": run, "--set": settings, "--steps": steps, "--run-dir": run_dir}
+        if wrong := [name for name, value in unused.items() if value is not None]:
+            raise typer.BadParameter(f"--random draws runs of its own and makes no use of {' or '.join(wrong)}. Leave one out.")
+        found = _draws_with_a_bar(random, seed or 0)
+    elif run is None:
+        raise typer.BadParameter("Name a run, as in `megalith parity run.toml`, or draw some: `megalith parity --random 20`.")
+    elif seed is not None:
+        raise typer.BadParameter("--seed chooses the draws of --random N; a run file has its own seed: --set train.seed=1.")
+    else:
+        found = parity(RunRequest(run, settings or (), run_dir), steps=steps or 3)
+    if as_json:
+        print_json({"ok": found["equal"]} | found)
+    else:
+        _show(found) if random is None else _show_draws(found)
+    return 0 if found["equal"] else 1
+
+
+def parity(request: RunRequest, *, steps: int = 3) -> dict[str, Any]:
+    """Train a small model under the run's plan and in one process, and compare: `{"equal", "rows": [...], "model", "steps"}`.
+
+    Ranks are started as by `train`; their folder is the request's (default: runs/NAME-parity). The run's data is not needed.
+    Raises SpecErrors for a plan that is not legal, RuntimeError with the first cause when a rank fails.
+    """
+    from megalith.commands import ranks, runs
+    from megalith.fleet import environment
+    from megalith.spec.problem import SpecErrors
+
+    place = environment.find()
+    checked = runs.check(request, world=place.world if place else None, look=False)
+    if checked.errors:
+        raise SpecErrors(checked.errors)
+    resolved = checked.resolved
+    folder = request.run_dir or Path("runs") / f"{resolved.spec.name}-parity"
+    arguments = {"run_dir": str(folder.resolve()), "steps": steps}
+    result, entry = folder / "parity.json", "megalith.prove.parity:main"
+    if place is not None:
+        if status := ranks.join(resolved, folder, place, entry, arguments):
+            raise RuntimeError(f"this rank ended with status {status}: see the errors of all ranks")
+    else:
+        result.unlink(missing_ok=True)
+        outcome = ranks.start(resolved, folder, entry, arguments, tick=None)
+        if outcome.code:
+            raise RuntimeError(outcome.message())
+    return json.loads(result.read_text(encoding="utf-8"))
+
+
+def of_draws(
+    count: int,
+    *,
+    seed: int = 0,
+    starting: Callable[[str, int], None] = lambda name, ranks: None,
+    ended: Callable[[str], None] = lambda outcome: None,
+) -> dict[str, Any]:
+    """Prove `count` combinations of parallelisms, drawn such that soon every pair of choices occurs: `{"equal", "asked", "seed",
+    "outcomes", "cases": [...]}`.
+
+    `starting` is called with the name and ranks of each before it runs, `ended` with its outcome. All is equal if as many as were asked
+    for are: a tie counts for nothing.
+    """
+    from megalith.prove import prove
+
+    cases: list[dict[str, Any]] = []
+    outcomes = {"equal": 0, "tie": 0, "NOT equal": 0, "failed": 0}
+    for proof in prove.prove_drawn(count, seed, starting=lambda one: starting(one.name, one.spec.plan.ranks)):
+        outcomes[proof.outcome] += 1
+        rows = [asdict(row) | {"equal": row.equal} for row in proof.rows]
+        known = {"name": proof.draw.name, "choices": dict(proof.draw.choices), "ranks": proof.draw.spec.plan.ranks}
+        cases.append({**known, "outcome": proof.outcome, "tokens_tied": proof.tokens_tied, "rows": rows, "error": proof.error})
+        ended(proof.outcome)
+    return {"equal": outcomes["equal"] == count, "asked": count, "seed": seed, "outcomes": outcomes, "cases": cases}
+
+
+def _draws_with_a_bar(count: int, seed: int) -> dict[str, Any]:
+    """Prove combinations drawn at random, with a bar on stderr; without a terminal, with a line for each."""
+    done = {"equal": 0, "tie": 0, "NOT equal": 0, "failed": 0}
+    with progress() as bar:
+        task = bar.add_task("starting", total=count, counts="")
+        bar.refresh()
+
+        def ended(outcome: str) -> None:
+            done[outcome] += 1
+            counts = ", ".join(f"{number} {word}" for word, number in done.items() if number or word == "equal")
+            bar.update(task, advance=outcome != "tie", counts=counts, refresh=True)
+            if bar.disable:
+                print(outcome, file=sys.stderr)
+
+        def starting(name: str, ranks: int) -> None:
+            name = f"{name} on {counted(ranks, 'rank')}"
+            bar.update(task, description=escape(name), refresh=True)
+            if bar.disable:
+                print(f"{sum(done.values()) + 1}/{count}  {name}: ", end="", file=sys.stderr, flush=True)
+
+        return of_draws(count, seed=seed, starting=starting, ended=ended)
+
+
+def _show(found: dict[str, Any]) -> None:
+    """Print the gaps of a run's plan."""
+    table = Table("quantity", "worst gap", "limit", "where", "")
+    for row in found["rows"]:
+        verdict = "[green]equal[/]" if row["equal"] else "[bold red]NOT equal[/]"
+        table.add_row(row["quantity"], f"{row['gap']:.2g}", f"{row['limit']:g}", row["where"], verdict)
+    Console(highlight=False).print(table)
+    print("equal: the plan changes nothing" if found["equal"] else "NOT equal: the plan changes the result")
+
+
+def _show_draws(found: dict[str, Any]) -> None:
+    """Print which combinations are not equal, and the verdict on all."""
+    wrong = [case for case in found["cases"] if case["outcome"] != "equal"]
+    if wrong:
+        Console(highlight=False).print(_table_of_gaps(wrong))
+    outcomes, count, seed = found["outcomes"], found["asked"], found["seed"]
+    equal, ties = outcomes["equal"], outcomes["tie"]
+    if ties:
+        print(f"{ties} tied, and {'counts' if ties == 1 else 'count'} for nothing: tokens had two experts too close to call")
+    if found["equal"]:
+        ranks = counted(max(case["ranks"] for case in found["cases"]), "rank")
+        print(f"equal: {counted(equal, 'combination')} (seed {seed}, up to {ranks}) as in one process")
+    elif outcomes["NOT equal"] or outcomes["failed"]:
+        print(f"NOT equal: {equal} of {count} combinations (seed {seed}) train like one process")
+    else:
+        print(f"not shown: there were {equal} combinations to compare, and {count} were asked for. Use a smaller --random.")
+
+
+def _table_of_gaps(cases: Sequence[dict[str, Any]]) -> Table:
+    """Return a table of the cases that are not equal, and why."""
+    table = Table("combination", "ranks", "", "why", show_lines=True)
+    for case in cases:
+        gaps = [f"{r['quantity']}: {r['gap']:.2g}, limit {r['limit']:g} ({r['where']})" for r in case["rows"] if not r["equal"]]
+        if case["outcome"] == "tie":
+            gaps = [f"{case['tokens_tied']} tokens had experts too close to call"]
+        why = case["error"].strip().splitlines()[-6:] or gaps
+        colour = "yellow" if case["outcome"] == "tie" else "bold red"
+        table.add_row(escape(case["name"]), str(case["ranks"]), f"[{colour}]{case['outcome']}[/]", escape("\n".join(why)))
+    return table

@@ -1,0 +1,179 @@
+"""`megalith plan`: the best layouts of a model on a cluster, predicted."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from megalith.commands.arguments import Json, Overwrite, Settings
+from megalith.commands.output import print_json, progress, write
+
+if TYPE_CHECKING:
+    from megalith.planner.answer import Answer
+    from megalith.planner.asked import Question
+    from megalith.planner.price import Price
+
+
+def whole(text: str) -> int:
+    """Return 8192, 8k (8 x 1024), 1M (2^20) or 16e6 as a whole number above 0. Raises BadParameter."""
+    from megalith.planner.asked import quantity  # the planner takes long to import
+
+    number = quantity(text, thousand=1024)
+    if number is None or number != int(number):
+        raise typer.BadParameter(f"{text!r} is no whole number above 0. Write 8192, or 8k (8 x 1024), 1M (2^20), 16e6.")
+    return int(number)
+
+
+Length = Annotated[int | None, typer.Option(parser=whole, metavar="TOKENS", help="Tokens of a sequence; 8k is 8 x 1024.")]
+Batch = Annotated[int | None, typer.Option(parser=whole, metavar="SEQUENCES", help="Sequences a step.")]
+BatchTokens = Annotated[
+    str | None, typer.Option(metavar="TOKENS", help="Or tokens a step, to whole sequences: 16M is 16 x 2^20, 16e6 is exact.")
+]
+ComputeOptimal = Annotated[
+    bool, typer.Option("--compute-optimal", help="Or as many tokens as Chinchilla's rule says: 20 a parameter.")
+]
+Format = Annotated[
+    str | None, typer.Option(help="bf16, fp32, or predicted only: fp16, fp8, mxfp8, fp4. Default: the run's, or bf16.")
+]
+Pareto = Annotated[
+    bool,
+    typer.Option(
+        "--pareto", help="Instead: layouts, also on fewer devices, that nothing beats in time, cost and memory at once."
+    ),
+]
+WhatIf = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="And the best layout if one thing were otherwise: accelerator, cluster, scale_out, scale_up (GB/s), seq_len, "
+        "global_batch, global_batch_tokens, format. May be repeated.",
+    ),
+]
+ForwardOnly = Annotated[
+    bool, typer.Option("--forward-only", help="No training, but the prefill of long prompts; 1 sequence, if nothing is said.")
+]
+Offload = Annotated[
+    bool,
+    typer.Option(help="Also layouts with some of the optimizer's state in host memory: predicted only, the trainer has none."),
+]
+Atlas = Annotated[
+    bool,
+    typer.Option("--atlas", help="Instead: a map of the best layouts by model (--model A,B,...) and nodes, up to the cluster's."),
+]
+Out = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the best layout as a run to this file (.toml); the map (.html).")
+]
+
+
+def command(
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="A run to plan for.", show_default=False)] = None,
+    settings: Settings = None,
+    model: Annotated[str | None, typer.Option(help="A preset, such as llama3.1-405b.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="h100:16384 and the like, or a TOML file of a cluster.")] = None,
+    seq_len: Length = None,
+    global_batch: Batch = None,
+    global_batch_tokens: BatchTokens = None,
+    tokens: Annotated[str | None, typer.Option(help="Of the whole training, such as 15T: for days, dollars and energy.")] = None,
+    compute_optimal: ComputeOptimal = False,
+    format: Format = None,
+    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
+    explain: Annotated[bool, typer.Option("--explain", help="What each neighbour of the best layout would cost.")] = False,
+    pareto: Pareto = False,
+    what_if: WhatIf = None,
+    forward_only: ForwardOnly = False,
+    offload: Offload = True,
+    atlas: Atlas = False,
+    out: Out = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Predict the best layouts of a model on a cluster: speed, memory, what waits and what is exposed. Options override RUN.toml.
+
+    Needs no GPU; torch only for shapes that were not predicted before. How far off it is: docs/planner.md.
+
+    Example:  megalith plan --model llama3.1-405b --cluster h100:16384 --seq-len 8192 --global-batch 2048 --tokens 15T
+    """
+    from megalith.planner import answer, asked, price  # the planner takes long to import
+
+    if atlas:
+        length, batch = seq_len or 8192, global_batch_tokens or (None if global_batch else "4M")
+        question = asked.Question(
+            cluster=cluster, seq_len=length, global_batch=global_batch, global_batch_tokens=batch, format=format
+        )
+        _draw_atlas(question, model.split(",") if model else [], out or Path("atlas.html"), overwrite=overwrite, as_json=as_json)
+        return
+    question = asked.Question(
+        path=run, model=model, cluster=cluster, seq_len=seq_len, global_batch=global_batch, global_batch_tokens=global_batch_tokens,
+        tokens=tokens, compute_optimal=compute_optimal, format=format, forward_only=forward_only, offload=offload,
+        overrides=tuple(settings or ()), out=out is not None,
+    )  # fmt: skip
+    with _searching() as tick:
+        others = [(change, asked.vary(question, change)) for change in what_if or ()]
+        answered = answer.answer(asked.ask(question), top=top, why=explain, pareto=pareto, what_ifs=others, tick=tick)
+    if out is not None:
+        write(answer.as_run(answered), out, overwrite=overwrite)
+    broken = price.of_answer(answered) if explain or answered.own else ()
+    if as_json:
+        found = answered.to_json() | {"prices": [one.to_json() for one in broken]}
+        print_json({"ok": True} | found | ({"out": str(out)} if out else {}))
+        return
+    _show(answered, broken, pareto=pareto)
+    if out is not None:
+        print(f"written: {out}")
+
+
+@contextmanager
+def _searching() -> Iterator[Callable[[int, int], None]]:
+    """Give a function that shows a search on a bar: it takes how many new parts are traced, and of how many."""
+    with progress() as bar:
+        task = bar.add_task("searching", total=None, counts="")
+        bar.refresh()
+
+        def tick(done: int, total: int) -> None:
+            if done < total:
+                bar.update(task, completed=done, total=total, counts="parts", description="tracing what is new", refresh=True)
+            else:
+                bar.update(task, completed=0, total=None, counts="", description="searching", refresh=True)
+
+        yield tick
+
+
+def _show(found: "Answer", broken: "Sequence[Price]", *, pareto: bool) -> None:
+    """Print layouts."""
+    from megalith.report import plans  # drawing
+
+    console, narrow = Console(highlight=False, soft_wrap=True), Console(highlight=False)
+    for line in (*found.asked.notes, plans.heading(found)):
+        console.print(escape(line))
+    narrow.print(plans.frontier(found.frontier) if pareto else plans.table(found.found.choices, found.own))
+    console.print(escape(plans.legend(found)), style="dim")
+    if trainings := plans.trainings(found):
+        console.print(escape(trainings))
+    if found.neighbours:
+        narrow.print("", plans.reasons(found), sep="\n")
+    if broken:
+        narrow.print("", plans.prices(broken), sep="\n")
+    if found.what_ifs:
+        narrow.print("", plans.what_ifs(found), sep="\n")
+
+
+def _draw_atlas(question: "Question", models: list[str], out: Path, *, overwrite: bool, as_json: bool) -> None:
+    """Write a map of the best layouts by model and nodes as one HTML page. Raises FileExistsError."""
+    from megalith.planner import atlas
+    from megalith.report import atlas as pages  # drawing
+
+    if out.exists() and not overwrite:
+        raise FileExistsError(f"{out} is there already. Use --overwrite, or another --out.")
+    with progress() as bar:
+        task = bar.add_task("searching", total=None, counts="searched")
+
+        def tick(name: str) -> None:
+            bar.update(task, advance=1, description=escape(name), refresh=True)
+
+        found = atlas.atlas(question, models or atlas.MODELS, tick=tick)
+    write(pages.page(found), out, overwrite=True)
+    print_json({"ok": True, "out": str(out)} | found.to_json()) if as_json else print(f"drawn: {out}")

@@ -1,0 +1,301 @@
+"""`megalith simulate`: a long run on a large cluster with its faults, played through."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megalith.commands.arguments import Json, one_of
+from megalith.commands.output import counted, print_json, progress, write
+
+if TYPE_CHECKING:
+    from megalith.rehearse.prepare import Prepared, Wanted
+    from megalith.rehearse.replay import Replayed
+    from megalith.rehearse.scenario import Scenario
+    from megalith.rehearse.simulate import Simulated, Tried
+    from megalith.spec.run import RunSpec
+
+ScenarioRun = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[RUN.toml]", help="A run: its fleet table, checkpoints, state, step and cluster.", show_default=False
+    ),
+]
+ScenarioSettings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set a value of the simulation (see below), or of RUN.toml. May be repeated."
+    ),
+]
+Cluster = Annotated[str | None, typer.Option(help="h100:16384 and the like, or a TOML file of a cluster.", show_default=False)]
+Campaign = Annotated[
+    Path | None, typer.Option(help="Instead: a campaign's folder, whose faults are played again.", show_default=False)
+]
+Latencies = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER", help="Of a campaign, or a run with faults: what its log says recovery takes, instead of --profile."
+    ),
+]
+Days = Annotated[float | None, typer.Option(help="How long the run takes. Default: 30.", show_default=False)]
+Seeds = Annotated[int, typer.Option(min=1, help="How often it is played, each time with other faults.")]
+Spares = Annotated[
+    int | None, typer.Option(help="Nodes of a site besides those that train. Default: one for every 128.", show_default=False)
+]
+CheckpointEvery = Annotated[
+    float | None,
+    typer.Option(
+        metavar="MINUTES", help="Between checkpoints in the shared store. Default: the run's, or 30.", show_default=False
+    ),
+]
+Profile = Annotated[
+    str | None, typer.Option(help="How fast recovery is assumed to be: cold, warm or memory. Default: warm.", show_default=False)
+]
+Sites = Annotated[
+    int | None, typer.Option(help="Share the nodes out among so many sites, joined by outer steps.", show_default=False)
+]
+SweepOver = Annotated[str | None, typer.Option(help="Try out a range: intervals (between checkpoints) or spares.")]
+Out = Annotated[Path | None, typer.Option(help="Draw the result into this file (.svg).")]
+
+
+def command(
+    run: ScenarioRun = None,
+    settings: ScenarioSettings = None,
+    cluster: Cluster = None,
+    campaign: Campaign = None,
+    latencies: Latencies = None,
+    days: Days = None,
+    seeds: Seeds = 20,
+    spares: Spares = None,
+    checkpoint_every: CheckpointEvery = None,
+    profile: Profile = None,
+    sites: Sites = None,
+    sweep: SweepOver = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Play a long run on a large cluster through, with the faults that such clusters have, and say where its time goes.
+
+    Needs no GPU; torch only to predict a step of RUN.toml that was not predicted before (--set step_seconds=12 says it).
+
+    Keys of --set: step_seconds, state_bytes and storage (bytes/s of the store, for the time that checkpoints take), planned (stops a day),
+    outer (wait, skip), outer_every and outer_seconds (between sites), interruptions (a device-hour), fleet.KEY as in a run file,
+    reliability.KEY as in a cluster's (racks, switches, lemon nodes, repairs), latencies.KEY. All of them: docs/reliability.md.
+
+    Example:  megalith simulate --cluster h100:16384 --days 54 --profile memory --checkpoint-every 5
+
+    How many spares pay:  megalith simulate --cluster h100:16384 --days 54 --sweep spares --out spares.svg
+
+    A run of yours:  megalith simulate run.toml --cluster h100:1024 --set storage=2e11 --set fleet.verify_every=100
+
+    Racks, switches and lemon nodes:  megalith simulate --cluster clusters/h100-16k-outages.toml --set reliability.rack_outages=0.5
+
+    Four sites:  megalith simulate --cluster h100:16384 --sites 4 --set outer_every=600 --set outer_seconds=30 --set outer=skip
+
+    Latencies that were measured:  megalith simulate --cluster h100:16384 --latencies runs/NAME-campaign
+
+    A campaign's goodput, from its list of faults and the latencies in its log:  megalith simulate --campaign runs/NAME-campaign
+    """
+    given = {
+        "days": days, "fleet.spares": spares, "checkpoint_every": checkpoint_every, "profile": profile, "sites": sites,
+    }  # fmt: skip
+    options = {key: value for key, value in given.items() if value is not None}
+    if campaign is not None:
+        said = {"RUN.toml": run, "--cluster": cluster, "--set": settings, "--sweep": sweep, "--out": out}
+        _only_campaign([*(name for name, value in said.items() if value is not None), *map(_option, options)])
+        _replay(campaign, latencies, as_json=as_json)
+        return
+    if run is None and cluster is None:
+        raise typer.BadParameter("Give --cluster, a RUN.toml that names one, or --campaign to play one again.")
+    if sweep is not None:
+        one_of("--sweep", sweep, "intervals", "spares")
+    if out is not None and out.suffix != ".svg":
+        raise typer.BadParameter(f"--out {out} is no name of a picture. Use one that ends in .svg.")
+    from megalith.rehearse.prepare import Wanted  # numpy and specifications take 0.3 s to import
+
+    prepared = prepare(Wanted(cluster, run, latencies, options, tuple(settings or ())))
+    _play(prepared, sweep, seeds=seeds, out=out, as_json=as_json)
+
+
+def _option(key: str) -> str:
+    return f"--{key.removeprefix('fleet.').replace('_', '-')}"
+
+
+def _only_campaign(others: Sequence[str]) -> None:
+    """Raise a usage error if there are other options beside --campaign."""
+    if others:
+        raise typer.BadParameter(f"--campaign plays a campaign as it was. Leave out {', '.join(others)}, or --campaign.")
+
+
+def _play(prepared: "Prepared", over: str | None, *, seeds: int, out: Path | None, as_json: bool) -> None:
+    """Simulate a scenario, or a sweep of it `over` "intervals" or "spares"; draw the result into `out`, and print it."""
+    from megalith.rehearse import simulate
+
+    plan = prepared.scenario
+    with _bar(seeds * (len(sweep_values(plan, over)) if over else 1)) as tick:
+        found = sweep(plan, over, seeds=seeds, tick=tick) if over else simulate.simulate(plan, seeds=seeds, tick=tick)
+    if out is not None:
+        write(_picture(found), out, overwrite=True)
+    if as_json:
+        print_json({"ok": True} | found.as_json() | {"notes": prepared.notes} | ({"picture": str(out)} if out else {}))
+        return
+    for note in prepared.notes:
+        print(note)
+    _show_swept(found) if isinstance(found, Swept) else _show_simulated(found)
+    if out is not None:
+        print(f"drawn: {out}")
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[], None]]:
+    """Give a function that moves a bar of `total` simulated runs on by one."""
+    with progress() as bar:
+        task = bar.add_task("simulating", total=total, counts="lives")
+        yield lambda: bar.update(task, advance=1, refresh=True)
+
+
+def prepare(wanted: "Wanted") -> "Prepared":
+    """Return the scenario that is wanted. Raises SpecErrors with everything that is wrong with the words."""
+    from megalith.rehearse import prepare as words
+
+    return words.prepare(wanted, state_bytes=_state_bytes, step_seconds=_step_seconds)
+
+
+def _state_bytes(run: "RunSpec") -> float | None:
+    """Return the bytes of a checkpoint, or None if the sizes do not make a model."""
+    from megalith.check import Case
+    from megalith.spec.optimizers import OPTIMIZERS
+    from megalith.spec.sizes import count_model
+    from megalith.spec.state import MASTER, bytes_each
+
+    model = Case(run, None, files=False).model
+    each = bytes_each([MASTER, *OPTIMIZERS[run.optimizer.kind].slots])
+    return None if model is None else each * count_model(model).total
+
+
+def _step_seconds(run: Path, overrides: Sequence[str], cluster: str) -> float | None:
+    """Return a step as `megalith plan` predicts it; None where the cluster cannot be predicted, or the plan leaves some of it idle."""
+    from megalith.planner import answer, asked  # the planner takes long to import
+    from megalith.spec.problem import SpecErrors
+
+    try:
+        found = asked.ask(asked.Question(path=run, cluster=cluster, overrides=tuple(overrides)))
+    except SpecErrors:
+        return None
+    if found.own is None:
+        return None
+    return answer.scorer_of(found).estimate(answer.workload_of(found, found.own)).time.step
+
+
+@dataclass(frozen=True)
+class Swept:
+    """Simulations of one scenario over a range of "intervals" (seconds between checkpoints) or "spares" (nodes)."""
+
+    what: str
+    tried: "list[Tried]"
+
+    @property
+    def best(self) -> "Tried":
+        """The interval with the best goodput, or the spares with the best of all devices that are paid for."""
+        return max(self.tried, key=lambda one: one.goodput if self.what == "intervals" else one.per_device)
+
+    @property
+    def scale(self) -> tuple[int, str]:
+        """The unit that people read, and its name."""
+        return (60, "minutes between checkpoints") if self.what == "intervals" else (1, "spare nodes")
+
+    def as_json(self) -> dict[str, Any]:
+        return {"sweep": self.what, "tried": [asdict(one) for one in self.tried], "best": asdict(self.best)}
+
+
+def sweep_values(plan: "Scenario", what: str) -> list[float]:
+    """Return the "intervals" or "spares" that a sweep tries, the scenario's own among them."""
+    if what == "intervals":
+        return sorted({plan.store_every, *(60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30, 60, 120))})
+    powers = (2**i for i in range(20))
+    return sorted({0, plan.fleet.spares, *(count for count in powers if count <= max(4, plan.nodes // 32))})
+
+
+def sweep(plan: "Scenario", what: str, *, seeds: int = 20, tick: Callable[[], None] = lambda: None) -> Swept:
+    """Simulate a scenario with each of `sweep_values`. `tick` is called after each run."""
+    from megalith.rehearse import simulate
+
+    values = sweep_values(plan, what)
+    if what == "intervals":
+        return Swept(what, simulate.try_intervals(plan, values, seeds=seeds, tick=tick))
+    return Swept(what, simulate.try_spares(plan, [int(value) for value in values], seeds=seeds, tick=tick))
+
+
+def _picture(found: "Simulated | Swept") -> str:
+    """Return a simulation or a sweep as an SVG."""
+    from megalith.report import goodput, svg  # drawing
+
+    if not isinstance(found, Swept):
+        return goodput.simulated(found)
+    unit, label = found.scale
+    return svg.standalone(goodput.tried([replace(one, value=one.value / unit) for one in found.tried], x_label=label))
+
+
+def _show_simulated(found: "Simulated") -> None:
+    """Print a simulation."""
+    plan, (low, high) = found.scenario, found.band
+    sites = f"{plan.sites} sites, each of " if plan.sites > 1 else ""
+    print(
+        f"{plan.name}: {plan.days:g} days, {sites}{counted(plan.nodes, 'node')} and {counted(plan.fleet.spares, 'spare')}, "
+        f"a checkpoint every {plan.store_every / 60:.3g} minutes, {counted(len(found.lives), 'seed')}"
+    )
+    table = Table("what time went to", "share", "hours")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = found.rows()
+    for what, seconds, share in rows:
+        table.add_row(what, f"{share:.2%}", f"{seconds / 3600:,.1f}")
+    Console(highlight=False).print(table)
+    faults, restarts, stops, unseen = (
+        found.mean(count)
+        for count in (
+            lambda life: sum(life.faults.values()), lambda life: life.restarts, lambda life: life.stops, lambda life: life.undetected
+        )
+    )  # fmt: skip
+    print(f"goodput {found.goodput:.1%} (seeds: {low:.1%} to {high:.1%}); {found.per_device:.1%} of all devices, spares included")
+    print(
+        f"on average {faults:,.1f} faults, {restarts:,.1f} restarts, {stops:,.1f} stops for a person, {unseen:,.1f} never noticed"
+    )
+    print(f"latencies: {plan.latencies.source}")
+    missing = sum(share for what, _, share in rows if what in ("waiting for nodes", "waiting for a person"))
+    if missing > 0.02:
+        print(f"{missing:.0%} of the time went to waiting: {plan.fleet.spares} spares are too few. --sweep spares tries more.")
+
+
+def _show_swept(found: Swept) -> None:
+    """Print a sweep; the best stands out."""
+    (unit, heading), best = found.scale, found.best
+    table = Table(heading, "goodput", "seeds", "of all devices, spares included", "")
+    for one in found.tried:
+        low, high = one.band
+        value = f"{one.value / unit:g}"
+        table.add_row(value, f"{one.goodput:.1%}", f"{low:.1%} to {high:.1%}", f"{one.per_device:.1%}", "best" * (one is best))
+    Console(highlight=False).print(table)
+
+
+def _replay(folder: Path, like: Path | None, *, as_json: bool) -> None:
+    """Play a campaign's list of faults again, with the latencies of its own log or of the campaign `like`, and print both."""
+    from megalith.rehearse import replay
+
+    found = replay.replay(folder, like=like)
+    print_json({"ok": True} | found.as_json()) if as_json else _show_replayed(found)
+
+
+def _show_replayed(found: "Replayed") -> None:
+    """Print a campaign and its simulation side by side."""
+    table = Table("what time went to", "recorded", "predicted")
+    for what, *seconds in found.rows():
+        table.add_row(what, *(f"{value:.1f} s" for value in seconds))
+    Console(highlight=False).print(table)
+    print(f"latencies: {found.figures.latencies.source}")
+    print(f"goodput {found.recorded.share:.1%} recorded, {found.goodput:.1%} predicted: {found.gap:+.1%}")

@@ -1,0 +1,37 @@
+"""`megalith tokenizer`: make tokenizers."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megalith.commands.arguments import Json, Overwrite
+from megalith.commands.data import Extensions, Field, Sources, Split, reading
+from megalith.commands.output import print_json
+
+
+def train(
+    sources: Sources,
+    vocab: Annotated[int, typer.Option(help="Tokens, such as 4096 for a few megabytes of text.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The folder to write tokenizer.json to.", show_default=False)],
+    split: Split = None,
+    field: Field = "text",
+    extensions: Extensions = None,
+    min_frequency: Annotated[int, typer.Option(min=1, help="Pairs seen less often are not merged.")] = 2,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Learn a byte-level BPE vocabulary from text.
+
+    Example:  megalith tokenizer train bundled:austen --vocab 4096 --out data/tokenizer
+    """
+    from megalith.data import tokenizer  # numpy, tokenizers and tiktoken take half a second to import
+
+    learned = tokenizer.train(
+        sources, vocab, out, reading=reading(split, field, extensions), min_frequency=min_frequency, overwrite=overwrite,
+        progress=not as_json,
+    ).record  # fmt: skip
+    if as_json:
+        print_json({"ok": True, "folder": str(out), **learned.model_dump()})
+    else:
+        print(f"trained: {out}, {learned.vocab_size:,} tokens")

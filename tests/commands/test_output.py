@@ -1,0 +1,67 @@
+"""Problems and failures are printed plainly, or as JSON."""
+
+import errno
+import json
+import os
+from typing import Any
+
+import pytest
+
+from megalith.commands import report, train
+from tests.commands.calling import call
+
+
+@pytest.mark.parametrize(("code", "status"), [(errno.ESTALE, 71), (errno.ENOSPC, 71), (errno.EACCES, 1)])
+def test_storage_that_may_be_back_is_worth_another_try(code: int, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any, **more: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(train, "train", fails)
+    result = call("train", "run.toml")
+    assert result.exit_code == status
+    assert os.strerror(code) in result.output
+
+
+def test_an_illegal_run_names_every_problem_and_has_no_traceback():
+    result = call("check", "run.toml", "--set", "plan.tensor=3", "--set", "train.global_batch=5", "--set", "plan.data=2")
+    assert result.exit_code == 2
+    for said in ("plan.tensor = 3", "command line", "Use tensor = 1, 2 or 4.", "train.global_batch = 5", "Use 4 or 6."):
+        assert said in result.stderr
+    assert "nothing was started" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_problems_in_reading_the_file_are_said_the_same_way():
+    result = call("train", "run.toml", "--set", "train.stepz=1", "--set", "model.preset=tinny")
+    assert result.exit_code == 2
+    assert "Did you mean train.steps?" in result.stderr
+    assert 'Did you mean "tiny"?' in result.stderr
+
+
+def test_markup_in_values_is_printed_as_it_stands():
+    assert 'name = "[bold]x[/]"' in call("check", "run.toml", "--show", "--set", 'name="[bold]x[/]"').stdout
+    assert "[red]x" in call("check", "run.toml", "--set", "cluster=[red]x").stderr
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_failure_is_one_line_and_status_1(as_json: bool):
+    result = call("report", "nowhere", *(["--json"] if as_json else []))
+    assert result.exit_code == 1
+    assert "Traceback" not in result.output
+    if as_json:
+        assert json.loads(result.stdout)["kind"] == "FileNotFoundError"
+    else:
+        assert "nowhere holds no run.toml" in result.stderr
+
+
+def test_a_mistake_in_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: Any, **__: Any) -> None:
+        raise TypeError("ours")
+
+    monkeypatch.setattr(report, "report", broken)
+    assert isinstance(call("report", "nowhere").exception, TypeError)
+
+
+def test_a_failures_traceback_can_be_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEGALITH_TRACEBACK", "1")
+    assert isinstance(call("report", "nowhere").exception, FileNotFoundError)

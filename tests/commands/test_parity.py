@@ -1,0 +1,117 @@
+"""Parity of a run's plan, and of plans drawn at random."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megalith.commands import parity
+from megalith.commands.arguments import RunRequest
+from megalith.control import supervisor
+from megalith.control.outcome import Outcome
+from megalith.fleet.exit_codes import ExitCode
+from megalith.spec.problem import SpecErrors
+from tests.commands.calling import call
+
+
+def test_parity_needs_no_data(run: Path, monkeypatch: pytest.MonkeyPatch):
+    found = {"equal": True, "rows": []}
+
+    def start(job: supervisor.Job, *, tick: Any = None) -> Outcome:
+        assert (job.entry, job.arguments["steps"], job.ranks) == ("megalith.prove.parity:main", 2, 4)
+        Path(str(job.arguments["run_dir"]), "parity.json").write_text(json.dumps(found))
+        return Outcome(ExitCode.FINISHED, False, None, (), (), (), 1.0)
+
+    monkeypatch.setattr(supervisor, "run", start)
+    assert parity.parity(RunRequest(run, ["data.path=nowhere"]), steps=2) == found
+
+
+def test_parity_refuses_an_illegal_plan(run: Path, jobs: list[supervisor.Job]):
+    with pytest.raises(SpecErrors, match=r"plan\.tensor"):
+        parity.parity(RunRequest(run, ["plan.tensor=3"]))
+    assert jobs == []
+
+
+def test_draws_are_all_equal_only_if_as_many_as_asked_for_are(monkeypatch: pytest.MonkeyPatch):
+    outcomes = ["equal", "tie", "equal"]
+    drawn = SimpleNamespace(
+        name="dense; data 2 shards", choices=(("data", "2 shards"),), spec=SimpleNamespace(plan=SimpleNamespace(ranks=2))
+    )
+
+    def prove_drawn(count: int, seed: int, *, starting: Any) -> Any:
+        for outcome in outcomes:
+            starting(drawn)
+            yield SimpleNamespace(draw=drawn, outcome=outcome, rows=(), tokens_tied=0, error="")
+
+    monkeypatch.setattr("megalith.prove.prove.prove_drawn", prove_drawn)
+    heard: list[Any] = []
+    found = parity.of_draws(2, seed=1, starting=lambda name, ranks: heard.append(ranks), ended=heard.append)
+    assert found["equal"]
+    assert found["outcomes"] == {"equal": 2, "tie": 1, "NOT equal": 0, "failed": 0}
+    assert heard == [2, "equal", 2, "tie", 2, "equal"]
+    assert not parity.of_draws(3, seed=1)["equal"]
+
+
+@pytest.mark.parametrize(("equal", "status"), [(True, 0), (False, 1)])
+def test_parity_fails_on_a_gap(monkeypatch: pytest.MonkeyPatch, equal: bool, status: int):
+    row = {"quantity": "loss", "gap": 0.25, "limit": 1e-5, "where": "step 1", "equal": equal}
+    monkeypatch.setattr(parity, "parity", lambda request, **options: {"equal": equal, "rows": [row], "steps": options["steps"]})
+    result = call("parity", "run.toml", "--steps", "2")
+    assert result.exit_code == status
+    assert ("NOT equal" in result.stdout) == (not equal)
+    assert json.loads(call("parity", "run.toml", "--json", "--steps", "2").stdout)["steps"] == 2
+
+
+def proven(outcome: str, name: str = "dense; data 2 shards") -> dict[str, Any]:
+    row = {"quantity": "loss", "gap": 0.25, "limit": 1e-5, "where": "step 1", "equal": outcome == "equal"}
+    tokens, error = (3, "") if outcome == "tie" else (0, "Traceback\nrank 1 [broke]" if outcome == "failed" else "")
+    return {"name": name, "ranks": 2, "outcome": outcome, "tokens_tied": tokens, "rows": [] if error else [row], "error": error}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status", "said"),
+    [
+        (["equal", "equal"], 0, "equal: 2 combinations (seed 7, up to 2 ranks) as in one process"),
+        (["equal", "NOT equal"], 1, "NOT equal: 1 of 2 combinations"),
+        (["equal", "failed"], 1, "rank 1 [broke]"),
+        (["equal", "tie", "equal"], 0, "1 tied, and counts for nothing"),
+        (["equal", "tie"], 1, "not shown: there were 1 combinations to compare, and 2 were asked for"),
+    ],
+    ids=str,
+)
+def test_draws_fail_on_a_gap_and_do_not_count_ties(monkeypatch: pytest.MonkeyPatch, outcomes: list[str], status: int, said: str):
+    def of_draws(count: int, *, seed: int, starting: Any, ended: Any) -> dict[str, Any]:
+        for outcome in outcomes:
+            starting("dense", 2)
+            ended(outcome)
+        counts = {word: outcomes.count(word) for word in ("equal", "tie", "NOT equal", "failed")}
+        return {
+            "equal": counts["equal"] == count,
+            "asked": count,
+            "seed": seed,
+            "outcomes": counts,
+            "cases": [*map(proven, outcomes)],
+        }
+
+    monkeypatch.setattr(parity, "of_draws", of_draws)
+    result = call("parity", "--random", "2", "--seed", "7")
+    assert result.exit_code == status
+    assert said in result.stdout
+    assert "1/2  dense on 2 ranks: equal" in result.stderr
+    assert json.loads(call("parity", "--random", "2", "--json").stdout)["ok"] == (status == 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run.toml", "--random", "2", "--steps", "1"], "makes no use of RUN.toml or --steps"),
+        ([], "Name a run"),
+        (["run.toml", "--seed", "2"], "--seed chooses the draws of --random"),
+    ],
+)
+def test_parity_of_a_run_and_of_draws_do_not_mix(arguments: list[str], said: str):
+    result = call("parity", *arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())

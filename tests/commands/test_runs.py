@@ -1,0 +1,76 @@
+"""Everything that is wrong with a run is found at once."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megalith.commands.arguments import RunRequest
+from megalith.commands.dryrun import dryrun
+from megalith.commands.launch import launch
+from megalith.commands.parity import parity
+from megalith.commands.runs import check
+from megalith.commands.train import train
+from megalith.spec.families.llama import Llama
+from megalith.spec.fleet import FleetSpec
+from megalith.spec.plan import Plan
+from megalith.spec.problem import SpecErrors
+from megalith.spec.run import DataSpec, OptimizerSpec, TrainSpec
+from tests.commands.calling import RUN
+
+FOUR_KINDS = """
+model.preset = "tini"
+data.path = "nowhere"
+train = { step = 100, global_batch = 65, seq_len = 128 }
+plan = { data = 4, pipeline = 2 }
+"""
+
+
+def test_unknown_keys_misspelt_presets_values_that_do_not_divide_and_missing_files_are_said_at_once(run: Path):
+    run.write_text(FOUR_KINDS)
+    with pytest.raises(SpecErrors) as caught:
+        check(RunRequest(run))
+    found = {problem.key: problem.way_out for problem in caught.value.problems if problem.severity == "error"}
+    assert list(found) == ["model.preset", "train.step", "train.global_batch", "data.path"]
+    assert 'Did you mean "tiny"?' in found["model.preset"]
+    assert (found["train.step"], found["train.global_batch"]) == ("Did you mean train.steps?", "Use 64 or 68.")
+
+
+@pytest.mark.parametrize("look", [dryrun, parity, partial(launch, engine="local"), partial(train, console=Console(quiet=True))])
+def test_every_command_that_reads_a_run_says_them_at_once(run: Path, look: Any):
+    with pytest.raises(SpecErrors) as caught:
+        look(RunRequest(run, ["train.sed=1", "plan.tensor=3"]))
+    assert {"train.sed", "plan.tensor"} <= {problem.key for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("settings", [["plan.dat=2"], ["plan.extent=2"], ['plan.data="2"']])
+def test_nothing_is_said_of_defaults_that_stand_for_what_is_faulty(run: Path, settings: list[str]):
+    """The plan's other ranks are on their way."""
+    run.write_text(RUN)
+    with pytest.raises(SpecErrors) as caught:
+        check(RunRequest(run, settings), world=2)
+    assert [problem.key for problem in caught.value.problems] == [settings[0].partition("=")[0]]
+
+
+FAULTS = [
+    f"{table}.{name}={value}"
+    for table, spec in (
+        ("plan", Plan),
+        ("train", TrainSpec),
+        ("data", DataSpec),
+        ("optimizer", OptimizerSpec),
+        ("fleet", FleetSpec),
+    )
+    for name in spec.model_fields
+    for value in ("{x=[]}", "-1")
+] + [f"model.{name}=[]" for name in Llama.model_fields]
+
+
+def test_no_rule_fails_or_complains_for_want_of_a_value(run: Path):
+    """Whatever value is faulty, only that is found wrong with a run that is right otherwise."""
+    for fault in FAULTS:
+        with pytest.raises(SpecErrors) as caught:
+            check(RunRequest(run, [fault]))
+        assert [p.key for p in caught.value.problems if not p.key.startswith(fault.partition("=")[0])] == []
