@@ -23,7 +23,8 @@ VERSION = 3
 TRACED = (
     "models/*.py",
     "kernels/*.py",
-    "parallel/recompute.py",
+    "parallel/*.py",
+    "mesh.py",
     "cost/trace.py",
     "cost/recorder.py",
     "cost/exchanges.py",

@@ -29,7 +29,7 @@ def swap_kernels(part: nn.Module, layout: Layout) -> None:
             module.rotate = fused_rotate
         elif isinstance(module, Moe) and layout.fused:
             if module.experts.gate is not None:
-                module.experts = PairedExperts(module.experts)
+                module.experts = PairedExperts(module.experts)  # pyright: ignore[reportAttributeAccessIssue]  # called as Experts are
             if layout.permute:
                 module.permute, module.unpermute = fused_spread, fused_collect
 
