@@ -17,6 +17,7 @@ MAY_CHANGE: dict[str, str] = {
     "data.path": "where the data lies; that it is the same data is checked by its manifest's digest",
     "data.copies": "the same",
     "train.steps": "a run may be made longer",
+    "stability": "how a step whose numbers cannot be used is answered from now on",
     "train.device": "where the work happens",
     "validation": "looks at the weights and leaves them as they are",
     "checkpoint": "the same",

@@ -236,8 +236,9 @@ class Memory:
 
     # --- copying ---
 
-    def copy(self, step: int, samples: int, *, known: int | None = None, to_disk: bool = False) -> None:
-        """Copy the state, as of `step` steps and `samples` samples. `known`: the digest of `state`, if it has been taken already.
+    def copy(self, step: int, samples: int, *, updates: int = -1, known: int | None = None, to_disk: bool = False) -> None:
+        """Copy the state, as of `step` steps and `samples` samples. `updates`: see `Label`. `known`: the digest of `state`, if it has been
+        taken already.
 
         Everything but the copying itself goes on while training does; a copy to disk waits for the one before.
         """
@@ -248,7 +249,7 @@ class Memory:
         torch._foreach_copy_([into[name] for name in self._names], self._live)
         into[RNG].copy_(rng)
         total = ((digest(self._live) if known is None else known) + digest([rng])) % WORDS
-        label = replace(self._label, step=step, samples=samples, digest=total)
+        label = replace(self._label, step=step, samples=samples, updates=updates if updates >= 0 else step, digest=total)
         self.own.commit(number, label)
         if self.kept is not None:
             self._travelling = self._send(label, self.own.bodies[number])

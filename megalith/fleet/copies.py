@@ -26,8 +26,10 @@ from megalith.fleet.tiers import Copy, Tier
 
 PAGE = 4096
 ALIGNMENT = 64  # bytes; of each tensor, so that a processor's widest loads are whole and every tensor begins a word of the digest
-_MAGIC = b"MGLCOPY1"
-_FIELDS = struct.Struct("<8sqqqqQQQ32s")
+_MAGIC = b"MGLCOPY2"
+_FIELDS = struct.Struct("<8sqqqqQQQ32sq")
+_OLD_MAGIC = b"MGLCOPY1"  # of versions that made an update in every step, and wrote no number of them
+_OLD_FIELDS = struct.Struct("<8sqqqqQQQ32s")
 _CHECKSUM = struct.Struct("<I")
 _PINNED = 512  # where the mark of a pinned copy lies: outside the label's checksum, since it comes later
 LABEL_BYTES = _FIELDS.size + _CHECKSUM.size
@@ -37,7 +39,8 @@ Whose = Literal["own", "buddy"]
 
 @dataclass(frozen=True)
 class Label:
-    """What a header says: the state of `rank` after `step` steps and `samples` samples. `layout` and `payload` are sizes in bytes."""
+    """What a header says: the state of `rank` after `step` steps and `samples` samples. `layout` and `payload` are sizes in bytes.
+    `updates` counts the steps whose update was made; left out, all of them."""
 
     step: int
     samples: int
@@ -47,23 +50,30 @@ class Label:
     layout: int
     payload: int
     generation: str = ""
+    updates: int = -1
+
+    def __post_init__(self) -> None:
+        if self.updates < 0:
+            object.__setattr__(self, "updates", self.step)
 
     def pack(self) -> bytes:
         """LABEL_BYTES bytes."""
-        *numbers, generation = astuple(self)
-        fields = _FIELDS.pack(_MAGIC, *numbers, generation.encode()[:32])
+        *numbers, generation, updates = astuple(self)
+        fields = _FIELDS.pack(_MAGIC, *numbers, generation.encode()[:32], updates)
         return fields + _CHECKSUM.pack(zlib.crc32(fields))
 
     @classmethod
     def unpack(cls, data: bytes) -> "Label | None":
         """The label; None where there is none, or half of one."""
-        fields, checksum = data[: _FIELDS.size], data[_FIELDS.size : LABEL_BYTES]
-        if len(checksum) < _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != zlib.crc32(fields):
-            return None
-        magic, *numbers, generation = _FIELDS.unpack(fields)
-        step, samples, rank, world, digest, layout, payload = numbers
-        name = generation.rstrip(b"\0").decode(errors="replace")
-        return cls(step, samples, rank, world, digest, layout, payload, name) if magic == _MAGIC else None
+        for form, known in ((_FIELDS, _MAGIC), (_OLD_FIELDS, _OLD_MAGIC)):
+            fields, checksum = data[: form.size], data[form.size : form.size + _CHECKSUM.size]
+            if len(checksum) < _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != zlib.crc32(fields):
+                continue
+            magic, step, samples, rank, world, digest, layout, payload, generation, *updates = form.unpack(fields)
+            if magic == known:
+                name = generation.rstrip(b"\0").decode(errors="replace")
+                return cls(step, samples, rank, world, digest, layout, payload, name, *updates)
+        return None
 
 
 class Entry(NamedTuple):

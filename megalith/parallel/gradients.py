@@ -77,17 +77,14 @@ def sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(shares)).double().square().sum()
 
 
-def clip(grads: Iterable[Tensor], *, norm: float, limit: float) -> None:
-    """Scale all gradients so that their global norm is at most `limit` (0: leave them)."""
-    if 0 < limit < norm:
-        torch._foreach_mul_([local(grad) for grad in grads], limit / (norm + 1e-6))
+def scale(grads: Iterable[Tensor], factor: float) -> None:
+    """Multiply all gradients by `factor`."""
+    if factor != 1.0:
+        torch._foreach_mul_([local(grad) for grad in grads], factor)
 
 
-def not_finite(
-    parameters: Mapping[str, nn.Parameter], *, step: int, loss: float, norm: float, world: dist.ProcessGroup
-) -> NotFinite:
-    """The error for a step, of a run with `step` steps done, whose loss or gradient norm is not finite. Every rank of `world` calls this
-    together."""
+def where_not_finite(parameters: Mapping[str, nn.Parameter], *, world: dist.ProcessGroup) -> str:
+    """Name the parameters whose gradients hold NaN or infinite elements, and how many. Every rank of `world` calls this together."""
     bad = {name: int((~_grad(p).isfinite()).sum()) for name, p in parameters.items() if p.grad is not None}
     everywhere: list[dict[str, int]] = [{} for _ in range(world.size())]
     dist.all_gather_object(everywhere, {name: count for name, count in bad.items() if count}, group=world)
@@ -97,8 +94,12 @@ def not_finite(
             total[name] = total.get(name, 0) + count
     worst = ", ".join(f"{name} ({count} elements)" for name, count in sorted(total.items())[:5])
     more = f" and {len(total) - 5} more" if len(total) > 5 else ""
-    where = f"gradients of {worst}{more}" if total else "no single gradient: the sum of their squares overflowed"
+    return f"gradients of {worst}{more}" if total else "no single gradient: the sum of their squares overflowed"
+
+
+def not_finite(step: int, *, reason: str, where: str) -> NotFinite:
+    """The error for a step, of a run with `step` steps done, whose loss or gradient norm is not finite."""
     return NotFinite(
-        f"step {step + 1}: loss {loss}, gradient norm {norm}; NaN or Inf in {where}. No weight was changed. "
+        f"step {step + 1}: {reason}; NaN or Inf in {where}. No weight was changed. "
         "Lower optimizer.lr, lengthen optimizer.warmup, or set train.z_loss. Any checkpoint of this run is from before this step."
     )

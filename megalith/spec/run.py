@@ -65,6 +65,15 @@ class OptimizerSpec(Spec):
         return kind
 
 
+class StabilitySpec(Spec):
+    """How a run answers a step whose numbers cannot be used."""
+
+    not_finite: Literal["stop", "skip"] = Field(
+        default="stop", description="loss or gradients that are NaN or infinite: end the run, or leave the update out and go on"
+    )
+    skips: PositiveInt = Field(default=10, description="updates that a run may leave out in all; one more ends it")
+
+
 class ValidationSpec(Spec):
     """Loss on the held-out part of each domain."""
 
@@ -117,6 +126,7 @@ class RunSpec(Spec):
     data: DataSpec
     train: TrainSpec
     optimizer: OptimizerSpec = OptimizerSpec()
+    stability: StabilitySpec = StabilitySpec()
     validation: ValidationSpec = ValidationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     log: LogSpec = LogSpec()

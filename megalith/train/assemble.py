@@ -22,6 +22,7 @@ from megalith.spec.model import ModelSpec
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import RunSpec
 from megalith.spec.sizes import tied_names
+from megalith.train.optimizers.rates import learning_rate
 from megalith.train.optimizers.rule import Rule, rule_of
 from megalith.train.state import State
 
@@ -62,10 +63,22 @@ class Trainer:
         for moe, count in zip(routers, total.split([len(count) for count in counts]), strict=True):
             moe.end_of_step(count)
 
-    def update(self, number: int, *, lr: float) -> None:
-        """Update all weights from their gradients, which stay. `number` counts the updates before this one."""
+    def drop(self) -> None:
+        """Drop what a step has left: gradients, and routers' counts of its tokens."""
+        self.state.drop_gradients()
+        for moe in self.routers().values():
+            moe.router.counts.zero_()
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return learning_rate(self.state.updates, spec=self.spec.optimizer, steps=self.spec.train.steps)
+
+    def update(self) -> None:
+        """Update all weights from their gradients, which stay."""
         with torch.no_grad():
-            self.rule.update(self.state.parts(), number=number, lr=lr)
+            self.rule.update(self.state.parts(), number=self.state.updates, lr=self.lr)
+        self.state.updates += 1
 
 
 def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool = False) -> Trainer:

@@ -9,7 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from megalith.train.assemble import Trainer
 from megalith.train.recompute import Probe, Read, Recomputer, Updates, buckets_of, table
 from megalith.train.step import seed_step
 
-T = TypeVar("T")
 Report = Callable[[Sign], None]
 
 
@@ -97,8 +96,16 @@ class Guard:
             if self.replicas:
                 self.replicas.start(known)
 
+    def skipped(self, trainer: Trainer, step: int) -> None:
+        """The state must be what it was before the step; it is known by the next step's number from now on."""
+        if self.fleet.digest and (known := self._digests.get(step)) is not None:
+            self.look(step)
+            self._digests = {step: known, step + 1: known}
+            if self.replicas:
+                self.replicas.start(known)
+
     def resting(self, trainer: Trainer, step: int) -> None:
-        """Nothing to do but to rest."""
+        """No-op."""
 
     def look(self, step: int) -> None:
         """The state after `step` steps must be what the last update left; told and raised (Reported) if it is not.
@@ -129,31 +136,16 @@ class Guard:
         reporter = min(set(range(self.seat.world)) - set(found.suspects), default=0)
         self._together(sign, f"step {step + 1}: ranks {ranks} {found.text}", reporter=reporter)
 
-    def in_place(self, run: Callable[[], T], *, step: int) -> T:
-        """`run` a step; once more if a gradient is not finite, from the state it began with, which gives the same bits if that was an
-        accident. Raises gradients.NotFinite, or Reported where somebody listens, if it comes again."""
-        try:
-            return run()
-        except NotFinite:
-            origin = self._origin()
-            if self.seat.rank == (origin or 0):
-                self.report(self._nonfinite(step, origin, "not asked"))
-        self._clear(step)
-        try:
-            return run()
-        except NotFinite as error:
-            self._blame(error, step)
-            raise
-
-    def _clear(self, step: int) -> None:
-        """As before the step."""
-        trainer = self.trainer
-        trainer.state.drop_gradients()
-        for moe in trainer.routers().values():
-            moe.router.counts.zero_()
-        seed_step(trainer, step)
+    def rerun(self, step: int) -> None:
+        """Report that a gradient of the step is not finite, and put everything back to where the step began: computed again it gives the
+        same bits, if the first time was an accident."""
+        origin = self._origin()
+        if self.seat.rank == (origin or 0):
+            self.report(self._nonfinite(step, origin, "not asked"))
+        self.trainer.drop()
+        seed_step(self.trainer, step)
         self.probe.clear()
-        self.before_step(trainer, step)
+        self.before_step(self.trainer, step)
 
     def _origin(self) -> int | None:
         """The rank whose own gradients were not finite before they met others: of several, the one where a backward comes by first.
@@ -170,8 +162,8 @@ class Guard:
         bad = [name for name, p in parameters if p.grad is not None and not bool(local(p.grad).isfinite().all())]
         return Nonfinite(**here, name=bad[0] if bad else "no single parameter", elsewhere=elsewhere)
 
-    def _blame(self, error: NotFinite, step: int) -> None:
-        """It came twice: does another replica get it, too?"""
+    def blame(self, error: NotFinite, step: int) -> None:
+        """Report a gradient that was not finite twice, and whether another replica gets it too. Raises Reported if somebody listens."""
         origin = self._origin()
         sign = self._nonfinite(step, origin, "reproduced" if origin is None else self._elsewhere(step, origin))
         self._together(sign, str(error), reporter=origin or 0)
@@ -228,7 +220,8 @@ class Guard:
     def copy(self, step: int, samples: int) -> None:
         """Copy the state after `step` steps."""
         assert self.memory is not None
-        self.memory.copy(step, samples, known=self._digests.get(step), to_disk=self._due_on_disk(step))
+        updates = self.trainer.state.updates
+        self.memory.copy(step, samples, updates=updates, known=self._digests.get(step), to_disk=self._due_on_disk(step))
         failed = self.memory.disk_error
         if bool(failed) != self._disk_failed:
             self._disk_failed = bool(failed)

@@ -62,6 +62,9 @@ class Injector:
     def updated(self, trainer: Trainer, step: int) -> None:
         """The update has been made."""
 
+    def skipped(self, trainer: Trainer, step: int) -> None:
+        """The update was left out."""
+
     def resting(self, trainer: Trainer, step: int) -> None:
         """It has been looked at; the state rests until the next step."""
         for one in self._faults.due("resting", step):

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from megalith.checkpoint.checkpointer import Checkpointer, Failed, Saved
 from megalith.data.stream import Stream
-from megalith.events import Checkpoint, EventLog, Problem, Spans, Step, Validation
+from megalith.events import Checkpoint, EventLog, Problem, Skipped, Spans, Step, Validation
 from megalith.fleet import hooks
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
@@ -82,8 +82,13 @@ class Loop:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Steps tried."""
         return self.position.step
+
+    @property
+    def left(self) -> int:
+        """Updates that are still to be made."""
+        return self.spec.train.steps - self.trainer.state.updates
 
     def run(self, *, stop: object, after_step: Callable[[int], object]) -> str:
         """Train to the last step ("finished") or until a rank is asked to stop ("stopped"), and save.
@@ -92,18 +97,19 @@ class Loop:
         """
         every = self.spec.validation.every
         after_step(self.step)
-        if self.log and self.step >= self.spec.train.steps:
-            self.log.write(Problem("warning", nothing_left(self.step, steps=self.spec.train.steps)))
-        if self.step == self.spec.train.steps and not self.checkpointer.holds(self.step):
+        if self.log and self.left <= 0:
+            self.log.write(Problem("warning", nothing_left(self.trainer.state.updates, steps=self.spec.train.steps)))
+        if self.left == 0 and not self.checkpointer.holds(self.step):
             self._save_last(patience=self.spec.fleet.wait_limit)  # a fault came in between
-        while self.step < self.spec.train.steps:
+        while self.left > 0:
             stopping = self._one_step(bool(stop))
-            last = self.step == self.spec.train.steps
+            last = self.left == 0
             validating = self.validator is not None and (self.step % every == 0 or last)
             saving = self.spec.checkpoint.every and self.step % self.spec.checkpoint.every == 0
             copying = self.guard is not None and self.guard.due(self.step)
             if stopping or last or validating or saving or copying:
                 stopping |= self._learn(self._stepper.settle())
+                last = self.left == 0  # the last update may have been left out
             if self.guard and copying:
                 self.guard.copy(self.step, self.position.samples)
             after_step(self.step)
@@ -130,12 +136,17 @@ class Loop:
         if self._drawn(step):
             dist.barrier(group=self.trainer.groups.world)  # one zero for all ranks' clocks
         settled = self._stepper.step(microbatches, step=step, stop=stop)
-        self.position = Position(step + 1, self.position.samples + self.spec.train.global_batch)
+        self._advance(step + 1)
         self._timed[step] = _Timed(read, time.perf_counter() - began)
         stopping = self._learn(settled)
         if self.trainer.device.type == "cpu":  # its time, not the clock's: waits within a forward are those for the slow rank
             self._compute = time.thread_time() - worked
         return stopping
+
+    def _advance(self, step: int) -> None:
+        """Stand at `step`: its samples are consumed, whether its update was made or left out."""
+        samples = self.position.samples + self.spec.train.global_batch
+        self.position = Position(step, samples, self.trainer.state.updates)
 
     def _drawn(self, step: int) -> bool:
         return (step - self._first) % SPANS_EVERY == 1
@@ -148,9 +159,16 @@ class Loop:
                 self._compute = timed.read + sum(done.breakdown[what] for what in OWN_WORK)
             if self._drawn(done.step):
                 self._draw(done)
-            if self.log:
+            if self.log and done.skipped:
+                self._log_skip(done, timed)
+            elif self.log:
                 self._log_step(done, timed)
         return any(done.stop for done in settled)
+
+    def _log_skip(self, done: Stepped, timed: _Timed) -> None:
+        assert self.log is not None
+        left = self.spec.stability.skips - self.trainer.state.skipped
+        self.log.write(Skipped(step=done.step + 1, reason=done.skipped, tokens=done.tokens, seconds=timed.whole, left=left))
 
     def _log_step(self, done: Stepped, timed: _Timed) -> None:
         assert self.log is not None
@@ -213,8 +231,12 @@ class Loop:
     def _save(self, *, asynchronous: bool) -> None:
         self.heartbeat.beat("checkpoint" if asynchronous else "last checkpoint", self.step)  # they take differently long
         hooks.at("saving", self.step)
-        state, told = self.trainer.state.tensors(), meta(self.position, spec=self.spec, stream=self.stream)
+        state, told = self.trainer.state.tensors(), meta(self._settled(), spec=self.spec, stream=self.stream)
         self.checkpointer.save(self.step, state, told, asynchronous=asynchronous, check=self._look)
+
+    def _settled(self) -> Position:
+        """Where the run stands, now that it is known whether the last update holds."""
+        return replace(self.position, updates=self.trainer.state.updates)
 
     def _look(self) -> None:
         """The state must still be what the last update left."""

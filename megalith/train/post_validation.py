@@ -10,14 +10,13 @@ synchronous run.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 
 from megalith.data.stream import Batch as Samples
-from megalith.parallel.gradients import NotFinite
 from megalith.train.assemble import Trainer
+from megalith.train.decide import Decision, Rerun, Update
 from megalith.train.guard import Guard
 from megalith.train.step import (
     Accumulated,
@@ -28,9 +27,9 @@ from megalith.train.step import (
     Totals,
     Watcher,
     accumulate,
+    carry_out,
     clipped_update,
-    rate,
-    refuse_not_finite,
+    decision_of,
     seed_step,
     stepped,
     tell,
@@ -38,22 +37,36 @@ from megalith.train.step import (
 )
 
 
-class Unchecked:
-    """A step's update, made before all ranks' totals are known. Until they are, it keeps the gradients, and copies of what it changed:
-    12 bytes a parameter of this rank's share."""
+class Undone(Exception):  # noqa: N818  # it says what was done
+    """An update was undone, since its numbers are not finite; its step is to be computed again."""
 
-    totals: Totals  # once it is checked, as is
+
+class Unchecked:
+    """A step's update, made before all ranks' totals are known. Until they are, it keeps the gradients, and copies of what it changed."""
+
+    totals: Totals  # once it is checked, as are
+    decision: Decision
     balance: Balance
+    skipped: str = ""  # why the update was left out, if it was
 
     def __init__(
-        self, trainer: Trainer, accumulated: Accumulated, *, step: int, stop: bool = False, watchers: Sequence[Watcher] = ()
+        self,
+        trainer: Trainer,
+        accumulated: Accumulated,
+        *,
+        step: int,
+        stop: bool = False,
+        watchers: Sequence[Watcher] = (),
+        repeatable: bool = False,
     ) -> None:
-        self.trainer, self.step, self.watchers = trainer, step, watchers
+        """`repeatable`: whether somebody can compute the step again, see `decide.Vitals`."""
+        self.trainer, self.step, self.watchers, self.lr = trainer, step, watchers, trainer.lr
+        self._repeatable = repeatable
         self._gathering = Gathering(trainer, accumulated.executed, stop=stop)
         self._before = [tensor.clone() for tensor in trainer.state.changed()]
         self._routers_before = [buffer.clone() for buffer in trainer.state.buffers.values()]
         tell(watchers, "before_update", trainer, step)
-        trainer.update(step, lr=rate(trainer, step))
+        trainer.update()
         trainer.take_in_loads()
         self._tell_of_update()
 
@@ -62,11 +75,11 @@ class Unchecked:
         tell(self.watchers, "resting", self.trainer, self.step)
 
     def holds(self) -> bool:
-        """Wait for the totals: was nothing to be clipped, and everything finite? Then gradients and copies are dropped."""
+        """Wait for the totals: is the decision the one that the update was made by? Then gradients and copies are dropped."""
         self.totals = self._gathering.wait()
         self.balance = Balance(self.trainer)  # awaited when the step is told, after a row in which all ranks get here
-        limit = self.trainer.spec.optimizer.clip
-        right = self.totals.finite and not 0 < limit < self.totals.norm
+        self.decision = decision_of(self.trainer, self.totals, repeatable=self._repeatable)
+        right = self.decision == Update(1.0)
         if right:
             self.trainer.state.drop_gradients()
             self._drop_copies()
@@ -74,18 +87,23 @@ class Unchecked:
 
     @torch.no_grad()
     def correct(self) -> None:
-        """Undo the update, then do what a synchronous step does: clip and update, or raise gradients.NotFinite."""
+        """Undo the update, then do what was decided. Raises gradients.NotFinite, or Undone if the step is to be computed again."""
         torch._foreach_copy_(self.trainer.state.changed(), self._before)
-        if not self.totals.finite:
-            for buffer, before in zip(self.trainer.state.buffers.values(), self._routers_before, strict=True):
-                buffer.copy_(before)
+        self.trainer.state.updates -= 1
+        if isinstance(self.decision, Update):  # the step's tokens have been counted, whatever the factor
+            self._drop_copies()
+            clipped_update(self.trainer, self.decision.factor, step=self.step, watchers=self.watchers)
+            self._tell_of_update()
+            return
+        for buffer, before in zip(self.trainer.state.buffers.values(), self._routers_before, strict=True):
+            buffer.copy_(before)
         self._drop_copies()
-        refuse_not_finite(self.trainer, self.totals, step=self.step)
-        clipped_update(self.trainer, self.totals, step=self.step, watchers=self.watchers)
-        self._tell_of_update()
+        if isinstance(self.decision, Rerun):
+            raise Undone
+        self.skipped = carry_out(self.trainer, self.decision, step=self.step, watchers=self.watchers)
 
     def settle(self) -> None:
-        """Check between two steps. Raises gradients.NotFinite."""
+        """Check between two steps. Raises gradients.NotFinite or Undone."""
         if not self.holds():
             self.correct()
 
@@ -119,13 +137,13 @@ class Stepper:
         gradients.NotFinite for this step or the one before, whose number it says; weights are then those before that step."""
         trainer = self.trainer
         if not trainer.spec.plan.post_validation:
-            run = partial(train_step, trainer, microbatches, step=step, stop=stop, watchers=self.watchers)
-            return [run() if self.guard is None else self.guard.in_place(run, step=step)]
+            return [train_step(trainer, microbatches, step=step, stop=stop, watchers=self.watchers, referee=self.guard)]
         began = time.perf_counter()
         accumulated, told = self._accumulate(microbatches, step)
         tell(self.watchers, "reduced", trainer, step)
         start = trainer.executor.clock.mark()
-        unchecked = Unchecked(trainer, accumulated, step=step, stop=stop, watchers=self.watchers)
+        repeatable = self.guard is not None
+        unchecked = Unchecked(trainer, accumulated, step=step, stop=stop, watchers=self.watchers, repeatable=repeatable)
         optimizer = ("optimizer", start, trainer.executor.clock.mark())
         self._open = _Open(unchecked, microbatches, stop, accumulated, optimizer, time.perf_counter() - began)
         return told
@@ -136,8 +154,8 @@ class Stepper:
             return accumulate(self.trainer, microbatches), []
         try:
             return accumulate(self.trainer, microbatches, check=self._open.unchecked), self._tell()
-        except NotFinite as error:
-            told = [self._again(error)]
+        except Undone:
+            told = [self._again()]
         seed_step(self.trainer, step)
         return accumulate(self.trainer, microbatches), told
 
@@ -146,24 +164,16 @@ class Stepper:
         if self._open is not None:
             try:
                 self._open.unchecked.settle()
-            except NotFinite as error:
-                return [self._again(error)]
+            except Undone:
+                return [self._again()]
         return self._tell()
 
-    def _again(self, error: NotFinite) -> Stepped:
+    def _again(self) -> Stepped:
         """The open step, whose update was undone, once more, and this time in one go."""
         assert self._open is not None
         done, self._open = self._open, None
-        step, tried = done.unchecked.step, [error]
-        if self.guard is None:
-            raise error
-
-        def run() -> Stepped:
-            if tried:
-                raise tried.pop()
-            return train_step(self.trainer, done.microbatches, step=step, stop=done.stop, watchers=self.watchers)
-
-        return self.guard.in_place(run, step=step)
+        how = {"stop": done.stop, "watchers": self.watchers, "referee": self.guard}
+        return train_step(self.trainer, done.microbatches, step=done.unchecked.step, **how, tries=1)
 
     def _tell(self) -> list[Stepped]:
         """Of the step before, which is checked."""
@@ -173,14 +183,6 @@ class Stepper:
         if self.trainer.device.type == "cuda":
             done.optimizer[2].synchronize()  # marks can be read once the last of them has happened
         late = done.unchecked
-        return [
-            stepped(
-                self.trainer,
-                done.accumulated,
-                late.totals,
-                late.balance.wait(),
-                done.optimizer,
-                step=late.step,
-                seconds=done.seconds,
-            )
-        ]
+        experts, known = late.balance.wait(), {"step": late.step, "lr": late.lr, "seconds": done.seconds}
+        found = stepped(self.trainer, done.accumulated, late.totals, experts, done.optimizer, **known)
+        return [replace(found, skipped=late.skipped)]

@@ -28,7 +28,7 @@ from megalith.spec.sizes import model_parameters
 from megalith.train.assemble import Trainer
 from megalith.train.batches import count_valid
 from megalith.train.optimizers.rule import Part
-from megalith.train.step import rate, to_batches
+from megalith.train.step import to_batches
 
 Read = Callable[[int, int], Sequence[Samples]]
 """The microbatches of a data rank: (step, data rank)."""
@@ -192,7 +192,7 @@ class Updates:
 
     def begin(self, step: int) -> None:
         """Right before the update: the gradients set out."""
-        self._grads = None
+        self._grads, self._number, self._lr = None, self.trainer.state.updates, self.trainer.lr
         if self.memory.own.find(step) is None:  # the same on every rank: copies are made at the same steps
             return
         parameters = self.trainer.parameters
@@ -259,5 +259,5 @@ class Updates:
                 parts.append(Part(name, weight, gradient, dict(zip(slots, kept, strict=True))))
             offset += count
         with torch.no_grad():
-            self.trainer.rule.update(parts, number=step, lr=rate(self.trainer, step))
+            self.trainer.rule.update(parts, number=self._number, lr=self._lr)
         return digest(tensor for part in parts for tensor in (part.weight, *part.slots.values()))

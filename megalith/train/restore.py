@@ -27,10 +27,17 @@ from megalith.train.batches import indices
 
 @dataclass(frozen=True)
 class Position:
-    """Steps done and samples consumed: with the seed, all that the order of data and random numbers depend on."""
+    """Steps tried, samples consumed and updates made. With the seed, data order and random numbers depend on the first two alone; bias
+    correction and the learning rate follow the third. A step whose update was left out consumed its samples."""
 
     step: int = 0
     samples: int = 0
+    updates: int = -1
+    """Left out, an update was made in every step: so it is in checkpoints of earlier versions."""
+
+    def __post_init__(self) -> None:
+        if self.updates < 0:
+            object.__setattr__(self, "updates", self.step)
 
 
 def meta(position: Position, *, spec: RunSpec, stream: Stream) -> dict[str, Any]:
@@ -91,7 +98,7 @@ def restore(
             position = _from_store(trainer, checkpointer, stream, step=None if source is None else source.step)
         if source is not None and memory is not None:
             label = memory.restore(source)
-            position = position if label is None else Position(label.step, label.samples)
+            position = position if label is None else Position(label.step, label.samples, label.updates)
     except Damaged as error:
         _report(CopyCorrupt, error.tier, error.step, error.slot, str(error))
     except (DamagedCheckpointError, FileNotFoundError, AwayError) as error:
@@ -114,6 +121,7 @@ def restore(
         position = Position()
     if memory is not None:
         memory.forget_after(position.step)
+    trainer.state.updates, trainer.state.skipped = position.updates, position.step - position.updates
     return position
 
 

@@ -19,6 +19,10 @@ class State:
         """`buffers`: what training changes besides parameters, such as routers' biases. `slots`: what the optimizer keeps; they begin
         as zeros."""
         self.parameters, self.buffers, self.slots = parameters, buffers, tuple(slots)
+        self.updates = 0
+        """Updates made: what bias correction and the learning rate follow."""
+        self.skipped = 0
+        """Updates left out: steps tried are both together."""
         self._weights = {name: local(parameter).detach() for name, parameter in parameters.items()}
         self._kept = {slot.name: {name: _zeros(slot, share) for name, share in self._weights.items()} for slot in slots}
 

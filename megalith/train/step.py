@@ -19,7 +19,7 @@ from megalith.parallel.execute import Check, Executed
 from megalith.spec.model import MoeSpec
 from megalith.train.assemble import Trainer
 from megalith.train.batches import Cut, count_valid, to_batch
-from megalith.train.optimizers.rates import learning_rate
+from megalith.train.decide import Decision, Rerun, Skip, Stop, Update, Vitals, decide
 
 WORST = {"max_load": 1.0, "entropy": -1.0, "dropped": 1.0}
 """Measures of the balance of experts, and whether more is worse."""
@@ -27,7 +27,7 @@ WORST = {"max_load": 1.0, "entropy": -1.0, "dropped": 1.0}
 
 Mark = tuple[str, Any, Any]  # what, from when, to when
 
-Moment = Literal["before_step", "reduced", "before_update", "updated", "resting"]
+Moment = Literal["before_step", "reduced", "before_update", "updated", "skipped", "resting"]
 
 
 class Watcher(Protocol):
@@ -48,6 +48,10 @@ class Watcher(Protocol):
 
     def updated(self, trainer: Trainer, step: int) -> None:
         """The state is that after the step."""
+        ...
+
+    def skipped(self, trainer: Trainer, step: int) -> None:
+        """The step's update was left out, and undone if it had been made: the state is that before the step."""
         ...
 
     def resting(self, trainer: Trainer, step: int) -> None:
@@ -85,6 +89,7 @@ class Stepped:
     stop: bool  # some rank was asked to stop
     spans: list[tuple[str, float, float]]  # action, start and end in seconds since the step began
     experts: dict[str, float]  # how even their load was in this step, in the layer where it was least so
+    skipped: str = ""  # why the update was left out, if it was
 
 
 @dataclass(frozen=True)
@@ -100,11 +105,6 @@ class Totals:
     def norm(self) -> float:
         """The global norm of the gradients."""
         return self.squares**0.5
-
-    @property
-    def finite(self) -> bool:
-        """Of loss and gradients."""
-        return math.isfinite(self.norm) and math.isfinite(self.loss)
 
 
 @dataclass(frozen=True)
@@ -132,25 +132,52 @@ class Computed:
         return self.totals.norm
 
 
+class Referee(Protocol):
+    """Answers numbers that are not finite, on all ranks together (`train.guard.Guard`)."""
+
+    def rerun(self, step: int) -> None:
+        """Report them, and put back what the step has left, so that it can be computed again."""
+        ...
+
+    def blame(self, error: gradients.NotFinite, step: int) -> None:
+        """They came again: report which rank they come from. Raises Reported if somebody listens."""
+        ...
+
+
 def train_step(
-    trainer: Trainer, microbatches: Sequence[Samples], *, step: int, stop: bool = False, watchers: Sequence[Watcher] = ()
+    trainer: Trainer,
+    microbatches: Sequence[Samples],
+    *,
+    step: int,
+    stop: bool = False,
+    watchers: Sequence[Watcher] = (),
+    referee: Referee | None = None,
+    tries: int = 0,
 ) -> Stepped:
     """Train on this rank's microbatches of step `step` (0 is the first). All ranks call it together.
 
-    `stop`: this rank was asked to stop; every rank learns of it. Raises gradients.NotFinite, before any weight has changed, naming
-    step and parameters if the loss or a gradient is NaN or infinite.
+    `stop`: this rank was asked to stop; every rank learns of it. `tries`: how often the step was computed before, with numbers that were
+    not finite. With a `referee` it is computed once more. Raises gradients.NotFinite, before any weight has changed, naming step and
+    parameters if the loss or a gradient is NaN or infinite and `stability` says that this ends the run.
     """
+    if tries and referee:
+        referee.rerun(step)
     began = time.perf_counter()
     accumulated = accumulate(trainer, microbatches)
     tell(watchers, "reduced", trainer, step)
-    computed = conclude(trainer, accumulated, step=step, stop=stop)
-    start = trainer.executor.clock.mark()
-    update(trainer, computed, step=step, watchers=watchers)
+    computed = gathered(trainer, accumulated, stop=stop)
+    decision = decision_of(trainer, computed.totals, tries=tries, repeatable=referee is not None)
+    if isinstance(decision, Rerun):
+        again = {"step": step, "stop": stop, "watchers": watchers, "referee": referee}
+        return train_step(trainer, microbatches, **again, tries=tries + 1)
+    start, lr = trainer.executor.clock.mark(), trainer.lr
+    skipped = carry_out(trainer, decision, step=step, watchers=watchers, referee=referee)
     optimizer = ("optimizer", start, trainer.executor.clock.mark())
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)
     seconds, experts = time.perf_counter() - began, Balance(trainer).wait()
-    return stepped(trainer, computed.accumulated, computed.totals, experts, optimizer, step=step, seconds=seconds)
+    found = stepped(trainer, computed.accumulated, computed.totals, experts, optimizer, step=step, lr=lr, seconds=seconds)
+    return replace(found, skipped=skipped)
 
 
 def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Check | None = None) -> Accumulated:
@@ -188,39 +215,73 @@ def compute(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, sto
 
 def conclude(trainer: Trainer, accumulated: Accumulated, *, step: int, stop: bool = False) -> Computed:
     """Wait for what all ranks know. Raises gradients.NotFinite."""
+    computed = gathered(trainer, accumulated, stop=stop)
+    decision = decision_of(trainer, computed.totals)
+    if isinstance(decision, Skip | Stop):
+        raise refusal(trainer, decision.reason, step=step)
+    return computed
+
+
+def gathered(trainer: Trainer, accumulated: Accumulated, *, stop: bool) -> Computed:
+    """Wait for what all ranks know."""
     start = trainer.executor.clock.mark()
     totals = Gathering(trainer, accumulated.executed, stop=stop).wait()
-    refuse_not_finite(trainer, totals, step=step)
     waited = ("communication", start, trainer.executor.clock.mark())
     return Computed(totals, replace(accumulated, marks=[*accumulated.marks, waited]))
 
 
-def refuse_not_finite(trainer: Trainer, totals: Totals, *, step: int) -> None:
-    """Raise gradients.NotFinite unless loss and gradients are finite."""
-    if not totals.finite:
-        raise gradients.not_finite(trainer.parameters, step=step, loss=totals.loss, norm=totals.norm, world=trainer.groups.world)
+def decision_of(trainer: Trainer, totals: Totals, *, tries: int = 0, repeatable: bool = False) -> Decision:
+    """What becomes of the update; the same on every rank."""
+    vitals = Vitals(totals.loss, totals.norm, skipped=trainer.state.skipped, tries=tries, repeatable=repeatable)
+    return decide(vitals, optimizer=trainer.spec.optimizer, stability=trainer.spec.stability)
+
+
+def carry_out(
+    trainer: Trainer, decision: Decision, *, step: int, watchers: Sequence[Watcher] = (), referee: Referee | None = None
+) -> str:
+    """Do what was decided for a step whose gradients are there, and drop them; why the update was left out, if it was.
+
+    Raises gradients.NotFinite, or what the referee raises, if the run is to stop.
+    """
+    match decision:
+        case Update(factor):
+            clipped_update(trainer, factor, step=step, watchers=watchers)
+            trainer.take_in_loads()
+            tell(watchers, "updated", trainer, step)
+            skipped = ""
+        case Skip(reason):
+            skipped = f"{reason}; NaN or Inf in {gradients.where_not_finite(trainer.parameters, world=trainer.groups.world)}"
+            trainer.drop()
+            trainer.state.skipped += 1
+            tell(watchers, "skipped", trainer, step)
+        case Stop(reason):
+            error = refusal(trainer, reason, step=step)
+            if referee is not None:
+                referee.blame(error, step)
+            raise error
+        case Rerun():
+            raise AssertionError("a step that is computed again has nothing to carry out")
+    tell(watchers, "resting", trainer, step)
+    return skipped
+
+
+def refusal(trainer: Trainer, reason: str, *, step: int) -> gradients.NotFinite:
+    """The error of a step that ends the run, which names the parameters. All ranks call it together."""
+    where = gradients.where_not_finite(trainer.parameters, world=trainer.groups.world)
+    return gradients.not_finite(step, reason=reason, where=where)
 
 
 def update(trainer: Trainer, computed: Computed, *, step: int, watchers: Sequence[Watcher] = ()) -> None:
     """Clip the gradients, update the weights, drop the gradients."""
-    clipped_update(trainer, computed.totals, step=step, watchers=watchers)
-    trainer.take_in_loads()
-    tell(watchers, "updated", trainer, step)
-    tell(watchers, "resting", trainer, step)
+    carry_out(trainer, decision_of(trainer, computed.totals), step=step, watchers=watchers)
 
 
-def clipped_update(trainer: Trainer, totals: Totals, *, step: int, watchers: Sequence[Watcher] = ()) -> None:
-    """What `update` does to parameters."""
-    grads = [p.grad for p in trainer.parameters.values() if p.grad is not None]
-    gradients.clip(grads, norm=totals.norm, limit=trainer.spec.optimizer.clip)
+def clipped_update(trainer: Trainer, factor: float, *, step: int, watchers: Sequence[Watcher] = ()) -> None:
+    """Multiply the gradients by `factor`, update the weights, drop the gradients."""
+    gradients.scale([p.grad for p in trainer.parameters.values() if p.grad is not None], factor)
     tell(watchers, "before_update", trainer, step)
-    trainer.update(step, lr=rate(trainer, step))
+    trainer.update()
     trainer.state.drop_gradients()
-
-
-def rate(trainer: Trainer, step: int) -> float:
-    """The learning rate of a step."""
-    return learning_rate(step, spec=trainer.spec.optimizer, steps=trainer.spec.train.steps)
 
 
 class Gathering:
@@ -285,6 +346,7 @@ def stepped(
     optimizer: Mark,
     *,
     step: int,
+    lr: float,
     seconds: float,
 ) -> Stepped:
     """What there is to tell of a step whose work on this rank is done."""
@@ -293,7 +355,7 @@ def stepped(
         step=step,
         loss=totals.loss,
         grad_norm=totals.norm,
-        lr=rate(trainer, step),
+        lr=lr,
         tokens=spec.train.global_batch * spec.train.seq_len,
         seconds=seconds,
         breakdown=_breakdown(trainer, executed, [*accumulated.marks, optimizer]),
