@@ -77,10 +77,12 @@ class Holding(Event):
 
 @dataclass(frozen=True)
 class Step(Event):
-    """One optimizer step. `seconds` is wall time on the first rank; `breakdown` splits it: data, forward, backward, bubble (waiting for a
-    neighbour in the pipeline), communication, optimizer, other. `memory` is the first rank's; `resident` the largest of all ranks.
-    `experts`: of the layer where it is worst, the largest load over the mean ("max_load"), the entropy of the loads (1: even), and the
-    share of choices "dropped"; empty without experts."""
+    """One step whose update was made; `updates` counts those of the run, this one among them. `seconds` is wall time on the first rank.
+
+    `breakdown` splits it: data, forward, backward, bubble (waiting for a neighbour in the pipeline), communication, optimizer, other.
+    `memory` is the first rank's; `resident` the largest of all ranks. `experts`: of the layer where it is worst, the largest load over the
+    mean ("max_load"), the entropy of the loads (1: even), and the share of choices "dropped"; empty without experts.
+    """
 
     kind: ClassVar[str] = "step"
     step: int
@@ -95,6 +97,29 @@ class Step(Event):
     breakdown: dict[str, float]
     memory: dict[str, int]
     experts: dict[str, float] = field(default_factory=dict)
+    updates: int | None = None  # None in logs of earlier versions: as many as steps
+
+    @property
+    def left_out(self) -> int:
+        """Updates that the run has left out so far."""
+        return 0 if self.updates is None else self.step - self.updates
+
+
+@dataclass(frozen=True)
+class Skipped(Event):
+    """A step whose update was left out; its samples are consumed. `left`: updates that the run may still leave out."""
+
+    kind: ClassVar[str] = "skipped"
+    step: int
+    reason: str
+    tokens: int
+    seconds: float
+    left: int
+
+    @property
+    def words(self) -> str:
+        """The event in a sentence."""
+        return f"the update of step {self.step} was left out: {self.reason}. The run may leave out {self.left} more (stability.skips)."
 
 
 Span = tuple[int, str, float, float]

@@ -25,6 +25,7 @@ from megalith.events import (
     RunFinished,
     RunStarted,
     Sample,
+    Skipped,
     Step,
     Validation,
     of_kind,
@@ -189,6 +190,8 @@ def _of_pauses(events: Sequence[Event]) -> list[Interval]:
         match event:
             case Validation():
                 found.append(Interval(event.time - event.seconds, event.time, Cause.VALIDATION))
+            case Skipped():
+                found.append(Interval(event.time - event.seconds, event.time, Cause.LOST))
             case Checkpoint():
                 found.append(Interval(event.time - event.wait_seconds, event.time, Cause.CHECKPOINT))
     return found

@@ -9,7 +9,20 @@ from typing import Any
 from pydantic import ValidationError
 
 from megalith import events
-from megalith.events import Checkpoint, Event, Holding, Kind, Problem, RunFinished, RunStarted, Sample, Spans, Step, Validation
+from megalith.events import (
+    Checkpoint,
+    Event,
+    Holding,
+    Kind,
+    Problem,
+    RunFinished,
+    RunStarted,
+    Sample,
+    Skipped,
+    Spans,
+    Step,
+    Validation,
+)
 from megalith.spec.plan import Plan
 
 
@@ -129,6 +142,8 @@ def gather(records: Iterable[Event]) -> History:
                     holdings.clear()
                     moved = False
                 holdings[record.rank] = record
+            case Skipped():
+                problems.append(Problem("warning", record.words, time=record.time))
             case Problem():
                 problems.append(record)
             case RunFinished():

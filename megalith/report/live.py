@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from megalith import disk, events
-from megalith.events import Event, Incident, Problem, Recovery, RunStarted, Step, Validation
+from megalith.events import Event, Incident, Problem, Recovery, RunStarted, Skipped, Step, Validation
 from megalith.report import units
 
 RECENT = 30
@@ -89,6 +89,8 @@ class Follow:
             case Recovery():
                 how = f"from {event.restored}" if event.restored else "in place"
                 self._print(Text.assemble(("going on", "green"), f" at step {event.step}, {how}"))
+            case Skipped():
+                self._print(Text.assemble(("warning", "yellow"), f": {event.words}"))
             case Problem():
                 where = f" (rank {event.rank})" if event.rank is not None else ""
                 colour = "red" if event.severity == "error" else "yellow"
@@ -102,7 +104,7 @@ class Follow:
         """The newest step in words: step, loss, validation loss, tokens a second, MFU, time left."""
         assert self._step is not None, "no step yet"
         step = self._step
-        words = [f"step {step.step}/{self._steps}", f"loss {step.loss:.4f}"]
+        words = [f"step {step.step}/{self._steps + step.left_out}", f"loss {step.loss:.4f}"]
         words += [f"val {self._validation.loss:.4f}"] if self._validation else []
         words.append(f"{units.count(step.tokens_per_second)} tokens/s")
         words += [f"MFU {units.percent(step.mfu)}"] if step.mfu is not None else []
@@ -117,7 +119,7 @@ class Follow:
             return None
         (first, begin), (last, end) = self._times[0], self._times[-1]
         each = (end - begin) / (last - first) if last > first else self._step.seconds
-        return max(self._steps - last, 0) * each
+        return max(self._steps + self._step.left_out - last, 0) * each
 
     def _redraw(self) -> None:
         assert self._step is not None, "no step yet"
@@ -126,7 +128,7 @@ class Follow:
             self._live.start()
             self._task = self._progress.add_task("", total=self._steps)
         assert self._task is not None, self._task
-        self._progress.update(self._task, completed=self._step.step, description=self.line())
+        self._progress.update(self._task, completed=self._step.step - self._step.left_out, description=self.line())
         self._live.refresh()
 
     def _new_to_say(self) -> bool:

@@ -189,6 +189,7 @@ class Loop:
                 breakdown=breakdown | {"other": max(0.0, timed.whole - sum(breakdown.values()))},
                 memory=done.memory,
                 experts=done.experts,
+                updates=done.updates,
             )
         )
 

@@ -67,6 +67,7 @@ class Unchecked:
         self._routers_before = [buffer.clone() for buffer in trainer.state.buffers.values()]
         tell(watchers, "before_update", trainer, step)
         trainer.update()
+        self.updates = trainer.state.updates  # the next step is under way when this one is told of
         trainer.take_in_loads()
         self._tell_of_update()
 
@@ -185,4 +186,4 @@ class Stepper:
         late = done.unchecked
         experts, known = late.balance.wait(), {"step": late.step, "lr": late.lr, "seconds": done.seconds}
         found = stepped(self.trainer, done.accumulated, late.totals, experts, done.optimizer, **known)
-        return [replace(found, skipped=late.skipped)]
+        return [replace(found, updates=late.updates, skipped=late.skipped)]

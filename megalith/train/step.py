@@ -89,6 +89,7 @@ class Stepped:
     stop: bool  # some rank was asked to stop
     spans: list[tuple[str, float, float]]  # action, start and end in seconds since the step began
     experts: dict[str, float]  # how even their load was in this step, in the layer where it was least so
+    updates: int = 0  # updates made, this one among them
     skipped: str = ""  # why the update was left out, if it was
 
 
@@ -177,7 +178,7 @@ def train_step(
         torch.cuda.synchronize(trainer.device)
     seconds, experts = time.perf_counter() - began, Balance(trainer).wait()
     found = stepped(trainer, computed.accumulated, computed.totals, experts, optimizer, step=step, lr=lr, seconds=seconds)
-    return replace(found, skipped=skipped)
+    return replace(found, updates=trainer.state.updates, skipped=skipped)
 
 
 def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Check | None = None) -> Accumulated:
