@@ -79,7 +79,7 @@ def groups_of(method: str, rank: int, ranks: int) -> ContextGroups:
     """All ranks as the context ranks of one sequence. Products have two neighbours inside."""
     ulysses = 2 if " x " in method else ranks if method == "ulysses" else 1
     plan = Plan(context=ranks, context_method="gather" if "gather" in method else "ring", ulysses=ulysses)
-    return ContextGroups.build(plan, SimpleNamespace(context=dist.group.WORLD, rank=rank))  # pyright: ignore[reportArgumentType]
+    return ContextGroups.build(plan, SimpleNamespace(world=dist.group.WORLD, context=dist.group.WORLD, rank=rank))  # pyright: ignore[reportArgumentType]
 
 
 def errors(rank: int, ranks: int, method: str, cases: list[Case], wholes: list[list[Tensor]]) -> list[float]:

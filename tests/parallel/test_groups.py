@@ -2,10 +2,11 @@
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megalith.mesh import Mesh
-from megalith.parallel.groups import Groups, group_of
-from tests.ranks import run_ranks
+from megalith.parallel.groups import Groups, group_of, ranks_in
+from tests.ranks import everyone, run_ranks
 
 
 def _members(rank: int, mesh: Mesh) -> dict[str, list[int]]:
@@ -43,11 +44,44 @@ def test_another_number_of_ranks_than_the_plan_needs_is_refused():
 
 def _outsider(rank: int) -> None:
     if rank == 0:
-        group_of([0])
+        group_of(everyone(), [0])
     else:
         with pytest.raises((AssertionError, ValueError)):
-            group_of([0])
+            group_of(everyone(), [0])
 
 
 def test_a_group_is_made_by_its_members_alone():
     run_ranks(_outsider, 2)
+
+
+def _all_of(rank: int, mesh: Mesh, first: int) -> dict[str, list[int]]:
+    """The members of each of this rank's groups, as the ranks from `first` on count them."""
+    if rank < first:
+        return {}
+    world = everyone() if not first else dist.new_group(list(range(first, first + mesh.ranks)), use_local_synchronization=True)
+    assert isinstance(world, dist.ProcessGroup)
+    groups = Groups.build(mesh, device="cpu", world=world)
+    dist.barrier(group=world)
+    found = {name: group for name, group in vars(groups).items() if isinstance(group, dist.ProcessGroup)}
+    for name, part in (("state", groups.state), ("experts", groups.experts)):
+        found |= {f"{name} {axis}": part.get_group(axis) for axis in part.mesh_dim_names or ()}
+    assert (groups.world is dist.group.WORLD) == (first == 0)
+    return {name: ranks_in(world, group) for name, group in found.items()} | {"line": list(groups.line)}
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pipeline=2, data=2, tensor=2, expert=4), Mesh(pipeline=2, data=4, replicate=2, sides=2)])
+def test_ranks_of_a_part_of_those_that_met_find_each_other_alike(mesh: Mesh):
+    whole, part = (run_ranks(_all_of, first + mesh.ranks, mesh, first) for first in (0, 1))
+    assert part == [{}, *whole]
+
+
+def _made(rank: int, mesh: Mesh) -> int:
+    known = len(distributed_c10d._world.pg_map)
+    Groups.build(mesh, device="cpu")
+    dist.barrier()
+    return len(distributed_c10d._world.pg_map) - known
+
+
+def test_an_axis_of_all_ranks_is_the_group_they_met_in():
+    """Of seven axes two have all ranks and need no group of their own; there are six groups beside those of axes."""
+    assert run_ranks(_made, 2, Mesh(data=2)) == [11, 11]
