@@ -138,9 +138,9 @@ def test_a_layout_that_needs_its_hosts_memory_is_predicted_only(tight: Answer):
     for row in found["choices"]:
         assert row["predicted_only"] and row["offload"] > 0
         assert row["layout"].endswith(f" o{100 * row['offload']:.0f}")
-    assert "predicted only" in plans.legend(found)
+    assert "predicted only" in plans.legend(tight)
     console = Console(width=80, record=True, file=open(os.devnull, "w"), highlight=False)
-    console.print(plans.reasons(found))
+    console.print(plans.reasons(tight))
     console.file.close()
     assert "predicted only" in console.export_text()
 
@@ -148,7 +148,7 @@ def test_a_layout_that_needs_its_hosts_memory_is_predicted_only(tight: Answer):
 def test_what_needs_no_host_memory_is_not_marked(answered: Answer):
     found = answered.to_json()
     assert not any(row["predicted_only"] for row in found["choices"])
-    assert "predicted only" not in plans.legend(found)
+    assert "predicted only" not in plans.legend(answered)
     (moved,) = [one for one in answered.neighbours if one.change == "offload none -> optimizer"]
     assert moved.seconds > 0 > moved.memory
     assert found["runnable"]["layout"] == found["choices"][0]["layout"]
@@ -232,7 +232,7 @@ def test_what_if_changes_one_thing(answered: Answer):
     assert larger.estimate.limit and best.estimate.limit and larger.estimate.limit > best.estimate.limit
     assert (shorter.estimate.tokens, batch.estimate.tokens) == (64 * 8, 2048)
     console = Console(width=80, record=True, file=open(os.devnull, "w"), highlight=False)
-    console.print(plans.what_ifs(found.to_json()), plans.frontier([one.to_json() | {"layout": "d4"} for one in found.frontier]))
+    console.print(plans.what_ifs(found), plans.frontier(found.frontier))
     console.file.close()
     assert "accelerator=b200" in console.export_text()
 
