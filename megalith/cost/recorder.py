@@ -33,6 +33,12 @@ FUSED = frozenset({"silu", "gelu", "silu_backward", "gelu_backward"})
 """Parts of one kernel with the product that follows or precedes them, where activation and gate are fused: nothing passes between."""
 
 
+SENT = frozenset(
+    {"allreduce_", "_allgather_base_", "allgather_", "_reduce_scatter_base_", "reduce_scatter_", "alltoall_base_", "alltoall_", "send",
+     "recv_", "broadcast_"}
+)  # fmt: skip
+"""torch's collectives and messages. In a trace nobody is there to send to."""
+
 WHOLE = frozenset({"add", "sub", "mul", "neg", "cumsum", "floor_divide"})
 """Operations on each element, which give whole numbers for whole numbers;"""
 
@@ -89,6 +95,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
+        if name in SENT:
+            raise TypeError(
+                f"{name} reached a trace, which knows no price for it. Let the module send through its parallel.tensor.Split or its "
+                "Exchange, whose counterparts are in cost/exchanges.py"
+            )
         out = _at_once(name, args) if name in PLAIN and not kwargs else None
         out = func(*args, **(kwargs or {})) if out is None else out
         inputs = [a for a in leaves(args) if isinstance(a, Tensor)]
