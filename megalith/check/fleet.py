@@ -6,6 +6,7 @@ from pathlib import Path
 from megalith.check.case import Case, Found, advice, divisors, error
 from megalith.check.resume import other_sets
 from megalith.mesh import Mesh
+from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
 
 
@@ -35,9 +36,10 @@ def verification_has_a_replica(case: Case) -> Found:
 def verification_repeats_bits(case: Case) -> Found:
     """What is computed again must give the same bits. Attention in half precision on a GPU adds gradients up in no fixed order."""
     train, fleet, cluster = case.spec.train, case.spec.fleet, case.cluster
+    compute = PRECISIONS[train.precision].compute
     gpu = train.device == "cuda" or (cluster is not None and cluster.accelerator.name != "cpu" and train.device == "auto")
-    if gpu and train.precision == "bf16" and fleet.recover and fleet.verify_every:
-        reason = "would blame ranks that are right: on GPUs, attention in bf16 does not give the same bits twice"
+    if gpu and compute.width < 4 and fleet.recover and fleet.verify_every:
+        reason = f"would blame ranks that are right: on GPUs, attention in {compute.name} does not give the same bits twice"
         yield error("fleet.verify_every", fleet.verify_every, reason, 'Use verify_every = 0, or train.precision = "fp32".')
 
 

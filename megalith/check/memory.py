@@ -4,6 +4,7 @@ from megalith.check.case import Case, Found, advice, error, format_bytes
 from megalith.mesh import Mesh
 from megalith.schedule.table import kind
 from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, MoeSpec
+from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.problem import near
@@ -23,9 +24,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "mlp_norm": ("attend",),
 }
 """The parts of a block that selective recomputation can name -> those that have this one in them."""
-
-WIDTH = {"fp32": 4, "bf16": 2}
-"""Bytes of a number, by precision."""
 
 
 def recomputation_names_what_exists(case: Case) -> Found:
@@ -93,7 +91,7 @@ def long_sequences_recompute(case: Case) -> Found:
     saved = sum(_saved_numbers(block, case.model.dim) for block in case.model.blocks)
     in_flight = kind(plan.schedule).in_flight(plan.pipeline, case.spec.microbatches)
     tokens = train.seq_len * plan.microbatch * in_flight
-    held = saved * tokens * WIDTH[train.precision] / (plan.pipeline * plan.tensor * plan.context)
+    held = saved * tokens * PRECISIONS[train.precision].compute.width / (plan.pipeline * plan.tensor * plan.context)
     memory = case.cluster.accelerator.memory if case.cluster else None
     if held > memory / 2 if memory else train.seq_len >= 16_384:
         reason = f"keeps about {format_bytes(held)} of activations a rank for backward"
@@ -107,7 +105,7 @@ def long_sequences_recompute(case: Case) -> Found:
 def state_bytes(case: Case, plan: Plan) -> int:
     """At least what a rank holds of the blocks' state; experts are laid out apart. Below ZeRO-3 it also holds whole weights to
     compute with."""
-    precision, mesh = case.spec.train.precision, Mesh.of(plan)
+    compute, mesh = PRECISIONS[case.spec.train.precision].compute, Mesh.of(plan)
     places = max(1, plan.pipeline // plan.sides)  # of stages: the two directions of a pipeline keep each of them twice
     held = 0.0
     for parameters, split, shards in (
@@ -118,7 +116,8 @@ def state_bytes(case: Case, plan: Plan) -> int:
         numbers = parameters / (split * places)
         lasting = [MASTER, *OPTIMIZERS[case.spec.optimizer.kind].slots]
         kept = sum(bytes_of(lasting, numbers, **cut).values())
-        whole = numbers * WIDTH[precision] if plan.zero < 3 and (shards > 1 or precision == "bf16") else 0
+        apart = shards > 1 or compute.name != MASTER.number
+        whole = numbers * compute.width if plan.zero < 3 and apart else 0
         gradients = bytes_of([GRADIENT], numbers, **cut)["gradients"]  # whole until the end of a step, below ZeRO-2
         own = kept + numbers * bytes_each([GRADIENT]) / shards
         undoing = own if plan.post_validation else 0  # gradients and copies, once those are gone

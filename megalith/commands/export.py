@@ -7,6 +7,7 @@ import typer
 
 from megalith.commands.arguments import AtStep, Json, RunFolder, one_of
 from megalith.commands.output import print_json
+from megalith.spec.numbers import TRAINED
 
 
 def command(
@@ -22,7 +23,7 @@ def command(
     Example:  megalith export runs/first --to hf --out exported
     """
     one_of("--to", to, "hf")
-    one_of("--dtype", dtype, "fp32", "bf16")
+    one_of("--dtype", dtype, *TRAINED)
     folder = export(run_dir, out=out, dtype=dtype, step=step)
     print_json({"ok": True, "folder": str(folder)}) if as_json else print(f"exported: {folder}")
 
@@ -30,7 +31,7 @@ def command(
 def export(run_dir: Path, *, out: Path, dtype: str = "fp32", step: int | None = None) -> Path:
     """Write a run's newest weights (or those of `step`) as a Hugging Face checkpoint, and return its folder."""
     from megalith.checkpoint import folder, huggingface, read  # needs torch
-    from megalith.parallel.data import COMPUTE_DTYPE
+    from megalith.kernels.numbers import DTYPE
     from megalith.spec import families
     from megalith.train.generate import find_tokenizer
 
@@ -44,5 +45,5 @@ def export(run_dir: Path, *, out: Path, dtype: str = "fp32", step: int | None = 
     except FileNotFoundError:
         tokenizer = None  # weights can be of use without
     weights = {name: tensors[f"weights.{name}"] for name in names}
-    huggingface.export(model, weights, out, tokenizer=tokenizer, dtype=COMPUTE_DTYPE[dtype])
+    huggingface.export(model, weights, out, tokenizer=tokenizer, dtype=DTYPE[dtype])
     return out

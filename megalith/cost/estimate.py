@@ -18,6 +18,7 @@ from megalith.cost.time import Setting, Spent, line, router_of, spend
 from megalith.cost.workload import Workload
 from megalith.schedule import build, lower, simulate
 from megalith.schedule.table import SCHEDULES, kind
+from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
 
 
@@ -134,7 +135,7 @@ class PartTimes:
 def part_times(traced: Parts, setting: Setting) -> PartTimes:
     """Each distinct part once."""
     format, router = setting.workload.format, router_of(setting.workload)
-    wide = "bf16" if format not in ("fp32", "fp16") else format
+    wide = PRECISIONS[format].compute.name  # of embedding and head, which no narrow format multiplies
     after: tuple[Phase, ...] = ("I",) if setting.workload.frozen else ("I", "W")
     known: dict[int, tuple[Spent, Spent]] = {}
 

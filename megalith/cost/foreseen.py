@@ -136,7 +136,7 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     plan, practice = workload.plan, workload.practice
     found = every_rank(workload, traced, figures.generations[practice.generation])[place]
     own = updated(workload, numbers(workload, traced, shares(workload, traced).held[place])) * practice.master_bytes
-    if workload.format != "fp32":
+    if workload.width < SUM_BYTES:
         weights, optimizer = found.weights + own, found.optimizer - own
     else:  # a share is kept beside the whole weights, unless it is all of them
         apart = plan.zero in (1, 2) and plan.shards > 1
@@ -160,7 +160,7 @@ def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[f
     saved = {stage: sum(profile.saved for profile in parts if profile is not traced.head) for stage, parts in here.stages.items()}
     sums = {stage: SUM_BYTES * float(sum(map(sum, parts))) for stage, parts in here.weights.items()}
     largest = _largest(here)
-    passing = largest * _width(workload) if workload.format != "fp32" else 0.0
+    passing = largest * workload.width if workload.width < SUM_BYTES else 0.0
     kept, shares, adding = 0.0, dict.fromkeys(sums, 0.0), dict.fromkeys(sums, 0.0)
     for action in here.actions:
         stage = action.stage
@@ -202,7 +202,7 @@ def _travelling(workload: Workload, here: _Here) -> float:
     plan = workload.plan
     if plan.zero < 2 or plan.shards == 1:
         return 0.0
-    return _largest(here) * (SUM_BYTES + (_width(workload) if plan.zero == 3 else 0))
+    return _largest(here) * (SUM_BYTES + (workload.width if plan.zero == 3 else 0))
 
 
 def _traffic(workload: Workload, here: _Here) -> Iterator[Traffic]:
@@ -245,7 +245,7 @@ def _messages(workload: Workload, here: _Here) -> Iterator[Sent]:
     """Activations and gradients between stages: a tensor rank with a share of the sequence sends that share."""
     plan = workload.plan
     split = plan.context * (plan.tensor if plan.sequence else 1)
-    size = plan.microbatch * workload.seq_len // split * workload.model.dim * _width(workload)
+    size = plan.microbatch * workload.seq_len // split * workload.model.dim * workload.width
     kinds = Counter(action.kind.partition("_")[0] for action in here.actions)
     yield "pipeline", "send", kinds["SEND"], size
     yield "pipeline", "receive", kinds["RECV"], size
@@ -262,15 +262,11 @@ def _state(workload: Workload, here: _Here) -> Iterator[Sent]:
                 (("expert copies", "expert shards"), part.expert, mesh.experts[1:3]),
             ):
                 if kind == "GATHER" and shards > 1:
-                    yield names[1], "all-gather", times, count * _width(workload)
+                    yield names[1], "all-gather", times, count * workload.width
                 if kind == "REDUCE" and shards > 1:
                     yield names[1], "reduce-scatter", times, count * SUM_BYTES
                 if kind == "REDUCE" and copies > 1:
                     yield names[0], "all-reduce", times, count * SUM_BYTES / shards
-
-
-def _width(workload: Workload) -> int:
-    return 4 if workload.format == "fp32" else 2
 
 
 def _work(here: _Here) -> Work:

@@ -9,9 +9,7 @@ from megalith.cost.profile import Profile
 from megalith.cost.time import Setting, Spent, line
 from megalith.cost.workload import Workload
 from megalith.spec.model import LatentAttentionSpec
-
-WEIGHT_BYTES = {"fp32": 4.0, "fp8": 1.0, "mxfp8": 1.0, "fp4": 0.5}
-"""Of a weight of a block that is kept in the format it computes in; 2 in the others. Embedding and head keep 2."""
+from megalith.spec.numbers import PRECISIONS
 
 
 def prefill(
@@ -49,7 +47,7 @@ def _rank(workload: Workload, traced: Parts, rank: int, here: Held, reserve: flo
     working = max((block.saved for block, _ in blocks), default=0.0)
     cache = sum(_cache(workload, kind, traced.blocks[kind]) * times for kind, times in here.blocks) * workload.microbatches
     return Memory(
-        weights=WEIGHT_BYTES.get(workload.format, 2.0) * numbers + 2.0 * ends, gradients=0.0, optimizer=0.0, activations=cache,
+        weights=PRECISIONS[workload.format].factors.width * numbers + 2.0 * ends, gradients=0.0, optimizer=0.0, activations=cache,
         working=working, logits=0.0, reserve=reserve, non_torch=non_torch(workload), rank=rank,
     )  # fmt: skip
 

@@ -8,9 +8,10 @@ from megalith.cost import network
 from megalith.cost.constants import Calibration, Device, Generation
 from megalith.cost.network import Line, Wires
 from megalith.cost.profile import AMONG_EXPERTS, Core, Exchange, Phase, Product, Profile
-from megalith.cost.workload import RATE, Format, Practice, Workload
+from megalith.cost.workload import Practice, Workload
 from megalith.spec.cluster import Accelerator
 from megalith.spec.model import MoeSpec, RouterSpec
+from megalith.spec.numbers import BF16, PRECISIONS
 
 TILE = (128, 128)
 """Rows and columns of a product one processor computes at a time, in the usual large kernels."""
@@ -18,10 +19,9 @@ TILE = (128, 128)
 FLASH = {1: 0.5, 2: 1.0}
 """What the generations of fused attention reach, over the second."""
 
-QUANTISE = {"fp8": 6.0, "mxfp8": 4.0, "fp4": 4.0}
-"""Bytes moved to bring one number of a factor into a narrow format: read for its largest value and again to convert (`fp8`), or once
-(block formats), and written twice, along both directions."""
-
+CONVERSION = {"none": 0.0, "tensor": 6.0, "block": 4.0}
+"""Bytes moved to convert one number of a factor, by what shares a scale. A tensor is read twice, for its largest value and to be converted;
+blocks are read once. Both are written twice, along both directions."""
 
 UNFUSED = 72 - 31
 """Kernels a router has less where its arithmetic is fused (Megatron-LM, docs/discussions/deepseek-v3-gb200-optimization, 2.1.4)."""
@@ -89,16 +89,16 @@ class Setting:
         return self.accelerator.memory_bandwidth * self.device.memory
 
 
-def product_seconds(product: Product, setting: Setting, format: Format) -> float:
+def product_seconds(product: Product, setting: Setting, format: str) -> float:
     """One product: its arithmetic at the rate its shape allows, or its bytes, whichever takes longer.
 
     The last wave of tiles leaves processors idle, and a short inner dimension does not fill their pipelines; filling takes its time
     in seconds, so that a faster format needs a longer one.
     """
     device, accelerator = setting.device, setting.accelerator
-    kind = format if product.weight else "bf16"
-    peak = accelerator.peak.get(RATE[kind]) or accelerator.peak["bf16"]  # pyright: ignore[reportArgumentType]
-    share = device.quarter if kind == "fp4" else device.narrow if kind in QUANTISE else device.wide
+    factors = PRECISIONS[format].factors if product.weight else BF16
+    peak = accelerator.peak.get(factors.rate) or accelerator.peak["bf16"]
+    share = {4: device.quarter, 8: device.narrow}.get(factors.bits, device.wide)
     tiles = ceil(product.rows / TILE[0]) * ceil(product.columns / TILE[1]) * product.count
     filled = tiles / (tiles + device.idle * device.units)
     partial = min(1.0, product.rows / TILE[0]) * min(
@@ -106,17 +106,16 @@ def product_seconds(product: Product, setting: Setting, format: Format) -> float
     )  # a tile that is not full costs as one that is
     ramp = product.inner / (product.inner + device.ramp * peak / accelerator.peak["bf16"])
     flops = 2.0 * product.rows * product.inner * product.columns * product.count
-    width = 0.5 if kind == "fp4" else 1 if kind in QUANTISE else 2
-    factors = product.rows * product.inner + product.inner * product.columns
-    moved = product.count * (width * factors + 2 * product.rows * product.columns)
+    numbers = product.rows * product.inner + product.inner * product.columns
+    moved = product.count * (factors.width * numbers + 2 * product.rows * product.columns)
     seconds = max(flops / (peak * share * filled * partial**0.5 * ramp), moved / setting.bandwidth)
     return product.times * max(seconds, setting.device.gap)
 
 
-def _converted(products: list[Product], format: Format, phase: Phase) -> list[tuple[Product, int]]:
+def _converted(products: list[Product], format: str, phase: Phase) -> list[tuple[Product, int]]:
     """Factors brought into a narrow format, as products that read them, and how often: one conversion of an activation serves all
     products of it, in forward and for the weights' gradients; every gradient is another."""
-    if format not in QUANTISE or phase == "W":
+    if PRECISIONS[format].factors.scale == "none" or phase == "W":
         return []
     weighted = [product for product in products if product.weight]
     if phase == "F":
@@ -124,10 +123,10 @@ def _converted(products: list[Product], format: Format, phase: Phase) -> list[tu
     return [(product, product.times) for product in weighted]
 
 
-def quantising(products: list[Product], setting: Setting, format: Format, phase: Phase) -> float:
+def quantising(products: list[Product], setting: Setting, format: str, phase: Phase) -> float:
     """Seconds to bring activations and gradients into the products' format."""
     numbers = sum(p.rows * p.inner * p.count * times for p, times in _converted(products, format, phase))
-    return QUANTISE.get(format, 0.0) * numbers / setting.bandwidth
+    return CONVERSION[PRECISIONS[format].factors.scale] * numbers / setting.bandwidth
 
 
 def core_seconds(core: Core, setting: Setting) -> float:
@@ -189,7 +188,7 @@ def _spread(setting: Setting, router: RouterSpec | None) -> dict[str, Any]:
 
 
 def spend(
-    profile: Profile, phases: tuple[Phase, ...], setting: Setting, *, format: Format, router: RouterSpec | None = None
+    profile: Profile, phases: tuple[Phase, ...], setting: Setting, *, format: str, router: RouterSpec | None = None
 ) -> Spent:
     """Seconds of phases of a part that run one after the other."""
     device = Spent()
@@ -199,7 +198,7 @@ def spend(
 
 
 def _lag(
-    profile: Profile, phases: tuple[Phase, ...], setting: Setting, device: float, format: Format, router: RouterSpec | None
+    profile: Profile, phases: tuple[Phase, ...], setting: Setting, device: float, format: str, router: RouterSpec | None
 ) -> float:
     """Seconds the device waits for the host, which works ahead of it, so that the slower of the two counts.
 
@@ -218,7 +217,7 @@ def _lag(
     return setting.generation.routing + max(0.0, inside - experts, behind)
 
 
-def _on_device(profile: Profile, phase: Phase, setting: Setting, format: Format, router: RouterSpec | None) -> Spent:
+def _on_device(profile: Profile, phase: Phase, setting: Setting, format: str, router: RouterSpec | None) -> Spent:
     practice, generation = setting.workload.practice, setting.generation
     gathered = setting.workload.plan.context_method == "gather"
     mine = [product for product in profile.products if product.phase == phase]
@@ -249,7 +248,7 @@ def _sorted(profile: Profile, phase: Phase, practice: Practice) -> float:
     return sum(2 * exchange.size * exchange.times for exchange in travelled)
 
 
-def _started(profile: Profile, phases: tuple[Phase, ...], setting: Setting, format: Format) -> tuple[float, float]:
+def _started(profile: Profile, phases: tuple[Phase, ...], setting: Setting, format: str) -> tuple[float, float]:
     """Seconds an x86 host takes to start operations one by one: around the experts, and between the dispatch of tokens and their
     return. A loop over experts is one operation, whose further kernels are launched from within."""
     practice, generation = setting.workload.practice, setting.generation

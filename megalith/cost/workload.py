@@ -8,19 +8,10 @@ from megalith.cost.profile import Layout
 from megalith.schedule import enough
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
+from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.state import GRADIENT, MASTER, bytes_each
-
-Format = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "fp4"]
-"""Precision of the matrix products with weights: `fp8` scales whole tensors, `mxfp8` and `fp4` scale small blocks."""
-
-KEPT: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1, "fp4": 0.5}
-"""Format -> bytes of an activation that a product keeps for its weight's gradient: in the format in which that is computed
-(DeepSeek-V3, arXiv:2412.19437, section 3.3.3; Transformer Engine)."""
-
-RATE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "mxfp8": "fp8", "fp4": "fp4"}
-"""Format -> the entry of `Accelerator.peak` whose rate it computes at."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +76,8 @@ class Workload:
     seq_len: int
     global_batch: int
     """Sequences a step."""
-    format: Format = "bf16"
+    format: str = "bf16"
+    """A name from PRECISIONS."""
     practice: Practice = Practice()
     optimizer: str = "adamw"
     """A row of `spec.optimizers`."""
@@ -105,7 +97,7 @@ class Workload:
     @property
     def width(self) -> int:
         """Bytes of a weight on the device."""
-        return 4 if self.format == "fp32" else 2
+        return int(PRECISIONS[self.format].compute.width)
 
     @property
     def moment_bytes(self) -> float:
@@ -147,6 +139,6 @@ class Workload:
             permute=practice.permute,
             loss=practice.loss,
             width=self.width,
-            kept=KEPT[self.format],
+            kept=PRECISIONS[self.format].factors.width,
             sparing=practice.sparing,
         )

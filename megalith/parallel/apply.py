@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
+from megalith.kernels.numbers import Dtypes
 from megalith.models.head import Ahead, Head
 from megalith.models.init import initialise
 from megalith.models.moe import Moe
 from megalith.models.stage import Stage
 from megalith.parallel.context import ContextGroups, split_context
-from megalith.parallel.data import COMPUTE_DTYPE, Bucket, Place, Reducer, Weight
+from megalith.parallel.data import Bucket, Place, Reducer, Weight
 from megalith.parallel.expert import held_of, split_experts
 from megalith.parallel.groups import Groups
 from megalith.parallel.layout import split_part
@@ -23,6 +24,7 @@ from megalith.parallel.precision import apply_precision
 from megalith.parallel.recompute import apply_recompute
 from megalith.parallel.tensor import Split
 from megalith.spec.model import ModelSpec
+from megalith.spec.numbers import PRECISIONS
 from megalith.spec.plan import Plan
 from megalith.spec.sizes import tied_names
 
@@ -35,7 +37,7 @@ class Builder:
     ) -> None:
         """`seed` None: weights are left unset, to be loaded."""
         self.spec, self.plan, self.groups, self.device, self.seed = spec, plan, groups, device, seed
-        self.dtype = COMPUTE_DTYPE[precision]
+        self.dtypes, self.products = Dtypes.of(precision), PRECISIONS[precision].products
         self.split = Split(groups.tensor, sequence=plan.sequence, pieces=plan.overlap_tensor)
         self.tied = tied_names(spec)
         self.reducer = Reducer()
@@ -56,7 +58,7 @@ class Builder:
                 held = {parameter: held_of(parameter, place) for parameter, place in laid.items()}
                 initialise(part, name=name, spec=self.spec, seed=self.seed, held=held)
             self._tie(name, part)
-            apply_precision(part, "plain")
+            apply_precision(part, self.products)
             places = self._split(part) | laid
             if self.plan.context > 1:
                 split_context(part, self.context)
@@ -103,7 +105,7 @@ class Builder:
             shared = full in self.tied.values()
             if full not in self.by_name:
                 self.by_name[full] = weight = Weight(
-                    parameter, places[parameter], self.dtype, partial=parameter in self.split.partial
+                    parameter, places[parameter], self.dtypes, partial=parameter in self.split.partial
                 )
                 if shared:
                     self._alone[full] = Bucket([weight])

@@ -1,10 +1,11 @@
 """Data parallelism: ZeRO 0 to 3 (Rajbhandari et al. 2019, arXiv:1910.02054) as one mechanism with different moments of gather and reduce.
 
-A parameter has two faces. What is **kept** is this rank's fp32 share, a DTensor that knows its name's global shape: the optimizer,
-checkpoints and norms work on it. What **computes** is a plain tensor in the module, whole along the shards, in the run's precision, whose
-memory is there only while it is needed. A bucket moves all parameters of a part between the two at once: one all-gather before use, one
-reduce-scatter of the gradients after. Written here, rather than taken from FSDP2, because a program says when each happens, also between
-the two halves of a split backward, between the two copies of a stage in a bidirectional pipeline, and for experts on a mesh of their own.
+A parameter has two faces. What is **kept** is this rank's share of the master weights, a DTensor that knows its name's global shape: the
+optimizer, checkpoints and norms work on it. What **computes** is a plain tensor in the module, whole along the shards, in the run's
+precision, whose memory is there only while it is needed. A bucket moves all parameters of a part between the two at once: one all-gather
+before use, one reduce-scatter of the gradients after. Written here, rather than taken from FSDP2, because a program says when each
+happens, also between the two halves of a split backward, between the two copies of a stage in a bidirectional pipeline, and for experts on
+a mesh of their own.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from megalith.kernels.numbers import Dtypes
 from megalith.parallel.groups import wait_for
-
-COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -60,18 +60,20 @@ class Place:
 
 
 class Weight:
-    """One parameter's two faces. `total`: sums of gradients not yet reduced, where these are computed in less than fp32."""
+    """One parameter's two faces. `total`: sums of gradients not yet reduced, where these are computed in another dtype than they are
+    added up in."""
 
-    def __init__(self, computes: nn.Parameter, place: Place, dtype: torch.dtype, *, partial: bool = False) -> None:
+    def __init__(self, computes: nn.Parameter, place: Place, dtypes: Dtypes, *, partial: bool = False) -> None:
         """`partial`: a tensor rank's gradient is only its part of the sum."""
-        self.computes, self.dim, self.mesh, self.partial = computes, place.dim, place.mesh, partial
+        self.computes, self.dim, self.mesh, self.partial, self.sums = computes, place.dim, place.mesh, partial, dtypes.reduce
         shards, index = place.mesh.size(1), place.mesh.get_local_rank(1)
         whole = computes.detach().movedim(self.dim, 0)
         self.chunk = -(-whole.shape[0] // shards)  # torch.chunk: equal chunks, the last ones shorter or empty
         start = min(index * self.chunk, whole.shape[0])
         share = whole[start : start + self.chunk].movedim(0, self.dim)
-        self.aliased = shards == 1 and share.dtype == dtype
-        share = share if self.aliased else share.clone(memory_format=torch.contiguous_format)
+        self.aliased = shards == 1 and share.dtype == dtypes.compute == dtypes.master
+        if not self.aliased:
+            share = share.to(dtypes.master, copy=True, memory_format=torch.contiguous_format)
         shape = place.shape(computes.shape)
         stride = torch.empty(shape, device="meta").stride()
         self._wrap = lambda t: DTensor.from_local(
@@ -81,8 +83,8 @@ class Weight:
         kept._is_param = True  # nn.Parameter's mark; its constructor detaches, which is slow on a mesh of four axes: see `local`
         self.kept: nn.Parameter = kept
         self.total: Tensor | None = None
-        if dtype != computes.dtype:
-            computes.data = computes.data.to(dtype)
+        if dtypes.compute != computes.dtype:
+            computes.data = computes.data.to(dtypes.compute)
         self.bytes = computes.numel() * computes.element_size()
         self.row = computes.shape[: self.dim] + computes.shape[self.dim + 1 :]  # the shape of one slice along dim
 
@@ -97,18 +99,19 @@ class Weight:
 
     def add(self, share: Tensor) -> None:
         """Add a reduced gradient [rows, *row] to the kept one."""
-        share = share.movedim(0, self.dim).contiguous()  # as the weight lies: a fused optimizer walks both alike
+        # laid out like the weight, for a fused optimizer walks both alike; in its dtype, as torch demands of a gradient
+        share = share.movedim(0, self.dim).to(self.kept.dtype).contiguous()
         if self.kept.grad is None:
             self.kept.grad = self._wrap(share)
         else:
             local(self.kept.grad).add_(share)
 
     def collect(self) -> None:
-        """After a backward: gradients of low precision are added up in fp32."""
-        if self.computes.grad is None or self.computes.dtype == torch.float32:
+        """After a backward: add gradients up in the dtype of sums, if they are computed in another."""
+        if self.computes.grad is None or self.computes.dtype == self.sums:
             return
         if self.total is None:
-            self.total = self.computes.grad.float()
+            self.total = self.computes.grad.to(self.sums)
         else:
             self.total.add_(self.computes.grad)
         self.computes.grad = None
@@ -224,8 +227,9 @@ class Bucket:
         return self.probe is None or self.probe(grads)
 
     def _together(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """All gradients, in the rows of the ranks that get them, fp32."""
-        flat = torch.empty(self.size, self.numbers, dtype=torch.float32, device=self.weights[0].computes.device)
+        """All gradients, in the rows of the ranks that get them."""
+        first = self.weights[0]
+        flat = torch.empty(self.size, self.numbers, dtype=first.sums, device=first.computes.device)
         for weight, where, grad in zip(self.weights, self.slices, grads, strict=True):
             if grad is None:
                 flat[:, where].zero_()

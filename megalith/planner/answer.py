@@ -8,7 +8,7 @@ from megalith.cost import host
 from megalith.cost.constants import calibration
 from megalith.cost.memory import Memory
 from megalith.cost.workload import Workload
-from megalith.planner.asked import DATA, RUNS, STEPS, Asked
+from megalith.planner.asked import DATA, STEPS, Asked
 from megalith.planner.candidates import Space, candidates
 from megalith.planner.explain import Neighbour, explain
 from megalith.planner.search import Choice, Found, Scorer, Training, assumed, search, training
@@ -16,6 +16,7 @@ from megalith.schedule.table import kind
 from megalith.spec import files
 from megalith.spec.cluster import ClusterSpec, catalogue
 from megalith.spec.files import Resolved
+from megalith.spec.numbers import TRAINED
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
 from megalith.spec.toml import dotted
@@ -50,7 +51,7 @@ class Answer:
     def assumption(self) -> str:
         """The software that predictions assume."""
         wanted = self.asked.format
-        return SPARE if wanted in RUNS else f"{SPARE}; the trainer does not compute in {wanted}: predicted only"
+        return SPARE if wanted in TRAINED else f"{SPARE}; the trainer does not compute in {wanted}: predicted only"
 
     def to_json(self) -> dict[str, Any]:
         """Everything by name, with each plan also in short."""
@@ -89,7 +90,7 @@ class Answer:
         """A choice in short, and whether the trainer could not run it."""
         if choice is None:
             return {"layout": None, "predicted_only": None}
-        only = choice.offload > 0 or self.asked.format not in RUNS or self.asked.forward_only
+        only = choice.offload > 0 or self.asked.format not in TRAINED or self.asked.forward_only
         return {"layout": short(choice.plan), "predicted_only": only}
 
 

@@ -4,24 +4,21 @@ import re
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from megalith.check import check
-from megalith.cost.workload import RATE, Format
 from megalith.planner.candidates import splits
 from megalith.spec import cluster as clusters
 from megalith.spec import files
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.files import Resolved
 from megalith.spec.model import ModelSpec
+from megalith.spec.numbers import PRECISIONS, TRAINED
 from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
 from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.run import RunSpec
 from megalith.spec.sizes import count_active, count_blocks, count_model
-
-RUNS = ("fp32", "bf16")
-"""Formats the trainer computes in; the others are only predicted."""
 
 DATA = "data/tokens"
 """Where a run that is written says its data is, if nobody said."""
@@ -63,7 +60,7 @@ class Asked:
     run: RunSpec
     model: ModelSpec
     cluster: ClusterSpec
-    format: Format
+    format: str
     tokens: float | None
     """Of the whole training; None where nobody said."""
     notes: tuple[str, ...]
@@ -221,7 +218,7 @@ def _model(question: Question, spec: RunSpec | None, problems: list[Problem]) ->
     known = presets()
     if question.model not in known:
         nearest = near(question.model, known)
-        way_out = f"{f'Did you mean {nearest!r}? ' if nearest else ''}Known: {', '.join(known)}."
+        way_out = f"{f'Did you mean {nearest!r}? ' if nearest else ''}Known: {', '.join(PRECISIONS)}."
         problems.append(_problem("--model", question.model, "no preset has this name", way_out))
         return None
     return known[question.model].build()
@@ -253,21 +250,20 @@ def _cluster(question: Question, spec: RunSpec | None, problems: list[Problem]) 
     return name, found
 
 
-def _format(question: Question, spec: RunSpec | None, cluster: ClusterSpec | None, problems: list[Problem]) -> Format | None:
+def _format(question: Question, spec: RunSpec | None, cluster: ClusterSpec | None, problems: list[Problem]) -> str | None:
     named = question.format or (spec.train.precision if spec else "bf16")
-    known = get_args(Format)
-    if named not in known:
-        problems.append(_problem("--format", named, "is not known", f"Known: {', '.join(known)}."))
+    if named not in PRECISIONS:
+        problems.append(_problem("--format", named, "is not known", f"Known: {', '.join(PRECISIONS)}."))
         return None
-    rate = RATE[named]
+    rate = PRECISIONS[named].factors.rate
     if cluster is not None and cluster.accelerator.peak and rate not in cluster.accelerator.peak:
-        able = ", ".join(name for name in known if RATE[name] in cluster.accelerator.peak)
+        able = ", ".join(name for name, one in PRECISIONS.items() if one.factors.rate in cluster.accelerator.peak)
         reason = f"{cluster.accelerator.name} does not compute in it, as far as anybody published"
         problems.append(_problem("--format", named, reason, f"It computes in {able}."))
-    if question.out and named not in RUNS:
+    if question.out and named not in TRAINED:
         reason = "is predicted only: the trainer does not compute in it, so the plan cannot be written as a run"
         problems.append(_problem("--format", named, reason, "Leave out --out, or use --format bf16."))
-    return named  # pyright: ignore[reportReturnType]
+    return named
 
 
 def _length(question: Question, spec: RunSpec | None, problems: list[Problem]) -> int | None:
@@ -360,7 +356,7 @@ def _not_dealt(model: ModelSpec, cluster: ClusterSpec, seq_len: int, batch: int,
 
 def _run(spec: RunSpec | None, model: Any, cluster: str, seq_len: int, batch: int, format: str, tokens: float | None) -> RunSpec:
     """The run that the plan is for: the file's own, or one with what is known and defaults."""
-    precision = format if format in RUNS else "bf16"
+    precision = format if format in TRAINED else "bf16"
     steps = max(1, round(tokens / (batch * seq_len))) if tokens else STEPS
     if spec is not None:
         train = spec.train.model_copy(update={"seq_len": seq_len, "global_batch": batch, "precision": precision, "steps": steps})

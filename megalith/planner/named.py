@@ -11,7 +11,7 @@ from typing import Any, Literal
 from megalith.cost.estimate import Estimate, estimate
 from megalith.cost.prefill import prefill
 from megalith.cost.profile import EXPERTS_ACTIVATION, UP_PROJECTION
-from megalith.cost.workload import Format, Practice, Workload
+from megalith.cost.workload import Practice, Workload
 from megalith.planner.published.flops import step_flops
 from megalith.planner.published.software import EAGER_2023, PLAIN_2021
 from megalith.schedule.table import SCHEDULES, interleaving
@@ -36,7 +36,7 @@ class Named:
     published: float
     unit: Unit
     source: str
-    format: Format = "bf16"
+    format: str = "bf16"
     practice: Practice = field(default_factory=Practice)
     sizes: dict[str, Any] = field(default_factory=dict[str, Any])
     """Keys of `[model]` that differ from the preset's."""

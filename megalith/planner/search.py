@@ -14,7 +14,7 @@ from megalith.cost.parts import Parts, parts, prepare
 from megalith.cost.prefill import prefill, prefill_memory
 from megalith.cost.profile import Layout
 from megalith.cost.time import Setting
-from megalith.cost.workload import Format, Practice, Workload
+from megalith.cost.workload import Practice, Workload
 from megalith.planner.candidates import Space, candidates, offloaded
 from megalith.schedule.table import interleaving, kind
 from megalith.spec.cluster import ClusterSpec
@@ -97,7 +97,7 @@ def search(
     *,
     seq_len: int,
     global_batch: int,
-    format: Format = "bf16",
+    format: str = "bf16",
     optimizer: str = "adamw",
     practice: Practice | None = None,
     space: Space | None = None,

@@ -22,14 +22,16 @@ import torch
 import torch.distributed as dist
 
 from megalith.fleet.environment import Place
+from megalith.kernels.numbers import Dtypes
 from megalith.machine import lifeline
 from megalith.machine.health import Finding
 from megalith.prove import worlds
+from megalith.spec.numbers import TRAINED
 from megalith.spec.run import LaunchSpec
 from megalith.train.join import choose_device, join
 
 SIZES = (256, 512)
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = tuple(Dtypes.of(precision).compute for precision in TRAINED)
 GIB = 2.0**30
 
 

@@ -19,14 +19,15 @@ from megalith.checkpoint.shares import shares
 from megalith.data.stream import Batch as Samples
 from megalith.fleet import environment
 from megalith.fleet.heartbeat import Heartbeat
+from megalith.kernels.numbers import Dtypes
 from megalith.models.init import initialise, seed_of
 from megalith.models.moe import Moe
 from megalith.models.router import Record, recording
 from megalith.models.stage import Stage
-from megalith.parallel.data import COMPUTE_DTYPE
 from megalith.parallel.precision import apply_precision
 from megalith.prove.updates import update_of
 from megalith.schedule.table import FILE
+from megalith.spec.numbers import PRECISIONS
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.batches import Cut, indices, to_batch
@@ -145,14 +146,14 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
     model = spec.model.build()
     with device:
         stage = Stage(model)
-    apply_precision(stage, "plain")
+    apply_precision(stage, PRECISIONS[spec.train.precision].products)
     for name, part in stage.parts():
         initialise(part, name=name, spec=model, seed=spec.train.seed)
     computes = stage.parameters_by_name()
     parameters = {name: nn.Parameter(p.detach().clone()) for name, p in computes.items()}
     faces = [(p, parameters[name]) for name, p in computes.items()]
     for p in computes.values():
-        p.data = p.data.to(COMPUTE_DTYPE[spec.train.precision])
+        p.data = p.data.to(Dtypes.of(spec.train.precision).compute)
     text, kept = RandomText(spec), Recording()
     o = spec.optimizer
     advance = update_of(parameters, o)

@@ -4,15 +4,14 @@ import tomllib
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from megalith.spec.base import Spec
 from megalith.spec.faults import Reliability
+from megalith.spec.numbers import Rate
 from megalith.spec.problem import Problem, SpecErrors, near
-
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
 
 
 class Accelerator(Spec):
@@ -25,7 +24,7 @@ class Accelerator(Spec):
     title: str
     vendor: str
     device_names: tuple[str, ...] = Field(default=(), description="what torch calls it, in full")
-    peak: dict[Precision, PositiveFloat] = Field(description="dense FLOP/s by precision, without sparsity")
+    peak: dict[Rate, PositiveFloat] = Field(description="dense FLOP/s by precision, without sparsity")
     memory: PositiveInt | None = Field(default=None, description="bytes")
     memory_bandwidth: PositiveFloat | None = Field(default=None, description="bytes/s")
     scale_up: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over its fast links, one direction")

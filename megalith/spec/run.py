@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 from megalith.spec.base import Spec
 from megalith.spec.families import Model
 from megalith.spec.fleet import FleetSpec
+from megalith.spec.numbers import Trained
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 
@@ -31,9 +32,7 @@ class TrainSpec(Spec):
     steps: PositiveInt
     global_batch: PositiveInt = Field(description="sequences a step, over all ranks")
     seq_len: PositiveInt
-    precision: Literal["fp32", "bf16"] = Field(
-        default="bf16", description="bf16 keeps fp32 master weights, moments and reductions"
-    )
+    precision: Trained = Field(default="bf16", description="bf16 keeps fp32 master weights, moments and reductions")
     seed: NonNegativeInt = 0
     z_loss: NonNegativeFloat = Field(default=0.0, description="weight of mean(logsumexp^2), which keeps logits from drifting")
     init_from: str | None = Field(default=None, description="checkpoint folder whose weights the run starts from")

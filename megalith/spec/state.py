@@ -1,14 +1,14 @@
 """What a rank keeps for a parameter: in which number format, where, and cut how. The only arithmetic of bytes a parameter. No torch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
+
+from megalith.spec.numbers import NUMBERS
 
 Category: TypeAlias = Literal["weights", "gradients", "optimizer"]
 CATEGORIES: tuple[Category, ...] = ("weights", "gradients", "optimizer")
 Place: TypeAlias = Literal["device", "host", "disk"]
 Shape: TypeAlias = Literal["like", "row", "column"]
-
-FORMAT_BYTES: Mapping[str, float] = {"fp32": 4, "bf16": 2}
 
 
 class Slot(NamedTuple):
@@ -55,7 +55,7 @@ def kept(number: str, optimizer: Iterable[Slot]) -> tuple[Slot, ...]:
 
 def bytes_each(slots: Iterable[Slot]) -> float:
     """Bytes that these slots take for one parameter, all of it on one rank. A row or a column of a matrix counts as nothing."""
-    return sum(FORMAT_BYTES[slot.number] for slot in slots if slot.shape == "like")
+    return sum(NUMBERS[slot.number].bytes for slot in slots if slot.shape == "like")
 
 
 def lasting(slots: Iterable[Slot]) -> tuple[Slot, ...]:

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megalith.kernels.numbers import Dtypes
 from megalith.mesh import Mesh
 from megalith.models.moe import Moe
 from megalith.models.stage import Stage
 from megalith.parallel.apply import Builder
-from megalith.parallel.data import COMPUTE_DTYPE
 from megalith.parallel.execute import Executor, Hidden
 from megalith.parallel.gradients import Shared, shared
 from megalith.parallel.groups import Groups
@@ -98,7 +98,7 @@ def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool 
     parameters = {name: weight.kept for name, weight in builder.by_name.items()}
     buffers = {name: tensor for runner in runners.values() for name, tensor in runner.stage.lasting_buffers().items()}
     split = plan.context * (plan.tensor if plan.sequence else 1)
-    hidden = Hidden((plan.microbatch, spec.train.seq_len // split, model.dim), COMPUTE_DTYPE[spec.train.precision], device)
+    hidden = Hidden((plan.microbatch, spec.train.seq_len // split, model.dim), Dtypes.of(spec.train.precision).compute, device)
     both_ends = {schedule.rank_of(stage, 0) for stage in (0, schedule.stages - 1)} if schedule.mirrored is None else {0}
     tied = set(tied_names(model).values()) if len(both_ends) > 1 else ()
     return Trainer(

@@ -5,13 +5,14 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from megalith.kernels.numbers import Dtypes
 from megalith.models.flops import flops_per_token
 from megalith.spec import cluster
+from megalith.spec.numbers import PRECISIONS
 from megalith.train.assemble import Trainer
 
 
@@ -45,7 +46,7 @@ class Peak:
     instead: str = ""
 
 
-def catalogue_peak(asked: str, device: str, precision: Literal["fp32", "bf16"]) -> Peak:
+def catalogue_peak(asked: str, device: str, precision: str) -> Peak:
     """Of the device that computes, which torch calls `device`. `asked` is the run's cluster: it says what a device is that the catalogue
     does not know by name, and what a cluster file says of its own device counts; but no name makes a device another one."""
     known = cluster.find(device)
@@ -55,10 +56,11 @@ def catalogue_peak(asked: str, device: str, precision: Literal["fp32", "bf16"]) 
     instead = f"; this is no {asked.partition(':')[0]}, which `cluster` says it is" if other else ""
     if found is None:
         return Peak(None, f"unknown device {device!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name")
-    if precision not in found.peak:
+    rate = PRECISIONS[precision].factors.rate
+    if rate not in found.peak:
         known_rates = ", ".join(found.peak) or "none"
-        return Peak(None, f"{found.title}: no {precision} peak in the catalogue, so no MFU; it has {known_rates}", instead)
-    return Peak(found.peak[precision], f"{found.title}, dense {precision}", instead)
+        return Peak(None, f"{found.title}: no {rate} peak in the catalogue, so no MFU; it has {known_rates}", instead)
+    return Peak(found.peak[rate], f"{found.title}, dense {rate}", instead)
 
 
 def _counted_flops(trainer: Trainer, kept: Path) -> float:
@@ -85,7 +87,7 @@ def _measured_peak(trainer: Trainer, kept: Path) -> float:
     dist.broadcast(rate, group=world, group_src=0)  # one rank looks: over a network, others may not see the file yet
     if float(rate):
         return float(rate)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[trainer.spec.train.precision]
+    dtype = Dtypes.of(trainer.spec.train.precision).compute
     dist.barrier(group=world)  # all ranks measure at once, because all ranks compute at once
     rate = torch.tensor(matmul_rate(dtype, trainer.device), dtype=torch.float64)
     dist.all_reduce(rate, group=world)

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from megalith.parallel.data import COMPUTE_DTYPE, local
+from megalith.kernels.numbers import DTYPE
+from megalith.parallel.data import local
 from megalith.spec.state import GRADIENT, MASTER, Category, Slot, bytes_each
 from megalith.train.optimizers.rule import Part
 
@@ -82,8 +83,8 @@ def _bytes(share: Tensor) -> int:
 def _zeros(slot: Slot, share: Tensor) -> Tensor:
     """A slot's share before the first update: plain memory like the parameter's share."""
     if slot.dropped(share.dim()) is None:
-        return torch.zeros_like(share, dtype=COMPUTE_DTYPE[slot.number])
-    return share.new_zeros(slot.shape_of(share.shape), dtype=COMPUTE_DTYPE[slot.number])
+        return torch.zeros_like(share, dtype=DTYPE[slot.number])
+    return share.new_zeros(slot.shape_of(share.shape), dtype=DTYPE[slot.number])
 
 
 def _like(slot: Slot, share: Tensor, parameter: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalith.kernels.numbers import Dtypes
 from megalith.parallel.data import Bucket, Place, Reducer, Weight, _get, _put, local
 from megalith.schedule.action import parts
 from megalith.spec.run import RunSpec
@@ -171,9 +172,9 @@ def _uneven(rank: int) -> bool:
     part = torch.arange(7 * 5, dtype=torch.float32).view(7, 5) + 1000 * group.rank()
     bias = torch.arange(2, dtype=torch.float32)
     weights = [
-        Weight(nn.Parameter(part.clone()), Place(mesh, (Shard(1),)), torch.float32),
-        Weight(nn.Parameter(bias.clone()), Place(mesh, (Replicate(),)), torch.float32),
-        Weight(nn.Parameter(part.T.clone()), Place(mesh, (Replicate(),), dim=1), torch.float32),
+        Weight(nn.Parameter(part.clone()), Place(mesh, (Shard(1),)), Dtypes.of("fp32")),
+        Weight(nn.Parameter(bias.clone()), Place(mesh, (Replicate(),)), Dtypes.of("fp32")),
+        Weight(nn.Parameter(part.T.clone()), Place(mesh, (Replicate(),), dim=1), Dtypes.of("fp32")),
     ]
     bucket = Bucket(weights)
     gone = all(w.computes.untyped_storage().nbytes() == 0 for w in weights)

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from typing import Any, Literal
 
-from megalith.cost.workload import Format, Practice
+from megalith.cost.workload import Practice
 from megalith.planner.published.rows import CannotSayError, Row
 from megalith.spec import cluster as clusters
 from megalith.spec.cluster import ClusterSpec
@@ -90,7 +90,7 @@ PARTLY = 25.11
 RECORDED = ("GB200", "GB300", "B300")
 """Hardware for which they do."""
 
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, str] = {
     "bf16": "bf16", "bf16-amp": "bf16", "fp16": "fp16", "fp16/bf16 (not stated)": "bf16", "fp8": "fp8", "fp8-cs": "fp8",
     "fp8-amp": "fp8", "mxfp8": "mxfp8", "nvfp4": "fp4", "fp32": "fp32",
 }  # fmt: skip
@@ -178,7 +178,7 @@ def _untuned(row: Row) -> bool:
     )
 
 
-def format_of(row: Row) -> Format:
+def format_of(row: Row) -> str:
     """Return the number format of a row's products. Raises CannotSayError for one that has no name here."""
     if row.text("precision") not in FORMATS:
         raise CannotSayError(f"no such precision: {row.text('precision')!r}")

@@ -1,0 +1,24 @@
+"""Torch's dtypes by the names of `spec/numbers.py`."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from megalith.spec.numbers import PRECISIONS
+from megalith.spec.state import GRADIENT, MASTER
+
+DTYPE: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Dtypes(NamedTuple):
+    """The dtypes of a training: of weights as they compute and activations, of master weights, of sums of gradients."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    reduce: torch.dtype
+
+    @classmethod
+    def of(cls, precision: str) -> "Dtypes":
+        """Return those of a row of PRECISIONS; what is kept for all of them is in the table of state."""
+        return cls(DTYPE[PRECISIONS[precision].compute.name], DTYPE[MASTER.number], DTYPE[GRADIENT.number])

@@ -1,0 +1,150 @@
+"""Number formats, and the precisions that a run computes in: each is one row here, and nowhere else. No torch.
+
+A new format is a row of NUMBERS, its dtype in `kernels/numbers.py` and its kernels. A new precision is a row of PRECISIONS.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number format."""
+
+    name: str
+    bits: int
+    """Bits of one number, without its scale."""
+    significand: int
+    """Significant bits, including the implicit one. Of a format with two layouts, that of activations and weights."""
+    rate: str
+    """Entry of `Accelerator.peak` that gives the rate of its matrix products."""
+    scale: Literal["none", "tensor", "block"] = "none"
+    """What shares a scale."""
+    block: int = 0
+    """Numbers in a block that shares a scale."""
+    scale_bits: int = 0
+    """Bits of a block's scale."""
+
+    @property
+    def width(self) -> float:
+        """Bytes of one number, without its scale."""
+        return self.bits // 8 if self.bits % 8 == 0 else self.bits / 8
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of one number with its share of the block's scale. A tensor's scale is nothing beside the tensor."""
+        return self.width + (self.scale_bits / 8 / self.block if self.block else 0)
+
+    @property
+    def roundoff(self) -> float:
+        """The largest relative error of rounding to this format."""
+        return 2.0**-self.significand
+
+
+NUMBERS: Mapping[str, Number] = {
+    number.name: number
+    for number in (
+        Number("fp32", bits=32, significand=24, rate="fp32"),
+        Number("tf32", bits=32, significand=11, rate="tf32"),  # fp32 in memory, rounded by the matrix units
+        Number("bf16", bits=16, significand=8, rate="bf16"),
+        Number("fp16", bits=16, significand=11, rate="fp16"),
+        Number("fp8", bits=8, significand=4, rate="fp8", scale="tensor"),  # E4M3 (Micikevicius et al. 2022, arXiv:2209.05433)
+        # OCP Microscaling Formats 1.0, section 5: E4M3 in blocks of 32, with a power of two as scale
+        Number("mxfp8", bits=8, significand=4, rate="fp8", scale="block", block=32, scale_bits=8),
+        # NVFP4 (NVIDIA 2025, arXiv:2509.25149): E2M1 in blocks of 16, with an E4M3 scale
+        Number("fp4", bits=4, significand=2, rate="fp4", scale="block", block=16, scale_bits=8),
+    )
+}
+
+FP32, BF16, FP16 = NUMBERS["fp32"], NUMBERS["bf16"], NUMBERS["fp16"]
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """Limits of parity where a plan changes the order of sums and no more: its run is compared with one process, number by number."""
+
+    loss: float = 1e-5
+    """|difference|"""
+    norm: float = 1e-5
+    """|difference| of the gradient norm / reference"""
+    gradient: float = 1e-4
+    """Largest |difference| / largest |reference| of a tensor"""
+    floor: float = 1e-3
+    """A tensor's largest gradient counts as at least this share of the model's largest: less is its own rounding."""
+    weights: float = 0.05
+    """|difference| in learning rates, summed over the steps"""
+    router: float = 1e-6
+    """|difference| of loads and biases"""
+    tie: float = 1e-5
+    """Scores closer than this may be ranked either way."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Limits of parity where each number is visibly rounded: a plan's run and one process in the same precision are both measured from
+    one process in fp32. Each comment gives the largest value found in 66 correct runs: 11 plans, 3 models, 2 seeds."""
+
+    loss: float
+    """|difference| from fp32"""
+    distance: float
+    """Distance of a tensor's gradient from fp32, in that of one process"""
+    scale: float
+    """|factor - 1| by which a tensor's gradient is longer than that of one process"""
+    microbatch: float
+    """|weight - 1| of each microbatch in the gradient of the first step"""
+    norm: float
+    """|difference| of the gradient norm from one process's, relative"""
+    weights: float
+    """Root mean square difference of a tensor from one process's, in learning rates, summed over the steps"""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The number formats that a training computes in. Those of master weights, sums of gradients and moments are in `spec/state.py`."""
+
+    name: str
+    compute: Number
+    """Weights as they compute, activations and their gradients, and what of these travels between ranks."""
+    factors: Number
+    """Weights and activations as inputs of the products in blocks, and what these keep of activations for weight gradients (DeepSeek-V3,
+    arXiv:2412.19437, section 3.3.3; Transformer Engine). Embedding and head multiply in `compute`."""
+    parity: Reordered | Rounded | None
+    """Limits within which a plan trains like one process. None: the trainer does not compute in it, and the planner predicts it."""
+    products: str = "plain"
+    """Name of the recipe of products with weights, a row of `parallel.precision.RECIPES`."""
+
+
+PRECISIONS: Mapping[str, Precision] = {
+    precision.name: precision
+    for precision in (
+        Precision("fp32", compute=FP32, factors=FP32, parity=Reordered()),
+        Precision(
+            "bf16",
+            compute=BF16,
+            factors=BF16,
+            parity=Rounded(
+                loss=1e-3,  # 2e-4
+                distance=2.0,  # 1.7
+                scale=0.01,  # 0.006
+                microbatch=0.005,  # 0.002
+                norm=0.002,  # 0.0004
+                weights=0.1,  # 0.03
+            ),
+        ),
+        Precision("fp16", compute=FP16, factors=FP16, parity=None),
+        Precision("fp8", compute=BF16, factors=NUMBERS["fp8"], parity=None),
+        Precision("mxfp8", compute=BF16, factors=NUMBERS["mxfp8"], parity=None),
+        Precision("fp4", compute=BF16, factors=NUMBERS["fp4"], parity=None),
+    )
+}
+
+TRAINED = tuple(name for name, precision in PRECISIONS.items() if precision.parity)
+"""Precisions that the trainer computes in. The others are only predicted."""
+
+if TYPE_CHECKING:
+    Rate = str
+    Trained = str
+else:
+    Rate = Literal[tuple(dict.fromkeys(number.rate for number in NUMBERS.values()))]
+    Trained = Literal[TRAINED]

@@ -1,0 +1,19 @@
+"""Torch's dtypes are those that the table of formats describes."""
+
+import pytest
+import torch
+
+from megalith.kernels.numbers import DTYPE, Dtypes
+from megalith.spec.numbers import NUMBERS, TRAINED
+
+
+@pytest.mark.parametrize("name", DTYPE)
+def test_a_dtype_has_the_bits_of_its_row(name: str) -> None:
+    number, found = NUMBERS[name], torch.finfo(DTYPE[name])
+    assert found.bits == number.bits
+    assert found.eps / 2 == number.roundoff
+
+
+def test_every_precision_that_is_trained_has_dtypes() -> None:
+    assert {name: Dtypes.of(name).compute for name in TRAINED} == {"fp32": torch.float32, "bf16": torch.bfloat16}
+    assert {dtype for name in TRAINED for dtype in Dtypes.of(name)[1:]} == {torch.float32}
