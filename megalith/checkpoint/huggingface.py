@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
@@ -30,6 +31,7 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "<|begin▁of▁sentence|>", "[BOS]")
 
+AGAIN = "Copy or download it again, or write the folder again with transformers' save_pretrained."
 OUTPUT = "lm_head.weight"  # outside their prefix, and not a tensor of its own when the model is tied
 
 
@@ -155,19 +157,28 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
 def read_config(folder: Path) -> Model:
     """The spec of the model in `folder`. Raises ForeignModelError with every setting that cannot be represented here."""
     try:
-        config: Json = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = _json_object(folder / CONFIG)
     except FileNotFoundError as error:
         raise ForeignModelError(f"{folder} has no {CONFIG}: give a folder written by transformers' save_pretrained") from error
-    except ValueError as error:
-        raise ForeignModelError(f"{folder / CONFIG} cannot be read: {error}") from error
     kind = config.get("model_type")
-    if kind not in BY_MODEL_TYPE:
+    if not isinstance(kind, str) or kind not in BY_MODEL_TYPE:
         known = " or ".join(map(repr, BY_MODEL_TYPE))
         raise ForeignModelError(f"{folder / CONFIG}: model_type = {kind!r}; only {known} can be represented here")
     try:
         return BY_MODEL_TYPE[kind].understood(config, name=folder.name)
     except ForeignModelError as error:
-        raise ForeignModelError(f"{folder / CONFIG}: {error}") from error
+        raise ForeignModelError(f"{folder / CONFIG} {error}") from error
+
+
+def _json_object(path: Path) -> Json:
+    """The object in a file. Raises ForeignModelError if there is something else, OSError if the file cannot be opened."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ForeignModelError(f"{path} cannot be read as JSON: {error}. {AGAIN}") from error
+    if not isinstance(found, dict):
+        raise ForeignModelError(f"{path} holds a {type(found).__name__} where a JSON object is needed. {AGAIN}")
+    return found
 
 
 def read_weights(folder: Path, spec: Model | None = None) -> dict[str, Tensor]:
@@ -187,7 +198,13 @@ def read_weights(folder: Path, spec: Model | None = None) -> dict[str, Tensor]:
         found = {name if name == OUTPUT else foreign.prefix + name: tensor for name, tensor in found.items()}
     ignored = {OUTPUT} if spec.tied else set()
     kept = {name: t for name, t in found.items() if name not in ignored and not name.endswith(foreign.computed)}
-    wanted = {name: tuple(tensor.shape) for name, tensor in to_theirs(spec, _meta(spec)).items()}
+    try:
+        wanted = {name: tuple(tensor.shape) for name, tensor in to_theirs(spec, _meta(spec)).items()}
+    except ValidationError as error:
+        wrong = "; ".join(
+            ": ".join([*(f"{key} = {found['input']!r}" for key in found["loc"][-1:]), found["msg"]]) for found in error.errors()
+        )
+        raise ForeignModelError(f"{folder / CONFIG}: its sizes make no model: {wrong}") from error
     problems = _compare(wanted, {name: tuple(tensor.shape) for name, tensor in kept.items()})
     if problems:
         raise ForeignModelError(f"{folder} does not hold the weights its {CONFIG} speaks of:\n  " + "\n  ".join(problems))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalith.checkpoint.huggingface import (
     ForeignModelError,
+    configuration,
     export,
     import_,
     read_config,
@@ -23,6 +24,7 @@ from megalith.models.batch import Batch
 from megalith.models.stage import Stage
 from megalith.spec.families.llama import Llama
 from megalith.spec.model import RopeScaling
+from megalith.spec.presets import presets
 
 STRETCH = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=32)
 SMALL = Llama(layers=2, dim=32, heads=4, kv_heads=2, ffn=48, vocab=96, context=64)
@@ -186,6 +188,57 @@ def test_every_setting_we_cannot_represent_is_named_at_once(tmp_path):
         read_config(tmp_path / "out")
     for text in ("attention_bias = True", "hidden_act = 'gelu'", "rope_type = 'yarn'", "MixtralForCausalLM"):
         assert text in str(error.value)
+
+
+def test_every_odd_value_is_told_by_the_key_and_the_file_it_stands_in(tmp_path):
+    config = configuration(SMALL) | {"hidden_size": "32", "num_hidden_layers": -2, "tie_word_embeddings": None, "rms_norm_eps": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ForeignModelError) as error:
+        read_config(tmp_path)
+    told = str(error.value)
+    assert str(tmp_path / "config.json") in told
+    for text in (
+        'hidden_size = "32": a whole number is needed',
+        "num_hidden_layers = -2: it must be more than 0",
+        "tie_word_embeddings = null: true or false is needed",
+        "rms_norm_eps = 0: it must be more than 0",
+    ):
+        assert text in told
+    assert "norm_eps = 0" not in told.replace("rms_norm_eps", "") and "dim = " not in told  # our own names
+
+
+def test_sizes_that_contradict_each_other_are_told_by_their_keys(tmp_path):
+    config = configuration(presets()["deepseek-v3"].build()) | {"n_group": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ForeignModelError, match=r"config\.json .*\n  n_group = 3 does not divide n_routed_experts = 256"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"[1, 2]", "holds a list where a JSON object is needed"),
+        (b'{"model_type": "llama"', "cannot be read as JSON"),
+        (b'{"name": "\xff"}', "cannot be read as JSON"),
+        (b"[" * 100_000, "cannot be read as JSON"),
+        (b'{"model_type": ["llama"]}', r"model_type = \['llama'\]"),
+        (b'{"model_type": "mixtral", "num_experts_per_tok": "2"}', 'num_experts_per_tok = "2": a whole number is needed'),
+    ],
+    ids=["a list", "cut short", "not UTF-8", "deep", "a list of kinds", "an odd count"],
+)
+def test_a_config_that_cannot_be_read_is_named(content, told, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ForeignModelError, match=told) as error:
+        read_config(tmp_path)
+    assert str(tmp_path / "config.json") in str(error.value)
+
+
+def test_sizes_that_make_no_model_are_told_with_their_file(tmp_path):
+    export(SMALL, weights_of(SMALL), tmp_path / "out")
+    config = configuration(SMALL) | {"num_attention_heads": 64, "head_dim": None}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ForeignModelError, match=r"config\.json: .*head_dim = 0"):
+        read_weights(tmp_path / "out")
 
 
 def test_older_configurations_are_read_too(tmp_path):

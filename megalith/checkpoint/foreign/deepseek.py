@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, partial_rotation, rope_settings, write_rope
+from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, rope_settings, uneven_rotation, write_rope
 from megalith.checkpoint.foreign.weights import EMBEDDING, FINAL_NORM, GATED_MLP, NORMS, OUTPUT, Piece, layers, same, stacked
 from megalith.spec.families.deepseek import DeepSeek
-from megalith.spec.model import YarnScaling
 
 BIAS_RATE = 0.001  # DeepSeek-V3's; their files do not say it, and without a rate there would be no bias
 
@@ -124,7 +123,7 @@ def _write(spec: DeepSeek) -> Json:
 def _read_yarn(config: Json) -> Read:
     """YaRN, if the model has it."""
     rope = rope_settings(config)
-    problems = partial_rotation(rope)
+    problems = uneven_rotation(rope)
     if rope["rope_type"] not in ("default", "yarn"):
         problems.append(f"rope_type = {rope['rope_type']!r}; what can be represented is 'default' or 'yarn'")
     if rope["rope_type"] != "yarn":
@@ -132,9 +131,8 @@ def _read_yarn(config: Json) -> Read:
     given = {ours: rope[theirs] for ours, theirs in STRETCH.items() if rope.get(theirs) is not None}
     problems += [f"rope_type yarn without {STRETCH[ours]}" for ours in ("factor", "original_context") if ours not in given]
     problems += [f"rope {key} = {rope[key]!r}; only the usual one can be represented" for key in _unusual(rope)]
-    scaling = YarnScaling(**given) if not problems else None
-    problems += _two_readings(scaling) if scaling else []
-    return Read({"rope_theta": rope["rope_theta"], "rope_scaling": scaling}, problems)
+    problems += _two_readings(given.get("mscale"), given.get("mscale_all_dim"))
+    return Read({"rope_theta": rope["rope_theta"], "rope_scaling": given}, problems)
 
 
 def _unusual(rope: Json) -> list[str]:
@@ -142,12 +140,17 @@ def _unusual(rope: Json) -> list[str]:
     return [key for key, values in usual.items() if rope.get(key) not in values]
 
 
-def _two_readings(scaling: YarnScaling) -> list[str]:
-    """DeepSeek's own code and transformers' take one `mscale` without the other differently."""
-    if (scaling.mscale > 0 and scaling.mscale_all_dim > 0) or (scaling.mscale, scaling.mscale_all_dim) == (1.0, 0.0):
+def _two_readings(mscale: Any, all_dim: Any) -> list[str]:
+    """DeepSeek's own code and transformers' take one `mscale` without the other differently: where it is not given (None), the former
+    takes 1.0 and transformers neither."""
+    if (mscale and all_dim) or (mscale in (None, 1.0) and not all_dim):
         return []
-    found = f"mscale = {scaling.mscale} with mscale_all_dim = {scaling.mscale_all_dim}"
+    found = f"mscale = {_given(mscale)} with mscale_all_dim = {_given(all_dim)}"
     return [f"{found}, which transformers reads otherwise than DeepSeek; give both, or 1.0 and 0.0"]
+
+
+def _given(value: Any) -> str:
+    return "(not given)" if value is None else str(value)
 
 
 def _read_v2(config: Json) -> Read:
@@ -182,7 +185,8 @@ def _refuse(spec: DeepSeek) -> list[str]:
         problems.append("shared_experts = 0: transformers' classes have at least one")
     if spec.dim % spec.heads and spec.scores == "softmax":
         problems.append(f"transformers wants heads to divide dim, and {spec.heads} does not divide {spec.dim}")
-    return problems + (_two_readings(spec.rope_scaling) if spec.rope_scaling else [])
+    scaling = spec.rope_scaling
+    return problems + (_two_readings(scaling.mscale, scaling.mscale_all_dim) if scaling else [])
 
 
 GROUPS = {"groups": "n_group", "active_groups": "topk_group"}
@@ -223,6 +227,7 @@ V3 = Foreign(
     fixed=FIXED | {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None), "rope_interleave": (True, None)},
     write=_write,
     read=_read_v3,
+    further=STRETCH | GROUPS,
     refuse=_refuse,
 )
 V2 = replace(

@@ -1,15 +1,27 @@
 """What has to be known of a family to write it as transformers does, and to read it."""
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
-
-from pydantic import ValidationError
 
 from megalith.checkpoint.foreign.weights import Piece
 from megalith.spec.base import Spec
+from megalith.spec.problem import Problem
+from megalith.spec.validate import examine
 
 Json = dict[str, Any]
+
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "rope_scaling": ((dict, NoneType), "an object or null"),
+    "rope_parameters": ((dict, NoneType), "an object or null"),
+    "layer_types": ((list, NoneType), "a list or null"),
+    "router_aux_loss_coef": ((int, float), "a number"),
+    "num_experts_per_tok": ((int,), "a whole number"),
+}
+"""Settings that `read` functions compute with: their types, and the name of these. Every other value is for the spec to judge."""
 
 SIZES = {"vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
 """Our field -> their setting, in families since Llama."""
@@ -56,6 +68,8 @@ class Foreign:
     """Their further settings of a spec; wins over the tables above."""
     read: Callable[[Json], Read] = lambda config: Read({})
     """Our further fields; wins over the tables above."""
+    further: Mapping[str, str] = field(default_factory=dict)
+    """A field that `read` fills -> the setting it comes from, where their names differ."""
     refuse: Callable[[Any], list[str]] = lambda spec: []
     """What keeps a spec from being written."""
     prefix: str = "model."
@@ -78,16 +92,33 @@ class Foreign:
             for setting, values in fixed.items()
             if config.get(setting) not in values
         ]
-        more = self.read(config)
-        problems += more.problems + [f"{theirs} is not given" for theirs in self.needed.values() if theirs not in config]
+        problems += [f"{theirs} is not given" for theirs in self.needed.values() if theirs not in config]
+        unusable = [
+            f"{setting} = {json.dumps(config[setting])}: {kind} is needed"
+            for setting, (types, kind) in KINDS.items()
+            if not isinstance(config.get(setting, types[0]()), types)
+        ]
+        more = Read({}) if unusable else self.read(config)
+        problems += unusable + more.problems
         if problems:
             raise ForeignModelError("cannot be represented here:\n  " + "\n  ".join(problems))
         fields = {ours: config[theirs] for ours, theirs in self.needed.items()}
         fields |= {ours: config.get(theirs, default) for ours, (theirs, default) in self.optional.items()}
-        try:
-            return self.spec.model_validate({"family": self.family, "name": name or self.family} | fields | more.fields)
-        except ValidationError as error:
-            raise ForeignModelError(str(error)) from error
+        found = examine(
+            {"family": self.family, "name": name or self.family} | fields | more.fields, self.spec, source=lambda key: ""
+        )
+        if found.problems:
+            raise ForeignModelError(
+                "holds values that cannot be used; correct them there:\n  " + "\n  ".join(map(self._told, found.problems))
+            )
+        return found.spec
+
+    def _told(self, problem: Problem) -> str:
+        """A finding about the spec, by the names of the settings that the values came from."""
+        theirs = dict(self.needed) | {ours: setting for ours, (setting, _) in self.optional.items()} | dict(self.further)
+        ours = problem.key.split(".")[-1]  # "factor" of rope_scaling.factor: the table is in either of two settings
+        reason = re.sub(r"\b(\w+)(?= = )", lambda word: theirs.get(word[1], word[1]), problem.reason)
+        return f"{theirs.get(ours, ours)} = {json.dumps(problem.value)}: {reason}" if ours else reason
 
     @property
     def family(self) -> str:
@@ -96,10 +127,16 @@ class Foreign:
 
 
 def rope_settings(config: Json) -> Json:
-    """The rotary settings, of transformers 5 or 4: always with "rope_type" and "rope_theta"."""
-    found: Json = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """The rotary settings as transformers 5 takes them: always with "rope_type" and "rope_theta".
+
+    Where there is a `rope_scaling`, which alone transformers 4 knows, `rope_parameters` count for nothing.
+    """
+    found: Json = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    beside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
+    original = "original_max_position_embeddings"
+    wins = {original: config[original]} if original in config else {}
     kind = found.get("rope_type", found.get("type", "default"))
-    return found | {"rope_type": kind, "rope_theta": found.get("rope_theta", config.get("rope_theta", 10_000.0))}
+    return {"rope_theta": 10_000.0} | beside | found | wins | {"rope_type": kind}
 
 
 def plain_rope(config: Json) -> Read:
@@ -107,13 +144,16 @@ def plain_rope(config: Json) -> Read:
     rope = rope_settings(config)
     plain = rope["rope_type"] == "default"
     problems = [] if plain else [f"rope_type = {rope['rope_type']!r}; only 'default' can be represented"]
-    return Read({"rope_theta": rope["rope_theta"]}, problems + partial_rotation(rope))
+    return Read({"rope_theta": rope["rope_theta"]}, problems + uneven_rotation(rope))
 
 
-def partial_rotation(rope: Json) -> list[str]:
-    """What cannot be represented of heads that are rotated in part."""
-    part = rope.get("partial_rotary_factor", 1.0)
-    return [] if part == 1.0 else [f"partial_rotary_factor = {part}; only whole heads are rotated here"]
+def uneven_rotation(rope: Json) -> list[str]:
+    """What cannot be represented of rotations that leave out channels, or differ from layer to layer."""
+    part, nested = rope.get("partial_rotary_factor"), [key for key, value in rope.items() if isinstance(value, dict)]
+    problems = [] if part in (None, 1.0) else [f"partial_rotary_factor = {part!r}; only whole heads are rotated here"]
+    if nested:
+        problems.append(f"rotary settings of their own for {' and '.join(nested)}; all layers are rotated alike here")
+    return problems
 
 
 def write_rope(theta: float, stretch: Json | None = None) -> Json:

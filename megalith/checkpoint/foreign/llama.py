@@ -7,13 +7,12 @@ from megalith.checkpoint.foreign.family import (
     Read,
     habits,
     heads_divide,
-    partial_rotation,
     rope_settings,
+    uneven_rotation,
     write_rope,
 )
 from megalith.checkpoint.foreign.weights import ATTENTION, GATED_MLP, NORMS, Piece, ends, layers
 from megalith.spec.families.llama import Llama
-from megalith.spec.model import RopeScaling
 
 STRETCH = {  # our field -> their setting
     "factor": "factor",
@@ -37,13 +36,13 @@ def _write(spec: Llama) -> Json:
 def _read(config: Json) -> Read:
     """Llama 3.1's stretch, if the model has it."""
     rope = rope_settings(config)
-    problems = partial_rotation(rope)
+    problems = uneven_rotation(rope)
     if rope["rope_type"] not in ("default", "llama3"):
         problems.append(f"rope_type = {rope['rope_type']!r}; what can be represented is 'default' or 'llama3'")
     stretched = rope["rope_type"] == "llama3"
     if stretched:
         problems += [f"rope_type llama3 without {theirs}" for theirs in STRETCH.values() if theirs not in rope]
-    scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in STRETCH.items()}) if stretched and not problems else None
+    scaling = {ours: rope.get(theirs) for ours, theirs in STRETCH.items()} if stretched else None
     return Read({"rope_theta": rope["rope_theta"], "rope_scaling": scaling}, problems)
 
 
@@ -59,9 +58,9 @@ LLAMA = Foreign(
         "hidden_act": ("silu", "swish", None),
         "attention_bias": (False, None),
         "mlp_bias": (False, None),
-        "partial_rotary_factor": (None, 1.0),
     },
     write=_write,
     read=_read,
+    further=STRETCH,
     refuse=heads_divide,
 )

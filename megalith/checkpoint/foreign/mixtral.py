@@ -16,6 +16,9 @@ def _pieces(spec: Mixtral) -> list[Piece]:
     return ends(spec.tied) + layers([*NORMS, *ATTENTION, router, *experts], range(spec.layers))
 
 
+BALANCE = {"balance_weight": "router_aux_loss_coef"}  # our field -> the setting it comes from
+
+
 def write_balance(balance_weight: float, active: int) -> Json:
     """transformers counts each of a token's experts, so its loss is `active` times ours where all is even."""
     return {"router_aux_loss_coef": balance_weight / active}
@@ -56,4 +59,5 @@ MIXTRAL = Foreign(
     },
     write=_write,
     read=_read,
+    further=BALANCE,
 )

@@ -1,7 +1,7 @@
 """Qwen3's mixtures of experts, both ways."""
 
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, plain_rope, write_rope
-from megalith.checkpoint.foreign.mixtral import read_balance, write_balance
+from megalith.checkpoint.foreign.mixtral import BALANCE, read_balance, write_balance
 from megalith.checkpoint.foreign.qwen3 import HEAD_NORMS
 from megalith.checkpoint.foreign.weights import ATTENTION, NORMS, Piece, ends, layers, same, stacked
 from megalith.spec.families.qwen3_moe import Qwen3Moe
@@ -44,4 +44,5 @@ QWEN3_MOE = Foreign(
     },
     write=_write,
     read=_read,
+    further=BALANCE | {"experts": "num_experts"},
 )
