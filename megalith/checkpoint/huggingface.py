@@ -5,12 +5,13 @@ permutation. Only safetensors files are read and written: a pickled `.bin` could
 """
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalith.checkpoint import folder as files
@@ -18,7 +19,7 @@ from megalith.checkpoint import tensors as safetensors
 from megalith.checkpoint.checkpointer import Checkpointer, Failed
 from megalith.checkpoint.foreign.family import Foreign, ForeignModelError, Json
 from megalith.checkpoint.foreign.table import BY_FAMILY, BY_MODEL_TYPE
-from megalith.checkpoint.foreign.weights import convert_to_ours, convert_to_theirs
+from megalith.checkpoint.foreign.weights import Piece, convert_to_ours, convert_to_theirs
 from megalith.data import tokenizer as tokenizers
 from megalith.data.tokenizer import TOKENIZER_CONFIG_FILE, Tokenizer
 from megalith.models.stage import Stage
@@ -165,7 +166,7 @@ def read_config(folder: Path) -> Model:
         known = " or ".join(map(repr, BY_MODEL_TYPE))
         raise ForeignModelError(f"{folder / CONFIG}: model_type = {kind!r}; only {known} can be represented here")
     try:
-        return BY_MODEL_TYPE[kind].understood(config, name=folder.name)
+        return BY_MODEL_TYPE[kind].understood(config, name=os.fsencode(folder.name).decode(errors="replace"))
     except ForeignModelError as error:
         raise ForeignModelError(f"{folder / CONFIG} {error}") from error
 
@@ -190,14 +191,19 @@ def read_weights(folder: Path, spec: Model | None = None) -> dict[str, Tensor]:
     """
     spec = spec or read_config(folder)
     foreign = _foreign(spec)
-    found: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
-        with safe_open(folder / file, framework="pt") as content:
-            found |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118  (not a mapping)
+    found = _stored(folder)
     if not any(name.startswith(foreign.prefix) for name in found):  # written by the model without its head
         found = {name if name == OUTPUT else foreign.prefix + name: tensor for name, tensor in found.items()}
-    ignored = {OUTPUT} if spec.tied else set()
-    kept = {name: t for name, t in found.items() if name not in ignored and not name.endswith(foreign.computed)}
+    kept = {name: tensor for name, tensor in found.items() if not name.endswith(foreign.computed)}
+    different = _different(foreign.pieces(spec), kept)
+    if spec.tied and OUTPUT in kept:
+        embedding = next(piece.theirs[0] for piece in foreign.pieces(spec) if "embedding.weight" in piece.ours)
+        output = kept.pop(OUTPUT)
+        if not _equal(kept.setdefault(embedding, output), output):
+            different.append(
+                f"{OUTPUT} is not the same as {embedding}, with tie_word_embeddings = true. transformers keeps the two apart; to import "
+                f'both, write "tie_word_embeddings": false in {CONFIG}'
+            )
     try:
         wanted = {name: tuple(tensor.shape) for name, tensor in to_theirs(spec, _meta(spec)).items()}
     except ValidationError as error:
@@ -205,21 +211,59 @@ def read_weights(folder: Path, spec: Model | None = None) -> dict[str, Tensor]:
             ": ".join([*(f"{key} = {found['input']!r}" for key in found["loc"][-1:]), found["msg"]]) for found in error.errors()
         )
         raise ForeignModelError(f"{folder / CONFIG}: its sizes make no model: {wrong}") from error
-    problems = _compare(wanted, {name: tuple(tensor.shape) for name, tensor in kept.items()})
+    problems = _compare(wanted, {name: tuple(tensor.shape) for name, tensor in kept.items()}) + different
     if problems:
         raise ForeignModelError(f"{folder} does not hold the weights its {CONFIG} speaks of:\n  " + "\n  ".join(problems))
     return convert_to_ours(foreign.pieces(spec), kept)
 
 
-def _weight_files(folder: Path) -> list[str]:
-    if (folder / WEIGHTS_INDEX).exists():
-        found = sorted(set(json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+def _stored(folder: Path) -> dict[str, Tensor]:
+    """Every tensor in the folder's files. Raises ForeignModelError naming a file that cannot be read, or two that hold the same tensor."""
+    found: dict[str, Tensor] = {}
+    where: dict[str, Path] = {}
+    for path in _weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as content:
+                tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118  (not a mapping)
+        except (SafetensorError, OSError) as error:
+            size = f"{path.stat().st_size:,} bytes" if path.exists() else "not there"
+            raise ForeignModelError(f"{path} ({size}) cannot be read as safetensors: {error}. {AGAIN}") from error
+        twice = [f"{name} is in {where[name]} too" for name in tensors if name in where]
+        if twice:
+            raise ForeignModelError(f"{path} holds tensors that another file has: {'; '.join(twice)}. Keep one of each.")
+        found |= tensors
+        where |= dict.fromkeys(tensors, path)
+    return found
+
+
+def _different(pieces: Iterable[Piece], found: Mapping[str, Tensor]) -> list[str]:
+    """Every tensor that is one of ours a second time, and holds other numbers."""
+    return [
+        f"{copy} is not the same as {first}, and here a model has one tensor for both"
+        for first, *copies in (piece.theirs for piece in pieces if piece.copied)
+        for copy in copies
+        if first in found and copy in found and not _equal(found[first], found[copy])
+    ]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """One file where there is one, which transformers too looks for first; else those the index names."""
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    index = folder / WEIGHTS_INDEX
+    if index.exists():
+        named = _json_object(index).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+            raise ForeignModelError(f"{index} has no weight_map from names of tensors to files. {AGAIN}")
+        found = sorted(set(named.values()))
         wrong = [file for file in found if Path(file).name != file or not (folder / file).exists()]
         if wrong:
-            raise ForeignModelError(f"{folder / WEIGHTS_INDEX} names files that are not there: {', '.join(wrong)}")
-        return found
-    if (folder / WEIGHTS).exists():
-        return [WEIGHTS]
+            raise ForeignModelError(f"{index} names files that are not there: {', '.join(wrong)}. {AGAIN}")
+        return [folder / file for file in found]
     pickled = sorted(path.name for path in folder.glob("*.bin"))
     if pickled:
         raise ForeignModelError(

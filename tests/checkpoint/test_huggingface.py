@@ -1,11 +1,13 @@
 """Weights and configurations travel to transformers and back unchanged."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalith.checkpoint.huggingface import (
@@ -257,6 +259,98 @@ def test_pickled_weights_are_refused_with_the_way_out(tmp_path):
     torch.save({}, tmp_path / "out" / "pytorch_model.bin")
     with pytest.raises(ForeignModelError, match=r"pickled weights \(pytorch_model.bin\).*save_pretrained"):
         read_weights(tmp_path / "out")
+
+
+def rewritten(folder: Path, **changes: Tensor) -> Path:
+    """An export of the tied model, some tensors of its file changed after."""
+    spec = SPECS["tied"]
+    export(spec, weights_of(spec), folder, dtype=torch.float32)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | changes, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_a_tied_model_with_another_output_in_its_file_is_refused_and_untied_it_is_what_transformers_has(tmp_path, transformers):
+    spec = SPECS["tied"]
+    other = torch.randn(spec.vocab, spec.dim, generator=torch.Generator().manual_seed(5))
+    folder = rewritten(tmp_path / "out", **{"lm_head.weight": other})
+    with pytest.raises(ForeignModelError, match=r"lm_head.weight is not the same as model.embed_tokens.weight") as error:
+        read_weights(folder)
+    assert '"tie_word_embeddings": false' in str(error.value)
+    tokens = torch.randint(spec.vocab, (2, 48), generator=torch.Generator().manual_seed(1))
+    apart = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    ours = stage_of(read_config(folder), read_weights(folder)).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens, Batch(tokens)), apart(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_tied_model_may_have_its_one_matrix_twice_or_under_the_name_of_the_output(tmp_path):
+    expected = weights_of(SPECS["tied"])
+    folder = rewritten(tmp_path / "out", **{"lm_head.weight": expected["embedding.weight"].clone()})
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in read_weights(folder).items())
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    back = read_weights(folder)
+    assert back.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in back.items())
+
+
+@pytest.mark.parametrize("kept", [0, 7, 300, -1])
+def test_a_file_that_was_cut_short_is_named(kept, tmp_path):
+    export(SMALL, weights_of(SMALL), tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ForeignModelError, match=r"model\.safetensors \([\d,]+ bytes\) cannot be read .* again") as error:
+        read_weights(tmp_path / "out")
+    assert str(file) in str(error.value)
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_named(tmp_path):
+    folder = tmp_path / os.fsdecode(b"out\xff")
+    export(SMALL, weights_of(SMALL), folder)
+    assert read_config(folder).name == "out\ufffd"
+    with pytest.raises(ForeignModelError, match=r"model\.safetensors .* not valid UTF-8") as error:
+        read_weights(folder)
+    assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("[]", "holds a list where a JSON object is needed"),
+        ("{}", "has no weight_map"),
+        ('{"weight_map": {"a": 1}}', "has no weight_map"),
+        ('{"weight_map": {"a": "b.safetensors"}}', "names files that are not there: b.safetensors"),
+    ],
+)
+def test_an_index_that_cannot_be_used_is_named(content, told, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(configuration(SMALL)))
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ForeignModelError, match=told) as error:
+        read_weights(tmp_path)
+    assert "model.safetensors.index.json" in str(error.value)
+
+
+def test_a_tensor_that_two_files_hold_is_named_with_both(tmp_path):
+    export(SMALL, weights_of(SMALL), tmp_path / "out", dtype=torch.float32, file_bytes=20_000)
+    first, second = sorted((tmp_path / "out").glob("model-*.safetensors"))[:2]
+    name, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {name: tensor + 1}, second)
+    with pytest.raises(ForeignModelError, match=f"{second.name} holds tensors .* {name} is in .*{first.name} too"):
+        read_weights(tmp_path / "out")
+
+
+def test_one_file_counts_before_an_index_as_in_transformers(tmp_path, transformers):
+    weights = weights_of(SMALL)
+    export(SMALL, weights, tmp_path / "out", dtype=torch.float32, file_bytes=20_000)
+    export(SMALL, {name: tensor + 1 for name, tensor in weights.items()}, tmp_path / "other", dtype=torch.float32)
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(read_weights(tmp_path / "out")["embedding.weight"], weights["embedding.weight"] + 1)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(theirs.model.embed_tokens.weight, weights["embedding.weight"] + 1)
 
 
 def test_an_import_is_a_checkpoint_of_step_0(tmp_path, tokenizer):

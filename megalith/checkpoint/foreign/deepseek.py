@@ -77,9 +77,8 @@ def _copied(piece: Piece, copies: Sequence[str]) -> Piece:
     """`piece` of one tensor, which they have under further names too."""
     if not copies:
         return piece
-    return Piece(
-        piece.ours, piece.theirs + tuple(copies), lambda found: list(found) * (1 + len(copies)), lambda found: [found[0]]
-    )
+    names = piece.theirs + tuple(copies)
+    return Piece(piece.ours, names, lambda found: list(found) * len(names), lambda found: [found[0]], copied=True)
 
 
 def _ahead(block: Sequence[Piece], depth: int, layer: int) -> list[Piece]:

@@ -17,6 +17,8 @@ class Piece:
     theirs: tuple[str, ...]
     to_theirs: Convert
     to_ours: Convert
+    copied: bool = False
+    """Whether each of theirs holds all the numbers: the first counts, and the others are compared with it."""
 
     def under(self, ours: str, theirs: str) -> "Piece":
         """The same with prefixes before all names."""

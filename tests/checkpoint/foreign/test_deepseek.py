@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalith.checkpoint.foreign.family import ForeignModelError
@@ -86,6 +87,21 @@ def test_what_transformers_saves_is_imported(name, tmp_path):
     assert read_config(folder).model_copy(update={"name": spec.name}) == spec
     expected = weights_of(spec)
     assert all(torch.equal(weight, expected[name]) for name, weight in read_weights(folder).items())
+
+
+@pytest.mark.parametrize(
+    ("copy", "first"),
+    [
+        ("model.layers.3.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("model.layers.3.shared_head.head.weight", "lm_head.weight"),
+    ],
+)
+def test_a_copy_that_is_none_is_not_dropped(copy, first, tmp_path):
+    file = written(SPECS["v3"], tmp_path / "out") / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {copy: tensors[copy] + 1}, file)
+    with pytest.raises(ForeignModelError, match=f"{copy} is not the same as {first}"):
+        read_weights(tmp_path / "out")
 
 
 def test_further_tokens_are_written_as_deepseek_released_them():
