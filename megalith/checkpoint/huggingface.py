@@ -83,9 +83,10 @@ def export(
 ) -> list[Path]:
     """Write a folder that transformers (4.46 and later) loads; the files written.
 
-    `weights` maps our parameter names to whole tensors; `tokenizer` goes along with them, and says what ends a text. Weights beyond
-    `file_bytes` go to several files. Raises ValueError for a family that transformers has not, and naming all weights that are missing,
-    left over or of another shape; FileExistsError if `out` has files.
+    `weights` maps our parameter names to whole tensors, which are written as `dtype` but for those that transformers keeps in fp32;
+    `tokenizer` goes along with them, and says what ends a text. Weights beyond `file_bytes` go to several files. Raises ValueError for a
+    family that transformers has not, and naming all weights that are missing, left over or of another shape; FileExistsError if `out` has
+    files; OSError naming `out` if it cannot be made.
     """
     foreign = _foreign(spec)
     problems = _compare(shapes(spec), {name: tuple(tensor.shape) for name, tensor in weights.items()})
@@ -95,7 +96,8 @@ def export(
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} already holds files. Give a new folder, or remove it first.")
     out.mkdir(parents=True, exist_ok=True)
-    written = _write_weights(to_theirs(spec, weights), out, dtype, file_bytes)
+    theirs = to_theirs(spec, weights)
+    written = _write_weights(theirs, out, {name: foreign.written_as(name, dtype) for name in theirs}, file_bytes)
     special = _special_tokens(tokenizer) if tokenizer else {}
     ids = {f"{end}_token_id": number for end, (_, number) in special.items()}
     documents = {CONFIG: configuration(spec, ids=ids, dtype=dtype), "generation_config.json": {"_from_model_config": True} | ids}
@@ -109,12 +111,12 @@ def export(
     return written
 
 
-def _write_weights(weights: Mapping[str, Tensor], out: Path, dtype: torch.dtype, file_bytes: int) -> list[Path]:
+def _write_weights(weights: Mapping[str, Tensor], out: Path, dtypes: Mapping[str, torch.dtype], file_bytes: int) -> list[Path]:
     """The weights in files of at most `file_bytes` (a larger tensor has one of its own), each converted when its turn comes."""
+    sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in weights.items()}
     groups: list[list[str]] = [[]]
     room = file_bytes
-    for name, tensor in weights.items():
-        size = tensor.numel() * dtype.itemsize
+    for name, size in sizes.items():
         if groups[-1] and size > room:
             groups.append([])
             room = file_bytes
@@ -124,12 +126,13 @@ def _write_weights(weights: Mapping[str, Tensor], out: Path, dtype: torch.dtype,
         [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)] if len(groups) > 1 else [WEIGHTS]
     )
     for file, group in zip(names, groups, strict=True):
-        safetensors.write(out / file, {name: weights[name].detach().to(dtype) for name in group})
+        safetensors.write(out / file, {name: weights[name].detach().to(dtypes[name]) for name in group})
     written = [out / file for file in names]
     if len(groups) > 1:
-        total = sum(tensor.numel() for tensor in weights.values()) * dtype.itemsize
         where = {name: file for file, group in zip(names, groups, strict=True) for name in group}
-        (out / WEIGHTS_INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
+        (out / WEIGHTS_INDEX).write_text(
+            json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}, indent=2) + "\n"
+        )
         written.append(out / WEIGHTS_INDEX)
     return written
 

@@ -228,6 +228,7 @@ V3 = Foreign(
     read=_read_v3,
     further=STRETCH | GROUPS,
     refuse=_refuse,
+    exact=("e_score_correction_bias",),
 )
 V2 = replace(
     V3,

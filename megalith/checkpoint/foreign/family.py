@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
+import torch
+
 from megalith.checkpoint.foreign.weights import Piece
 from megalith.spec.base import Spec
 from megalith.spec.problem import Problem
@@ -76,6 +78,12 @@ class Foreign:
     """What all their names but the output's begin with; old files leave it out."""
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Ends of names of tensors, in old files, that follow from the configuration."""
+    exact: tuple[str, ...] = ()
+    """Ends of names of tensors that transformers keeps in fp32, whatever the type of the others."""
+
+    def written_as(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Type to write their tensor `name` in, where the model's is `dtype`."""
+        return torch.float32 if name.endswith(self.exact) else dtype
 
     def configuration(self, spec: Any) -> Json:
         """The settings that say all of `spec`."""

@@ -104,6 +104,22 @@ def test_a_copy_that_is_none_is_not_dropped(copy, first, tmp_path):
         read_weights(tmp_path / "out")
 
 
+def test_the_bias_of_the_choice_of_experts_keeps_its_fp32_where_all_else_is_bf16(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (a dependency of the tests only)")
+    spec, name = SPECS["v3"], "mlp.gate.e_score_correction_bias"
+    weights = weights_of(spec)
+    export(spec, weights, tmp_path / "out", dtype=torch.bfloat16)
+    bias = weights["blocks.1.mlp.router.bias"]
+    assert not torch.equal(bias, bias.bfloat16().float()), "bf16 would do"
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {key for key, tensor in written.items() if tensor.dtype != torch.bfloat16} == {
+        key for key in written if key.endswith(name)
+    }
+    assert torch.equal(read_weights(tmp_path / "out")["blocks.1.mlp.router.bias"], bias)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()[f"model.layers.1.{name}"]
+    assert theirs.dtype == torch.float32 and torch.equal(theirs, bias)
+
+
 def test_further_tokens_are_written_as_deepseek_released_them():
     spec = SPECS["v3"]
     weights = weights_of(spec)
