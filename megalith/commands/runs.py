@@ -42,8 +42,10 @@ def check(request: RunRequest, *, world: int | None = None, look: bool = True) -
     begun = look and named and bool(committed(request.folder(resolved.spec) / "checkpoints"))
     found = find_problems(resolved.spec, world=world, files=look, begun=begun, provenance=resolved.provenance)
     if reading.problems:
-        faulty = {_table(problem.key) for problem in reading.problems}  # a default in one may stand for what a faulty key meant
-        raise SpecErrors([*reading.problems, *(p for p in found if p.source != "default" or _table(p.key) not in faulty)])
+        known = {problem.key for problem in reading.problems}
+        faulty = {_table(key) for key in known}  # a default in one may stand for what a faulty key meant
+        others = (p for p in found if p.key not in known and (p.source != "default" or _table(p.key) not in faulty))
+        raise SpecErrors([*reading.problems, *others])
     return Checked(resolved, found)
 
 
@@ -55,4 +57,5 @@ def differences(resolved: Resolved, folder: Path) -> list[Problem]:
     """Return why this run cannot resume the one in `folder`. Without a checkpoint there is nothing to resume, and any run may start."""
     if not (folder / files.FILE).is_file() or not committed(folder / "checkpoints"):
         return []
-    return check_resume(files.load(folder / files.FILE).spec, resolved.spec, provenance=resolved.provenance)
+    saved = files.read(folder / files.FILE).resolved.spec  # its cluster's file need not be there any more
+    return check_resume(saved, resolved.spec, provenance=resolved.provenance)
