@@ -100,6 +100,18 @@ def test_a_line_torn_by_a_dead_writer_is_passed_over(tmp_path):
     assert "step 2/5" in text(shown)
 
 
+@pytest.mark.parametrize(
+    "line", ["[1, 2]", "null", '{"step":3}', '{"type":"step","time":1.0,"step":"three"}', '{"type":"weather","time":1.0}']
+)
+def test_a_line_that_holds_nothing_to_show_does_not_end_the_display(tmp_path, log, line):
+    shown = console(terminal=False)
+    with Follow(tmp_path, 5, shown), (tmp_path / events.FILE).open("a") as file:
+        file.write(f"{line}\n")
+        file.flush()
+        log.write(step(2))
+    assert re.findall(r"step (\d)/5", text(shown)) == ["2"]
+
+
 def test_validation_and_problems_are_said(tmp_path, log):
     shown = console(terminal=False)
     with Follow(tmp_path, 5, shown) as follow:

@@ -142,6 +142,13 @@ def test_an_unknown_peak_is_said_and_not_guessed(tmp_path):
     assert "no peak known: cpu is not in the catalogue" in page
 
 
+def test_lines_that_hold_no_event_are_counted_at_the_foot(page, tmp_path):
+    assert "no event" not in page
+    with (log(tmp_path, start(), step(1)) / events.FILE).open("a") as file:
+        file.write("3\n")
+    assert "Skipped 1 line of the log that holds no event." in write(tmp_path).read_text(encoding="utf-8")
+
+
 def test_writing_again_replaces_the_page(tmp_path):
     write(tmp_path)
     page = write(log(tmp_path, start(), step(1))).read_text(encoding="utf-8")
