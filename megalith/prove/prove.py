@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 
 from megalith.prove import rounding
+from megalith.prove.compare import Recording, Row, compare, ties
 from megalith.prove.draw import Draw, draw, key_of
-from megalith.prove.parity import Recording, Row, compare, record, reference, ties
+from megalith.prove.parity import record, reference
 from megalith.prove.worlds import run_ranks
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import assemble, mesh_groups

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megalith.prove.parity import Recording, Row, moved_tokens, worst
+from megalith.prove.compare import Recording, Row, moved_tokens, worst
 
 FARTHER = (
     2.0  # how much farther from fp32 than one process a tensor's gradient may lie; found: 1.4, for norms over eight channels

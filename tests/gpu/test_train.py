@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megalith.parallel.gradients import local
-from megalith.prove.parity import compare, record, reference
+from megalith.prove.compare import compare
+from megalith.prove.parity import record, reference
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.join import choose_device

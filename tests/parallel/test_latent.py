@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from megalith.prove.parity import OPTIMIZER, Recording, compare, record, reference
+from megalith.prove.compare import Recording, compare
+from megalith.prove.parity import OPTIMIZER, record, reference
 from megalith.spec.run import RunSpec
 from tests.parallel.running import CPU, trainer_of
 from tests.ranks import run_ranks

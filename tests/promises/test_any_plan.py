@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.prove.parity import Recording, compare, record, reference, shrink
+from megalith.prove.compare import Recording, compare
+from megalith.prove.parity import record, reference, shrink
 from megalith.spec.run import OptimizerSpec, RunSpec
 from megalith.train.assemble import assemble, mesh_groups
 from tests.ranks import run_ranks

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from megalith.prove.compare import Recording, compare
 from megalith.prove.draw import AXES, Draw, draw, legal, uncovered
-from megalith.prove.parity import Recording, compare, reference, shrink
+from megalith.prove.parity import reference, shrink
 from megalith.prove.prove import CPU, prove, recorded
 from tests.specs import tiny_run
 

@@ -17,7 +17,8 @@ from megalith.kernels.multiply import OUTSIDE, Multiply
 from megalith.models.batch import Batch
 from megalith.models.stage import Stage
 from megalith.parallel.precision import RECIPES, apply_precision
-from megalith.prove.parity import Recording, compare, record, reference, shrink
+from megalith.prove.compare import Recording, compare
+from megalith.prove.parity import record, reference, shrink
 from megalith.spec.families import FAMILIES, family_of
 from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec

@@ -17,7 +17,8 @@ from megalith.events import Step, Validation, of_kind, read
 from megalith.fleet.exit_codes import ExitCode
 from megalith.parallel.data import local
 from megalith.parallel.gradients import NotFinite
-from megalith.prove.parity import compare, record, reference, shrink
+from megalith.prove.compare import compare
+from megalith.prove.parity import record, reference, shrink
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.post_validation import Stepper

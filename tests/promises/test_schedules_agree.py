@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.prove.parity import FLOOR, record
+from megalith.prove.compare import FLOOR
+from megalith.prove.parity import record
 from megalith.schedule import SCHEDULES, build
 from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec

@@ -30,7 +30,8 @@ from megalith.fleet.report import Reported
 from megalith.fleet.seat import Seat
 from megalith.fleet.signs import StateCorrupt
 from megalith.fleet.tiers import Source, Tier
-from megalith.prove.parity import compare, record, reference, shrink
+from megalith.prove.compare import compare
+from megalith.prove.parity import record, reference, shrink
 from megalith.spec.optimizers import OPTIMIZERS, Kind
 from megalith.spec.run import OptimizerSpec, RunSpec
 from megalith.spec.state import Slot

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 
+from megalith.prove.compare import compare
 from megalith.prove.draw import AXES, legal
-from megalith.prove.parity import compare, reference, shrink
+from megalith.prove.parity import reference, shrink
 from megalith.prove.prove import CPU
 from megalith.schedule.file import dump
 from megalith.schedule.one_f_one_b import one_f_one_b

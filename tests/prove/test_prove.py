@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megalith.prove import prove as module
+from megalith.prove.compare import Recording, Row, compare
 from megalith.prove.draw import Draw, draw
-from megalith.prove.parity import Recording, Row, compare
 from megalith.prove.prove import FEW, Proof, prove, prove_drawn
 
 pytestmark = pytest.mark.slow

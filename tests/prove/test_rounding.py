@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalith.prove.parity import Recording, Routed
+from megalith.prove.compare import Recording, Routed
 from megalith.prove.rounding import compare
 
 NAMES = ("routing", "loss", "gradients")
