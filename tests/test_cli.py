@@ -44,6 +44,8 @@ sys.exit(status)
 
 
 HEAVY = {"torch", "numpy"}
+SPECIFICATIONS = {"pydantic", "megalith.spec.run"}
+"""They take 0.2 s to import, which help need not wait for."""
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,12 @@ def test_refusing_to_train_does_without_torch():
 )
 def test_what_needs_no_ranks_does_without_torch(arguments: list[str]):
     done = python(NO_TORCH.format(arguments=arguments, without={"torch"}))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["export", "--help"], ["data", "prepare", "--help"]], ids=" ".join)
+def test_help_reads_no_specification(arguments: list[str]):
+    done = python(NO_TORCH.format(arguments=arguments, without=HEAVY | SPECIFICATIONS))
     assert done.returncode == 0, done.stderr
 
 
