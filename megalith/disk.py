@@ -19,6 +19,15 @@ def is_unavailable(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in UNAVAILABLE
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder that was asked for, and those above it, where they are not there yet. Raises OSError naming it, with the way out."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        advice = f"this folder cannot be made ({error.strerror}): choose another, or one you may write to"
+        raise type(error)(error.errno, advice, str(folder)) from error
+
+
 def append(descriptor: int, line: bytes) -> bool:
     """Append a line to a file that is open for reading and appending; False if not all of it could be written. What a writer before left
     of a line, when it died or could not write either, is a line of its own then: who reads the file leaves it out."""

@@ -103,3 +103,11 @@ def test_a_process_outlives_output_to_a_full_disk() -> None:
             print("a line\nand another", file=output, flush=True)
     finally:
         os.close(descriptor)
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("mine")
+    for folder in (tmp_path / "note.txt", tmp_path / "note.txt" / "out", tmp_path / ("d" * 300)):
+        with pytest.raises(OSError, match=r"cannot be made .*choose another") as error:
+            disk.make_folder(folder)
+        assert str(folder) in str(error.value) and error.value.errno

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megalith import disk
 from megalith.checkpoint import folder as files
 from megalith.checkpoint import tensors as safetensors
 from megalith.checkpoint.checkpointer import Checkpointer, Failed
@@ -95,7 +96,7 @@ def export(
         raise ValueError("cannot export:\n  " + "\n  ".join(problems))
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} already holds files. Give a new folder, or remove it first.")
-    out.mkdir(parents=True, exist_ok=True)
+    disk.make_folder(out)
     theirs = to_theirs(spec, weights)
     written = _write_weights(theirs, out, {name: foreign.written_as(name, dtype) for name in theirs}, file_bytes)
     special = _special_tokens(tokenizer) if tokenizer else {}
@@ -288,6 +289,7 @@ def import_(folder: Path, out: Path) -> Path:
     checkpoints = out / "checkpoints"
     if files.committed(checkpoints):
         raise FileExistsError(f"{checkpoints} already has checkpoints. Give a new folder.")
+    disk.make_folder(checkpoints)
     meta = {"step": 0, "samples": 0, "spec": {"model": spec.model_dump(mode="json")}, "imported_from": folder.name}
     buffers = {name: torch.zeros(buffer.shape, dtype=buffer.dtype) for name, buffer in _stage(spec).lasting_buffers().items()}
     checkpointer = Checkpointer(checkpoints, keep=1)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from megalith import disk
 from megalith.data.errors import DataError
 from megalith.data.manifest import (
     DEFAULT_READING,
@@ -139,9 +140,9 @@ def _damage(out: Path, manifest: Manifest) -> str | None:
 def _folder_for(out: Path) -> Iterator[Path]:
     """A folder beside `out` that takes its name, and its place, when the block ends well and is removed when it does not."""
     out = out.resolve()
-    out.parent.mkdir(parents=True, exist_ok=True)
+    disk.make_folder(out.parent)
     folder = out.with_name(f".{out.name}.partial")
-    folder.mkdir(exist_ok=True)
+    disk.make_folder(folder)
     lock = os.open(folder, os.O_RDONLY)
     try:
         _lock(lock, out)

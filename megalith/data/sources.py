@@ -11,6 +11,7 @@ Each may be compressed (`.xz`, `.gz`, `.bz2`, `.zst`). Text is UTF-8; line ends 
 """
 
 import bz2
+import errno
 import gzip
 import hashlib
 import importlib
@@ -31,7 +32,7 @@ from megalith.data.manifest import DEFAULT_READING, Reading, SourceRecord, file_
 
 Advance = Callable[[int], None]
 
-_DOMAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_DOMAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")  # of a length that leaves room in the names of shards
 _CHAPTERS = (
     r"heading:(CHAPTER|Chapter) [IVXL0-9]+|VOLUME [IVX]+$|(EMMA|MANSFIELD PARK|NORTHANGER ABBEY|Persuasion"
     r"|PRIDE AND PREJUDICE|SENSE AND SENSIBILITY)$"
@@ -56,17 +57,27 @@ class Source:
 def parse_source(text: str) -> Source:
     """`NAME=PATH`, or `PATH` whose file or folder name becomes the domain's. Raises DataError for a name that cannot be one."""
     name, equals, path = text.partition("=")
-    if equals and _DOMAIN.fullmatch(name) and path and not Path(text).exists():
+    if equals and _DOMAIN.fullmatch(name) and path and not _exists(text):
         return Source(name, path)
     if text == bundled.AUSTEN:
         return Source("austen", text)
     name = _without_endings(Path(text).resolve().name)
     if not _DOMAIN.fullmatch(name):
         raise DataError(
-            f"The source {text!r} gives its domain the name {name!r}; a name is made of letters, digits and _ . - "
+            f"The source {text!r} gives its domain the name {name!r}; a name is made of at most 200 letters, digits and _ . - "
             f"and begins with a letter or digit. Write NAME={text} to choose one."
         )
     return Source(name, text)
+
+
+def _exists(path: str) -> bool:
+    """False also for what is too long to be a path."""
+    try:
+        return Path(path).exists()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return False
 
 
 def parse_sources(texts: Iterable[str | Source]) -> tuple[Source, ...]:
@@ -79,7 +90,7 @@ def parse_sources(texts: Iterable[str | Source]) -> tuple[Source, ...]:
         except DataError as error:
             problems.append(str(error))
             continue
-        if source.path != bundled.AUSTEN and not Path(source.path).exists():
+        if source.path != bundled.AUSTEN and not _exists(source.path):
             problems.append(
                 f"The source {source.path!r} (domain {source.domain}) does not exist in {Path.cwd()}. "
                 f"Give a file, a folder or {bundled.AUSTEN}, with NAME= before it to name its domain."

@@ -281,7 +281,9 @@ def test_a_tied_model_with_another_output_in_its_file_is_refused_and_untied_it_i
     apart = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    ours = stage_of(read_config(folder), read_weights(folder)).eval()
+    untied = spec.model_copy(update={"tied": False})
+    assert read_config(folder) == same(untied).model_copy(update={"name": "out"})
+    ours = stage_of(untied, read_weights(folder)).eval()
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens, Batch(tokens)), apart(tokens).logits, atol=1e-4, rtol=1e-4)
 
@@ -366,3 +368,14 @@ def test_an_import_is_a_checkpoint_of_step_0(tmp_path, tokenizer):
     assert load(tmp_path / "run").fingerprint == tokenizer.fingerprint
     with pytest.raises(FileExistsError, match="already has checkpoints"):
         import_(tmp_path / "theirs", tmp_path / "run")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    export(SMALL, weights_of(SMALL), tmp_path / "theirs")
+    (tmp_path / "note.txt").write_text("mine")
+    out = tmp_path / "note.txt" / "out"
+    with pytest.raises(OSError, match="cannot be made") as exported:
+        export(SMALL, weights_of(SMALL), out)
+    with pytest.raises(OSError, match="cannot be made") as imported:
+        import_(tmp_path / "theirs", out)
+    assert str(out) in str(exported.value) and str(out) in str(imported.value)

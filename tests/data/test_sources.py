@@ -37,6 +37,12 @@ def test_an_existing_path_with_an_equals_sign_is_a_path(tmp_path, monkeypatch):
     assert parse_source("one=part=1.txt") == Source("one", "part=1.txt")
 
 
+def test_a_domain_s_name_that_no_file_could_have_is_told_with_its_source():
+    with pytest.raises(DataError, match="at most 200 letters") as error:
+        parse_sources([f"{'d' * 300}=text.txt", f"{'e' * 200}=text.txt"])
+    assert "d=text.txt" in str(error.value) and "does not exist" in str(error.value)
+
+
 def test_all_missing_sources_are_named_at_once():
     with pytest.raises(DataError) as error:
         parse_sources(["a=nowhere.txt", "bundled:austen", "nor_here.jsonl"])

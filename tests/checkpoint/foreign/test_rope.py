@@ -89,7 +89,7 @@ def _given(value: Any) -> Any:
 
 
 def rope_of(spec: Model) -> tuple[Any, Any]:
-    return spec.rope_theta, getattr(spec, "rope_scaling", None)
+    return getattr(spec, "rope_theta", None), getattr(spec, "rope_scaling", None)
 
 
 @pytest.mark.parametrize(("spec", "changes"), READ.values(), ids=READ)
