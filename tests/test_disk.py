@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megalith import disk
-from megalith.control.ledger import NodeRecord, note, read_nodes
+from megalith.control.node_ledger import NodeRecord, note, read_nodes
 from megalith.events import FILE, EventLog, Problem, of_kind, read
 
 

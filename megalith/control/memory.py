@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalith import disk
-from megalith.control import ledger, policy
+from megalith.control import node_ledger, policy
 from megalith.control.policy import VACANT, State
 from megalith.fleet.job import Job
 from megalith.spec.fleet import FleetSpec
@@ -27,7 +27,7 @@ class Memory:
 
     @property
     def _ledger(self) -> Path:
-        return Path(self.fleet.ledger) if self.fleet.ledger else self.job.run_dir.resolve() / ledger.NODES_FILE
+        return Path(self.fleet.ledger) if self.fleet.ledger else self.job.run_dir.resolve() / node_ledger.FILE
 
     def recall(self, there: tuple[str, ...]) -> State:
         """Return the state that a killed controller left if exactly its nodes are `there`, else a fresh one."""
@@ -43,7 +43,7 @@ class Memory:
 
     def _fresh(self, there: tuple[str, ...]) -> State:
         """What the ledger knows of the nodes that are there: one that was out, or has had too many faults lately, is not used yet."""
-        fleet, known = self.fleet, ledger.standings(ledger.read_nodes(self._ledger))
+        fleet, known = self.fleet, node_ledger.standings(node_ledger.read_nodes(self._ledger))
         since = time.time() - fleet.lemon_hours * policy.HOUR
         faults = {node: known[node].faults_since(since) for node in there if node in known}
         lemons = {node: times[-1] for node, times in faults.items() if len(times) >= fleet.lemon_faults}
@@ -56,8 +56,8 @@ class Memory:
     def note(self, before: State, after: State, *, at: float, reason: str) -> None:
         """Write to the ledger of nodes what a decision changed."""
         run = str(self.job.run_dir.resolve())
-        for record in ledger.node_changes(before, after, time=at, reason=reason, run=run):
-            ledger.note(self._ledger, record)
+        for record in node_ledger.node_changes(before, after, time=at, reason=reason, run=run):
+            node_ledger.note(self._ledger, record)
 
     def keep(self, state: State) -> None:
         """Write a state for the next controller, but for its copies, which are surveyed anew."""

@@ -18,7 +18,7 @@ import pytest
 from megalith import events
 from megalith.control import controller as controller_module
 from megalith.control.controller import Controller, Store, run_here
-from megalith.control.ledger import NodeRecord, note, read_nodes, standings
+from megalith.control.node_ledger import NodeRecord, note, read_nodes, standings
 from megalith.control.outcome import Outcome
 from megalith.control.seen import Seen
 from megalith.events import Incident, Problem, Recovery
