@@ -16,6 +16,7 @@ from megalith.cost.parts import Parts, parts
 from megalith.cost.profile import Phase
 from megalith.cost.time import Setting, Spent, line, router_of, spend
 from megalith.cost.workload import Workload
+from megalith.mesh import Mesh
 from megalith.schedule import build, lower, simulate
 from megalith.schedule.table import SCHEDULES, kind
 from megalith.spec.numbers import PRECISIONS
@@ -243,17 +244,22 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Hel
     dense, expert = numbers(workload, traced, here)
     whole, own = line("holders", workload), line("expert_holders", workload)
     shards = network.Line(plan.shards, whole.stride) if plan.zero else whole
+    copies = Mesh.of(plan).experts[1] if plan.zero else 1
+    expert_shards = network.Line(max(1, own.size // copies), own.stride)
     wires, m, width = setting.wires, workload.microbatches, workload.width
     blocks = sum(times for _, times in here.blocks)
     calls = blocks * (6 if practice.gathers == "module" else 1) if plan.zero >= 2 else _buckets(dense, shards.size)
 
     def moved(bytes_each: float) -> float:
-        return gather(bytes_each * dense, shards, wires, calls=calls) + gather(bytes_each * expert, own, wires, calls=calls)
+        of_dense = gather(bytes_each * dense, shards, wires, calls=calls)
+        return of_dense + gather(bytes_each * expert, expert_shards, wires, calls=calls)
 
     reductions, gathers = moved(practice.gradient_bytes), moved(width)
     if plan.zero and plan.copies > 1:  # and the shards' sums over the groups
         across = network.Line(plan.copies, whole.stride * plan.shards)
         reductions += network.reduce(practice.gradient_bytes * dense / plan.shards, across, wires, calls=calls)
+        across = network.Line(copies, own.stride * expert_shards.size)
+        reductions += network.reduce(practice.gradient_bytes * expert / expert_shards.size, across, wires, calls=calls)
     forward, backward = stage.forward.total, stage.backward.total
     if plan.zero == 0:
         summed = network.reduce(practice.gradient_bytes * dense, whole, wires, calls=calls)

@@ -14,6 +14,7 @@ from megalith.cost.kept import kept
 from megalith.cost.parts import Numbers, Parts
 from megalith.cost.time import line
 from megalith.cost.workload import Workload
+from megalith.mesh import Mesh
 from megalith.schedule.action import Row
 from megalith.schedule.action import parts as parts_of
 from megalith.schedule.table import SCHEDULES
@@ -200,8 +201,8 @@ def _rank(
 
 def _shards(workload: Workload) -> tuple[int, int]:
     """Over how many ranks ZeRO shares out the dense weights, and the experts."""
-    plan = workload.plan
-    return max(1, plan.shards), max(1, plan.holders * plan.tensor // (plan.expert * plan.expert_tensor)) if plan.zero else 1
+    mesh = Mesh.of(workload.plan)
+    return mesh.state[2], max(1, mesh.experts[2])
 
 
 def updated(workload: Workload, held: Numbers) -> float:

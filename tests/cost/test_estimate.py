@@ -7,11 +7,13 @@ from megalith.cost.calibrate import BOUNDS, TIED, Observation, as_toml, choose, 
 from megalith.cost.constants import calibration, parse
 from megalith.cost.estimate import StageTime, _bubble, _idle, estimate
 from megalith.cost.memory import numbers, shares
+from megalith.cost.network import Line, rate
 from megalith.cost.parts import parts
-from megalith.cost.time import Spent
+from megalith.cost.time import Setting, Spent
+from megalith.cost.workload import Practice
 from megalith.spec.model import AheadSpec
 from megalith.spec.plan import Plan
-from tests.cost.models import dense, mixture, workload
+from tests.cost.models import DIM, dense, mixture, workload
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +122,15 @@ def test_blocks_that_predict_further_tokens_are_reduced_and_updated_too():
     without, with_them = (estimate(load).time for load in loads)
     assert with_them.optimizer / without.optimizer == pytest.approx(last[1] / last[0], rel=1e-3)
     assert with_them.data > without.data
+
+
+def test_copies_of_experts_are_gathered_among_their_own_shards_and_added_up_between():
+    """Two copies of the state: half as many ranks gather one copy, and each adds a half of the gradients up with another's."""
+    plan = Plan(data=8, expert=2, replicate=2, zero=1)
+    small, large = (workload(mixture(hidden=size), plan, practice=Practice(overlap_data=False)) for size in (128, 256))
+    more = 2 * 3 * 8 // 2 * 128 * DIM  # blocks, matrices, experts of a rank, channels
+    wires = Setting.of(large, calibration()).wires
+    shards, copies = Line(2, 2), Line(2, 4)
+    moved = (4 + 2) * more / 2 / rate(shards, wires)  # gradients and weights, of which a rank has a half already
+    moved += 2 * (4 * more / 2) / 2 / rate(copies, wires)
+    assert estimate(large).time.data - estimate(small).time.data == pytest.approx(moved)

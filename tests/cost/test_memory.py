@@ -12,9 +12,14 @@ from megalith.cost.estimate import estimate
 from megalith.cost.memory import GROUP, every_rank, fits, memory, non_torch, numbers, shares
 from megalith.cost.parts import parts
 from megalith.cost.workload import Practice
+from megalith.mesh import Mesh
 from megalith.models.stage import Stage
+from megalith.parallel.apply import Builder
+from megalith.parallel.data import local
+from megalith.parallel.groups import Groups
 from megalith.planner.candidates import offloaded
-from megalith.spec.model import AheadSpec
+from megalith.prove.fake import groups_of
+from megalith.spec.model import AheadSpec, MoeSpec
 from megalith.spec.plan import Plan
 from tests.cost.models import dense, mixture, workload
 
@@ -39,6 +44,34 @@ def test_zero_has_its_three_lines(zero, whole, shared):
     numbers = traced.embedding.weights + traced.head.weights + sum(block.weights for block in traced.blocks)
     gathered = 2 * 2 * max(block.weights for block in traced.blocks) * 2 if zero == 3 else 0  # two blocks' weights and gradients
     assert found.weights + found.gradients + found.optimizer - gathered == pytest.approx(numbers * (whole + shared / ranks))
+
+
+STATES = [
+    *({"data": 4, "zero": zero} for zero in range(4)),
+    {"data": 4, "replicate": 2, "zero": 3},
+    {"data": 2, "tensor": 2, "zero": 1},
+    {"data": 2, "context": 2, "zero": 2},
+    {"data": 4, "tensor": 2, "expert": 4, "zero": 3},
+    {"data": 4, "tensor": 2, "expert": 2, "replicate": 2, "zero": 2},
+]
+
+
+@pytest.mark.parametrize("sizes", STATES, ids=str)
+@pytest.mark.parametrize("model", [dense(2), mixture(2)], ids=["dense", "experts"])
+def test_a_rank_s_share_of_the_state_is_the_one_that_the_trainer_keeps(model, sizes):
+    """What `parallel.apply` builds on a fake world: whole weights below ZeRO 3, and the shares that the optimizer updates."""
+    plan = Plan(**{**sizes, "expert": sizes.get("expert", 1) if isinstance(model.blocks[0].mlp, MoeSpec) else 1})
+    with groups_of(plan.ranks, rank=0):
+        groups, meta = Groups.build(Mesh.of(plan), device="cpu"), torch.device("meta")
+        builder = Builder(model, plan=plan, groups=groups, precision="bf16", device=meta, seed=None)
+        builder.build(0, len(model.part_names))
+        kept = sum(local(weight.kept).numel() for weight in builder.by_name.values())
+        whole = sum(weight.computes.numel() for weight in builder.by_name.values())
+    load = workload(model, plan)
+    (found,) = every_rank(load, parts(load), GENERATION)
+    assert found.optimizer / load.state_bytes == kept
+    if plan.zero < 3:
+        assert found.weights / load.width == whole
 
 
 def test_the_first_rank_of_a_pipeline_keeps_the_most_microbatches():
