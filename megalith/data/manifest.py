@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from megalith.data.errors import DataError
 from megalith.spec.base import Spec
@@ -53,14 +61,36 @@ class Options(Spec):
     seed: NonNegativeInt = Field(default=0, description="chooses the held-out documents")
 
 
+class LeftOut(Spec):
+    """What a source's folder holds and was not read, for one reason: how many, by ending (the commonest), and the first names."""
+
+    reason: str
+    count: PositiveInt
+    endings: dict[str, PositiveInt]
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """A phrase such as "2 binary (1 .parquet, 1 .png): a.parquet, b.png"."""
+        endings = ", ".join(f"{count} {ending}" for ending, count in self.endings.items())
+        more = f" and {self.count - len(self.names)} more" if self.count > len(self.names) else ""
+        return f"{self.count} {self.reason} ({endings}): {', '.join(self.names)}{more}"
+
+
 class SourceRecord(Spec):
-    """One source as it was when it was read: its last path component, files, bytes on disk, and a digest over all of them."""
+    """One source as it was when it was read: its last path component, files, bytes on disk, and a digest over all of them, read or not;
+    what was not read. Where nothing was left out the manifest has no key for it, as before there was one."""
 
     domain: str
     name: str
     files: NonNegativeInt
     bytes: NonNegativeInt
     sha256: str
+    left_out: tuple[LeftOut, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_nothing(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = serialize(self)
+        return values if self.left_out else {key: value for key, value in values.items() if key != "left_out"}
 
 
 class TokenizerRecord(Spec):

@@ -10,14 +10,14 @@ import hashlib
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 from pydantic import ValidationError
+from rich.progress import TaskID
 
 from megalith import disk
 from megalith.data.errors import DataError
@@ -37,6 +37,9 @@ from megalith.data.progress import Bars, bars
 from megalith.data.shards import SplitWriter, Tokens, settle
 from megalith.data.sources import Source, documents, parse_sources, record, size
 from megalith.data.tokenizer import Tokenizer
+
+Unread = dict[Source, Collection[Path]]
+"""The files of each source that are not read. A file may be read for one source and be a copy for another."""
 
 
 def prepare(
@@ -62,7 +65,7 @@ def prepare(
     out = Path(out)
     _check_out(out)
     with bars(progress) as shown:
-        recorded = _record(found, reading, shown)
+        recorded, unread = _record(found, reading, shown)
         previous = read_manifest(out) if (out / FILE).is_file() else None
         if previous is not None:
             differences = _differences(previous, tokenizer, options, recorded)
@@ -77,12 +80,13 @@ def prepare(
                     f"{out} already holds data prepared otherwise: {'; '.join(differences)}. "
                     "Choose another folder, or overwrite it (--overwrite)."
                 )
-        with _folder_for(out) as folder:
+        read = _Read(total=sum(size(source, reading) for source in found))
+        with _folder_for(out) as folder, _no_room_told(folder, out, read):
             manifest = Manifest(
                 tokenizer=tokenizer.record,
                 options=options,
                 sources=recorded,
-                domains=_write_domains(folder, found, tokenizer, options, shown),
+                domains=_write_domains(folder, found, unread, tokenizer, options, shown, read),
             )
             tokenizer.save(folder)
             with (folder / FILE).open("xb") as file:
@@ -106,12 +110,22 @@ def _check_out(out: Path) -> None:
         raise DataError(f"{out} holds files that are not prepared data; they are not touched. Choose a new or empty folder.")
 
 
-def _record(sources: Sequence[Source], reading: Reading, shown: Bars) -> tuple[SourceRecord, ...]:
-    """What the sources hold now; reading them once more than needed is cheap beside tokenizing them."""
+def _record(sources: Sequence[Source], reading: Reading, shown: Bars) -> tuple[tuple[SourceRecord, ...], Unread]:
+    """What the sources hold now, and their files that are not read; reading them once more is cheap beside tokenizing them.
+
+    Raises DataError for a source that holds what another one holds.
+    """
     bar = shown.start("checking sources", total=sum(size(source, reading) for source in sources))
-    recorded = tuple(record(source, reading, lambda count: shown.advance(bar, count)) for source in sources)
+    recorded: list[SourceRecord] = []
+    unread: Unread = {}
+    seen: dict[str, Path] = {}
+    for source in sources:
+        one, found = record(source, reading, lambda count: shown.advance(bar, count), seen)
+        shown.say_left_out(source.path, one.left_out)
+        recorded.append(one)
+        unread[source] = found.unread if found else ()
     shown.finish(bar)
-    return recorded
+    return tuple(recorded), unread
 
 
 def _differences(previous: Manifest, tokenizer: Tokenizer, options: Options, sources: tuple[SourceRecord, ...]) -> list[str]:
@@ -121,10 +135,15 @@ def _differences(previous: Manifest, tokenizer: Tokenizer, options: Options, sou
         found.append(f"tokenizer {previous.tokenizer.fingerprint[:12]}, now {tokenizer.fingerprint[:12]}")
     then, now = (value.model_dump() | value.reading.model_dump(exclude_unset=False) for value in (previous.options, options))
     found += [f"{key} {then[key]!r}, now {now[key]!r}" for key in then if key != "reading" and then[key] != now[key]]
-    if previous.sources != sources:
+    if _contents(previous.sources) != _contents(sources):
         before, after = ([f"{one.domain}={one.name} ({one.sha256[:12]})" for one in some] for some in (previous.sources, sources))
         found.append(f"sources {', '.join(before)}, now {', '.join(after)}")
     return found
+
+
+def _contents(sources: Sequence[SourceRecord]) -> list[SourceRecord]:
+    """The sources without what was left out, which older manifests do not say."""
+    return [source.model_copy(update={"left_out": ()}) for source in sources]
 
 
 def _damage(out: Path, manifest: Manifest) -> str | None:
@@ -185,31 +204,68 @@ def _put_in_place(folder: Path, out: Path) -> None:
         shutil.rmtree(replaced)
 
 
+@dataclass
+class _Read:
+    """How much of the sources was read, in bytes on disk."""
+
+    total: int
+    done: int = 0
+
+
+@contextmanager
+def _no_room_told(folder: Path, out: Path, read: _Read) -> Iterator[None]:
+    """Raise DataError where the disk is full, with the folder and an estimate of the bytes wanted, from the share of the sources read."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        written = sum(path.stat().st_size for path in folder.iterdir())
+        wanted = written * read.total // read.done if read.done else 0
+        estimate = f"; all of it will take about {wanted:,} bytes" if wanted > written else ""
+        raise DataError(
+            f"{out} found no room ({error.strerror}) after {written:,} bytes, {read.done:,} of {read.total:,} bytes of text read{estimate}",
+            f"Make room in {out.resolve().parent}, or choose another folder.",
+        ) from error
+
+
 def _write_domains(
-    folder: Path, sources: Sequence[Source], tokenizer: Tokenizer, options: Options, shown: Bars
+    folder: Path,
+    sources: Sequence[Source],
+    unread: Unread,
+    tokenizer: Tokenizer,
+    options: Options,
+    shown: Bars,
+    read: _Read,
 ) -> dict[str, Domain]:
     domains: dict[str, Domain] = {}
     for name, group in groupby(sources, key=lambda source: source.domain):
         members = list(group)
         bar = shown.start(f"preparing {name}", total=sum(size(source, options.reading) for source in members))
         sizes: deque[int] = deque()
-        texts = _texts(members, options.reading, sizes, partial(shown.advance, bar))
+
+        def advance(count: int, bar: TaskID = bar) -> None:
+            read.done += count
+            shown.advance(bar, count)
+
+        texts = _texts(members, options.reading, unread, sizes, advance)
         encoded = (_Document(tokens, sizes.popleft()) for tokens in tokenizer.encode_documents(texts))
         domains[name] = _write_domain(folder, name, encoded, tokenizer=tokenizer, options=options)
         shown.finish(bar)
         if domains[name].train.documents == 0:
             where = ", ".join(source.path for source in members)
             raise DataError(
-                f"The domain {name} has no documents: {where} holds no text, or no file with the endings asked for "
-                f"(extensions={options.reading.extensions}). Give text, or leave the source out."
+                f"The domain {name} has no documents: {where} holds nothing but blanks. Give text, or leave the source out."
             )
     return domains
 
 
-def _texts(sources: Sequence[Source], reading: Reading, sizes: deque[int], advance: Callable[[int], None]) -> Iterator[str]:
+def _texts(
+    sources: Sequence[Source], reading: Reading, unread: Unread, sizes: deque[int], advance: Callable[[int], None]
+) -> Iterator[str]:
     """The documents of one domain; what each weighs goes to `sizes`, as the encoder reads ahead of what it gives."""
     for source in sources:
-        for text in documents(source, reading, advance):
+        for text in documents(source, reading, advance, unread[source]):
             sizes.append(len(text.encode()))
             yield text
 

@@ -1,6 +1,6 @@
 """Progress lines for long work on data, on the error stream so that results can be piped."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -14,6 +14,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+from megalith.data.manifest import LeftOut
 
 
 class Bars:
@@ -41,6 +43,11 @@ class Bars:
         """A line for the person who watches."""
         if self._progress is not None:
             self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def say_left_out(self, source: str, left_out: Iterable[LeftOut]) -> None:
+        """A line for each reason for which something in a source was left out."""
+        for one in left_out:
+            self.say(f"{source}: left out {one}")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ document's first token, then the number of tokens. A document never spans two sh
 what is read.
 """
 
+import contextlib
 import hashlib
 import os
 from array import array
@@ -68,7 +69,8 @@ class SplitWriter:
     def abandon(self) -> None:
         """Let go of the open file; the folder is thrown away."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk takes no more of what is still buffered
+                self._file.close()
 
     @property
     def _stem(self) -> str:

@@ -4,30 +4,26 @@
 |---|---|
 | `x.jsonl`, `.ndjson`, `.json` | one line's text field |
 | `x.txt` or any other file | what `Reading.split` says; default: paragraphs, until they make `Reading.minimum` characters |
-| a folder | a file (a line, in JSON lines); hidden files, links and binaries are left out |
+| a folder | a file (a line, in JSON lines); what `files` leaves out is counted and named |
 | `bundled:austen` | a chapter, with the title page before it |
 
 Each may be compressed (`.xz`, `.gz`, `.bz2`, `.zst`). Text is UTF-8; line ends become `\\n`; blank documents are left out.
 """
 
-import bz2
+import codecs
 import errno
-import gzip
 import hashlib
-import importlib
 import io
 import json
-import lzma
-import os
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from megalith.data import bundled
+from megalith.data import bundled, files
 from megalith.data.errors import DataError
+from megalith.data.files import Found
 from megalith.data.manifest import DEFAULT_READING, Reading, SourceRecord, file_digest
 
 Advance = Callable[[int], None]
@@ -37,8 +33,9 @@ _CHAPTERS = (
     r"heading:(CHAPTER|Chapter) [IVXL0-9]+|VOLUME [IVX]+$|(EMMA|MANSFIELD PARK|NORTHANGER ABBEY|Persuasion"
     r"|PRIDE AND PREJUDICE|SENSE AND SENSIBILITY)$"
 )
-_JSON_LINES = (".jsonl", ".ndjson")
-_COMPRESSED = (".xz", ".gz", ".bz2", ".zst")
+_CHUNK = 1 << 20
+_LEAK = "documents held out for validation would be among those to train on"
+_ONCE = "Give each text once; a run reads a domain more often by [data] weights."
 
 
 @dataclass(frozen=True)
@@ -55,19 +52,27 @@ class Source:
 
 
 def parse_source(text: str) -> Source:
-    """`NAME=PATH`, or `PATH` whose file or folder name becomes the domain's. Raises DataError for a name that cannot be one."""
+    """`NAME=PATH`, or `PATH` whose file or folder name becomes the domain's. Raises DataError for a name that cannot be one, and a path
+    that is neither file nor folder."""
+    source = _named(text)
+    if source.path != bundled.AUSTEN and _exists(source.path):
+        files.refuse_special(Path(source.path))
+    if not _DOMAIN.fullmatch(source.domain):
+        raise DataError(
+            f"The source {text!r} gives its domain the name {source.domain!r}; a name is made of at most 200 letters, digits and _ . - "
+            f"and begins with a letter or digit. Write NAME={text} to choose one."
+        )
+    return source
+
+
+def _named(text: str) -> Source:
+    """The source that a text names, with a domain whose name may not be legal."""
     name, equals, path = text.partition("=")
     if equals and _DOMAIN.fullmatch(name) and path and not _exists(text):
         return Source(name, path)
     if text == bundled.AUSTEN:
         return Source("austen", text)
-    name = _without_endings(Path(text).resolve().name)
-    if not _DOMAIN.fullmatch(name):
-        raise DataError(
-            f"The source {text!r} gives its domain the name {name!r}; a name is made of at most 200 letters, digits and _ . - "
-            f"and begins with a letter or digit. Write NAME={text} to choose one."
-        )
-    return Source(name, text)
+    return Source(_without_endings(Path(text).resolve().name), text)
 
 
 def _exists(path: str) -> bool:
@@ -81,14 +86,14 @@ def _exists(path: str) -> bool:
 
 
 def parse_sources(texts: Iterable[str | Source]) -> tuple[Source, ...]:
-    """All sources, each of which must exist. Raises DataError with all problems at once."""
+    """All sources, each of which must exist, once. Raises DataError with all problems at once."""
     sources: list[Source] = []
-    problems: list[str] = []
+    problems: list[str | DataError] = []
     for text in texts:
         try:
             source = parse_source(text) if isinstance(text, str) else text
         except DataError as error:
-            problems.append(str(error))
+            problems.append(error)
             continue
         if source.path != bundled.AUSTEN and not _exists(source.path):
             problems.append(
@@ -98,40 +103,85 @@ def parse_sources(texts: Iterable[str | Source]) -> tuple[Source, ...]:
         sources.append(source)
     if not (sources or problems):
         problems.append(f"No source was given. Give a file, a folder or {bundled.AUSTEN}.")
+    problems += _given_twice(sources)
     if problems:
         raise DataError.of(problems, title="The sources cannot be read")
     return tuple(sources)
+
+
+def _given_twice(sources: Sequence[Source]) -> Iterator[DataError]:
+    """A problem for each source that is another one, by its name or through a link."""
+    for number, source in enumerate(sources):
+        for other in sources[:number]:
+            if _is_same(source, other):
+                given = f"{other.path!r} (domain {other.domain}) and {source.path!r} (domain {source.domain})"
+                yield DataError(f"The sources {given} are the same: {_LEAK}", _ONCE)
+
+
+def _is_same(one: Source, other: Source) -> bool:
+    if bundled.AUSTEN in (one.path, other.path):
+        return one.path == other.path
+    first, second = Path(one.path), Path(other.path)
+    return _exists(one.path) and _exists(other.path) and first.samefile(second)
+
+
+def find(source: Source, reading: Reading) -> Found | None:
+    """The files of a source, None for the bundled text. Raises DataError where none is read."""
+    return None if source.path == bundled.AUSTEN else files.find(Path(source.path), reading)
 
 
 def size(source: Source, reading: Reading) -> int:
     """Bytes on disk that reading this source will go through."""
     if source.path == bundled.AUSTEN:
         return len(bundled.austen())
-    return sum(path.stat().st_size for path in _files(source, reading))
+    return sum(path.stat().st_size for path in files.files(Path(source.path), reading))
 
 
-def record(source: Source, reading: Reading, advance: Advance = lambda _: None) -> SourceRecord:
-    """What a source holds now: names, sizes and contents of its files, reduced to one digest."""
-    if source.path == bundled.AUSTEN:
+def record(
+    source: Source, reading: Reading, advance: Advance = lambda _: None, seen: MutableMapping[str, Path] | None = None
+) -> tuple[SourceRecord, Found | None]:
+    """What a source holds now: names, sizes and contents of its files, reduced to one digest, and which of them are read.
+
+    `seen`: digest -> file of the sources before this one, to which its files are added. A file with the same bytes as one of them is
+    not read. Raises DataError where no file is left to read.
+    """
+    found = find(source, reading)
+    if found is None:
         content = bundled.austen().encode()
         advance(len(content))
-        return SourceRecord(
-            domain=source.domain, name=source.name, files=1, bytes=len(content), sha256=hashlib.sha256(content).hexdigest()
-        )
-    paths = list(_files(source, reading))
-    root = Path(source.path)
-    lines = [f"{path.relative_to(root).as_posix()}\0{file_digest(path, advance)}\n" for path in paths]
-    return SourceRecord(
+        digest = hashlib.sha256(content).hexdigest()
+        return SourceRecord(domain=source.domain, name=source.name, files=1, bytes=len(content), sha256=digest), None
+    seen = {} if seen is None else seen
+    unread, lines, total, copy = dict(found.unread), [], 0, ""
+    for path in found.files:
+        digest, length = file_digest(path, advance), path.stat().st_size
+        lines.append(f"{path.relative_to(found.root).as_posix()}\0{digest}\n")
+        total += length
+        if path in unread or not length:
+            continue
+        if digest in seen:
+            unread[path] = files.COPY
+            copy = f"{path} has the same bytes as {seen[digest]}"
+        else:
+            seen[digest] = path
+    if copy and len(unread) == len(found.files):
+        raise DataError(f"The source {source.path!r} holds nothing that another does not: {copy}, and {_LEAK}", _ONCE)
+    found = replace(found, unread=unread)
+    recorded = SourceRecord(
         domain=source.domain,
         name=source.name,
-        files=len(paths),
-        bytes=sum(path.stat().st_size for path in paths),
+        files=len(found.files),
+        bytes=total,
         sha256=hashlib.sha256("".join(lines).encode()).hexdigest(),
+        left_out=found.left_out(),
     )
+    return recorded, found
 
 
-def documents(source: Source, reading: Reading = DEFAULT_READING, advance: Advance = lambda _: None) -> Iterator[str]:
-    """The source's documents in order; `advance` is told of bytes on disk as they are read.
+def documents(
+    source: Source, reading: Reading = DEFAULT_READING, advance: Advance = lambda _: None, unread: Collection[Path] = ()
+) -> Iterator[str]:
+    """The source's documents in order, without those of the files `unread`; `advance` is told of bytes on disk as they are read.
 
     Raises DataError for text that is not UTF-8, JSON lines without the field, damaged compression, a wrong `Reading.split`.
     """
@@ -141,7 +191,10 @@ def documents(source: Source, reading: Reading = DEFAULT_READING, advance: Advan
         advance(len(text))
         return
     folder = Path(source.path).is_dir()
-    for path in _files(source, reading):
+    for path in files.files(Path(source.path), reading):
+        if path in unread:
+            advance(path.stat().st_size)
+            continue
         before = 0
 
         def told(position: int) -> None:
@@ -153,67 +206,82 @@ def documents(source: Source, reading: Reading = DEFAULT_READING, advance: Advan
         told(path.stat().st_size)
 
 
-def _files(source: Source, reading: Reading) -> Iterator[Path]:
-    root = Path(source.path)
-    if not root.is_dir():
-        yield root
-        return
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            path = Path(folder, name)
-            wanted = reading.extensions is None or name.endswith(reading.extensions)
-            if wanted and not name.startswith(".") and path.is_file() and not path.is_symlink():
-                yield path
-
-
 def _read(path: Path, reading: Reading, told: Advance, *, whole: bool) -> Iterator[str]:
-    """One file's documents; in a folder (`whole`) a plain file is one document, and one that is not text is left out."""
-    try:
-        with path.open("rb") as raw, _unpacked(raw, path) as stream:
-            endings = _JSON_LINES if whole else (*_JSON_LINES, ".json")  # among sources, .json is configuration
-            if path.name.removesuffix(_ending(path, _COMPRESSED)).endswith(endings):
-                for text in _json_lines(stream, path, reading.field):
-                    told(raw.tell())
-                    yield text
-            elif whole:
-                yield from _whole_file(stream)
+    """One file's documents; in a folder (`whole`) a plain file is one document, and a binary one is left out."""
+    if not whole and files.is_named_binary(path):
+        raise files.unreadable_kind(path)
+    with files.opened(path) as (raw, stream):
+        if files.is_json_lines(path, in_folder=whole):
+            for text in _json_lines(stream, path, reading.field):
+                told(raw.tell())
+                yield text
+            return
+        try:
+            if whole:
+                yield from _whole_file(stream, path)
             else:
                 lines = io.TextIOWrapper(stream, encoding="utf-8-sig")
                 for text in _split(lines, reading.split or "blank", reading.minimum):
                     told(raw.tell())
                     yield text
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 text: byte {error.object[error.start]:#04x} ({error.reason}). "
-            f"Convert it, for example with `iconv -f latin1 -t utf-8`, or leave it out."
-        ) from error
-    except Exception as error:  # five libraries unpack, with no common error
-        if not _is_damage(error):
-            raise
-        raise DataError(f"{path} does not unpack: {error}. Copy or download it again.") from error
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path) from error
 
 
-def _whole_file(stream: IO[bytes]) -> Iterator[str]:
-    head = stream.read(8192)
-    if b"\0" in head:  # what git, too, takes for a binary file
+def _whole_file(stream: IO[bytes], path: Path) -> Iterator[str]:
+    head = stream.read(files.HEAD)
+    if files.is_binary(path, head):
         return
-    try:
-        text = (head + stream.read()).decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return
+    text = (head + stream.read()).decode("utf-8-sig")
     if text.strip():
         yield text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def _not_utf8(path: Path) -> DataError:
+    """The error for a file that is not UTF-8: it is read again, as whoever met the wrong byte read ahead of what it gave."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset, line = 0, 1
+    with files.opened(path) as (_, stream):
+        while True:
+            piece = stream.read(_CHUNK)
+            pending = decoder.getstate()[0]
+            try:
+                decoder.decode(piece, final=not piece)
+            except UnicodeDecodeError as error:
+                if offset == 0 and b"\0" in piece[: files.HEAD]:
+                    return files.unreadable_kind(path)
+                line += error.object[: error.start].count(b"\n")
+                return _wrong_byte(path, line, offset - len(pending) + error.start, error)
+            if not piece:
+                return DataError(f"{path} changed while it was read", "Run the command again.")
+            offset += len(piece)
+            line += piece.count(b"\n")
+
+
+def _wrong_byte(path: Path, line: int, offset: int, error: UnicodeDecodeError) -> DataError:
+    unpacked = " of what it unpacks to" if files.ending(path, files.COMPRESSED) else ""
+    return DataError(
+        f"{path}:{line} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {offset}{unpacked} ({error.reason})",
+        "Convert the file, for example with `iconv -f latin1 -t utf-8`, or leave it out: a folder's files may be chosen by --extension.",
+    )
+
+
 def _json_lines(stream: IO[bytes], path: Path, field: str) -> Iterator[str]:
+    end = 0
     for number, line in enumerate(stream, start=1):
+        start, end = end, end + len(line)
         if not line.strip():
             continue
         try:
             value: Any = json.loads(line)
+        except UnicodeDecodeError as error:
+            raise _wrong_byte(path, number, start + error.start, error) from error
         except ValueError as error:
             raise DataError(f"{path}:{number} is not a line of JSON: {error}. Each line holds one object.") from error
+        except RecursionError as error:
+            raise DataError(
+                f"{path}:{number} is nested too deeply to read: {error}", "Flatten the line, or take it out."
+            ) from error
         text = value.get(field) if isinstance(value, dict) else None
         if not isinstance(text, str):
             held = ", ".join(value) if isinstance(value, dict) else type(value).__name__
@@ -269,39 +337,7 @@ def _boundary(how: str, minimum: int) -> tuple[Callable[[str], bool], bool, int]
     return (lambda line: pattern.match(line) is not None), name == "heading", minimum if name == "heading" else 0
 
 
-def _unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
-    match _ending(path, _COMPRESSED):
-        case ".xz":
-            return lzma.open(raw)
-        case ".gz":
-            return gzip.open(raw)  # type: ignore[return-value]
-        case ".bz2":
-            return bz2.open(raw)
-        case ".zst":
-            return _zstandard(raw, path)
-    return raw
-
-
-def _zstandard(raw: IO[bytes], path: Path) -> IO[bytes]:
-    for module in ("compression.zstd", "zstandard"):  # Python 3.14's own, or the package
-        try:
-            return importlib.import_module(module).open(raw, "rb")
-        except ImportError:
-            continue
-    raise DataError(f"{path} needs Python 3.14 or the package zstandard to unpack. Install it, or pack the file as .xz or .gz.")
-
-
-def _is_damage(error: Exception) -> bool:
-    """Whether a library says that compressed bytes are not whole; bz2 and gzip say it as OSError without an error number."""
-    named = isinstance(error, (lzma.LZMAError, zlib.error, EOFError)) or type(error).__name__ == "ZstdError"
-    return named or (isinstance(error, OSError) and error.errno is None)
-
-
-def _ending(path: Path, endings: tuple[str, ...]) -> str:
-    return next((ending for ending in endings if path.name.endswith(ending)), "")
-
-
 def _without_endings(name: str) -> str:
-    for endings in (_COMPRESSED, (*_JSON_LINES, ".json", ".txt")):
+    for endings in (files.COMPRESSED, (*files.JSON_LINES, ".json", ".txt")):
         name = name.removesuffix(next((ending for ending in endings if name.endswith(ending)), ""))
     return name

@@ -20,7 +20,7 @@ from megalith.data.bulk import byte_characters, reproduce
 from megalith.data.errors import DataError
 from megalith.data.manifest import DEFAULT_READING, TOKENIZER_FILE, Reading, TokenizerRecord, tokenizer_fingerprint
 from megalith.data.progress import bars
-from megalith.data.sources import Source, documents, parse_sources, size
+from megalith.data.sources import Source, documents, find, parse_sources, size
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
@@ -214,6 +214,9 @@ def train(
         show_progress=False,
     )
     with bars(progress) as shown:
+        for source in found:
+            held = find(source, reading)
+            shown.say_left_out(source.path, held.left_out() if held else ())
         reader = shown.start("reading text", total=sum(size(source, reading) for source in found))
 
         def texts() -> Iterator[str]:

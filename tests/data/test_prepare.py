@@ -1,6 +1,8 @@
+import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -206,3 +208,96 @@ def test_a_domain_without_text_is_refused(tmp_path):
     with pytest.raises(DataError, match="domain empty has no documents"):
         prepare([str(tmp_path / "empty.txt")], tokenizer=BYTES, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def _mixed_folder(path):
+    path.mkdir()
+    (path / "a.txt").write_text("one text")
+    _lines(path / "b.jsonl", "two", "three")
+    (path / "c.parquet").write_bytes(b"PAR1")
+    return str(path)
+
+
+def test_what_is_left_out_is_told_and_in_the_manifest(tmp_path, capsys):
+    source = _mixed_folder(tmp_path / "d")
+    manifest = prepare([source], tokenizer=BYTES, out=tmp_path / "out", progress=True)
+    assert f"{source}: left out 1 binary (1 .parquet): c.parquet" in capsys.readouterr().err
+    assert [str(one) for one in read_manifest(tmp_path / "out").sources[0].left_out] == ["1 binary (1 .parquet): c.parquet"]
+    prepare([source], tokenizer=BYTES, out=tmp_path / "again")
+    assert _contents(tmp_path / "again") == _contents(tmp_path / "out")
+    assert prepare([source], tokenizer=BYTES, out=tmp_path / "out") == manifest
+
+
+def test_a_manifest_from_before_left_out_was_said_reads_and_is_not_written_anew(tmp_path, capsys):
+    source = _mixed_folder(tmp_path / "d")
+    prepare([source], tokenizer=BYTES, out=tmp_path / "out")
+    path = tmp_path / "out" / "manifest.json"
+    old = json.loads(path.read_text())
+    del old["sources"][0]["left_out"]
+    path.write_text(json.dumps(old, indent=1, ensure_ascii=False) + "\n")
+    before = path.read_text()
+    assert read_manifest(tmp_path / "out").text() == before
+    prepare([source], tokenizer=BYTES, out=tmp_path / "out", progress=True)
+    told = capsys.readouterr().err
+    assert "left out 1 binary" in told
+    assert "already prepared" in told
+    assert path.read_text() == before
+
+
+def test_a_manifest_of_sources_read_whole_has_no_key_for_what_was_left_out(prepared):
+    assert "left_out" not in (prepared / "manifest.json").read_text()
+
+
+def test_a_copy_of_a_file_is_read_once_so_that_no_text_is_in_both_splits(tmp_path, capsys):
+    texts = [f"text {number}" for number in range(40)]
+    (tmp_path / "d").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        _lines(tmp_path / "d" / name, *texts)
+    for name in ("empty.txt", "void.txt"):
+        (tmp_path / "d" / name).write_text("")
+    prepare([str(tmp_path / "d")], tokenizer=BYTES, out=tmp_path / "out", validation=0.5, progress=True)
+    train, validation = (_texts(tmp_path / "out", "d", split) for split in ("train", "validation"))
+    assert sorted(train + validation) == sorted(texts)
+    assert "left out 1 the same bytes as another file (1 .jsonl): b.jsonl" in capsys.readouterr().err
+
+
+def test_a_file_of_a_folder_is_not_read_again_as_a_source(tmp_path):
+    (tmp_path / "d").mkdir()
+    inside = _lines(tmp_path / "d" / "a.jsonl", "one", "two", "three")
+    with pytest.raises(DataError, match=r"a\.jsonl' holds nothing that another does not: .* has the same bytes as .*held out"):
+        prepare([f"a={tmp_path / 'd'}", f"b={inside}"], tokenizer=BYTES, out=tmp_path / "out")
+    _lines(tmp_path / "d" / "b.jsonl", "four")
+    prepare([f"b={tmp_path / 'd'}", f"a={inside}"], tokenizer=BYTES, out=tmp_path / "out", validation=0)
+    assert _texts(tmp_path / "out", "a", "train") == ["one", "two", "three"]
+    assert _texts(tmp_path / "out", "b", "train") == ["four"]
+
+
+def test_a_copy_of_a_source_is_refused(tmp_path):
+    first = _lines(tmp_path / "a.jsonl", "one", "two")
+    second = shutil.copy(first, tmp_path / "b.jsonl")
+    with pytest.raises(DataError, match=r"b\.jsonl has the same bytes as .*a\.jsonl.*Give each text once"):
+        prepare([first, str(second)], tokenizer=BYTES, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_told_with_the_folder_and_the_size_wanted(tmp_path, monkeypatch):
+    source = _lines(tmp_path / "a.jsonl", *("some text " * 50 for _ in range(40_000)))
+    free = 4_000_000
+
+    def settle(file):
+        file.close()
+        if sum(path.stat().st_size for path in tmp_path.glob(".out.partial/*")) > free:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("megalith.data.shards.settle", settle)
+    with pytest.raises(DataError) as error:
+        prepare([source], tokenizer=BYTES, out=tmp_path / "out", shard_tokens=500_000, validation=0)
+    told = re.search(
+        r"out found no room \(No space left on device\) after ([\d,]+) bytes.* will take about ([\d,]+)", str(error.value)
+    )
+    assert told
+    written, wanted = (int(number.replace(",", "")) for number in told.groups())
+    assert free < written < 2 * free
+    assert 20_000_000 < wanted < 60_000_000  # 40,000 documents of 501 tokens, two bytes each
+    assert f"Make room in {tmp_path}" in str(error.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl"}

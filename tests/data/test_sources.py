@@ -2,6 +2,8 @@ import bz2
 import gzip
 import json
 import lzma
+import os
+import socket
 
 import pytest
 
@@ -135,17 +137,95 @@ def test_a_folder_gives_its_text_files_in_order_and_no_binaries(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
-    (tmp_path / "latin.txt").write_bytes("é".encode("latin1"))
     (tmp_path / "link.py").symlink_to(tmp_path / "b.py")
     assert _read(tmp_path) == ["print()\n", '{\n "a": 1\n}\n', "# t\n", "x = 1\n"]
     assert _read(tmp_path, extensions=(".py",)) == ["print()\n", "x = 1\n"]
 
 
-def test_a_file_that_is_not_utf8_is_refused_with_the_byte(tmp_path):
+@pytest.mark.parametrize(("ending", "pack"), [("", bytes), (".gz", gzip.compress)])
+@pytest.mark.parametrize("in_folder", [False, True])
+@pytest.mark.parametrize("lines", [2, 200_000])  # the second: the wrong byte lies beyond the first piece that is read
+def test_a_file_that_is_not_utf8_is_refused_with_line_and_byte(in_folder, lines, ending, pack, tmp_path):
+    path = tmp_path / f"x.txt{ending}"
+    before = "déjà vu\n" * lines
+    path.write_bytes(pack(before.encode() + b"caf\xe9 au lait\n" + before.encode()))
+    (tmp_path / "good.txt").write_text("good")
+    offset = len(before.encode()) + 3
+    with pytest.raises(DataError, match=rf"x\.txt{ending}:{lines + 1} is not UTF-8 text: byte 0xe9 at offset {offset} .*iconv"):
+        _read(tmp_path if in_folder else path)
+
+
+def test_text_that_ends_within_a_character_is_refused_with_the_byte(tmp_path):
     path = tmp_path / "x.txt"
-    path.write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(DataError, match="not UTF-8 text: byte 0xe9"):
+    path.write_bytes(b"one\ntwo " + "你".encode()[:2])
+    with pytest.raises(DataError, match=r"x\.txt:2 is not UTF-8 text: byte 0xe4 at offset 8 "):
         _read(path)
+
+
+def test_a_json_line_that_is_not_utf8_is_refused_with_line_and_byte(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
+    with pytest.raises(DataError, match=r"x\.jsonl:2 is not UTF-8 text: byte 0xe9 at offset 27 "):
+        _read(path)
+
+
+def test_a_json_line_nested_too_deeply_is_named(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "b", "more": ' + "[" * 200_000 + "]" * 200_000 + "}\n")
+    with pytest.raises(DataError, match=r"x\.jsonl:2 is nested too deeply"):
+        _read(path)
+
+
+def test_text_with_a_zero_byte_alone_is_text_and_a_binary_alone_is_told_from_latin(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"a\0b\n")
+    assert _read(tmp_path / "x.txt") == ["a\0b\n"]
+    (tmp_path / "x.weights").write_bytes(b"\0\xff\xfe")
+    with pytest.raises(DataError, match=r"x\.weights is no text: \.weights files are not read\. Read are JSON lines"):
+        _read(tmp_path / "x.weights")
+
+
+@pytest.mark.parametrize("text", ["{0}", "d={0}"])
+def test_a_pipe_a_socket_and_a_device_are_refused_before_they_are_opened(text, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=r"pipe' is a pipe, as the shell's <\(\.\.\.\) is; .*Write the text to a file"):
+        parse_sources([text.format(tmp_path / "pipe")])
+    with pytest.raises(DataError, match="/dev/null' is a device"):
+        parse_sources([text.format("/dev/null")])
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "s"))
+        with pytest.raises(DataError, match="/s' is a socket"):
+            parse_sources([text.format(tmp_path / "s")])
+
+
+def test_a_shell_s_substitution_is_told_to_be_a_pipe():
+    reader, writer = os.pipe()
+    try:
+        with pytest.raises(DataError, match="is a pipe"):  # and not that "pipe:[123]" names no domain
+            parse_sources([f"/dev/fd/{reader}"])
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.mark.parametrize("how", ["path", "link", "hard link", "folder", "linked folder", "bundled"])
+def test_a_source_given_twice_is_refused_whatever_its_name(how, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    (tmp_path / "link.txt").symlink_to("texts/a.txt")
+    (tmp_path / "hard.txt").hardlink_to("texts/a.txt")
+    (tmp_path / "linked").symlink_to("texts")
+    file = "texts/a.txt"
+    first, second = {
+        "path": (file, str(tmp_path / file)),
+        "link": (file, "link.txt"),
+        "hard link": (file, "hard.txt"),
+        "folder": ("texts", "texts/../texts"),
+        "linked folder": ("texts", "linked"),
+        "bundled": ("bundled:austen", "bundled:austen"),
+    }[how]
+    with pytest.raises(DataError, match=rf"'{first}' .* and '{second}' \(domain b\) are the same: documents held out"):
+        parse_sources([first, f"b={second}"])
 
 
 @pytest.mark.parametrize(("ending", "pack"), [(".xz", lzma.compress), (".gz", gzip.compress), (".bz2", bz2.compress)])
@@ -173,7 +253,7 @@ def test_a_record_changes_with_contents_and_names_but_not_with_the_place(tmp_pat
     def made(folder, name="a.py", text="x"):
         (tmp_path / folder / "src").mkdir(parents=True)
         (tmp_path / folder / "src" / name).write_text(text)
-        return record(Source("d", str(tmp_path / folder / "src")), Reading())
+        return record(Source("d", str(tmp_path / folder / "src")), Reading())[0]
 
     assert made("one") == made("two")
     assert made("three", text="y") != made("four")

@@ -1,0 +1,240 @@
+"""The files of a source: which are read, which are left out and why, and how one is opened.
+
+A folder's files are found in the order of their names. Hidden entries, links and what is no regular file are passed over; a binary
+file is found and not read; so is a file with the same bytes as one before it.
+"""
+
+import bz2
+import gzip
+import importlib
+import lzma
+import os
+import stat
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from megalith.data.errors import DataError
+from megalith.data.manifest import LeftOut, Reading
+
+JSON_LINES = (".jsonl", ".ndjson")
+COMPRESSED = (".xz", ".gz", ".bz2", ".zst")
+KINDS_READ = (
+    f"Read are JSON lines ({', '.join(JSON_LINES)}) and UTF-8 text of any other name, "
+    f"plain or compressed ({', '.join(COMPRESSED)})."
+)
+HEAD = 8192
+"""Bytes of a file in which a zero byte makes it binary, as for git."""
+
+BINARY, COPY, HIDDEN, LINK, SPECIAL, ENDING = (
+    "binary",
+    "the same bytes as another file",
+    "hidden",
+    "links",
+    "neither files nor folders",
+    "another ending than asked for",
+)
+_NAMES_SHOWN = 5
+_ENDINGS_SHOWN = 10
+
+# Formats that may have no zero byte in their head. Parquet and its like hold text, but it takes a library to read them.
+_TABLES = (".parquet", ".arrow", ".feather", ".orc", ".avro")
+_BINARY = (*_TABLES, ".pdf", ".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br", ".docx", ".xlsx", ".epub")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The files of a source in order, those of them that are not read, with the reason, and what was passed over in finding them."""
+
+    root: Path
+    files: tuple[Path, ...]
+    unread: Mapping[Path, str]
+    passed: Mapping[Path, str]
+
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """What was left out, by reason, for the manifest."""
+        reasons: dict[str, list[Path]] = {}
+        for path, reason in sorted({**self.unread, **self.passed}.items()):
+            reasons.setdefault(reason, []).append(path.relative_to(self.root))
+        return tuple(_left_out(reason, paths) for reason, paths in sorted(reasons.items()))
+
+
+def find(root: Path, reading: Reading) -> Found:
+    """The files of a source. Raises DataError for a file of a kind that is not read, a folder without a file that is read, and a folder
+    in it that cannot be listed."""
+    if not root.is_dir():
+        if is_named_binary(root):
+            raise unreadable_kind(root)
+        return Found(root, (root,), {}, {})
+    files: list[Path] = []
+    passed: dict[Path, str] = {}
+    for path, reason in _walk(root, reading):
+        if reason:
+            passed[path] = reason
+        else:
+            files.append(path)
+    found = Found(root, tuple(files), {path: BINARY for path in files if _is_binary(path)}, passed)
+    if len(found.unread) == len(found.files):
+        raise _nothing_read(found)
+    return found
+
+
+def _nothing_read(found: Found) -> DataError:
+    left = found.left_out()
+    reason = f"{found.root} holds no file that is read" + (f": left out are {'; '.join(map(str, left))}" if left else "")
+    return DataError(reason, f"{KINDS_READ} {_conversion(next(iter(found.unread), found.root))}")
+
+
+def files(root: Path, reading: Reading) -> Iterator[Path]:
+    """The regular files of a source in order, text or not; a source that is a file is its own."""
+    if root.is_dir():
+        yield from (path for path, reason in _walk(root, reading) if not reason)
+    else:
+        yield root
+
+
+def _walk(root: Path, reading: Reading) -> Iterator[tuple[Path, str]]:
+    """What lies in a folder, and why it is passed over, or ""."""
+    for folder, folders, names in os.walk(root, onerror=_refuse_unlisted):
+        entered: list[str] = []
+        for name in sorted(folders):
+            path = Path(folder, name)
+            if reason := HIDDEN if name.startswith(".") else LINK if path.is_symlink() else "":
+                yield path, reason
+            else:
+                entered.append(name)
+        folders[:] = entered
+        for name in sorted(names):
+            path = Path(folder, name)
+            yield path, _reason(path, reading)
+
+
+def _reason(path: Path, reading: Reading) -> str:
+    if path.name.startswith("."):
+        return HIDDEN
+    if path.is_symlink():
+        return LINK
+    if not path.is_file():
+        return SPECIAL
+    return "" if reading.extensions is None or path.name.endswith(reading.extensions) else ENDING
+
+
+def _refuse_unlisted(error: OSError) -> None:
+    raise DataError(
+        f"The folder {error.filename} cannot be listed: {error.strerror}", "Make it readable, or move it away."
+    ) from error
+
+
+def refuse_special(path: Path) -> None:
+    """Raises DataError for a pipe, a socket or a device: opening it may wait for ever."""
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
+        return
+    what = "a pipe, as the shell's <(...) is" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+    raise DataError(
+        f"The source {str(path)!r} is {what}; only files and folders are sources, as each is read twice, once for its digest",
+        "Write the text to a file, such as text.jsonl, and give that.",
+    )
+
+
+def is_binary(path: Path, head: bytes) -> bool:
+    """Whether a file in a folder is no text, by its ending or its first bytes once unpacked."""
+    return is_named_binary(path) or b"\0" in head
+
+
+def is_named_binary(path: Path) -> bool:
+    """Whether a file's ending is that of a format which is no text, compressed or not."""
+    return path.name.lower().removesuffix(ending(path, COMPRESSED)).endswith(_BINARY)
+
+
+def is_json_lines(path: Path, *, in_folder: bool) -> bool:
+    """Whether each line of a file is an object; among a folder's files, .json is configuration."""
+    endings = JSON_LINES if in_folder else (*JSON_LINES, ".json")
+    return path.name.removesuffix(ending(path, COMPRESSED)).endswith(endings)
+
+
+def _is_binary(path: Path) -> bool:
+    if is_named_binary(path):
+        return True
+    if is_json_lines(path, in_folder=True):
+        return False
+    with opened(path) as (_, stream):
+        return is_binary(path, stream.read(HEAD))
+
+
+def unreadable_kind(path: Path) -> DataError:
+    """The error for a file that is no text."""
+    return DataError(f"{path} is no text: {_ending_of(path)} files are not read", f"{KINDS_READ} {_conversion(path)}")
+
+
+def _conversion(path: Path) -> str:
+    if path.name.endswith(".parquet"):
+        target = f"{path.name.removesuffix('.parquet')}.jsonl"
+        call = f"pandas.read_parquet({path.name!r}).to_json({target!r}, orient='records', lines=True)"
+        return f"Convert Parquet to JSON lines, for example in Python: {call}."
+    return "Convert what it holds to one of these, or leave the source out."
+
+
+def _left_out(reason: str, paths: list[Path]) -> LeftOut:
+    endings = Counter(map(_ending_of, paths)).most_common(_ENDINGS_SHOWN)
+    names = tuple(_printable(path) for path in paths[:_NAMES_SHOWN])
+    return LeftOut(reason=reason, count=len(paths), endings=dict(endings), names=names)
+
+
+def _printable(path: Path) -> str:
+    """A name that is not UTF-8 could not be written to the manifest."""
+    return path.as_posix().encode("utf-8", "backslashreplace").decode()
+
+
+def _ending_of(path: Path) -> str:
+    last = path.suffixes[-2:] if path.suffix in COMPRESSED else path.suffixes[-1:]
+    return _printable(Path("".join(last))) if last else "no ending"
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """A file's bytes as they lie on disk, and unpacked. Raises DataError for damage that shows while the block reads them."""
+    try:
+        with path.open("rb") as raw, _unpacked(raw, path) as stream:
+            yield raw, stream
+    except Exception as error:  # five libraries unpack, with no common error
+        if not _is_damage(error):
+            raise
+        raise DataError(f"{path} does not unpack: {error}. Copy or download it again.") from error
+
+
+def _unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
+    match ending(path, COMPRESSED):
+        case ".xz":
+            return lzma.open(raw)
+        case ".gz":
+            return gzip.open(raw)  # type: ignore[return-value]
+        case ".bz2":
+            return bz2.open(raw)
+        case ".zst":
+            return _zstandard(raw, path)
+    return raw
+
+
+def _zstandard(raw: IO[bytes], path: Path) -> IO[bytes]:
+    for module in ("compression.zstd", "zstandard"):  # Python 3.14's own, or the package
+        try:
+            return importlib.import_module(module).open(raw, "rb")
+        except ImportError:
+            continue
+    raise DataError(f"{path} needs Python 3.14 or the package zstandard to unpack. Install it, or pack the file as .xz or .gz.")
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether a library says that compressed bytes are not whole; bz2 and gzip say it as OSError without an error number."""
+    named = isinstance(error, (lzma.LZMAError, zlib.error, EOFError)) or type(error).__name__ == "ZstdError"
+    return named or (isinstance(error, OSError) and error.errno is None)
+
+
+def ending(path: Path, endings: tuple[str, ...]) -> str:
+    """The one of these endings that a file's name has, or ""."""
+    return next((one for one in endings if path.name.endswith(one)), "")
