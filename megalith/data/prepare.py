@@ -206,25 +206,34 @@ def _put_in_place(folder: Path, out: Path) -> None:
 
 @dataclass
 class _Read:
-    """How much of the sources was read, in bytes on disk."""
+    """How far the sources were read: bytes on disk, bytes of text in them, how many of these are encoded, and bytes of tokens that gave.
+
+    The encoder reads ahead of what it gives.
+    """
 
     total: int
     done: int = 0
+    text: int = 0
+    encoded: int = 0
+    tokens: int = 0
+
+    def wanted(self) -> int:
+        """About the bytes all tokens will take, from those so far; 0 where nothing is encoded."""
+        return round(self.tokens * (self.text / self.encoded) * (self.total / self.done)) if self.encoded and self.done else 0
 
 
 @contextmanager
 def _no_room_told(folder: Path, out: Path, read: _Read) -> Iterator[None]:
-    """Raise DataError where the disk is full, with the folder and an estimate of the bytes wanted, from the share of the sources read."""
+    """Raise DataError where the disk is full, with the folder and an estimate of the bytes wanted."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         written = sum(path.stat().st_size for path in folder.iterdir())
-        wanted = written * read.total // read.done if read.done else 0
-        estimate = f"; all of it will take about {wanted:,} bytes" if wanted > written else ""
+        estimate = f"; all of it will take about {wanted:,} bytes" if (wanted := read.wanted()) else ""
         raise DataError(
-            f"{out} found no room ({error.strerror}) after {written:,} bytes, {read.done:,} of {read.total:,} bytes of text read{estimate}",
+            f"{out} found no room ({error.strerror}) after {written:,} bytes{estimate}",
             f"Make room in {out.resolve().parent}, or choose another folder.",
         ) from error
 
@@ -248,8 +257,10 @@ def _write_domains(
             read.done += count
             shown.advance(bar, count)
 
-        texts = _texts(members, options.reading, unread, sizes, advance)
-        encoded = (_Document(tokens, sizes.popleft()) for tokens in tokenizer.encode_documents(texts))
+        texts = _texts(members, options.reading, unread, sizes, read, advance)
+        encoded = (
+            _encoded(tokens.astype(tokenizer.dtype, copy=False), sizes, read) for tokens in tokenizer.encode_documents(texts)
+        )
         domains[name] = _write_domain(folder, name, encoded, tokenizer=tokenizer, options=options)
         shown.finish(bar)
         if domains[name].train.documents == 0:
@@ -260,13 +271,27 @@ def _write_domains(
     return domains
 
 
+def _encoded(tokens: Tokens, sizes: deque[int], read: _Read) -> "_Document":
+    """The document that is next in `sizes`, counted in `read`."""
+    document = _Document(tokens, sizes.popleft())
+    read.encoded += document.bytes
+    read.tokens += tokens.nbytes + tokens.itemsize  # one for the end of the text
+    return document
+
+
 def _texts(
-    sources: Sequence[Source], reading: Reading, unread: Unread, sizes: deque[int], advance: Callable[[int], None]
+    sources: Sequence[Source],
+    reading: Reading,
+    unread: Unread,
+    sizes: deque[int],
+    read: _Read,
+    advance: Callable[[int], None],
 ) -> Iterator[str]:
     """The documents of one domain; what each weighs goes to `sizes`, as the encoder reads ahead of what it gives."""
     for source in sources:
         for text in documents(source, reading, advance, unread[source]):
             sizes.append(len(text.encode()))
+            read.text += sizes[-1]
             yield text
 
 
