@@ -251,7 +251,7 @@ def test_killed_and_started_again_it_ends_with_the_bits_of_a_synchronous_run(dat
     assert -signal.SIGKILL in finish(start(spec, tmp_path), meanwhile=at_step(4, tmp_path, kill))
     train(spec, tmp_path)
     assert_same_bits(final_state(whole), final_state(tmp_path))
-    assert position(tmp_path) == position(whole) == {"step": 10, "samples": 80}
+    assert position(tmp_path) == position(whole) == {"step": 10, "samples": 80, "updates": 10}
     assert _steps_logged(tmp_path) == _steps_logged(whole)
     assert [(e.step, e.loss) for e in of_kind(read(tmp_path), Validation)][-3:] == [
         (e.step, e.loss) for e in of_kind(read(whole), Validation)

@@ -97,7 +97,7 @@ def test_two_nodes_one_node_two_nodes_and_no_sample_is_lost_or_repeated(tmp_path
     events = list(read(run.folder))
     steps = _counted(events)
     assert list(steps) == list(range(1, max(steps) + 1))
-    assert position(run.folder) == {"step": max(steps), "samples": 8 * max(steps)}
+    assert position(run.folder) == {"step": max(steps), "samples": 8 * max(steps), "updates": max(steps)}
     (lost,) = of_kind(events, Incident)
     assert [command["kind"] for command in lost.commands][-1] == "shrink"
     resumed = [event.resumed_step for event in of_kind(events, RunStarted)]
