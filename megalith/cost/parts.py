@@ -16,6 +16,7 @@ from megalith.cost.profile import Layout, Profile
 from megalith.cost.workload import Workload
 from megalith.machine import lifeline
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
+from megalith.spec.plan import recomputed
 
 VERSION = 3
 """Of the figures: a change in what is counted makes old files worthless."""
@@ -134,7 +135,8 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None]:
     model, plan, folder = workload.model, workload.plan, os.environ.get(kept.CACHE)
     here, bare = workload.layout, _bare(workload.model)  # pyright: ignore[reportArgumentType]
     whole, plain = replace(here, recompute="full"), here if plan.recompute == "selective" else replace(here, recompute="none")
-    again = [_recomputed(plan.recompute, number, len(model.blocks)) for number in range(len(model.blocks))]
+    blocks = len(model.blocks)
+    *again, further = (recomputed(number, blocks=blocks, policy=plan.recompute) for number in range(blocks + 1))
     ahead = model.head.ahead
     known: dict[tuple[int, bool], Key] = {}
 
@@ -145,16 +147,7 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None]:
         return known[both]
 
     embedding, head = (Key(kind, bare, None, _seen(None, here), folder) for kind in ("embedding", "head"))
-    return embedding, head, list(map(key, model.blocks, again)), key(ahead.block, again[-1]) if ahead else None
-
-
-def _recomputed(policy: str, number: int, blocks: int) -> bool:
-    """Does this block run again as a whole? As `parallel.recompute.recomputed`, which needs torch to be imported."""
-    if policy == "sqrt":
-        return number % max(2, round(blocks**0.5)) != 0
-    if policy.startswith("every:"):
-        return number % int(policy.removeprefix("every:")) == 0
-    return policy == "full"
+    return embedding, head, list(map(key, model.blocks, again)), key(ahead.block, further) if ahead else None
 
 
 _bared: dict[int, tuple[ModelSpec, ModelSpec]] = {}  # by identity, of models kept with it: hashing whole ones takes long

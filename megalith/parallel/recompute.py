@@ -1,6 +1,5 @@
 """Recomputation: which blocks, or parts of blocks, keep only their input in forward and run again in backward (Chen et al. 2016)."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalith.models.block import Block
 from megalith.models.moe import Moe
-from megalith.spec.plan import Plan
+from megalith.spec.plan import Plan, recomputed
 
 SEAMS = {"attend": "attend", "mlp.experts": "mlp.run", "mlp.shared": "mlp.common"}
 """Parts of a block that are no modules, or more than one: the methods that compute them."""
@@ -35,21 +34,6 @@ def once(module: nn.Module, name: str) -> Callable[..., Any]:
     """The method itself, for who sees to its running again."""
     method = getattr(module, name)
     return method.once if isinstance(method, Again) else method
-
-
-def recomputed(number: int, *, blocks: int, policy: str) -> bool:
-    """Does block `number` (of the whole model's `blocks`) run again as a whole?
-
-    `every:n` recomputes every n-th block. `sqrt` recomputes all but every sqrt(blocks)-th one, so that about sqrt(blocks) of them keep
-    their inner activations.
-    """
-    if policy == "full":
-        return True
-    if policy == "sqrt":
-        return number % max(2, round(math.sqrt(blocks))) != 0
-    if policy.startswith("every:"):
-        return number % int(policy.removeprefix("every:")) == 0
-    return False
 
 
 def apply_recompute(block: nn.Module, number: int, *, blocks: int, plan: Plan) -> None:

@@ -13,7 +13,7 @@ from megalith.report import timeline
 from megalith.report.svg import Cell, grid, picture, stacked_rows, standalone, text
 from megalith.schedule import SCHEDULES, build, lower, simulate
 from megalith.spec.optimizers import OPTIMIZERS
-from megalith.spec.plan import Plan
+from megalith.spec.plan import Plan, recomputed
 from megalith.spec.state import bytes_of, kept
 
 RANKS, MICROBATCHES = 4, 8
@@ -155,8 +155,6 @@ def views() -> str:
 
 def recompute() -> str:
     """Of sixteen blocks, those that keep all they made in forward; the others keep their input and run again."""
-    from megalith.parallel.recompute import recomputed  # asked, not told again; torch comes with it, and only here
-
     blocks = 16
     kept = {
         policy: [number for number in range(blocks) if not recomputed(number, blocks=blocks, policy=policy)]

@@ -1,5 +1,6 @@
 """How the work is split: a value, chosen by a person or by the planner, applied by `parallel/`."""
 
+import math
 from functools import cache
 from itertools import accumulate
 from typing import Annotated, Literal
@@ -124,6 +125,21 @@ class Plan(Spec):
         projection. `layers` decides otherwise.
         """
         return _bounds(self.layers, self.stages, blocks)
+
+
+def recomputed(number: int, *, blocks: int, policy: str) -> bool:
+    """Return whether block `number` (of the whole model's `blocks`) runs again as a whole in backward.
+
+    `every:n` recomputes every n-th block. `sqrt` recomputes all but every sqrt(blocks)-th one, so that about sqrt(blocks) of them keep
+    their inner activations.
+    """
+    if policy == "full":
+        return True
+    if policy == "sqrt":
+        return number % max(2, round(math.sqrt(blocks))) != 0
+    if policy.startswith("every:"):
+        return number % int(policy.removeprefix("every:")) == 0
+    return False
 
 
 @cache

@@ -14,7 +14,7 @@ from megalith.cost.kept import CACHE
 from megalith.cost.parts import Parts, _seen, parts, prepare
 from megalith.cost.profile import Layout, Profile
 from megalith.cost.trace import trace_block, trace_embedding, trace_head
-from megalith.spec.model import BlockSpec, LatentAttentionSpec, MambaSpec
+from megalith.spec.model import AheadSpec, BlockSpec, LatentAttentionSpec, MambaSpec
 from megalith.spec.plan import Plan
 from tests.cost.models import dense, mixture, workload
 
@@ -227,3 +227,14 @@ def test_profiles_of_other_operations_have_nothing_beyond() -> None:
 @pytest.mark.parametrize("trace", [trace_embedding, trace_head])
 def test_what_the_ends_do_not_see_of_a_layout_changes_none_of_their_figures(trace: Callable[..., Profile]) -> None:
     assert trace(dense(), _seen(None, ASKED)) == trace(dense(), ASKED)
+
+
+def test_a_block_of_further_tokens_is_recomputed_by_its_own_number() -> None:
+    """It counts on from the model's last block, as for `parallel.apply`: of four blocks, every second one from the first is recomputed."""
+    model = dense(4)
+    further = model.model_copy(
+        update={"head": model.head.model_copy(update={"ahead": AheadSpec(block=model.blocks[0], depth=1, weight=0.1)})}
+    )
+    found = parts(workload(further, Plan(recompute="every:2")))
+    assert found.ahead is not None
+    assert found.ahead.saved == found.blocks[0].saved < found.blocks[3].saved
