@@ -81,7 +81,8 @@ def _round_trip(rank: int, run: dict[str, Any], root: Path) -> list[bool]:
         again = memory_of(fresh, root)
         label = again.restore(source)
         assert label is not None
-        found += [(label.step, label.samples) == (1, 8), same(bits(fresh), one), torch.equal(torch.rand(3), drawn)]
+        fresh.state.updates = label.updates
+        found += [(label.step, label.samples, label.updates) == (1, 8, 1), same(bits(fresh), one), torch.equal(torch.rand(3), drawn)]
         train_step(fresh, microbatches(fresh, 1), step=1)
         found.append(same(bits(fresh), two))
     found.append(copies.survey(root, placement=placement, world=dist.get_world_size())[0].step == 1)  # the newer one is forgotten
