@@ -82,7 +82,11 @@ def _round_trip(rank: int, run: dict[str, Any], root: Path) -> list[bool]:
         label = again.restore(source)
         assert label is not None
         fresh.state.updates = label.updates
-        found += [(label.step, label.samples, label.updates) == (1, 8, 1), same(bits(fresh), one), torch.equal(torch.rand(3), drawn)]
+        found += [
+            (label.step, label.samples, label.updates) == (1, 8, 1),
+            same(bits(fresh), one),
+            torch.equal(torch.rand(3), drawn),
+        ]
         train_step(fresh, microbatches(fresh, 1), step=1)
         found.append(same(bits(fresh), two))
     found.append(copies.survey(root, placement=placement, world=dist.get_world_size())[0].step == 1)  # the newer one is forgotten
