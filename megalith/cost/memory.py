@@ -14,7 +14,6 @@ from megalith.cost.kept import kept
 from megalith.cost.parts import Numbers, Parts
 from megalith.cost.time import line
 from megalith.cost.workload import Workload
-from megalith.mesh import Mesh
 from megalith.schedule.action import Row
 from megalith.schedule.action import parts as parts_of
 from megalith.schedule.table import SCHEDULES
@@ -179,7 +178,7 @@ def _rank(
     here, flying = shared.held[rank], shared.flying[rank]
     practice = workload.practice
     own, held = _own(parts, here), numbers(workload, parts, here)
-    shards, expert_shards = _shards(workload)
+    shards, expert_shards = workload.shards
     state = _state(workload, held.dense, shards), _state(workload, held.expert, expert_shards)
     whole = _whole(workload, own.largest, shards)
     # the head's backward follows its forward: its logits are gone before any block's backward
@@ -199,15 +198,9 @@ def _rank(
     )
 
 
-def _shards(workload: Workload) -> tuple[int, int]:
-    """Over how many ranks ZeRO shares out the dense weights, and the experts."""
-    mesh = Mesh.of(workload.plan)
-    return mesh.state[2], max(1, mesh.experts[2])
-
-
 def updated(workload: Workload, held: Numbers) -> float:
     """Return how many of the weights that its pipeline rank holds a rank updates itself."""
-    shards, expert_shards = _shards(workload)
+    shards, expert_shards = workload.shards
     return held.dense / shards + held.expert / expert_shards
 
 

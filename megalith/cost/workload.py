@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from megalith.cost.profile import Layout
+from megalith.mesh import Mesh
 from megalith.schedule import enough
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
@@ -109,6 +110,12 @@ class Workload:
     def state_bytes(self) -> float:
         """Bytes of all that the optimizer keeps for a parameter: its own copy of it too, where weights are narrower than that."""
         return self.moment_bytes + (self.practice.master_bytes if self.width < 4 else 0)
+
+    @cached_property
+    def shards(self) -> tuple[int, int]:
+        """The numbers of ranks over which ZeRO shares out the dense weights, and the experts; at least 1."""
+        mesh = Mesh.of(self.plan)
+        return mesh.state[2], max(1, mesh.experts[2])
 
     @property
     def tokens(self) -> int:
