@@ -30,6 +30,7 @@ import torch.distributed as dist
 from megalith.checkpoint.memory import Memory
 from megalith.data.stream import Batch as Samples
 from megalith.fleet.seat import Seat
+from megalith.fleet.secure.key import Key
 from megalith.prove.parity import RandomText
 from megalith.prove.worlds import run_ranks
 from megalith.spec.files import load
@@ -89,7 +90,13 @@ class Way:
         self.text, self.guard = text, None
         if not fleet.recover:
             return
-        seat = Seat(dist.get_rank(), dist.get_world_size(), tuple(f"n{slot}" for slot in range(fleet.nodes)), root)
+        seat = Seat(
+            dist.get_rank(),
+            dist.get_world_size(),
+            tuple(f"n{slot}" for slot in range(fleet.nodes)),
+            root,
+            key=Key("benchmark" * 8),
+        )
         memory = Memory(trainer.state.shares(), seat=seat, pinned=fleet.verify_every > 0) if fleet.memory_every else None
         if memory and fleet.buddy_distance(fleet.nodes):
             group = dist.new_group(backend="gloo")

@@ -5,8 +5,10 @@ Exit status: 0 done; 1 something failed; 2 the run's description or the command 
 """
 
 import functools
+import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 import typer
@@ -16,12 +18,14 @@ from megalith.commands import (
     agent,
     campaign,
     check,
+    clean,
     data,
     doctor,
     dryrun,
     export,
     generate,
     import_,
+    key,
     launch,
     parity,
     plan,
@@ -30,12 +34,13 @@ from megalith.commands import (
     tokenizer,
     train,
 )
-from megalith.commands.output import readable_errors
+from megalith.commands.output import lossy_output, readable_errors
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
     "check": check.command,
     "train": train.command,
     "agent": agent.command,
+    "key": key.command,
     "parity": parity.command,
     "dryrun": dryrun.command,
     "generate": generate.command,
@@ -46,6 +51,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "simulate": simulate.command,
     "campaign": campaign.command,
     "doctor": doctor.command,
+    "clean": clean.command,
     "launch": launch.command,
     "data prepare": data.prepare,
     "data inspect": data.inspect,
@@ -59,6 +65,9 @@ GROUPS = {
     "tokenizer": "Make tokenizers.",
 }
 """A first word that several commands share -> its help."""
+
+LONG = frozenset({"train", "agent", "campaign"})
+"""Commands whose work goes on when nobody can read their output any more. Others end then, as programs in a pipe do."""
 
 app = typer.Typer(
     name="megalith",
@@ -80,12 +89,15 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
-def _run(function: Callable[..., int | None]) -> Callable[..., None]:
+def _run(function: Callable[..., int | None], *, long: bool) -> Callable[..., None]:
     """Return a command that exits with the status its function returns, and prints its errors without a traceback."""
 
     @functools.wraps(function)
     def run(**arguments: Any) -> None:
-        with readable_errors(as_json=arguments["as_json"]):
+        with ExitStack() as stack:
+            if long:
+                stack.enter_context(lossy_output())
+            stack.enter_context(readable_errors(as_json=arguments["as_json"]))
             raise typer.Exit(function(**arguments) or 0)
 
     return run
@@ -98,7 +110,7 @@ def _add_commands() -> None:
         app.add_typer(group, name=name)
     for words, function in COMMANDS.items():
         first, _, last = words.rpartition(" ")
-        groups.get(first, app).command(last)(_run(function))
+        groups.get(first, app).command(last)(_run(function, long=words in LONG))
 
 
 _add_commands()
@@ -106,6 +118,11 @@ _add_commands()
 
 def main() -> None:
     """Run the program."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed (`>&-`): the next file that is opened would get its number, and what is printed
+            os.open(os.devnull, os.O_RDWR)
     sys.exit(app())
 
 

@@ -6,17 +6,81 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-UNAVAILABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN})
+UNAVAILABLE = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EIO,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.ENOTCONN,
+        errno.ENODEV,
+        errno.EHOSTDOWN,
+    }
+)
 """No room, on the disk or within what its owner may use; a file system that fails, or whose server does not answer."""
+
+AWAY = UNAVAILABLE | {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}
+"""The same, of a path that was used before: that it is gone, or forbidden, is then no mistake in its name, and may pass as well."""
 
 
 def is_unavailable(error: BaseException) -> bool:
     """Whether storage is to blame, and not the program: it has no room, or is away. Either may pass."""
     return isinstance(error, OSError) and error.errno in UNAVAILABLE
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether a path that was used before cannot be used now, for a reason that may pass."""
+    return isinstance(error, OSError) and error.errno in AWAY
+
+
+def leads_to(path: Path, inode: int) -> bool:
+    """Whether a path is that of a file which was opened before. Where nobody can tell, it is."""
+    try:
+        return path.stat().st_ino == inode
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
+
+
+class Place:
+    """A folder as it was first used. It is away when it was there and is gone, and when nothing is mounted any more where its file system
+    was: the bare mount point is another folder, in which nothing must be written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self._seen = False
+        self._mount = next((above for above in (self.folder, *self.folder.parents) if os.path.ismount(above)), None)
+        self.away()
+
+    def away(self) -> str:
+        """Why the folder cannot be used now; empty if it can."""
+        if self._mount is not None and not os.path.ismount(self._mount):
+            return f"nothing is mounted at {self._mount}"
+        try:
+            with os.scandir(self.folder):
+                self._seen = True
+        except OSError as error:
+            if self._seen or not isinstance(error, FileNotFoundError | NotADirectoryError):
+                return error.strerror or str(error)
+        return ""
+
+
+def bare_mount(path: Path, *, table: Path = Path("/etc/fstab")) -> Path | None:
+    """Return the mount point above a path at which nothing is mounted, though the table of file systems names it; None if there is none."""
+    try:
+        fields = [line.split() for line in table.read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return None
+    points = {Path(row[1].replace("\\040", " ")) for row in fields if len(row) > 1 and not row[0].startswith("#")}
+    absolute = path.absolute()
+    return next((above for above in (absolute, *absolute.parents) if above in points and not os.path.ismount(above)), None)
 
 
 def make_folder(folder: Path) -> None:
@@ -28,14 +92,114 @@ def make_folder(folder: Path) -> None:
         raise type(error)(error.errno, advice, str(folder)) from error
 
 
-def append(descriptor: int, line: bytes) -> bool:
-    """Append a line to a file that is open for reading and appending; False if not all of it could be written. What a writer before left
-    of a line, when it died or could not write either, is a line of its own then: who reads the file leaves it out."""
-    with if_available():
-        size = os.fstat(descriptor).st_size
-        whole = b"\n" * (size > 0 and os.pread(descriptor, 1, size - 1) != b"\n") + line
-        return os.write(descriptor, whole) == len(whole)
-    return False
+def check_mounted(path: Path) -> None:
+    """Raise OSError if a path lies at or under a mount point without its file system: what is written there would be hidden once it is
+    mounted, and a run would begin anew beside its own checkpoints."""
+    if (mount := bare_mount(path)) is not None:
+        why = f"nothing is mounted here, where /etc/fstab wants a file system, and {path} would lie under it"
+        advice = f"{why}: mount it, or choose another folder"
+        raise OSError(errno.ENODEV, advice, str(mount))
+
+
+def append(descriptor: int, line: bytes) -> None:
+    """Append a line to a file that is open for reading and appending. What a writer before left of a line, when it died, is a line of its
+    own then: who reads the file skips it. Raises OSError if not all of the line could be written: then none of it stays."""
+    size = os.fstat(descriptor).st_size
+    whole = b"\n" * (size > 0 and os.pread(descriptor, 1, size - 1) != b"\n") + line
+    written = os.write(descriptor, whole)
+    if written < len(whole):
+        if os.fstat(descriptor).st_size == size + written:  # nobody else has appended meanwhile
+            os.ftruncate(descriptor, size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Journal:
+    """Lines appended to a file which may be full, away, forbidden or deleted. What cannot be written now waits, the oldest of more than
+    `most` lines is lost; no method raises an OSError.
+
+    `renewed` gives lines to begin with where the file is no longer the one that was written to before: it was deleted, replaced or cut
+    off. Its argument says whether this journal made the new file.
+    """
+
+    def __init__(self, path: Path, *, most: int, renewed: Callable[[bool], Iterable[bytes]] = lambda made: ()) -> None:
+        self._path, self._renewed = path, renewed
+        self._place = Place(path.parent)
+        self._waiting: deque[bytes] = deque(maxlen=most)
+        self._file: int | None = None
+        self._inode, self._size = 0, 0  # of the file that was written to last
+        self._stopped: float | None = None  # since when nothing can be written, in monotonic seconds
+        self._flush()
+
+    def write(self, line: bytes) -> None:
+        """Append a line, with its line break: now or with a later one."""
+        self._waiting.append(line)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what waits, as far as it can be written."""
+        waited = len(self._waiting)
+        try:
+            file = self._open()
+            while self._waiting:
+                append(file, self._waiting[0])
+                self._waiting.popleft()
+            self._size = os.fstat(file).st_size
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                self._close()
+            if self._stopped is None:
+                self._stopped = time.monotonic()
+                print(
+                    f"{self._path} cannot be written ({error.strerror}): what it should hold waits", file=sys.stderr, flush=True
+                )
+            return
+        if self._stopped is not None:
+            seconds, self._stopped = time.monotonic() - self._stopped, None
+            words = f"{self._path} is written again after {seconds:.0f} s"
+            print(f"{words}: {waited} line{'s' * (waited != 1)} had waited", file=sys.stderr, flush=True)
+
+    def _open(self) -> int:
+        """The file, opened where it is not open yet, or no longer the one in the folder."""
+        if self._file is not None and not self._is_replaced(self._file):
+            return self._file
+        if why := self._place.away():
+            raise OSError(errno.ENOENT, why, str(self._path))
+        made = True
+        try:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o644)
+        except FileExistsError:
+            made = False
+            file = os.open(self._path, os.O_RDWR | os.O_APPEND)
+        self._close()
+        self._file, found = file, os.fstat(file)
+        if self._inode and (found.st_ino != self._inode or found.st_size < self._size):
+            self._waiting.extendleft(reversed(list(self._renewed(made or not found.st_size))))
+        self._inode, self._size = found.st_ino, found.st_size
+        return file
+
+    def _is_replaced(self, file: int) -> bool:
+        """Whether the open file was deleted, replaced or cut off. While its folder is away nobody knows, and it stays open."""
+        mine = os.fstat(file)
+        try:
+            there = self._path.stat()
+        except FileNotFoundError:
+            return not self._place.away()
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino) or mine.st_size < self._size
+
+    def _close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._file)
+            self._file = None
+
+    def close(self) -> None:
+        """Write what still waits, and print how much of it cannot be written to the last."""
+        self._flush()
+        if self._waiting:
+            print(f"the last {len(self._waiting)} lines of {self._path} could not be written", file=sys.stderr, flush=True)
+        self._close()
 
 
 def lines(path: Path) -> Iterator[str]:
@@ -59,27 +223,40 @@ def parse(line: str) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def if_available(path: Path | None = None) -> Iterator[None]:
-    """Leave the block when storage is unavailable, and go on without `path`, if one is given and so named. Raises any other OSError."""
+    """Leave the block when a path that was used before cannot be used now, and go on without `path`, if one is given. It is named once,
+    and again if it was of use meanwhile. Raises any other OSError."""
     try:
         yield
+        _UNAVAILABLE.discard(path)
     except OSError as error:
-        if not is_unavailable(error):
+        if not is_away(error):
             raise
-        if path is not None:
+        if path is not None and path not in _UNAVAILABLE:
+            _UNAVAILABLE.add(path)
             print(f"{path} cannot be written ({error.strerror}): going on without it", file=sys.stderr, flush=True)
 
 
+_UNAVAILABLE: set[Path | None] = set()
+
+
 class Output(io.FileIO):
-    """A process's output to a disk that may be full, or away: what cannot be written is lost, and not the process."""
+    """A process's output to a pipe that nobody may read any more, or a disk that may be full or away: what cannot be written is lost, and
+    not the process. `lost` counts its bytes, `why` is the first reason."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self.lost, self.why = 0, ""
 
     def write(self, data: object) -> int:
         """Bytes taken."""
-        with if_available():
+        size = memoryview(data).nbytes  # type: ignore[arg-type]
+        try:
             return super().write(data) or 0  # type: ignore[arg-type]
-        return memoryview(data).nbytes  # type: ignore[arg-type]
+        except OSError as error:
+            self.lost, self.why = self.lost + size, self.why or error.strerror or str(error)
+            return size
 
 
-def text_output(descriptor: int) -> io.TextIOWrapper:
+def text_output(output: Output, *, encoding: str = "utf-8", errors: str = "backslashreplace") -> io.TextIOWrapper:
     """Such an output as text, written line by line."""
-    raw = io.BufferedWriter(Output(descriptor, "wb", closefd=False))
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    return io.TextIOWrapper(io.BufferedWriter(output), encoding=encoding, errors=errors, line_buffering=True)

@@ -7,18 +7,15 @@ an empty list or dict. A field that this version does not know is kept in `Event
 """
 
 import json
-import os
-import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
-from megalith import disk
+from megalith import disk, epochs
 from megalith.tagged import Family
 
 FILE = "events.jsonl"
@@ -290,47 +287,60 @@ def parse(line: str) -> Event | None:
 
 class EventLog:
     """Appends events to a run folder's log. Each event is one write, so a reader never sees half a line for long, and the ranks and who
-    watches them may write to one log. What a full disk has no room for, or a store that is away cannot take, waits."""
+    watches them may write to one log. What a full disk has no room for, or a store that is away cannot take, waits. A log that is deleted
+    while it is written begins anew, with a note and the newest `RunStarted`, without which no report could be made of what follows."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, epoch: int | None = None) -> None:
+        """`epoch`: its owner's (`megalith.epochs`); None: the newest."""
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._path = run_dir / FILE
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
+        path = epochs.newest(run_dir, FILE) if epoch is None else run_dir / epochs.name(FILE, epoch)
+        self._opening: list[Event] = []  # the newest start, and who held what in it
+        self._step = 0  # the newest step that was written
+        self._journal = disk.Journal(path, most=MOST_WAITING, renewed=self._begin_anew)
 
     def write(self, event: Event) -> None:
         """Append one event, now or with a later one."""
-        line = json.dumps(dump(event), separators=(",", ":"))
-        self._waiting.append(line.encode() + b"\n")
-        self._append()
+        match event:
+            case RunStarted():
+                self._opening, self._step = list[Event]([event]), event.resumed_step
+            case Holding():
+                self._opening.append(event)
+        self._journal.write(_line(event))
+        if isinstance(event, Step):
+            self._step = event.step
 
-    def _append(self) -> None:
-        """Write what waits, as far as it can be written."""
-        while self._waiting and disk.append(self._file, self._waiting[0]):
-            self._waiting.popleft()
+    def _begin_anew(self, made: bool) -> Iterator[bytes]:
+        """Lines that a log which lost all it held begins with. One of its writers makes the file, and leaves the note."""
+        if made:
+            words = f"{FILE} was removed, or emptied, while the run went on: what it held is lost, and it begins anew here"
+            yield _line(Problem("warning", words))
+        for event in self._opening:
+            fresh = replace(event, time=time.time())
+            yield _line(replace(fresh, resumed_step=self._step) if isinstance(fresh, RunStarted) else fresh)
 
     def close(self) -> None:
         """Write what still waits, and say so if it cannot be written to the last."""
-        self._append()
-        if self._waiting:
-            print(f"the last {len(self._waiting)} events of {self._path} could not be written", file=sys.stderr, flush=True)
-        os.close(self._file)
+        self._journal.close()
+
+
+def _line(event: Event) -> bytes:
+    return json.dumps(dump(event), separators=(",", ":")).encode() + b"\n"
 
 
 class Reader:
-    """The events of a run, oldest first; each iteration reads the log again.
+    """The events of a run, oldest first; each iteration reads the log of the newest epoch again.
 
     Reading raises nothing for a line that is torn (the writer died in it, or the disk was full) or holds no event: the line is skipped.
     `skipped` counts these lines in the newest iteration.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / FILE
+        self._run_dir = run_dir
         self.skipped = 0
 
     def __iter__(self) -> Iterator[Event]:
         self.skipped = 0
-        for line in disk.lines(self._path):
+        for line in disk.lines(epochs.newest(self._run_dir, FILE)):
             event = parse(line)
             if event is None:
                 self.skipped += 1

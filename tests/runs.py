@@ -1,16 +1,20 @@
 """Whole training runs for tests: ranks forked from the test process, each calling what every launcher calls."""
 
+import contextlib
 import json
 import os
+import re
 import secrets
 import signal
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo
 from torch import Tensor
@@ -20,6 +24,7 @@ from megalith.checkpoint.read import read_full
 from megalith.data.prepare import prepare
 from megalith.data.tokenizer import load
 from megalith.events import Step, of_kind, read
+from megalith.fleet.heartbeat import Heartbeat
 from megalith.spec.run import RunSpec
 from tests.patience import PATIENCE
 
@@ -34,6 +39,28 @@ def prepare_text(folder: Path) -> Path:
     out = folder / "data"
     prepare([f"verse={verse}", f"tale={tale}"], tokenizer=load("bytes"), out=out, validation=0.1)
     return out
+
+
+def typed(file: Path, data: Path, *, steps: int, more: str = "") -> list[str]:
+    """`megalith train` of a small run of two ranks, as it is typed; the run folder is to be added. `more`: further tables of the file."""
+    file.write_text(
+        "[model]\nlayers = 2\ndim = 32\nheads = 4\nffn = 48\nvocab = 264\ncontext = 64\n[plan]\ndata = 2\nzero = 3\n"
+        f'[data]\npath = "{data}"\n[train]\nsteps = {steps}\nglobal_batch = 4\nseq_len = 32\nprecision = "fp32"\n'
+        f"[optimizer]\nwarmup = 2\n[checkpoint]\nevery = 5\n[launch]\nthreads = 1\n{more}"
+    )
+    return [sys.executable, "-m", "megalith.cli", "train", str(file), "--run-dir"]
+
+
+def await_step(step: int, folder: Path, process: "subprocess.Popen[str]") -> None:
+    """Wait until the log shows that a run which was typed has done a step. Fails when it ends before."""
+    while not any(event.step >= step for event in of_kind(read(folder), Step)):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def process_of(rank: int, folder: Path) -> int:
+    """The process id of a rank of a run that was typed, as its log says it last."""
+    return int(re.findall(rf"rank {rank} of \d+, process (\d+)", (folder / f"ranks/rank-{rank}.log").read_text())[-1])
 
 
 def start(
@@ -72,15 +99,12 @@ def _rank(spec: RunSpec, folder: Path, rank: int, store: Path, source: dict[str,
     os._exit(code)
 
 
-def finish(
-    pids: dict[int, int], *, timeout: float = PATIENCE, meanwhile: Callable[[dict[int, int]], None] = lambda _: None
-) -> list[int]:
+def finish(pids: dict[int, int], *, timeout: float = PATIENCE) -> list[int]:
     """Wait for the ranks and give their exit statuses (minus the signal's number for a killed one). Once one has failed, the others
-    are killed, as a supervisor would. `meanwhile` is called with the ranks by process id all the time."""
+    are killed, as a supervisor would."""
     codes: dict[int, int] = {}
     running, end = dict(pids), time.monotonic() + timeout
     while running:
-        meanwhile(running)
         for pid in list(running):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
@@ -99,16 +123,25 @@ def train(spec: RunSpec, folder: Path) -> None:
         raise RuntimeError(f"{codes}\n" + "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("rank-*.log"))))
 
 
-def at_step(step: int, folder: Path, act: Callable[[dict[int, int]], None]) -> Callable[[dict[int, int]], None]:
-    """Something to do once, as soon as the log shows that `step` steps are done."""
-    done = []
+@contextlib.contextmanager
+def when(phase: str, step: int, *, rank: int, act: Callable[[], object]) -> Iterator[None]:
+    """In runs that are started meanwhile, `rank` acts when it says that it is in this phase of this step: the others wait for it there, so
+    nothing depends on how soon somebody looks."""
+    say = Heartbeat.beat
 
-    def look(running: dict[int, int]) -> None:
-        if not done and any(event.step >= step for event in of_kind(read(folder), Step)):
-            done.append(step)
-            act(running)
+    def say_and_act(self: Heartbeat, name: str, at: int = -1, **rest: float) -> None:
+        say(self, name, at, **rest)
+        if (name, at, os.environ["RANK"]) == (phase, step, str(rank)):
+            act()
 
-    return look
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Heartbeat, "beat", say_and_act)
+        yield
+
+
+def signal_yourself(number: int) -> None:
+    """Send a signal to this process."""
+    os.kill(os.getpid(), number)
 
 
 def final_state(folder: Path) -> dict[str, Tensor]:

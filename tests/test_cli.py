@@ -83,15 +83,17 @@ def test_help_reads_no_specification(arguments: list[str]):
 
 
 def test_help_takes_little_time():
-    """Nothing heavy is imported for it: torch alone takes seconds. The best of three, for a machine that has other work."""
+    """Nothing heavy is imported for it: torch alone takes seconds. Beside another program that prints its help with typer, in processor
+    time: how fast the machine is, and what else it does, is the same for both."""
 
-    def seconds() -> float:
+    def seconds(code: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert python("from megalith.cli import app; app(['--help'])").returncode == 0
+        assert python(code).returncode == 0
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 1.2
+    other = "import typer; app = typer.Typer(); app.command()(lambda: None); app(['--help'])"
+    assert min(seconds("from megalith.cli import app; app(['--help'])") / seconds(other) for _ in range(3)) < 2.5
 
 
 def test_the_version_is_printed():

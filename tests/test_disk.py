@@ -8,7 +8,8 @@ import pytest
 
 from megalith import disk
 from megalith.control.node_ledger import NodeRecord, note, read_nodes
-from megalith.events import FILE, EventLog, Problem, of_kind, read
+from megalith.events import FILE, EventLog, Problem, RunStarted, Step, of_kind, read
+from tests.report.run_folder import start, step
 
 
 class Disk:
@@ -47,6 +48,7 @@ def test_events_wait_for_room_and_another_writer_loses_none_by_it(room: Disk, tm
     other.write(Problem("warning", "of another"))
     log.write(Problem("warning", "fourth"))
     assert _messages(tmp_path) == ["first", "of another", "second", "third", "fourth"]
+    assert len((tmp_path / FILE).read_bytes().splitlines()) == 5, "no torn line is left"
 
 
 def test_what_never_found_room_is_counted_at_the_end(room: Disk, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +57,7 @@ def test_what_never_found_room_is_counted_at_the_end(room: Disk, tmp_path: Path,
     for _ in range(3):
         log.write(Problem("warning", "lost"))
     log.close()
-    assert f"the last 3 events of {tmp_path / FILE} could not be written" in capsys.readouterr().err
+    assert f"the last 3 lines of {tmp_path / FILE} could not be written" in capsys.readouterr().err
 
 
 def test_a_ledger_of_nodes_goes_without_a_record(room: Disk, tmp_path: Path) -> None:
@@ -66,9 +68,10 @@ def test_a_ledger_of_nodes_goes_without_a_record(room: Disk, tmp_path: Path) -> 
     room.room = 1 << 20
     note(path, records[2])
     assert read_nodes(path) == [records[0], records[2]]
+    assert len(path.read_bytes().splitlines()) == 2, "nothing is left of what found no room"
 
 
-@pytest.mark.parametrize("code", sorted(disk.UNAVAILABLE))
+@pytest.mark.parametrize("code", sorted(disk.AWAY))
 def test_a_disk_that_may_be_back_costs_a_note_and_says_why(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with disk.if_available(tmp_path / "note"):
         raise OSError(code, os.strerror(code))
@@ -76,8 +79,8 @@ def test_a_disk_that_may_be_back_costs_a_note_and_says_why(code: int, tmp_path: 
 
 
 def test_other_errors_of_a_disk_are_raised(tmp_path: Path) -> None:
-    with pytest.raises(PermissionError, match="forbidden"), disk.if_available(tmp_path / "note"):
-        raise OSError(errno.EACCES, "forbidden")
+    with pytest.raises(IsADirectoryError, match="a folder"), disk.if_available(tmp_path / "note"):
+        raise OSError(errno.EISDIR, "a folder")
 
 
 def test_events_wait_while_the_store_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,12 +98,60 @@ def _raise(code: int) -> None:
     raise OSError(code, os.strerror(code))
 
 
+@pytest.mark.parametrize("how", ["deleted", "emptied", "replaced"])
+def test_a_log_that_is_gone_begins_anew_with_one_note_and_the_newest_start(how: str, tmp_path: Path) -> None:
+    log, other = EventLog(tmp_path), EventLog(tmp_path)
+    log.write(start())
+    log.write(step(7))
+    other.write(Problem("warning", "first"))
+    if how == "emptied":
+        (tmp_path / FILE).write_text("")
+    else:
+        (tmp_path / FILE).unlink()
+    if how == "replaced":
+        (tmp_path / FILE).write_text("somebody's\n")
+    other.write(Problem("warning", "second"))
+    log.write(step(8))
+    found = list(read(tmp_path))
+    notes = [event.message for event in of_kind(found, Problem)]
+    assert [note.partition(" the run went on")[0] for note in notes] == (
+        ["second"] if how == "replaced" else [f"{FILE} was removed, or emptied, while", "second"]
+    )
+    assert [event.resumed_step for event in of_kind(found, RunStarted)] == [7]
+    assert [event.step for event in of_kind(found, Step)] == [8]
+
+
+def test_nothing_is_written_where_a_file_system_was_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is still there, and another one."""
+    mounted = {str(tmp_path)}
+    monkeypatch.setattr(disk.os.path, "ismount", lambda path: str(path) in mounted)
+    log = EventLog(tmp_path)
+    log.write(Problem("warning", "first"))
+    kept = (tmp_path / FILE).rename(tmp_path.parent / "kept")
+    mounted.clear()
+    log.write(Problem("warning", "second"))
+    assert not any(tmp_path.iterdir())
+    kept.rename(tmp_path / FILE)
+    mounted.add(str(tmp_path))
+    log.write(Problem("warning", "third"))
+    assert _messages(tmp_path) == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize(("line", "bare"), [("host:/x {0} nfs rw 0 0", True), ("# host:/x {0} nfs", False), ("", False)])
+def test_a_mount_point_at_which_nothing_is_mounted_is_recognised(line: str, bare: bool, tmp_path: Path) -> None:
+    (tmp_path / "fstab").write_text(f"proc /proc proc defaults 0 0\n{line.format(tmp_path / 'store')}\n")
+    found = disk.bare_mount(tmp_path / "store" / "runs" / "first", table=tmp_path / "fstab")
+    assert found == (tmp_path / "store" if bare else None)
+
+
 def test_a_process_outlives_output_to_a_full_disk() -> None:
     """/dev/full has no room for anything."""
     descriptor = os.open("/dev/full", os.O_WRONLY)
     try:
-        with disk.text_output(descriptor) as output:
+        full = disk.Output(descriptor)
+        with disk.text_output(full) as output:
             print("a line\nand another", file=output, flush=True)
+        assert (full.lost, full.why) == (19, os.strerror(errno.ENOSPC))
     finally:
         os.close(descriptor)
 

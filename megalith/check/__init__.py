@@ -1,12 +1,26 @@
 """Every rule of legality, and the field's advice, over a run's description. All problems are found at once, without torch.
 
 A rule is a function from a Case to the problems that it finds. Each subject has a module of rules, and RULES has a row for each rule.
+What one machine is short of for a run is kept apart from what is wrong with the run (`check.here`).
 """
 
 from megalith.check.case import Case
+from megalith.check.here import all_ranks, check_here, node_ranks
 from megalith.check.memory import PARTS
 from megalith.check.resume import MAY_CHANGE, check_resume
 from megalith.check.rules import RULES, Rule, check
 from megalith.spec.problem import Problem
 
-__all__ = ["MAY_CHANGE", "PARTS", "RULES", "Case", "Problem", "Rule", "check", "check_resume"]
+__all__ = [
+    "MAY_CHANGE",
+    "PARTS",
+    "RULES",
+    "Case",
+    "Problem",
+    "Rule",
+    "all_ranks",
+    "check",
+    "check_here",
+    "check_resume",
+    "node_ranks",
+]

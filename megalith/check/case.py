@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from megalith.data.errors import DataError
 from megalith.data.manifest import Manifest, read_manifest
 from megalith.spec import cluster as clusters
+from megalith.spec.base import AbsentError
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import BlockSpec, ModelSpec
 from megalith.spec.plan import Plan
@@ -39,10 +40,10 @@ class Case:
 
     @cached_property
     def model(self) -> ModelSpec | None:
-        """The model as parts; None when its sizes do not make one (rules about its sizes say why)."""
+        """The model as parts; None when its sizes do not make one (rules about its sizes say why), or one of them is faulty."""
         try:
             return self.spec.model.build()
-        except ValidationError:
+        except (ValidationError, AbsentError):
             return None
 
     @cached_property

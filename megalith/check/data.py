@@ -1,5 +1,6 @@
 """Rules about prepared data: it is there, whole, and enough; its vocabulary and domains fit the run."""
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -7,6 +8,7 @@ from typing import Literal
 from megalith.check.case import Case, Found, advice, error, next_multiple
 from megalith.data.errors import DataError
 from megalith.data.manifest import Domain, check_copies, check_sizes, check_tokenizer, read_manifest
+from megalith.spec.base import AbsentError
 from megalith.spec.problem import near
 from megalith.spec.toml import key
 
@@ -62,7 +64,9 @@ def vocabulary_covers_the_tokens(case: Case) -> Found:
     tokens, vocab = case.manifest.tokenizer.vocab_size, case.spec.model.vocab
     if tokens > vocab:
         reason = f"is smaller than the data's vocabulary of {tokens} tokens"
-        unit = case.plan.tensor * case.plan.shards
+        unit = 1
+        with suppress(AbsentError):  # a plan with a faulty value does not keep the vocabulary from being too small
+            unit = case.plan.tensor * case.plan.shards
         yield error("model.vocab", vocab, reason, f"Use {next_multiple(tokens, unit)}, or data made with a smaller tokenizer.")
 
 
@@ -108,10 +112,9 @@ def validation_has_text(case: Case) -> Found:
 def data_is_not_worn_out(case: Case) -> Found:
     """Up to four passes over the data are nearly as good as new data (Muennighoff et al. 2023, arXiv:2305.16264)."""
     train, available = case.spec.train, _tokens(case, "train")
-    wanted = train.steps * train.global_batch * train.seq_len
     if available == 0:
         yield error("data.path", case.spec.data.path, "holds no training tokens", "Prepare it again, from sources with text.")
-    elif available and wanted > 4 * available:
+    elif available and (wanted := train.steps * train.global_batch * train.seq_len) > 4 * available:
         reason = f"reads {wanted:,} tokens, {wanted / available:.1f} times the data's {available:,}; past 4 little is learnt"
         way_out = f"Use steps <= {max(1, 4 * available // (train.global_batch * train.seq_len))}, or more data."
         yield advice("train.steps", train.steps, reason, way_out)

@@ -8,6 +8,7 @@ from megalith.check.resume import other_sets
 from megalith.mesh import Mesh
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.treatment import kinds
 
 
 def nodes_share_the_ranks(case: Case) -> Found:
@@ -45,10 +46,11 @@ def verification_repeats_bits(case: Case) -> Found:
 
 def updates_can_be_repeated(case: Case) -> Found:
     """The rank that keeps a copy of a state can repeat its update only where each element's depends on that element alone."""
-    fleet, kind = case.spec.fleet, case.spec.optimizer.kind
-    unit = OPTIMIZERS[kind].unit
-    if fleet.recover and fleet.verify_every and fleet.memory_every and unit != "element":
-        reason = f"verifies gradients only: an update by {kind} needs each whole {unit}, and a copy holds one rank's share"
+    fleet = case.spec.fleet
+    kind = next((kind for kind in kinds(case.spec.optimizer) if OPTIMIZERS[kind].unit != "element"), None)
+    if fleet.recover and fleet.verify_every and fleet.memory_every and kind is not None:
+        whole = OPTIMIZERS[kind].unit
+        reason = f"verifies gradients only: an update by {kind} needs each whole {whole}, and a copy holds one rank's share"
         yield advice("fleet.verify_every", fleet.verify_every, reason, 'optimizer.kind = "adamw" has its updates verified too.')
 
 

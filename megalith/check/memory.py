@@ -8,6 +8,7 @@ from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.problem import near
+from megalith.spec.sizes import Count, count_model
 from megalith.spec.state import GRADIENT, MASTER, bytes_each, bytes_of
 
 PARTS: dict[str, tuple[str, ...]] = {
@@ -28,10 +29,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 def recomputation_names_what_exists(case: Case) -> Found:
     """Recomputation names blocks and parts that there are."""
-    plan, blocks = case.plan, case.spec.model.layers
-    if plan.recompute.startswith("every:") and int(plan.recompute.removeprefix("every:")) > blocks:
-        reason = f"counts past the model's {blocks} blocks"
-        yield error("plan.recompute", plan.recompute, reason, f"Use every:N with N <= {blocks}.")
+    plan = case.plan
     for part in plan.recompute_parts:
         if part not in PARTS:
             nearest = near(part, PARTS)
@@ -45,6 +43,9 @@ def recomputation_names_what_exists(case: Case) -> Found:
     if plan.recompute == "selective" and nested:
         reason = "{} is computed a third time, inside {}".format(*nested[0])
         yield advice("plan.recompute_parts", plan.recompute_parts, reason, "Name the outer part only.")
+    if plan.recompute.startswith("every:") and int(plan.recompute.removeprefix("every:")) > case.spec.model.layers:
+        reason = f"counts past the model's {case.spec.model.layers} blocks"
+        yield error("plan.recompute", plan.recompute, reason, f"Use every:N with N <= {case.spec.model.layers}.")
 
 
 def state_fits(case: Case) -> Found:
@@ -66,7 +67,7 @@ def state_fits(case: Case) -> Found:
 def optimizer_is_sharded(case: Case) -> Found:
     """ZeRO-1 costs no communication and saves most of the optimizer's memory (Rajbhandari et al. 2019)."""
     plan = case.plan
-    if plan.zero == 0 and plan.data > 1:
+    if plan.zero == 0 and plan.data > 1 and case.model is not None:
         numbers = case.parameters.total // (plan.tensor * plan.pipeline)
         slots = OPTIMIZERS[case.spec.optimizer.kind].slots
         whole, cut = (bytes_of(slots, numbers, zero=zero, shards=plan.data)["optimizer"] for zero in (0, 1))
@@ -105,15 +106,28 @@ def long_sequences_recompute(case: Case) -> Found:
 def state_bytes(case: Case, plan: Plan) -> int:
     """At least what a rank holds of the blocks' state; experts are laid out apart. Below ZeRO-3 it also holds whole weights to
     compute with."""
-    compute, mesh = PRECISIONS[case.spec.train.precision].compute, Mesh.of(plan)
     places = max(1, plan.pipeline // plan.sides)  # of stages: the two directions of a pipeline keep each of them twice
+    return int(_held(case, plan, case.parameters, places))
+
+
+def total_state_bytes(case: Case, plan: Plan) -> int:
+    """What all ranks together hold of the whole model's state. The embedding and the head are on one stage each."""
+    assert case.model is not None
+    whole, blocks = count_model(case.model), case.parameters
+    ends = Count(whole.dense - blocks.dense, whole.experts - blocks.experts)
+    return plan.ranks * state_bytes(case, plan) + int(plan.ranks / plan.pipeline * _held(case, plan, ends, places=1))
+
+
+def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
+    """Bytes of a rank's state for its share of these parameters, which lie on `places` stages."""
+    compute, mesh = PRECISIONS[case.spec.train.precision].compute, Mesh.of(plan)
     held = 0.0
-    for parameters, split, shards in (
-        (case.parameters.dense, plan.tensor, max(1, plan.shards)),  # 0 where it asks for more copies than ranks
-        (case.parameters.experts, plan.expert * plan.expert_tensor, max(1, mesh.experts[2])),  # or for more expert ranks
+    for count, split, shards in (
+        (parameters.dense, plan.tensor, max(1, plan.shards)),  # 0 where it asks for more copies than ranks
+        (parameters.experts, plan.expert * plan.expert_tensor, max(1, mesh.experts[2])),  # or for more expert ranks
     ):
         cut = {"zero": plan.zero, "shards": shards}
-        numbers = parameters / (split * places)
+        numbers = count / (split * places)
         lasting = [MASTER, *OPTIMIZERS[case.spec.optimizer.kind].slots]
         kept = sum(bytes_of(lasting, numbers, **cut).values())
         apart = shards > 1 or compute.name != MASTER.number
@@ -122,7 +136,7 @@ def state_bytes(case: Case, plan: Plan) -> int:
         own = kept + numbers * bytes_each([GRADIENT]) / shards
         undoing = own if plan.post_validation else 0  # gradients and copies, once those are gone
         held += kept + max(gradients, undoing) + whole
-    return int(held)
+    return held
 
 
 def _saved_numbers(block: BlockSpec, dim: int) -> int:

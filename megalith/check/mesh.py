@@ -62,7 +62,7 @@ def kv_heads_meet_the_tensor_ranks(case: Case) -> Found:
 
 def context_divides_the_sequence(case: Case) -> Found:
     """Each context rank has one early and one late part of every sequence; Ulysses' ranks exchange whole heads."""
-    plan, length = case.plan, case.spec.train.seq_len
+    plan = case.plan
     if plan.context % plan.ulysses:
         yield error(
             "plan.ulysses",
@@ -78,6 +78,12 @@ def context_divides_the_sequence(case: Case) -> Found:
             "Use context = 1; Mamba-2 keeps little for long sequences, and tensor, recomputation or more data ranks help too."
         )
         yield error("plan.context", plan.context, reason, way_out)
+    for block, name in case.blocks.items():
+        heads, split = block.attention.heads if block.attention else 0, plan.tensor * plan.ulysses
+        if plan.ulysses > 1 and heads % split:
+            reason = f"with tensor = {plan.tensor} does not divide heads = {heads} ({name}.attention)"
+            yield error("plan.ulysses", plan.ulysses, reason, "Use a smaller ulysses; the rest of the context is a ring.")
+    length = case.spec.train.seq_len
     unit = 2 * plan.context * (plan.tensor if plan.sequence else 1)
     if length % unit:
         reason = f"is no multiple of 2 x context {plan.context}" + (f" x tensor {plan.tensor}" if unit > 2 * plan.context else "")
@@ -87,11 +93,6 @@ def context_divides_the_sequence(case: Case) -> Found:
             f"{reason} = {unit}",
             f"Use seq_len = {next_multiple(length, unit)}, say, or a smaller plan.context.",
         )
-    for block, name in case.blocks.items():
-        heads, split = block.attention.heads if block.attention else 0, plan.tensor * plan.ulysses
-        if plan.ulysses > 1 and heads % split:
-            reason = f"with tensor = {plan.tensor} does not divide heads = {heads} ({name}.attention)"
-            yield error("plan.ulysses", plan.ulysses, reason, "Use a smaller ulysses; the rest of the context is a ring.")
 
 
 def experts_have_ranks(case: Case) -> Found:

@@ -5,7 +5,7 @@ from megalith.spec.model import AttentionSpec, LatentAttentionSpec, MoeSpec
 
 
 def heads_make_up_the_width(case: Case) -> Found:
-    """Attention heads split the width evenly, share keys evenly, and have pairs of channels to rotate."""
+    """Attention heads split the width evenly, and have pairs of channels to rotate."""
     model = case.spec.model
     implied = getattr(model, "head_dim", 0) is None  # the heads' width follows from dim
     if implied and model.dim % model.heads:
@@ -13,10 +13,6 @@ def heads_make_up_the_width(case: Case) -> Found:
         yield error("model.heads", model.heads, f"does not divide model.dim = {model.dim}", way_out)
     # blocks of one model differ in other things
     attention = next((block.attention for block in case.blocks if block.attention), None)
-    if isinstance(attention, AttentionSpec) and attention.heads % attention.kv_heads:
-        reason = f"does not divide model.heads = {attention.heads}, so groups of heads would share keys unevenly"
-        way_out = divisors("kv_heads", attention.heads, attention.kv_heads)
-        yield error("model.kv_heads", attention.kv_heads, reason, way_out)
     if isinstance(attention, AttentionSpec) and attention.rope and attention.head_dim % 2:
         name = "heads" if implied else "head_dim"
         reason = f"gives heads of {attention.head_dim} channels, and rotary positions turn channels in pairs"
@@ -28,6 +24,15 @@ def heads_make_up_the_width(case: Case) -> Found:
     if mamba_heads % groups:
         reason = f"does not divide model.mamba_heads = {mamba_heads}, so groups would have unequal numbers of heads"
         yield error("model.mamba_groups", groups, reason, divisors("mamba_groups", mamba_heads, groups))
+
+
+def heads_share_keys_evenly(case: Case) -> Found:
+    """Each head of keys belongs to a group of query heads, all of one size."""
+    kv_heads = getattr(case.spec.model, "kv_heads", None)  # some families have none
+    if kv_heads is not None and case.spec.model.heads % kv_heads:
+        heads = case.spec.model.heads
+        reason = f"does not divide model.heads = {heads}, so groups of heads would share keys unevenly"
+        yield error("model.kv_heads", kv_heads, reason, divisors("kv_heads", heads, kv_heads))
 
 
 def sequences_fit_the_context(case: Case) -> Found:

@@ -1,8 +1,11 @@
 """Rules about the pipeline: its stages, its schedule and its bubble."""
 
+from contextlib import suppress
+
 from megalith.check.case import Case, Found, advice, error, format_bytes
 from megalith.check.memory import state_bytes
-from megalith.schedule.table import Kind, kind, misfits
+from megalith.schedule.table import FILE, SCHEDULES, Kind, kind, misfits
+from megalith.spec.base import AbsentError
 
 
 def every_stage_has_a_block(case: Case) -> Found:
@@ -15,22 +18,40 @@ def every_stage_has_a_block(case: Case) -> Found:
 
 def layers_fill_the_stages(case: Case) -> Found:
     """An explicit split names every stage and places every block."""
-    layers, stages, blocks = case.plan.layers, case.plan.stages, case.spec.model.layers
-    if layers is None or stages > blocks:
+    layers, blocks = case.plan.layers, case.spec.model.layers
+    if layers is None:
         return
-    share, more = divmod(blocks, stages)
-    way_out = f"Use {[share + (s < more) for s in range(stages)]}, say, or leave it out."
-    if len(layers) != stages:
-        yield error("plan.layers", layers, f"names {len(layers)} stages, and pipeline x chunks makes {stages}", way_out)
     if sum(layers) != blocks:
-        yield error("plan.layers", layers, f"places {sum(layers)} blocks, and the model has {blocks}", way_out)
+        yield error("plan.layers", layers, f"places {sum(layers)} blocks, and the model has {blocks}", _split(case))
+    stages = case.plan.stages
+    if len(layers) != stages:
+        yield error("plan.layers", layers, f"names {len(layers)} stages, and pipeline x chunks makes {stages}", _split(case))
+
+
+def _split(case: Case) -> str:
+    """Return the advice to split the blocks evenly."""
+    with suppress(AbsentError):
+        stages, blocks = case.plan.stages, case.spec.model.layers
+        share, more = divmod(blocks, stages)
+        if share:  # else there are too many stages, which another rule says
+            return f"Use {[share + (s < more) for s in range(stages)]}, say, or leave it out."
+    return "Give each stage its number of blocks, or leave it out."
+
+
+def schedule_is_there(case: Case) -> Found:
+    """The schedule is one of the table, or of a file."""
+    name = case.plan.schedule
+    if not name.startswith(FILE) and name not in SCHEDULES:
+        for misfit in misfits(name, ranks=1, microbatches=1, chunks=1):
+            yield error("plan.schedule", misfit.value, misfit.reason, misfit.way_out)
 
 
 def schedule_can_be_built(case: Case) -> Found:
-    """The schedule is there, and runs on this many ranks, microbatches and chunks, under this ZeRO stage."""
+    """The schedule runs on this many ranks, microbatches and chunks, under this ZeRO stage."""
     plan = case.plan
     fields = {"ranks": "pipeline", "microbatches": "microbatch"}
-    if case.spec.microbatches:  # else the batch does not divide, which another rule says
+    known = plan.schedule.startswith(FILE) or plan.schedule in SCHEDULES
+    if known and case.spec.microbatches:  # else the batch does not divide, which another rule says
         for misfit in misfits(
             plan.schedule, ranks=plan.pipeline, microbatches=case.spec.microbatches, chunks=plan.chunks, zero=plan.zero
         ):

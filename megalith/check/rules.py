@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from megalith.check import data, device, fleet, memory, mesh, model, pipeline, software, steps, weights
+from megalith.check import data, device, fleet, memory, mesh, model, name, optimizer, pipeline, software, steps, weights
 from megalith.check.case import Case, Found, error
 from megalith.spec.base import AbsentError
 from megalith.spec.problem import Problem
@@ -66,7 +66,9 @@ def fallback_can_be_run(case: Case) -> Found:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule("name", name.name_is_a_folder),
     Rule("model", model.heads_make_up_the_width),
+    Rule("model", model.heads_share_keys_evenly),
     Rule("model", model.sequences_fit_the_context),
     Rule("mesh", mesh.replicate_divides_data),
     Rule("mesh", mesh.ranks_match_the_plan),
@@ -81,6 +83,7 @@ RULES: tuple[Rule, ...] = (
     Rule("mesh", mesh.batch_divides),
     Rule("pipeline", pipeline.every_stage_has_a_block),
     Rule("pipeline", pipeline.layers_fill_the_stages),
+    Rule("pipeline", pipeline.schedule_is_there),
     Rule("pipeline", pipeline.schedule_can_be_built),
     Rule("pipeline", pipeline.zero_bubble_is_worth_its_memory),
     Rule("software", software.journeys_can_hide),
@@ -99,6 +102,8 @@ RULES: tuple[Rule, ...] = (
     Rule("device", device.device_suits),
     Rule("steps", steps.warmup_and_decay_fit),
     Rule("steps", steps.long_runs_save),
+    Rule("optimizer", optimizer.groups_match),
+    Rule("optimizer", optimizer.matrices_fit),
     Rule("fleet", fleet.verification_has_a_replica),
     Rule("fleet", fleet.verification_repeats_bits),
     Rule("fleet", fleet.updates_can_be_repeated),
@@ -111,6 +116,6 @@ RULES: tuple[Rule, ...] = (
     Rule("software", software.tensorboard_is_there),
     Rule("data", data.data_is_not_worn_out),
     Rule("fleet", fleet.disk_takes_copies),
-    Rule("weights", weights.first_weights_exist),
+    Rule("weights", weights.first_weights_fit),
 )
 """Every rule. Problems of one severity come in this order."""

@@ -9,7 +9,7 @@ def warmup_and_decay_fit(case: Case) -> Found:
     if optimizer.warmup > steps:
         reason = f"is longer than the run's train.steps = {steps}, which would never reach optimizer.lr"
         yield error("optimizer.warmup", optimizer.warmup, reason, f"Use warmup <= {steps}, such as {max(1, steps // 20)}.")
-    elif optimizer.schedule == "wsd" and optimizer.warmup + round(optimizer.decay * steps) > steps:
+    elif optimizer.schedule in ("wsd", "1-sqrt") and optimizer.warmup + round(optimizer.decay * steps) > steps:
         reason = f"of {steps} steps overlaps the {optimizer.warmup} of warm-up"
         way_out = f"Use decay <= {1 - optimizer.warmup / steps:.3g}, or less warm-up."
         yield error("optimizer.decay", optimizer.decay, reason, way_out)

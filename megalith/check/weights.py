@@ -1,53 +1,144 @@
 """The rule about a checkpoint that gives a run its first weights."""
 
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-from megalith.check.case import Case, Found, error
+from megalith.check.case import Case, Found, advice, error
 from megalith.checkpoint import folder as checkpoints
+from megalith.checkpoint.folder import Index
+from megalith.data.manifest import TOKENIZER_FILE, tokenizer_fingerprint
 from megalith.spec import families
+from megalith.spec.base import Spec
+from megalith.spec.forward import Change, Difference, differences, other_rows
 from megalith.spec.model import ModelSpec
-from megalith.spec.sizes import block_parameters
-from megalith.spec.toml import dotted, literal
-from megalith.spec.validate import leaves
+from megalith.spec.sizes import model_parameters
+from megalith.spec.toml import literal
+
+KEY = "train.init_from"
+NAMED = 5
+"""The number of tensors that are named one by one."""
 
 
-def first_weights_exist(case: Case) -> Found:
-    """The checkpoint to start from is there, and of a model of the same sizes."""
-    start = case.spec.train.init_from
-    if not case.files or start is None or case.begun:
+def first_weights_fit(case: Case) -> Found:
+    """The checkpoint to start from is whole, and holds weights of the run's model and tokenizer, but for differences that the run names."""
+    train = case.spec.train
+    if train.init_from is None:
+        if train.init_from_changes:
+            reason = f"names differences from a checkpoint, and {KEY} names no checkpoint"
+            yield advice("train.init_from_changes", train.init_from_changes, reason, f"Leave it out, or set {KEY}.")
         return
-    if not Path(start).exists():
-        reason = f"no such checkpoint (looked for {Path(start).absolute()}; relative paths start at the current directory)"
-        yield error("train.init_from", start, reason, "Give a checkpoint folder, or leave it out.")
+    if not case.files or case.begun:
+        return
+    start = Path(train.init_from)
+    if not start.exists():
+        reason = f"no such checkpoint (looked for {start.absolute()}; relative paths start at the current directory)"
+        yield error(KEY, str(start), reason, "Give a checkpoint folder, or leave it out.")
         return
     try:
-        found = checkpoints.find_complete(Path(start))
-    except (FileNotFoundError, checkpoints.DamagedCheckpointError) as fault:
-        yield error(
-            "train.init_from", start, f"no checkpoint to start from: {str(fault).rstrip('.')}", "Give another, or leave it out."
+        path, manifest = checkpoints.find_complete(start)
+        index = checkpoints.read_index(path, manifest)
+    except (OSError, checkpoints.DamagedCheckpointError) as fault:
+        reason = f"no checkpoint to start from: {str(fault).rstrip('.')}"
+        yield error(KEY, str(start), reason, "Give another, or leave it out.")
+        return
+    yield from _tokenizer(case, start, path, manifest.meta)
+    yield from _model(case, start, index, manifest.meta)
+
+
+def _tokenizer(case: Case, start: Path, path: Path, meta: Mapping[str, Any]) -> Found:
+    """The checkpoint was trained on the tokens that the data is made of."""
+    if case.manifest is None:
+        return
+    ours = case.manifest.tokenizer
+    theirs, where = meta.get("data", {}).get("tokenizer"), f"{path.name}/{checkpoints.MANIFEST}"
+    file = next((one for one in (folder / TOKENIZER_FILE for folder in (path, *path.parents[:2])) if one.is_file()), None)
+    if theirs is None and file is not None:  # an import
+        where = str(file)
+        try:
+            theirs = tokenizer_fingerprint(json.loads(file.read_bytes()), ours.end_of_text)
+        except (OSError, ValueError, AttributeError) as fault:
+            yield error(KEY, str(start), f"its tokenizer {file} cannot be read: {fault}", "Copy or import it again.")
+            return
+    if theirs is None:
+        reason = f"has no {TOKENIZER_FILE} beside it, so nothing shows that its tokens are those of {case.spec.data.path}"
+        yield advice(KEY, str(start), reason, f"Put the model's {TOKENIZER_FILE} into its folder to have the two compared.")
+    elif theirs != ours.fingerprint and "tokenizer" not in case.spec.train.init_from_changes:
+        reason = (
+            f"was trained with another tokenizer ({theirs[:12]}, {where}) than the data in {case.spec.data.path} was made with "
+            f"({ours.fingerprint[:12]}): the same ids mean other text"
         )
+        made = f"--tokenizer {file.parent}" if file else "its tokenizer"
+        way_out = f"Prepare the data with {made}{_named_so(('tokenizer',), case.spec.train.init_from_changes)}."
+        yield error(KEY, str(start), reason, way_out)
+
+
+def _model(case: Case, start: Path, index: Index, meta: Mapping[str, Any]) -> Found:
+    """The checkpoint's model computes what the run's does, tensor by tensor."""
+    ours, changes = case.model, case.spec.train.init_from_changes
+    if ours is None:
         return
     try:
-        theirs = families.read(found.meta["spec"]["model"])
-        fits = case.model is None or _holds(theirs.build(), case.model)
+        theirs = families.read(meta["spec"]["model"])
+        found = differences(theirs.build(), ours)
     except (KeyError, TypeError, ValidationError):
-        return  # nothing is said of sizes
-    if not fits:
-        yield from _other_sizes(theirs, case.spec.model, start)
+        reason = f"its {checkpoints.MANIFEST} describes no model that this version knows"
+        way_out = "Export it with the version that wrote it (megalith export), and import that (megalith import)."
+        yield error(KEY, str(start), reason, way_out)
+        return
+    unnamed = [each for each in found if each.forward and each.change not in changes]
+    if unnamed:
+        values = _by_key(theirs, case.spec.model, unnamed)
+        has, wants = (", ".join(f"{name} = {_text(pair[side])}" for name, pair in values.items()) for side in (0, 1))
+        names: set[Change] = {each.change for each in unnamed if each.change is not None}
+        way_out = f"Give the run's [model] the checkpoint's values, or start from another{_named_so(names, changes)}."
+        yield error(KEY, str(start), f"holds weights of a model with {has}, and the run's has {wants}", way_out)
+    elif wrong := _wrong_tensors(index, ours, changes):
+        more = f", and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+        reason = f"does not hold the weights that it describes: {'; '.join(wrong[:NAMED])}{more}"
+        yield error(KEY, str(start), reason, "Start from another checkpoint.")
+    if taken := [each for each in found if each not in unnamed]:
+        listed = "; ".join(f"{each.path} = {_text(each.before)} there, {_text(each.after)} here" for each in taken)
+        yield advice(KEY, str(start), f"was trained with other values: {listed}", "Set back what is not meant to differ.")
 
 
-def _holds(theirs: ModelSpec, ours: ModelSpec) -> bool:
-    """Return True if the weights of one model can begin the other's training. The one may have more blocks."""
-    sizes = [[block_parameters(block, model.dim) for block in model.blocks] for model in (theirs, ours)]
-    return (theirs.dim, theirs.head.vocab) == (ours.dim, ours.head.vocab) and sizes[0][: len(sizes[1])] == sizes[1]
+def _named_so(names: Collection[Change], changes: Collection[Change]) -> str:
+    """Return how the run would name these differences, to be added to a way out; empty if there are none."""
+    return f", or write train.init_from_changes = {literal(sorted({*changes, *names}))} if that is meant" if names else ""
 
 
-def _other_sizes(theirs: families.Model, ours: families.Model, start: str) -> Found:
-    before = {dotted(leaf.path): leaf.value for leaf in leaves(theirs)}
-    now = {dotted(leaf.path): leaf.value for leaf in leaves(ours)}
-    changed = [name for name in dict.fromkeys([*now, *before]) if name != "name" and now.get(name) != before.get(name)]
-    has, wants = (", ".join(f"{name} = {literal(one[name])}" for name in changed if name in one) for one in (before, now))
-    way_out = "Give the run's [model] the checkpoint's sizes, or start from another."
-    yield error("train.init_from", start, f"holds weights of a model with {has}, and the run's has {wants}", way_out)
+def _by_key(theirs: families.Model, ours: families.Model, found: Collection[Difference]) -> dict[str, tuple[Any, Any]]:
+    """Return what differs, by the key of `[model]` that makes it differ. Models of two families differ by the fields of their parts."""
+    if type(theirs) is not type(ours):
+        return {each.path: (each.before, each.after) for each in found}
+    paths = {each.path for each in found}
+    values = {name: (getattr(theirs, name), getattr(ours, name)) for name in type(ours).model_fields}
+
+    def makes_a_difference(name: str) -> bool:
+        try:
+            changed = theirs.model_copy(update={name: values[name][1]}).build()
+        except (ValidationError, ZeroDivisionError):  # it makes no model without the other keys
+            return True
+        return any(each.path in paths for each in differences(theirs.build(), changed))
+
+    return {name: pair for name, pair in values.items() if pair[0] != pair[1] and makes_a_difference(name)}
+
+
+def _text(value: Any) -> str:
+    return literal(value.model_dump() if isinstance(value, Spec) else value)
+
+
+def _wrong_tensors(index: Index, model: ModelSpec, changes: Collection[Change]) -> list[str]:
+    """Return the parameters of `model` that the checkpoint has not, or not in a shape that can be loaded."""
+    wrong: list[str] = []
+    free = other_rows(changes)
+    for name, parameter in model_parameters(model).items():
+        entry = index.get(f"weights.{name}")
+        if entry is None:
+            wrong.append(f"{name} is missing")
+        elif entry.shape != parameter.shape and not (name in free and entry.shape[1:] == parameter.shape[1:]):
+            wrong.append(f"{name} has shape {list(entry.shape)} there and {list(parameter.shape)} here")
+    return wrong

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as planned_save
 
+from megalith import disk
 from megalith.checkpoint import folder as files
-from megalith.checkpoint.load import Loaded, Warn, load, silent
+from megalith.checkpoint.load import Accept, Loaded, Warn, load, silent, whatever
 from megalith.checkpoint.party import Party
 from megalith.checkpoint.shares import Held, Place, Share, owners, shares
 from megalith.checkpoint.staging import Staging
@@ -80,6 +81,7 @@ class Checkpointer:
         if group is None and dist.is_initialized():
             group = dist.new_group(list(range(dist.get_world_size(dist.group.WORLD))), timeout, "gloo")  # type: ignore[assignment]
         self.folder, self.keep = folder, keep
+        self._place = disk.Place(folder.parent)  # a save must not make it anew while it is away
         self._party, self._warn = Party(group), warn
         self._job: _Job | None = None
         self._outcomes: list[Outcome] = []
@@ -150,17 +152,28 @@ class Checkpointer:
         return self._party.tell(self._party.leads and any(path.name == name for path in files.committed(self.folder)))
 
     def load(
-        self, state: Mapping[str, Tensor], *, step: int | None = None, partial: bool = False, cast: bool = False
+        self,
+        state: Mapping[str, Tensor],
+        *,
+        step: int | None = None,
+        partial: bool = False,
+        cast: bool = False,
+        accept: Accept = whatever,
     ) -> Loaded | None:
         """Fill the tensors of `state` in place from the newest intact checkpoint, or from that of `step`; None if there is none.
 
-        See `megalith.checkpoint.load.load` for what it raises. With `step`, no other checkpoint takes its place.
+        See `megalith.checkpoint.load.load` for `accept`, and for what it raises. With `step`, no other checkpoint takes its place.
         """
         self._join()
         path = self.folder if step is None else self.folder / files.name(step)
         if step is None and not self._party.tell(self._party.leads and self._may_hold_any()):
             return None
-        return load(path, state, group=self._party.group, partial=partial, cast=cast, warn=self._warn)
+        try:
+            return load(path, state, group=self._party.group, partial=partial, cast=cast, accept=accept, warn=self._warn)
+        except (FileNotFoundError, files.DamagedCheckpointError) as error:  # on all ranks alike
+            if away := self._party.tell(self._place.away() if self._party.leads else ""):
+                raise files.AwayError(files.away_text(path, away)) from error
+            raise
 
     def _may_hold_any(self) -> bool:
         """Whether there is a committed checkpoint. A folder that cannot be read may hold one: loading then says so on all ranks."""
@@ -196,7 +209,8 @@ class Checkpointer:
             mine = self._staging.copy(mine) if copy else mine
         except Exception as failure:  # no memory for the copy, or a meta that is not JSON
             error = describe_error(failure)
-        writer = FolderWriter(self.folder, step=job.step, meta=meta, keep=self.keep, rank=self._party.rank, error=error)
+        rank, place = self._party.rank, self._place
+        writer = FolderWriter(self.folder, step=job.step, meta=meta, keep=self.keep, rank=rank, error=error, place=place)
 
         def work() -> None:
             try:

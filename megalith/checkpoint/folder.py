@@ -21,6 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megalith import epochs
+from megalith.fleet.exit_codes import ExitCode
+
+FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 FORMAT = "megalith-checkpoint-1"
@@ -35,6 +39,8 @@ class DamagedCheckpointError(ValueError):
 
 class AwayError(OSError):
     """A checkpoint cannot be read just now. Nothing is known against it: it is no reason to use another one, or none."""
+
+    exit_code = ExitCode.LOST
 
 
 @dataclass(frozen=True)
@@ -197,12 +203,28 @@ def describe(path: Path, *, check: bool = True) -> Description:
 # --- finding ----------------------------------------------------------------------------------------------------------------
 
 
+def of_run(run_dir: Path) -> Path:
+    """The folder of a run's checkpoints: that of the newest epoch (`megalith.epochs`)."""
+    return epochs.newest(run_dir, FOLDER)
+
+
 def committed(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, last committed first; those without a readable manifest stand at the front."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _COMMITTED.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_order, reverse=True)
+
+
+def unreadable(folder: Path) -> list[tuple[Path, str]]:
+    """The complete checkpoints in `folder` whose manifest cannot be used, each with what is wrong with it."""
+    found = []
+    for path in committed(folder):
+        try:
+            read_manifest(path)
+        except DamagedCheckpointError as error:
+            found.append((path, str(error)))
+    return found
 
 
 def _order(path: Path) -> tuple[float, str]:
@@ -226,7 +248,7 @@ def locate(path: Path) -> list[Path]:
         if not path.is_dir():
             raise FileNotFoundError(f"{path}: no such checkpoint; there are {[p.name for p in committed(path.parent)] or 'none'}")
         return [path]
-    found = committed(path) or committed(path / "checkpoints")
+    found = committed(path) or committed(of_run(path))
     if not found:
         raise FileNotFoundError(nothing_text(path))
     return found
@@ -247,8 +269,8 @@ def find(path: Path, *, warn: Callable[[str], None] = lambda message: None) -> P
     raise DamagedCheckpointError(none_intact_text(path, damaged))
 
 
-def find_complete(path: Path) -> Manifest:
-    """The manifest of the newest checkpoint that `path` means (see `locate`) with all its files, by their lengths: none of them is read.
+def find_complete(path: Path) -> tuple[Path, Manifest]:
+    """The newest checkpoint that `path` means (see `locate`) with all its files, by their lengths: none of them is read. And its manifest.
 
     Raises FileNotFoundError if there is none, DamagedCheckpointError if none is complete.
     """
@@ -262,7 +284,7 @@ def find_complete(path: Path) -> Manifest:
         lengths = {file: (candidate / file).stat().st_size if (candidate / file).is_file() else None for file in manifest.files}
         short = [f"{candidate.name}/{file}" for file, length in lengths.items() if length != manifest.files[file].bytes]
         if not short:
-            return manifest
+            return candidate, manifest
         damaged.append(f"missing or of another length: {', '.join(short)}")
     raise DamagedCheckpointError(none_intact_text(path, damaged))
 

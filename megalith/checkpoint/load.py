@@ -1,7 +1,7 @@
 """Load a checkpoint into a state laid out by any plan: verify, compare, then read each rank's boxes straight into its tensors."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from megalith.checkpoint.shares import Share, shares
 from megalith.checkpoint.storage import FolderReader, SharesToRead, load_alone
 
 Warn = Callable[[str], None]
+Accept = Callable[[Path, Mapping[str, Any]], None]
 
 
 class MismatchError(ValueError):
@@ -25,15 +26,20 @@ class MismatchError(ValueError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded: from where, its step, and the meta it was saved with."""
+    """What was loaded: from where, its step, the meta it was saved with, and the names of all tensors that are there."""
 
     path: Path
     step: int
     meta: dict[str, Any]
+    keys: frozenset[str] = frozenset()
 
 
 def silent(message: str) -> None:
     """Warn nobody."""
+
+
+def whatever(path: Path, meta: Mapping[str, Any]) -> None:
+    """Accept any checkpoint."""
 
 
 def load(
@@ -43,13 +49,17 @@ def load(
     group: dist.ProcessGroup | None = None,
     partial: bool = False,
     cast: bool = False,
+    rows: Collection[str] = (),
+    accept: Accept = whatever,
     warn: Warn = silent,
 ) -> Loaded:
     """Fill the tensors of `state` in place from the newest intact checkpoint that `path` means (see `folder.locate`).
 
     Every rank of `group` (gloo; None: this process alone) calls it with what it holds, in whatever layout. Digests are
     verified first, each file by one rank. `partial`: the checkpoint may hold more than is asked for. `cast`: convert values
-    to the dtype of their destination. `warn` is called on the first rank.
+    to the dtype of their destination. `rows`: tensors that may have more or fewer rows in the checkpoint; the rows that both have are
+    read, and the others stay as they are. `accept` is called on every rank, before a checkpoint is read, with its path and what it says of
+    itself: what it raises, this raises. `warn` is called on the first rank.
 
     Raises FileNotFoundError (no checkpoint), DamagedCheckpointError (none intact), AwayError (the newest that is not damaged cannot be
     read just now), MismatchError, on every rank alike.
@@ -62,7 +72,7 @@ def load(
         raise FileNotFoundError(files.nothing_text(path))
     damaged: list[str] = []
     for candidate in candidates:
-        loaded, problems = _load(candidate, state, party, partial=partial, cast=cast)
+        loaded, problems = _load(candidate, state, party, partial=partial, cast=cast, rows=rows, accept=accept)
         if loaded:
             return loaded
         damaged += problems
@@ -81,7 +91,16 @@ def _candidates(path: Path) -> tuple[list[Path], str]:
         return [], str(error)
 
 
-def _load(path: Path, state: Mapping[str, Tensor], party: Party, *, partial: bool, cast: bool) -> tuple[Loaded | None, list[str]]:
+def _load(
+    path: Path,
+    state: Mapping[str, Tensor],
+    party: Party,
+    *,
+    partial: bool,
+    cast: bool,
+    rows: Collection[str],
+    accept: Accept,
+) -> tuple[Loaded | None, list[str]]:
     """Load one checkpoint, or say what is wrong with it. The leading rank holds it against pruning until all ranks have read."""
     opened = _Opened(path) if party.leads else None
     try:
@@ -94,10 +113,11 @@ def _load(path: Path, state: Mapping[str, Tensor], party: Party, *, partial: boo
         problems = _verify(path, manifest, party)
         if problems:
             return None, problems
+        accept(path, manifest.meta)
         mine, refused = _shares(state)
-        _compare(path, index, mine, set(state), refused, party, partial=partial, cast=cast)
+        _compare(path, index, mine, set(state), refused, party, partial=partial, cast=cast, rows=rows)
         _read(FolderReader(path, index), mine, party)
-        return Loaded(path, manifest.step, manifest.meta), []
+        return Loaded(path, manifest.step, manifest.meta, frozenset(index)), []
     finally:
         if opened:
             opened.close()
@@ -167,12 +187,13 @@ def _compare(
     *,
     partial: bool,
     cast: bool,
+    rows: Collection[str],
 ) -> None:
     """Raise MismatchError, with everything that does not fit on any rank, unless `index` holds what the ranks ask for."""
     problems = refused + [f"{key} is not in the checkpoint" for key in sorted(keys - set(index))]
     for key, share in mine.items():
         entry = index.get(key)
-        if entry and entry.shape != share.held.shape:
+        if entry and entry.shape != share.held.shape and not (key in rows and entry.shape[1:] == share.held.shape[1:]):
             problems.append(f"{key} has shape {entry.shape} in the checkpoint and {share.held.shape} here")
         if entry and entry.dtype != share.held.dtype and not cast:
             problems.append(f"{key} is {entry.dtype} in the checkpoint and {share.held.dtype} here")

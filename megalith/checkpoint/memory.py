@@ -10,7 +10,7 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.checkpoint.tensors import DTYPES, TORCH_DTYPES
-from megalith.fleet.copies import LABEL_BYTES, PAGE, Buffer, Entry, Label, Layout, Whose, file_name, parse_name
+from megalith.checkpoint.buffers import Buffers, views, write_layout
+from megalith.checkpoint.tensors import DTYPES
+from megalith.fleet.copies import LABEL_BYTES, PAGE, Buffer, Label, Layout, file_name, parse_name
 from megalith.fleet.seat import Seat, node_folder, ranks_of
+from megalith.fleet.secure import private
 from megalith.fleet.tiers import Source, Tier
 
 WORDS = 1 << 64
@@ -98,58 +100,12 @@ class Damaged(RuntimeError):  # noqa: N818  # it says what was found
         self.tier, self.step, self.slot, self.why = tier, step, slot, why
 
 
-@dataclass
-class _Buffers:
-    """Files of one rank's state, used in turn. `busy` are those that something still reads."""
-
-    files: list[Buffer]
-    views: list[dict[str, Tensor]]
-    bodies: list[Tensor]
-
-    @classmethod
-    def create(cls, folder: Path, whose: Whose, rank: int, *, count: int, layout_bytes: bytes, layout: Layout) -> "_Buffers":
-        """`layout_bytes` is the layout as it is written."""
-        size = len(layout_bytes) + layout.payload
-        files = [Buffer.create(folder / file_name(whose, rank, number), size) for number in range(count)]
-        bodies = [torch.frombuffer(file.memory, dtype=torch.uint8)[PAGE:] for file in files]
-        return cls(files, [views(body[len(layout_bytes) :], layout.entries) for body in bodies], bodies)
-
-    def find(self, step: int) -> int | None:
-        """The buffer that holds a step."""
-        return next((i for i, file in enumerate(self.files) if (label := file.label) and label.step == step), None)
-
-    def next(self, *, busy: Iterable[int] = ()) -> int:
-        """The buffer to be written now: one that holds nothing, else the oldest that is not pinned; it holds nothing from now on."""
-        free = [i for i, file in enumerate(self.files) if i not in busy and not file.pinned]
-        steps = {i: label.step if (label := self.files[i].label) else -1 for i in free}
-        chosen = min(free, key=lambda i: (steps[i], i))
-        self.files[chosen].strike_out()
-        return chosen
-
-    def commit(self, number: int, label: Label) -> None:
-        """The copy in a buffer is complete, and takes the place of another of the same step."""
-        self.files[number].commit(label)
-        for other, file in enumerate(self.files):
-            if other != number and (old := file.label) and old.step == label.step:
-                self.files[number].pin(self.files[number].pinned or file.pinned)
-                file.strike_out()
-
-    def forget_after(self, step: int) -> None:
-        for file in self.files:
-            if (label := file.label) and label.step > step:
-                file.strike_out()
-
-
-def views(payload: Tensor, entries: Sequence[Entry]) -> dict[str, Tensor]:
-    """The tensors of a payload (uint8), sharing its memory."""
-    return {e.name: payload[e.offset : e.offset + e.size].view(TORCH_DTYPES[e.dtype]).view(e.shape) for e in entries if e.size}
-
-
 class Memory:
     """The copies of the rank at `seat`, of `state`: its tensors by name, always the same ones.
 
-    `pinned`: one more copy is kept, that of the last `pin`. `disk`: the root of copies on the nodes' disks. Raises OSError where there is
-    no room.
+    `pinned`: one more copy is kept, that of the last `pin`. `disk`: the root of copies on the nodes' disks. `warn` hears of files that
+    were removed. Raises OSError where there is
+    no room, or where others may reach the folder. Copies carry a MAC by the seat's key; others than those are none.
     """
 
     def __init__(
@@ -161,27 +117,29 @@ class Memory:
         pinned: bool = False,
         disk: Path | None = None,
         generation: str = "",
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        assert seat.folder is not None, "a seat without memory"
-        self.state, self.seat, self.folder = dict(state), seat, seat.folder
+        assert seat.folder is not None and seat.key is not None, "a seat without memory, or without the run's key"
+        self.state, self.seat, self.folder, self._key = dict(state), seat, seat.folder, seat.key
         self.disk = disk and node_folder(disk, seat.node)
         self.layout = layout_of(self.state)
         text = self.layout.dump()
         self._count = max(keep, 2 if disk else 1) + 1 + pinned  # what the disk is written from is not written over meanwhile
         self._clear_away()
-        self.own = _Buffers.create(self.folder, "own", seat.rank, count=self._count, layout_bytes=text, layout=self.layout)
+        self.own = Buffers.create(self.folder, "own", seat.rank, key=self._key, count=self._count, layout=text)
         for file in self.own.files:
-            _write_layout(file, text)
+            write_layout(file, text)
         self._live = [tensor for tensor in self.state.values() if tensor.numel()]
         self._names = [name for name, tensor in self.state.items() if tensor.numel()]
         self._label = Label(-1, 0, seat.rank, seat.world, 0, len(text), self.layout.payload, generation)
-        self.kept: _Buffers | None = None
+        self.kept: Buffers | None = None
         self.kept_layout = self.layout  # of the state that this rank could make again: its own, or its buddy's
         self.group: dist.ProcessGroup | None = None
         self._apart = 0
         self._travelling: _Travelling | None = None
         self._writing: tuple[threading.Thread, int] | None = None
         self.disk_error: str | None = None
+        self._warn = warn
 
     def _clear_away(self) -> None:
         """Buffers beyond those used now, and on the first of the node's ranks those of other slots that the node once filled."""
@@ -213,9 +171,8 @@ class Memory:
         try:
             layout = bytes(theirs.numpy())
             self.kept_layout = Layout.load(layout)
-            self.kept = _Buffers.create(
-                self.folder, "buddy", self.keeps_for, count=self._count, layout_bytes=layout, layout=self.kept_layout
-            )
+            buddy = self.keeps_for
+            self.kept = Buffers.create(self.folder, "buddy", buddy, key=self._key, count=self._count, layout=layout)
         except OSError as error:
             failed = error
         size.fill_(int(failed is not None))
@@ -243,6 +200,7 @@ class Memory:
         Everything but the copying itself goes on while training does; a copy to disk waits for the one before.
         """
         self.finish()
+        self._make_anew()
         number = self.own.next(busy=[self._writing[1]] if self._writing and self._writing[0].is_alive() else [])
         into = self.own.views[number]
         rng = torch.get_rng_state()
@@ -256,10 +214,16 @@ class Memory:
         if to_disk and self.disk:
             self._write_to_disk(number, step)
 
+    def _make_anew(self) -> None:
+        """Make files anew that somebody removed, a cleaner of temporary files perhaps: what they held is still mapped here."""
+        made = sum(buffers.make_anew() for buffers in (self.own, self.kept) if buffers is not None)
+        if made:
+            self._warn(f"{made} files of copies in {self.folder} were removed by somebody, and are made anew with all they held")
+
     def _send(self, label: Label, body: Tensor) -> "_Travelling":
         assert self.kept is not None
         number = self.kept.next()
-        mine = torch.frombuffer(bytearray(label.pack()), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(label.pack(self._key)), dtype=torch.uint8)
         theirs = torch.empty(LABEL_BYTES, dtype=torch.uint8)
         works = [
             dist.isend(mine, group=self.group, group_dst=self.buddy, tag=1),
@@ -276,7 +240,7 @@ class Memory:
         travelling, self._travelling = self._travelling, None
         for work in travelling.works:
             work.wait()
-        label = Label.unpack(bytes(travelling.arrived.numpy()))
+        label = Label.unpack(bytes(travelling.arrived.numpy()), self._key)
         assert self.kept is not None and label is not None and label.rank == self.keeps_for, label
         self.kept.commit(travelling.number, label)
 
@@ -309,7 +273,8 @@ class Memory:
         rank = self.seat.rank
         part = self.disk / f"part-{rank}"
         try:
-            self.disk.mkdir(parents=True, exist_ok=True)
+            with private.opened_below(self.disk, create=True) as folder:
+                os.close(private.open_file(folder, part, os.O_WRONLY | os.O_CREAT))  # for this user alone, and no link
             others = [(old, path) for path, old in self._on_disk(rank).items() if old != step]
             for _, path in sorted(others, reverse=True)[ON_DISK - 1 :]:
                 path.unlink()
@@ -369,7 +334,7 @@ class Memory:
                 raise Damaged(Tier.BUDDY, source.step, self.seat.slot_of(self.keeps_for), "there is none")
             label = self.kept.files[number].label
             assert label is not None
-            mine = torch.frombuffer(bytearray(label.pack()), dtype=torch.uint8)
+            mine = torch.frombuffer(bytearray(label.pack(self._key)), dtype=torch.uint8)
             works += [
                 (dist.isend(tensor, group=self.group, group_dst=self.keeps_for), tensor)
                 for tensor in (mine, self.kept.bodies[number])
@@ -382,7 +347,7 @@ class Memory:
             theirs = torch.empty(LABEL_BYTES, dtype=torch.uint8)
             for tensor in (theirs, self.own.bodies[arriving]):
                 dist.recv(tensor, group=self.group, group_src=self.buddy)
-            label = Label.unpack(bytes(theirs.numpy()))
+            label = Label.unpack(bytes(theirs.numpy()), self._key)
             if label is None or label.layout != self._label.layout:
                 raise Damaged(Tier.BUDDY, source.step, self.seat.slot, "what came is no copy of this rank's state")
             file.commit(label)
@@ -398,7 +363,7 @@ class Memory:
     def _open_on_disk(self, step: int) -> Buffer:
         assert self.disk is not None, "no disk to restore from"
         try:
-            file = Buffer.open(self.disk / file_name("own", self.seat.rank, step))
+            file = Buffer.open(self.disk / file_name("own", self.seat.rank, step), key=self._key)
         except (OSError, ValueError) as error:
             raise Damaged(Tier.DISK, step, self.seat.slot, str(error)) from error
         label = file.label
@@ -430,13 +395,6 @@ class _Travelling:
     label: Tensor  # must live until it has left
     arrived: Tensor
     number: int
-
-
-def _write_layout(file: Buffer, text: bytes) -> None:
-    """Once a file: it is the same for all its copies."""
-    if file.memory[PAGE : PAGE + len(text)] != text:
-        file.strike_out()
-        file.memory[PAGE : PAGE + len(text)] = text
 
 
 def source_tier(source: Source, slot: int) -> Tier | None:

@@ -66,7 +66,7 @@ def _share(key: str, tensor: Tensor) -> Share | None:
         if place is None:
             return None
         data = tensor.to_local()
-        offset, sizes = _box(key, tensor, place)
+        offset, sizes = box_of(key, tensor, place)
     if tuple(data.shape) != sizes:
         raise ValueError(f"{key} {shape}: this rank holds {tuple(data.shape)}, its layout {_layout(tensor)} says {sizes}")
     if prod(sizes) == 0 and prod(shape) > 0:
@@ -74,7 +74,7 @@ def _share(key: str, tensor: Tensor) -> Share | None:
     return Share(Held(key, shape, DTYPES[tensor.dtype], offset, sizes, prod(sizes) * tensor.element_size()), data.detach())
 
 
-def _box(key: str, tensor: DTensor, place: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def box_of(key: str, tensor: DTensor, place: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offset and sizes of this rank's part of a DTensor, in the order in which its axes were really split.
 
     FSDP2 cuts each tensor-parallel part into consecutive chunks. DTensor's own arithmetic (torch 2.11 and 2.15) disagrees where

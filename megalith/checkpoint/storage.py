@@ -3,6 +3,7 @@
 The extension points are public: a planner turns our shares into its items, a storage writer and reader move their bytes.
 """
 
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from megalith.checkpoint import folder as files
 from megalith.checkpoint import tensors
 from megalith.checkpoint.shares import Held, Share
 from megalith.checkpoint.tensors import DTYPES, TORCH_DTYPES
+from megalith.disk import Place
 
 
 class SharesToWrite(DefaultSavePlanner):
@@ -80,13 +82,23 @@ class Written:
 class FolderWriter(StorageWriter):
     """Writes one checkpoint into `folder`, under a temporary name that the first rank chooses for all and commits at the end.
 
-    `error` is what kept this rank from having its shares ready: it takes part in the collectives, and makes all ranks give up.
+    `error` is what kept this rank from having its shares ready: it takes part in the collectives, and makes all ranks give up. `place` must
+    be there: `folder` is made in it.
     """
 
     def __init__(
-        self, folder: Path, *, step: int, meta: Mapping[str, Any], keep: int, rank: int, error: str | None = None
+        self,
+        folder: Path,
+        *,
+        step: int,
+        meta: Mapping[str, Any],
+        keep: int,
+        rank: int,
+        error: str | None = None,
+        place: Place | None = None,
     ) -> None:
         self.folder, self.step, self.meta, self.keep, self.rank, self.error = folder, step, meta, keep, rank, error
+        self.place = place
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to forget: a writer writes one checkpoint."""
@@ -105,6 +117,8 @@ class FolderWriter(StorageWriter):
         """On the first rank: clear what dead runs left, and choose the name all ranks write under."""
         temporary = files.temporary(self.step)
         try:
+            if self.place is not None and (why := self.place.away()):
+                raise OSError(errno.ENOENT, why, str(self.place.folder))
             self.folder.mkdir(parents=True, exist_ok=True)
             files.clean(self.folder)
             (self.folder / temporary).mkdir()

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from megalith.commands.arguments import Json, RunFile, RunRequest, Settings
-from megalith.commands.train import Trained, show
+from megalith.commands.train import Trained, ended, show
 
 
 def command(
@@ -37,27 +37,34 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     The process that the engine calls the first also directs the run, and shows its progress on `console`. Raises the errors of `train`,
     ValueError where nothing says how to meet the others, TimeoutError when too few of them come.
     """
-    from megalith.commands import ranks, report, runs
+    from megalith.check import node_ranks
+    from megalith.commands import ranks, runs
+    from megalith.control.owner import hold
     from megalith.fleet import environment
     from megalith.report.live import Follow  # drawing, for the one process that people watch
     from megalith.spec import files
-    from megalith.spec.problem import SpecErrors
     from megalith.train import agents  # needs torch
 
     place = environment.find()
     ranks.end_with_torchrun(place)
-    checked = runs.check(request)
+    checked = runs.check(request, here="error", count=node_ranks)
     spec = checked.resolved.spec
     folder = request.folder(spec)
-    if problems := [*checked.errors, *runs.differences(checked.resolved, folder)]:
-        raise SpecErrors(problems)
+    runs.refuse(checked.errors, checked.resolved, folder)
+    runs.tell(checked)
     job = ranks.job(spec, folder.resolve(), ranks.TRAIN, {"run_dir": str(folder.resolve())})
+    directs = agents.directs(place)
+    job = job if directs else ranks.directed_elsewhere(job)
     host = agents.Host(job, spec.fleet, agents.own_name(machine), ranks.identity(spec), lambda: agents.open_data(spec))
-    if not agents.directs(place):
+    if not directs:
+        runs.refuse(runs.differences(checked.resolved, folder))
         return Trained(folder, agents.serve_node(host, place), "", None)
     assert place is not None  # else it would not direct
-    ranks.admit(spec, folder)
-    files.save(checked.resolved, folder)
-    with Follow(folder, spec.train.steps, console) as follow:
-        outcome = agents.direct(host, place, checkpoints=lambda: ranks.checkpoints(folder), tick=follow.poll)
-    return Trained(folder, outcome.code, outcome.message(), report.report_if_any(folder))
+    with hold(folder, wide=True) as owner:
+        runs.refuse(runs.differences(checked.resolved, folder))
+        ranks.admit(spec, folder)
+        files.save(checked.resolved, folder)
+        with Follow(folder, spec.train.steps, console, errors=False) as follow:
+            store, tick, say = ranks.store_of(owner), follow.poll, follow.say
+            outcome = agents.direct(host, place, owner=owner, checkpoints=store, tick=tick, say=say)
+    return ended(folder, outcome.code, outcome.message(), follow)

@@ -27,23 +27,28 @@ def command(
     price: Annotated[
         bool, typer.Option("--price", help="And what each broken rule of the plan costs on the run's cluster, predicted.")
     ] = False,
+    here: Annotated[
+        bool, typer.Option("--here", help="Make what this machine is short of for the run an error, as `train` does.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Find everything that is wrong with a run, or unwise, before anything starts.
 
-    Needs no GPU and no torch. Exit status 2 if there are errors.
+    Needs no GPU and no torch. What this machine lacks (GPUs, memory, processors) is advice: the run may be for other machines.
+    Exit status 2 if there are errors.
 
     Example:  megalith check run.toml --set plan.tensor=4 --ranks 8
     """
     from megalith.commands import runs  # specifications take 0.2 s to import
 
     request = RunRequest(run, settings or (), run_dir)
-    checked = runs.check(request, world=ranks)
+    checked = runs.check(request, world=ranks, here="error" if here else "advice")
     wrong = bool(checked.errors)
     priced = _prices(request) if price and not wrong else ()
     if as_json:
         prices = {"prices": [one.to_json() for one in priced]} if price else {}
-        print_json({"ok": not wrong, "problems": problem_rows(checked.problems)} | prices | checked.as_json())
+        updated = {} if wrong else {"updated": _treated_rows(checked.resolved.spec)}
+        print_json({"ok": not wrong, "problems": problem_rows(checked.problems)} | prices | updated | checked.as_json())
         return BAD_SPECIFICATION if wrong else 0
     if show:
         from megalith.spec.files import dump
@@ -54,6 +59,7 @@ def command(
         return BAD_SPECIFICATION
     if price:
         _show_prices(priced)
+    _show_treated(checked.resolved.spec)
     _show_legal(checked.resolved.spec)
     return 0
 
@@ -73,6 +79,27 @@ def _show_prices(priced: "Sequence[Price]") -> None:
     from megalith.report import plans  # drawing
 
     Console(highlight=False).print(plans.prices(priced) if priced else "No rule of the plan that has a price in time is broken.")
+
+
+def _treated_rows(spec: "RunSpec") -> list[dict[str, object]]:
+    """Return which parameters are updated in which way, as JSON objects."""
+    from megalith.spec.treatment import summary
+
+    return [
+        {"pattern": row.pattern, **row.treatment._asdict(), "parameters": [each.name for each in row.parameters]}
+        for row in summary(spec.model.build(), spec.optimizer)
+    ]
+
+
+def _show_treated(spec: "RunSpec") -> None:
+    """Print which parameters are updated in which way, if not all are by one rule."""
+    from megalith.spec.optimizers import OPTIMIZERS
+    from megalith.spec.treatment import summary
+
+    if spec.optimizer.groups or OPTIMIZERS[spec.optimizer.kind].rest:
+        from megalith.report import treated  # drawing
+
+        Console(highlight=False).print(treated.table(summary(spec.model.build(), spec.optimizer)))
 
 
 def _show_legal(spec: "RunSpec") -> None:

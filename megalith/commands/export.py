@@ -36,7 +36,7 @@ def export(run_dir: Path, *, out: Path, dtype: str = "fp32", step: int | None = 
     from megalith.spec import families
     from megalith.train.generate import find_tokenizer
 
-    found = folder.find(run_dir if step is None else run_dir / "checkpoints" / folder.name(step))
+    found = folder.find(run_dir if step is None else folder.of_run(run_dir) / folder.name(step))
     spec = folder.read_manifest(found).meta["spec"]
     model = families.read(spec["model"])
     names = list(huggingface.shapes(model))

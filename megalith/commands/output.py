@@ -35,7 +35,7 @@ def readable_errors(*, as_json: bool) -> Iterator[None]:
         if isinstance(error, typer.Exit):  # a RuntimeError to typer
             raise
         print_failure(str(error) or type(error).__name__, kind=type(error).__name__, as_json=as_json)
-        raise typer.Exit(LOST if disk.is_unavailable(error) else 1) from error
+        raise typer.Exit(LOST if disk.is_unavailable(error) else getattr(error, "exit_code", 1)) from error
     except Exception as error:
         from megalith.spec.problem import SpecErrors  # specifications take 0.2 s to import
 
@@ -43,6 +43,31 @@ def readable_errors(*, as_json: bool) -> Iterator[None]:
             raise
         print_problems(error.problems, as_json=as_json)
         raise typer.Exit(BAD_SPECIFICATION) from error
+
+
+@contextmanager
+def lossy_output() -> Iterator[None]:
+    """Print to standard output and error as long as they take anything: what a closed pipe or a full disk does not take is lost, and
+    ends nothing. How much that was is said at the end, on the other one."""
+    before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    outputs: dict[str, disk.Output] = {}
+    for name, stream in before.items():
+        try:
+            stream.flush()
+            outputs[name] = disk.Output(stream.fileno())
+        except (AttributeError, OSError, ValueError):  # there is none, or it is no file
+            continue
+        setattr(sys, name, disk.text_output(outputs[name], encoding=stream.encoding, errors=stream.errors))
+    try:
+        yield
+    finally:
+        for name, other in (("stdout", "stderr"), ("stderr", "stdout")):
+            if name in outputs:
+                getattr(sys, name).flush()
+                if lost := outputs[name].lost:
+                    text = f"{lost:,} bytes of output were lost: {name} could not be written ({outputs[name].why})"
+                    print(text, file=getattr(sys, other), flush=True)
+        sys.stdout, sys.stderr = before["stdout"], before["stderr"]
 
 
 def print_json(value: Any) -> None:

@@ -33,7 +33,8 @@ def command(
 ) -> int:
     """Show that a plan changes nothing: a small model of the run's shape, trained under its plan and in one process, compared.
 
-    Losses, gradients, gradient norm and weights after several steps, in fp32. Needs no data. Exit status 1 on any gap.
+    Compares losses, gradients, gradient norm and weights over several steps, in the run's precision. In bf16, the plan's run and the one
+    process are both measured from one process in fp32. Needs no data. Exit status 1 on any gap.
 
     With --random, combinations of models, data, context, tensor, pipeline and expert parallelism and recomputation, on up to 8 ranks.
 
@@ -60,7 +61,8 @@ def command(
 
 
 def parity(request: RunRequest, *, steps: int = 3) -> dict[str, Any]:
-    """Train a small model under the run's plan and in one process, and compare: `{"equal", "rows": [...], "model", "steps"}`.
+    """Train a small model under the run's plan and in one process, and compare: `{"equal", "precision", "rows": [...], "model",
+    "steps"}`.
 
     Ranks are started as by `train`; their folder is the request's (default: runs/NAME-parity). The run's data is not needed.
     Raises SpecErrors for a plan that is not legal, RuntimeError with the first cause when a rank fails.
@@ -77,14 +79,16 @@ def parity(request: RunRequest, *, steps: int = 3) -> dict[str, Any]:
     folder = request.run_dir or Path("runs") / f"{resolved.spec.name}-parity"
     arguments = {"run_dir": str(folder.resolve()), "steps": steps}
     result, entry = folder / "parity.json", "megalith.prove.parity:main"
-    if place is not None:
-        if status := ranks.join(resolved, folder, place, entry, arguments):
-            raise RuntimeError(f"this rank ended with status {status}: see the errors of all ranks")
-    else:
-        result.unlink(missing_ok=True)
-        outcome = ranks.start(resolved, folder, entry, arguments, tick=None)
-        if outcome.code:
-            raise RuntimeError(outcome.message())
+    with ranks.own(folder, place) as owner:
+        if place is not None:
+            if status := ranks.join(resolved, folder, place, entry, arguments, owner=owner):
+                raise RuntimeError(f"this rank ended with status {status}: see the errors of all ranks")
+        else:
+            assert owner is not None
+            result.unlink(missing_ok=True)
+            outcome = ranks.start(resolved, owner, entry, arguments)
+            if outcome.code:
+                raise RuntimeError(outcome.message())
     return json.loads(result.read_text(encoding="utf-8"))
 
 
@@ -144,7 +148,12 @@ def _show(found: dict[str, Any]) -> None:
         verdict = "[green]equal[/]" if row["equal"] else "[bold red]NOT equal[/]"
         table.add_row(row["quantity"], f"{row['gap']:.2g}", f"{row['limit']:g}", row["where"], verdict)
     Console(highlight=False).print(table)
-    print("equal: the plan changes nothing" if found["equal"] else "NOT equal: the plan changes the result")
+    precision = found["precision"]
+    print(
+        f"equal in {precision}: the plan changes nothing"
+        if found["equal"]
+        else f"NOT equal in {precision}: the plan changes the result"
+    )
 
 
 def _show_draws(found: dict[str, Any]) -> None:

@@ -1,22 +1,29 @@
 """The ranks of a command's run: started on this machine, or this process as one of them. No torch."""
 
+import contextlib
 import importlib
 import os
+import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalith.checkpoint.folder import committed, latest, read_manifest
+from megalith import epochs, events, sealed
+from megalith.checkpoint.folder import committed, damaged_text, latest, of_run, read_manifest, unreadable
+from megalith.control import answer
+from megalith.control.owner import LeaseError, Owner, hold
+from megalith.data import manifest
 from megalith.fleet import causes
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.job import Job
 from megalith.fleet.tiers import Copy, Tier
 from megalith.machine import admission, lifeline
+from megalith.schedule.table import FILE as ORDER
 from megalith.spec import files
 from megalith.spec.files import Resolved
-from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -32,34 +39,71 @@ PRELOAD = ("torch", "torch.distributed.tensor", "torch._dynamo")
 
 def start(
     resolved: Resolved,
-    folder: Path,
+    owner: Owner,
     entry: str,
     arguments: dict[str, Any],
     *,
-    tick: Callable[[], None] | None,
+    tick: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = answer.print_line,
     recover: bool = False,
 ) -> "Outcome":
     """Start the plan's ranks on this machine and wait until they end. With `recover`, restart them after faults as the run's fleet says.
 
-    Each rank calls `entry` ("module:function") with `arguments`. `tick` is called several times a second.
+    Each rank calls `entry` ("module:function") with `arguments`. `owner`: this process, which owns the run folder. `tick` is called
+    several times a second, `say` gets what a person should read at once. Raises LeaseError if it owns the folder no more.
     """
     from megalith.control import controller, supervisor  # numpy, which a run that is refused does not need
 
-    spec = resolved.spec
+    spec, folder = resolved.spec, owner.run_dir
     files.save(resolved, folder)
-    described = job(spec, folder, entry, arguments)
+    described, store = job(spec, folder, entry, arguments), store_of(owner)
     if not (recover and spec.fleet.recover):
-        return supervisor.run(described, tick=tick)
-    return controller.run_here(described, fleet=spec.fleet, identity=identity(spec), store=lambda: checkpoints(folder), tick=tick)
+        return supervisor.run(described, tick=tick, say=say, store=store, owner=owner)
+    how: dict[str, Any] = {
+        "fleet": spec.fleet,
+        "identity": identity(spec),
+        "store": store,
+        "tick": tick,
+        "say": say,
+        "owner": owner,
+    }
+    while True:
+        try:
+            return controller.run_here(described, **how)
+        except LeaseError as error:
+            print(error, file=sys.stderr, flush=True)
+            owner.regain(seconds=spec.fleet.wait_limit)
 
 
-def join(resolved: Resolved, folder: Path, place: "Place", entry: str, arguments: dict[str, Any]) -> int:
-    """Be the rank that torchrun or Slurm started, and return its exit status. Raises an error if the same command would fail again."""
-    if place.rank == 0:
+def own(folder: Path, place: "Place | None") -> "contextlib.AbstractContextManager[Owner | None]":
+    """Own the run folder while the block runs: as who starts the ranks of this machine, or as the first of all ranks, which writes its
+    notes and commits its checkpoints. None for other ranks. Raises InUseError if another process owns it."""
+    if place is not None and place.rank > 0:
+        return contextlib.nullcontext()
+    return _renewed(folder, wide=place is not None and place.local_world < place.world)
+
+
+@contextlib.contextmanager
+def _renewed(folder: Path, *, wide: bool) -> Iterator[Owner]:
+    with hold(folder, wide=wide) as owner, owner.renewing():
+        yield owner
+
+
+def join(
+    resolved: Resolved, folder: Path, place: "Place", entry: str, arguments: dict[str, Any], *, owner: Owner | None = None
+) -> int:
+    """Be the rank that torchrun or Slurm started, and return its exit status. Raises an error if the same command would fail again.
+
+    `owner`: this process as the first rank, which owns the run folder.
+    """
+    if owner is not None:
         files.save(resolved, folder)
+        os.environ[epochs.VARIABLE] = str(owner.epoch)
     else:
         _await(resolved, folder, timeout=resolved.spec.launch.start_timeout)
     module, _, function = entry.partition(":")
+    if entry == TRAIN:
+        arguments = arguments | {"sealed": sealed_files(resolved.spec, folder)}
     try:
         getattr(importlib.import_module(module), function)(**arguments)
     except SystemExit as end:  # a rank that was asked to stop ends so, once the state is saved
@@ -67,9 +111,18 @@ def join(resolved: Resolved, folder: Path, place: "Place", entry: str, arguments
     except Exception as error:
         if (status := causes.status(error)) == ExitCode.FAILED:
             raise
-        traceback.print_exc()
+        _say_in_a_line(error, place)
         return status
     return 0
+
+
+def _say_in_a_line(error: Exception, place: "Place") -> None:
+    """Print why this rank ends. It lost a peer or has reported a fault, so its stack would only bury the one that matters."""
+    if os.environ.get("MEGALITH_TRACEBACK"):
+        traceback.print_exc()
+    else:
+        first = str(error).strip().partition("\n")[0]
+        print(f"rank {place.rank} ends: {type(error).__name__}: {first}", file=sys.stderr, flush=True)
 
 
 def _await(resolved: Resolved, folder: Path, *, timeout: float) -> None:
@@ -86,12 +139,13 @@ def _await(resolved: Resolved, folder: Path, *, timeout: float) -> None:
 
 def job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> Job:
     """Return the job of all ranks of a run, and of those of its smaller plan, if it has one to fall back to."""
-    fallback = None
+    fallback, kept = None, sealed_files(spec, folder) if entry == TRAIN else {}
     if spec.fleet.fallback is not None and entry == TRAIN:
         smaller = spec.model_copy(update={"plan": spec.fleet.fallback, "fleet": spec.fleet.model_copy(update={"fallback": None})})
-        fallback = job(smaller, folder, entry, arguments | {"shrunk": True})
+        fallback = replace(job(smaller, folder, entry, arguments | {"shrunk": True}), sealed=kept)
     return Job(
         entry=entry,
+        sealed=kept,
         arguments=arguments,
         ranks=spec.plan.ranks,
         fallback=fallback,
@@ -105,29 +159,57 @@ def job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> J
     )
 
 
+def sealed_files(spec: RunSpec, folder: Path) -> dict[str, str]:
+    """Return the files that a run is computed from, as they are now, with their digests; what it reads once it has begun must be the same.
+
+    spec.json is what the command is about to write, or has written; the data's shards have digests in its manifest.
+    """
+    data = Path(spec.data.path)
+    plans = [spec.plan, *([spec.fleet.fallback] if spec.fleet.fallback else [])]
+    orders = [Path(plan.schedule.removeprefix(ORDER)) for plan in plans if plan.schedule.startswith(ORDER)]
+    paths = [data / manifest.FILE, data / manifest.TOKENIZER_FILE, *orders]
+    own = sealed.digest(files.spec_text(spec).encode())
+    return {str((folder / files.SPEC_FILE).resolve()): own} | sealed.seal(path for path in paths if path.is_file())
+
+
+def directed_elsewhere(job: Job) -> Job:
+    """Return the job of a node whose ranks another process directs. That one knows which description is right, and looks before each start:
+    a node that joins late may have been given a later run file."""
+    kept = {path: digest for path, digest in job.sealed.items() if Path(path).name != files.SPEC_FILE}
+    return replace(job, sealed=kept, fallback=job.fallback and replace(job.fallback, sealed=kept))
+
+
 def identity(spec: RunSpec) -> str:
-    """Return what a run computes, as text. Copies in memory belong to a run only if their identity is its own."""
-    return spec.model_dump_json(exclude={"fleet", "launch", "log", "validation", "checkpoint", "name"})
+    """Return what a run computes, as text: also from which data, for other data may lie at the same path. Copies in memory belong to a run
+    only if their identity is its own."""
+    data = Path(spec.data.path) / manifest.FILE
+    samples = sealed.digest(data.read_bytes()) if data.is_file() else ""
+    return spec.model_dump_json(exclude={"fleet", "launch", "log", "validation", "checkpoint", "name"}) + samples
 
 
 def checkpoints(folder: Path) -> tuple[Copy, ...]:
-    """Return a run's checkpoints as copies of its state, without those of steps that it was sent back before."""
-    newest = latest(folder / "checkpoints")
-    if newest is None:
-        return ()
-    last = read_manifest(newest).step
-    steps = (int(path.name.removeprefix("step-")) for path in committed(folder / "checkpoints"))
+    """Return a run's checkpoints as copies of its state, without those of steps that it was sent back before. Where no manifest can be
+    read there are all of them: none can be used, and that is to be seen, lest the run begin anew."""
+    steps = [int(path.name.removeprefix("step-")) for path in committed(of_run(folder))]
+    newest = latest(of_run(folder))
+    last = max(steps, default=0) if newest is None else read_manifest(newest).step
     return tuple(Copy(Tier.STORE, step) for step in steps if step <= last)
 
 
-def too_many(spec: RunSpec) -> list[Problem]:
-    """Return the problem that a run has more ranks than one machine should start, if it does."""
-    cores = os.cpu_count() or 1
-    if spec.plan.ranks <= max(16, 2 * cores):
-        return []
-    reason = f"data x tensor x pipeline = {spec.plan.ranks} ranks are too many for this machine of {cores} cores"
-    way_out = "Start one `megalith train` a rank with torchrun or srun on more machines, or use a smaller plan."
-    return [Problem("error", "plan.data", spec.plan.data, reason, way_out)]
+def store_of(owner: Owner) -> "Callable[[], tuple[Copy, ...]]":
+    """Return what lists a run's `checkpoints`, and writes those whose manifest cannot be used to the run's log, each once."""
+    told = set[Path]()
+
+    def look() -> tuple[Copy, ...]:
+        for path, why in unreadable(of_run(owner.run_dir)):
+            if path not in told:
+                told.add(path)
+                log = events.EventLog(owner.run_dir, epoch=owner.epoch)
+                log.write(events.Problem("warning", damaged_text(path, [why])))
+                log.close()
+        return checkpoints(owner.run_dir)
+
+    return look
 
 
 def admit(spec: RunSpec, folder: Path) -> None:

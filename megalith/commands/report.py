@@ -1,6 +1,8 @@
 """`megalith report`: a run's report page, from the files in its folder."""
 
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -16,14 +18,19 @@ def command(
     trace: Annotated[
         bool, typer.Option("--trace", help="Also write trace.json: the pipeline, predicted and measured, for ui.perfetto.dev.")
     ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page's file. Default: report.html in the run folder; in a temporary one if that is read-only."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show a run in short, and write its report.html again, from the files in its folder; also while it trains.
 
     Example:  megalith report runs/first --trace
     """
-    page = report(run_dir)
-    traced = _trace(run_dir) if trace else None
+    beside = _folder_for_pages(run_dir)
+    page = report(run_dir, out=out or beside / "report.html")
+    traced = _trace(run_dir, beside / "trace.json") if trace else None
     if as_json:
         print_json({"ok": True, "report": str(page)} | ({"trace": str(traced)} if traced else {}))
         return
@@ -33,28 +40,35 @@ def command(
     print(f"report: {page}" + (f"\ntrace: {traced}" if traced else ""))
 
 
-def report(run_dir: Path) -> Path:
-    """Write a run's report page from the files in its folder, and return the page. Raises FileNotFoundError for another folder."""
+def report(run_dir: Path, *, out: Path | None = None) -> Path:
+    """Write a run's report page from the files in its folder, to `out` (default: report.html there), and return the page. Raises
+    FileNotFoundError for a folder without a run."""
     from megalith.report import page  # drawing
     from megalith.spec import files
 
     if not (run_dir / files.FILE).is_file():
         raise FileNotFoundError(f"{run_dir} holds no {files.FILE}: it is no run folder. Give the --run-dir of a run.")
-    return page.write(run_dir)
+    return page.write(run_dir, out)
 
 
-def report_if_any(run_dir: Path) -> Path | None:
-    """Return the report page, or None if the run wrote nothing to report: a run that trained well does not fail over its report."""
+def report_if_any(run_dir: Path) -> tuple[Path | None, str]:
+    """Return the report page, or None and why it could not be written: a run that trained well does not fail over its report."""
     try:
-        return report(run_dir)
-    except (OSError, ValueError):
-        return None
+        return report(run_dir), ""
+    except Exception as error:  # whatever the events hold
+        return None, f"no report could be written: {error or type(error).__name__}"
 
 
-def _trace(run_dir: Path) -> Path:
-    """Write a run's pipeline, predicted and measured, as trace.json for Perfetto, and return the file."""
+def _folder_for_pages(run_dir: Path) -> Path:
+    """Return the run's folder, or a new temporary one where that is there and read-only."""
+    if not run_dir.is_dir() or os.access(run_dir, os.W_OK):
+        return run_dir
+    return Path(tempfile.mkdtemp(prefix="megalith-report-"))
+
+
+def _trace(run_dir: Path, out: Path) -> Path:
+    """Write a run's pipeline, predicted and measured, as a trace for Perfetto, and return the file."""
     from megalith.report import history, page  # drawing
 
-    out = run_dir / "trace.json"
     out.write_text(json.dumps(page.trace(history.history(run_dir))), encoding="utf-8")
     return out

@@ -1,16 +1,22 @@
 """The run that a command names: read its file, and find what is wrong with it. No torch."""
 
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalith.check import all_ranks, check_here, check_resume
 from megalith.check import check as find_problems
-from megalith.check import check_resume
-from megalith.checkpoint.folder import committed
+from megalith.check.resume import check_checkpoint
+from megalith.checkpoint.folder import DamagedCheckpointError, committed, of_run, read_manifest
 from megalith.commands.arguments import RunRequest
+from megalith.machine import capacity
 from megalith.spec import files
 from megalith.spec.files import Resolved
-from megalith.spec.problem import Problem, SpecErrors
+from megalith.spec.problem import Problem, Severity, SpecErrors
+from megalith.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -19,6 +25,8 @@ class Checked:
 
     resolved: Resolved
     problems: list[Problem]
+    here: tuple[Problem, ...] = ()
+    """Those problems that are of this machine rather than of the run."""
 
     @property
     def errors(self) -> list[Problem]:
@@ -29,33 +37,70 @@ class Checked:
         return {"spec": self.resolved.spec.model_dump(mode="json"), "provenance": self.resolved.provenance}
 
 
-def check(request: RunRequest, *, world: int | None = None, look: bool = True) -> Checked:
+def check(
+    request: RunRequest,
+    *,
+    world: int | None = None,
+    look: bool = True,
+    here: Severity | None = None,
+    count: Callable[[RunSpec], int] = all_ranks,
+) -> Checked:
     """Read a run file and find everything that is wrong with it, or unwise.
 
     `world` is the number of ranks there will be, to compare with the plan. With `look`, files and folders that the run names are looked
-    for; a run that its folder already holds does not need what only a first start does. Raises SpecErrors, with everything that was
-    found, if the file cannot be read as a run.
+    for; a run that its folder already holds does not need what only a first start does. With `here`, what this machine is short of for
+    the run's ranks (or those that `count` says would start on it) is found too, and is at most that grave. Raises SpecErrors, with
+    everything that was found, if the file cannot be read as a run.
     """
     reading = files.read(request.file, overrides=request.overrides)
     resolved = reading.resolved
     named = request.run_dir is not None or hasattr(resolved.spec, "name")
-    begun = look and named and bool(committed(request.folder(resolved.spec) / "checkpoints"))
+    begun = look and named and bool(committed(of_run(request.folder(resolved.spec))))
     found = find_problems(resolved.spec, world=world, files=look, begun=begun, provenance=resolved.provenance)
+    short = (
+        []
+        if here is None
+        else check_here(resolved.spec, capacity.measure(), count=count, severity=here, provenance=resolved.provenance)
+    )
+    found = sorted([*found, *short], key=lambda problem: problem.severity != "error")
     if reading.problems:
         known = {problem.key for problem in reading.problems}
         faulty = {_table(key) for key in known}  # a default in one may stand for what a faulty key meant
         others = (p for p in found if p.key not in known and (p.source != "default" or _table(p.key) not in faulty))
         raise SpecErrors([*reading.problems, *others])
-    return Checked(resolved, found)
+    return Checked(resolved, found, tuple(short))
 
 
 def _table(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def refuse(problems: Sequence[Problem], resolved: Resolved | None = None, folder: Path | None = None) -> None:
+    """Raise SpecErrors if there are problems: with `resolved` and `folder`, together with why that run cannot resume the one there."""
+    if problems:
+        more = differences(resolved, folder) if resolved is not None and folder is not None else []
+        raise SpecErrors([*problems, *more])
+
+
+def tell(checked: Checked) -> None:
+    """Print what this machine is short of for a run that starts nevertheless: to stderr, a line each."""
+    for problem in checked.here:
+        print(f"advice: {problem}", file=sys.stderr, flush=True)
+
+
 def differences(resolved: Resolved, folder: Path) -> list[Problem]:
-    """Return why this run cannot resume the one in `folder`. Without a checkpoint there is nothing to resume, and any run may start."""
-    if not (folder / files.FILE).is_file() or not committed(folder / "checkpoints"):
+    """Return why this run cannot resume the one in `folder`, or go on from a checkpoint there, which may be another run's. Without a
+    checkpoint there is nothing to resume, and any run may start."""
+    checkpoints = committed(of_run(folder))
+    if not checkpoints:
         return []
-    saved = files.read(folder / files.FILE).resolved.spec  # its cluster's file need not be there any more
-    return check_resume(saved, resolved.spec, provenance=resolved.provenance)
+    if (folder / files.FILE).is_file():
+        saved = files.read(folder / files.FILE, saved=True).resolved.spec  # its cluster's file need not be there any more
+        if found := check_resume(saved, resolved.spec, provenance=resolved.provenance):
+            return found
+    for path in checkpoints:
+        with suppress(DamagedCheckpointError):  # it is not used, and whoever loads the others says so
+            name = f"{path.parent.name}/{path.name}"
+            if found := check_checkpoint(name, read_manifest(path).meta, resolved.spec, provenance=resolved.provenance):
+                return found
+    return []

@@ -1,8 +1,8 @@
 """`megalith simulate`: a long run on a large cluster with its faults, played through."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,9 +85,11 @@ def command(
 
     Keys of --set: step_seconds, state_bytes and storage (bytes/s of the store, for the time that checkpoints take), planned (stops a day),
     outer (wait, skip), outer_every and outer_seconds (between sites), interruptions (a device-hour), fleet.KEY as in a run file,
-    reliability.KEY as in a cluster's (racks, switches, lemon nodes, repairs), latencies.KEY. All of them: docs/reliability.md.
+    reliability.KEY as in a cluster's (repairs, idle nodes, racks, switches, lemon nodes), latencies.KEY. All of them: docs/reliability.md.
 
     Example:  megalith simulate --cluster h100:16384 --days 54 --profile memory --checkpoint-every 5
+
+    How often to save, beside Young's and Daly's formulas:  megalith simulate --cluster h100:16384 --profile cold --sweep intervals
 
     How many spares pay:  megalith simulate --cluster h100:16384 --days 54 --sweep spares --out spares.svg
 
@@ -146,7 +148,7 @@ def _play(prepared: "Prepared", over: str | None, *, seeds: int, out: Path | Non
         return
     for note in prepared.notes:
         print(note)
-    _show_swept(found) if isinstance(found, Swept) else _show_simulated(found)
+    _show_swept(found, seeds) if isinstance(found, Swept) else _show_simulated(found)
     if out is not None:
         print(f"drawn: {out}")
 
@@ -194,10 +196,15 @@ def _step_seconds(run: Path, overrides: Sequence[str], cluster: str) -> float | 
 
 @dataclass(frozen=True)
 class Swept:
-    """Simulations of one scenario over a range of "intervals" (seconds between checkpoints) or "spares" (nodes)."""
+    """Simulations of one scenario over a range of "intervals" (seconds between checkpoints) or "spares" (nodes).
 
+    `known`: values that have a name, such as the interval that Young's formula gives. They are among those that were tried.
+    """
+
+    plan: "Scenario"
     what: str
     tried: "list[Tried]"
+    known: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def best(self) -> "Tried":
@@ -209,14 +216,33 @@ class Swept:
         """The unit that people read, and its name."""
         return (60, "minutes between checkpoints") if self.what == "intervals" else (1, "spare nodes")
 
+    def names(self, one: "Tried") -> list[str]:
+        """Return what a value is known as: "best", or whose formula gives it."""
+        return ["best"] * (one is self.best) + [name for name, value in self.known.items() if value == one.value]
+
     def as_json(self) -> dict[str, Any]:
-        return {"sweep": self.what, "tried": [asdict(one) for one in self.tried], "best": asdict(self.best)}
+        """Return what was tried, for programs. Known intervals are in seconds, and null where nothing breaks or saving costs nothing."""
+        found = {"sweep": self.what, "tried": [asdict(one) for one in self.tried], "best": asdict(self.best)}
+        if self.what == "intervals":
+            found |= {name.lower(): self.known.get(name) for name in ("Young", "Daly")}
+        return found
+
+
+def known_intervals(plan: "Scenario") -> dict[str, float]:
+    """Return the best seconds between checkpoints by Young's and by Daly's formula; none where nothing breaks or saving costs nothing."""
+    from megalith.rehearse import closed_form
+
+    stall = plan.latencies.stall["store"]
+    if not stall or plan.mtbf == float("inf"):
+        return {}
+    return {"Young": closed_form.young(plan.mtbf, stall), "Daly": closed_form.daly(plan.mtbf, stall)}
 
 
 def sweep_values(plan: "Scenario", what: str) -> list[float]:
-    """Return the "intervals" or "spares" that a sweep tries, the scenario's own among them."""
+    """Return the "intervals" or "spares" that a sweep tries, the scenario's own and those of the formulas among them."""
     if what == "intervals":
-        return sorted({plan.store_every, *(60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30, 60, 120))})
+        rounded = {60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30, 60, 120)}
+        return sorted({plan.store_every, *known_intervals(plan).values(), *rounded})
     powers = (2**i for i in range(20))
     return sorted({0, plan.fleet.spares, *(count for count in powers if count <= max(4, plan.nodes // 32))})
 
@@ -227,28 +253,38 @@ def sweep(plan: "Scenario", what: str, *, seeds: int = 20, tick: Callable[[], No
 
     values = sweep_values(plan, what)
     if what == "intervals":
-        return Swept(what, simulate.try_intervals(plan, values, seeds=seeds, tick=tick))
-    return Swept(what, simulate.try_spares(plan, [int(value) for value in values], seeds=seeds, tick=tick))
+        return Swept(plan, what, simulate.try_intervals(plan, values, seeds=seeds, tick=tick), known_intervals(plan))
+    return Swept(plan, what, simulate.try_spares(plan, [int(value) for value in values], seeds=seeds, tick=tick))
 
 
 def _picture(found: "Simulated | Swept") -> str:
     """Return a simulation or a sweep as an SVG."""
-    from megalith.report import goodput, svg  # drawing
+    from megalith.report import goodput  # drawing
 
     if not isinstance(found, Swept):
         return goodput.simulated(found)
     unit, label = found.scale
-    return svg.standalone(goodput.tried([replace(one, value=one.value / unit) for one in found.tried], x_label=label))
+    marks = [
+        (one.value / unit, f"{', '.join(names)}: {one.value / unit:.3g}") for one in found.tried if (names := found.names(one))
+    ]
+    title = f"{found.plan.name}, {found.plan.days:g} days: goodput by {label}"
+    return goodput.tried([replace(one, value=one.value / unit) for one in found.tried], title=title, x_label=label, marks=marks)
+
+
+def _setting(plan: "Scenario", seeds: int, *, besides: str = "") -> str:
+    """Return what was played, in one line; `besides` is the setting that a sweep tries."""
+    sites = f"{plan.sites} sites, each of " if plan.sites > 1 else ""
+    spares = "" if besides == "spares" else f" and {counted(plan.fleet.spares, 'spare')}"
+    store = "" if besides == "intervals" else f", a checkpoint every {plan.store_every / 60:.3g} minutes"
+    tiers = [tier for tier in plan.fleet.tiers if tier != "store"]
+    copies = f"copies in {' and '.join(tiers)}" if tiers else "no copies but checkpoints"
+    return f"{plan.name}: {plan.days:g} days, {sites}{counted(plan.nodes, 'node')}{spares}{store}, {copies}, {counted(seeds, 'seed')}"
 
 
 def _show_simulated(found: "Simulated") -> None:
     """Print a simulation."""
     plan, (low, high) = found.scenario, found.band
-    sites = f"{plan.sites} sites, each of " if plan.sites > 1 else ""
-    print(
-        f"{plan.name}: {plan.days:g} days, {sites}{counted(plan.nodes, 'node')} and {counted(plan.fleet.spares, 'spare')}, "
-        f"a checkpoint every {plan.store_every / 60:.3g} minutes, {counted(len(found.lives), 'seed')}"
-    )
+    print(_setting(plan, len(found.lives)))
     table = Table("what time went to", "share", "hours")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -256,31 +292,60 @@ def _show_simulated(found: "Simulated") -> None:
     for what, seconds, share in rows:
         table.add_row(what, f"{share:.2%}", f"{seconds / 3600:,.1f}")
     Console(highlight=False).print(table)
-    faults, restarts, stops, unseen = (
-        found.mean(count)
-        for count in (
-            lambda life: sum(life.faults.values()), lambda life: life.restarts, lambda life: life.stops, lambda life: life.undetected
-        )
-    )  # fmt: skip
     print(f"goodput {found.goodput:.1%} (seeds: {low:.1%} to {high:.1%}); {found.per_device:.1%} of all devices, spares included")
+    print(f"means of the seeds: {_sum('fault', found.means(lambda life: life.fates))}")
+    print(_sum("restart", found.means(lambda life: life.restarts)))
+    stops, ended = found.mean(lambda life: life.stops), found.mean(lambda life: life.ended)
     print(
-        f"on average {faults:,.1f} faults, {restarts:,.1f} restarts, {stops:,.1f} stops for a person, {unseen:,.1f} never noticed"
+        f"{stops:,.1f} stops for a person; {ended:,.1f} ends for want of nodes (status 71), after which the same command is started again"
     )
     print(f"latencies: {plan.latencies.source}")
-    missing = sum(share for what, _, share in rows if what in ("waiting for nodes", "waiting for a person"))
+    missing = sum(share for what, _, share in rows if what == "waiting for nodes")
     if missing > 0.02:
-        print(f"{missing:.0%} of the time went to waiting: {plan.fleet.spares} spares are too few. --sweep spares tries more.")
+        print(
+            f"{missing:.0%} of the time went to waiting for nodes: {counted(plan.fleet.spares, 'spare')} "
+            f"{'is' if plan.fleet.spares == 1 else 'are'} too few. --sweep spares tries more."
+        )
 
 
-def _show_swept(found: Swept) -> None:
+def _sum(what: str, parts: Mapping[str, float]) -> str:
+    """Return a count and what it is made of. The parts are rounded, so they may differ from the sum by a tenth or so."""
+    listed = [f"{number:,.1f} {name}" for name, number in parts.items()]
+    return f"{sum(parts.values()):,.1f} {what}s" + (f" = {' + '.join(listed)}" if listed else "")
+
+
+def _show_swept(found: Swept, seeds: int) -> None:
     """Print a sweep; the best stands out."""
-    (unit, heading), best = found.scale, found.best
+    plan, (unit, heading) = found.plan, found.scale
+    print(_setting(plan, seeds, besides=found.what))
     table = Table(heading, "goodput", "seeds", "of all devices, spares included", "")
     for one in found.tried:
         low, high = one.band
-        value = f"{one.value / unit:g}"
-        table.add_row(value, f"{one.goodput:.1%}", f"{low:.1%} to {high:.1%}", f"{one.per_device:.1%}", "best" * (one is best))
+        value = f"{one.value / unit:.3g}"
+        names = ", ".join(found.names(one))
+        table.add_row(value, f"{one.goodput:.1%}", f"{low:.1%} to {high:.1%}", f"{one.per_device:.1%}", names)
     Console(highlight=False).print(table)
+    print(f"latencies: {plan.latencies.source}")
+    if found.what == "intervals":
+        _show_formulas(found)
+
+
+def _show_formulas(found: Swept) -> None:
+    """Print Young's and Daly's intervals beside the best of those that were tried."""
+    plan, (unit, _) = found.plan, found.scale
+    if not found.known:
+        print("Young's and Daly's formulas give no interval: nothing breaks, or checkpoints cost nothing.")
+        return
+    formulas = ", ".join(f"{name} {value / unit:.3g}" for name, value in found.known.items())
+    print(
+        f"minutes between checkpoints: best of these {found.best.value / unit:.3g}, {formulas}, for a fault every "
+        f"{plan.mtbf / 3600:.3g} hours and {plan.latencies.stall['store']:.3g} s that work stops for a checkpoint"
+    )
+    if plan.fleet.tiers != ("store",):
+        print(
+            "Both formulas take every fault back to a checkpoint. Here other copies come first, so checkpoints may be rarer; "
+            "--set fleet.memory_every=0 --set fleet.disk_every=0 leaves these out."
+        )
 
 
 def _replay(folder: Path, like: Path | None, *, as_json: bool) -> None:

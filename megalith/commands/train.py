@@ -1,11 +1,12 @@
 """`megalith train`: train a run, or resume it."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,18 +15,27 @@ from rich.markup import escape
 from megalith.commands.arguments import Json, RunFile, RunRequest, Settings
 from megalith.commands.output import print_json
 
+if TYPE_CHECKING:
+    from megalith.control.owner import Owner
+    from megalith.fleet.environment import Place
+    from megalith.report.live import Follow
+    from megalith.spec.files import Resolved
+
 
 @dataclass(frozen=True)
 class Trained:
     """How a training run ended. `code` is the exit status (`fleet.exit_codes`), `message` what a person should read.
 
-    `report` is None where none could be written, and on all ranks but the first, which also have no message.
+    `report` is None where none could be written, and on all ranks but the first, which also have no message. `unshown`: sentences about
+    what could not be shown, though nothing of it ended the run. `left`: sentences about copies of the state that stay on this machine.
     """
 
     run_dir: Path
     code: int
     message: str
     report: Path | None
+    unshown: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 def command(
@@ -43,7 +53,7 @@ def command(
 
     Starts the ranks of this machine itself; under torchrun or srun this process is one of the ranks.
 
-    Ctrl-C, SIGTERM and SIGUSR1 save and stop.
+    Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP (a terminal that closes; not under nohup) save and stop.
 
     Example:  megalith train run.toml --set train.steps=1000 --run-dir runs/first
 
@@ -53,46 +63,84 @@ def command(
     trained = train(RunRequest(run, settings or (), run_dir), console=console, profile=_steps(profile))
     show(trained, as_json=as_json)
     if trained.report is not None and not as_json:
-        from megalith.report import tables  # drawing
-
-        console.print(tables.summary(trained.run_dir))
-        print(f"report: {trained.report}")
+        _summarize(trained, trained.report, console)
     return trained.code
+
+
+def _summarize(trained: Trained, page: Path, console: Console) -> None:
+    """Print the run's tables, and where its report page lies."""
+    from megalith.fleet.exit_codes import ORDERLY
+    from megalith.report import tables  # drawing
+
+    if trained.code in ORDERLY:  # after a failure the cause stays in sight
+        try:
+            console.print(tables.summary(trained.run_dir))
+        except Exception as error:  # whatever the events hold: the run's exit status is its own
+            print(f"no summary could be made: {error or type(error).__name__}", file=sys.stderr)
+    print(f"report: {page}")
 
 
 def train(request: RunRequest, *, console: Console, profile: str | None = None) -> Trained:
     """Train what a run file describes, or resume the run that its folder holds.
 
     Under torchrun or Slurm this process becomes its rank. Otherwise the ranks are started on this machine, and `console` shows their
-    progress. `profile` = "A:B" traces steps A to B - 1 with torch.profiler. Raises SpecErrors before anything starts.
+    progress. `profile` = "A:B" traces steps A to B - 1 with torch.profiler. Raises SpecErrors before anything starts, and InUseError
+    before anything is written, if another process owns the run folder.
     """
-    from megalith.commands import ranks, report, runs
+    from megalith.commands import ranks, runs
     from megalith.fleet import environment
-    from megalith.spec.problem import SpecErrors
 
     place = environment.find()
     ranks.end_with_torchrun(place)
-    checked = runs.check(request, world=place.world if place else None)
+    checked = runs.check(
+        request,
+        world=place.world if place else None,
+        here="error",
+        count=lambda spec: place.local_world if place else spec.plan.ranks,
+    )
     resolved, spec = checked.resolved, checked.resolved.spec
     folder = request.folder(spec)
-    if problems := [*checked.errors, *runs.differences(resolved, folder), *([] if place else ranks.too_many(spec))]:
-        raise SpecErrors(problems)
-    if place is None or place.local_rank == 0:
-        ranks.admit(spec, folder)
+    runs.refuse(checked.errors, resolved, folder)
     arguments = {"run_dir": str(folder.resolve())} | ({"profile": profile} if profile else {})
-    if place is not None and place.rank > 0:
-        return Trained(folder, ranks.join(resolved, folder, place, ranks.TRAIN, arguments), "", None)
+    with ranks.own(folder, place) as owner:
+        runs.refuse(runs.differences(resolved, folder))
+        if place is None or place.local_rank == 0:
+            runs.tell(checked)
+            ranks.admit(spec, folder)
+        if owner is None:
+            assert place is not None
+            return Trained(folder, ranks.join(resolved, folder, place, ranks.TRAIN, arguments), "", None)
+        return _followed(resolved, owner, place, arguments, console)
+
+
+def _followed(
+    resolved: "Resolved", owner: "Owner", place: "Place | None", arguments: dict[str, Any], console: Console
+) -> Trained:
+    """Train in the run folder that this process owns, while `console` shows how far it is."""
+    from megalith.commands import ranks
     from megalith.report.live import Follow  # drawing, for the one process that people watch
 
-    with Follow(folder, spec.train.steps, console) as follow:
+    folder = owner.run_dir
+    with Follow(folder, resolved.spec.train.steps, console, errors=place is not None) as follow:
         if place is None:
-            outcome = ranks.start(resolved, folder, ranks.TRAIN, arguments, tick=follow.poll, recover=True)
+            outcome = ranks.start(resolved, owner, ranks.TRAIN, arguments, tick=follow.poll, say=follow.say, recover=True)
             code, message = outcome.code, outcome.message()
         else:
             with _called_often(follow.poll):
-                code = ranks.join(resolved, folder, place, ranks.TRAIN, arguments)
+                code = ranks.join(resolved, folder, place, ranks.TRAIN, arguments, owner=owner)
             message = f"ended with status {code}" if code else "finished"
-    return Trained(folder, code, message, report.report_if_any(folder))
+    return ended(folder, code, message, follow)
+
+
+def ended(folder: Path, code: int, message: str, follow: "Follow") -> Trained:
+    """Return how a training ended whose progress `follow` has shown, once its report is written."""
+    from megalith.commands import clean, report
+    from megalith.fleet.exit_codes import ORDERLY
+
+    page, why = report.report_if_any(folder)
+    left = () if code in ORDERLY else tuple(clean.left_by(folder))
+    live = f"the live line ended early: {follow.failed}" if follow.failed else ""
+    return Trained(folder, code, message, page, tuple(filter(None, (live, why))), left)
 
 
 def show(trained: Trained, *, as_json: bool) -> None:
@@ -102,6 +150,8 @@ def show(trained: Trained, *, as_json: bool) -> None:
     elif trained.message:
         Console(stderr=trained.code != 0, soft_wrap=True, highlight=False).print(escape(trained.message))
         print(f"run folder: {trained.run_dir}")
+        for text in (*trained.unshown, *trained.left):
+            print(text, file=sys.stderr)
 
 
 def _steps(text: str | None) -> str | None:

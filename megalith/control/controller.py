@@ -10,17 +10,21 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from megalith import disk, events
-from megalith.control import policy, supervisor
+from megalith import sealed
+from megalith.control import incidents, policy, supervisor
+from megalith.control.answer import Answer, Request, Store, print_line
 from megalith.control.memory import Memory
 from megalith.control.outcome import Outcome
+from megalith.control.owner import Owner, owned
 from megalith.control.pace import Pace
 from megalith.control.policy import Decision
 from megalith.control.seen import ALWAYS_TOLD, CHECKS, HELD_UP, NO_INCIDENT, OF_NODES, Ended, Seen, ends
+from megalith.control.stores import Stores, StoresAwayError
 from megalith.control.stragglers import Stragglers
-from megalith.control.watch import Request, Watch
-from megalith.events import EventLog, Incident, Problem, Recovery
+from megalith.control.watch import Watch
+from megalith.events import EventLog, Incident, Problem, Recovery, RunFinished
 from megalith.fleet import commands, local, signs
 from megalith.fleet.commands import Command
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
@@ -36,7 +40,6 @@ IDLE_SECONDS = 0.02
 STORAGE_SECONDS = 1.0  # between looks whether a full disk has room again, or a store is back
 
 Start = commands.Restart | commands.Shrink | commands.Grow
-Store = Callable[[], tuple[Copy, ...]]
 
 
 @dataclass
@@ -49,7 +52,8 @@ class _Open:
 
 
 class Controller:
-    """One run, from the first start of its ranks to its end. `store` lists the checkpoints that all nodes can read."""
+    """One run, from the first start of its ranks to its end. `store` lists the checkpoints that all nodes can read, `say` gets what a
+    person should read at once, `epoch` is that of who owns the run folder."""
 
     def __init__(
         self,
@@ -60,16 +64,20 @@ class Controller:
         store: Store,
         requests: list[Request],
         tick: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = print_line,
+        epoch: int = 0,
     ) -> None:
         self._job, self._fleet, self._nodes, self._store = job, fleet, nodes, store
         self._requests, self._tick = requests, tick
-        self._log = EventLog(job.run_dir)
-        self._memory = Memory(job, fleet)
+        self._answer = Answer(requests, say, beats=lambda: nodes.beats(), copies=self._copies)
+        self._epoch = epoch
+        self._log = EventLog(job.run_dir, epoch=epoch)
+        self._memory, self._stores = Memory(job, fleet, epoch), Stores(job.run_dir)
         self._checks: list[tuple[float, str]] = []  # monotonic seconds, node: health checks that are to come
         self._pace = Pace(job.start_timeout, job.silence_timeout, fleet)
         self._stragglers = Stragglers(fleet)
         self._state = self._memory.recall(nodes.there())
-        self._incidents = len(events.of_kind(events.read(job.run_dir), Incident))
+        self._incidents = incidents.count(job.run_dir)
         self._listed: tuple[Copy, ...] | None = None  # the checkpoints that there were when the store could last be read
         self._open: list[_Open] = []
         self._next: Start | None = None
@@ -127,34 +135,46 @@ class Controller:
         self._pause(order.after if isinstance(order, commands.Restart) else 0.0)
         self._stragglers.begin()
         self._watch = watch = Watch(
-            self._now, self._nodes, self._requests, source=order.source, limits=self._pace, observe=self._observe
-        )
-        if not self._start(Generation(secrets.token_hex(4), self._placement, order.source, self._shrunk)):
+            self._now, self._nodes, self._requests, source=order.source, limits=self._pace, observe=self._observe,
+            answer=self._answer,
+        )  # fmt: skip
+        try:
+            started = self._start(Generation(secrets.token_hex(4), self._placement, order.source, self._shrunk, self._epoch))
+        except sealed.AlteredError as error:
+            self._log.write(Problem("error", str(error)))
+            self._log.write(RunFinished(reason="failed", step=-1))
+            self._outcome = _without_ranks(ExitCode.FAILED, report=str(error))
+            return
+        except StoresAwayError as error:
+            self._outcome = _without_ranks(ExitCode.LOST, report=str(error))
+            return
+        if not started:
             self._outcome = _without_ranks(ExitCode.TERMINATED)
             return
-        outcome = watch.until_all_ended(self._turn)
+        outcome, before = watch.until_all_ended(self._turn), self._incidents
         for seen in self._after(watch, outcome):
             self._take(seen)
+        if self._incidents > before and not self._stores.run_folder_away:
+            outcome = incidents.write(outcome, self._job.run_dir, number=self._incidents, epoch=self._epoch)
         if self._next is None and self._wait_until is None and self._outcome is None:
             self._outcome = self._final(outcome)
 
     def _start(self, generation: Generation) -> bool:
-        """Start all ranks. While what they meet by cannot be written, wait; False if somebody wants to stop meanwhile."""
-        told = False
-        while True:
-            try:
-                self._nodes.start(generation)
+        """Start all ranks, once the stores that the run has used are there, and what the ranks meet by can be written. False if somebody
+        wants to stop meanwhile. Raises StoresAwayError where that takes too long, AlteredError for a file that must stay as it is."""
+
+        def start() -> None:
+            sealed.check(self._job.sealed)
+            self._nodes.start(generation)
+
+        def pause() -> bool:
+            if not self._requests:
+                self._pause(STORAGE_SECONDS)
                 return True
-            except OSError as error:
-                if not disk.is_unavailable(error):
-                    raise
-                if not told:
-                    where = f"{self._job.run_dir} cannot be written ({error.strerror})"
-                    print(f"{where}: waiting to start the ranks", file=sys.stderr, flush=True)
-            told = True
-            if self._requests:
-                return False
-            self._pause(STORAGE_SECONDS)
+            return False
+
+        tell = lambda text: self._log.write(Problem("warning", text))  # noqa: E731
+        return self._stores.start(start, limit=self._fleet.wait_limit, tell=tell, pause=pause)
 
     def _pause(self, seconds: float) -> None:
         """Wait before a start, but not for somebody who wants to stop."""
@@ -278,6 +298,9 @@ class Controller:
             return [*news, *(replace(one, evidence=evidence) for one in ended_by)]
         if outcome.first_cause is None:
             return [*news, *self._after_order(outcome)]
+        if why := self._stores.run_folder_away:
+            away = signs.StoreAway(time=time.time(), step=self._step, path=str(self._job.run_dir), error=why)
+            return [*news, Seen(away, away.time, self._ended(outcome).evidence())]
         if watch.hang is not None:
             return [*news, self._ended(outcome).hung(watch.hang)]
         return [*news, self._ended(outcome).failed(outcome.first_cause)]
@@ -301,6 +324,8 @@ class Controller:
             seen.sign, signs.Straggler
         ):  # one that is borne needs no copies, which take time to survey
             self._state = replace(self._state, copies=self._copies())
+        if isinstance(seen.sign, signs.StoreAway):
+            self._stores.add(seen.sign.path)
         decision = policy.decide(self._state, seen.sign, fleet=self._fleet)
         before, self._state = self._state, decision.state
         self._memory.note(before, self._state, at=seen.sign.time, reason=decision.reason)
@@ -389,22 +414,33 @@ def _without_ranks(code: int, *, report: str = "") -> Outcome:
     return Outcome(code, code != ExitCode.LOST, None, (), (), (), None, report)
 
 
-def run_here(job: Job, *, fleet: FleetSpec, identity: str, store: Store, tick: Callable[[], None] | None = None) -> Outcome:
+def run_here(
+    job: Job,
+    *,
+    fleet: FleetSpec,
+    identity: str,
+    store: Store,
+    tick: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = print_line,
+    owner: Owner | None = None,
+) -> Outcome:
     """Run a job on this machine through faults. `identity`: copies of the state of a run with another one are not this run's.
 
-    Signals as in `supervisor.run`, which raises what this raises. Copies stay where they are unless the run ended in order, and so
-    has its state in a checkpoint.
+    Signals and `owner` as in `supervisor.run`, which raises what this raises. Copies stay where they are unless the run ended in
+    order, and so has its state in a checkpoint.
     """
     job.check()
-    with supervisor.alone(job.run_dir), supervisor.requests_to_stop() as requests:
+    with owned(job.run_dir, owner) as own, supervisor.requests_to_stop() as requests:
         memory = local.memory_root(job.run_dir, identity)
         local.clear_memory(job.run_dir, keep=memory)
         disk = local.disk_root(job.run_dir, identity, fleet)
         local.clear_disk(job.run_dir, fleet, keep=disk)
-        nodes = LocalNodes(job, names=local.node_names(fleet), memory=memory, disk=disk)
+        notes = job.run_dir / "ranks" / f"epoch-{own.epoch}" if own.epoch else None
+        nodes = LocalNodes(job, names=local.node_names(fleet), memory=memory, disk=disk, folder=notes)
         outcome = None
         try:
-            controller = Controller(job, fleet=fleet, nodes=nodes, store=store, requests=requests, tick=tick or (lambda: None))
+            how: dict[str, Any] = {"tick": own.checked(tick), "say": say, "epoch": own.epoch}
+            controller = Controller(job, fleet=fleet, nodes=nodes, store=store, requests=requests, **how)
             outcome = controller.run()
             return outcome
         finally:

@@ -3,9 +3,10 @@
 import json
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
-from megalith import disk
+from megalith import disk, epochs
 from megalith.control import node_ledger, policy
 from megalith.control.policy import VACANT, State
 from megalith.fleet.job import Job
@@ -20,17 +21,26 @@ class Memory:
 
     job: Job
     fleet: FleetSpec
+    epoch: int = 0
 
     @property
     def _file(self) -> Path:
-        return self.job.run_dir.resolve() / "ranks" / FILE
+        return self.job.run_dir.resolve() / "ranks" / epochs.name(FILE, self.epoch)
 
     @property
     def _ledger(self) -> Path:
-        return Path(self.fleet.ledger) if self.fleet.ledger else self.job.run_dir.resolve() / node_ledger.FILE
+        own = self.job.run_dir.resolve() / epochs.name(node_ledger.FILE, self.epoch)
+        return Path(self.fleet.ledger) if self.fleet.ledger else own
+
+    @cached_property
+    def _place(self) -> disk.Place:
+        """Where the ledger lies, as it was when this was first asked for."""
+        return disk.Place(self._ledger.parent)
 
     def recall(self, there: tuple[str, ...]) -> State:
-        """Return the state that a killed controller left if exactly its nodes are `there`, else a fresh one."""
+        """Return the state that a killed controller left if exactly its nodes are `there`, else a fresh one. Raises OSError if there is no
+        place for the ledger."""
+        disk.make_folder(self._place.folder)
         fresh = self._fresh(there)
         try:
             old = policy.load(json.loads(self._file.read_text(encoding="utf-8")))
@@ -54,7 +64,9 @@ class Memory:
         return State(placement=placement, spares=fit[fleet.nodes :], faults=faults, quarantined=out, least=least)
 
     def note(self, before: State, after: State, *, at: float, reason: str) -> None:
-        """Write to the ledger of nodes what a decision changed."""
+        """Write to the ledger of nodes what a decision changed; nothing while its folder is away."""
+        if self._place.away():
+            return
         run = str(self.job.run_dir.resolve())
         for record in node_ledger.node_changes(before, after, time=at, reason=reason, run=run):
             node_ledger.note(self._ledger, record)

@@ -40,12 +40,10 @@ class Standing:
 
 def note(path: Path, record: NodeRecord) -> None:
     """Append to a ledger of nodes; it outlives runs, and several runs may write to one. One write a record; none on a full disk, or one
-    that is away."""
+    that is away: its folder must be there."""
     line = json.dumps(asdict(record), separators=(",", ":")) + "\n"
-    with disk.if_available(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b", buffering=0) as file:
-            disk.append(file.fileno(), line.encode())
+    with disk.if_available(path), path.open("a+b", buffering=0) as file:
+        disk.append(file.fileno(), line.encode())
 
 
 def read_nodes(path: Path) -> list[NodeRecord]:

@@ -1,9 +1,21 @@
 """How a run ended, as a value and as the text a person reads."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
+
+MOST_LINES = 8
+"""Lines of a message. The command adds the run folder and the report, so a failure takes ten lines of the terminal."""
+
+EVIDENCE_LINES = 3
+"""Lines of the cause's own evidence in a message; the incident's file has all of it."""
+
+LINE_CHARACTERS = 600
+"""Characters of one line of a message. An error that quotes a whole tensor must not push the cause out of sight."""
 
 
 @dataclass(frozen=True)
@@ -11,7 +23,8 @@ class Outcome:
     """How a run ended. `code` is for the exit status (`exit_codes`); `stopped` says that a signal asked for the end.
 
     `consequences` are failures after the first cause, `ended` the ranks that the supervisor had to end, `ready_seconds` how long
-    the ranks took to be ready (None: they never were). `report` says why the policy stopped the run, empty if it did not.
+    the ranks took to be ready (None: they never were). `report` says why the policy stopped the run, empty if it did not. `file` holds
+    all that was seen of the failure (`control.incidents`); None: there was no failure, or the file could not be written.
     """
 
     code: int
@@ -22,35 +35,92 @@ class Outcome:
     ended: tuple[int, ...]
     ready_seconds: float | None
     report: str = ""
+    file: Path | None = None
 
     def message(self) -> str:
-        """What a person should read: the first cause, its evidence, where to look on, and what else ended because of it."""
+        """Return what a person should read, in at most MOST_LINES lines: the cause first and once, what it led to, where the rest is."""
         cause = self.first_cause
         if cause is None:
-            return self.report or _PEACEFUL[self.code]
-        lines = [self.report, ""] if self.report else []
-        lines.append(f"{cause.name} {cause.reason}" + (f"\n{cause.error}" if cause.error else ""))
-        if cause.traceback:
-            lines += ["", *(f"  {line}" for line in cause.traceback.splitlines()), ""]
-        lines.append(f"output of {cause.name}: {cause.log}")
-        after = [f"{failure.name} {failure.error or failure.reason}" for failure in self.consequences]
+            return _cut(self.report) or _PEACEFUL[self.code]
+        where = [f"output of {cause.name}: {cause.log}"]
+        if self.file is not None:
+            where.append(f"tracebacks, and what each rank said: {self.file}")
+        after = self._led_to()
+        return "\n".join([*self._what_failed(cause)[: MOST_LINES - len(where) - len(after)], *after, *where])
+
+    def _what_failed(self, cause: Failure) -> list[str]:
+        """The cause. The policy's report, if there is one, says it in its own words."""
+        if not self.report:
+            return [f"{cause.name} {cause.reason}", *_error(cause), *_place(cause)]
+        if (
+            cause.secondary or cause.code == ExitCode.REPORTED
+        ):  # lost connections say nothing, and what was reported is in the report
+            return [_cut(self.report)]
+        said = (cause.error or cause.reason).rstrip(".") in self.report
+        error = _error(cause)
+        return [_cut(self.report), *(error[1:] if said else error), *_place(cause)]
+
+    def _led_to(self) -> list[str]:
+        """What became of the other ranks, in one line."""
+        said = []
+        failed = sorted({failure.rank for failure in self.consequences if failure.rank is not None})
+        if failed:
+            said.append(f"{_ranks(failed)} failed after it")
         if self.ended:
-            after.append(f"ended by the supervisor: {_ranks(self.ended)}")
-        if after:
-            lines += ["as a consequence:", *(f"  {line}" for line in after)]
+            said.append(f"{_ranks(self.ended)} {'were' if len(self.ended) > 1 else 'was'} ended")
         early = [end.rank for end in self.exits if end.code in ORDERLY]
         if early:
-            lines.append(f"had ended in order: {_ranks(early)}")
-        return "\n".join(lines)
+            said.append(f"{_ranks(early)} had ended in order")
+        return ["; ".join(said)] if said else []
 
 
 _PEACEFUL: dict[int, str] = {
     ExitCode.FINISHED: "finished",
     ExitCode.STOPPED: "stopped as asked, state saved: the same command goes on from there",
-    ExitCode.INTERRUPTED: "interrupted twice and ended at once: the same command goes on from the newest checkpoint",
+    ExitCode.INTERRUPTED: "interrupted twice and ended at once: the same command goes on from the newest copy of the state",
     ExitCode.TERMINATED: "stopped as asked while no ranks could save: the same command goes on from the newest copy of the state there is",
 }
 
+_FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)$', re.MULTILINE)
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3")
 
-def _ranks(ranks: tuple[int, ...] | list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+def _error(cause: Failure) -> list[str]:
+    """The lines of a Python error: its message may have several, which are the end of its traceback."""
+    if not cause.error:
+        return []
+    lines = cause.traceback.splitlines()
+    if cause.secondary or cause.error not in lines:  # what follows a lost connection is a stack of C++
+        return [_cut(cause.error)]
+    begun = len(lines) - 1 - lines[::-1].index(cause.error)
+    return [_cut(line) for line in lines[begun : begun + 1 + EVIDENCE_LINES] if line.strip()]
+
+
+def _place(cause: Failure) -> list[str]:
+    """Where a cause was raised, or the evidence that matters most: the innermost calls of a stack, the last lines of an output."""
+    frames = [frame for frame in _FRAME.finditer(cause.traceback) if not _LIBRARY.search(frame["path"])]
+    if cause.error and frames:
+        code = cause.traceback[frames[-1].end() :].lstrip("\n").partition("\n")[0].strip()
+        place = f"  in {frames[-1]['path']}, line {frames[-1]['line']}, in {frames[-1]['function']}"
+        return [place + (f": {code}" if code else "")]
+    if cause.error:
+        return []
+    lines = [_cut(line) for line in cause.traceback.splitlines() if line.strip()]
+    kept = lines[:EVIDENCE_LINES] if "most recent call first" in cause.traceback else lines[-EVIDENCE_LINES:]
+    return [f"  {line.strip()}" for line in kept]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LINE_CHARACTERS else f"{text[: LINE_CHARACTERS - 2]} …"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", "ranks 0, 2", "ranks 0, 4 to 63"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {_cut(', '.join(words))}"

@@ -25,6 +25,7 @@ CHECKS, HELD_UP = (signs.Started, signs.HealthChecked), (commands.Wait, commands
 
 _ENDING = (
     signs.NodesLost, signs.Nonfinite, signs.StateCorrupt, signs.CopyCorrupt, signs.CopyAway, signs.GradientWrong, signs.DataDamaged,
+    signs.NotThisRun, signs.StoreAway,
 )  # fmt: skip
 """Signs after which a generation is over, if `ends`."""
 

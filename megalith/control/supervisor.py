@@ -5,61 +5,50 @@ imports torch.
 """
 
 import contextlib
-import fcntl
-import os
 import secrets
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 
+from megalith.control import incidents
+from megalith.control.answer import Answer, Store, no_copies, print_line
 from megalith.control.outcome import Outcome
+from megalith.control.owner import Owner, owned
 from megalith.control.watch import Request, Watch
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes
 from megalith.fleet.nodes import Generation
-from megalith.fleet.rank import REQUESTS
+from megalith.fleet.rank import heeded
 
 __all__ = ["Job", "run"]
 
 
-def run(job: Job, *, tick: Callable[[], None] | None = None) -> Outcome:
-    """Start the job's ranks and stay until all have ended; `tick` is called about every 20 ms meanwhile.
+def run(
+    job: Job,
+    *,
+    tick: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = print_line,
+    store: Store = no_copies,
+    owner: Owner | None = None,
+) -> Outcome:
+    """Start the job's ranks and stay until all have ended; `tick` is called about every 20 ms meanwhile. `say` gets what a person should
+    read at once, `store` lists the checkpoints.
 
-    SIGTERM, SIGUSR1 and the first SIGINT to this process are passed on to every rank, once, as SIGTERM; a later SIGINT ends all
-    at once. Raises ValueError for a job that cannot be started, with all its problems, and RuntimeError when its run folder is in
-    use.
+    SIGTERM, SIGUSR1, SIGHUP (unless it is ignored) and the first SIGINT to this process are passed on to every rank, once, as SIGTERM;
+    a later SIGINT ends all at once. `owner`: this process, where it owns the run folder already. Raises ValueError for a job that
+    cannot be started, with all its problems, and InUseError when another process owns its run folder.
     """
     job.check()
-    with alone(job.run_dir), requests_to_stop() as requests:
+    with owned(job.run_dir, owner) as own, requests_to_stop() as requests:
         nodes = LocalNodes(job)
         try:
-            nodes.start(Generation(secrets.token_hex(4), nodes.there()))
-            return Watch(job, nodes, requests).until_all_ended(tick or (lambda: None))
+            nodes.start(Generation(secrets.token_hex(4), nodes.there(), epoch=own.epoch))
+            watch = Watch(job, nodes, requests, answer=Answer(requests, say, beats=nodes.beats, copies=store))
+            return incidents.write(watch.until_all_ended(own.checked(tick)), job.run_dir, epoch=own.epoch)
         finally:
             nodes.close(forget=True)
-
-
-@contextlib.contextmanager
-def alone(run_dir: Path) -> Iterator[None]:
-    """Hold a run folder: two supervisors in it would mix up logs and checkpoints. The lock goes with the process."""
-    folder = run_dir.resolve() / "ranks"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().strip() or "(unknown)"
-            raise RuntimeError(
-                f"{folder.parent} is in use by process {holder}. Wait for it, stop it, or use another run folder"
-            ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
 
 
 @contextlib.contextmanager
@@ -73,7 +62,7 @@ def requests_to_stop() -> Iterator[list[Request]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {number: signal.signal(number, note) for number in REQUESTS}
+    before = {number: signal.signal(number, note) for number in heeded()}
     try:
         yield received
     finally:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megalith.control.answer import Request
 from megalith.control.outcome import Outcome
 from megalith.control.pace import Limits
 from megalith.fleet import causes, standing
@@ -31,7 +32,6 @@ STARVED = 0.5  # of a silence: if all ranks of one machine waited as long for a 
 MOST_LIMITS = 10  # times its limit after which a silence is a hang all the same
 _PAUSE_SECONDS = 1.0  # what a turn of the loop took beyond this was not spent watching: this process was stopped
 
-Request = tuple[int, float]  # a signal's number, monotonic seconds
 Observe = Callable[[list[Sign], list[Beat]], bool]
 
 _WAITS = re.compile(r"torch/distributed/|\bin (wait|wait_\w+|barrier|synchronize|finish)\b")
@@ -53,7 +53,7 @@ class Hang:
 
 class Watch:
     """The loop over one generation, which restores `source`. `observe` hears signs and beats at every turn, and says whether the
-    generation must end now."""
+    generation must end now. `answer` is called once, when a request to stop has been passed on."""
 
     def __init__(
         self,
@@ -64,8 +64,10 @@ class Watch:
         source: Source = BEGINNING,
         limits: Limits | None = None,
         observe: Observe = lambda signs, beats: False,
+        answer: Callable[[], None] = lambda: None,
     ) -> None:
         self._job, self._nodes, self._requests, self._observe = job, nodes, requests, observe
+        self._answer, self._answered = answer, False
         self._limits = limits or Limits(job.start_timeout, job.silence_timeout)
         self._limits.begin(source)
         self._watched = 0.0  # seconds spent watching: time in which this process was stopped does not count against the ranks
@@ -161,8 +163,11 @@ class Watch:
 
     def _pass_on_requests(self) -> bool:
         """Pass the first request on to the ranks. True when there is nobody to wait for: no rank yet, or a person insists."""
-        if self._requests and not self._stopping:
-            self.stop()
+        if self._requests and not self._answered:
+            self._answered = True
+            if not self._stopping:
+                self.stop()
+            self._answer()
             if not self._nodes.running() and not self._exits:
                 return True
         return self._interrupted()

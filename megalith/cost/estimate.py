@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from math import log2
 from typing import Any
 
-from megalith.cost import host, network
+from megalith.cost import host, network, update
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.kept import kept
 from megalith.cost.memory import Held, Memory, fits, memory, numbers, shares, updated
@@ -298,7 +298,8 @@ def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here
     own = updated(workload, numbers(workload, traced, here))
     away = own * workload.plan.state.away
     each = setting.generation.optimizer * OPTIMIZERS[workload.optimizer].moved / OPTIMIZERS["adamw"].moved  # measured with AdamW
-    return each * (own - away) / setting.bandwidth + host.seconds(workload, away)
+    whole = update.seconds(workload, setting, here)
+    return each * (own - away) / setting.bandwidth + host.seconds(workload, away) + whole
 
 
 def model_flops(workload: Workload, traced: Parts) -> float:

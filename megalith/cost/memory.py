@@ -8,7 +8,7 @@ from operator import mul
 from typing import NamedTuple
 
 from megalith import schedule as schedules
-from megalith.cost import host
+from megalith.cost import host, update
 from megalith.cost.constants import Generation
 from megalith.cost.kept import kept
 from megalith.cost.parts import Numbers, Parts
@@ -184,12 +184,14 @@ def _rank(
     # the head's backward follows its forward: its logits are gone before any block's backward
     logits = parts.head.saved + parts.head.working if here.head else 0.0
     working = generation.working * own.working
+    saved = sum(map(mul, flying, own.saved)) + _recorded(parts, here, flying, graphed)
+    updating = update.home_bytes(workload, here) - saved  # activations are gone by then
     return Memory(
         weights=sum(s[0] for s in state) + whole,
         gradients=sum(s[1] for s in state) + whole / workload.width * practice.gradient_bytes,
-        optimizer=sum(s[2] for s in state),
-        activations=sum(map(mul, flying, own.saved)) + _recorded(parts, here, flying, graphed),
-        working=max(working - logits, 0.0),
+        optimizer=sum(s[2] for s in state) + update.rest_bytes(workload, parts, here),
+        activations=saved,
+        working=max(working - logits, updating - logits, 0.0),
         logits=logits,
         reserve=generation.reserve,
         non_torch=outside + _apart(workload, parts, here, graphed),

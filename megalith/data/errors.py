@@ -1,6 +1,7 @@
 """What goes wrong with data and can be mended by the person who reads the message."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class DataError(ValueError):
@@ -19,3 +20,11 @@ class DataError(ValueError):
         error = cls(str(problems[0]) if len(problems) == 1 else "\n  - ".join([f"{title}:", *map(str, problems)]))
         error.parts = tuple(part for one in problems for part in (one.parts if isinstance(one, DataError) else ((one, ""),)))
         return error
+
+
+class AwayDataError(DataError):
+    """Prepared data that cannot be reached: nothing is known against it. `path` is what to wait for, by a run that has read it before."""
+
+    def __init__(self, path: Path, reason: str, way_out: str = "") -> None:
+        super().__init__(reason, way_out)
+        self.path = path

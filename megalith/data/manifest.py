@@ -20,7 +20,7 @@ from pydantic import (
     model_serializer,
 )
 
-from megalith.data.errors import DataError
+from megalith.data.errors import AwayDataError, DataError
 from megalith.spec.base import Spec
 
 FILE = "manifest.json"
@@ -161,14 +161,14 @@ class Manifest(Spec):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared folder. Raises DataError when there is none, or it is not one this version reads."""
+    """The manifest of a prepared folder. Raises AwayDataError when there is none, and DataError when it is not one this version reads."""
     path = folder / FILE
     again = "Prepare it with `megalith data prepare`."
     if not path.is_file():
         what = (
             "has no manifest.json: it is not prepared data, or preparing it was cut off" if folder.is_dir() else "does not exist"
         )
-        raise DataError(f"{folder} {what}", again)
+        raise AwayDataError(path, f"{folder} {what}", again)
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:

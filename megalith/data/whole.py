@@ -5,6 +5,7 @@ does not name it: data without it is read unchecked, and `megalith data verify` 
 when a process first opens it.
 """
 
+import errno
 import os
 from array import array
 from collections.abc import Callable, Sequence
@@ -17,8 +18,9 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from megalith.data.errors import DataError
-from megalith.data.manifest import Shard, file_digest
+from megalith import disk
+from megalith.data.errors import AwayDataError, DataError
+from megalith.data.manifest import FILE, Shard, file_digest
 
 BLOCK = 4096  # bytes summed together: a page, so that checking reads no more from the disk than reading does
 MOST_FILES = 256  # of each sort that a reader keeps open: a process often may have 1,024
@@ -96,17 +98,21 @@ class Files:
         return self._folders[0] / shard.file
 
     def _from_first(self, name: str, read: Callable[[Path], Any]) -> Any:
-        """What the first folder gives whose copy is right."""
+        """What the first folder gives whose copy is right. Raises AwayDataError if there is none, and one cannot be reached."""
         wrong: list[str] = []
+        away: Path | None = None
         for folder in self._folders:
             try:
                 found = read(folder)
             except (OSError, _WrongError) as error:
                 wrong.append(f"{folder / name} {_words(error)}")
+                away = away or (folder / name if _is_away(folder, error) else None)
                 continue
             if wrong:
                 self._note(Damage(name, "; ".join(wrong), folder))
             return found
+        if away is not None:
+            raise AwayDataError(away, "; ".join(wrong))
         self._note(Damage(name, "; ".join(wrong), None))
         more = "" if len(self._folders) > 1 else ", or name a folder with a copy of the data in data.copies"
         raise DamagedDataError(f"{'; '.join(wrong)}. Copy it back{more}; `megalith data verify` says what else is damaged.")
@@ -122,11 +128,13 @@ class Files:
         begin = first * BLOCK
         file, sums = self._file(folder, shard.file), self._file(folder, sums_file(shard))
         if file is None:
-            raise _WrongError("is missing")
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / shard.file))
         content = file.read(begin, end - begin)
         if len(content) < end - begin:
             raise _WrongError(f"ends at byte {begin + len(content)}, and was prepared with {end} bytes or more")
         if sums is None:
+            if not (folder / FILE).exists():  # they may be there, and only their folder is away
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
             return content
         known = np.frombuffer(sums.read(4 * first, 4 * -(-len(content) // BLOCK)), "<u4").tolist()
         view = memoryview(content)
@@ -146,6 +154,13 @@ class Files:
 
 class _WrongError(Exception):
     """What is wrong with a copy of a file."""
+
+
+def _is_away(folder: Path, error: Exception) -> bool:
+    """Whether a prepared folder cannot be reached. A file that is missing beside its manifest is damage."""
+    if isinstance(error, FileNotFoundError):
+        return not (folder / FILE).exists()
+    return disk.is_away(error)
 
 
 def _words(error: Exception) -> str:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megalith import epochs
 from megalith.fleet.injection import Injection
 from megalith.fleet.seat import Seat, node_folder
 from megalith.machine import link, networks
@@ -83,7 +84,7 @@ def _lose_disk(seat: Seat, node: str) -> None:
 
 
 def _checkpoints() -> Path:
-    return Path(os.environ["MEGALITH_RUN_DIR"]) / "checkpoints"
+    return epochs.newest(Path(os.environ["MEGALITH_RUN_DIR"]), "checkpoints")
 
 
 def _newest_checkpoint() -> list[Path]:
@@ -136,8 +137,8 @@ def _alter_copy(one: Injection, seat: Seat) -> None:
     """Flip a bit of each of this rank's own copies in its node's memory, then die: a buddy, or a slower tier, must help."""
     from megalith.fleet import copies  # numpy, which only this needs
 
-    assert seat.folder is not None, "no copies are kept in memory"
-    copies.corrupt_piece(seat.folder, rank=seat.rank)
+    assert seat.folder is not None and seat.key is not None, "no copies are kept in memory"
+    copies.corrupt_piece(seat.folder, key=seat.key, rank=seat.rank)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -166,7 +167,8 @@ def _kill_agent(one: Injection, seat: Seat) -> None:
 
 
 def _kill_supervisor(one: Injection, seat: Seat) -> None:
-    os.kill(int((Path(os.environ["MEGALITH_RUN_DIR"]) / "ranks" / "lock").read_text()), signal.SIGKILL)
+    said = (Path(os.environ["MEGALITH_RUN_DIR"]) / "ranks" / "lock").read_text(encoding="utf-8")  # by `control.owner`
+    os.kill(int(said.split()[0]), signal.SIGKILL)
     time.sleep(60)  # it takes this process along
 
 

@@ -1,7 +1,7 @@
 """The agent of one node: it starts and watches the node's ranks as the run's controller orders, and shows that the node is alive.
 
-All words go through a store. An agent that cannot reach it must assume that its place has been given to another node: it ends its ranks
-before that can happen, and offers itself anew.
+All words go through an authenticated store (`fleet.secure`). An agent that cannot reach it must assume that its place has been given to
+another node: it ends its ranks before that can happen, and offers itself anew.
 """
 
 import json
@@ -22,9 +22,10 @@ from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.copies import Piece
 from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.letters import Unreadable
 from megalith.fleet.local import LocalNodes
 from megalith.fleet.nodes import Generation
-from megalith.fleet.rank import REQUESTS
+from megalith.fleet.rank import heeded
 from megalith.fleet.rendezvous import Store
 from megalith.fleet.signs import HealthChecked, Preempted, Sign
 
@@ -53,7 +54,7 @@ class Agent:
         self._name, self._nodes, self._pieces = name, nodes, pieces
         self._store, self._beating = store, beating
         self._seconds, self._cut_off = seconds, cut_off
-        self._order = order
+        self._order, self._unreadable = order, Unreadable()
         self._generation = ""
         self._ordered: Generation | None = None  # its ranks are still to be started here
         self._start_at = 0.0
@@ -72,13 +73,13 @@ class Agent:
                 threading.Thread(target=loop, daemon=True).start()
             while self._contact:
                 for order in self._orders.take():
-                    if "leave" in order:
-                        self._nodes.close(forget=order["forget"])
+                    if isinstance(order.get("leave"), int):
+                        self._nodes.close(forget=order.get("forget") is True)
                         return order["leave"]
-                    self._obey(order)
+                    self._take(order)
                 self._start()
                 self._tell_what_happened()
-        except RuntimeError as error:  # torch's errors of a store that is away
+        except RuntimeError as error:  # the store is away
             self._lose_contact(f"the store no longer answers: {error}")
         finally:
             self._done.set()
@@ -87,17 +88,18 @@ class Agent:
 
     def _join(self) -> None:
         self._member = self._store.add(letters.JOINED, 1)
-        self._orders, self._answers = letters.orders(self._store, self._member), letters.answers(self._store, self._member)
+        self._orders = letters.orders(self._store, self._member, self._unreadable)
+        self._answers = letters.answers(self._store, self._member)
         self._store.set(letters.member_key(self._member), json.dumps({"name": self._name, "order": self._order}))
         self._reached = time.monotonic()
 
     def take_requests(self) -> None:
-        """Let SIGTERM, SIGUSR1 and SIGINT to this process mean that its node is taken away. Only in the main thread."""
+        """Let SIGTERM, SIGUSR1, SIGINT and SIGHUP (unless it is ignored) mean that this node is taken away. Only in the main thread."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._asked_to_go = True
 
-        for number in REQUESTS:
+        for number in heeded():
             signal.signal(number, note)
 
     def _lose_contact(self, why: str) -> None:
@@ -105,10 +107,35 @@ class Agent:
             self._contact = False
             self._cut_off(why)
 
+    def _take(self, order: dict[str, Any]) -> None:
+        """Obey an order; one that cannot be read is dropped, counted and reported."""
+        try:
+            what = self._read(order)
+        except (ValueError, TypeError) as error:
+            self._unreadable.drop(f"orders/{self._member}", error)
+        else:
+            self._obey(order | what)
+
+    def _read(self, order: dict[str, Any]) -> dict[str, Any]:
+        """The parts of an order that have types of their own. Raises ValueError for an order that means nothing here."""
+        match order:
+            case {"start": generation}:
+                return {"start": GENERATION.validate_python(generation)}
+            case {"set_aside": what}:
+                return {"set_aside": ORDER.validate_python(what)}
+            case {"send": int(), "ranks": list(ranks)} | {"look": list(ranks), "answer": str()}:
+                if all(isinstance(rank, int) for rank in ranks):
+                    return {}
+            case {"unstarted": True, "answer": str()} | {"queued": True, "answer": str()} | {"survey": True, "answer": str()}:
+                return {}
+            case {"forget": True} | {"check": True} if "leave" not in order:
+                return {}
+        raise ValueError(f"an order that this agent does not know: {order}")
+
     def _obey(self, order: dict[str, Any]) -> None:
         match order:
             case {"start": generation}:
-                self._ordered, self._start_at = GENERATION.validate_python(generation), 0.0
+                self._ordered, self._start_at = generation, 0.0
                 self._start()
             case {"send": int(number), "ranks": ranks}:
                 self._nodes.send(number, ranks)
@@ -121,15 +148,13 @@ class Agent:
             case {"survey": True, "answer": key}:
                 self._answer(key, PIECES.dump_python(list(self._pieces()), mode="json"))
             case {"set_aside": what}:
-                self._nodes.set_aside(ORDER.validate_python(what))
+                self._nodes.set_aside(what)
             case {"forget": True}:
                 self._nodes.forget()
             case {"check": True} if self._asked_to_go:  # however sound it is, it will be gone
                 self._tell(_record(HealthChecked(time=time.time(), node=self._name, passed=False, there=False)))
             case {"check": True}:
                 self._nodes.check(self._name)
-            case _:
-                raise ValueError(f"an order that this agent does not know: {order}. Run the same megalith on all nodes")
 
     def _start(self) -> None:
         """Start the ranks that were ordered. While what they meet by cannot be written, it is tried again and again."""
@@ -140,7 +165,7 @@ class Agent:
             self._nodes.start(self._ordered)
             self._ordered = None
         except OSError as error:
-            if not disk.is_unavailable(error):
+            if not disk.is_away(error):
                 raise
             if not self._start_at:
                 print(f"the ranks cannot be started until storage is there again: {error}", file=sys.stderr, flush=True)

@@ -15,8 +15,8 @@ from megalith import disk
 from megalith.fleet.evidence import tail
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 
-SECONDARY_TYPES = frozenset({"DistNetworkError", "DistStoreError", "DistBackendError", "DistQueueEmptyError"})
-"""Exceptions of torch.distributed that are raised when another rank, or its store, is gone."""
+SECONDARY_TYPES = frozenset({"DistNetworkError", "DistStoreError", "DistBackendError", "DistQueueEmptyError", "StoreGone"})
+"""Exceptions of torch.distributed, and of our own store, that are raised when another rank, or the store, is gone."""
 
 SECONDARY_TEXTS = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)"  # gloo, sockets: "Connection closed by peer"

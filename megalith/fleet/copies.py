@@ -3,14 +3,14 @@
 A file is one buffer of one rank: a header, a layout (which tensor lies where, as JSON), a payload. A writer strikes the header out, fills
 the payload, and writes the header last, so that a process may die at any moment: what was half written has no header. The digest is the
 sum of the payload's 64-bit words, modulo 2^64: any flipped bit changes it, and it costs a fraction of a checksum that would also notice
-words that changed places, which memory does not do.
+words that changed places, which memory does not do. It finds accidents. Against other users there are the folder, which is private
+(`secure.private`), and a MAC by the run's key over all of the header.
 """
 
 import json
 import mmap
 import os
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import groupby
@@ -22,17 +22,16 @@ import numpy as np
 from megalith import disk
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.seat import node_folder, ranks_of, slot_of
+from megalith.fleet.secure import private
+from megalith.fleet.secure.key import MAC_BYTES, Key
 from megalith.fleet.tiers import Copy, Tier
 
 PAGE = 4096
 ALIGNMENT = 64  # bytes; of each tensor, so that a processor's widest loads are whole and every tensor begins a word of the digest
-_MAGIC = b"MGLCOPY2"
+_MAGIC = b"MGLCOPY3"  # 1 and 2 had a checksum in the place of the MAC
 _FIELDS = struct.Struct("<8sqqqqQQQ32sq")
-_OLD_MAGIC = b"MGLCOPY1"  # of versions that made an update in every step, and wrote no number of them
-_OLD_FIELDS = struct.Struct("<8sqqqqQQQ32s")
-_CHECKSUM = struct.Struct("<I")
-_PINNED = 512  # where the mark of a pinned copy lies: outside the label's checksum, since it comes later
-LABEL_BYTES = _FIELDS.size + _CHECKSUM.size
+_PINNED = 512  # where the mark of a pinned copy lies: outside the label's MAC, since it comes later
+LABEL_BYTES = _FIELDS.size + MAC_BYTES
 
 Whose = Literal["own", "buddy"]
 
@@ -56,24 +55,22 @@ class Label:
         if self.updates < 0:
             object.__setattr__(self, "updates", self.step)
 
-    def pack(self) -> bytes:
-        """LABEL_BYTES bytes."""
+    def pack(self, key: Key) -> bytes:
+        """LABEL_BYTES bytes: the fields, and a MAC over them by the run's key."""
         *numbers, generation, updates = astuple(self)
         fields = _FIELDS.pack(_MAGIC, *numbers, generation.encode()[:32], updates)
-        return fields + _CHECKSUM.pack(zlib.crc32(fields))
+        return fields + key.mac("copy", fields)
 
     @classmethod
-    def unpack(cls, data: bytes) -> "Label | None":
-        """The label; None where there is none, or half of one."""
-        for form, known in ((_FIELDS, _MAGIC), (_OLD_FIELDS, _OLD_MAGIC)):
-            fields, checksum = data[: form.size], data[form.size : form.size + _CHECKSUM.size]
-            if len(checksum) < _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != zlib.crc32(fields):
-                continue
-            magic, step, samples, rank, world, digest, layout, payload, generation, *updates = form.unpack(fields)
-            if magic == known:
-                name = generation.rstrip(b"\0").decode(errors="replace")
-                return cls(step, samples, rank, world, digest, layout, payload, name, *updates)
-        return None
+    def unpack(cls, data: bytes, key: Key) -> "Label | None":
+        """The label; None where there is none, half of one, or one that was not made with this key."""
+        fields, mac = data[: _FIELDS.size], data[_FIELDS.size : LABEL_BYTES]
+        if not fields.startswith(_MAGIC) or not key.proves(mac, "copy", fields):
+            return None
+        _, *numbers, generation, updates = _FIELDS.unpack(fields)
+        step, samples, rank, world, digest, layout, payload = numbers
+        name = generation.rstrip(b"\0").decode(errors="replace")
+        return cls(step, samples, rank, world, digest, layout, payload, name, updates)
 
 
 class Entry(NamedTuple):
@@ -130,33 +127,44 @@ def parse_name(name: str) -> tuple[str, int, int]:
 
 
 class Buffer:
-    """One file of a copy, mapped into memory."""
+    """One file of a copy, mapped into memory. `key`: the run's, by which its label is judged."""
 
-    def __init__(self, path: Path, memory: mmap.mmap) -> None:
-        self.path, self.memory = path, memory
+    def __init__(self, path: Path, memory: mmap.mmap, key: Key, *, inode: int) -> None:
+        self.path, self.memory, self.key, self._inode = path, memory, key, inode
+        self._read: tuple[bytes, Label | None] = b"", None  # a header, and what it said: a writer looks again and again
 
     @classmethod
-    def create(cls, path: Path, bytes_after_header: int) -> "Buffer":
-        """The buffer at `path`, as it is if it has the right size already. Raises OSError if there is no room for it: all its memory is
-        got now."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def create(cls, path: Path, bytes_after_header: int, *, key: Key) -> "Buffer":
+        """The buffer at `path`, as it is if it has the right size already. Raises OSError if there is no room for it (all its memory is
+        got now), and NotPrivate where others may reach its folders."""
         size = PAGE + bytes_after_header
-        with path.open("a+b") as file:
-            if os.fstat(file.fileno()).st_size != size:
+        with private.opened_below(path.parent, create=True) as folder:
+            descriptor = private.open_file(folder, path, os.O_RDWR | os.O_CREAT)
+        with os.fdopen(descriptor, "r+b") as file:
+            if os.fstat(descriptor).st_size != size:
                 file.truncate(0)
-                os.posix_fallocate(file.fileno(), 0, size)
-            return cls(path, mmap.mmap(file.fileno(), size))
+                os.posix_fallocate(descriptor, 0, size)
+            return cls(path, mmap.mmap(descriptor, size), key, inode=os.fstat(descriptor).st_ino)
 
     @classmethod
-    def open(cls, path: Path) -> "Buffer":
-        """The buffer at `path`. Raises OSError or ValueError (an empty file) if there is none."""
-        with path.open("r+b") as file:
-            return cls(path, mmap.mmap(file.fileno(), 0))
+    def open(cls, path: Path, *, key: Key) -> "Buffer":
+        """The buffer at `path`. Raises OSError (NotPrivate among them) or ValueError (an empty file) if there is none."""
+        with private.opened_below(path.parent) as folder:
+            descriptor = private.open_file(folder, path, os.O_RDWR)
+        with os.fdopen(descriptor, "r+b") as file:
+            return cls(path, mmap.mmap(file.fileno(), 0), key, inode=os.fstat(file.fileno()).st_ino)
+
+    def is_removed(self) -> bool:
+        """Whether the file is no longer the one in its folder. It stays mapped, and nobody else finds it."""
+        return not disk.leads_to(self.path, self._inode)
 
     @property
     def label(self) -> Label | None:
         """Of the copy it holds; None: it holds none, or what is left of one."""
-        label = Label.unpack(self.memory[:LABEL_BYTES])
+        header = self.memory[:LABEL_BYTES]
+        if header != self._read[0]:
+            self._read = header, Label.unpack(header, self.key)
+        label = self._read[1]
         whole = label is not None and PAGE + label.layout + label.payload <= len(self.memory)
         return label if whole else None
 
@@ -171,7 +179,7 @@ class Buffer:
 
     def commit(self, label: Label) -> None:
         """The payload is complete: say so."""
-        self.memory[:LABEL_BYTES] = label.pack()
+        self.memory[:LABEL_BYTES] = label.pack(self.key)
 
     def pin(self, pinned: bool) -> None:
         self.memory[_PINNED] = pinned
@@ -206,14 +214,15 @@ class Piece:
     path: Path
 
 
-def pieces(folder: Path, *, own: Tier = Tier.MEMORY) -> list[Piece]:
-    """The copies in a node's folder. `own`: the tier of what is its own ranks'; the rest was kept for others.
+def pieces(folder: Path, *, key: Key, own: Tier = Tier.MEMORY) -> list[Piece]:
+    """The copies in a node's folder that were made with the run's `key`. `own`: the tier of what is its own ranks'; the rest was kept for
+    others.
 
     Digests are verified in memory alone. To read all of a disk takes longer than a rank that finds its piece damaged costs, and who is
     asked for this answers within a limit (`fleet.remote`).
     """
     found = []
-    for path, buffer, label in _labelled(folder):
+    for path, buffer, label in _labelled(folder, key):
         tier = own if path.name.startswith("own-") else Tier.BUDDY
         intact = tier is Tier.DISK or buffer.digest(label) == label.digest
         found.append(Piece(tier, label.rank, label.step, label.samples, label.world, label.generation, intact, path))
@@ -221,20 +230,29 @@ def pieces(folder: Path, *, own: Tier = Tier.MEMORY) -> list[Piece]:
     return found
 
 
-def held(node: str, *, memory: Path | None, disk: Path | None) -> list[Piece]:
+def steps(folder: Path, *, key: Key) -> set[int]:
+    """The steps of which a node's folder holds a copy of any rank; digests are not verified."""
+    found = set()
+    for _, buffer, label in _labelled(folder, key):
+        found.add(label.step)
+        buffer.close()
+    return found
+
+
+def held(node: str, *, memory: Path | None, disk: Path | None, key: Key) -> list[Piece]:
     """The copies that a node holds below these roots."""
-    in_memory = pieces(node_folder(memory, node)) if memory is not None else []
-    return in_memory + (pieces(node_folder(disk, node), own=Tier.DISK) if disk is not None else [])
+    in_memory = pieces(node_folder(memory, node), key=key) if memory is not None else []
+    return in_memory + (pieces(node_folder(disk, node), key=key, own=Tier.DISK) if disk is not None else [])
 
 
-def _labelled(folder: Path) -> Iterator[tuple[Path, Buffer, Label]]:
+def _labelled(folder: Path, key: Key) -> Iterator[tuple[Path, Buffer, Label]]:
     """The buffers of a folder that hold a copy; the caller closes them."""
     paths = list[Path]()
     with disk.if_available():  # a disk that fails holds nothing
         paths = sorted((*folder.glob("own-*"), *folder.glob("buddy-*"))) if folder.is_dir() else []
     for path in paths:
         try:
-            buffer = Buffer.open(path)
+            buffer = Buffer.open(path, key=key)
         except (OSError, ValueError):
             continue
         label = buffer.label
@@ -260,13 +278,14 @@ def together(found: Iterable[Piece], *, world: int, slots: int) -> tuple[Copy, .
 
 
 def survey(
-    root: Path, *, placement: Sequence[str], world: int, distance: int | None = None, own: Tier = Tier.MEMORY
+    root: Path, *, placement: Sequence[str], world: int, key: Key, distance: int | None = None, own: Tier = Tier.MEMORY
 ) -> tuple[Copy, ...]:
     """What the nodes whose folders lie under `root` hold. A piece counts where a rank would look for it: a slot's own on its node, those
     kept for it `distance` slots further (None: wherever they are)."""
     found = []
     for slot, node in enumerate(placement):
-        found += in_place(pieces(node_folder(root, node), own=own), slot, world=world, slots=len(placement), distance=distance)
+        here = pieces(node_folder(root, node), key=key, own=own)
+        found += in_place(here, slot, world=world, slots=len(placement), distance=distance)
     return together(found, world=world, slots=len(placement))
 
 
@@ -277,10 +296,10 @@ def in_place(found: Iterable[Piece], slot: int, *, world: int, slots: int, dista
     return [piece for piece in found if piece.rank in (kept if piece.tier is Tier.BUDDY else own)]
 
 
-def forget(folder: Path, *, above: int | None = None, step: int | None = None, whose: Whose | None = None) -> int:
+def forget(folder: Path, *, key: Key, above: int | None = None, step: int | None = None, whose: Whose | None = None) -> int:
     """Strike out the copies of a node: those of steps after `above`, or of `step`; all, if neither is given. How many there were."""
     count = 0
-    for path, buffer, label in _labelled(folder):
+    for path, buffer, label in _labelled(folder, key):
         meant = (above is None or label.step > above) and (step is None or label.step == step)
         if meant and (whose is None or path.name.startswith(f"{whose}-")):
             buffer.strike_out()
@@ -289,11 +308,11 @@ def forget(folder: Path, *, above: int | None = None, step: int | None = None, w
     return count
 
 
-def set_aside(root: Path, order: QuarantineCopy, *, placement: Sequence[str], world: int) -> int:
+def set_aside(root: Path, order: QuarantineCopy, *, placement: Sequence[str], world: int, key: Key) -> int:
     """Put pieces of a copy where no rank looks for them and a person may: beside the others, as `aside-...`. How many there were."""
     slots, count = len(placement), 0
     for node in placement:
-        for piece in pieces(node_folder(root, node), own=Tier.MEMORY if order.tier is Tier.BUDDY else order.tier):
+        for piece in pieces(node_folder(root, node), key=key, own=Tier.MEMORY if order.tier is Tier.BUDDY else order.tier):
             here = order.slot is None or slot_of(piece.rank, world=world, slots=slots) == order.slot
             if piece.tier is order.tier and piece.step == order.step and piece.world == world and here:
                 piece.path.rename(piece.path.with_name(f"aside-{piece.path.name}"))
@@ -301,14 +320,14 @@ def set_aside(root: Path, order: QuarantineCopy, *, placement: Sequence[str], wo
     return count
 
 
-def corrupt_piece(folder: Path, *, rank: int, step: int | None = None, whose: Whose = "own", bit: int = 12345) -> bool:
+def corrupt_piece(folder: Path, *, key: Key, rank: int, step: int | None = None, whose: Whose = "own", bit: int = 12345) -> bool:
     """Flip one bit of the payload of a rank's copy (`step` None: its newest), to show that it is noticed; False if there is none."""
-    held = [(label, path) for path, _, label in _labelled(folder) if path.name.startswith(f"{whose}-{rank}.")]
+    held = [(label, path) for path, _, label in _labelled(folder, key) if path.name.startswith(f"{whose}-{rank}.")]
     meant = [(label, path) for label, path in held if step is None or label.step == step]
     if not meant:
         return False
     label, path = max(meant, key=lambda pair: pair[0].step)
-    buffer = Buffer.open(path)
+    buffer = Buffer.open(path, key=key)
     at = PAGE + label.layout + (bit // 8) % label.payload
     buffer.memory[at] ^= 1 << bit % 8
     buffer.close()

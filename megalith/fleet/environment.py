@@ -16,12 +16,12 @@ FIRST_PORT, PORTS = 15_000, 15_000  # below the range from which Linux hands out
 class Place:
     """One rank of `world`, the `local_rank`-th of the `local_world` on its machine.
 
-    `store` is where the ranks meet: "file://PATH" (a FileStore; PATH is taken as it stands) or "tcp://HOST:PORT" (a TCPStore,
-    which this rank must serve itself if `serves`). Every key must be prefixed with `generation`: under torchrun the agent's store
-    lives on when the ranks are started again, and with gloo they would read the addresses of dead ranks and never connect (torch
-    2.15 reuses the store and no longer adds a prefix of its own). None: the ranks must agree on one (`rendezvous.agree`), since
-    their launcher gives them no number that is the same on all machines and new at every start. `engine_serves`: the store is the
-    launcher's, and may hold what earlier starts left in it.
+    `store` is where the ranks meet: "file://PATH" (a FileStore; PATH is taken as it stands), "megalith://HOST:PORT" (the authenticated
+    store of a run with agents) or "tcp://HOST:PORT" (a TCPStore, which this rank must serve itself if `serves`). Every key must be
+    prefixed with `generation`: under torchrun the agent's store lives on when the ranks are started again, and with gloo they would read
+    the addresses of dead ranks and never connect (torch 2.15 reuses the store and no longer adds a prefix of its own). None: the ranks
+    must agree on one (`rendezvous.agree`), since their launcher gives them no number that is the same on all machines and new at every
+    start. `engine_serves`: the store is the launcher's, and may hold what earlier starts left in it.
     """
 
     rank: int

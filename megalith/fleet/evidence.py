@@ -4,7 +4,7 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from megalith.fleet import standing
@@ -19,6 +19,7 @@ PROC = Path("/proc")
 TAIL_LINES = 15
 _LOG_BYTES = 1 << 16  # read from the end of a log
 _TURN_SECONDS = 0.02
+MOST_STARVED = 5  # times a limit that processes without a processor are waited for
 _STANDING_SECONDS = 0.3  # that a rank's thread has to say where the rank stands, once its stack is there
 
 
@@ -77,26 +78,49 @@ def queued(process: int) -> float:
     return nanoseconds / 1e9
 
 
-def dumps(logs: dict[int, Path], *, ask: Callable[[], None], able: Iterable[int], seconds: float) -> dict[int, str]:
+def dumps(
+    logs: dict[int, Path],
+    *,
+    ask: Callable[[], None],
+    able: Iterable[int],
+    seconds: float,
+    waited: Callable[[], Mapping[int, float]] = dict,
+) -> dict[int, str]:
     """Ask processes for their stacks, wait until the `able` ones have written them to their logs, and read what all wrote.
 
-    A rank of a training run also says where it stands, a moment after its stack; one whose entry does not is waited for in vain.
+    A rank of a training run also says where it stands, a moment after its stack; one whose entry does not is waited for in vain. `waited`
+    gives the seconds for which each process has waited for a processor. They do not count: a rank that cannot run cannot answer, and
+    would be blamed for the hang of another.
     """
     before = {rank: size(log) for rank, log in logs.items()}
+    expected, clock = list(able), _ProcessorClock(waited)
     ask()
-    expected, end = list(able), time.monotonic() + seconds
     last: dict[int, int] = {}
     written_at: float | None = None
-    while time.monotonic() < end:
+    while clock.now() < seconds:
         time.sleep(_TURN_SECONDS)
         now = {rank: size(logs[rank]) for rank in expected}
-        if now == last and all(now[rank] > before[rank] for rank in expected):
-            written_at = written_at or time.monotonic()
+        if now != last:  # a stack may be written in pieces
+            written_at = None
+        elif all(now[rank] > before[rank] for rank in expected):
+            written_at = clock.now() if written_at is None else written_at
             told = all(standing.PREFIX in read_from(logs[rank], before[rank]) for rank in expected)
-            if told or time.monotonic() > written_at + _STANDING_SECONDS:
+            if told or clock.now() > written_at + _STANDING_SECONDS:
                 break
         last = now
     return {rank: read_from(log, before[rank]) for rank, log in logs.items()}
+
+
+class _ProcessorClock:
+    """Seconds since it was made in which the process that waited longest for a processor had one; a MOST_STARVED-th of all at least."""
+
+    def __init__(self, waited: Callable[[], Mapping[int, float]]) -> None:
+        self._waited, self._before, self._begun = waited, waited(), time.monotonic()
+
+    def now(self) -> float:
+        passed = time.monotonic() - self._begun
+        starved = max((seconds - self._before.get(rank, seconds) for rank, seconds in self._waited().items()), default=0.0)
+        return max(passed - starved, passed / MOST_STARVED)
 
 
 def main_stack(dump: str) -> str:

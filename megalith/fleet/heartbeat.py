@@ -100,7 +100,11 @@ class Heartbeats:
     def create(cls, path: Path, ranks: int) -> "Heartbeats":
         """A new file of empty slots. It replaces an older one by rename: a process that still holds that one disturbs nobody."""
         fresh = path.with_name(path.name + ".new")
-        fresh.write_bytes(bytes(ranks * SLOT_BYTES))
+        descriptor = os.open(
+            fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600
+        )  # nobody else may speak for a rank
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(bytes(ranks * SLOT_BYTES))
         fresh.rename(path)
         with path.open("r+b") as file:
             return cls(path, mmap.mmap(file.fileno(), ranks * SLOT_BYTES), ranks)

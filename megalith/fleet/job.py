@@ -15,8 +15,9 @@ class Job:
     (`heartbeat.Heartbeat.find().beat("ready")`) within `start_timeout` seconds; from then on the ranks may all be without a beat
     for `silence_timeout` seconds at most (None: for ever). `threads` a rank computes with; 0: cores / ranks. `environment` is
     added to what the ranks inherit, and is there when their interpreter starts. `fallback` is started instead where too few nodes are
-    left: fewer ranks, as many on each node. `burn_in` is a command that says findings of a node's devices as JSON (`admission.burnt`),
-    asked before a node that was taken out returns, within `burn_in_timeout` seconds; empty: none is.
+    left: fewer ranks, as many on each node. `sealed` are files that must stay as they are (`megalith.sealed`): where there are any, the
+    entry takes them as `sealed`. `burn_in` is a command that says findings of a node's devices as JSON (`admission.burnt`), asked
+    before a node that was taken out returns, within `burn_in_timeout` seconds; empty: none is.
     """
 
     entry: str
@@ -29,6 +30,7 @@ class Job:
     threads: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     fallback: "Job | None" = None
+    sealed: dict[str, str] = field(default_factory=dict)
     burn_in: tuple[str, ...] = ()
     burn_in_timeout: float = 120.0
 

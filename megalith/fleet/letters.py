@@ -1,16 +1,56 @@
-"""Letters between a run's controller and the agents of its nodes, through a store that both can reach."""
+"""Letters between a run's controller and the agents of its nodes, through a store that only processes with the run's key can reach.
+
+A letter that cannot be read is dropped, counted and reported; it never ends who reads it.
+"""
 
 import json
+import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 from megalith.fleet.rendezvous import Store
+
+REPORT_SECONDS = 60.0
+
+
+class Unreadable:
+    """Counts the letters that a process could not make sense of, and says so on standard error, once a minute at most."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.count = 0
+        self._told = -float("inf")
+
+    def drop(self, where: str, why: object) -> None:
+        """Count a letter under the key or name `where`."""
+        self.count += 1
+        if self._clock() - self._told >= REPORT_SECONDS:
+            self._told = self._clock()
+            print(
+                f"a letter was dropped ({where}: {str(why)[:200]}); {self.count} so far. Run the same megalith on all nodes",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def load(text: bytes) -> dict[str, Any]:
+    """The JSON object that a letter is. Raises ValueError for anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"a {type(found).__name__}, and no object")
+    return found
 
 
 class Letters:
     """Numbered letters under one name: one side puts, the other takes, each letter once and in order."""
 
-    def __init__(self, store: Store, name: str) -> None:
+    def __init__(self, store: Store, name: str, unreadable: Unreadable | None = None) -> None:
         self._store, self._name = store, name
+        self._unreadable = unreadable or Unreadable()
         self._written = self._read = 0
 
     def put(self, letter: dict[str, Any]) -> None:
@@ -23,23 +63,27 @@ class Letters:
         return self._store.check([f"{self._name}/{self._written}"])
 
     def take(self) -> list[dict[str, Any]]:
-        """All that have come since the last call."""
+        """All that have come since the last call, without those that cannot be read."""
         letters = []
         while self._store.check([key := f"{self._name}/{self._read + 1}"]):
-            letters.append(json.loads(self._store.get(key)))
+            text = self._store.get(key)
             self._store.delete_key(key)
             self._read += 1
+            try:
+                letters.append(load(text))
+            except ValueError as error:
+                self._unreadable.drop(key, error)
         return letters
 
 
-def orders(store: Store, member: int) -> Letters:
+def orders(store: Store, member: int, unreadable: Unreadable | None = None) -> Letters:
     """What the controller wants of an agent."""
-    return Letters(store, f"orders/{member}")
+    return Letters(store, f"orders/{member}", unreadable)
 
 
-def answers(store: Store, member: int) -> Letters:
+def answers(store: Store, member: int, unreadable: Unreadable | None = None) -> Letters:
     """What an agent has to say."""
-    return Letters(store, f"answers/{member}")
+    return Letters(store, f"answers/{member}", unreadable)
 
 
 def beat_key(member: int) -> str:

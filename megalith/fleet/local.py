@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
 
-from megalith import disk
+from megalith import disk, epochs
 from megalith.fleet import causes, copies, evidence, report
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
@@ -30,6 +30,9 @@ from megalith.fleet.nodes import Generation, Look
 from megalith.fleet.processes import STARTS, Processes, method
 from megalith.fleet.rank import Assignment
 from megalith.fleet.seat import DISK, node_folder
+from megalith.fleet.secure import key, private
+from megalith.fleet.secure.key import Key
+from megalith.fleet.secure.private import NotPrivate
 from megalith.fleet.signs import HealthChecked, NodeJoined, NodesLost, Sign
 from megalith.fleet.tiers import Copy, Tier
 from megalith.machine import admission, link, networks
@@ -48,9 +51,9 @@ def node_names(fleet: FleetSpec) -> tuple[str, ...]:
 
 
 def memory_root(run_dir: Path, identity: str) -> Path:
-    """Where a run keeps copies of its state: the same for the same run and `identity`, whoever asks, however often. A folder that was
-    removed and made again is another run."""
-    return _root(_place(), run_dir, identity)
+    """Where a run keeps copies of its state: the same for the same run and `identity`, whoever asks, however often. A run folder that was
+    removed and made again is another run. Where somebody else has taken the name, the run has another, and says so."""
+    return _root(copies_place(), run_dir, identity)
 
 
 def disk_root(run_dir: Path, identity: str, fleet: FleetSpec) -> Path | None:
@@ -59,14 +62,33 @@ def disk_root(run_dir: Path, identity: str, fleet: FleetSpec) -> Path | None:
 
 
 def _root(place: Path, run_dir: Path, identity: str) -> Path:
-    return place / f"{_family(run_dir)}-{_short(_name(run_dir) + identity)}"
+    usual = place / f"{_family(run_dir)}-{_short(_name(run_dir) + identity)}"
+    refused: NotPrivate | None = None
+    try:
+        for folder in (usual, *sorted(place.glob(f"{usual.name}-*"))):
+            try:
+                with private.opened(folder):
+                    return folder
+            except FileNotFoundError:
+                continue
+            except NotPrivate as error:
+                refused = refused or error
+        if refused is None:
+            return usual
+        own = usual.with_name(f"{usual.name}-{secrets.token_hex(4)}")  # which nobody could foresee
+        private.make(own)
+    except OSError:  # away: whoever writes there meets it again
+        return usual
+    print(f"{refused.filename}: {refused.strerror}. Copies of the state go to {own}", file=sys.stderr, flush=True)
+    return own
 
 
 def _disk(fleet: FleetSpec) -> Path:
     return Path(fleet.disk).resolve()
 
 
-def _place() -> Path:
+def copies_place() -> Path:
+    """Where runs on this machine keep copies in memory."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
@@ -92,8 +114,8 @@ def _short(text: str) -> str:
 
 def clear_memory(run_dir: Path, *, keep: Path | None = None) -> None:
     """Remove what earlier runs in this folder left in memory, and what runs left there that nobody can go on with."""
-    _clear(_place(), run_dir, keep=keep)
-    clear_abandoned(_place())
+    _clear(copies_place(), run_dir, keep=keep)
+    clear_abandoned(copies_place())
 
 
 def clear_disk(run_dir: Path, fleet: FleetSpec, *, keep: Path | None = None) -> None:
@@ -103,7 +125,7 @@ def clear_disk(run_dir: Path, fleet: FleetSpec, *, keep: Path | None = None) -> 
 
 def _clear(place: Path, run_dir: Path, *, keep: Path | None) -> None:
     for old in place.glob(f"{_family(run_dir)}-*"):
-        if old != keep:
+        if old != keep and private.is_usable(old):
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -114,21 +136,28 @@ def clear_abandoned(place: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _claim(memory: Path, run_dir: Path) -> IO[str]:
+def _claim(memory: Path, owner: str) -> IO[str]:
     """Say whose copies these are. The lock goes with the process: until then they are in use, whatever others see of the run folder."""
-    memory.mkdir(parents=True, exist_ok=True, mode=0o700)  # others have no business with a run's weights
-    file = (memory / OWNER).open("a+", encoding="utf-8")
+    private.make(memory)  # others have no business with a run's weights
+    with private.opened(memory) as folder:
+        file = os.fdopen(private.open_file(folder, memory / OWNER, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8")
     fcntl.flock(file, fcntl.LOCK_EX)
     file.truncate(0)
-    file.write(json.dumps({"run": str(run_dir.resolve()), "name": _name(run_dir)}))
+    file.write(owner)
     file.flush()
     return file
+
+
+def _owner(run_dir: Path) -> str:
+    return json.dumps({"run": str(run_dir.resolve()), "name": _name(run_dir)})
 
 
 def _is_abandoned(memory: Path) -> bool:
     """Whether no process uses these copies, and no run folder leads to them."""
     try:
-        with (memory / OWNER).open(encoding="utf-8") as file:
+        with private.opened(memory) as folder:
+            descriptor = private.open_file(folder, memory / OWNER, os.O_RDONLY)
+        with os.fdopen(descriptor, encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             owner = json.load(file)
         name = Path(owner["run"]) / "ranks" / "name"
@@ -149,9 +178,9 @@ class LocalNodes:
     """Ranks of this machine, forked from one server that outlives their generations.
 
     `names` are the nodes, spares last; `memory` is the root of their folders (None: there is one node, which keeps no copies), `disk` that
-    of their folders on a disk (None: they keep none there).
-    Where other machines hold the other nodes of a placement, `meeting` is the
-    store at which all ranks meet ("tcp://HOST:PORT"), and `folder` one that only this machine writes to (default: RUN_DIR/ranks).
+    of their folders on a disk (None: they keep none there). Where other machines hold the other nodes of a placement, `meeting` is the
+    store at which all ranks meet ("megalith://HOST:PORT"), and `folder` one that only this machine writes to (default: RUN_DIR/ranks).
+    The run's key is found, or made where nothing gives one, when there are copies to be authenticated.
     """
 
     def __init__(
@@ -178,17 +207,36 @@ class LocalNodes:
         self._folder = (folder or job.run_dir / "ranks").resolve()
         (self._folder / "reports").mkdir(parents=True, exist_ok=True)
         self._claimed: list[IO[str]] = []
+        self._owner = _owner(job.run_dir) if memory is not None else ""
+        self._key = key.of_run(job.run_dir) if memory is not None or disk is not None else None
         if disk is not None:
             with contextlib.suppress(OSError):  # a rank that cannot write there says so
-                self._claimed.append(_claim(disk, job.run_dir))
+                self._claimed.append(_claim(disk, _owner(job.run_dir)))
         if memory is not None:
-            self._claimed.append(_claim(memory, job.run_dir))
-            for name in self._names:
-                node_folder(memory, name).mkdir(parents=True, exist_ok=True)
+            self._make_memory(memory, self._names)
         self._there = self.there()
 
-    def there(self) -> tuple[str, ...]:
+    def _make_memory(self, memory: Path, names: Sequence[str]) -> None:
+        """Make the folders of these nodes in shared memory, and claim them, where they are not there."""
+        if not self._claimed or not disk.leads_to(memory / OWNER, os.fstat(self._claimed[-1].fileno()).st_ino):
+            self._claimed.append(_claim(memory, self._owner))
+        for name in names:
+            with private.opened_below(node_folder(memory, name), create=True):
+                pass
+
+    def _make_memory_anew(self) -> None:
+        """The same again where somebody removed them: the ranks live on, and put their copies there by themselves. That one of several
+        rehearsed nodes has no folder means that it is lost."""
         if self._memory is None:
+            return
+        only = node_folder(self._memory, self._names[0]) if len(self._names) == 1 else self._memory
+        if not only.is_dir() or not disk.leads_to(self._memory / OWNER, os.fstat(self._claimed[-1].fileno()).st_ino):
+            with disk.if_available(self._memory):
+                self._make_memory(self._memory, self._there)
+                print(f"{self._memory} was removed by somebody: copies of the state are made anew", file=sys.stderr, flush=True)
+
+    def there(self) -> tuple[str, ...]:
+        if self._memory is None or len(self._names) == 1:  # this very machine, whatever became of its folder
             return self._names
         return tuple(name for name in self._names if node_folder(self._memory, name).is_dir())
 
@@ -206,13 +254,13 @@ class LocalNodes:
             self._processes.close()
             self._processes = None
         if self._processes is None:
-            self._processes = STARTS[method()](assignment, preload=self._job.preload)
+            self._processes = STARTS[method()](assignment, preload=self._job.preload, secret=self._secret())
         self._processes.start(assignment, file)
 
     def warm(self) -> None:
         """Import what ranks need before there are any to start, and come back once that is done; `wait` tells if it failed."""
         assignment = self._assign(Generation("warm", self._names))
-        processes = self._processes = STARTS[method()](assignment, preload=self._job.preload)
+        processes = self._processes = STARTS[method()](assignment, preload=self._job.preload, secret=self._secret())
         end = time.monotonic() + self._job.start_timeout
         while not (processes.fit or self._failed or time.monotonic() > end):
             self._failed = processes.wait(WARM_SECONDS)
@@ -231,12 +279,18 @@ class LocalNodes:
                 return Heartbeats.create(self._memory / HEARTBEATS, self._now.ranks)
         return Heartbeats.create(self._folder / HEARTBEATS, self._now.ranks)
 
+    def _secret(self) -> dict[str, str]:
+        """The variables by which ranks get the run's key. No file holds them: the job file can be read by others."""
+        return self._key.variables if self._key is not None else {}
+
+    def _roots(self) -> list[tuple[Path, Key]]:
+        return [(root, self._key) for root in (self._memory, self._disk) if root is not None and self._key is not None]
+
     def forget(self) -> None:
         """Strike out the copies of the state that this machine's nodes hold, whether or not they are there."""
-        for root in (self._memory, self._disk):
-            if root is not None:
-                for name in self._names:
-                    copies.forget(node_folder(root, name))
+        for root, secret in self._roots():
+            for name in self._names:
+                copies.forget(node_folder(root, name), key=secret)
 
     def _assign(self, generation: Generation) -> Assignment:
         job = self._now
@@ -248,10 +302,12 @@ class LocalNodes:
         disk = "" if generation.shrunk else str(self._disk or "")
         return Assignment(
             entry=job.entry,
-            arguments=job.arguments | ({"source": source.as_json()} if source is not None else {}),
+            arguments=job.arguments
+            | ({"sealed": job.sealed} if job.sealed else {})
+            | ({"source": source.as_json()} if source is not None else {}),
             ranks=job.ranks,
             threads=job.threads or max(1, cores // max(1, len(here))),
-            environment=job.environment | {DISK: disk},
+            environment=job.environment | {DISK: disk, epochs.VARIABLE: str(generation.epoch)},
             run_dir=str(job.run_dir.resolve()),
             generation=generation.name,
             path=[entry or str(Path.cwd()) for entry in sys.path],
@@ -295,6 +351,7 @@ class LocalNodes:
         )
 
     def _came_and_went(self) -> list[Sign]:
+        self._make_memory_anew()
         before, self._there = self._there, self.there()
         lost = tuple(name for name in before if name not in self._there)
         signs: list[Sign] = [NodesLost(time=time.time(), nodes=lost)] if lost else []
@@ -320,6 +377,7 @@ class LocalNodes:
             ask=lambda: processes.send(evidence.STACKS, known),
             able=set(known) - stopped,
             seconds=LOOK_SECONDS,
+            waited=lambda: {rank: evidence.queued(process) for rank, process in known.items() if rank not in stopped},
         )
         return {rank: Look.of(dumps.get(rank, ""), stopped=rank in stopped) for rank in ranks}
 
@@ -339,17 +397,17 @@ class LocalNodes:
         return self._folder / f"rank-{rank}.log"
 
     def survey(self, placement: Sequence[str]) -> tuple[Copy, ...]:
-        world, found = self._job.ranks, tuple[Copy, ...]()
-        if self._memory is not None:
-            found += copies.survey(self._memory, placement=placement, world=world)
-        if self._disk is not None:
-            found += copies.survey(self._disk, placement=placement, world=world, own=Tier.DISK)
+        found = tuple[Copy, ...]()
+        for root, secret in self._roots():
+            own = Tier.DISK if root == self._disk else Tier.MEMORY
+            found += copies.survey(root, placement=placement, world=self._job.ranks, key=secret, own=own)
         return found
 
     def set_aside(self, order: QuarantineCopy) -> None:
-        root = self._disk if order.tier is Tier.DISK else self._memory
-        if root is not None and self._assignment is not None:
-            copies.set_aside(root, order, placement=self._assignment.placement, world=self._job.ranks)
+        wanted = self._disk if order.tier is Tier.DISK else self._memory
+        for root, secret in self._roots():
+            if root == wanted and self._assignment is not None:
+                copies.set_aside(root, order, placement=self._assignment.placement, world=self._job.ranks, key=secret)
 
     def check(self, node: str) -> None:
         """A node that is there is this very machine, and is measured; in a thread, for it takes seconds."""

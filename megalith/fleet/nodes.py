@@ -18,12 +18,14 @@ class Generation:
     """One start of all ranks. `name` is never used again; `placement` is the node of each slot; `source` None: as the entry chooses.
 
     `shrunk`: of the job's fallback. Copies in memory are cut for the run's own plan: then there are none, and those of before are gone.
+    `epoch`: the owner's (`megalith.epochs`).
     """
 
     name: str
     placement: tuple[str, ...]
     source: Source | None = None
     shrunk: bool = False
+    epoch: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Protocol
 
 import megalith
@@ -120,10 +121,13 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
 class ForkServer:
     """Ranks as forks of `megalith.fleet.server`, which has imported `preload` and reports their ends.
 
-    It takes its environment, module path and lifeline from the first assignment.
+    It takes its environment, module path and lifeline from the first assignment. `secret`: variables that the ranks find besides, and
+    that no file may hold.
     """
 
-    def __init__(self, assignment: Assignment, *, preload: Sequence[str]) -> None:
+    def __init__(
+        self, assignment: Assignment, *, preload: Sequence[str], secret: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._log = assignment.server_log
         self._generation = assignment.generation
         self._handles: dict[int, Handle] = {}
@@ -141,7 +145,7 @@ class ForkServer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=_environment(assignment.environment | single),
+                env=_environment(assignment.environment | single | dict(secret)),
                 pass_fds=(assignment.lifeline,),
                 process_group=0,  # a Ctrl-C at the terminal is for the supervisor only
                 bufsize=0,
@@ -257,8 +261,11 @@ class ForkServer:
 class FreshProcesses:
     """Ranks as fresh interpreters: slower, and right where a fork is unsafe (macOS)."""
 
-    def __init__(self, assignment: Assignment, *, preload: Sequence[str]) -> None:
+    def __init__(
+        self, assignment: Assignment, *, preload: Sequence[str], secret: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         del assignment, preload  # nothing is shared: each rank imports what its entry needs
+        self._secret = dict(secret)
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: set[int] = set()
 
@@ -272,15 +279,14 @@ class FreshProcesses:
             self.close()
             raise
 
-    @staticmethod
-    def _start(assignment: Assignment, job: Path, rank: int) -> subprocess.Popen[bytes]:
+    def _start(self, assignment: Assignment, job: Path, rank: int) -> subprocess.Popen[bytes]:
         with assignment.log(rank).open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "megalith.fleet.rank", str(job), str(rank), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(assignment.variables(rank)),
+                env=_environment(assignment.variables(rank) | self._secret),
                 pass_fds=(assignment.lifeline,),
                 process_group=0,
             )

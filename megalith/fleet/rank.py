@@ -29,7 +29,7 @@ from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.machine import lifeline
 
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # a person, a scheduler: stop
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # a person, a scheduler, a terminal that closes: stop
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -39,8 +39,8 @@ class Assignment:
 
     `placement` is the node of each slot, `memory` the root of the copies in shared memory; empty: none are kept. `own` is the folder of
     what this supervisor (process `agent`) and its ranks write besides the run itself, `heartbeats` the file of its ranks' signs of life
-    (empty: none are read), `meeting` the store at which all ranks meet ("tcp://HOST:PORT"); empty: a file in that folder, for ranks of one
-    machine.
+    (empty: none are read), `meeting` the store at which all ranks meet ("megalith://HOST:PORT"); empty: a file in that folder, for ranks of
+    one machine. The run's key is not here, because others may read the file.
     """
 
     entry: str
@@ -126,12 +126,17 @@ def open_log(assignment: Assignment, rank: int) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    sys.stdout, sys.stderr = disk.text_output(1), disk.text_output(2)
+    sys.stdout, sys.stderr = (disk.text_output(disk.Output(descriptor)) for descriptor in (1, 2))
     os.write(1, header(assignment.generation, f"rank {rank} of {assignment.ranks}, process {os.getpid()}"))
 
 
+def heeded() -> tuple[signal.Signals, ...]:
+    """The signals by which this process can be asked to stop: SIGHUP is none if it was ignored from the start (`nohup`), and stays so."""
+    return tuple(number for number in REQUESTS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
+
+
 def set_signals() -> None:
-    """Signals as a rank wants them, whatever the process before did with them."""
+    """Signals as a rank wants them, whatever the process before did with them. SIGHUP stays ignored where it was."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)  # the entry sets its own handlers; until then there is nothing to save
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the supervisor's, which asks every rank to stop with SIGTERM

@@ -1,10 +1,11 @@
 """The nodes of a run on many machines, as its controller sees them: through the agents that answer in the store."""
 
+import contextlib
 import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,16 @@ from megalith.fleet.copies import in_place, together
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Beat
 from megalith.fleet.job import Job
-from megalith.fleet.letters import Letters
+from megalith.fleet.letters import Letters, Unreadable
 from megalith.fleet.nodes import Generation, Look
-from megalith.fleet.rendezvous import Store
+from megalith.fleet.rendezvous import RunStore
 from megalith.fleet.seat import ranks_of
 from megalith.fleet.signs import HealthChecked, NodeJoined, NodesLost, Sign
 from megalith.fleet.tiers import Copy
 from megalith.spec.fleet import FleetSpec
 
 POLL_SECONDS = 0.02
-LOOK_SECONDS = 4.0  # that agents may take to collect stacks
+LOOK_SECONDS = 12.0  # that agents may take to collect stacks, also of ranks that get no processor (`evidence.MOST_STARVED`)
 QUEUED_SECONDS = 1.0  # that they may take to read how long ranks waited for processors
 LEAVE_SECONDS = 10.0  # that agents may take to read that the run is over
 ROOM_BYTES = 1 << 16  # that a node's part of a start takes in the run folder, and more
@@ -51,14 +52,16 @@ class Member:
 class RemoteNodes:
     """Nodes behind agents. One that shows no sign of life for `fleet.node_timeout` is lost; what it says after that is not heard.
 
-    Joining agents are known by name: a second one of the same name takes the place of the first, which is lost.
+    Joining agents are known by name: a second one of the same name takes the place of the first, which is lost. What an agent says that
+    cannot be read is dropped, counted and reported: it ends no run.
     """
 
-    def __init__(self, store: Store, job: Job, fleet: FleetSpec, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: RunStore, job: Job, fleet: FleetSpec, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._job, self._fleet, self._clock = store, job, fleet, clock
         self._members: dict[str, Member] = {}
         self._joined = self._refusals = self._questions = 0
         self._refused: dict[str, str] = {}
+        self._unreadable = Unreadable()
         self._generation = Generation("none", ())
         self._running: set[int] = set()
         self._found: list[Sign] = []
@@ -86,6 +89,7 @@ class RemoteNodes:
 
     def start(self, generation: Generation) -> None:
         self._try_storage()
+        self._store.delete_prefix(f"{self._generation.name}/")  # what the last ranks met by: many starts would fill the store
         self._generation, self._running = generation, set()
         for member in self._members.values() if generation.shrunk else ():  # also those that have no part in it
             member.orders.put({"forget": True})
@@ -108,7 +112,9 @@ class RemoteNodes:
         while True:
             happened: list[Exit | Failure | Sign] = [*self._turned_away(), *self._newcomers()]
             for member in list(self._members.values()):
-                happened += [what for letter in member.answers.take() if (what := self._understand(member, letter)) is not None]
+                for letter in member.answers.take():
+                    with self._dropping(f"answers/{member.number}"):
+                        happened += [what] if (what := self._understand(member, letter)) is not None else []
             happened += self._silent()
             happened, self._found = [*happened, *self._found], []
             left = end - self._clock()
@@ -116,16 +122,25 @@ class RemoteNodes:
                 return happened
             time.sleep(min(POLL_SECONDS, left))
 
+    @contextlib.contextmanager
+    def _dropping(self, where: str) -> Iterator[None]:
+        """Drop a letter that the block cannot make sense of."""
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            self._unreadable.drop(where, error)
+
     def _turned_away(self) -> list[Sign]:
         """Take note of who would join and is not fit. It stays out until it joins after all."""
         found: list[Sign] = []
         while self._store.check([letters.refused_key(self._refusals + 1)]):
             self._refusals += 1
-            record = json.loads(self._store.get(letters.refused_key(self._refusals)))
-            name, why = record["name"], record["why"]
-            print(f"node {name} is not admitted: {why}", file=sys.stderr, flush=True)
-            self._refused[name] = why
-            found.append(HealthChecked(time=time.time(), node=name, passed=False, there=False, text=why))
+            with self._dropping(key := letters.refused_key(self._refusals)):
+                record = letters.load(self._store.get(key))
+                name, why = str(record["name"]), str(record["why"])
+                print(f"node {name} is not admitted: {why}", file=sys.stderr, flush=True)
+                self._refused[name] = why
+                found.append(HealthChecked(time=time.time(), node=name, passed=False, there=False, text=why))
         return found
 
     def _newcomers(self) -> list[Sign]:
@@ -133,20 +148,21 @@ class RemoteNodes:
         found: list[Sign] = []
         while self._store.check([letters.member_key(self._joined + 1)]):
             self._joined += 1
-            record = json.loads(self._store.get(letters.member_key(self._joined)))
-            if (before := self._members.get(record["name"])) is not None:
-                found.append(self._lose([before]))
-            member = Member(
-                number=self._joined,
-                name=record["name"],
-                order=record["order"],
-                orders=letters.orders(self._store, self._joined),
-                answers=letters.answers(self._store, self._joined),
-                seen=self._clock(),
-            )
-            self._members[member.name] = member
-            self._refused.pop(member.name, None)
-            found.append(NodeJoined(time=time.time(), node=member.name))
+            with self._dropping(key := letters.member_key(self._joined)):
+                record = letters.load(self._store.get(key))
+                member = Member(
+                    number=self._joined,
+                    name=str(record["name"]),
+                    order=int(record["order"]),
+                    orders=letters.orders(self._store, self._joined, self._unreadable),
+                    answers=letters.answers(self._store, self._joined, self._unreadable),
+                    seen=self._clock(),
+                )
+                if (before := self._members.get(member.name)) is not None:
+                    found.append(self._lose([before]))
+                self._members[member.name] = member
+                self._refused.pop(member.name, None)
+                found.append(NodeJoined(time=time.time(), node=member.name))
         return found
 
     def _understand(self, member: Member, letter: dict[str, Any]) -> Exit | Failure | Sign | None:
@@ -168,21 +184,20 @@ class RemoteNodes:
                 return failure
             case {"sign": record}:
                 return signs.load(record)
-        raise ValueError(
-            f"the agent of {member.name} says {letter}, which means nothing here. Run the same megalith on all nodes"
-        )
+        raise ValueError(f"the agent of {member.name} says {letter}, which means nothing here")
 
     def _silent(self) -> list[Sign]:
         """Nodes that have shown no sign of life for too long."""
         late = []
         for member in self._members.values():
-            life = self._store.get(letters.beat_key(member.number)).decode() if self._has_beaten(member) else ""
+            life = self._store.get(letters.beat_key(member.number)).decode(errors="replace") if self._has_beaten(member) else ""
             now = self._clock()
             if life != member.life:
                 member.life, member.seen = life, now
-                record = json.loads(life)
-                member.generation = record["generation"]
-                member.beats = {int(rank): Beat(*beat) for rank, beat in record["ranks"].items()}
+                with self._dropping(letters.beat_key(member.number)):
+                    record = letters.load(life.encode())
+                    member.generation = record["generation"]
+                    member.beats = {int(rank): Beat(*beat) for rank, beat in record["ranks"].items()}
             elif now - member.seen > self._fleet.node_timeout:
                 late.append(member)
         return [self._lose(late)] if late else []
@@ -236,20 +251,24 @@ class RemoteNodes:
 
     def look(self, ranks: Collection[int]) -> dict[int, Look]:
         asked = [(member, {"look": mine}) for member, mine in self._holders(ranks)]
-        answers = [answer for answer in self._ask(asked, LOOK_SECONDS) if answer is not None]
-        found = {int(rank): Look(**look) for answer in answers for rank, look in answer.items()}
+        found = dict[int, Look]()
+        for answer in self._ask(asked, LOOK_SECONDS):
+            with self._dropping("look"):
+                found |= {int(rank): Look(**look) for rank, look in (answer or {}).items()}
         return {rank: found.get(rank, Look("")) for rank in ranks}
 
     def queued(self) -> dict[str, float]:
         asked = self._of(set(self._generation.placement))
         answers = self._ask([(member, {"queued": True}) for member in asked], QUEUED_SECONDS)
-        return {member.name: seconds for member, seconds in zip(asked, answers, strict=True) if seconds is not None}
+        told = zip(asked, answers, strict=True)
+        return {member.name: seconds for member, seconds in told if isinstance(seconds, int | float)}
 
     def unstarted(self) -> Failure:
         asked = [(member, {"unstarted": True}) for member in self._of(set(self._generation.placement))]
         for answer in self._ask(asked, LOOK_SECONDS):
             if answer is not None:
-                return FAILURE.validate_python(answer)
+                with self._dropping("unstarted"):
+                    return FAILURE.validate_python(answer)
         reason = f"had not started the ranks within {self._job.start_timeout:g} s, and no agent says why"
         return Failure(None, reason, "", "", self._job.run_dir / "ranks", time.time(), ExitCode.LOST)
 
@@ -264,7 +283,9 @@ class RemoteNodes:
         end, found = self._clock() + seconds, dict[str, Any]()
         while left and self._clock() < end:
             for key in [key for key in left if self._store.check([key])]:
-                found[key] = json.loads(self._store.get(key))
+                with self._dropping(key):
+                    found[key] = json.loads(self._store.get(key))
+                self._store.delete_key(key)
                 del left[key]
             self._found += self._silent()
             left = {key: member for key, member in left.items() if self._members.get(member.name) is member}
@@ -279,8 +300,9 @@ class RemoteNodes:
         answers = self._ask([(member, {"survey": True}) for member in members], SURVEY_SECONDS)
         world, slots, found = self._job.ranks, len(placement), []
         for member, answer in zip(members, answers, strict=True):
-            pieces = PIECES.validate_python(answer or [])
-            slot = placement.index(member.name)
+            pieces, slot = [], placement.index(member.name)
+            with self._dropping("survey"):
+                pieces = PIECES.validate_python(answer or [])
             found += in_place(pieces, slot, world=world, slots=slots, distance=self._fleet.buddy_distance(slots))
         return together(found, world=world, slots=slots)
 

@@ -1,6 +1,7 @@
 """How processes that an engine started meet in a key-value store that may hold what earlier starts left in it.
 
-The store is given (torch's TCPStore, or a dictionary in a test): nothing here imports torch.
+The store is given (torch's TCPStore, our own, or a dictionary in a test): nothing here imports torch. torch's knows no key: whoever reaches
+its port may have written what is read here, so none of it is trusted further than the address at which all then prove themselves.
 """
 
 import secrets
@@ -34,6 +35,14 @@ class Store(Protocol):
         ...
 
 
+class RunStore(Store, Protocol):
+    """What the processes of a run with agents ask of theirs (`secure.store_client`)."""
+
+    def delete_prefix(self, prefix: str, /) -> None:
+        """Remove all keys that begin so."""
+        ...
+
+
 def agree(store: Store, value: str, *, rank: int, world: int, seconds: float) -> str:
     """Rank 0's `value`, on every rank of this very start.
 
@@ -45,14 +54,14 @@ def agree(store: Store, value: str, *, rank: int, world: int, seconds: float) ->
     if rank:
         word = secrets.token_hex(8)
         store.set(f"hello/{rank}", word)
-        meeting, _, answer = store.get(f"answer/{word}").decode().partition(" ")
+        meeting, _, answer = _text(store.get(f"answer/{word}")).partition(" ")
         store.set(f"thanks/{meeting}/{rank}", "")
         return answer
     meeting, end = secrets.token_hex(8), time.monotonic() + seconds
     missing, answered = set(range(1, world)), dict[int, str]()
     while missing:
         for other in sorted(missing):
-            word = store.get(f"hello/{other}").decode() if store.check([f"hello/{other}"]) else None
+            word = _text(store.get(f"hello/{other}")) if store.check([f"hello/{other}"]) else None
             if word and answered.get(other) != word:
                 answered[other] = word
                 store.set(f"answer/{word}", f"{meeting} {value}")
@@ -64,6 +73,10 @@ def agree(store: Store, value: str, *, rank: int, world: int, seconds: float) ->
             )
         time.sleep(POLL_SECONDS if missing else 0)
     return value
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")
 
 
 def _ranks(missing: set[int]) -> str:

@@ -3,10 +3,12 @@
 A report is a file of its own, written whole and then renamed, so that it is there once it can be seen and survives its writer.
 """
 
+import contextlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megalith import disk
@@ -15,13 +17,19 @@ from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.seat import REPORTS, Seat, node_folder, ranks_of, slot_of
 from megalith.fleet.signs import Sign
 
-__all__ = ["Reported", "Seat", "collect", "node_folder", "ranks_of", "report", "slot_of"]
+__all__ = ["Reported", "Seat", "collect", "node_folder", "ranks_of", "refusing", "report", "slot_of"]
 
 
 class Reported(RuntimeError):  # noqa: N818  # it says what was done
     """Ends a rank that has reported a sign: what is to be done about it is for others to decide."""
 
     exit_code = ExitCode.REPORTED
+
+
+class Unreachable(Reported):
+    """The same, where a store that the run has used cannot be reached: under another launcher, too, the same command gets further later."""
+
+    exit_code = ExitCode.LOST
 
 
 def report(sign: Sign, environment: Mapping[str, str] = os.environ) -> None:
@@ -35,6 +43,21 @@ def report(sign: Sign, environment: Mapping[str, str] = os.environ) -> None:
     with disk.if_available(path):
         path.with_suffix(".new").write_text(text, encoding="utf-8")
         path.with_suffix(".new").rename(path.with_suffix(".json"))
+
+
+@contextlib.contextmanager
+def refusing(*errors: type[Exception]) -> Iterator[None]:
+    """End this rank if the block raises one of `errors`: what it was to go on with is not this run's, and no other start would help.
+
+    Where nobody listens (ranks of another launcher) the error itself goes on.
+    """
+    try:
+        yield
+    except errors as error:
+        if REPORTS not in os.environ:
+            raise
+        report(signs.NotThisRun(time=time.time(), error=str(error)))
+        raise Reported(str(error)) from error
 
 
 def collect(folder: Path) -> list[Sign]:

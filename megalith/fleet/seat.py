@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalith.fleet.secure import key
+from megalith.fleet.secure.key import Key
+
 REPORTS, PLACEMENT, MEMORY, DISK = "MEGALITH_REPORTS", "MEGALITH_PLACEMENT", "MEGALITH_MEMORY", "MEGALITH_DISK"
 AGENT = "MEGALITH_AGENT"
 
@@ -14,7 +17,7 @@ class Seat:
     """A rank's place in the fleet. `placement` is the node of each slot; a slot holds `world / slots` consecutive ranks.
 
     `memory` is the root of the copies in shared memory, None where none are kept; this rank writes only below `folder`. `disk` is that of
-    copies on disks. `agent` is the process that keeps this node's ranks; None: there is none.
+    copies on disks. `agent` is the process that keeps this node's ranks; None: there is none. `key` is the run's (None: it has none).
     """
 
     rank: int
@@ -23,6 +26,7 @@ class Seat:
     memory: Path | None
     disk: Path | None = None
     agent: int | None = None
+    key: Key | None = None
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "Seat":
@@ -31,7 +35,7 @@ class Seat:
         memory, disk = (Path(root) if (root := environment.get(name)) else None for name in (MEMORY, DISK))
         placement = tuple(environment.get(PLACEMENT, "0").split(","))
         agent = environment.get(AGENT)
-        return cls(rank, world, placement, memory, disk, int(agent) if agent else None)
+        return cls(rank, world, placement, memory, disk, int(agent) if agent else None, key.given(environment))
 
     def slot_of(self, rank: int) -> int:
         """The slot that holds a rank."""

@@ -90,6 +90,10 @@ class Nonfinite(Sign):
     elsewhere: Literal["not asked", "reproduced", "clean", "nobody to ask"] = "not asked"
 
 
+NUMERICS = "Lower optimizer.lr, lengthen optimizer.warmup, or set train.z_loss."
+"""What helps against numbers that are not finite on any replica."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateCorrupt(Sign):
     """A rank's live state has not the digest it must have: changed at rest, unlike its true replica, or unlike its recomputed update."""
@@ -197,6 +201,23 @@ class DataDamaged(Sign):
     shard: str
     error: str
     other_copy: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotThisRun(Sign):
+    """What a rank was to go on with is not this run's: a file that changed since the command began, or another run's checkpoint."""
+
+    kind: ClassVar[str] = "not_this_run"
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreAway(Sign):
+    """A folder or file that the run has used cannot be reached: its file system is away, or it was moved. Nothing is known against it."""
+
+    kind: ClassVar[str] = "store_away"
+    path: str
+    error: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megalith import disk
 from megalith.machine import gpus, health
 from megalith.machine.health import MIB, Finding, Needs
 
@@ -26,6 +27,9 @@ def before_start(folder: Path, *, needs: Needs = LEAST) -> list[Finding]:
 
     What is measured by time never fails here: a machine may be busy, and still be sound.
     """
+    if (mount := disk.bare_mount(folder)) is not None:  # nothing may be written there, not even to look
+        limit, way_out = "mounted, as /etc/fstab wants it", "Mount it, or choose another --run-dir"
+        return [Finding("file system", "fail", f"nothing is mounted at {mount}", limit, way_out)]
     return [
         health.memory(needs.memory),
         health.disk_space(folder, needs.disk),

@@ -13,9 +13,11 @@ from random import Random
 from typing import Any
 
 from megalith.check import check
-from megalith.prove.parity import OPTIMIZER
+from megalith.prove.parity import OPTIMIZER, clearly_routed
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.families import read
+from megalith.spec.numbers import PRECISIONS, TRAINED, Rounded
+from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
@@ -60,10 +62,11 @@ AXES: Mapping[str, Mapping[str, dict[str, Any]]] = {
         **{policy: {"recompute": policy} for policy in ("full", "sqrt")},
     },
     "norm": {"known at once": {}, "known late": {"post_validation": True}},
-    "precision": {"fp32": {}, "bf16": {"precision": "bf16"}},
+    "optimizer": {kind: {"kind": kind} for kind in OPTIMIZERS},
+    "precision": {name: {"precision": name} for name in TRAINED},
 }
 
-PLAIN = ("1", "none", "known at once", "fp32")
+PLAIN = ("1", "none", "known at once", "adamw", "fp32")
 """Values that ask for nothing, which goes without saying."""
 
 FIRST = dict.fromkeys(("shards", "copies", "tensor", "context", "pipeline", "expert"), 0.5) | {"precision": 0.9}
@@ -96,15 +99,19 @@ class Draw:
 
     @property
     def pairs(self) -> frozenset[Pair]:
-        """Pairs of choices that it shows to go together. Rounding may hide a fault: bf16 shows only that it goes with the others."""
+        """Pairs of choices that it shows to go together. Rounding may hide a fault: a rounded precision shows only that it goes with the
+        others."""
         return _pairs(self.choices)
+
+
+_ROUNDED = frozenset(("precision", name) for name in TRAINED if isinstance(PRECISIONS[name].parity, Rounded))
 
 
 @cache
 def _pairs(choices: tuple[Choice, ...]) -> frozenset[Pair]:
     pairs = frozenset(map(frozenset, combinations(choices, 2)))
-    rounded = ("precision", "bf16")
-    return frozenset(pair for pair in pairs if rounded in pair) if rounded in choices else pairs
+    rounded = _ROUNDED.intersection(choices)
+    return frozenset(pair for pair in pairs if rounded & pair) if rounded else pairs
 
 
 def draw(count: int, seed: int) -> list[Draw]:
@@ -186,19 +193,20 @@ def _any(random: Random, axis: str) -> str:
 
 
 def legal(choices: tuple[Choice, ...]) -> RunSpec | None:
-    """The run of a combination, or None where it has too many ranks or `check` refuses it."""
+    """The run of a combination, or None where it has too many ranks, `check` refuses it, or its optimizer would amplify the rounding of a
+    narrow format."""
     asked = {key: value for axis, name in choices for key, value in AXES[axis][name].items()}
-    preset, precision = asked.pop("preset"), asked.pop("precision", "fp32")
+    preset, precision, kind = asked.pop("preset"), asked.pop("precision"), asked.pop("kind")
     data = asked.get("data", 1) * asked.get("replicate", 1)
     microbatches = 4 if "pipeline" in asked else 2
     plan = Plan.model_validate(asked | {"data": data, "microbatch": max(1, SAMPLES // data // microbatches)})
-    if plan.ranks > MOST_RANKS:
+    if plan.ranks > MOST_RANKS or (OPTIMIZERS[kind].amplifies and precision != "fp32"):
         return None
-    spec = _run(preset, precision, plan)
+    spec = _run(preset, precision, plan, kind)
     return None if any(problem.severity == "error" for problem in check(spec, files=False)) else spec
 
 
-def _run(preset: str, precision: str, plan: Plan) -> RunSpec:
+def _run(preset: str, precision: str, plan: Plan, kind: str) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": preset,
@@ -206,20 +214,20 @@ def _run(preset: str, precision: str, plan: Plan) -> RunSpec:
             "plan": plan.model_dump(),
             "data": {"path": "none"},
             "train": {"steps": 3, "global_batch": SAMPLES, "seq_len": 48, "precision": precision},
-            "optimizer": OPTIMIZER,
+            "optimizer": OPTIMIZER | {"kind": kind},
         }
     )
 
 
 @cache
 def _small(preset: str, precision: str) -> Any:
-    """The preset's family in sizes that every combination can split: one reference serves all its plans. Rounding would send tokens to
-    other experts, and hide in it what a plan does wrong: in bf16 they are dealt out."""
-    model = read(presets()[preset].values).small(layers=4, unit=4, heads_unit=4)
-    return model.model_copy(update={"balanced": True} if precision == "bf16" and hasattr(model, "balanced") else {})
+    """The preset's family in sizes that every combination can split: one reference serves all its plans."""
+    return clearly_routed(read(presets()[preset].values).small(layers=4, unit=4, heads_unit=4), precision)
 
 
 def key_of(spec: RunSpec) -> Any:
-    """What a run's reference depends on: the model, the precision, and, where balance losses are over microbatches, the samples of one."""
-    sequences = spec.plan.set_sequences if spec.model.build().balances_microbatches else 0
-    return spec.model, spec.train.precision, sequences
+    """Return all that a run on one process depends on: the model, the precision, the optimizer, and the samples of a microbatch where
+    balance losses are over these, or where their gradients are compared one by one."""
+    rounded = isinstance(PRECISIONS[spec.train.precision].parity, Rounded)
+    sequences = spec.plan.set_sequences if rounded or spec.model.build().balances_microbatches else 0
+    return spec.model, spec.train.precision, spec.optimizer, sequences

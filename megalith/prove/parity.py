@@ -6,6 +6,7 @@ The reference shares the model's modules with the plan's run and nothing else: n
 import json
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from megalith.models.moe import Moe
 from megalith.models.router import Record, recording
 from megalith.models.stage import Stage
 from megalith.parallel.precision import apply_precision
-from megalith.prove.compare import Recording, Routed, compare
+from megalith.prove.compare import Recording, Routed
 from megalith.prove.updates import update_of
+from megalith.prove.verdict import judge
 from megalith.schedule.table import FILE
-from megalith.spec.numbers import PRECISIONS
+from megalith.spec.families import Model
+from megalith.spec.numbers import PRECISIONS, Rounded
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.batches import Cut, indices, to_batch
@@ -36,8 +39,9 @@ from megalith.train.optimizers.rates import learning_rate
 from megalith.train.post_validation import Unchecked
 from megalith.train.step import Accumulated, Totals, accumulate, conclude, update
 
-OPTIMIZER = {"warmup": 0, "lr": 1e-4, "schedule": "constant", "eps": 1e-5}
-"""Of a run that is compared. By the usual eps of 1e-8, Adam turns rounding in a gradient near 0 into a step, which later gradients show."""
+OPTIMIZER = {"warmup": 0, "lr": 1e-4, "schedule": "constant", "eps": 1e-5, "iteration": "fp32"}
+"""Of a run that is compared. By the usual eps of 1e-8, Adam turns rounding in a gradient near 0 into a step, which later gradients show;
+Muon's iteration in bf16 turns 1e-7 of a gradient into a hundredth of a step."""
 
 
 class RandomText:
@@ -64,8 +68,8 @@ class RandomText:
 
 
 def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
-    """The same plan and numerics on a model, sequence and batch just large enough for every split to be a real one. In fp32, where
-    equality has a meaning; no warm-up, so that every step moves the weights, and no step made of rounding."""
+    """Return the same plan and precision on a model, sequence and batch just large enough for every split to be a real one. Without
+    warm-up, so that every step moves the weights, and without steps made of rounding."""
     plan, model = spec.plan, spec.model
     layers = sum(plan.layers) if plan.layers else min(model.layers, plan.stages * (1 if plan.stages > 4 else 2))
     layers = max(layers, plan.stages) + (model.layers % plan.stages > 0 and not plan.layers)
@@ -75,14 +79,15 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
     unit = plan.tensor * plan.shards  # a weight is split by tensor ranks and then by data ranks
     return spec.model_copy(
         update={
-            "model": model.small(layers=layers, unit=unit, heads_unit=plan.tensor * plan.ulysses),
+            "model": clearly_routed(
+                model.small(layers=layers, unit=unit, heads_unit=plan.tensor * plan.ulysses), spec.train.precision
+            ),
             "plan": plan.model_copy(update={"microbatch": microbatch}),
             "train": spec.train.model_copy(
                 update={
                     "steps": steps,
                     "seq_len": _multiple(24, plan.tensor * plan.context * (2 if plan.context > 1 else 1)),
                     "global_batch": plan.data * microbatch * microbatches,
-                    "precision": "fp32",
                     "init_from": None,
                 }
             ),
@@ -91,13 +96,20 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
     )
 
 
+def clearly_routed(model: Model, precision: str) -> Model:
+    """Return the model with tokens dealt out to experts if the precision is rounded: rounding would send some to other experts, and hide
+    in that what a plan does wrong."""
+    dealt = isinstance(PRECISIONS[precision].parity, Rounded) and hasattr(model, "balanced")
+    return model.model_copy(update={"balanced": True} if dealt else {})
+
+
 def _multiple(least: int, of: int) -> int:
     return -(-least // of) * of
 
 
 def reference(spec: RunSpec, *, device: torch.device) -> Recording:
     """The run on one process: plain modules, no groups, torch's AdamW and clipping. It takes the samples of microbatch i of all data ranks
-    together at once, since balance losses may be over these. In bf16, weights are kept and gradients added up in fp32."""
+    together at once, since balance losses may be over these. In a rounded precision, weights are kept and gradients added up in fp32."""
     model = spec.model.build()
     with device:
         stage = Stage(model)
@@ -106,25 +118,26 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
         initialise(part, name=name, spec=model, seed=spec.train.seed)
     computes = stage.parameters_by_name()
     parameters = {name: nn.Parameter(p.detach().clone()) for name, p in computes.items()}
-    faces = [(p, parameters[name]) for name, p in computes.items()]
+    faces = {name: (p, parameters[name]) for name, p in computes.items()}
     for p in computes.values():
         p.data = p.data.to(Dtypes.of(spec.train.precision).compute)
     text, kept = RandomText(spec), Recording()
     o = spec.optimizer
-    advance = update_of(parameters, o)
+    advance = update_of(parameters, o, model)
     for step in range(spec.train.steps):
         kept.losses.append(_reference_step(stage, faces, text, spec, step=step, device=device, kept=kept))
         grads = {name: _gradient(p).clone() for name, p in parameters.items()}
-        norm = nn.utils.clip_grad_norm_(parameters.values(), o.clip or float("inf"))
+        norm = sum(float(grad.double().square().sum()) for grad in grads.values()) ** 0.5  # torch's norm drifts in a large tensor
+        nn.utils.clip_grads_with_norm_(parameters.values(), o.clip or float("inf"), torch.tensor(norm))
         advance(step, learning_rate(step, spec=o, steps=spec.train.steps))
         for parameter in parameters.values():
             parameter.grad = None
-        for p, parameter in faces:
+        for p, parameter in faces.values():
             p.data.copy_(parameter.data)
         for module in stage.modules():
             if isinstance(module, Moe):
                 module.end_of_step(module.router.counts)
-        kept.norms.append(float(norm))
+        kept.norms.append(norm)
         kept.gradients.append({name: g.cpu() for name, g in grads.items()})
     kept.weights = {name: t.detach().cpu() for name, t in (parameters | stage.lasting_buffers()).items()}
     return kept
@@ -132,7 +145,7 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
 
 def _reference_step(
     stage: Stage,
-    faces: list[tuple[nn.Parameter, nn.Parameter]],
+    faces: dict[str, tuple[nn.Parameter, nn.Parameter]],
     text: RandomText,
     spec: RunSpec,
     *,
@@ -160,9 +173,12 @@ def _reference_step(
             loss = stage(batch.tokens, batch)
             loss.objective.backward()
             total += float(loss.nll)
-            for computes, parameter in faces:
-                grad, computes.grad = _gradient(computes).float(), None
-                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            grads = {name: _gradient(computes).float() for name, (computes, _) in faces.items()}
+            for name, (computes, parameter) in faces.items():
+                computes.grad = None
+                parameter.grad = grads[name] if parameter.grad is None else parameter.grad + grads[name]
+            if step == 0:
+                kept.microbatches.append({name: grad.to("cpu", copy=True) for name, grad in grads.items()})
     kept.routing.append({name: Routed.of(records) for name, records in routings.items()})
     return total
 
@@ -242,7 +258,7 @@ def _together(tensors: dict[str, Tensor], trainer: Trainer) -> dict[str, Tensor]
 
 
 def main(run_dir: str, steps: int) -> None:
-    """A rank of `megalith parity`: shrink the run in `run_dir/spec.json`, record it, and on the first rank compare it with the reference
+    """A rank of `megalith parity`: shrink the run in `run_dir/spec.json`, record it, and on the first rank compare it with one process
     and write `run_dir/parity.json`."""
     folder, heartbeat = Path(run_dir), Heartbeat.find()
     spec = shrink(RunSpec.model_validate_json((folder / "spec.json").read_text()), steps=steps)
@@ -255,8 +271,14 @@ def main(run_dir: str, steps: int) -> None:
     heartbeat.beat("ready")
     found = record(trainer)
     if place.rank == 0:
-        rows = compare(reference(spec, device=device), found, spec=spec)
-        report = {"equal": all(row.equal for row in rows), "rows": [asdict(row) | {"equal": row.equal} for row in rows]}
-        (folder / "parity.json").write_text(json.dumps(report | {"model": spec.model.model_dump(), "steps": steps}, indent=1))
+        verdict = judge(found, spec=spec, alone=partial(reference, device=device))
+        report = {
+            "equal": verdict.equal,
+            "precision": spec.train.precision,
+            "rows": [asdict(row) | {"equal": row.equal} for row in verdict.rows],
+            "model": spec.model.model_dump(),
+            "steps": steps,
+        }
+        (folder / "parity.json").write_text(json.dumps(report, indent=1))
     dist.barrier(group=world)
     dist.destroy_process_group()

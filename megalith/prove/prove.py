@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from megalith.prove import rounding
-from megalith.prove.compare import Recording, Row, compare, ties
+from megalith.prove.compare import Recording, Row
 from megalith.prove.draw import Draw, draw, key_of
 from megalith.prove.parity import record, reference
+from megalith.prove.verdict import judge
 from megalith.prove.worlds import run_ranks
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import assemble, mesh_groups
@@ -52,20 +52,18 @@ class Proof:
 
 
 def prove(one: Draw, *, references: dict[Any, Recording]) -> Proof:
-    """Train a combination on its ranks and compare it with its reference, which is looked up in `references`, or computed and put there;
-    in bf16, by the distance of both from fp32.
+    """Train a combination on its ranks and compare it with one process, whose runs are looked up in `references`, or computed and put
+    there.
 
     From its first call on this process computes on one thread: see `prove.worlds.run_ranks`.
     """
     torch.set_num_threads(1)
-    exact = _known(_in(one.spec, "fp32"), references)
     try:
         found = recorded(one.spec)
     except (RuntimeError, TimeoutError) as error:
         return Proof(one, (), error=str(error))
-    if one.spec.train.precision == "bf16":
-        return Proof(one, tuple(rounding.compare(exact, _known(one.spec, references), found)))
-    return Proof(one, tuple(compare(exact, found, spec=one.spec)), ties(exact, found))
+    verdict = judge(found, spec=one.spec, alone=lambda spec: _known(spec, references))
+    return Proof(one, verdict.rows, verdict.tokens_tied)
 
 
 def _known(spec: RunSpec, references: dict[Any, Recording]) -> Recording:
@@ -73,10 +71,6 @@ def _known(spec: RunSpec, references: dict[Any, Recording]) -> Recording:
     if key not in references:
         references[key] = reference(spec, device=CPU)
     return references[key]
-
-
-def _in(spec: RunSpec, precision: str) -> RunSpec:
-    return spec.model_copy(update={"train": spec.train.model_copy(update={"precision": precision})})
 
 
 def recorded(spec: RunSpec) -> Recording:

@@ -1,52 +1,120 @@
-"""What bf16 costs under a plan: about what it costs one process.
+"""Compare a run in a rounded precision with one process in the same precision, both measured from one process in fp32.
 
-In bf16 a plan's numbers are not those of one process: each rounds to 8 bits, where its own partial sums end. So both are measured from the
-same run in fp32, which is exact beside them. One process in bf16 lies some way from it (a hundredth of a gradient, a few hundred
-roundings that mostly cancel out), and a plan rounds as often as one process does but for the partial sums of a few ranks: it lies about
-as far, elsewhere. What is wrong lies far beyond: a microbatch lost of eight, or ranks not added up, is an eighth of a gradient or more.
+In bf16 a plan's numbers are not those of one process: each rounds to 8 bits where its own partial sums end. One process in bf16 lies some
+way from fp32: a hundredth of a gradient, a few hundred roundings that mostly cancel out. A plan rounds as often, but for the partial sums
+of a few ranks, so it lies about as far, elsewhere. Its distance therefore finds what is wrong by more than rounding: a reduction that is
+missing, a tensor that is shifted.
+
+Less is found where rounding cancels out. Along one process's own gradient thousands of roundings become one number, the factor by which the
+gradient is longer, and it is 1 within a thousandth. So is the weight that each microbatch has in the sum of their gradients.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
-from megalith.prove.compare import Recording, Row, moved_tokens, worst
+from megalith.prove.compare import Gap, Recording, Row, learning_rates, moved_tokens, router_gaps, worst
+from megalith.spec.numbers import Rounded
+from megalith.spec.run import RunSpec
 
-FARTHER = (
-    2.0  # how much farther from fp32 than one process a tensor's gradient may lie; found: 1.4, for norms over eight channels
-)
-ROUNDING = 2.0**-9  # of a number in bf16, relative: what a gradient may always be off
-LOSS_LIMIT = 1e-3  # |difference| from fp32; found: 1e-4
-TIE = 2.0**-8  # scores closer than this, two roundings, may be ranked either way; found: 1e-3
+NOISE = 0.25
+"""A gradient of which one process has a larger share wrong than this is rounding: how long it is means nothing."""
+FEW = 64
+"""In a tensor of fewer numbers (norms of eight channels, decays of four heads), roundings hardly cancel out, and chance grows as one over
+the root of their number: its gaps count for that much less."""
 
 
-def compare(exact: Recording, alone: Recording, found: Recording) -> list[Row]:
-    """A run in bf16 beside one process in fp32 (`exact`) and in bf16 (`alone`). That the gradient norm is off by no more than the
-    gradients' distances follows."""
-    moved = [(float((gone & clear).sum()), where) for gone, clear, where in moved_tokens(exact, found, tie=TIE)]
-    losses = [(abs(e - f), f"step {s + 1}") for s, (e, f) in enumerate(zip(exact.losses, found.losses, strict=True))]
-    return [
-        *([Row("routing, tokens sent elsewhere than in fp32", *worst(moved, 0.0))] if moved else []),
-        Row("loss, |difference| from fp32", *worst(losses, LOSS_LIMIT)),
-        Row("gradients' distance from fp32, in that of one process", *worst(list(_farther(exact, alone, found)), FARTHER)),
+def compare(exact: Recording, alone: Recording, found: Recording, *, spec: RunSpec, limits: Rounded) -> list[Row]:
+    """Compare a run (`found`) with one process in fp32 (`exact`) and with one in the run's precision (`alone`).
+
+    A token that went to another expert than `alone` sent it to is missing from the gradient of its experts: from that step on, only the
+    distance of all gradients together is compared.
+    """
+    steps = range(len(exact.losses))
+    alike = [*takewhile(lambda step: _routed_alike(alone, found, step), steps)]
+    moved = [(float((gone & clear).sum()), where) for gone, clear, where in moved_tokens(exact, found, tie=limits.tie)]
+    measured = [
+        ("routing, tokens sent elsewhere than in fp32", moved, 0.0),
+        ("loss, how much farther from fp32 than one process", [*_losses(exact, alone, found)], limits.loss),
+        (
+            "gradients' distance from fp32, in that of one process",
+            [*_distances(exact, alone, found, alike=len(alike), least=limits.least)],
+            limits.distance,
+        ),
+        ("gradients' length, |factor - 1| beyond chance", [*_scales(exact, alone, found, alike)], limits.scale),
+        ("weight of a microbatch, |difference| from 1", _microbatches(alone, found) if alike else [], limits.microbatch),
+        ("gradient norm, relative", [(abs(found.norms[s] / alone.norms[s] - 1), f"step {s + 1}") for s in alike], limits.norm),
     ]
+    if len(alike) == len(steps):
+        rates = learning_rates(spec)
+        apart = [(float(_rms(found.weights[name] - alone.weights[name])) / rates, name) for name in exact.gradients[0]]
+        measured += [
+            ("routers' loads and biases, |difference|", router_gaps(alone, found), limits.router),
+            (f"weights after {len(steps)} steps, root mean square in learning rates", apart, limits.weights),
+        ]
+    return [Row(quantity, *worst(gaps, limit)) for quantity, gaps, limit in measured if gaps]
 
 
-def _farther(exact: Recording, alone: Recording, found: Recording) -> Iterator[tuple[float, str]]:
-    """How much farther from fp32, tensor by tensor; once a token went elsewhere than alone, to the gradient of whose experts it is now
-    missing, all tensors at once."""
-    together = False
+def _routed_alike(alone: Recording, found: Recording, step: int) -> bool:
+    """True if every token went to the same experts."""
+    return all(torch.equal(routed.choices, found.routing[step][name].choices) for name, routed in alone.routing[step].items())
+
+
+def _losses(exact: Recording, alone: Recording, found: Recording) -> Iterator[Gap]:
+    for step, (exactly, one, ours) in enumerate(zip(exact.losses, alone.losses, found.losses, strict=True)):
+        farther = abs(ours - exactly) - abs(one - exactly)
+        yield 0.0 if farther < 0 else farther, f"step {step + 1}"  # not max(): that could drop a NaN
+
+
+def _distances(exact: Recording, alone: Recording, found: Recording, *, alike: int, least: float) -> Iterator[Gap]:
+    """How much farther from fp32 than one process, tensor by tensor in the first `alike` steps, then all tensors at once."""
     for step, gradients in enumerate(exact.gradients):
         ours, theirs = found.gradients[step], alone.gradients[step]
-        routes = zip(found.routing[step].values(), alone.routing[step].values(), strict=True)
-        together = together or not all(torch.equal(one.choices, other.choices) for one, other in routes)
-        for names in [[*gradients]] if together else [[name] for name in gradients]:
-            where = f"{'all' if together else names[0]}, step {step + 1}"
-            yield _distance(ours, gradients, names) / max(_distance(theirs, gradients, names), ROUNDING), where
+        for names in [[name] for name in gradients] if step < alike else [[*gradients]]:
+            where = f"{names[0] if step < alike else 'all'}, step {step + 1}"
+            ratio = _distance(ours, gradients, names) / max(_distance(theirs, gradients, names), least)
+            yield ratio * _confidence(sum(gradients[name].numel() for name in names)), where
+
+
+def _confidence(numbers: int) -> float:
+    """Return how much a gap of a tensor counts that has this many numbers."""
+    return min(1.0, (numbers / FEW) ** 0.5)
 
 
 def _distance(gradients: dict[str, Tensor], exact: dict[str, Tensor], names: Sequence[str]) -> float:
-    """Of some tensors, as a share of their norm."""
+    """Distance of some tensors, as a share of their norm."""
     apart = sum(float((gradients[name] - exact[name]).square().sum()) for name in names)
     return (apart / sum(float(exact[name].square().sum()) for name in names)) ** 0.5
+
+
+def _scales(exact: Recording, alone: Recording, found: Recording, steps: Sequence[int]) -> Iterator[Gap]:
+    """|factor - 1| of each tensor, for the factor of one process's gradient that comes closest to the one found. Three standard errors of
+    the factor are taken off: both gradients round each number about as one process rounds it."""
+    for step in steps:
+        for name, theirs in alone.gradients[step].items():
+            if _distance(alone.gradients[step], exact.gradients[step], [name]) > NOISE:
+                continue
+            apart, rounded = found.gradients[step][name] - theirs, theirs - exact.gradients[step][name]
+            error = 2**0.5 * (rounded * theirs).norm()
+            beyond = float(((apart * theirs).sum().abs() - 3 * error) / theirs.square().sum())
+            yield 0.0 if beyond < 0 else beyond * _confidence(theirs.numel()), f"{name}, step {step + 1}"
+
+
+def _microbatches(alone: Recording, found: Recording) -> list[Gap]:
+    """|weight - 1| of each microbatch: the weights of one process's gradients whose sum comes closest to the first gradient found."""
+    parts = alone.microbatches
+    apart = {name: found.gradients[0][name] - whole for name, whole in alone.gradients[0].items()}
+    products = torch.tensor([[_dot(one, other) for other in parts] for one in parts], dtype=torch.float64)
+    projections = torch.tensor([_dot(one, apart) for one in parts], dtype=torch.float64)
+    weights = torch.linalg.pinv(products, hermitian=True) @ projections  # least squares; a NaN found stays one
+    return [(abs(float(weight)), f"microbatch {number}") for number, weight in enumerate(weights)]
+
+
+def _dot(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return sum(float((tensor * other[name]).sum()) for name, tensor in one.items())
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    return tensor.square().mean().sqrt()

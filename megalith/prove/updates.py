@@ -1,27 +1,50 @@
-"""Updates of a whole model on one process, which a plan's updates are compared with."""
+"""Updates of a whole model on one process, which a plan's updates are compared with: implementations that are not the trainer's."""
 
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.model import ModelSpec
 from megalith.spec.run import OptimizerSpec
-from megalith.train.optimizers.rule import rule_of
+from megalith.spec.sizes import Parameter, model_parameters
+from megalith.spec.treatment import Treatment, treatments
+from megalith.train.optimizers.orthogonal import steps_of
+from megalith.train.optimizers.rule import Optimizer
+from megalith.train.optimizers.whole import Whole
 from megalith.train.state import State
 
 Update: TypeAlias = Callable[[int, float], None]
 """Update all parameters from their gradients: (updates before this one, learning rate)."""
 
-
-def update_of(parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec) -> Update:
-    """The update by `optimizer.kind`: an implementation that is not ours where there is one, else the rule on whole tensors."""
-    return INDEPENDENT.get(spec.kind, _by_rule)(parameters, spec)
+Made: TypeAlias = Callable[[Mapping[str, nn.Parameter], Mapping[str, Treatment], OptimizerSpec, Mapping[str, Parameter]], Update]
+"""Makes the update of some parameters: their treatments by name, the optimizer, and what the model says of each parameter."""
 
 
-def _by_rule(parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec) -> Update:
-    state, rule = State(parameters, {}, OPTIMIZERS[spec.kind].slots), rule_of(spec)
+def update_of(parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec, model: ModelSpec) -> Update:
+    """Return the update of a whole model: by an implementation that is not the trainer's where there is one, else by its rule."""
+    treated, described = treatments(model, spec), model_parameters(model)
+    updates: list[Update] = []
+    for kind in dict.fromkeys(treatment.kind for treatment in treated.values()):
+        mine = {name: each for name, each in treated.items() if each.kind == kind}
+        updates.append(INDEPENDENT.get(kind, _by_rule)({name: parameters[name] for name in mine}, mine, spec, described))
+
+    def update(number: int, lr: float) -> None:
+        for each in updates:
+            each(number, lr)
+
+    return update
+
+
+def _by_rule(
+    parameters: Mapping[str, nn.Parameter],
+    treated: Mapping[str, Treatment],
+    spec: OptimizerSpec,
+    described: Mapping[str, Parameter],
+) -> Update:
+    state = State(parameters, {}, {name: each.slots for name, each in treated.items()})
+    rule = Optimizer(spec, treated, Whole.alone(parameters, described))
 
     @torch.no_grad()
     def update(number: int, lr: float) -> None:
@@ -30,20 +53,144 @@ def _by_rule(parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec) -> Upd
     return update
 
 
-def _torchs_adamw(parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec) -> Update:
-    groups = [
-        {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": spec.weight_decay},
-        {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, foreach=False)
+def _torchs(make: Callable[[Sequence[dict[str, Any]], OptimizerSpec], torch.optim.Optimizer]) -> Made:
+    """The update by one of torch's optimizers. `make`: from its groups of parameters and the run's optimizer."""
 
-    def update(number: int, lr: float) -> None:
-        for group in adam.param_groups:
-            group["lr"] = lr
-        adam.step()
+    def made(
+        parameters: Mapping[str, nn.Parameter],
+        treated: Mapping[str, Treatment],
+        spec: OptimizerSpec,
+        described: Mapping[str, Parameter],
+    ) -> Update:
+        groups = [
+            {"params": [parameters[name]], "weight_decay": each.weight_decay, "factor": each.lr} for name, each in treated.items()
+        ]
+        optimizer = make(groups, spec)
 
-    return update
+        def update(number: int, lr: float) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["factor"]
+            optimizer.step()
+
+        return update
+
+    return made
 
 
-INDEPENDENT: dict[str, Callable[[Mapping[str, nn.Parameter], OptimizerSpec], Update]] = {"adamw": _torchs_adamw}
-"""Implementations that are not ours, by kind."""
+def _adamw(groups: Sequence[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, foreach=False)
+
+
+def _sgd(groups: Sequence[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Optimizer:
+    nesterov = spec.nesterov and spec.momentum > 0
+    return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=nesterov, foreach=False)
+
+
+# --- from the papers' formulas, in fp64 and one matrix at a time ---
+
+
+def _from_paper(step: Callable[["Matrix", OptimizerSpec, int, float], Tensor]) -> Made:
+    """The update by a formula that is given matrix by matrix; it returns the new matrix."""
+
+    def made(
+        parameters: Mapping[str, nn.Parameter],
+        treated: Mapping[str, Treatment],
+        spec: OptimizerSpec,
+        described: Mapping[str, Parameter],
+    ) -> Update:
+        kept: dict[tuple[str, int], dict[str, Tensor]] = {}
+
+        @torch.no_grad()
+        def update(number: int, lr: float) -> None:
+            for name, parameter in parameters.items():
+                assert parameter.grad is not None
+                experts = parameter.dim() == 3
+                each = zip(parameter, parameter.grad, strict=True) if experts else [(parameter, parameter.grad)]
+                for place, (weight, gradient) in enumerate(each):
+                    state = kept.setdefault((name, place), {})
+                    matrix = Matrix(weight.double(), gradient.double(), state, treated[name], described[name])
+                    weight.copy_(step(matrix, spec, number + 1, lr * treated[name].lr))
+
+        return update
+
+    return made
+
+
+class Matrix:
+    """One matrix or vector in fp64, its gradient, and what was kept for it."""
+
+    def __init__(
+        self, weight: Tensor, gradient: Tensor, kept: dict[str, Tensor], treatment: Treatment, described: Parameter
+    ) -> None:
+        self.weight, self.gradient, self.kept, self.described = weight, gradient, kept, described
+        self.decay = treatment.weight_decay
+
+    def average(self, name: str, value: Tensor, share: float) -> Tensor:
+        """Keep `share` of an exponential average and take the rest from `value`. It begins as 0."""
+        self.kept[name] = share * self.kept.get(name, torch.zeros_like(value)) + (1 - share) * value
+        return self.kept[name]
+
+
+def _lion(matrix: Matrix, spec: OptimizerSpec, t: int, lr: float) -> Tensor:
+    """Algorithm 2 of Chen et al. 2023."""
+    before = matrix.kept.get("moment", torch.zeros_like(matrix.weight))
+    sign = torch.sign(spec.beta1 * before + (1 - spec.beta1) * matrix.gradient)
+    matrix.average("moment", matrix.gradient, spec.beta2)
+    return matrix.weight - lr * (sign + matrix.decay * matrix.weight)
+
+
+def _lamb(matrix: Matrix, spec: OptimizerSpec, t: int, lr: float) -> Tensor:
+    """Algorithm 2 of You et al. 2020, phi the identity."""
+    first = matrix.average("first", matrix.gradient, spec.beta1) / (1 - spec.beta1**t)
+    second = matrix.average("second", matrix.gradient**2, spec.beta2) / (1 - spec.beta2**t)
+    update = first / (torch.sqrt(second) + spec.eps) + matrix.decay * matrix.weight
+    sizes = float(torch.norm(matrix.weight)), float(torch.norm(update))
+    ratio = sizes[0] / sizes[1] if matrix.weight.dim() == 2 and min(sizes) > 0 else 1.0
+    return matrix.weight - lr * ratio * update
+
+
+def _adafactor(matrix: Matrix, spec: OptimizerSpec, t: int, lr: float) -> Tensor:
+    """Algorithms 4 and 5 of Shazeer & Stern 2018, without the relative step if it is off."""
+    beta2, square = 1 - t**-0.8, matrix.gradient**2 + 1e-30
+    if matrix.weight.dim() == 2:
+        rows, columns = matrix.average("rows", square.sum(1), beta2), matrix.average("columns", square.sum(0), beta2)
+        second = torch.outer(rows, columns) / rows.sum()
+    else:
+        second = matrix.average("second", square, beta2)
+    update = matrix.gradient / torch.sqrt(second)
+    update = update / max(1.0, float(torch.sqrt(torch.mean(update**2))))
+    size = max(1e-3, float(torch.sqrt(torch.mean(matrix.weight**2))))
+    alpha = size * min(lr, t**-0.5) if spec.relative_step else lr
+    return matrix.weight - lr * matrix.decay * matrix.weight - alpha * update
+
+
+def _muon(matrix: Matrix, spec: OptimizerSpec, t: int, lr: float) -> Tensor:
+    """Jordan 2024 with the scale of Liu et al. 2025; the matrices that are stored as one are cut out by reshaping."""
+    moment = matrix.average("moment", matrix.gradient, spec.momentum)
+    moment = spec.momentum * moment + (1 - spec.momentum) * matrix.gradient if spec.nesterov else moment
+    columns, heads = moment.shape[1], matrix.described.heads
+    by_head = moment.reshape(heads, -1, columns)
+    updates = []
+    for piece in by_head.split(matrix.described.stacked or by_head.shape[1], dim=1):
+        found = [_orthogonal(head, spec) for head in piece] if spec.split_heads else _orthogonal(piece.flatten(0, 1), spec)
+        updates.append(torch.stack(found) if isinstance(found, list) else found.view_as(piece))
+    return (1 - lr * matrix.decay) * matrix.weight - lr * torch.cat(updates, dim=1).view_as(moment)
+
+
+def _orthogonal(matrix: Tensor, spec: OptimizerSpec) -> Tensor:
+    """The orthogonal factor of a matrix, scaled to the root mean square of AdamW's updates."""
+    x = matrix / max(float(torch.norm(matrix)), 1e-7)
+    for a, b, c in steps_of(spec.coefficients, spec.iterations):
+        x = a * x + b * (x @ x.T @ x) + c * (x @ x.T @ x @ x.T @ x)
+    return 0.2 * max(matrix.shape) ** 0.5 * x
+
+
+INDEPENDENT: dict[str, Made] = {
+    "adamw": _torchs(_adamw),
+    "sgd": _torchs(_sgd),
+    "lion": _from_paper(_lion),
+    "lamb": _from_paper(_lamb),
+    "adafactor": _from_paper(_adafactor),
+    "muon": _from_paper(_muon),
+}
+"""Implementations that are not the trainer's, by kind."""

@@ -5,23 +5,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megalith.rehearse.scenario import DAY, HOUR, YEAR, Scenario
+from megalith.rehearse.scenario import DAY, HOUR, Scenario
+from megalith.spec.faults import FaultCause
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault on its way. `hours`: how long what it breaks is away; `nodes` by number."""
+    """A fault that may come. `time`: in seconds; `nodes` by number; `hours`: how long what it breaks is away; `hardware`: the machine is
+    at fault, and not the program; `idle`: it comes to a node that computes nothing as well."""
 
     shows: str
     name: str
     nodes: tuple[int, ...]
     hours: float
     hardware: bool
+    idle: bool
+    time: float
 
 
-def arrivals(plan: Scenario, random: np.random.Generator, *, nodes: int) -> list[tuple[float, Fault | None]]:
-    """Return all faults of a run on so many nodes with the seconds at which they come; None is a planned stop. The list is in the order in
-    which they were drawn, which decides between those that come at one time."""
+def arrivals(plan: Scenario, random: np.random.Generator, *, nodes: int) -> list[Fault]:
+    """Return all faults of a run on so many nodes, as if all of them computed all the time: whether a node does is known when its fault
+    comes. The list is in the order in which they were drawn, which decides between those that come at one time."""
     own = plan.reliability
     weights = np.ones(nodes)
     lemons = random.random(nodes) < own.lemon_share
@@ -30,32 +34,43 @@ def arrivals(plan: Scenario, random: np.random.Generator, *, nodes: int) -> list
     times = _poisson(plan, random, plan.faults * nodes / HOUR)
     befallen = random.choice(nodes, size=len(times), p=weights / weights.sum()) if len(times) else []
     kinds = random.choice(len(counts), size=len(times), p=counts / counts.sum()) if len(times) else []
-    found: list[tuple[float, Fault | None]] = []
-    for time, node, kind in zip(times, befallen, kinds, strict=True):
-        cause = plan.causes[int(kind)]
-        hours = own.maintenance_hours if cause.shows == "preemption" else random.exponential(own.repair_hours)
-        found.append((time, Fault(cause.shows, cause.name, (int(node),), hours, cause.repair)))
-    for what, size, per_year, hours in (
-        ("rack", own.rack_nodes, own.rack_outages, own.rack_hours),
-        ("switch", own.rack_nodes * own.switch_racks, own.switch_outages, own.switch_hours),
-    ):
-        found += _outages(plan, random, what, nodes=nodes, size=size, per_year=per_year, hours=hours)
-    return [*found, *((time, None) for time in _poisson(plan, random, plan.planned / DAY))]
+    found = [
+        _of_node(plan, random, plan.causes[int(kind)], node=int(node), time=float(time))
+        for time, node, kind in zip(times, befallen, kinds, strict=True)
+    ]
+    for outage in plan.outages:
+        found += _outages(plan, random, outage.name, nodes=nodes, size=outage.nodes, rate=outage.rate, hours=outage.hours)
+    return found
+
+
+def _of_node(plan: Scenario, random: np.random.Generator, cause: FaultCause, *, node: int, time: float) -> Fault:
+    """Return a fault of a single node. Maintenance takes idle nodes as well; their hardware fails at a share of the rate."""
+    own, mean = plan.reliability, plan.reliability.hours(cause.repair)
+    maintenance = cause.repair == "maintenance"
+    hours = mean if maintenance else random.exponential(mean)
+    idle = maintenance or bool(random.random() < own.idle_factor)
+    hardware = cause.repair != "none"
+    return Fault(cause.shows, cause.name, (node,), hours, hardware, idle and hardware, time)
 
 
 def _outages(
-    plan: Scenario, random: np.random.Generator, what: str, *, nodes: int, size: int, per_year: float, hours: float
-) -> Iterator[tuple[float, Fault]]:
-    """Outages of groups of `size` neighbouring nodes, each of so many `hours` in the mean."""
+    plan: Scenario, random: np.random.Generator, what: str, *, nodes: int, size: int, rate: float, hours: float
+) -> Iterator[Fault]:
+    """Outages of groups of `size` neighbouring nodes, each group at `rate` a second, each outage of so many `hours` in the mean."""
     groups = -(-nodes // size)
-    for time in _poisson(plan, random, per_year * groups / YEAR):
+    for time in _poisson(plan, random, rate * groups):
         group = int(random.integers(groups))
         members = tuple(range(group * size, min((group + 1) * size, nodes)))
-        yield time, Fault("node lost", what, members, random.exponential(hours), True)
+        yield Fault("node lost", what, members, random.exponential(hours), True, True, float(time))
+
+
+def planned_stops(plan: Scenario, random: np.random.Generator) -> list[float]:
+    """Return the seconds at which somebody stops the run on purpose."""
+    return _poisson(plan, random, plan.planned / DAY).tolist()
 
 
 def _poisson(plan: Scenario, random: np.random.Generator, rate: float) -> np.ndarray:
-    """Seconds at which something of this rate a second comes within the run, in order."""
+    """Return the seconds at which something of this rate a second comes within the run, in order."""
     horizon = plan.days * DAY
     count = random.poisson(rate * horizon) if rate else 0
     return np.sort(random.random(count) * horizon)

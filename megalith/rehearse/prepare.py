@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megalith import events
+from megalith import epochs, events
 from megalith.events import Incident
 from megalith.rehearse import latencies
 from megalith.rehearse.campaign import FAULTED
@@ -26,6 +26,9 @@ from megalith.spec.validate import validate
 
 STEP_SECONDS, CHECKPOINT_MINUTES = 10.0, 30.0
 """Assumed where nobody says."""
+
+MOST_EVENTS, MOST_NODES = 100_000, 1_000_000
+"""Faults, outages or planned stops of one simulated run, and its nodes: what can be played within minutes, and held in memory."""
 
 WITHOUT_EFFECT: dict[str, str] = {
     "recover": "the simulated policy always recovers",
@@ -186,7 +189,7 @@ def _measured(wanted: Wanted, spec: SimulationSpec, problems: list[Problem]) -> 
         problems.append(_problem("--latencies", str(wanted.log), f"cannot be read: {error}", "Give another campaign's folder."))
         return None
     if not events.of_kind(records, Incident):
-        reason = f"has no log with an incident in it (looked at {folder / events.FILE})"
+        reason = f"has no log with an incident in it (looked at {epochs.newest(folder, events.FILE)})"
         way_out = "Give the folder that `megalith campaign` named, or that of a run that had faults."
         problems.append(_problem("--latencies", str(wanted.log), reason, way_out))
         return None
@@ -212,6 +215,37 @@ def _contradictions(spec: SimulationSpec, run: Resolved | None, cluster: Cluster
         nearest = near(known.faults, tables())
         way_out = f"{f'Did you mean {nearest!r}? ' if nearest else ''}Known: {', '.join(tables())}."
         yield _problem("reliability.faults", known.faults, "no table of faults has this name", way_out)
+    if cluster is not None:
+        yield from _too_large(_with_own(cluster, spec), spec, run.spec.fleet.spares if run else spec.fleet.spares)
+
+
+def _too_large(cluster: ClusterSpec, spec: SimulationSpec, spares: int) -> Iterator[Problem]:
+    """Yield what would make more nodes, or more events, than can be played."""
+    if cluster.nodes > MOST_NODES:
+        way_out = f"Use at most {MOST_NODES * cluster.per_node:,} devices."
+        yield _problem("--cluster", cluster.count, f"{cluster.nodes:,} nodes are too many to simulate", way_out)
+    if spares > MOST_NODES:
+        yield _problem("fleet.spares", spares, "so many are too many to simulate", f"Use at most {MOST_NODES:,}.")
+    own, years = cluster.reliability, spec.days / 365.25
+    rates = {
+        "interruptions": (cluster.interruptions, 24 * spec.days * cluster.count, "faults"),
+        "reliability.rack_outages": (own.rack_outages, years * -(-cluster.nodes // own.rack_nodes), "outages"),
+        "reliability.switch_outages": (
+            own.switch_outages,
+            years * -(-cluster.nodes // (own.rack_nodes * own.switch_racks)),
+            "outages",
+        ),
+        "planned": (spec.planned, spec.days, "stops"),
+    }
+    for key, (rate, times, what) in rates.items():
+        if rate * times > MOST_EVENTS:
+            seconds = spec.days * DAY / (rate * times)
+            reason = (
+                f"that is {rate * times:.3g} {what} in {spec.days:g} days, one every {seconds:.2g} seconds: too many to simulate"
+            )
+            way_out = f"Use at most {MOST_EVENTS / times:.2g}, or fewer days."
+            said = key != "interruptions" or spec.interruptions is not None
+            yield Problem("error", key, rate, reason, way_out, "command line" if said else "cluster")
 
 
 # What it comes to

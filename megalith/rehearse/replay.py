@@ -127,7 +127,7 @@ def replay(folder: Path, *, like: Path | None = None) -> Replayed:
         raise ValueError(f"{run} has no step in its log: the campaign ended before there was one")
     figures = measured(list(events.read(like / FAULTED if like else run)))
     site = _Hurt(spec, figures, injection.load(folder / "faults.json")).live()
-    return Replayed(recorded, figures, site.seconds, site.restarts)
+    return Replayed(recorded, figures, site.seconds, site.tally.restarts.total())
 
 
 def measured(records: Sequence[Event]) -> Figures:
@@ -281,8 +281,9 @@ class _Hurt(Site):
         if one.kind in self.own:
             self.own[one.kind](one)
             return
-        number = self.number[self._node(one)]
-        self._strike(Fault(SHOWS[one.kind], f"{one.kind} {one.number}", (number,), REPAIR_SECONDS / HOUR, one.kind in LOST))
+        number, name = self.number[self._node(one)], f"{one.kind} {one.number}"
+        lost = one.kind in LOST
+        self._strike(Fault(SHOWS[one.kind], name, (number,), REPAIR_SECONDS / HOUR, hardware=lost, idle=lost, time=self.now))
         self.state = replace(self.state, copies=self._left_of(self.state.copies, one))
 
     def _slot(self, one: Injection) -> int:

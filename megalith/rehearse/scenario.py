@@ -29,6 +29,16 @@ class Spent(StrEnum):
 
 
 @dataclass(frozen=True)
+class Outage:
+    """What takes `nodes` neighbouring nodes at once: `rate` a second for each such group, away for `hours` in the mean."""
+
+    name: str
+    nodes: int
+    rate: float
+    hours: float
+
+
+@dataclass(frozen=True)
 class Scenario:
     """What is simulated. `nodes` in the mesh of each site; `fleet.spares` come on top. Rates are per node-hour, times in seconds.
 
@@ -55,9 +65,19 @@ class Scenario:
     outer_seconds: float = 0.0
 
     @property
+    def outages(self) -> tuple[Outage, ...]:
+        """Racks and switches."""
+        own = self.reliability
+        return (
+            Outage("rack", own.rack_nodes, own.rack_outages / YEAR, own.rack_hours),
+            Outage("switch", own.rack_nodes * own.switch_racks, own.switch_outages / YEAR, own.switch_hours),
+        )
+
+    @property
     def mtbf(self) -> float:
-        """Mean seconds between faults of one site's nodes, without racks and switches."""
-        return HOUR / (self.faults * self.nodes) if self.faults else float("inf")
+        """Mean seconds between faults of one site's nodes, racks and switches; infinite if nothing breaks."""
+        rate = self.faults * self.nodes / HOUR + sum(outage.rate * -(-self.nodes // outage.nodes) for outage in self.outages)
+        return 1 / rate if rate else float("inf")
 
 
 def scenario(

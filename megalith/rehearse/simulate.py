@@ -1,5 +1,6 @@
 """A long run on a large cluster, simulated in seconds: sampled faults, the policy of the real runs, and where the time went."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import sqrt
@@ -13,18 +14,24 @@ from megalith.rehearse.site import Site
 
 @dataclass(frozen=True)
 class Life:
-    """One seed's run. `seconds` by what they went to; `curve`: (seconds, share of that time that was useful so far)."""
+    """One seed's run.
+
+    `seconds` by what they went to. `faults` by cause and `fates` by what they did: either adds up to all faults. `restarts` by reason,
+    of which those "for a fault" are as many as the faults that restarted the ranks. `stops` for a person; `ended`: ends for want of
+    nodes, after which the command was started again. `curve`: (seconds, share of that time that was useful so far).
+    """
 
     seed: int
     goodput: float
     seconds: Mapping[Spent, float]
-    faults: Mapping[str, int]
-    restarts: int
-    restored: Mapping[str, int]
-    stops: int
-    undetected: int
-    least_spares: int
-    curve: tuple[tuple[float, float], ...]
+    faults: Mapping[str, int] = field(default_factory=dict)
+    fates: Mapping[str, int] = field(default_factory=dict)
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    restored: Mapping[str, int] = field(default_factory=dict)
+    stops: int = 0
+    ended: int = 0
+    least_spares: int = 0
+    curve: tuple[tuple[float, float], ...] = ()
 
 
 SETTING = (
@@ -54,9 +61,13 @@ class Simulated:
         """Mean of something over the seeds."""
         return float(np.mean([count(life) for life in self.lives]))
 
-    def _names(self) -> list[str]:
-        """What broke in any of the lives."""
-        return sorted({name for life in self.lives for name in life.faults})
+    def means(self, counts: Callable[[Life], Mapping[str, int]]) -> dict[str, float]:
+        """Mean of counts by name over the seeds, the most frequent first."""
+        total: Counter[str] = Counter()
+        for life in self.lives:
+            total.update(counts(life))
+        found = {name: number / len(self.lives) for name, number in total.items()}
+        return dict(sorted(found.items(), key=lambda row: (-row[1], row[0])))
 
     def rows(self) -> list[tuple[str, float, float]]:
         """(what, mean seconds, share of the wall time) of what took time, largest first."""
@@ -73,9 +84,10 @@ class Simulated:
             "scenario": {**setting, **tables, "latencies": asdict(plan.latencies)},
             "goodput": self.goodput, "band": self.band, "error": self.error, "per_device": self.per_device,
             "seconds": {what.value: value for what, value in self.seconds.items()},
-            "causes": {name: self.mean(lambda life, name=name: life.faults.get(name, 0)) for name in self._names()},
-            "faults": self.mean(lambda life: sum(life.faults.values())), "restarts": self.mean(lambda life: life.restarts),
-            "stops": self.mean(lambda life: life.stops), "undetected": self.mean(lambda life: life.undetected),
+            "faults": self.mean(lambda life: sum(life.faults.values())), "causes": self.means(lambda life: life.faults),
+            "fates": self.means(lambda life: life.fates),
+            "restarts": self.mean(lambda life: sum(life.restarts.values())), "reasons": self.means(lambda life: life.restarts),
+            "stops": self.mean(lambda life: life.stops), "ended": self.mean(lambda life: life.ended),
             "curves": [life.curve for life in self.lives], "seeds": [life.goodput for life in self.lives],
         }  # fmt: skip
 
@@ -139,22 +151,23 @@ def _life(plan: Scenario, seed: int) -> Life:
         seed=seed,
         goodput=float(seconds[Spent.USEFUL]) / horizon,
         seconds={what: float(spent) for what, spent in seconds.items()},
-        faults=_added(site.faults for site in sites),
-        restarts=sum(site.restarts for site in sites),
-        restored=_added(site.restored for site in sites),
-        stops=sum(site.stops for site in sites),
-        undetected=sum(site.undetected for site in sites),
+        faults=_added(site.tally.causes for site in sites),
+        fates=_added(site.tally.outcomes for site in sites),
+        restarts=_added(site.tally.reasons for site in sites),
+        restored=_added(site.tally.restored for site in sites),
+        stops=sum(site.tally.stops for site in sites),
+        ended=sum(site.tally.ended for site in sites),
         least_spares=min(site.least_spares for site in sites),
         curve=_thin(sites[0].curve if len(sites) == 1 else _mean_curve(sites, horizon)),
     )
 
 
 def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
+    """Add up the counts of all sites, name by name."""
+    total: Counter[str] = Counter()
     for count in counts:
-        for name, number in count.items():
-            total[name] = total.get(name, 0) + number
-    return total
+        total.update(count)
+    return dict(total)
 
 
 def _joined(plan: Scenario, sites: Sequence["Site"], alone: dict[Spent, float]) -> dict[Spent, float]:

@@ -15,10 +15,12 @@ from megalith.control import policy
 from megalith.control.policy import Decision, State
 from megalith.fleet import signs
 from megalith.fleet.commands import CheckHealth, Command, Grow, Replace, RerunStep, Restart, SaveState, Shrink, Stop, Wait
+from megalith.fleet.exit_codes import retryable
 from megalith.fleet.signs import Sign
 from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier
-from megalith.rehearse.arrivals import Fault, arrivals
+from megalith.rehearse.arrivals import Fault, arrivals, planned_stops
 from megalith.rehearse.scenario import DAY, HOUR, Scenario, Spent
+from megalith.rehearse.tally import Fate, Tally
 
 STORE_KEEP = 3  # checkpoints in the shared store
 LIMIT = 2_000_000  # events of one life: more mean that the run never gets anywhere
@@ -36,13 +38,13 @@ class Site:
         self.now, self.progress, self.rate = 0.0, 0.0, 1.0
         self.spending = Spent.RECOVERY
         self.running = False
+        self.ended = False  # the command has ended: the next start is that of a new one
         self.seconds = dict.fromkeys(Spent, 0.0)
         self.broken: dict[str, float] = {}
         self.slow: dict[str, float] = {}
-        self.wrong: list[tuple[str, float]] = []
-        self.faults: dict[str, int] = {}
-        self.restored: dict[str, int] = {}
-        self.restarts = self.stops = self.undetected = self.order = 0
+        self.wrong: list[tuple[str, float, Fault]] = []
+        self.tally = Tally()
+        self.order = 0
         self.least_spares = plan.fleet.spares
         self.curve = [(0.0, 1.0)]
         self.reached: list[tuple[float, float]] = [(0.0, 0.0)]
@@ -69,7 +71,8 @@ class Site:
                 f"{self.plan.name}: more than {LIMIT:,} events; the run gets nowhere with this policy and these rates"
             )
         self._advance(self.horizon)
-        self.undetected += len(self.wrong)
+        for _, _, fault in self.wrong:
+            self.tally.settle(fault, Fate.UNSEEN)
         self.seconds[Spent.USEFUL] += self.progress
         self._note_curve()
         return self
@@ -119,45 +122,44 @@ class Site:
     # Faults
 
     def _schedule_faults(self) -> None:
-        for time, fault in arrivals(self.plan, self.random, nodes=len(self.number)):
-            self._at(time, self._stop_as_planned if fault is None else self._striking(fault))
+        for fault in arrivals(self.plan, self.random, nodes=len(self.number)):
+            self._at(fault.time, self._striking(fault))
+        for time in planned_stops(self.plan, self.random):
+            self._at(time, self._stop_as_planned)
 
     def _striking(self, fault: Fault) -> Callable[[], None]:
         return lambda: self._strike(fault)
 
     def _strike(self, fault: Fault) -> None:
-        """A fault comes: on nodes that are away already it shows nothing; outside the mesh it only takes spares away."""
+        """A fault comes: on nodes that are away already it shows nothing; on idle ones only hardware fails, and less often."""
         names = [f"node{i}" for i in fault.nodes if f"node{i}" not in self.broken]
-        if not names:
+        slots = [slot for slot in map(self.state.slot, names) if slot is not None]
+        idle = not slots or (not self.running and (self.state.stopped or self.state.waiting))
+        quiet = fault.shows in self.detect and not idle
+        if not names or (idle and not fault.idle) or (quiet and not self.running):
             return
-        if len(fault.nodes) == 1 and names[0] not in self.state.placement and not fault.hardware:
-            return
-        quiet = fault.shows in self.detect
-        slot = self.state.slot(names[0])
-        if slot is not None or len(names) > 1:
-            self.faults[fault.name] = self.faults.get(fault.name, 0) + 1
-        if quiet and slot is not None:
-            if self.running:
-                self.detect[fault.shows](fault, names[0], slot)
+        self.tally.count(fault)
+        if quiet:
+            self.detect[fault.shows](fault, names[0], slots[0])
             return
         if fault.hardware:
             self.broken |= dict.fromkeys(names, self.now + fault.hours * HOUR)
-        still = not self.running and (self.state.stopped or self.state.waiting)
-        if still and not fault.hardware:
-            return  # nothing runs that could fail
-        if still or (slot is None and len(names) == 1):
-            self._decide(self._lost(names))
+        if idle:
+            self._decide(self._lost(names), fault=fault)
+            if self.tally.fates[fault] is not Fate.RESTARTED:
+                self.tally.settle(fault, Fate.IDLE)
         else:
-            self._break(fault, names, slot)
+            self._break(fault, names, slots[0])
 
-    def _break(self, fault: Fault, names: list[str], slot: int | None) -> None:
+    def _break(self, fault: Fault, names: list[str], slot: int) -> None:
         """Something in the mesh stops: everybody stands still until it is seen."""
         latency, plan = self.plan.latencies, self.plan
-        node, place = names[0], slot or 0
+        node = names[0]
         if fault.shows == "preemption":
-            self._decide(signs.Preempted(node=node, time=self.now, step=self._step()))
+            self.tally.leaves(fault)
+            self._decide(signs.Preempted(node=node, time=self.now, step=self._step()), fault=fault)
             return
-        common: dict[str, Any] = {"slot": place, "node": node, "rank": place * plan.devices_per_node}
+        common: dict[str, Any] = {"slot": slot, "node": node, "rank": slot * plan.devices_per_node}
         seen: dict[str, tuple[float, Callable[[], Sign]]] = {
             "crash": (latency.crash, lambda: signs.RankFailed(**common, signature=fault.name, hardware=fault.hardware, **self._when())),
             "bug": (latency.crash, lambda: signs.RankFailed(**common, signature=fault.name, blamed=False, **self._when())),
@@ -169,7 +171,12 @@ class Site:
         seconds, sign = seen[fault.shows]
         self._stand_still()
         self._spend(Spent.DETECTION)
-        self._at(seconds, lambda: self._decide(sign()))
+        self._at(seconds, lambda: self._see(sign(), fault))
+
+    def _see(self, sign: Sign, fault: Fault) -> None:
+        """Decide about a fault, unless another one has ended the run meanwhile."""
+        self._decide(sign, fault=fault)
+        self.tally.settle(fault, Fate.TOGETHER, if_open=True)
 
     def _when(self) -> dict[str, Any]:
         return {"time": self.now, "step": self._step()}
@@ -197,21 +204,24 @@ class Site:
         factor = plan.reliability.slow_factor
         seen = plan.fleet.straggler_steps * plan.step_seconds * factor
         until = max(seen, replacing * factor / (factor - 1)) if factor > 1 else seen
-        self._at(until, lambda: self._report_slow(node, slot, replacing))
+        self.tally.settle(fault, Fate.SLOWED)
+        self._at(until, lambda: self._report_slow(fault, node, slot, replacing))
         self._at(fault.hours * HOUR, lambda: self.slow.pop(node, None))
 
-    def _report_slow(self, node: str, slot: int, replacing: float) -> None:
+    def _report_slow(self, fault: Fault, node: str, slot: int, replacing: float) -> None:
         if node not in self.slow or self.state.slot(node) != slot:
             return
         if not self.running:  # nobody can be seen to be slow now
-            self._at(self.plan.step_seconds * self.plan.fleet.straggler_steps, lambda: self._report_slow(node, slot, replacing))
+            again = self.plan.step_seconds * self.plan.fleet.straggler_steps
+            self._at(again, lambda: self._report_slow(fault, node, slot, replacing))
             return
         ratio = self.plan.reliability.slow_factor
         lost = (self.now - self.slow[node]) * (1 - 1 / ratio)
         rank = slot * self.plan.devices_per_node
-        self.broken[node] = self.now + self.plan.reliability.repair_hours * HOUR
+        self.broken[node] = self.now + fault.hours * HOUR
         decision = self._decide(
-            signs.Straggler(slot=slot, node=node, rank=rank, ratio=ratio, lost=lost + 1e-6, replacing=replacing, **self._when())
+            signs.Straggler(slot=slot, node=node, rank=rank, ratio=ratio, lost=lost + 1e-6, replacing=replacing, **self._when()),
+            fault=fault,
         )
         if not decision.commands:
             del self.broken[node]  # it is borne: it stays in the mesh, slow as it is
@@ -220,29 +230,31 @@ class Site:
         """Wrong gradients are seen at the next verification, if there is one; until then every step is in vain."""
         every = self.plan.fleet.verify_every * self.plan.step_seconds
         if not every:
-            self.undetected += 1
+            self.tally.settle(fault, Fate.UNSEEN)
             return
         good = self.progress // every * every
-        self.wrong.append((node, good))
-        self._at((good + every - self.progress) * (1 + self.overhead) / self.rate, lambda: self._verify(node, good, fault.hours))
+        self.wrong.append((node, good, fault))
+        self._at((good + every - self.progress) * (1 + self.overhead) / self.rate, lambda: self._verify(node, good, fault))
 
-    def _verify(self, node: str, good: float, hours: float) -> None:
-        if (node, good) not in self.wrong or not self.running:
+    def _verify(self, node: str, good: float, fault: Fault) -> None:
+        if (node, good, fault) not in self.wrong or not self.running:
             return
-        self.wrong.remove((node, good))
+        self.wrong.remove((node, good, fault))
         if node not in self.state.placement:
+            self.tally.settle(fault, Fate.TOGETHER)
             return
-        self.broken[node] = self.now + hours * HOUR
+        self.broken[node] = self.now + fault.hours * HOUR
         step = int(good // self.plan.step_seconds)
-        self._decide(signs.GradientWrong(good_step=step, suspects=(node,), **self._when()))
+        self._decide(signs.GradientWrong(good_step=step, suspects=(node,), **self._when()), fault=fault)
         if node in self.state.placement:
             del self.broken[node]  # there was no spare for it
 
     def _be_not_finite(self, fault: Fault, node: str, slot: int) -> None:
-        self._decide(signs.Nonfinite(slot=slot, node=node, rank=slot * self.plan.devices_per_node, name="", **self._when()))
+        sign = signs.Nonfinite(slot=slot, node=node, rank=slot * self.plan.devices_per_node, name="", **self._when())
+        self._decide(sign, fault=fault)
 
     def _fill_disk(self, fault: Fault, node: str, slot: int) -> None:
-        self._decide(signs.SaveFailed(tier=Tier.DISK, error=fault.name, **self._when()))
+        self._decide(signs.SaveFailed(tier=Tier.DISK, error=fault.name, **self._when()), fault=fault)
 
     def _stop_as_planned(self) -> None:
         """A planned stop saves first, and costs a restart."""
@@ -291,8 +303,10 @@ class Site:
     def _spend(self, what: Spent) -> None:
         self.spending = what
 
-    def _decide(self, sign: Sign, *, copies: tuple[Copy, ...] | None = None, spending: Spent = Spent.RECOVERY) -> Decision:
-        """Ask the policy, and obey."""
+    def _decide(
+        self, sign: Sign, *, fault: Fault | None = None, copies: tuple[Copy, ...] | None = None, spending: Spent = Spent.RECOVERY
+    ) -> Decision:
+        """Ask the policy what to do about a sign, which a fault may have brought, and obey."""
         if self.running:
             self.state = replace(self.state, copies=self._copies())
         if copies is not None:
@@ -300,6 +314,7 @@ class Site:
         decision = policy.decide(self.state, sign, fleet=self.plan.fleet)
         self.state = decision.state
         self.least_spares = min(self.least_spares, len(self.state.spares))
+        self.tally.decided(sign, decision.commands, fault)
         replaced = any(isinstance(order, Replace) for order in decision.commands)
         for order in decision.commands:
             if isinstance(order, Command):
@@ -312,14 +327,16 @@ class Site:
             case Restart(source, _, after):
                 self._go_back(source)
                 self.rate = 1.0
-                self._begin(after + latency.restart + latency.restored(source) + latency.replace * replaced, spending)
+                self._begin(after + self._until_ranks(source) + latency.replace * replaced, spending)
             case Shrink(source, nodes) | Grow(source, nodes):
                 self._go_back(source)
                 self.rate = len(nodes) / self.plan.nodes
-                self._begin(latency.restart + latency.restored(source), spending)
+                self._begin(self._until_ranks(source), spending)
             case RerunStep():
                 self._stand_still()
                 self._begin(self.plan.step_seconds, Spent.LOST)
+            case Wait() if self.ended:
+                pass  # what would wait has ended
             case Wait(seconds):
                 self._stand_still()
                 self._spend(Spent.WAITING)
@@ -330,8 +347,16 @@ class Site:
                 self._at(latency.save, self._saved, of_group=True)
             case CheckHealth(node):
                 self._check(node)
+            case Stop(code) if retryable(code) and self.state.vacant:
+                self._end_until_nodes_come()
             case Stop():
                 self._call_a_person()
+
+    def _until_ranks(self, source: Source) -> float:
+        """Seconds until ranks that start now go on from `source`: a command that ended starts from nothing."""
+        latency, anew = self.plan.latencies, self.ended
+        self.ended = False
+        return (latency.start if anew else latency.restart) + latency.restored(source)
 
     def _begin(self, seconds: float, spending: Spent) -> None:
         """A new generation, or a step that is run again, will be at work in so many seconds."""
@@ -350,18 +375,19 @@ class Site:
     def _go_back(self, source: Source) -> None:
         """What was done since `source` is lost."""
         self._stand_still()
-        self.restarts += 1
-        tier = source.tier.value if source.tier else "the beginning"
-        self.restored[tier] = self.restored.get(tier, 0) + 1
+        self.tally.restored[source.tier.value if source.tier else "the beginning"] += 1
         at = min(self.progress, source.step * self.plan.step_seconds) if source != BEGINNING else 0.0
         self.seconds[Spent.LOST] += self.progress - at
         self.progress = at
-        self.wrong = [(node, good) for node, good in self.wrong if good < at]
+        for _, good, fault in self.wrong:
+            if good >= at:
+                self.tally.settle(fault, Fate.TOGETHER)
+        self.wrong = [one for one in self.wrong if one[1] < at]
         self.slow = {node: since for node, since in self.slow.items() if node in self.state.placement}
         self._note_curve()
 
     def _saved(self) -> None:
-        self._decide(signs.Saved(**self._when()), copies=self._copies(saved=True))
+        self._decide(signs.Saved(**self._when()), fault=self.tally.left(), copies=self._copies(saved=True))
 
     def _check(self, node: str) -> None:
         """A node that is broken passes its check after repair; one that was only suspected, at once."""
@@ -378,10 +404,19 @@ class Site:
             self._decide(signs.HealthChecked(node=node, passed=True, **self._when()))
         return None
 
+    def _end_until_nodes_come(self) -> None:
+        """The command ends with a status that means "again"; who started it, an engine or a loop, does so once there are nodes."""
+        self._stand_still()
+        self.tally.ended += 1
+        self.ended = True
+        self._spend(Spent.WAITING)
+        self.state = replace(self.state, stopped=False, waiting=True, repeats={}, reruns={}, fruitless=0)
+
     def _call_a_person(self) -> None:
         """Somebody looks at the report and starts the same command again: counters begin anew, quarantines stay."""
         self._stand_still()
-        self.stops += 1
+        self.tally.stops += 1
+        self.ended = True
         self._spend(Spent.PERSON)
         self._at(self.plan.reliability.person_hours * HOUR, self._start_again, of_group=True)
 

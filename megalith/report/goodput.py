@@ -4,17 +4,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megalith.report import svg, units
-from megalith.report.svg import Series
+from megalith.report.svg import Area, Series
 
 if TYPE_CHECKING:
     from megalith.rehearse.simulate import Simulated, Tried
 
 COLOURS: dict[str, int] = {
-    "useful": 2, "straggling": 4, "data": 7, "validation": 5, "checkpoint": 0, "start-up": 5, "lost steps": 1, "away": 6,
-    "recovery": 3, "detection": 7, "waiting for nodes": 6, "fewer nodes": 4, "planned": 5, "waiting for a person": 6,
-    "between sites": 7, "other": 6,
+    "useful": 2, "straggling": 4, "data": 8, "validation": 5, "checkpoint": 0, "start-up": 9, "lost steps": 1, "away": 6,
+    "recovery": 3, "detection": 7, "waiting for nodes": 6, "fewer nodes": 8, "planned": 5, "waiting for a person": 9,
+    "between sites": 10, "other": 10,
 }  # fmt: skip
-"""Colour of each thing that time goes to, in runs (`control.ledger`) and in simulations (`rehearse.simulate`)."""
+"""Colour of each thing that time goes to, in runs (`control.ledger`) and in simulations (`rehearse.simulate`): no two of one kind of
+account share one."""
 
 
 def shares(accounts: Mapping[str, Mapping[str, float]], *, width: float = 620) -> str:
@@ -30,14 +31,15 @@ def shares(accounts: Mapping[str, Mapping[str, float]], *, width: float = 620) -
         }
     used = {cause for row in rows.values() for cause in row}
     colours = {cause: colour for cause, colour in COLOURS.items() if cause in used}
-    return svg.stacked_rows(rows, colours, form=units.percent, width=width)
+    return svg.stacked_rows(rows, colours, form=units.percent, x_label="share of the wall time that was not useful", width=width)
 
 
 def over_time(curves: Sequence[Sequence[tuple[float, float]]], *, width: float = 620) -> str:
     """Goodput so far by day, one curve a seed; the first is drawn strong, the others show the spread."""
+    others = len(curves) - 1
     series = [
         Series(
-            "goodput so far" if i == 0 else f"seed {i}",
+            "first seed" if others else "goodput so far",
             [(seconds / 86_400, share) for seconds, share in curve[1:]],
             colour=2 if i == 0 else 6,
             faint=i > 0,
@@ -45,36 +47,43 @@ def over_time(curves: Sequence[Sequence[tuple[float, float]]], *, width: float =
         for i, curve in enumerate(curves)
     ]
     return svg.line_chart(
-        [*series[1:], *series[:1]], x_label="days (goodput so far, a curve a seed)", y_format=units.percent, width=width
+        [*series[1:], *series[:1]],
+        x_label="days",
+        y_label="goodput so far",
+        y_format=units.percent,
+        level=1.0,
+        names=[(f"{others} other seed{'s' * (others > 1)}", 6)] if others else [],
+        width=width,
     )
 
 
-def tried(points: "Sequence[Tried]", *, x_label: str, width: float = 620) -> str:
-    """Goodput by a setting that was tried out (`rehearse.simulate.Tried`), with the 5th and 95th percentile of the seeds."""
+def tried(
+    points: "Sequence[Tried]", *, title: str, x_label: str, marks: Sequence[tuple[float, str]] = (), width: float = 620
+) -> str:
+    """Goodput by a setting that was tried out (`rehearse.simulate.Tried`) as a stand-alone picture, with the spread of the seeds. `marks`:
+    values of the setting that have a name."""
     ordered = sorted(points, key=lambda point: point.value)
+    spread = [[(point.value, point.band[end]) for point in ordered] for end in (0, 1)]
     series = [
-        Series("goodput", [(point.value, point.goodput) for point in ordered], 2, dots=True),
-        Series("5 %", [(point.value, point.band[0]) for point in ordered], 6),
-        Series("95 %", [(point.value, point.band[1]) for point in ordered], 6),
         Series("of all devices paid for", [(point.value, point.per_device) for point in ordered], 0, dots=True),
+        Series("goodput", [(point.value, point.goodput) for point in ordered], 2, dots=True),
     ]
-    return svg.line_chart(series, x_label=x_label, y_format=units.percent, width=width)
+    chart = svg.line_chart(
+        series,
+        x_label=x_label,
+        y_label="share of the wall time",
+        y_format=units.percent,
+        areas=[Area("goodput, 5th to 95th percentile of the seeds", spread[0], spread[1], 6)],
+        level=1.0,
+        marks=marks,
+        width=width,
+        height=320,
+    )
+    return svg.standalone(svg.titled(title, [chart]))
 
 
 def simulated(result: "Simulated") -> str:
     """A simulation as one stand-alone picture: what time went to, and goodput over the days."""
-    seconds = {what.value: value for what, value in result.seconds.items()}
-    bars, curves = shares({result.scenario.name: seconds}), over_time([life.curve for life in result.lives])
-    return svg.standalone(_stacked(bars, curves))
-
-
-def _stacked(above: str, below: str) -> str:
-    """One picture over another."""
-    sizes = [[float(number) for number in one.partition('viewBox="')[2].partition('"')[0].split()] for one in (above, below)]
-    width, height = max(size[2] for size in sizes), sum(size[3] for size in sizes)
-    # groups, not pictures in a picture: STYLE gives every svg element the width of what it stands in
-    placed = "".join(
-        f'<g transform="translate(0,{top:g})">{one[one.index(">") + 1 : one.rindex("</svg>")]}</g>'
-        for one, top in zip((above, below), (0.0, sizes[0][3]), strict=True)
-    )
-    return svg.picture(width, height, placed, "goodput")
+    seconds, plan = {what.value: value for what, value in result.seconds.items()}, result.scenario
+    bars, curves = shares({"goodput": seconds}), over_time([life.curve for life in result.lives])
+    return svg.standalone(svg.titled(f"{plan.name}, {plan.days:g} days: where the time went", [bars, curves]))

@@ -1,8 +1,10 @@
 """The live line of a run: follows the event log of a run folder while it is written."""
 
-import contextlib
+import os
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from megalith import disk, events
+from megalith import epochs, events
 from megalith.events import Event, Incident, Problem, Recovery, RunStarted, Skipped, Step, Validation
 from megalith.report import units
 
@@ -22,41 +24,57 @@ class Follow:
     """Shows how far a run is, from the events written after this was made.
 
     On a terminal: one line, redrawn at each `poll`, with problems and validations above it. Elsewhere: a plain line at the first
-    step, then every `seconds` seconds, and for the last step when closed.
+    step, then every `seconds` seconds, and for the last step when closed. `errors`: also show the errors that ranks log. A command that
+    prints the cause of a failure at the end leaves them out: they would say it again, and those of ranks that lost a peer say nothing.
+
+    No method raises anything: what only shows must not end what trains. `failed` says why something was not shown.
     """
 
-    def __init__(self, run_dir: Path, steps: int, console: Console, *, seconds: float = 10.0) -> None:
-        self._path = run_dir / events.FILE
-        self._steps, self._console, self._seconds = steps, console, seconds
-        self._offset = self._path.stat().st_size if self._path.exists() else 0
+    def __init__(self, run_dir: Path, steps: int, console: Console, *, seconds: float = 10.0, errors: bool = True) -> None:
+        self._path = epochs.newest(run_dir, events.FILE)
+        self._steps, self._console, self._seconds, self._errors = steps, console, seconds, errors
+        self._offset, self._inode = self._size(), 0
+        self._away = False  # the log could not be read at the last call
+        self.failed = ""
         self._half = b""  # the beginning of a line whose end is not written yet
         self._step: Step | None = None
         self._validation: Validation | None = None
         self._times: deque[tuple[int, float]] = deque(maxlen=RECENT)
         self._said: tuple[int, float] | None = None  # the step of the last plain line, and when it was written
+        self._reason = ""  # of the last incident
         self._live: Live | None = None
         self._progress = Progress(BarColumn(bar_width=24), TextColumn("{task.description}"), console=console, auto_refresh=False)
         self._task: TaskID | None = None
 
     def poll(self) -> None:
         """Read what was written since the last call and show it."""
-        for event in self._new():
-            self._take(event)
-        if self._step is None:
-            return
-        if self._console.is_terminal:
-            self._redraw()
-        elif self._said is None or (self._new_to_say() and time.monotonic() - self._said[1] >= self._seconds):
-            self._say()
+        with self._whatever_happens():
+            for event in self._new():
+                self._take(event)
+            if self._step is None:
+                return
+            if self._console.is_terminal:
+                self._redraw()
+            elif self._said is None or (self._new_to_say() and time.monotonic() - self._said[1] >= self._seconds):
+                self._say()
 
     def close(self) -> None:
         """Show the last state and leave the line standing."""
         self.poll()
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-        elif self._new_to_say():
-            self._say()
+        with self._whatever_happens():
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
+            elif self._new_to_say():
+                self._say()
+
+    @contextmanager
+    def _whatever_happens(self) -> Iterator[None]:
+        """Leave the block when it raises, also in a drawing library: the run goes on without its live line."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # rich raises the latter where a pipe is closed
+            self.failed = self.failed or f"{type(error).__name__}: {error}"
 
     def __enter__(self) -> "Follow":
         return self
@@ -64,16 +82,39 @@ class Follow:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _size(self) -> int:
+        """Bytes of the log; 0 if there is none, or none can be seen."""
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
+
     def _new(self) -> list[Event]:
-        """Return the events written since the last call. Torn lines and lines that hold no event are skipped: the display must not end."""
-        fresh = b""
-        with disk.if_available(), contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            file.seek(self._offset)
-            fresh = file.read()
-        self._offset += len(fresh)
+        """Return the events written since the last call. Torn lines and lines that hold no event are skipped."""
+        try:
+            fresh = self._read()
+        except OSError as error:
+            if not self._away and (self._inode or not isinstance(error, FileNotFoundError)):
+                self._away = True
+                words = f"{self._path} cannot be read ({error.strerror}): the run goes on, and is shown again once it can be"
+                self._print(Text.assemble(("warning", "yellow"), f": {words}"))
+            return []
+        self._away = False
         *lines, self._half = (self._half + fresh).split(b"\n")
         found = [events.parse(line.decode("utf-8", "replace") + "\n") for line in lines]
         return [event for event in found if event is not None]
+
+    def _read(self) -> bytes:
+        """The bytes of the log that were not read yet. One that was removed, or cut off, is read from its beginning. Raises OSError."""
+        with self._path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_size < self._offset or self._inode not in (0, found.st_ino):
+                self._offset, self._half = 0, b""
+            self._inode = found.st_ino
+            file.seek(self._offset)
+            fresh = file.read()
+        self._offset += len(fresh)
+        return fresh
 
     def _take(self, event: Event) -> None:
         match event:
@@ -85,16 +126,34 @@ class Follow:
             case Validation():
                 self._validation = event
             case Incident():
-                self._print(Text.assemble(("incident", "yellow"), f" at step {event.step}: {event.reason}"))
+                self._print(Text.assemble(("incident", "yellow"), f" at step {event.step}: {self._said_of(event)}"))
             case Recovery():
                 how = f"from {event.restored}" if event.restored else "in place"
                 self._print(Text.assemble(("going on", "green"), f" at step {event.step}, {how}"))
             case Skipped():
                 self._print(Text.assemble(("warning", "yellow"), f": {event.words}"))
+            case Problem(severity="error") if not self._errors:
+                pass
             case Problem():
                 where = f" (rank {event.rank})" if event.rank is not None else ""
                 colour = "red" if event.severity == "error" else "yellow"
-                self._print(Text.assemble((event.severity, colour), f": {event.message}{where}"))
+                first, more, _ = event.message.partition("\n")
+                self._print(Text.assemble((event.severity, colour), f": {first}{' …' if more else ''}{where}"))
+
+    def _said_of(self, incident: Incident) -> str:
+        """An incident's reason in one line, once. That of one which ends the run is the command's last message."""
+        if any(command.get("kind") == "stop" for command in incident.commands):
+            return "the run stops"
+        reason = incident.reason.partition("\n")[0]
+        if self._reason and reason.startswith(self._reason):
+            return f"the same{reason[len(self._reason) :]}"
+        self._reason = reason
+        return reason
+
+    def say(self, text: str) -> None:
+        """Show a line at once."""
+        with self._whatever_happens():
+            self._print(Text(text))
 
     def _print(self, line: Text) -> None:
         """A line above the live one; whole, however long, so that a log keeps it greppable."""

@@ -31,9 +31,10 @@ MOST_BARS = 4000
 """Bars a drawing holds: beyond it, fewer microbatches are drawn."""
 
 
-def write(run_dir: Path) -> Path:
-    """Write the run's report into its folder and return its path. A run with few events, or none, gets a report that says so."""
-    path = run_dir / FILE
+def write(run_dir: Path, path: Path | None = None) -> Path:
+    """Write the run's report to `path` (default: into its folder) and return where. A run with few events, or none, gets a report that says
+    so."""
+    path = path or run_dir / FILE
     draft = path.with_suffix(".tmp")  # a browser that reloads meanwhile sees the old page or the new one, never half of one
     draft.write_text(render(history(run_dir), folder=run_dir), encoding="utf-8")
     draft.replace(path)

@@ -1,7 +1,7 @@
 """Charts as inline SVG: lines, stacked bars, grids. They scale with the page and follow its light or dark colours.
 
-Values show on hover. Colours are classes (`c0` .. `c7`, in STYLE) after Okabe and Ito, whose set people with colour blindness can
-tell apart.
+Values show on hover. Colours are classes (`c0` .. `c10`, in STYLE); the first eight are after Okabe and Ito, whose set people with
+colour blindness can tell apart.
 """
 
 from bisect import bisect_left
@@ -17,14 +17,20 @@ Point = tuple[float, float]
 
 STYLE = """
 :root{--bg:#ffffff;--panel:#ffffff;--soft:#f3f5f8;--ink:#1c2430;--muted:#5f6b7a;--line:#e2e6ec;--grid:#eceff3;
---c0:#0b6fb8;--c1:#d1551a;--c2:#00876a;--c3:#b2559b;--c4:#c28a00;--c5:#3a9fd6;--c6:#8792a2;--c7:#6558c9;color-scheme:light dark}
+--c0:#0b6fb8;--c1:#d1551a;--c2:#00876a;--c3:#b2559b;--c4:#c28a00;--c5:#3a9fd6;--c6:#8792a2;--c7:#6558c9;
+--c8:#7d4e24;--c9:#a3142e;--c10:#8f9a1c;color-scheme:light dark}
 @media (prefers-color-scheme:dark){:root{--bg:#0f1319;--panel:#171c24;--soft:#1f2630;--ink:#e8ecf2;--muted:#9aa6b6;--line:#2a323d;
---grid:#242c36;--c0:#4fa8e8;--c1:#f58a52;--c2:#3cc6a0;--c3:#dc8fc8;--c4:#e8b53c;--c5:#8accf2;--c6:#8d99a9;--c7:#a39af0}}
+--grid:#242c36;--c0:#4fa8e8;--c1:#f58a52;--c2:#3cc6a0;--c3:#dc8fc8;--c4:#e8b53c;--c5:#8accf2;--c6:#8d99a9;--c7:#a39af0;--c8:#c59a6d;--c9:#ff8095;
+--c10:#c6d24e}}
 svg{display:block;width:100%;height:auto;font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
 svg text{fill:var(--muted);font-size:11px}
 svg .strong{fill:var(--ink);font-weight:600}
 svg .grid{stroke:var(--grid);stroke-width:1}
 svg .axis{stroke:var(--line);stroke-width:1}
+svg .level{stroke:var(--muted);stroke-width:1;stroke-dasharray:5 4}
+svg .mark{stroke:var(--ink);stroke-width:1;stroke-dasharray:2 3}
+svg .title{fill:var(--ink);font-weight:600;font-size:13px}
+svg .area{stroke:none;opacity:.25}
 svg .curve{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}
 svg .faint{opacity:.32;stroke-width:1.1}
 svg .strip{fill:transparent}
@@ -32,7 +38,7 @@ svg .strip:hover{fill:var(--muted);fill-opacity:.13}
 svg .box{fill:var(--soft);stroke:var(--line)}
 svg .soft{fill:var(--soft)}
 svg .bar:hover{opacity:.8}
-""" + "".join(f"svg .c{i}{{stroke:var(--c{i})}}svg .f{i}{{fill:var(--c{i})}}\n" for i in range(8))
+""" + "".join(f"svg .c{i}{{stroke:var(--c{i})}}svg .f{i}{{fill:var(--c{i})}}\n" for i in range(11))
 """What the classes look like; a page includes it once, a stand-alone picture through `standalone`."""
 
 
@@ -46,6 +52,16 @@ class Series:
     colour: int
     dots: bool = False
     faint: bool = False
+
+
+@dataclass(frozen=True)
+class Area:
+    """A named area between two curves over the same places."""
+
+    name: str
+    low: Sequence[Point]
+    high: Sequence[Point]
+    colour: int
 
 
 @dataclass(frozen=True)
@@ -127,20 +143,34 @@ def line_chart(
     series: Sequence[Series],
     *,
     x_label: str,
+    y_label: str = "",
     y_format: Callable[[float], str] = count,
     from_zero: bool = False,
+    areas: Sequence[Area] = (),
+    level: float | None = None,
+    marks: Sequence[tuple[float, str]] = (),
+    names: Sequence[tuple[str, int]] = (),
     width: float = 620,
     height: float = 270,
 ) -> str:
-    """Curves over one x axis. Points that are not finite are left out; without any point it says so."""
+    """Draw curves over one x axis. Points that are not finite are left out; without any point the picture says so.
+
+    `level`: a value of y that the picture reaches and marks by a line. `marks`: values of x with their names, each a line across.
+    `names`: further entries of the legend, with their colours.
+    """
     shown = [Series(s.name, _finite(s.points), s.colour, s.dots, s.faint) for s in series]
     shown = [s for s in shown if s.points]
     if not shown:
         return picture(width, 60, text(width / 2, 34, "no values yet", anchor="middle"), "no values")
-    entries = [(s.name, s.colour) for s in shown if not s.faint]
-    names, tall = legend(entries if len(entries) > 1 else [], left=8, right=width, top=14)  # one curve: the caption names it
-    frame = _frame([p for s in shown for p in s.points], from_zero, y_format, tall + 10, width, height)
-    body = names + _axes(frame, x_label, y_format)
+    entries = [*((s.name, s.colour) for s in shown if not s.faint), *((area.name, area.colour) for area in areas), *names]
+    listed, tall = legend(entries if len(entries) > 1 else [], left=8, right=width, top=14)  # one curve: the caption names it
+    points = [p for curve in [*(s.points for s in shown), *(a.low for a in areas), *(a.high for a in areas)] for p in curve]
+    if level is not None:
+        points.append((points[0][0], level))
+    frame = _frame(points, from_zero, y_format, tall + (24 if y_label else 10), width, height)
+    body = listed + _axes(frame, x_label, y_format)
+    body += text(8, frame.top - 6, y_label) if y_label else ""
+    body += "".join(_area(frame, area) for area in areas) + _level(frame, level) + _marks(frame, marks)
     for s in shown:
         place = [f"{frame.px(x):.1f},{frame.py(y):.1f}" for x, y in thin(s.points)]
         faint = " faint" if s.faint else ""
@@ -151,6 +181,31 @@ def line_chart(
             body += f'<g class="f{s.colour}">{"".join(dots)}</g>'
     body += _strips(frame, [s for s in shown if not s.faint], x_label, y_format)
     return picture(width, height, body, ", ".join(s.name for s in shown if not s.faint))
+
+
+def _area(frame: _Frame, area: Area) -> str:
+    """Draw the area between two curves."""
+    place = [f"{frame.px(x):.1f},{frame.py(y):.1f}" for x, y in (*area.low, *reversed(area.high))]
+    return f'<polygon class="area f{area.colour}" points="{" ".join(place)}"/>'
+
+
+def _level(frame: _Frame, level: float | None) -> str:
+    """Draw a line at one value of y."""
+    if level is None:
+        return ""
+    y = frame.py(level)
+    return f'<line class="level" x1="{frame.left:.1f}" x2="{frame.right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+
+
+def _marks(frame: _Frame, marks: Sequence[tuple[float, str]]) -> str:
+    """Draw a line at each marked value of x. Names stand below each other, so that those of near values do not overlap."""
+    body = ""
+    for i, (at, name) in enumerate(sorted(marks)):
+        x, y = frame.px(at), frame.bottom - 8 - 13 * (len(marks) - 1 - i)
+        right = x + 8 + width_of(name) > frame.right
+        body += f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.top:.1f}" y2="{frame.bottom:.1f}"/>'
+        body += text(x - 4 if right else x + 4, y, name, anchor="end" if right else "start", style="strong")
+    return body
 
 
 def _finite(points: Sequence[Point]) -> list[Point]:
@@ -242,9 +297,10 @@ def stacked_rows(
     colours: Mapping[str, int],
     *,
     form: Callable[[float], str] = count,
+    x_label: str = "",
     width: float = 620,
 ) -> str:
-    """A bar for each name, made of named parts in the order of `colours`, with its total at the end."""
+    """Draw a bar for each name, made of named parts in the order of `colours`, with its total at the end; `x_label` says what of."""
     names, tall = legend(list(colours.items()), left=8, right=width, top=14)
     most = max((sum(values.values()) for values in rows.values()), default=0) or 1.0
     left = 18 + max((width_of(name) for name in rows), default=0)
@@ -262,7 +318,21 @@ def stacked_rows(
         body += f'<g class="bar"><title>{escape(row + title)}</title>{parts}</g>'
         body += text(x + 7, y + 14, form(sum(values.values())), style="strong")
         y += 26
+    if x_label:
+        body += text((left + right) / 2, y + 12, x_label, anchor="middle")
+        y += 18
     return picture(width, y + 4, body, f"{', '.join(colours)} of {len(rows)}")
+
+
+def titled(title: str, parts: Sequence[str]) -> str:
+    """Stack pictures below a title."""
+    boxes = [[float(number) for number in part.partition('viewBox="')[2].partition('"')[0].split()] for part in parts]
+    body, top = text(8, 20, title, style="title"), 30.0
+    for part, box in zip(parts, boxes, strict=True):
+        # groups, not pictures in a picture: STYLE gives every svg element the width of what it stands in
+        body += f'<g transform="translate(0,{top:g})">{part[part.index(">") + 1 : part.rindex("</svg>")]}</g>'
+        top += box[3]
+    return picture(max(box[2] for box in boxes), top, body, title)
 
 
 @dataclass(frozen=True)

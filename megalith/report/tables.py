@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalith.control import ledger
+from megalith.events import Problem
 from megalith.report import units
 from megalith.report.history import History, history
 
@@ -27,7 +28,8 @@ def summary(run_dir: Path) -> RenderableType:
     table.add_column()
     for name, value in [*_facts(run), *_faults(run)]:
         table.add_row(name, value)
-    return Group(table, *_problems(run)) if run.problems else table
+    problems = _problems(run)
+    return Group(table, Text(""), *problems) if problems else table
 
 
 def _facts(run: History) -> list[tuple[str, RenderableType]]:
@@ -84,10 +86,18 @@ def _mfu(run: History) -> str:
 
 
 def _problems(run: History) -> list[Text]:
-    """The last problems, oldest first, each on a line of its own."""
-    lines = [Text("")]
-    for problem in run.problems[-10:]:
+    """The last problems, oldest first, each on a line of its own. Errors that the run has recovered from are left out: an incident's row
+    says what they were."""
+    lines = list[Text]()
+    for problem in [one for one in run.problems if one.severity != "error" or not _is_over(one, run)][-10:]:
         colour = "red" if problem.severity == "error" else "yellow"
         where = f" (rank {problem.rank})" if problem.rank is not None else ""
-        lines.append(Text.assemble((problem.severity, colour), f" {problem.message}{where}"))
+        first, more, _ = problem.message.partition("\n")
+        lines.append(Text.assemble((problem.severity, colour), f" {first}{' …' if more else ''}{where}"))
     return lines
+
+
+def _is_over(problem: Problem, run: History) -> bool:
+    """True if the ranks have started again since a problem, or the run has finished in spite of it."""
+    finished = run.finished is not None and run.finished.reason == "finished"
+    return finished or (run.start is not None and problem.time < run.start.time)

@@ -14,6 +14,9 @@ Shows = Literal[
 ]
 """What a run sees of a fault: a rank's process dies; its program raises; nobody goes on; and so on."""
 
+Repair = Literal["none", "reboot", "part", "node", "maintenance"]
+"""What brings the node back: nothing is broken; a reset or a reboot; a part is replaced; the whole node is; its maintenance ends."""
+
 
 class FaultCause(Spec):
     """One row of a table."""
@@ -21,7 +24,7 @@ class FaultCause(Spec):
     name: str
     count: NonNegativeFloat
     shows: Shows
-    repair: bool = Field(description="whether the node must be repaired before it can be used again")
+    repair: Repair = Field(description="what the node needs before it can be used again")
 
 
 class FaultTable(Spec):
@@ -50,24 +53,35 @@ class Reliability(Spec):
     """How a cluster's nodes break, together and alone, and how long they are away. A default of 0: nobody published a figure."""
 
     faults: str = Field(default="llama3", description="table whose mix of causes is used (spec/faults.toml)")
-    repair_hours: PositiveFloat = Field(default=24.0, description="mean until a broken node is back; an assumption")
-    maintenance_hours: PositiveFloat = Field(default=4.0, description="until a node taken for maintenance is back; an assumption")
+    reboot_hours: PositiveFloat = Field(
+        default=0.5, description="mean until a node that a reset or reboot cures is back; assumed"
+    )
+    part_hours: PositiveFloat = Field(default=24.0, description="mean until a node whose part is replaced is back; assumed")
+    node_hours: PositiveFloat = Field(default=72.0, description="mean until a node that is replaced as a whole is back; assumed")
+    maintenance_hours: PositiveFloat = Field(default=4.0, description="until a node taken for maintenance is back; assumed")
+    idle_factor: NonNegativeFloat = Field(
+        default=0.25, le=1.0, description="how often the hardware of an idle node fails, as a share of a busy one's rate; assumed"
+    )
     slow_factor: PositiveFloat = Field(default=1.3, ge=1.0, description="how much longer a step takes with a straggler")
     rack_nodes: PositiveInt = Field(
         default=2, description="nodes of a rack; Llama 3: two servers of eight (arXiv:2407.21783, 3.3.1)"
     )
     rack_outages: NonNegativeFloat = Field(default=0.0, description="a rack and a year")
-    rack_hours: PositiveFloat = Field(default=4.0, description="mean until a rack is back; an assumption")
+    rack_hours: PositiveFloat = Field(default=4.0, description="mean until a rack is back; assumed")
     switch_racks: PositiveInt = Field(
         default=192, description="racks under one switch; Llama 3: pods of 192 racks (same section)"
     )
     switch_outages: NonNegativeFloat = Field(default=0.0, description="a switch and a year")
-    switch_hours: PositiveFloat = Field(default=0.5, description="mean until what is behind a switch is back; an assumption")
+    switch_hours: PositiveFloat = Field(default=0.5, description="mean until what is behind a switch is back; assumed")
     lemon_share: NonNegativeFloat = Field(default=0.0, lt=1.0, description="share of nodes that fail much more often")
     lemon_factor: PositiveFloat = Field(default=1.0, ge=1.0, description="how much more often; the mean over all nodes stays")
-    person_hours: PositiveFloat = Field(
-        default=0.5, description="until a person has dealt with a run that stopped; an assumption"
-    )
+    person_hours: PositiveFloat = Field(default=0.5, description="until a person has dealt with a run that stopped; assumed")
+
+    def hours(self, repair: Repair) -> float:
+        """Mean hours until a node is back that needs this repair."""
+        if repair == "none":
+            return 0.0
+        return float(getattr(self, f"{repair}_hours"))
 
 
 @cache

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from megalith.spec import renamed
 from megalith.spec.presets import presets
 from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.run import RunSpec
@@ -23,6 +24,7 @@ from megalith.spec.toml import dotted, key, literal
 from megalith.spec.validate import Leaf, Tree, examine, leaves
 
 FILE = "run.toml"
+SPEC_FILE = "spec.json"
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> Resolved:
     return read(path, overrides=overrides).whole()
 
 
-def read(path: str | Path, *, overrides: Sequence[str] = ()) -> Reading:
-    """The same, with the problems beside what is right. Raises SpecErrors where the file or a setting is not TOML."""
+def read(path: str | Path, *, overrides: Sequence[str] = (), saved: bool = False) -> Reading:
+    """The same, with the problems beside what is right. `saved`: the file is a run folder's own, in which keys that have another name now
+    mean what they meant. Raises SpecErrors where the file or a setting is not TOML."""
     path = Path(path)
     problems: list[Problem] = []
     layers: list[Layer] = []
@@ -72,7 +75,7 @@ def read(path: str | Path, *, overrides: Sequence[str] = ()) -> Reading:
             layers.append(reader(subject))  # type: ignore[operator]
         except SpecErrors as errors:
             problems += errors.problems
-    found = _lay_all(layers, path=path)
+    found = _lay_all(layers, path=path, saved=saved)
     if not problems:
         return Reading(found.resolved, [*found.problems, *_cluster_missing(found.resolved, path)])
     unread = problems[0].source != "command line"  # the file: nothing else can be said
@@ -100,7 +103,7 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
     return _lay_all(layers, path=None).whole()
 
 
-def _lay_all(layers: Sequence[Layer], *, path: Path | None) -> Reading:
+def _lay_all(layers: Sequence[Layer], *, path: Path | None, saved: bool = False) -> Reading:
     base, failed = _preset(layers)
     tree: Tree = {}
     sources: dict[str, str] = {}
@@ -114,9 +117,10 @@ def _lay_all(layers: Sequence[Layer], *, path: Path | None) -> Reading:
             name = name.rpartition(".")[0]
         return sources.get(name, "")
 
+    old = [] if saved else list(renamed.take(tree, source))
     found = examine(tree, RunSpec, source=source, preset_failed=bool(failed))
     origins = {name: sources.get(name, "default") for name in (dotted(leaf.path) for leaf in leaves(found.spec))}
-    return Reading(Resolved(found.spec, origins, path), [*failed, *found.problems])
+    return Reading(Resolved(found.spec, origins, path), [*failed, *old, *found.problems])
 
 
 def dump(resolved: Resolved) -> str:
@@ -139,10 +143,15 @@ def dump(resolved: Resolved) -> str:
     return "\n".join(text) + "\n"
 
 
+def spec_text(spec: RunSpec) -> str:
+    """Return what `save` writes to spec.json."""
+    return json.dumps(spec.model_dump(mode="json"), indent=1) + "\n"
+
+
 def save(resolved: Resolved, run_dir: Path) -> None:
     """Write run.toml (for people, and to load again), spec.json and provenance.json (for programs) to the run folder."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    _write(run_dir / "spec.json", json.dumps(resolved.spec.model_dump(mode="json"), indent=1) + "\n")
+    _write(run_dir / SPEC_FILE, spec_text(resolved.spec))
     _write(run_dir / "provenance.json", json.dumps(resolved.provenance, indent=1) + "\n")
     _write(run_dir / FILE, dump(resolved))  # last: whoever finds it finds the others
 

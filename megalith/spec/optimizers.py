@@ -19,6 +19,11 @@ class Kind(NamedTuple):
     unit: Unit = "element"
     passes: float = 1.0
     """How often an update reads and writes what it changes."""
+    rest: str | None = None
+    """The optimizer of all parameters but true matrices (`spec.treatment.is_matrix`); None: this one updates every parameter."""
+    amplifies: bool = False
+    """True if rounding in a gradient can change an update by as much as the update itself: then two runs whose sums differ in order
+    alone agree in their loss, not in each weight."""
 
     @property
     def moved(self) -> float:
@@ -31,6 +36,38 @@ OPTIMIZERS: dict[str, Kind] = {
         title="AdamW (Loshchilov & Hutter 2019): two moments",
         rule="megalith.train.optimizers.adamw:AdamW",
         slots=(Slot("moments.first"), Slot("moments.second")),
+    ),
+    "sgd": Kind(
+        title="SGD with momentum (Sutskever et al. 2013), Nesterov's or plain: one moment",
+        rule="megalith.train.optimizers.sgd:SGD",
+        slots=(Slot("moments.first"),),
+    ),
+    "lion": Kind(
+        title="Lion (Chen et al. 2023): the sign of a moment",
+        rule="megalith.train.optimizers.lion:Lion",
+        slots=(Slot("moments.first"),),
+        amplifies=True,
+    ),
+    "lamb": Kind(
+        title="LAMB (You et al. 2020): Adam's direction, as long as the matrix that it changes",
+        rule="megalith.train.optimizers.lamb:Lamb",
+        slots=(Slot("moments.first"), Slot("moments.second")),
+        unit="tensor",
+        passes=2.0,
+    ),
+    "adafactor": Kind(
+        title="Adafactor (Shazeer & Stern 2018): second moments of rows and columns",
+        rule="megalith.train.optimizers.adafactor:Adafactor",
+        slots=(Slot("moments.row", shape="row"), Slot("moments.column", shape="column")),
+        unit="tensor",
+        passes=3.0,
+    ),
+    "muon": Kind(
+        title="Muon (Jordan 2024, Liu et al. 2025): a moment of each matrix, orthogonalised",
+        rule="megalith.train.optimizers.muon:Muon",
+        slots=(Slot("moments.first"),),
+        unit="matrix",
+        rest="adamw",
     ),
 }
 """Optimizers by the name that `optimizer.kind` gives them."""

@@ -2,12 +2,22 @@
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import (
+    AliasChoices,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from megalith.spec.base import Spec
 from megalith.spec.families import Model
 from megalith.spec.fleet import FleetSpec
+from megalith.spec.forward import Change
 from megalith.spec.numbers import Trained
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
@@ -36,7 +46,33 @@ class TrainSpec(Spec):
     seed: NonNegativeInt = 0
     z_loss: NonNegativeFloat = Field(default=0.0, description="weight of mean(logsumexp^2), which keeps logits from drifting")
     init_from: str | None = Field(default=None, description="checkpoint folder whose weights the run starts from")
+    init_from_changes: tuple[Change, ...] = Field(
+        default=(),
+        description="values of the model that differ from that checkpoint's on purpose: ahead, context, layers, rope_scaling, "
+        "rope_theta, tokenizer, vocab",
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+def _has_a_row(kind: str | None) -> str | None:
+    """The rows are looked up now, so a row that a program adds is known at once."""
+    if kind is not None and kind not in OPTIMIZERS:
+        known = " or ".join(f"'{name}'" for name in OPTIMIZERS)
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": known})
+    return kind
+
+
+class GroupSpec(Spec):
+    """Parameters that are updated in another way than the others: those whose names match a pattern."""
+
+    pattern: str = Field(min_length=1, description="names of parameters, with * for any characters: `*.experts.*`")
+    lr: PositiveFloat = Field(default=1.0, description="factor of the learning rate")
+    weight_decay: NonNegativeFloat | None = Field(
+        default=None, description="instead of optimizer.weight_decay, also where that leaves vectors alone"
+    )
+    kind: str | None = Field(default=None, description="instead of optimizer.kind")
+
+    _row = field_validator("kind")(_has_a_row)
 
 
 class OptimizerSpec(Spec):
@@ -44,24 +80,41 @@ class OptimizerSpec(Spec):
 
     kind: str = Field(default="adamw", description="rule of update: a name from the table of optimizers")
     lr: PositiveFloat = 3e-4
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    warmup: NonNegativeInt = Field(default=2000, description="steps of linear warm-up")
-    decay: NonNegativeFloat = Field(default=0.2, le=1.0, description="wsd: share of the steps that decay at the end")
-    min_lr: NonNegativeFloat = Field(default=0.1, le=1.0, description="lowest learning rate, as a share of lr")
+    schedule: Literal["cosine", "linear", "wsd", "1-sqrt", "constant"] = "cosine"
+    warmup: NonNegativeInt = Field(default=2000, description="updates of linear warm-up: the first has lr / warmup, the last lr")
+    decay: NonNegativeFloat = Field(default=0.2, le=1.0, description="wsd, 1-sqrt: share of the steps that decay at the end")
+    min_lr_ratio: NonNegativeFloat = Field(
+        default=0.1,
+        le=1.0,
+        # Descriptions that earlier versions saved have `min_lr`, which was this ratio; run files with it are refused (`spec.renamed`).
+        validation_alias=AliasChoices("min_lr_ratio", "min_lr"),
+        description="lowest learning rate, as a share of lr",
+    )
     beta1: NonNegativeFloat = Field(default=0.9, lt=1.0)
     beta2: NonNegativeFloat = Field(default=0.95, lt=1.0)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
     clip: NonNegativeFloat = Field(default=1.0, description="global gradient norm is cut to this; 0 switches clipping off")
+    momentum: NonNegativeFloat = Field(default=0.95, lt=1.0, description="sgd, muon: share of the moment that an update keeps")
+    nesterov: bool = Field(default=True, description="sgd, muon: look one update ahead")
+    relative_step: bool = Field(
+        default=False, description="adafactor: the learning rate is at most 1 / sqrt(update), times each matrix's own size"
+    )
+    iteration: Literal["bf16", "fp32"] = Field(
+        default="bf16", description="muon: number format that matrices are orthogonalised in"
+    )
+    coefficients: Literal["newton-schulz", "polar-express"] = Field(
+        default="newton-schulz", description="muon: polynomials of the iteration"
+    )
+    iterations: PositiveInt = Field(default=5, le=20, description="muon: steps of the iteration")
+    split_heads: bool = Field(
+        default=False, description="muon: the part of queries, keys and values of each head is a matrix of its own"
+    )
+    groups: tuple[GroupSpec, ...] = Field(
+        default=(), description="parameters that are updated in another way; the last match counts"
+    )
 
-    @field_validator("kind")
-    @classmethod
-    def _has_a_row(cls, kind: str) -> str:
-        """The rows are looked up now, so a row that a program adds is known at once."""
-        if kind not in OPTIMIZERS:
-            known = " or ".join(f"'{name}'" for name in OPTIMIZERS)
-            raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": known})
-        return kind
+    _row = field_validator("kind")(_has_a_row)
 
 
 class StabilitySpec(Spec):

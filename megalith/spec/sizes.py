@@ -35,6 +35,10 @@ class Parameter(NamedTuple):
     """The name within the block, the part or the model that was asked for."""
     shape: tuple[int, ...]
     role: Role
+    heads: int = 1
+    """How many heads the rows of a matrix are of, one after another."""
+    stacked: tuple[int, ...] = ()
+    """The rows of each head that are a matrix of their own, where several matrices are stored as one; empty: all of a head's rows."""
 
     @property
     def numel(self) -> int:
@@ -177,8 +181,10 @@ def _block(spec: BlockSpec, dim: int) -> Parameters:
         yield from _under("mlp_post_norm", _norm(dim, spec.norm))
 
 
-def _linear(name: str, inputs: int, outputs: int, bias: bool = False) -> Parameters:
-    yield Parameter(f"{name}.weight", (outputs, inputs), "matrix")
+def _linear(
+    name: str, inputs: int, outputs: int, bias: bool = False, *, heads: int = 1, stacked: tuple[int, ...] = ()
+) -> Parameters:
+    yield Parameter(f"{name}.weight", (outputs, inputs), "matrix", heads, stacked)
     if bias:
         yield Parameter(f"{name}.bias", (outputs,), "vector")
 
@@ -191,9 +197,9 @@ def _norm(dim: int, spec: NormSpec) -> Parameters:
 
 def _attention(spec: AttentionSpec, dim: int) -> Parameters:
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    yield from _linear("q", dim, queries, spec.bias)
-    yield from _linear("k", dim, keys, spec.bias)
-    yield from _linear("v", dim, keys, spec.bias)
+    yield from _linear("q", dim, queries, spec.bias, heads=spec.heads)
+    yield from _linear("k", dim, keys, spec.bias, heads=spec.kv_heads)
+    yield from _linear("v", dim, keys, spec.bias, heads=spec.kv_heads)
     if spec.qk_norm:
         yield Parameter("q_norm.weight", (spec.head_dim,), "vector")
         yield Parameter("k_norm.weight", (spec.head_dim,), "vector")
@@ -203,14 +209,15 @@ def _attention(spec: AttentionSpec, dim: int) -> Parameters:
 def _latent_attention(spec: LatentAttentionSpec, dim: int) -> Parameters:
     queries = spec.heads * (spec.nope_dim + spec.rope_dim)
     if spec.q_rank is None:
-        yield from _linear("q", dim, queries)
+        yield from _linear("q", dim, queries, heads=spec.heads)
     else:
         yield from _linear("q_down", dim, spec.q_rank)
         yield Parameter("q_norm.weight", (spec.q_rank,), "vector")
-        yield from _linear("q_up", spec.q_rank, queries)
-    yield from _linear("kv_down", dim, spec.kv_rank + spec.rope_dim)
+        yield from _linear("q_up", spec.q_rank, queries, heads=spec.heads)
+    yield from _linear("kv_down", dim, spec.kv_rank + spec.rope_dim, stacked=(spec.kv_rank, spec.rope_dim))
     yield Parameter("kv_norm.weight", (spec.kv_rank,), "vector")
-    yield from _linear("kv_up", spec.kv_rank, spec.heads * (spec.nope_dim + spec.v_dim))
+    keys_and_values = spec.nope_dim, spec.v_dim
+    yield from _linear("kv_up", spec.kv_rank, spec.heads * sum(keys_and_values), heads=spec.heads, stacked=keys_and_values)
     yield from _linear("out", spec.heads * spec.v_dim, dim)
 
 

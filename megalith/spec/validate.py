@@ -88,12 +88,17 @@ class Leaf:
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[Leaf]:
-    """Every value of a spec in the order of its fields; tables that hold something are walked, lists are values."""
+    """Every value of a spec in the order of its fields; tables that hold something are walked, lists are values. The tables in a list are
+    mappings, without what is not set: TOML has no word for that inside a list."""
     inside = value if isinstance(value, Mapping) else dict(value) if isinstance(value, Spec) else {}
     if not inside:
-        yield Leaf(path, value)
+        yield Leaf(path, tuple(map(_table, value)) if isinstance(value, tuple) else value)
     for name, child in inside.items():
         yield from leaves(child, (*path, name))
+
+
+def _table(value: Any) -> Any:
+    return value.model_dump(exclude_none=True) if isinstance(value, Spec) else value
 
 
 def _with_nones(spec: type[Spec], tree: Tree) -> Tree:

@@ -1,9 +1,12 @@
 """A run on many machines: one process a node, started by an engine or by hand, and a controller where the store is.
 
+All of them know the run's key, and the store talks to nobody else (docs/security.md).
+
 What the engine says of a process decides only who serves the store and in which order nodes get the first places. Which ranks a node has,
 and which nodes wait as spares, is decided by the run's controller.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,16 +16,19 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from datetime import timedelta
+from functools import cached_property, partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import torch.distributed as dist
 
 from megalith.control import supervisor
-from megalith.control.controller import Controller, Store
+from megalith.control.answer import Store
+from megalith.control.controller import Controller
 from megalith.control.outcome import Outcome
+from megalith.control.owner import Owner
 from megalith.fleet import letters, rendezvous
 from megalith.fleet.agent import Agent
 from megalith.fleet.copies import held
@@ -31,14 +37,20 @@ from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes, disk_root, memory_root
 from megalith.fleet.remote import RemoteNodes, node_logs
+from megalith.fleet.secure import key
+from megalith.fleet.secure.key import Key
+from megalith.fleet.secure.messages import STRANGERS
+from megalith.fleet.secure.store_client import StoreClient, StoreGone
+from megalith.fleet.secure.store_server import is_loopback, listen
 from megalith.machine import admission, lifeline
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import RunSpec
-from megalith.train.store import connect, serve
+from megalith.train.store import serve, tcp_store
 from megalith.train.stream import open_stream
 
 POLL_SECONDS = 0.02
 LEAVE_SECONDS = 10.0  # that an agent may take to end its ranks once the run is over
+STRANGERS_SECONDS = 60.0  # between reports of those that the store turned away
 
 
 @dataclass(frozen=True)
@@ -51,12 +63,12 @@ class Host:
     identity: str
     open_data: Callable[[], object]
 
-    @property
+    @cached_property
     def memory(self) -> Path:
         """Where this node keeps copies of the state."""
         return memory_root(self.job.run_dir, f"{self.identity} {self.name}")
 
-    @property
+    @cached_property
     def disk(self) -> Path | None:
         """Where it keeps copies on its disk; None: it does not."""
         return disk_root(self.job.run_dir, f"{self.identity} {self.name}", self.fleet)
@@ -68,14 +80,17 @@ def directs(place: Place | None) -> bool:
 
 
 def serve_node(host: Host, place: Place | None) -> int:
-    """Be a machine of a run that another process directs; the exit status of the run. Raises ValueError where nothing says how to meet."""
+    """Be a machine of a run that another process directs; the exit status of the run. Raises ValueError where nothing says how to meet,
+    NoKey where nothing gives the run's key, WrongKey where it is another than the store's."""
     if MEETING in os.environ:
+        _take_key(host, os.environ[MEETING])
         return _serve(host, os.environ[MEETING], order=sys.maxsize, cut_off=_begin_anew)
     if place is None:
         raise ValueError(
             f"nothing says where this node meets the others. Start it with torchrun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and "
             f"MASTER_PORT (rank 0 directs the run), or {MEETING}=tcp://HOST:PORT to join one that goes on"
         )
+    _take_key(host, place.store, alone=place.world == 1)
     os.environ[MEETING] = meeting = _agree(place, "", seconds=host.job.start_timeout)  # should this process have to begin anew
     return _serve(host, meeting, order=place.rank, cut_off=_begin_anew)
 
@@ -85,38 +100,81 @@ def open_data(spec: RunSpec) -> object:
     return open_stream(spec, "train")
 
 
+def _take_key(host: Host, address: str, *, alone: bool = False) -> Key:
+    """Find the run's key and put it into this process's environment, for its children and for what it may become. Where all processes
+    are on one machine it is made if there is none. Raises NoKey."""
+    found = (key.of_run if alone or _is_loopback(address) else key.shared)(host.job.run_dir)
+    os.environ |= found.variables
+    return found
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether "SCHEME://HOST:PORT" says that all who meet there are on one machine. Names are not looked up: machines may differ."""
+    return is_loopback(address.partition("://")[2].rpartition(":")[0].strip("[]"))
+
+
 def _agree(place: Place, meeting: str, *, seconds: float) -> str:
     """Where all meet. An engine's own store only serves to say so: what earlier starts left in it must not be met."""
     if not place.engine_serves:
         return place.store
-    store = dist.PrefixStore("megalith", connect(place.store, seconds=seconds))
+    store = dist.PrefixStore("megalith", tcp_store(place.store, serves=False, timeout=timedelta(seconds=seconds)))
     return rendezvous.agree(store, meeting, rank=place.rank, world=place.world, seconds=seconds)
 
 
-def direct(host: Host, place: Place, *, checkpoints: Store, tick: Callable[[], None]) -> Outcome:
-    """Serve the store, run this node's own agent beside it, and direct the run to its end.
+def direct(
+    host: Host, place: Place, *, owner: Owner, checkpoints: Store, tick: Callable[[], None], say: Callable[[str], None]
+) -> Outcome:
+    """Serve the store, run this node's own agent beside it, and direct the run to its end, as the owner of its folder.
 
     Must be called while there is one thread: the store's process and the agent are forked from this one. Raises TimeoutError when too
-    few nodes come.
+    few nodes come, NoKey where several machines have no key, OSError where nobody can listen at the address, and LeaseError if this
+    process owns the folder no more.
     """
+    known = _take_key(host, place.store, alone=place.world == 1)
     address, _, port = place.store.rpartition(":")
-    keeper, port = serve(0 if place.engine_serves else int(port))
-    meeting = f"{address}:{port}"
+    server = listen(address.partition("://")[2], 0 if place.engine_serves else int(port))
+    meeting = f"{address}:{server.getsockname()[1]}"
+    keeper = serve(server, known)
     own = _OwnAgent(host, meeting)
-
-    def turn() -> None:
-        own.tend()
-        tick()
-
     try:
-        _agree(place, meeting, seconds=host.job.start_timeout)
-        print(f"agents meet at {meeting}", file=sys.stderr, flush=True)
-        store = connect(meeting, seconds=host.job.start_timeout)
-        return _control(host, store, checkpoints=checkpoints, tick=turn)
+        with owner.renewing():
+            _agree(place, meeting, seconds=host.job.start_timeout)
+            print(f"agents meet at {meeting}", file=sys.stderr, flush=True)
+            store = StoreClient(meeting, known, seconds=host.job.start_timeout)
+            strangers = _Strangers(store)
+
+            def turn() -> None:
+                own.tend()
+                strangers.report()
+                tick()
+
+            try:
+                return _control(host, store, owner=owner, checkpoints=checkpoints, tick=owner.checked(turn), say=say)
+            finally:
+                with contextlib.suppress(StoreGone):
+                    strangers.report(last=True)
     finally:
         own.end()
         os.kill(keeper, signal.SIGKILL)
         os.waitpid(keeper, 0)
+
+
+class _Strangers:
+    """Says whom the store turned away, when there are more than before."""
+
+    def __init__(self, store: StoreClient) -> None:
+        self._store, self._told, self._next = store, 0, time.monotonic()
+
+    def report(self, *, last: bool = False) -> None:
+        """Look, once in STRANGERS_SECONDS, and at the end. Raises StoreGone."""
+        if time.monotonic() < self._next and not last:
+            return
+        self._next = time.monotonic() + STRANGERS_SECONDS
+        counts = self._store.strangers()
+        if (total := sum(counts.values())) > self._told:
+            self._told = total
+            what = ", ".join(f"{count} {STRANGERS[name]}" for name, count in counts.items() if count)
+            print(f"the agents' store at {self._store.address} has turned away: {what}", file=sys.stderr, flush=True)
 
 
 class _OwnAgent:
@@ -156,14 +214,23 @@ class _OwnAgent:
             time.sleep(POLL_SECONDS)
 
 
-def _control(host: Host, store: rendezvous.Store, *, checkpoints: Store, tick: Callable[[], None]) -> Outcome:
+def _control(
+    host: Host,
+    store: rendezvous.RunStore,
+    *,
+    owner: Owner,
+    checkpoints: Store,
+    tick: Callable[[], None],
+    say: Callable[[str], None],
+) -> Outcome:
     fleet, job = host.fleet, host.job
-    with supervisor.alone(job.run_dir), supervisor.requests_to_stop() as requests:
+    with supervisor.requests_to_stop() as requests:
         nodes = RemoteNodes(store, job, fleet)
         outcome = None
         try:
             nodes.await_nodes(fleet.nodes, fleet.nodes + fleet.spares, seconds=job.start_timeout)
-            outcome = Controller(job, fleet=fleet, nodes=nodes, store=checkpoints, requests=requests, tick=tick).run()
+            how: dict[str, Any] = {"tick": tick, "say": say, "epoch": owner.epoch}
+            outcome = Controller(job, fleet=fleet, nodes=nodes, store=checkpoints, requests=requests, **how).run()
             return outcome
         finally:
             code = outcome.code if outcome is not None else ExitCode.LOST
@@ -196,9 +263,10 @@ def _own_command() -> list[str]:
 def _serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], NoReturn]) -> int:
     """Be an agent; the exit status of the run, LOST if it cannot be joined."""
     seconds = host.job.start_timeout
+    known = _take_key(host, meeting)
     try:
-        store, beating = (connect(meeting, seconds=seconds) for _ in range(2))
-    except RuntimeError as error:
+        store, beating = (StoreClient(meeting, known, seconds=seconds) for _ in range(2))
+    except StoreGone as error:
         print(f"no run to join at {meeting} within {seconds:g} s: {error}", file=sys.stderr, flush=True)
         return ExitCode.LOST
     if not _is_fit(host, store, seconds=seconds):
@@ -207,10 +275,11 @@ def _serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], NoR
     if (interface := _interface_to(meeting)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     logs = node_logs(host.job.run_dir, host.name)
-    local = LocalNodes(host.job, names=(host.name,), memory=host.memory, disk=host.disk, folder=logs, meeting=meeting)
+    ranks_meet = meeting.replace("tcp://", "megalith://")
+    local = LocalNodes(host.job, names=(host.name,), memory=host.memory, disk=host.disk, folder=logs, meeting=ranks_meet)
     agent = Agent(
         host.name, local, order=order, store=store, beating=beating, seconds=host.fleet.node_timeout, cut_off=cut_off,
-        pieces=lambda: held(host.name, memory=host.memory, disk=host.disk),
+        pieces=lambda: held(host.name, memory=host.memory, disk=host.disk, key=known),
     )  # fmt: skip
     agent.take_requests()
     code = agent.run()

@@ -19,11 +19,12 @@ from megalith.schedule.lower import lower
 from megalith.schedule.table import build
 from megalith.schedule.verify import problems
 from megalith.spec.model import ModelSpec
-from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import RunSpec
-from megalith.spec.sizes import tied_names
+from megalith.spec.sizes import model_parameters, tied_names
+from megalith.spec.treatment import treatments
 from megalith.train.optimizers.rates import learning_rate
-from megalith.train.optimizers.rule import Rule, rule_of
+from megalith.train.optimizers.rule import Optimizer
+from megalith.train.optimizers.whole import Whole
 from megalith.train.state import State
 
 
@@ -40,7 +41,7 @@ class Trainer:
     shared: Shared
     executor: Executor
     state: State
-    rule: Rule
+    rule: Optimizer
 
     @property
     def stages(self) -> dict[int, Stage]:
@@ -101,6 +102,8 @@ def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool 
     hidden = Hidden((plan.microbatch, spec.train.seq_len // split, model.dim), Dtypes.of(spec.train.precision).compute, device)
     both_ends = {schedule.rank_of(stage, 0) for stage in (0, schedule.stages - 1)} if schedule.mirrored is None else {0}
     tied = set(tied_names(model).values()) if len(both_ends) > 1 else ()
+    partly = shared(builder.by_name, tied=tied, groups=groups)
+    treated = treatments(model, spec.optimizer)
     return Trainer(
         spec=spec,
         model=model,
@@ -108,10 +111,10 @@ def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool 
         device=device,
         runners=runners,
         parameters=parameters,
-        shared=shared(builder.by_name, tied=tied, groups=groups),
+        shared=partly,
         executor=Executor(program, runners, reducer=builder.reducer, groups=groups, hidden=hidden),
-        state=State(parameters, buffers, OPTIMIZERS[spec.optimizer.kind].slots),
-        rule=rule_of(spec.optimizer),
+        state=State(parameters, buffers, {name: each.slots for name, each in treated.items()}),
+        rule=Optimizer(spec.optimizer, treated, Whole.of(parameters, model_parameters(model), partly, groups)),
     )
 
 

@@ -31,6 +31,7 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
             pinned=spec.fleet.verify_every > 0,
             disk=seat.disk if spec.fleet.disk_every else None,
             generation=os.environ.get("MEGALITH_GENERATION", ""),
+            warn=warn,
         )
     except OSError as error:
         failed = str(error)

@@ -56,7 +56,7 @@ def generate(
 
     An empty prompt begins a new document. Raises ValueError where prompt and tokens are more than the model's context.
     """
-    checkpoint = folder.find(run_dir if step is None else run_dir / "checkpoints" / folder.name(step))
+    checkpoint = folder.find(run_dir if step is None else folder.of_run(run_dir) / folder.name(step))
     manifest = folder.read_manifest(checkpoint)
     tokenizer = find_tokenizer(run_dir, manifest.meta["spec"].get("data", {}).get("path"))
     model = load_model(checkpoint, device=choose_device("auto", 0, 1))

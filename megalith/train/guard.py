@@ -24,6 +24,7 @@ from megalith.parallel.data import local
 from megalith.parallel.gradients import NotFinite
 from megalith.spec.model import MoeSpec
 from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.treatment import kinds
 from megalith.train.assemble import Trainer
 from megalith.train.recompute import Probe, Read, Recomputer, Updates, buckets_of, table
 from megalith.train.step import seed_step
@@ -49,7 +50,8 @@ class Guard:
         self._disk_failed = False
         every = self.fleet.verify_every
         self.recomputer = Recomputer(trainer, self.probe, read=read, microbatches=self.fleet.verify if every else "all")
-        repeatable = OPTIMIZERS[trainer.spec.optimizer.kind].unit == "element"  # a copy holds one rank's share of a tensor
+        used = kinds(trainer.spec.optimizer)
+        repeatable = all(OPTIMIZERS[kind].unit == "element" for kind in used)  # a copy holds one rank's share of a tensor
         self.updates = Updates(trainer, memory) if every and memory and repeatable else None
 
     def begin(self, step: int, samples: int) -> None:

@@ -10,25 +10,37 @@ import torch.distributed as dist
 
 from megalith.fleet import rendezvous
 from megalith.fleet.environment import Place
+from megalith.fleet.secure import key
+from megalith.fleet.secure.key import NoKey
+from megalith.fleet.secure.store_client import StoreClient
+from megalith.machine.capacity import find_gpus
 from megalith.parallel import one_round
 from megalith.spec.run import LaunchSpec
+from megalith.train.store import RunStore, tcp_store
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
 def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
-    """`auto` is a GPU a rank where all ranks of this machine get one, else the CPU for all of them.
+    """`auto` is a GPU a rank where this machine has GPUs, and the CPU where it has none.
 
-    Raises RuntimeError if `cuda` is asked for and there are fewer GPUs than ranks.
+    Raises RuntimeError if there are fewer GPUs than ranks, unless the CPU is asked for or there are none and `auto` is: a run never
+    ends up on the CPU because some GPUs are missing.
     """
     gpus = torch.cuda.device_count() if wanted in ("auto", "cuda") and torch.cuda.is_available() else 0
-    if wanted == "cuda" and local_world > gpus:
+    there = 0 if gpus or wanted != "auto" else find_gpus()[0]
+    if there:
         raise RuntimeError(
-            f"train.device = cuda: {local_world} ranks on this machine and {gpus} GPUs. Use one rank a GPU, or cpu."
+            f'train.device = "auto": this machine has {there} GPUs, and PyTorch {torch.__version__} can use none of them. '
+            "Mend the driver, install a PyTorch for it, or use cpu."
         )
     if local_world <= gpus:
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
+    if wanted == "cuda" or gpus:
+        raise RuntimeError(
+            f"train.device = {wanted}: {local_world} ranks on this machine and {gpus} GPUs. Use one rank a GPU, or cpu."
+        )
     return torch.device("cpu")
 
 
@@ -61,8 +73,11 @@ def _store(place: Place, timeout: timedelta) -> dist.Store:
     kind, _, address = place.store.partition("://")
     if kind == "file":
         return dist.FileStore(address, place.world)
-    host, _, port = address.rpartition(":")
-    return dist.TCPStore(host, int(port), is_master=place.serves, timeout=timeout, wait_for_workers=False)
+    if kind == "tcp":
+        return tcp_store(place.store, serves=place.serves, timeout=timeout)
+    if (secret := key.given()) is None:
+        raise NoKey(f"the ranks meet at {place.store}, and this one was given no key: {key.VARIABLE} is not set")
+    return RunStore(StoreClient(place.store, secret, seconds=timeout.total_seconds()))
 
 
 def keep_memory() -> None:

@@ -18,9 +18,9 @@ from megalith.fleet.tiers import Tier
 from megalith.train.assemble import Trainer
 from megalith.train.guard import Guard
 from megalith.train.peak import Yardstick
-from megalith.train.post_validation import Stepper
+from megalith.train.post_validation import LateStepper
 from megalith.train.restore import Position, meta, read_step
-from megalith.train.step import Stepped, Watcher, seed_step, tell
+from megalith.train.step import Referee, Stepped, Stepper, Watcher, seed_step, tell
 from megalith.train.validate import Validator
 
 AGAIN_SECONDS = 10.0  # between tries to save what nothing comes after
@@ -41,6 +41,12 @@ def nothing_left(done: int, *, steps: int) -> str:
         f"{done} steps are done and train.steps = {steps}: nothing is left to train. "
         f"Set train.steps above {done} to go on, or start another run with --run-dir."
     )
+
+
+def stepper_of(trainer: Trainer, *, watchers: Sequence[Watcher] = (), referee: Referee | None = None) -> Stepper:
+    """The stepper of the trainer's plan. `referee`, one of the `watchers`, runs a step again whose gradients are not finite."""
+    kind = LateStepper if trainer.spec.plan.post_validation else Stepper
+    return kind(trainer, watchers=watchers, referee=referee)
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Loop:
         self.validator = validator
         self.guard = guard
         self._watchers = [*watchers, *([guard] if guard else [])]
-        self._stepper = Stepper(trainer, watchers=self._watchers, guard=guard)
+        self._stepper = stepper_of(trainer, watchers=self._watchers, referee=guard)
         self._timed: dict[int, _Timed] = {}  # of the steps whose outcome is not known yet
         self._first = position.step
         self._compute = 0.0  # seconds of this rank's own work in the last step
@@ -215,19 +221,27 @@ class Loop:
 
     def _save_last(self, *, patience: float) -> None:
         """Save what nothing comes after: while that fails, try again for `patience` seconds. All ranks hear of the same failures."""
+        began: float | None = None  # when it first failed
         for more in reversed(range(1 + int(patience / AGAIN_SECONDS))):
             self._save(asynchronous=False)
             outcomes = self.checkpointer.wait()
-            self._report_saves(outcomes)
             failed = next((one for one in outcomes if isinstance(one, Failed) and one.step == self.step), None)
+            self._report_saves([one for one in outcomes if began is None or one is not failed])
+            if failed is None and began is not None:
+                self._warn(f"the last checkpoint is saved, after {time.monotonic() - began:.0f} s")
             if failed is None or failed.parted:
                 return
             if not more:
                 raise NotSavedError(f"the state after step {self.step} could not be saved: {failed.error}")
-            if self.log:
-                words = f"the last checkpoint is tried again every {AGAIN_SECONDS:g} s, {more} more times"
-                self.log.write(Problem("warning", f"{words}: make room in {self.checkpointer.folder}"))
+            if began is None:
+                began = time.monotonic()
+                words = f"the last checkpoint is tried again every {AGAIN_SECONDS:g} s, for {more * AGAIN_SECONDS:g} s at most"
+                self._warn(f"{words}: make room in {self.checkpointer.folder}, or bring its file system back")
             time.sleep(AGAIN_SECONDS)
+
+    def _warn(self, message: str) -> None:
+        if self.log:
+            self.log.write(Problem("warning", message))
 
     def _save(self, *, asynchronous: bool) -> None:
         self.heartbeat.beat("checkpoint" if asynchronous else "last checkpoint", self.step)  # they take differently long
@@ -254,7 +268,10 @@ class Loop:
             else:
                 fields = ("step", "bytes", "seconds", "wait_seconds")
                 self.log.write(
-                    Checkpoint(path=f"checkpoints/{outcome.path.name}", **{name: getattr(outcome, name) for name in fields})
+                    Checkpoint(
+                        path=f"{outcome.path.parent.name}/{outcome.path.name}",
+                        **{name: getattr(outcome, name) for name in fields},
+                    )
                 )
 
     def _report_change(self, outcome: Saved | Failed) -> None:

@@ -17,13 +17,13 @@ import torch
 from megalith.data.stream import Batch as Samples
 from megalith.train.assemble import Trainer
 from megalith.train.decide import Decision, Rerun, Update
-from megalith.train.guard import Guard
 from megalith.train.step import (
     Accumulated,
     Balance,
     Gathering,
     Mark,
     Stepped,
+    Stepper,
     Totals,
     Watcher,
     accumulate,
@@ -125,25 +125,19 @@ class _Open:
     seconds: float
 
 
-class Stepper:
-    """Trains step by step, and tells of each once it is checked: at once, or under `plan.post_validation` when the next has run."""
+class LateStepper(Stepper):
+    """Trains step by step, and tells of each when the next one has run: only then is it checked."""
 
-    def __init__(self, trainer: Trainer, *, watchers: Sequence[Watcher] = (), guard: Guard | None = None) -> None:
-        """`guard`, one of the `watchers`, runs a step again whose gradients are not finite."""
-        self.trainer, self.watchers, self.guard = trainer, watchers, guard
-        self._open: _Open | None = None
+    _open: _Open | None = None
 
     def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[Stepped]:
-        """Train on this rank's microbatches of step `step`, see train_step; the steps that are now known to be right. Raises
+        """Train on this rank's microbatches of step `step`; the step before, if it is now known to be right. Raises
         gradients.NotFinite for this step or the one before, whose number it says; weights are then those before that step."""
-        trainer = self.trainer
-        if not trainer.spec.plan.post_validation:
-            return [train_step(trainer, microbatches, step=step, stop=stop, watchers=self.watchers, referee=self.guard)]
-        began = time.perf_counter()
+        trainer, began = self.trainer, time.perf_counter()
         accumulated, told = self._accumulate(microbatches, step)
         tell(self.watchers, "reduced", trainer, step)
         start = trainer.executor.clock.mark()
-        repeatable = self.guard is not None
+        repeatable = self.referee is not None
         unchecked = Unchecked(trainer, accumulated, step=step, stop=stop, watchers=self.watchers, repeatable=repeatable)
         optimizer = ("optimizer", start, trainer.executor.clock.mark())
         self._open = _Open(unchecked, microbatches, stop, accumulated, optimizer, time.perf_counter() - began)
@@ -173,7 +167,7 @@ class Stepper:
         """The open step, whose update was undone, once more, and this time in one go."""
         assert self._open is not None
         done, self._open = self._open, None
-        how = {"stop": done.stop, "watchers": self.watchers, "referee": self.guard}
+        how = {"stop": done.stop, "watchers": self.watchers, "referee": self.referee}
         return train_step(self.trainer, done.microbatches, step=done.unchecked.step, **how, tries=1)
 
     def _tell(self) -> list[Stepped]:

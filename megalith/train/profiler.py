@@ -1,5 +1,6 @@
 """Traces of some of a run's steps by torch.profiler."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,12 +17,16 @@ def idle_profile(asked: str, *, done: int, steps: int) -> str | None:
 
 
 class Profile:
-    """torch.profiler over some of a run's `steps`; gives a function to call after each step. Spans of the trace name the steps."""
+    """torch.profiler over some of a run's `steps`; gives a function to call after each step. Spans of the trace name the steps. `warn`
+    hears of a trace that could not be written."""
 
-    def __init__(self, folder: Path, asked: str | None, rank: int, *, steps: int) -> None:
+    def __init__(
+        self, folder: Path, asked: str | None, rank: int, *, steps: int, warn: Callable[[str], None] = lambda message: None
+    ) -> None:
         first, last = map(int, asked.split(":")) if asked else (0, 0)
         self.traced = range(first, min(last, steps + 1))
         self.path = folder / "profile" / f"rank-{rank}.json"
+        self.warn = warn
         self.profiler: torch.profiler.profile | None = None
         self.span: torch.profiler.record_function | None = None
 
@@ -49,6 +54,9 @@ class Profile:
         self._end_span()
         if self.profiler is not None:
             self.profiler.__exit__(None, None, None)
-            self.path.parent.mkdir(exist_ok=True)
-            self.profiler.export_chrome_trace(str(self.path))
+            try:
+                self.path.parent.mkdir(exist_ok=True)
+                self.profiler.export_chrome_trace(str(self.path))
+            except (OSError, RuntimeError) as error:  # torch raises the latter for a file that cannot be written
+                self.warn(f"the trace {self.path} could not be written: {error}")
             self.profiler = None

@@ -253,7 +253,7 @@ class Updates:
             count = entry.size // 4
             if count:  # copies hold no empty shares
                 name = entry.name.removeprefix("weights.")
-                slots = {slot.name: state[f"{slot.name}.{name}"] for slot in self.trainer.state.slots}
+                slots = {slot.name: state[f"{slot.name}.{name}"] for slot in self.trainer.rule.treated[name].slots}
                 weight, *kept = (tensor.to(self.trainer.device, copy=True) for tensor in (state[entry.name], *slots.values()))
                 gradient = grads[offset : offset + count].view(entry.shape).clone()
                 parts.append(Part(name, weight, gradient, dict(zip(slots, kept, strict=True))))

@@ -2,17 +2,19 @@
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from megalith.check.resume import check_checkpoint
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.folder import AwayError, DamagedCheckpointError
-from megalith.checkpoint.load import load
+from megalith.checkpoint.load import Loaded, load
 from megalith.checkpoint.memory import Damaged, Memory
 from megalith.data.stream import Batch as Samples
 from megalith.data.stream import Stream
@@ -20,9 +22,15 @@ from megalith.fleet.report import Reported, report
 from megalith.fleet.seat import Seat
 from megalith.fleet.signs import CopyAway, CopyCorrupt
 from megalith.fleet.tiers import Source, Tier
+from megalith.spec.forward import other_rows
+from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.batches import indices
+
+
+class OtherRunError(ValueError):
+    """The checkpoint to go on from is another run's."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +96,8 @@ def restore(
     """Load what `source` says (None: the newest intact checkpoint of the run), or `train.init_from`'s weights, or keep the first weights.
     Copies in memory of later steps are forgotten.
 
-    Raises data errors if the data or tokenizer are not those the checkpoint was trained on, and Reported if a piece of `source` cannot be
-    used, which is reported as CopyCorrupt, or cannot be read just now (CopyAway).
+    Raises OtherRunError if the checkpoint is another run's, data errors if the data or tokenizer are not those it was trained on, and
+    Reported if a piece of `source` cannot be used, which is reported as CopyCorrupt, or cannot be read just now (CopyAway).
     """
     seat = memory.seat if memory else Seat.find()
     position = None
@@ -110,14 +118,17 @@ def restore(
     if position is None:
         assert source is None or source.tier is None, f"{source}, and no copies in memory"
         if trainer.spec.train.init_from:
-            load(
+            loaded = load(
                 Path(trainer.spec.train.init_from),
                 trainer.state.tensors("weights"),
                 group=group,
                 partial=True,
                 cast=True,
+                rows={f"weights.{name}" for name in other_rows(trainer.spec.train.init_from_changes)},
                 warn=warn,
             )
+            if seat.rank == 0 and (text := _left_behind(loaded, trainer.spec.optimizer.kind)):
+                warn(text)
         position = Position()
     if memory is not None:
         memory.forget_after(position.step)
@@ -125,8 +136,26 @@ def restore(
     return position
 
 
+def _accept(spec: RunSpec, path: Path, meta: Mapping[str, Any]) -> None:
+    """Raise OtherRunError unless a checkpoint that says `meta` of itself is this run's."""
+    if problems := check_checkpoint(f"{path.parent.name}/{path.name}", meta, spec):
+        raise OtherRunError("\n".join(map(str, problems)))
+
+
+def _left_behind(loaded: Loaded, kind: str) -> str:
+    """Say which state of another run's optimizer does not come with its weights; empty: the checkpoint holds none."""
+    slots = dict.fromkeys(slot.name for row in OPTIMIZERS.values() for slot in row.slots)
+    left = [slot for slot in slots if any(key.startswith(f"{slot}.") for key in loaded.keys)]
+    if not left:
+        return ""
+    return (
+        f"train.init_from takes the weights of {loaded.path} alone. Its optimizer's state ({', '.join(left)}) is not carried over: "
+        f"{kind} starts without any, at the first update of its schedule."
+    )
+
+
 def _from_store(trainer: Trainer, checkpointer: Checkpointer, stream: Stream, *, step: int | None) -> Position | None:
-    loaded = checkpointer.load(trainer.state.tensors(), step=step)
+    loaded = checkpointer.load(trainer.state.tensors(), step=step, accept=partial(_accept, trainer.spec))
     if loaded is None:
         return None
     stream.check_same(loaded.meta["data"])

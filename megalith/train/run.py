@@ -7,30 +7,36 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from megalith import __version__, events
+from megalith import __version__, disk, epochs, events
+from megalith import sealed as seals
 from megalith.checkpoint.checkpointer import Checkpointer
+from megalith.checkpoint.folder import FOLDER
+from megalith.data.errors import AwayDataError, DataError
 from megalith.data.tokenizer import copy as copy_tokenizer
-from megalith.events import EventLog, Holding, Problem, RunFinished, RunStarted
+from megalith.events import Event, EventLog, Holding, Problem, RunFinished, RunStarted
 from megalith.fleet import causes, environment, hooks
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat
-from megalith.fleet.report import report
+from megalith.fleet.rank import heeded
+from megalith.fleet.report import Unreachable, refusing, report
 from megalith.fleet.seat import REPORTS, Seat, ranks_of
-from megalith.fleet.signs import Preempted, RankFailed
+from megalith.fleet.signs import Preempted, RankFailed, StoreAway
 from megalith.fleet.tiers import Source
 from megalith.machine import link, networks
 from megalith.models.flops import CONVENTION
 from megalith.parallel.groups import another
+from megalith.spec.files import SPEC_FILE
 from megalith.spec.run import RunSpec
 from megalith.spec.sizes import count_model
 from megalith.train import inject, standing
@@ -41,24 +47,33 @@ from megalith.train.join import choose_device, join, keep_memory
 from megalith.train.loop import Loop
 from megalith.train.peak import Yardstick, yardstick_of
 from megalith.train.profiler import Profile, idle_profile
-from megalith.train.restore import first_sample, read_step, restore
+from megalith.train.restore import OtherRunError, first_sample, read_step, restore
 from megalith.train.stream import open_stream
 from megalith.train.validate import Validator
 
 
-def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None = None, *, shrunk: bool = False) -> None:
+def main(
+    run_dir: str,
+    profile: str | None = None,
+    source: dict[str, Any] | None = None,
+    *,
+    sealed: Mapping[str, str] = MappingProxyType({}),
+    shrunk: bool = False,
+) -> None:
     """Train the run described by `run_dir/spec.json` until its last step or a signal, continuing from its newest checkpoint.
 
     `profile` is "A:B": steps A to B - 1, as the event log numbers them, are traced by torch.profiler into `run_dir/profile/`. Exits with
     status STOPPED after a signal, once the state is saved. `source` is what to go on from, as a dictionary of `fleet.tiers.Source`; None:
-    the newest intact checkpoint. `shrunk`: under the fleet's fallback plan.
+    the newest intact checkpoint. `sealed`: files that must be as they were when the command began (`megalith.sealed`). `shrunk`: under
+    the fleet's fallback plan.
     """
     folder = Path(run_dir)
     stop = _Stop()
     heartbeat = Heartbeat.find()
     heartbeat.beat("joining")
     hooks.at("joining")
-    spec = RunSpec.model_validate_json((folder / "spec.json").read_text())
+    with refusing(seals.AlteredError):
+        spec = RunSpec.model_validate_json(seals.read(folder / SPEC_FILE, sealed))
     if shrunk:
         spec = spec.model_copy(update={"plan": spec.fleet.fallback})
     networks.enter(Seat.find().node)
@@ -69,21 +84,28 @@ def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None
     device = choose_device(spec.train.device, place.local_rank, place.local_world)
     standing.answer()
     world = join(place, launch=spec.launch, device=device)
-    log = _open_log(spec, folder) if place.rank == 0 else None
+    epoch = _epoch(world)
+    log = _open_log(spec, folder, epoch) if place.rank == 0 else None
     try:
         heartbeat.beat("building")
         hooks.at("building")
-        loop = prepare(spec, folder, world=world, source=source_of(source), log=log, device=device, heartbeat=heartbeat)
+        given = source_of(source)
+        loop = prepare(
+            spec, folder, world=world, source=given, log=log, device=device, heartbeat=heartbeat, epoch=epoch, sealed=sealed
+        )
         heartbeat.beat("ready")
         if profile and (idle := idle_profile(profile, done=loop.step, steps=spec.train.steps)):
             _warner(log)(idle)
-        with Profile(folder, profile, place.rank, steps=spec.train.steps) as tick:
+        with Profile(folder, profile, place.rank, steps=spec.train.steps, warn=_warner(log)) as tick:
             reason = loop.run(stop=stop, after_step=tick)
         heartbeat.beat("leaving", loop.step)
         if log:
             log.write(RunFinished(reason=reason, step=loop.step))
     except Exception as error:
-        _last_words(error, folder, log, rank=place.rank)
+        unreachable = _unreachable(error, [folder, Path(spec.data.path), *map(Path, spec.data.copies)])
+        _last_words(unreachable or error, folder, log, rank=place.rank, epoch=epoch)
+        if unreachable:
+            raise unreachable from error
         raise
     if log:
         log.close()
@@ -95,16 +117,35 @@ def main(run_dir: str, profile: str | None = None, source: dict[str, Any] | None
         sys.exit(ExitCode.STOPPED)
 
 
-def _last_words(error: Exception, folder: Path, log: EventLog | None, *, rank: int) -> None:
-    """Say why the ranks end. One that lost a peer cannot tell whether to go on makes sense: what the peer said, if anything, stands. Where
-    nobody listens (ranks of another launcher) every rank with an error of its own therefore says so."""
-    hopeless = causes.status(error) == ExitCode.FAILED
-    if log is None and (not hopeless or REPORTS in os.environ):
+def _unreachable(error: Exception, used: Sequence[Path]) -> Unreachable | None:
+    """Report an error that says that one of the paths which this run uses cannot be reached, and return what to end with; None for any
+    other. They were there when the command looked, before it started the first ranks."""
+    path = error.path if isinstance(error, AwayDataError) else None
+    if disk.is_away(error) and isinstance(error, OSError) and isinstance(error.filename, str):
+        named = Path(error.filename).absolute()
+        path = next((named for one in used if named.is_relative_to(one.absolute())), None)
+    if path is None:
+        return None
+    report(StoreAway(time=time.time(), path=str(path.absolute()), error=str(error)))
+    return Unreachable(str(error))
+
+
+def _last_words(error: Exception, folder: Path, log: EventLog | None, *, rank: int, epoch: int = 0) -> None:
+    """Log why this rank ends. A rank that only lost its peer cannot know whether a restart would help, so the peer's own report takes
+    precedence; where a supervisor hears it, the lost connection is not logged at all. Without a supervisor (ranks of another launcher)
+    every rank with an error of its own logs it."""
+    hopeless, heard = causes.status(error) == ExitCode.FAILED, REPORTS in os.environ
+    if log is None and (not hopeless or heard):
         return
-    said = deque(events.read(folder), maxlen=1)
+    lost = causes.is_secondary(type(error).__name__, str(error))
+    said = deque[Event](maxlen=1)
+    with disk.if_available():
+        said.extend(events.read(folder))
     peer_failed = bool(said) and isinstance(said[0], RunFinished) and said[0].reason == "failed"
-    log = log or EventLog(folder)
-    log.write(Problem("error", f"{type(error).__name__}: {error}", rank=rank))
+    log = log or EventLog(folder, epoch=epoch)
+    if not (lost and heard):
+        text = str(error).partition("\n")[0] if lost else str(error)  # what follows a lost connection is a stack of C++
+        log.write(Problem("error", f"{type(error).__name__}: {text}", rank=rank))
     log.write(RunFinished(reason="failed" if hopeless or peer_failed else "lost", step=-1))
 
 
@@ -126,12 +167,19 @@ def _watch_link() -> None:
     link.watch(name, tell)
 
 
-def _open_log(spec: RunSpec, folder: Path) -> EventLog:
+def _epoch(world: dist.ProcessGroup) -> int:
+    """The epoch of who owns the run folder, as the first rank was told, on every rank."""
+    epoch = torch.tensor(int(os.environ.get(epochs.VARIABLE, "0")))
+    dist.broadcast(epoch, group=world, group_src=0)
+    return int(epoch)
+
+
+def _open_log(spec: RunSpec, folder: Path, epoch: int) -> EventLog:
     if not spec.log.tensorboard:
-        return EventLog(folder)
+        return EventLog(folder, epoch=epoch)
     from megalith.train.tensorboard import BoardLog  # an extra that takes seconds to import
 
-    return BoardLog(folder)
+    return BoardLog(folder, epoch=epoch)
 
 
 def _warner(log: EventLog | None) -> Callable[[str], None]:
@@ -146,12 +194,12 @@ def _warner(log: EventLog | None) -> Callable[[str], None]:
 
 
 class _Stop:
-    """Set by SIGTERM and SIGUSR1, whatever the rank is doing; read at the end of a step, where all ranks agree. Told at once, in case
-    it is the scheduler that takes this node away: a supervisor knows whether it asked itself."""
+    """Set by SIGTERM, SIGUSR1 and SIGHUP (unless it is ignored), whatever the rank is doing; read at the end of a step, where all ranks
+    agree. Told at once, in case it is the scheduler that takes this node away: a supervisor knows whether it asked itself."""
 
     def __init__(self) -> None:
         self.asked = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in set(heeded()) - {signal.SIGINT}:
             signal.signal(number, self._ask)
 
     def _ask(self, number: int, frame: object) -> None:
@@ -178,26 +226,30 @@ def prepare(
     log: EventLog | None,
     device: torch.device,
     heartbeat: Heartbeat,
+    epoch: int = 0,
+    sealed: Mapping[str, str] = MappingProxyType({}),
 ) -> Loop:
     """Everything up to the first step, on all ranks of `world` together."""
 
     warn = _warner(log)
-    stream = open_stream(spec, "train")
+    with refusing(seals.AlteredError), seals.unchanged(sealed):
+        stream = open_stream(spec, "train")
+        held_out = open_stream(spec, "validation") if spec.validation.every else None
     if stream.unchecked:
         warn(f"{spec.data.path} has no sums, so changes of its bytes are not seen: `megalith data verify` writes them")
     if log:
         copy_tokenizer(Path(spec.data.path), folder)
-    held_out = open_stream(spec, "validation") if spec.validation.every else None
     groups = mesh_groups(spec, device, world)
     savers = another(world, timeout=timedelta(seconds=spec.launch.timeout))
-    checkpointer = Checkpointer(folder / "checkpoints", keep=spec.checkpoint.keep, group=savers, warn=warn)
+    checkpointer = Checkpointer(folder / epochs.name(FOLDER, epoch), keep=spec.checkpoint.keep, group=savers, warn=warn)
     trainer = assemble(spec, groups=groups, device=device)
     if spec.checkpoint.every and spec.checkpoint.asynchronous:
         checkpointer.reserve(trainer.state.tensors())  # now, so that the first save waits no longer than the others
     memory = copies_of(trainer, group=savers, warn=warn) if spec.fleet.recover else None
     heartbeat.beat("restoring")
     hooks.at("restoring")
-    position = restore(trainer, checkpointer, stream, group=savers, warn=warn, source=source, memory=memory)
+    with refusing(OtherRunError, DataError):
+        position = restore(trainer, checkpointer, stream, group=savers, warn=warn, source=source, memory=memory)
     guard = None
     if spec.fleet.recover:
         guard = Guard(trainer, seat=Seat.find(), read=partial(read_step, stream, spec, position), memory=memory)

@@ -16,25 +16,31 @@ from megalith.train.optimizers.rule import Part
 class State:
     """This rank's shares, in the memory that training changes. A key is `SLOT.PARAMETER`, as in checkpoints and copies."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], slots: Sequence[Slot]) -> None:
-        """`buffers`: what training changes besides parameters, such as routers' biases. `slots`: what the optimizer keeps; they begin
-        as zeros."""
-        self.parameters, self.buffers, self.slots = parameters, buffers, tuple(slots)
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], slots: Mapping[str, Sequence[Slot]]
+    ) -> None:
+        """`buffers`: tensors that training changes besides parameters, such as routers' biases. `slots`: the tensors that the optimizer
+        keeps for each parameter; they begin as zeros."""
+        self.parameters, self.buffers, self.slots = parameters, buffers, slots
         self.updates = 0
         """Updates made: what bias correction and the learning rate follow."""
         self.skipped = 0
         """Updates left out: steps tried are both together."""
         self._weights = {name: local(parameter).detach() for name, parameter in parameters.items()}
-        self._kept = {slot.name: {name: _zeros(slot, share) for name, share in self._weights.items()} for slot in slots}
+        self._slots = tuple(dict.fromkeys(slot for name in self._weights for slot in slots[name]))
+        self._kept = {
+            slot.name: {name: _zeros(slot, share) for name, share in self._weights.items() if slot in slots[name]}
+            for slot in self._slots
+        }
 
     def parts(self) -> list[Part]:
-        """What an update works on: every share that is not empty on this rank, with its gradient."""
+        """Return every parameter's share on this rank, with its gradient. A share that is empty here may have none."""
         parts = []
         for name, weight in self._weights.items():
-            if weight.numel():
-                gradient = self.parameters[name].grad
-                assert gradient is not None, f"{name} is a parameter without gradient"
-                parts.append(Part(name, weight, local(gradient), {kind: kept[name] for kind, kept in self._kept.items()}))
+            gradient = self.parameters[name].grad
+            assert gradient is not None or not weight.numel(), f"{name} is a parameter without gradient"
+            kept = {slot.name: self._kept[slot.name][name] for slot in self.slots[name]}
+            parts.append(Part(name, weight, torch.zeros_like(weight) if gradient is None else local(gradient), kept))
         return parts
 
     def changed(self) -> list[Tensor]:
@@ -70,7 +76,7 @@ class State:
                 yield MASTER, name, share, self.parameters[name]
             for name, buffer in self.buffers.items():
                 yield MASTER, name, buffer, buffer
-        for slot in self.slots:
+        for slot in self._slots:
             if not categories or slot.category in categories:
                 for name, share in self._kept[slot.name].items():
                     yield slot, name, share, self.parameters[name]

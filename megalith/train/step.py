@@ -181,6 +181,22 @@ def train_step(
     return replace(found, updates=trainer.state.updates, skipped=skipped)
 
 
+class Stepper:
+    """Trains step by step, and tells of each at once."""
+
+    def __init__(self, trainer: Trainer, *, watchers: Sequence[Watcher] = (), referee: Referee | None = None) -> None:
+        """`referee`, one of the `watchers`, runs a step again whose gradients are not finite."""
+        self.trainer, self.watchers, self.referee = trainer, watchers, referee
+
+    def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[Stepped]:
+        """Train on this rank's microbatches of step `step`, see train_step; the steps that are now known to be right."""
+        return [train_step(self.trainer, microbatches, step=step, stop=stop, watchers=self.watchers, referee=self.referee)]
+
+    def settle(self) -> list[Stepped]:
+        """Check what is not checked yet; the steps that are now known to be right."""
+        return []
+
+
 def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Check | None = None) -> Accumulated:
     """Forwards, backwards and what adds their gradients up. `check`: of the weights it begins with, see Executor.run."""
     clock = trainer.executor.clock

@@ -1,59 +1,110 @@
-"""The store at which the processes of a run on many machines meet: torch's TCPStore, in a process of its own."""
+"""The stores at which ranks meet: the authenticated one of a run with agents, as torch takes it, and torch's TCPStore at one address."""
 
 import os
 import signal
+import socket
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from megalith.fleet.rank import REQUESTS
+from megalith.fleet.secure.key import Key
+from megalith.fleet.secure.store_client import StoreClient
+from megalith.fleet.secure.store_server import StoreServer, listen
 from megalith.machine import lifeline
 
-REQUEST_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
+def serve(server: socket.socket, key: Key) -> int:
+    """Serve an authenticated store behind a listening socket, which is closed here, in a new process that ends with this one; its id.
 
-def serve(port: int) -> tuple[int, int]:
-    """Serve a store from a new process, which ends with this one; its process id, and its port (a free one if `port` is 0).
-
-    Not from this process: a fork of one that serves a store leaves the children with locks that nobody will release. For the same reason
-    this must be called while there is one thread. Raises RuntimeError when the port cannot be had.
+    Must be called while there is one thread, because a fork copies the locks that others hold.
     """
     parent = os.getpid()
-    ready, said = os.pipe()
     process = os.fork()
     if process == 0:
-        _be_the_server(port, said, parent)
-    os.close(said)
-    with os.fdopen(ready) as answer:
-        text = answer.read()
-    if not text.isdecimal():
-        os.waitpid(process, 0)
-        raise RuntimeError(
-            f"no store could be served at port {port}: {text or 'its process ended'}. Free the port, or use another"
-        )
-    return process, int(text)
+        _be_the_server(server, key, parent)
+    server.close()
+    return process
 
 
-def _be_the_server(port: int, said: int, parent: int) -> None:
+def _be_the_server(server: socket.socket, key: Key, parent: int) -> None:
     try:
         lifeline.die_with_parent(parent)
-        for number in REQUEST_SIGNALS:
+        for number in REQUESTS:
             signal.signal(number, signal.SIG_IGN)  # meant for whoever serves a run; its store goes last
-        store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-        os.write(said, str(store.port).encode())
-        os.close(said)
-        while True:
-            signal.pause()
-    except BaseException as error:  # this is a fork: nothing may climb back into the caller
-        os.write(said, repr(error).encode())
-    finally:
+        StoreServer(server, key).serve()
+    finally:  # this is a fork: nothing may climb back into the caller
         os._exit(1)
 
 
-def connect(address: str, *, seconds: float) -> dist.TCPStore:
-    """A connection of one's own to the store at "tcp://HOST:PORT", waiting `seconds` for it to be there.
+def tcp_store(address: str, *, serves: bool, timeout: timedelta) -> dist.TCPStore:
+    """torch's own store at "tcp://HOST:PORT", for ranks that no agent started. It knows no key.
 
-    Raises torch's DistNetworkError (a RuntimeError) when it does not come.
+    The process that serves it listens at that address alone (or at MEGALITH_LISTEN), where torch would listen at all of the machine's.
+    Raises OSError where it cannot.
     """
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    timeout = timedelta(seconds=seconds)
-    return dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=timeout, wait_for_workers=False)
+    host, _, port = address.partition("://")[2].rpartition(":")
+    if not serves:
+        return dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=timeout, wait_for_workers=False)
+    server = listen(host, int(port))
+    own = server.getsockname()
+    return dist.TCPStore(
+        own[0] if own[0] not in ("0.0.0.0", "::") else host.strip("[]"),
+        own[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+    )
+
+
+_ALIVE: list["RunStore"] = []
+"""Stores that process groups use: C++ holds its half of one, and would call methods of a Python half that is gone."""
+
+
+class RunStore(dist.Store):
+    """The authenticated store, with the face that torch's process groups want. It lives as long as its process."""
+
+    def __init__(self, client: StoreClient) -> None:
+        super().__init__()
+        _ALIVE.append(self)
+        self._client = client
+        self.set_timeout(timedelta(seconds=client.seconds))
+
+    def clone(self) -> "RunStore":
+        """The same connection: threads take turns on it."""
+        return self
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write."""
+        self._client.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Read, once it is there."""
+        return self._client.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number that begins at 0; the sum."""
+        return self._client.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these are there."""
+        return self._client.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until they are."""
+        self._client.wait(keys, None if timeout is None else timeout.total_seconds())
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Write where another value stands."""
+        return self._client.compare_set(key, expected_value, desired_value)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; whether it was there."""
+        return self._client.delete_key(key)
+
+    def num_keys(self) -> int:
+        """How many there are."""
+        return self._client.num_keys()
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  # as torch calls them from C++

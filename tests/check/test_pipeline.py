@@ -105,8 +105,9 @@ def test_dualpipe_is_let_be_where_its_half_has_too_few_blocks():
 @settings(deadline=None, max_examples=60)
 def test_the_split_advised_is_legal(blocks: int, pipeline: int, layers: list[int]):
     sizes = [f"model.layers={blocks}", f"plan.pipeline={pipeline}"]
-    for problem in errors(*sizes, f"plan.layers={layers}"):
-        if problem.key == "plan.layers":
+    found = errors(*sizes, f"plan.layers={layers}")
+    for problem in found:
+        if problem.key == "plan.layers" and pipeline <= blocks:
             advised = re.search(r"\[.*?\]", problem.way_out)
             assert advised
             assert errors(*sizes, f"plan.layers={advised[0]}") == []

@@ -2,37 +2,137 @@
 
 from pathlib import Path
 
-from megalith.check import check
+import pytest
+
+from megalith.check import Problem, check
 from megalith.checkpoint import folder as checkpoints
+from megalith.checkpoint.folder import Entry
+from megalith.data.manifest import tokenizer_fingerprint
+from megalith.spec.sizes import model_parameters
 from tests.check.runs import keys, spec
 
+DATA = tokenizer_fingerprint({}, 0)
+FIRST = "train.init_from=first"
 
-def first_weights(folder: str, *settings: str) -> Path:
-    """A checkpoint, but for its tensors."""
-    path = Path(folder, checkpoints.name(0))
+
+def first_weights(folder: str, *settings: str, tokenizer: str | None = DATA, without: str = "") -> Path:
+    """A checkpoint of the weights of such a run, but for their values. `tokenizer`: its fingerprint; None: an import, which says none."""
+    path = Path(folder, "checkpoints", checkpoints.name(0))
     path.mkdir(parents=True)
-    index = checkpoints.write_index(path, {})
-    meta = {"spec": {"model": spec(*settings).model.model_dump(mode="json")}}
-    checkpoints.write_manifest(path, checkpoints.Manifest(0, 1, meta, {checkpoints.INDEX: index}))
+    model = spec(*settings).model
+    parameters = model_parameters(model.build())
+    index = {f"weights.{name}": Entry(each.shape, "F32", ()) for name, each in parameters.items() if name != without}
+    meta = {"spec": {"model": model.model_dump(mode="json")}} | ({"data": {"tokenizer": tokenizer}} if tokenizer else {})
+    files = {checkpoints.INDEX: checkpoints.write_index(path, index)}
+    checkpoints.write_manifest(path, checkpoints.Manifest(0, 1, meta, files))
     return path
 
 
+def errors(*settings: str) -> list[Problem]:
+    return [problem for problem in check(spec(FIRST, *settings)) if problem.severity == "error"]
+
+
 def test_weights_to_start_from_are_whole_and_of_the_runs_sizes(data: Path):
-    path = first_weights("first", "model.context=64", "model.layers=5")
-    fits, other = "train.init_from=first", ["train.init_from=first", "model.dim=64", "model.ffn=96"]
-    assert keys(fits) == []  # nor need it be longer, or as deep
-    assert keys(fits, "model.layers=6") == ["train.init_from"]
-    (problem,) = check(spec(*other))
+    path = first_weights("first")
+    assert keys(FIRST) == []
+    (problem,) = errors("model.dim=64", "model.ffn=96")
     assert "dim = 128" in problem.reason.partition("and the run's")[0]
     assert "dim = 64" in problem.reason.partition("and the run's")[2]
     (path / checkpoints.INDEX).unlink()
-    (problem,) = check(spec(fits))
+    (problem,) = check(spec(FIRST))
     assert (problem.key, f"{path.name}/{checkpoints.INDEX}" in problem.reason) == ("train.init_from", True)
     (path / checkpoints.MANIFEST).unlink()
-    assert keys(fits) == ["train.init_from"]
+    assert keys(FIRST) == ["train.init_from"]
     path.rmdir()
-    (problem,) = check(spec(fits))
+    (problem,) = check(spec(FIRST))
     assert "no checkpoint here" in problem.reason
+
+
+@pytest.mark.parametrize(
+    ("setting", "there", "here"),
+    [
+        ("model.rope_theta=5e5", "rope_theta = 10000.0", "rope_theta = 500000.0"),
+        ("model.norm_eps=1e-6", "norm_eps = 1e-05", "norm_eps = 1e-06"),
+        ("model.heads=4", "heads = 8", "heads = 4"),
+        ("model.layers=3", "layers = 4", "layers = 3"),
+        ("model.layers=6", "layers = 4", "layers = 6"),
+        ("model.context=1024", "context = ", "context = 1024"),
+        ("model.tied=true", "tied = false", "tied = true"),
+    ],
+)
+def test_each_value_of_the_model_that_its_forward_depends_on_is_compared(data: Path, setting: str, there: str, here: str):
+    """A3: heads, theta and eps were not looked at where the numbers of parameters agreed."""
+    first_weights("first", "model.head_dim=32", "model.kv_heads=2", "model.tied=false")
+    (problem,) = errors("model.head_dim=32", "model.kv_heads=2", "model.tied=false", setting)
+    theirs, _, ours = problem.reason.partition(", and the run's has ")
+    assert (problem.key, there in theirs, here in ours) == ("train.init_from", True, True), problem
+    assert theirs.count(" = ") == ours.count(" = ") == 1, "and nothing else is said to differ"
+
+
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [
+        (["model.rope_theta=5e5"], "rope_theta"),
+        (["model.rope_scaling={factor=4}"], "rope_scaling"),
+        (["model.layers=3"], "layers"),
+        (["model.vocab=4096"], "vocab"),
+        (["model.context=1024"], "context"),
+    ],
+)
+def test_a_difference_on_purpose_is_named(data: Path, settings: list[str], change: str):
+    first_weights("first")
+    (problem,) = errors(*settings)
+    assert f'train.init_from_changes = ["{change}"]' in problem.way_out
+    (told,) = check(spec(FIRST, *settings, f"train.init_from_changes=['{change}']"))
+    assert (told.severity, told.key) == ("advice", "train.init_from")
+    assert " there, " in told.reason
+    others = sorted({"context", "layers", "rope_theta", "vocab"} - {change})
+    assert errors(*settings, f"train.init_from_changes={others}") != [], "another name does not stand for this difference"
+
+
+def test_what_only_training_uses_may_differ_and_is_listed(data: Path):
+    first_weights("first")
+    (told,) = check(spec(FIRST, "model.init_std=0.01"))
+    assert (told.severity, told.key) == ("advice", "train.init_from")
+    assert "init_std = 0.02 there, 0.01 here" in told.reason
+
+
+def test_weights_are_compared_tensor_by_tensor(data: Path):
+    """The description may be right, and a tensor be missing nevertheless."""
+    first_weights("first", without="blocks.2.mlp.up.weight")
+    (problem,) = errors()
+    assert "blocks.2.mlp.up.weight is missing" in problem.reason
+
+
+def test_a_checkpoint_that_describes_no_model_is_refused(data: Path):
+    path = Path("first", checkpoints.name(0))
+    path.mkdir(parents=True)
+    files = {checkpoints.INDEX: checkpoints.write_index(path, {})}
+    checkpoints.write_manifest(path, checkpoints.Manifest(0, 1, {}, files))
+    assert any("describes no model" in problem.reason for problem in errors())
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_another_tokenizer_is_refused_or_named(data: Path, imported: bool):
+    first_weights("first", tokenizer=None if imported else "f" * 64)
+    if imported:
+        Path("first/tokenizer.json").write_text('{"model": "another"}')
+    (problem,) = errors()
+    assert "was trained with another tokenizer" in problem.reason
+    assert 'train.init_from_changes = ["tokenizer"]' in problem.way_out
+    assert errors("train.init_from_changes=['tokenizer']") == []
+
+
+def test_an_imports_tokenizer_is_compared_by_what_it_says_not_by_its_bytes(data: Path):
+    first_weights("first", tokenizer=None)
+    (told,) = check(spec(FIRST))
+    assert told.severity == "advice" and "has no tokenizer.json" in told.reason
+    Path("first/tokenizer.json").write_text('{ "padding": null }')
+    assert keys(FIRST) == []
+
+
+def test_names_of_changes_without_a_checkpoint_are_idle(data: Path):
+    assert keys("train.init_from_changes=['layers']") == ["train.init_from_changes"]
 
 
 def test_a_run_that_has_begun_does_not_need_its_first_weights_any_more(data: Path):

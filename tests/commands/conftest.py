@@ -41,7 +41,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[supervisor.Job]:
     """The jobs that would have been started."""
     started: list[supervisor.Job] = []
 
-    def start(job: supervisor.Job, *, tick: Any = None) -> Outcome:
+    def start(job: supervisor.Job, *, tick: Any = None, **_: Any) -> Outcome:
         started.append(job)
         if tick:
             tick()

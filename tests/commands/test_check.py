@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megalith.machine import capacity
 from tests.commands.calling import call
 
 
@@ -37,3 +38,38 @@ def test_check_says_the_whole_run_as_json():
     assert said["ok"] is True
     assert said["spec"]["train"]["steps"] == 100
     assert said["provenance"]["model.dim"] == "preset tiny"
+
+
+def test_check_shows_which_parameters_are_updated_in_which_way():
+    groups = 'optimizer.groups=[{pattern="*.mlp.*", kind="lion", lr=0.1}, {pattern="*norm*", weight_decay=0.5}]'
+    shown = call("check", "run.toml", "--set", "optimizer.kind=muon", "--set", groups).stdout
+    table = [line.split() for line in shown.splitlines() if line.startswith(("*", "others"))]
+    assert [row[:5] for row in table] == [
+        ["*.mlp.*", "lion", "x", "0.1", "0.1"],
+        ["*norm*", "adamw", "x", "1", "0.5"],
+        ["others", "adamw", "x", "1", "0.1"],
+        ["others", "muon", "x", "1", "0.1"],
+    ]
+    said = json.loads(call("check", "run.toml", "--json", "--set", "optimizer.kind=muon").stdout)
+    assert {row["kind"] for row in said["updated"]} == {"muon", "adamw"}
+    assert "blocks.0.attention.q.weight" in next(row["parameters"] for row in said["updated"] if row["kind"] == "muon")
+
+
+@pytest.mark.parametrize(("setting", "key"), [("model.preset=llama3-70b", "model.name"), ("train.device=cuda", "train.device")])
+def test_what_this_machine_lacks_is_advice_and_an_error_for_a_run_here(setting: str, key: str, monkeypatch: pytest.MonkeyPatch):
+    """C8: run files for clusters are checked on laptops."""
+    monkeypatch.setattr(capacity, "measure", lambda: capacity.Machine(2, 23 * 2.0**30))
+    for flags, status in (([], 0), (["--here"], 2)):
+        result = call("check", "run.toml", "--json", "--set", setting, *flags)
+        said = json.loads(result.stdout)
+        assert (result.exit_code, said["ok"]) == (status, not status)
+        (problem,) = [one for one in said["problems"] if "this machine" in one["reason"]]
+        assert (problem["key"], problem["severity"]) == (key, "error" if flags else "advice")
+
+
+def test_what_is_wrong_with_the_run_and_with_the_machine_is_said_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(capacity, "measure", lambda: capacity.Machine(2, 23 * 2.0**30))
+    settings = ["plan.tensor=3", "train.device=cuda", "plan.zero=5", "model.vocab=900"]
+    result = call("check", "run.toml", "--json", *(word for setting in settings for word in ("--set", setting)))
+    said = json.loads(result.stdout)["problems"]
+    assert {"plan.tensor", "plan.zero", "model.vocab", "train.device"} <= {one["key"] for one in said}

@@ -19,7 +19,7 @@ from tests.commands.calling import call
 def test_parity_needs_no_data(run: Path, monkeypatch: pytest.MonkeyPatch):
     found = {"equal": True, "rows": []}
 
-    def start(job: supervisor.Job, *, tick: Any = None) -> Outcome:
+    def start(job: supervisor.Job, *, tick: Any = None, **_: Any) -> Outcome:
         assert (job.entry, job.arguments["steps"], job.ranks) == ("megalith.prove.parity:main", 2, 4)
         Path(str(job.arguments["run_dir"]), "parity.json").write_text(json.dumps(found))
         return Outcome(ExitCode.FINISHED, False, None, (), (), (), 1.0)
@@ -32,6 +32,17 @@ def test_parity_refuses_an_illegal_plan(run: Path, jobs: list[supervisor.Job]):
     with pytest.raises(SpecErrors, match=r"plan\.tensor"):
         parity.parity(RunRequest(run, ["plan.tensor=3"]))
     assert jobs == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "loss"), [("fp32", "loss, |difference|"), ("bf16", "loss, how much farther from fp32")])
+def test_a_run_is_compared_in_its_precision(run: Path, precision: str, loss: str):
+    """A plan of four ranks, started as a user starts them."""
+    settings = [f"train.precision={precision}", "launch.start_timeout=600"]
+    result = call("parity", str(run), *(part for one in settings for part in ("--set", one)), "--steps", "1", "--json")
+    told = json.loads(result.stdout)
+    assert (result.exit_code, told["equal"], told["precision"]) == (0, True, precision), result.output
+    assert any(row["quantity"].startswith(loss) for row in told["rows"]), told
 
 
 def test_draws_are_all_equal_only_if_as_many_as_asked_for_are(monkeypatch: pytest.MonkeyPatch):
@@ -57,11 +68,15 @@ def test_draws_are_all_equal_only_if_as_many_as_asked_for_are(monkeypatch: pytes
 @pytest.mark.parametrize(("equal", "status"), [(True, 0), (False, 1)])
 def test_parity_fails_on_a_gap(monkeypatch: pytest.MonkeyPatch, equal: bool, status: int):
     row = {"quantity": "loss", "gap": 0.25, "limit": 1e-5, "where": "step 1", "equal": equal}
-    monkeypatch.setattr(parity, "parity", lambda request, **options: {"equal": equal, "rows": [row], "steps": options["steps"]})
+    monkeypatch.setattr(
+        parity, "parity", lambda request, **options: {"equal": equal, "precision": "bf16", "rows": [row], **options}
+    )
     result = call("parity", "run.toml", "--steps", "2")
     assert result.exit_code == status
-    assert ("NOT equal" in result.stdout) == (not equal)
-    assert json.loads(call("parity", "run.toml", "--json", "--steps", "2").stdout)["steps"] == 2
+    assert ("equal in bf16: the plan changes nothing" in result.stdout) == equal
+    assert ("NOT equal in bf16: the plan changes the result" in result.stdout) == (not equal)
+    told = json.loads(call("parity", "run.toml", "--json", "--steps", "2").stdout)
+    assert (told["steps"], told["precision"]) == (2, "bf16")
 
 
 def proven(outcome: str, name: str = "dense; data 2 shards") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from megalith import sealed
 from megalith.commands import ranks
 from megalith.spec import files
 
@@ -10,3 +11,28 @@ def test_a_jobs_burn_in_is_for_the_device_it_computes_on(run: Path):
     spec = files.load(run, overrides=["train.device=cpu", "fleet.burn_in=3.0"]).spec
     command = ranks.job(spec, Path("x"), ranks.TRAIN, {}).burn_in
     assert command[command.index("--seconds") + 1] == "3.0" and command[-1] == "cpu"
+
+
+def test_copies_in_memory_of_a_run_on_other_data_are_not_this_runs(run: Path):
+    spec = files.load(run).spec
+    before = ranks.identity(spec)
+    assert ranks.identity(files.load(run, overrides=["fleet.nodes=2", "launch.threads=3"]).spec) == before
+    described = Path("data/manifest.json")
+    described.write_text(described.read_text().replace('"documents": 1', '"documents": 2'))
+    assert ranks.identity(spec) != before
+
+
+def test_ranks_hear_of_the_files_that_their_run_is_computed_from_as_they_are_now(run: Path):
+    """Also under the fallback plan; the description is the one that the command writes, whatever lies there before."""
+    Path("order.txt").write_text("an order")
+    fallback = 'fleet = { nodes = 2, fallback = { data = 2, schedule = "file:order.txt" } }'
+    resolved = files.load(run, overrides=[fallback.replace("fleet = ", "fleet=")])
+    job = ranks.job(resolved.spec, Path("x"), ranks.TRAIN, {})
+    assert {Path(path).name for path in job.sealed} == {"spec.json", "manifest.json", "tokenizer.json", "order.txt"}
+    assert job.fallback is not None and job.fallback.sealed == job.sealed
+    files.save(resolved, Path("x"))
+    sealed.check(job.sealed)
+    assert ranks.job(resolved.spec, Path("x"), "megalith.prove.parity:main", {}).sealed == {}
+    elsewhere = ranks.directed_elsewhere(job)
+    assert {Path(path).name for path in elsewhere.sealed} == {"manifest.json", "tokenizer.json", "order.txt"}
+    assert elsewhere.fallback is not None and elsewhere.fallback.sealed == elsewhere.sealed

@@ -74,3 +74,28 @@ def test_no_rule_fails_or_complains_for_want_of_a_value(run: Path):
         with pytest.raises(SpecErrors) as caught:
             check(RunRequest(run, [fault]))
         assert [p.key for p in caught.value.problems if not p.key.startswith(fault.partition("=")[0])] == []
+
+
+@pytest.mark.parametrize(
+    "faulty", ["plan.zero=5", "plan.data=0", "train.steps=0", "model.dim=0", "optimizer.lr=0", "fleet.nodes=0"]
+)
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["model.vocab=900"], "model.vocab"),
+        (["model.kv_heads=3"], "model.kv_heads"),
+        (["plan.schedule=zb-x"], "plan.schedule"),
+        (["plan.layers=[1, 1]"], "plan.layers"),
+        (["plan.pipeline=5", "plan.layers=[1, 1]"], "plan.layers"),
+        (["plan.recompute_parts=['mpl']"], "plan.recompute_parts"),
+        (["plan.context=4", "plan.ulysses=3"], "plan.ulysses"),
+        (["plan.context=2", "train.seq_len=130"], "train.seq_len"),
+        (["data.weights={austn=1}"], "data.weights.austn"),
+        (["train.init_from=nowhere"], "train.init_from"),
+    ],
+)
+def test_a_value_out_of_range_does_not_silence_what_does_not_depend_on_it(run: Path, settings: list[str], key: str, faulty: str):
+    """A12: `plan.zero=5` silenced the rule about the vocabulary, `plan.pipeline=5` that about `plan.layers`."""
+    with pytest.raises(SpecErrors) as caught:
+        check(RunRequest(run, [*settings, faulty]))
+    assert {key, faulty.partition("=")[0]} <= {problem.key for problem in caught.value.problems}

@@ -1,6 +1,7 @@
 """Simulations of long runs, as they are asked for and printed."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ SIMULATE = ["simulate", "--cluster", "h100:64", "--days", "5", "--seeds", "2"]
 def test_a_simulation_is_a_table_a_picture_and_json():
     result = call(*SIMULATE, "--out", "pictures/goodput.svg")
     assert result.exit_code == 0, result.output
-    assert "8 nodes and 1 spare, a checkpoint every 30 minutes, 2 seeds" in result.stdout
+    assert "8 nodes and 1 spare, a checkpoint every 30 minutes, copies in memory and buddy, 2 seeds" in result.stdout
     assert "useful" in result.stdout
     assert Path("pictures/goodput.svg").read_text().startswith("<svg xmlns")
     said = json.loads(call(*SIMULATE, "--json").stdout)
@@ -52,8 +53,44 @@ def test_a_sweep_marks_the_best(what: str, best: str):
     tried = json.loads(call(*SIMULATE, "--sweep", what, "--json").stdout)["tried"]
     shown = next(line for line in call(*SIMULATE, "--sweep", what, "--out", "s.svg").stdout.splitlines() if "best" in line)
     winner = max(tried, key=lambda one: one[best])["value"] / (60 if what == "intervals" else 1)
-    assert shown.split()[1] == f"{winner:g}"
-    assert Path("s.svg").stat().st_size > 1000
+    assert shown.split()[1] == f"{winner:.3g}"
+    assert f"best: {winner:.3g}" in Path("s.svg").read_text()
+
+
+def test_young_and_daly_stand_beside_the_best_interval():
+    asked = [*SIMULATE, "--profile", "cold", "--set", "fleet.memory_every=0", "--sweep", "intervals"]
+    said = json.loads(call(*asked, "--json").stdout)
+    hours = 1 / (64 * 419 / (54 * 24 * 16_384))  # between faults of 64 devices
+    assert said["young"] == pytest.approx((2 * 30.0 * hours * 3600) ** 0.5)
+    assert said["daly"] == pytest.approx(said["young"] - 2 / 3 * 30.0, rel=1e-2)
+    assert {said["young"], said["daly"]} < {one["value"] for one in said["tried"]}
+    result = " ".join(call(*asked, "--out", "s.svg").stdout.split())
+    for words in (
+        f"Young {said['young'] / 60:.3g}",
+        f"Daly {said['daly'] / 60:.3g}",
+        f"best of these {said['best']['value'] / 60:.3g}",
+    ):
+        assert words in result
+    picture = Path("s.svg").read_text()
+    assert f"Young: {said['young'] / 60:.3g}" in picture
+    assert f"Daly: {said['daly'] / 60:.3g}" in picture
+
+
+def test_without_faults_there_is_no_formula():
+    asked = [*SIMULATE, "--set", "interruptions=0", "--sweep", "intervals"]
+    assert json.loads(call(*asked, "--json").stdout)["young"] is None
+    assert "formulas give no interval" in call(*asked).stdout
+
+
+def test_a_reader_can_add_the_counts_up():
+    result = " ".join(call("simulate", "--cluster", "h100:16384", "--days", "9", "--seeds", "1", "--spares", "2").stdout.split())
+    faults = re.search(r"([\d.,]+) faults = (.*?) (?=[\d.]+ restarts)", result)
+    restarts = re.search(r"([\d.,]+) restarts = (.*?) (?=[\d.]+ stops)", result)
+    assert faults and restarts
+    for total, parts in (faults.groups(), restarts.groups()):
+        assert float(total) == pytest.approx(sum(float(part) for part in re.findall(r"[\d.]+", parts)), abs=0.5)
+    started = re.search(r"([\d.]+) restarted the ranks", result)
+    assert started and f"{started[1]} for a fault" in result
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What training starts, refuses, resumes and prints."""
 
 import json
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,18 +10,25 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from megalith import disk, events
+from megalith.checkpoint import folder as checkpoints
+from megalith.checkpoint.folder import Manifest
 from megalith.commands import ranks, runs
 from megalith.commands import train as training
 from megalith.commands.arguments import RunRequest
-from megalith.control import supervisor
+from megalith.control import owner, supervisor
+from megalith.control.owner import InUseError
+from megalith.events import of_kind, read
 from megalith.fleet import environment
 from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
-from megalith.machine import admission
+from megalith.fleet.tiers import Copy, Tier
+from megalith.machine import admission, capacity
 from megalith.machine.health import Finding
 from megalith.spec import files
 from megalith.spec.problem import SpecErrors
 from tests.commands.calling import call
+from tests.control.owning import another_process, content
 
 
 def train(run: Path, *overrides: str, run_dir: Path | None = None, profile: str | None = None) -> training.Trained:
@@ -46,6 +54,19 @@ def test_training_leaves_a_report(run: Path, jobs: list[supervisor.Job]):
     assert trained.report.is_file()
 
 
+def test_nothing_is_written_under_a_mount_point_without_its_file_system(
+    run: Path, jobs: list[supervisor.Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "store").mkdir()
+    monkeypatch.setattr(disk, "bare_mount", lambda path: tmp_path / "store")
+    result = call("train", str(run), "--run-dir", str(tmp_path / "store" / "first"))
+    assert result.exit_code == ExitCode.LOST, "an engine tries again"
+    assert "nothing is mounted here, where /etc/fstab wants a file system" in result.stderr
+    assert (jobs, list((tmp_path / "store").iterdir())) == ([], [])
+    (finding,) = admission.before_start(tmp_path / "store" / "first")
+    assert finding.verdict == "fail" and f"nothing is mounted at {tmp_path / 'store'}" in finding.value
+
+
 def test_nothing_starts_and_nothing_is_written_when_the_run_is_wrong(run: Path, jobs: list[supervisor.Job]):
     with pytest.raises(SpecErrors) as caught:
         train(run, "plan.tensor=3", "train.global_batch=5")
@@ -54,10 +75,22 @@ def test_nothing_starts_and_nothing_is_written_when_the_run_is_wrong(run: Path, 
     assert not Path("runs").exists()
 
 
-def test_more_ranks_than_a_machine_should_start_are_refused(run: Path, jobs: list[supervisor.Job]):
-    with pytest.raises(SpecErrors, match="too many for this machine"):
-        train(run, "plan.data=1024", "train.global_batch=1024")
+def test_more_ranks_than_processors_start_with_a_word(run: Path, jobs: list[supervisor.Job], capsys: pytest.CaptureFixture[str]):
+    train(run, "plan.data=1024", "train.global_batch=1024")
+    assert [job.ranks for job in jobs] == [2048]
+    assert "2,048 ranks would share the" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["model.preset=llama3.1-405b", "train.device=cuda"])
+def test_what_this_machine_cannot_do_is_refused_before_anything_starts(
+    run: Path, jobs: list[supervisor.Job], setting: str, monkeypatch: pytest.MonkeyPatch
+):
+    """C8: ranks found it out, three times over, or filled the memory."""
+    monkeypatch.setattr(capacity, "measure", lambda: capacity.Machine(2, 23 * 2.0**30))
+    with pytest.raises(SpecErrors, match="on this machine"):
+        train(run, setting)
     assert jobs == []
+    assert not Path("runs").exists()
 
 
 def begun(folder: str) -> None:
@@ -71,6 +104,75 @@ def test_a_run_folder_with_a_checkpoint_is_gone_on_with_by_the_same_run_only(run
         train(run, "optimizer.lr=1", "train.seed=5", "train.steps=200")
     assert {problem.key for problem in caught.value.problems} == {"optimizer.lr", "train.seed"}
     assert len(jobs) == 1
+
+
+def saved(run: Path, *overrides: str, step: int = 20, folder: str = "runs/first") -> Path:
+    """A checkpoint, as far as what it says of itself, of the run that the file and these settings describe."""
+    path = Path(folder, "checkpoints", checkpoints.name(step))
+    path.mkdir(parents=True)
+    spec = files.load(run, overrides=overrides).spec.model_dump(mode="json")
+    checkpoints.write_manifest(path, Manifest(step, step, {"spec": spec}, {}))
+    return path
+
+
+@pytest.mark.parametrize(
+    "override", ["optimizer.lr=0.5", "optimizer.weight_decay=0.9", "model.init_std=0.5", "model.heads=2", "model.rope_theta=7.0"]
+)
+def test_a_checkpoint_of_another_run_is_refused_with_what_differs(run: Path, jobs: list[supervisor.Job], override: str):
+    """One that was copied into the folder; `train.init_from` is there to take weights along."""
+    train(run)
+    saved(run, step=10)
+    saved(run, override, "plan.data=1", "plan.pipeline=1")
+    with pytest.raises(SpecErrors) as caught:
+        train(run)
+    (problem,) = caught.value.problems
+    assert problem.key == override.partition("=")[0]
+    assert "checkpoints/step-00000020 was saved by a run with" in problem.reason and "train.init_from" in problem.way_out
+    assert len(jobs) == 1
+
+
+def test_where_only_checkpoints_are_left_another_learning_rate_is_said(run: Path, jobs: list[supervisor.Job]):
+    saved(run)
+    with pytest.raises(SpecErrors, match=r"optimizer\.lr = 1.*: checkpoints/step-00000020 was saved by a run with 0\.0003"):
+        train(run, "optimizer.lr=1")
+    train(run, "plan.data=4", "plan.pipeline=1", "train.steps=200")
+    assert len(jobs) == 1
+
+
+def test_a_checkpoint_without_a_description_is_no_runs(run: Path, jobs: list[supervisor.Job]):
+    checkpoints.write_manifest(saved(run), Manifest(20, 1, {"weights": "of somebody"}, {}))
+    with pytest.raises(SpecErrors, match="checkpoints/step-00000020: holds no description of a run"):
+        train(run)
+
+
+@pytest.mark.parametrize(("damage", "what"), [(None, "is missing"), (b"{}", "cannot be read"), (b"x", "is altered")])
+def test_a_checkpoint_whose_manifest_cannot_be_used_is_named_once(run: Path, damage: bytes | None, what: str):
+    """It is passed over; where there is no other, that is told to whoever would begin anew."""
+    sound, broken = saved(run, step=10), saved(run)
+    manifest = broken / checkpoints.MANIFEST
+    whole = manifest.read_bytes()
+    manifest.unlink()
+    if damage is not None:
+        manifest.write_bytes(whole.replace(b"tiny", b"Tiny") if damage == b"x" else damage)
+    with owner.hold(Path("runs/first")) as own:
+        look = ranks.store_of(own)
+        assert [look() for _ in range(2)] == [(Copy(Tier.STORE, 10),)] * 2
+        (told,) = of_kind(read(Path("runs/first")), events.Problem)
+        assert f"{broken} is damaged and is not used: step-00000020/manifest.json {what}" in told.message
+        (sound / checkpoints.MANIFEST).unlink()
+        assert {copy.step for copy in look()} == {10, 20}, "none can be used, and nothing begins anew"
+        assert len(of_kind(read(Path("runs/first")), events.Problem)) == 2
+
+
+def test_a_run_that_an_earlier_version_began_goes_on(run: Path, jobs: list[supervisor.Job]):
+    """It has `min_lr` for `min_lr_ratio` in the files of its folder."""
+    train(run)
+    begun("runs/first")
+    for name in ("run.toml", "spec.json", "provenance.json"):
+        file = Path("runs/first", name)
+        file.write_text(file.read_text().replace("min_lr_ratio", "min_lr"))
+    train(run, "train.steps=200")
+    assert len(jobs) == 2
 
 
 def test_a_resumed_run_may_have_another_plan_and_length(run: Path, jobs: list[supervisor.Job]):
@@ -96,6 +198,29 @@ def test_a_run_that_never_saved_may_be_started_over_differently(run: Path, jobs:
     assert len(jobs) == 2
 
 
+def test_a_second_command_in_a_running_folder_is_refused_and_changes_not_one_byte(run: Path, jobs: list[supervisor.Job]):
+    train(run)
+    with another_process(Path("runs/first")) as process:
+        before = content(Path("runs/first"))
+        for override in ("optimizer.lr=0.01", "train.steps=40", "plan.data=1"):
+            result = call("train", "run.toml", "--set", override)
+            assert f"is in use by process {process} on {socket.gethostname()} since" in result.stderr
+            assert result.exit_code == ExitCode.FAILED
+        assert content(Path("runs/first")) == before
+    assert len(jobs) == 1
+
+
+def test_a_second_torchrun_is_refused_too(run: Path, joined: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment, "find", lambda: place(0))
+    with another_process(Path("runs/first")) as process, pytest.raises(InUseError, match=f"is in use by process {process}"):
+        train(run)
+    assert not Path("runs/first/run.toml").exists()
+    assert joined == []
+
+
+SEALED = ("runs/first/spec.json", "data/manifest.json", "data/tokenizer.json")
+
+
 def place(rank: int) -> Place:
     return Place(rank, 4, rank, 4, "torchrun", "tcp://localhost:1", "g")
 
@@ -105,7 +230,9 @@ def test_under_a_launcher_this_process_is_the_rank(
 ):
     monkeypatch.setattr(environment, "find", lambda: place(0))
     assert train(run).code == 0
-    assert joined == [{"run_dir": str(Path("runs/first").resolve())}]
+    (arguments,) = joined
+    assert arguments.pop("sealed").keys() == {str(Path(path).resolve()) for path in SEALED}
+    assert arguments == {"run_dir": str(Path("runs/first").resolve())}
     assert jobs == []
 
 
@@ -124,7 +251,9 @@ def test_other_ranks_wait_until_the_first_has_written_this_run(
 
 def test_a_rank_that_stopped_as_asked_says_so(run: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment, "find", lambda: place(0))
-    monkeypatch.setitem(sys.modules, "megalith.train.run", SimpleNamespace(main=lambda run_dir: sys.exit(ExitCode.STOPPED)))
+    monkeypatch.setitem(
+        sys.modules, "megalith.train.run", SimpleNamespace(main=lambda run_dir, sealed: sys.exit(ExitCode.STOPPED))
+    )
     assert train(run).code == ExitCode.STOPPED
 
 

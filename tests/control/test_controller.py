@@ -15,13 +15,14 @@ from typing import Any, cast
 
 import pytest
 
-from megalith import events
+from megalith import events, sealed
 from megalith.control import controller as controller_module
-from megalith.control.controller import Controller, Store, run_here
+from megalith.control.answer import Store
+from megalith.control.controller import Controller, run_here
 from megalith.control.node_ledger import NodeRecord, note, read_nodes, standings
 from megalith.control.outcome import Outcome
 from megalith.control.seen import Seen
-from megalith.events import Incident, Problem, Recovery
+from megalith.events import Incident, Problem, Recovery, RunFinished
 from megalith.fleet import injection, local
 from megalith.fleet.causes import Failure
 from megalith.fleet.commands import Restart
@@ -33,6 +34,7 @@ from megalith.fleet.signs import DataDamaged, HealthChecked, NodeJoined, Preempt
 from megalith.fleet.tiers import Copy, Tier
 from megalith.spec.fleet import FleetSpec
 from tests.control.walk import checkpoints
+from tests.patience import PATIENCE
 
 STEPS, RANKS = 12, 4
 FLEET = FleetSpec(nodes=2, spares=1, hang_floor=4.0, hang_factor=20.0)  # far from what a busy machine may take
@@ -51,8 +53,8 @@ def _run(folder: Path, store: Store | None = None) -> Outcome:
         ranks=RANKS,
         run_dir=folder,
         preload=("tests.control.walk",),
-        start_timeout=60.0,
-        silence_timeout=60.0,
+        start_timeout=PATIENCE,
+        silence_timeout=PATIENCE,
         threads=1,
         environment={injection.VARIABLE: str(folder / "faults.json")},
     )
@@ -87,7 +89,7 @@ CASES: dict[str, tuple[str, Callable[[Incident], bool]]] = {
     "kill": ("rank_failed", lambda found: found.rank == 2 and found.evidence["exits"]["2"] == -signal.SIGKILL),
     "segfault": ("rank_failed", lambda found: found.rank == 2 and "SIGSEGV" in found.reason),
     "exception": ("rank_failed", lambda found: found.rank == 2 and found.node is None and "Injected" in found.reason),
-    "stop": ("hang", lambda found: found.rank == 2 and found.evidence["limit"] < 60),
+    "stop": ("hang", lambda found: found.rank == 2 and found.evidence["limit"] < PATIENCE),
     "stuck": ("hang", lambda found: found.rank == 2 and "_never_return" in found.evidence["stacks"]["2"]),
     "preemption": ("preempted", lambda found: found.node is None and found.evidence["node"] == "1"),
     "node": ("nodes_lost", lambda found: found.node == "1"),
@@ -199,7 +201,7 @@ def test_the_same_command_goes_on_when_the_supervisor_itself_was_killed(whole: l
     injection.save(folder / "faults.json", [Injection(0, "supervisor", 7, "step", (1,))])
     command = [sys.executable, "-m", "tests.control.test_controller", str(folder)]
     root = Path(__file__).resolve().parents[2]
-    codes = [subprocess.run(command, check=False, timeout=120, cwd=root).returncode for _ in range(2)]
+    codes = [subprocess.run(command, check=False, timeout=PATIENCE, cwd=root).returncode for _ in range(2)]
     assert codes == [-signal.SIGKILL, ExitCode.FINISHED]
     assert _state(folder) == whole
     assert not _incidents(folder), "nobody was there to see it"
@@ -304,11 +306,31 @@ def test_a_start_that_finds_no_room_waits_for_some_unless_somebody_wants_to_stop
     controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=requests)
     assert controller._start(Generation("g", ("a", "b")))
     assert left == [0]
-    assert capsys.readouterr().err.count("waiting to start the ranks") == 1, "it says so once"
+    said = f"{tmp_path} cannot be used (No space left on device): waiting for it, 3600 s at most (fleet.wait_limit)"
+    assert capsys.readouterr().err.count(said) == 1, "it says so once"
+    assert _told(tmp_path) == [f"{tmp_path} can be used again, after 0 s"]
     left[0] = 10
     requests.append(object())
     assert not controller._start(Generation("g", ("a", "b")))
     assert left == [9]
+
+
+def test_a_file_that_changed_while_the_run_is_held_ends_it_before_any_rank_starts(tmp_path: Path) -> None:
+    """Ranks would compute another run from there on."""
+    (tmp_path / "ranks").mkdir()
+    kept = tmp_path / "spec.json"
+    kept.write_text("{}")
+    nodes = SimpleNamespace(
+        there=lambda: ("a", "b", "c"), survey=lambda placement: (), start=lambda generation: pytest.fail("started")
+    )
+    job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path, sealed=sealed.seal([kept]))
+    controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
+    kept.write_text("{ }")
+    outcome = controller.run()
+    assert outcome.code == ExitCode.FAILED
+    assert f"{kept} was changed while this run goes on" in outcome.message()
+    assert f"{kept} was changed" in _told(tmp_path)[-1]
+    assert [event.reason for event in events.of_kind(events.read(tmp_path), RunFinished)] == ["failed"]
 
 
 @pytest.mark.parametrize("code", ExitCode)

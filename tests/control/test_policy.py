@@ -324,6 +324,7 @@ MAKE: dict[str, Callable[..., signs.Sign]] = {
     "flip": lambda node, step: signs.StateCorrupt(slot=0, node=node, rank=1, step=step),
     "damaged": lambda node, step: signs.CopyCorrupt(tier=list(Tier)[step % 4], copy_step=step, slot=None if step % 2 else 1),
     "away": lambda node, step: signs.CopyAway(tier=Tier.STORE, copy_step=step, step=step, time=step * 1000.0),
+    "store": lambda node, step: signs.StoreAway(path="/data", error="EIO", step=step, time=step * 1000.0),
     "wrong": lambda node, step: signs.GradientWrong(good_step=step - 2, suspects=(node,), step=step),
     "slow": lambda node, step: signs.Straggler(slot=0, node=node, rank=1, ratio=2, lost=step - 20.0, replacing=1, step=step),
     "preempted": lambda node, step: signs.Preempted(node=node, step=step),
@@ -331,6 +332,7 @@ MAKE: dict[str, Callable[..., signs.Sign]] = {
     "joined": lambda node, step: signs.NodeJoined(node=node, step=step),
     "checked": lambda node, step: signs.HealthChecked(node=node, passed=step % 3 > 0, step=step),
     "waited": lambda node, step: signs.Waited(step=step),
+    "changed": lambda node, step: signs.NotThisRun(error="spec.json was changed", step=step),
     "progress": lambda node, step: signs.Progressed(step=step),
 }
 ANY_SIGN = st.builds(lambda kind, node, step: MAKE[kind](node, step), st.sampled_from(sorted(MAKE)), NAMES, STEPS)

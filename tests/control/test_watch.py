@@ -9,8 +9,10 @@ from typing import Any, cast
 import pytest
 
 from megalith.control import watch
+from megalith.control.outcome import Outcome
 from megalith.control.pace import Limits
 from megalith.control.watch import MOST_LIMITS, Watch
+from megalith.fleet.causes import Failure
 from megalith.fleet.heartbeat import Beat
 from megalith.fleet.job import Job
 
@@ -55,3 +57,43 @@ def test_ranks_that_wait_for_a_processor_do_not_hang_until_they_wait_for_somethi
     assert hang(lambda now: 100.0) == LIMIT, "what they waited before does not count"
     assert hang(lambda now: min(now, 2 * LIMIT)) == 2.5 * LIMIT, "half a limit after the machine had time for them"
     assert hang(lambda now: 8 * now) == MOST_LIMITS * LIMIT, "not for ever"
+
+
+def _seconds_until_the_rest_is_ended(
+    monkeypatch: pytest.MonkeyPatch, failures: list[tuple[float, Failure]]
+) -> tuple[float, Outcome]:
+    """Of three ranks, of which some fail at their times. The outcome, too."""
+    clock, running, left = SimpleNamespace(now=0.0), {0, 1, 2}, list(failures)
+
+    def wait(seconds: float) -> list[Any]:
+        clock.now += seconds
+        due = [failure for at, failure in left if at <= clock.now]
+        left[:] = [(at, failure) for at, failure in left if at > clock.now]
+        running.difference_update(failure.rank for failure in due if failure.rank is not None)
+        return due
+
+    nodes = SimpleNamespace(
+        wait=wait, send=lambda number, ranks: running.clear(), beats=lambda: [READY[0]] * 3, running=lambda: frozenset(running),
+    )  # fmt: skip
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now))
+    job = Job("nobody:calls", {}, ranks=3, run_dir=Path("run"))
+    outcome = Watch(job, cast(Any, nodes), []).until_all_ended(lambda: None)
+    return clock.now, outcome
+
+
+def _failure(rank: int, at: float, *, secondary: bool) -> Failure:
+    return Failure(rank, "raised", "E: mine", "", Path("log"), at, 1, secondary)
+
+
+def test_while_only_consequences_are_known_the_cause_is_waited_for_and_with_a_cause_other_errors_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = (1.0, _failure(0, 1.0, secondary=True))
+    ended, outcome = _seconds_until_the_rest_is_ended(monkeypatch, [lost])
+    assert ended == pytest.approx(1.0 + watch.CAUSE_SECONDS, abs=0.1)
+    ended, outcome = _seconds_until_the_rest_is_ended(monkeypatch, [lost, (2.0, _failure(2, 2.0, secondary=False))])
+    assert ended == pytest.approx(2.0, abs=0.1), "the first error was long enough ago"
+    assert outcome.first_cause is not None
+    assert (outcome.first_cause.rank, outcome.ended) == (2, (1,))
+    ended, outcome = _seconds_until_the_rest_is_ended(monkeypatch, [(1.0, _failure(2, 1.0, secondary=False))])
+    assert ended == pytest.approx(1.0 + watch.REPORT_SECONDS, abs=0.1)

@@ -1,5 +1,6 @@
 """A prepared folder whose bytes change under its reader."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalith.data.errors import DataError
+from megalith.data import whole as whole_module
+from megalith.data.errors import AwayDataError, DataError
 from megalith.data.inspection import verify
 from megalith.data.manifest import Split, read_manifest
 from megalith.data.prepare import prepare
@@ -125,6 +127,41 @@ def test_both_copies_wrong_in_one_block_is_the_end_and_in_two_is_not(source: Pat
     _flip(copy / f"{SHARD}.bin", 0)
     with pytest.raises(DamagedDataError, match=r"data/novel-train-00000.bin is not.*copy/novel-train-00000.bin is not"):
         reader.read(0, 10)
+
+
+def test_a_folder_that_is_away_is_waited_for_and_not_called_damaged(source: Path, data: Path, tmp_path: Path) -> None:
+    told = list[Damage]()
+    stream = Stream(data, seq_len=64, seed=3, tell=told.append)
+    expected = stream.sample(7).tokens
+    fresh = Stream(data, seq_len=64, seed=3, tell=told.append)
+    data.rename(tmp_path / "elsewhere")
+    assert np.array_equal(stream.sample(7).tokens, expected), "what is open is read on"
+    with pytest.raises(AwayDataError, match="is missing") as caught:
+        fresh.sample(7)
+    assert caught.value.path.parent == data
+    with pytest.raises(AwayDataError, match="does not exist"):
+        Stream(data, seq_len=64)
+    assert np.array_equal(Stream(data.parent / "elsewhere", seq_len=64, seed=3, copies=[source]).sample(7).tokens, expected)
+    assert told == []
+
+
+def test_a_disk_that_fails_is_away_and_a_file_that_is_missing_beside_its_manifest_is_not(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int, size: int, offset: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    reader, told = _reader(data)
+    with monkeypatch.context() as failing:
+        failing.setattr(whole_module.os, "pread", fail)
+        with pytest.raises(AwayDataError, match="Input/output error"):
+            reader.read(0, 10)
+    assert told == []
+    (data / f"{SHARD}.bin").unlink()
+    reader, told = _reader(data)
+    with pytest.raises(DamagedDataError, match="is missing"):
+        reader.read(0, 10)
+    assert len(told) == 1
 
 
 def test_a_stream_gives_the_same_samples_from_a_damaged_folder_and_its_copy(source: Path, data: Path) -> None:

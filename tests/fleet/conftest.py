@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from megalith.control.supervisor import Job
+from megalith.fleet.heartbeat import Heartbeat
+from megalith.fleet.local import HEARTBEATS
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
+TICK = 0.05  # seconds that pass at each look at a Clock
 
 
 @pytest.fixture
@@ -23,7 +26,7 @@ def job(tmp_path: Path) -> Callable[..., Job]:
 
     def make(entry: str, *, ranks: int = 2, **rest: Any) -> Job:
         own = {name: rest.pop(name) for name in list(rest) if name in Job.__dataclass_fields__}
-        limits: dict[str, Any] = {"start_timeout": 30.0, "silence_timeout": 30.0, "threads": 1}
+        limits: dict[str, Any] = {"start_timeout": PATIENCE, "silence_timeout": PATIENCE, "threads": 1}
         return Job(entry=f"tests.fleet.entries:{entry}", arguments=rest, ranks=ranks, run_dir=tmp_path, **limits | own)
 
     return make
@@ -51,6 +54,24 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
+class Clock:
+    """A supervisor's time, which stands still until `sign` is there and then goes on by `seconds`: what its limits do is tested, however
+    long the machine takes."""
+
+    def __init__(self, sign: Callable[[], bool], *, seconds: float) -> None:
+        self._sign, self._left, self._now, self._there = sign, seconds, 0.0, False
+
+    def monotonic(self) -> float:
+        self._there = self._there or self._sign()
+        if self._there and self._left > 0:
+            self._now, self._left = self._now + TICK, self._left - TICK
+        return self._now
+
+    @staticmethod
+    def time() -> float:
+        return time.time()
+
+
 def until(true: Callable[[], bool], *, seconds: float) -> None:
     """Wait for something; raise if it does not come."""
     end = time.monotonic() + seconds
@@ -67,6 +88,15 @@ def processes(run_dir: Path) -> dict[str, int]:
         own, parent = file.read_text().split()
         found |= {file.name: int(own), "parent": int(parent)}
     return found
+
+
+def beats(run_dir: Path, *, ranks: int) -> list[tuple[str, int]]:
+    """The phase and step that each rank last said; empty before there are any."""
+    try:
+        found = [Heartbeat.open(run_dir / "ranks" / HEARTBEATS, rank).read() for rank in range(ranks)]
+    except (OSError, ValueError):
+        return []
+    return [(beat.phase, beat.step) for beat in found]
 
 
 def is_alive(process: int) -> bool:

@@ -36,25 +36,33 @@ def finish(word: str) -> None:
     assert find() is not None
 
 
-def wait(seconds: float = 60.0) -> None:
+def wait() -> None:
     _start()
-    time.sleep(seconds)
+    _forever()
 
 
-def one_raises(own: int, delay: float) -> None:
-    """Rank `own` has an error of its own; the others lose their connections before it could report that."""
+def _forever() -> None:
+    """Wait until somebody ends this process; an answered signal ends no sleep."""
+    while True:
+        time.sleep(3600)
+
+
+def one_raises(own: int) -> None:
+    """Rank `own` has an error of its own; the others lose their connections, and are gone, before it could report that."""
     _start()
-    if _rank() == own:
-        time.sleep(delay)
-        raise ValueError("the token 70000 is not below the vocabulary's 32000")
-    raise ConnectionResetError("[Errno 104] Connection reset by peer")
+    if _rank() != own:
+        raise ConnectionResetError("[Errno 104] Connection reset by peer")
+    folder, others = Path(os.environ["MEGALITH_RUN_DIR"]), set(range(int(os.environ["WORLD_SIZE"]))) - {own}
+    while not all((folder / f"ranks/rank-{rank}.error.json").exists() for rank in others):
+        time.sleep(0.01)
+    raise ValueError("the token 70000 is not below the vocabulary's 32000")
 
 
 def one_raises_rest_waits(own: int) -> None:
     _start()
     if _rank() == own:
         raise ValueError("mine")
-    time.sleep(60)
+    _forever()
 
 
 def kill_yourself(own: int, number: int) -> None:
@@ -64,7 +72,7 @@ def kill_yourself(own: int, number: int) -> None:
         if number == signal.SIGSEGV:
             ctypes.string_at(0)
         os.kill(os.getpid(), number)
-    time.sleep(60)
+    _forever()
 
 
 def never_ready(own: int) -> None:
@@ -72,11 +80,12 @@ def never_ready(own: int) -> None:
     if _rank() == own:
         sleep_in_a_function_with_this_name()
     beats.beat("join")
-    time.sleep(60)
+    _forever()
 
 
 def sleep_in_a_function_with_this_name() -> None:
-    time.sleep(60)
+    while True:
+        time.sleep(3600)
 
 
 def fall_silent(own: int) -> None:
@@ -85,7 +94,7 @@ def fall_silent(own: int) -> None:
     for step in range(3 if _rank() == own else 4):
         beats.beat("step", step + 1)
         time.sleep(0.02)
-    time.sleep(60)
+    _forever()
 
 
 def save_when_asked() -> None:
@@ -113,7 +122,7 @@ def leave_with(code: int) -> None:
 
 def start_a_process() -> None:
     """A rank that is killed while a process it started still runs."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     Path(os.environ["MEGALITH_RUN_DIR"], "grandchild").write_text(str(child.pid))
     _start()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -159,4 +168,6 @@ def wait_like_the_others(own: int) -> None:
     Heartbeat.find().beat("step", 3)
     if place.rank == own:
         never.wait()
-    dist.all_reduce(total, async_op=True).wait()
+    work = dist.all_reduce(total, async_op=True)
+    Path(os.environ["MEGALITH_RUN_DIR"], f"begun-{place.rank}").touch()
+    work.wait()

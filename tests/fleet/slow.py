@@ -1,5 +1,9 @@
-"""A module that takes long to import."""
+"""A module whose import takes for ever; a file says when it has begun."""
 
+import os
 import time
+from pathlib import Path
 
-time.sleep(60)
+Path(os.environ["MEGALITH_TEST_SIGN"]).touch()
+while True:
+    time.sleep(3600)

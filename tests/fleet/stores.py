@@ -2,6 +2,8 @@
 
 import threading
 
+from tests.patience import PATIENCE
+
 
 class Dictionary:
     """A store in this process."""
@@ -17,7 +19,7 @@ class Dictionary:
 
     def get(self, key: str) -> bytes:
         with self.changed:
-            if not self.changed.wait_for(lambda: key in self.values, timeout=10):
+            if not self.changed.wait_for(lambda: key in self.values, timeout=PATIENCE):
                 raise TimeoutError(key)
             return self.values[key]
 
@@ -34,3 +36,7 @@ class Dictionary:
     def delete_key(self, key: str) -> bool:
         with self.changed:
             return self.values.pop(key, None) is not None
+
+    def delete_prefix(self, prefix: str) -> None:
+        with self.changed:
+            self.values = {key: value for key, value in self.values.items() if not key.startswith(prefix)}

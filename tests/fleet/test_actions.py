@@ -18,6 +18,7 @@ from megalith.fleet.injection import Injection
 from megalith.fleet.seat import Seat, node_folder
 from megalith.machine import networks
 from megalith.rehearse.campaign import REPAIR_SECONDS, may_mount, mender, small_disk
+from tests.keys import KEY
 
 
 @pytest.fixture
@@ -39,12 +40,12 @@ def seat(tmp_path: Path) -> Seat:
     for rank, node in enumerate(placement):
         layout = copies.Layout.of([("weights.w", "float32", (16,), 64)])
         folder = node_folder(tmp_path / "memory", node)
-        buffer = copies.Buffer.create(folder / copies.file_name("own", rank, 0), len(layout.dump()) + layout.payload)
+        buffer = copies.Buffer.create(folder / copies.file_name("own", rank, 0), len(layout.dump()) + layout.payload, key=KEY)
         label = copies.Label(4, 32, rank, 2, 0, len(layout.dump()), layout.payload)
         buffer.commit(label)
         buffer.close()
     shutil.copytree(tmp_path / "memory", tmp_path / "disk")
-    return Seat(1, 2, placement, tmp_path / "memory", tmp_path / "disk")
+    return Seat(1, 2, placement, tmp_path / "memory", tmp_path / "disk", key=KEY)
 
 
 def _befall(kind: str, seat: Seat, *, step: int = 4) -> int:
@@ -70,7 +71,7 @@ def _held(seat: Seat, *, disk: bool = False) -> dict[str, list[bool]]:
     """Which nodes hold copies in memory, or on disk, and whether they are intact."""
     root = seat.disk if disk else seat.memory
     assert root is not None
-    found = {node: [p.intact for p in copies.pieces(node_folder(root, node))] for node in seat.placement}
+    found = {node: [p.intact for p in copies.pieces(node_folder(root, node), key=KEY)] for node in seat.placement}
     return {node: pieces for node, pieces in found.items() if pieces}
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_output_is_that_of_the_generation_only(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_stopped_process_is_seen_as_stopped():
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     try:
         assert not evidence.is_stopped(process.pid)
         os.kill(process.pid, signal.SIGSTOP)
@@ -70,6 +71,34 @@ def test_what_ranks_left_in_a_store_that_is_away_ends_nobody_who_asks_for_it(
         assert causes.read_error(tmp_path / "rank-0.error.json") is None
         assert report.collect(tmp_path) == []
     assert report.collect(tmp_path) == [sign]
+
+
+def test_a_rank_that_gets_no_processor_has_as_much_longer_to_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has a processor and says nothing for so long is not waited for; nor is one without for ever."""
+    clock, log = SimpleNamespace(now=0.0), tmp_path / "rank-0.log"
+    log.touch()
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        if clock.now >= 5.0 and not log.stat().st_size:
+            log.write_text(DUMP)
+
+    monkeypatch.setattr(evidence, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+
+    def asked(*, starved: float, answers: bool = True) -> str:
+        clock.now = 0.0 if answers else 10.0
+        log.write_text("" if answers else "before")
+        found = evidence.dumps(
+            {0: log}, ask=lambda: None, able=[0], seconds=2.0, waited=lambda: {0: 100.0 + starved * clock.now, 1: 7.0}
+        )
+        return found[0]
+
+    assert asked(starved=0.0) == ""
+    assert clock.now == pytest.approx(2.0, abs=0.1)
+    assert "innermost.py" in asked(starved=0.9)
+    assert clock.now < 9.0, "it had said what it had to say"
+    assert asked(starved=1.0, answers=False) == ""
+    assert clock.now == pytest.approx(10.0 + 2.0 * evidence.MOST_STARVED, abs=0.1)
 
 
 def test_threads_that_only_look_for_work_do_not_wait_for_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,11 @@ from megalith.fleet.job import Job
 from megalith.fleet.local import HEARTBEATS, LocalNodes, clear_disk, clear_memory, disk_root, memory_root
 from megalith.fleet.nodes import Generation
 from megalith.fleet.seat import Seat, node_folder
+from megalith.fleet.secure import key
+from megalith.fleet.signs import NodesLost
 from megalith.fleet.tiers import Copy, Tier
 from megalith.spec.fleet import FleetSpec
+from tests.keys import KEY, OTHER_KEY
 
 
 @pytest.fixture
@@ -23,6 +26,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "shm"
     folder.mkdir()
     monkeypatch.setattr(local, "SHARED_MEMORY", folder)
+    monkeypatch.setenv(key.VARIABLE, KEY.text)
     return folder
 
 
@@ -87,7 +91,7 @@ def _on_disk(tmp_path: Path, *, disk_every: int) -> tuple[LocalNodes, Path | Non
 def _write(root: Path, rank: int, step: int) -> None:
     layout = Layout.of([("w", "F32", (4,), 16)])
     folder = node_folder(root, "ab"[rank])
-    buffer = Buffer.create(folder / copies.file_name("own", rank, step), len(layout.dump()) + layout.payload)
+    buffer = Buffer.create(folder / copies.file_name("own", rank, step), len(layout.dump()) + layout.payload, key=KEY)
     label = Label(step, step, rank, 2, 0, len(layout.dump()), layout.payload)
     buffer.commit(label)
     buffer.close()
@@ -100,8 +104,11 @@ def test_copies_on_disk_are_found_set_aside_and_forgotten(shared: Path, tmp_path
         _write(disk, rank, 4)
         _write(disk, rank, 8)
     assert nodes.survey(("a", "b")) == (Copy(Tier.DISK, 8), Copy(Tier.DISK, 4))
-    assert {(piece.tier, piece.step) for piece in copies.held("a", memory=None, disk=disk)} == {(Tier.DISK, 4), (Tier.DISK, 8)}
-    assert copies.corrupt_piece(node_folder(disk, "b"), rank=1, step=4)
+    assert {(piece.tier, piece.step) for piece in copies.held("a", memory=None, disk=disk, key=KEY)} == {
+        (Tier.DISK, 4),
+        (Tier.DISK, 8),
+    }
+    assert copies.corrupt_piece(node_folder(disk, "b"), key=KEY, rank=1, step=4)
     assert nodes.survey(("a", "b"))[1] == Copy(Tier.DISK, 4), "who loads it reads it: to ask what is there must not take minutes"
     os.truncate(node_folder(disk, "b") / copies.file_name("own", 1, 8), PAGE + 1)
     assert nodes.survey(("a", "b"))[0] == Copy(Tier.DISK, 8, frozenset({1})), "cut off"
@@ -152,4 +159,128 @@ def test_a_disk_that_cannot_be_written_to_keeps_no_node_from_joining(shared: Pat
     nodes, _ = _on_disk(tmp_path, disk_every=4)
     assert nodes.there() == ("a", "b")
     assert nodes.survey(("a", "b")) == ()
+    nodes.close(forget=True)
+
+
+# --- another user's folders
+
+
+def _planted(run: Path) -> Path:
+    """What somebody made who foresaw the name of a run's folder: everybody may write to it."""
+    folder = memory_root(run, "identity")
+    folder.mkdir()
+    folder.chmod(0o777)
+    return folder
+
+
+def test_a_folder_that_others_may_write_to_is_named_and_another_is_taken(
+    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    planted = _planted(run)
+    nodes, memory = _nodes(run)
+    assert memory != planted and memory.parent == planted.parent
+    told = capsys.readouterr().err
+    assert f"{planted}: others may write to it (mode 0777)" in told and f"Copies of the state go to {memory}" in told
+    nodes.close(forget=False)
+    assert memory_root(run, "identity") == memory, "so the next command finds the copies"
+    clear_memory(run)
+    assert planted.is_dir() and not memory.exists()
+    assert not list(planted.iterdir())
+
+
+def test_a_folder_of_another_user_is_neither_used_nor_cleared(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    nodes, theirs = _nodes(run)
+    nodes.close(forget=False)
+    stat, number = os.fstat, theirs.stat().st_ino
+
+    def fstat(descriptor: int) -> os.stat_result:
+        found = stat(descriptor)
+        return os.stat_result((*found[:4], 54321, *found[5:])) if found.st_ino == number else found
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    again, mine = _nodes(run)
+    assert f"{theirs}: it belongs to user 54321, not to user {os.geteuid()}" in capsys.readouterr().err
+    assert mine != theirs and mine.is_dir()
+    again.close(forget=False)
+    clear_memory(run)
+    assert not mine.exists()
+    shutil.rmtree(run)
+    clear_memory(tmp_path / "new")
+    assert theirs.is_dir()
+
+
+def test_a_pipe_that_somebody_left_in_shared_memory_is_not_waited_for(shared: Path, tmp_path: Path) -> None:
+    foreign = shared / "megalith-0123-4567"
+    foreign.mkdir()
+    os.mkfifo(foreign / local.OWNER)
+    (shared / "megalith-0123-89ab").symlink_to(foreign)
+    clear_memory(tmp_path / "new")
+    assert foreign.is_dir()
+
+
+def test_copies_made_under_another_key_are_none(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, disk = _on_disk(tmp_path, disk_every=4)
+    assert disk is not None
+    for rank in range(2):
+        _write(disk, rank, 4)
+    assert nodes.survey(("a", "b")) == (Copy(Tier.DISK, 4),)
+    nodes.close(forget=False)
+    monkeypatch.setenv(key.VARIABLE, OTHER_KEY.text)
+    nodes, _ = _on_disk(tmp_path, disk_every=4)
+    assert nodes.survey(("a", "b")) == ()
+    nodes.close(forget=False)
+
+
+def test_ranks_get_the_key_from_their_environment_and_no_file_holds_it(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(key.VARIABLE)
+    nodes, _ = _nodes(tmp_path / "run")
+    nodes._assign(Generation("g", ("0",))).save(tmp_path / "run" / "ranks" / "job.json")
+    text = key.path_in(tmp_path / "run").read_text().strip()
+    assert nodes._secret() == {key.VARIABLE: text}
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert [path.name for path in files if text in path.read_text()] == ["key"]
+    nodes.close(forget=True)
+
+
+def test_memory_that_somebody_removes_is_made_anew_and_loses_no_node(
+    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a cleaner of temporary files does, or systemd when its user logs out. A rehearsed node without its own folder is lost."""
+    for names, removed, lost in (("0",), "", ()), (("0",), "node-0", ()), (("0", "1"), "", ()), (("0", "1"), "node-1", ("1",)):
+        run = tmp_path / f"run-{len(names)}{removed}"
+        memory = local.memory_root(run, "spec")
+        nodes = LocalNodes(Job("nobody:calls", {}, ranks=2, run_dir=run), names=names, memory=memory)
+        assert nodes.wait(0) == []
+        shutil.rmtree(memory / removed)
+        gone = [name for sign in nodes.wait(0) if isinstance(sign, NodesLost) for name in sign.nodes]
+        assert tuple(gone) == lost
+        assert nodes.there() == tuple(name for name in names if name not in lost)
+        assert capsys.readouterr().err.count(f"{memory} was removed by somebody") == (not lost)
+        assert not local._is_abandoned(memory), "it is in use"
+        shutil.rmtree(run)
+        assert not local._is_abandoned(memory)
+        assert not run.exists()
+        nodes.close(forget=True)
+
+
+def test_another_users_folder_in_the_place_of_the_copies_loses_no_node_and_is_named_once(
+    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = local.memory_root(tmp_path / "run", "spec")
+    nodes = LocalNodes(Job("nobody:calls", {}, ranks=2, run_dir=tmp_path / "run"), names=("0",), memory=memory)
+    shutil.rmtree(memory)
+    memory.mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: memory.stat().st_uid + 1)
+    assert [sign for _ in range(5) for sign in nodes.wait(0)] == []
+    assert nodes.there() == ("0",)
+    said = capsys.readouterr().err
+    assert said.count("cannot be written") == 1
+    assert f"{memory}" in said and "belongs to user" in said
+    monkeypatch.undo()
     nodes.close(forget=True)

@@ -28,7 +28,7 @@ def test_macos_refuses_to_fork(monkeypatch):
 
 
 def test_a_handle_follows_a_process_to_its_end_and_not_beyond():
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     handle = Handle(process.pid)
     assert handle.alive()
     handle.send(9)

@@ -7,12 +7,13 @@ import pytest
 
 from megalith.fleet.rendezvous import agree
 from tests.fleet.stores import Dictionary
+from tests.patience import PATIENCE
 
 
 def _meet(store: Dictionary, world: int, value: str, *, late: float = 0.0) -> list[str]:
     def rank(number: int) -> str:
         time.sleep(late * (world - number))
-        return agree(store, value if number == 0 else "not mine to say", rank=number, world=world, seconds=10)
+        return agree(store, value if number == 0 else "not mine to say", rank=number, world=world, seconds=PATIENCE)
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(rank, range(world)))

@@ -4,8 +4,10 @@ import sys
 
 import pytest
 
+from megalith.control import watch
 from megalith.control.supervisor import run
 from megalith.fleet.exit_codes import ExitCode
+from tests.fleet.conftest import Clock
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
 
@@ -29,8 +31,11 @@ def test_a_preload_that_cannot_be_imported_is_named(job, tmp_path):
     assert "No module named 'no'" in (tmp_path / "ranks" / "server.log").read_text()
 
 
-def test_a_slow_preload_is_named_when_time_is_up(job):
-    outcome = run(job("finish", ranks=2, word="hello", preload=("tests.fleet.slow",), start_timeout=0.5))
+def test_a_slow_preload_is_named_when_time_is_up(job, tmp_path, monkeypatch):
+    begun = tmp_path / "begun"
+    monkeypatch.setattr(watch, "time", Clock(begun.exists, seconds=1.0))
+    slow = {"preload": ("tests.fleet.slow",), "environment": {"MEGALITH_TEST_SIGN": str(begun)}}
+    outcome = run(job("finish", ranks=2, word="hello", start_timeout=0.5, **slow))
     assert outcome.code == ExitCode.LOST
     message = outcome.message()
     assert "importing tests.fleet.slow" in message

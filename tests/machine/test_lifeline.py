@@ -10,7 +10,7 @@ import sys, time
 from megalith.machine import lifeline
 lifeline.watch(int(sys.argv[1]))
 print("watching", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 FOLLOW = """
 import os, sys

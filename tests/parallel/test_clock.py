@@ -8,8 +8,9 @@ from megalith.parallel.clock import Clock
 
 
 def test_the_difference_of_two_marks_is_the_time_between_them():
-    clock = Clock(torch.device("cpu"))
+    clock, begun = Clock(torch.device("cpu")), time.perf_counter()
     start = clock.mark()
     time.sleep(0.02)
-    assert 0.02 <= clock.seconds(start, clock.mark()) < 5
+    between = clock.seconds(start, clock.mark())
+    assert 0.02 <= between <= time.perf_counter() - begun
     assert clock.seconds(start, start) == 0

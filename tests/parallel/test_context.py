@@ -1,6 +1,5 @@
 """Attention whose sequences are spread over ranks is attention."""
 
-import time
 import weakref
 from dataclasses import dataclass
 from functools import cache, partial
@@ -23,6 +22,7 @@ from megalith.parallel import context as module
 from megalith.parallel.context import ContextCore, ContextGroups, Line, parts, split_context, take, together
 from megalith.spec.plan import Plan
 from tests.parallel.traffic import Traffic
+from tests.processor import rest
 from tests.ranks import run_ranks
 
 METHODS = ("ring", "gather", "ulysses", "ulysses x ring", "ulysses x gather")
@@ -284,7 +284,7 @@ def memory(rank: int, ranks: int, method: str, case: Case) -> tuple[int, int]:
     leaves = [x.requires_grad_() for x in inputs]
     with Memory() as seen:
         out = ContextCore(case.core, groups)(*leaves, Batch(torch.zeros(case.rows, 1)))
-        time.sleep(0.1)  # gloo's threads let go of what they sent a moment after it arrived
+        rest(0.1)  # gloo's threads let go of what they sent a moment after it arrived
         kept = seen.living
         out.backward(grad)
     return kept, seen.most

@@ -1,6 +1,5 @@
 """A block whose tokens travel: the same bits as one graph, whatever runs again, and few rows kept."""
 
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -21,6 +20,7 @@ from megalith.prove.meter import Meter
 from megalith.spec.plan import Plan
 from tests.models.deepseek import deepseek
 from tests.models.plain import stage
+from tests.processor import rest
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ def _travelled(groups: Groups, plan: Plan, policy: Plan) -> Found:
         x = x.clone()
         out, graph = finish(forward(block, x, batch))
         del x
-        time.sleep(0.05)  # gloo's own thread lets go of what it sent a moment after it has arrived
+        rest(0.05)  # gloo's own thread lets go of what it sent a moment after it has arrived
     assert isinstance(graph, Journey) and isinstance(graph.lines.deal.traffic, Travel)
     with Meter() as back:
         of_x = finish(graph.backward(grad, None))

@@ -15,6 +15,7 @@ from megalith.rehearse.fates import EXPECTED
 from megalith.rehearse.faults import KINDS
 from megalith.rehearse.judge import Aims, Row
 from megalith.rehearse.replay import replay
+from tests.patience import PATIENCE
 from tests.runs import final_state, prepare_text, train
 from tests.specs import tiny_run
 
@@ -40,7 +41,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2 * PATIENCE)
 def test_after_24_faults_the_end_is_bit_for_bit_that_of_the_run_without_them(data: Path, tmp_path: Path) -> None:
     """And every kind was seen as what it is, and recovered from. One test, since the campaign is run once."""
     (tmp_path / "run.toml").write_text(RUN.format(data=data))
@@ -55,7 +56,7 @@ def test_after_24_faults_the_end_is_bit_for_bit_that_of_the_run_without_them(dat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2 * PATIENCE)
 def test_a_run_whose_supervisor_is_killed_is_typed_again_and_its_start_timed_apart(data: Path, tmp_path: Path) -> None:
     """Two ranks, two other faults. What a real log and real checkpoints say is judged, too."""
     (tmp_path / "run.toml").write_text(RUN.format(data=data))
@@ -76,7 +77,7 @@ def test_a_run_whose_supervisor_is_killed_is_typed_again_and_its_start_timed_apa
 
 
 @pytest.mark.engines
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2 * PATIENCE)
 def test_agents_of_nodes_are_killed_and_their_machines_join_again(data: Path, tmp_path: Path) -> None:
     """Two machines and a spare, each behind its own agent: two of these are killed, and once who directs
     the run. Other faults besides."""

@@ -127,6 +127,12 @@ def test_a_make_target_that_is_shown_exists(page: Path) -> None:
     assert {*re.findall(r"`make ([a-z-]+)`", text), *re.findall(r"^\$ make ([a-z-]+)", text, re.MULTILINE)} <= targets
 
 
+def test_files_that_the_makefile_names_exist() -> None:
+    named = re.findall(r"\b(?:tests|megalith|benchmarks)/[\w/.]+", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert "tests/promises" in named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_runs_that_are_shown_are_legal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every train, parity and check line about a file of this repository, whatever it sets, but for data that is not there."""
     monkeypatch.chdir(ROOT)
@@ -169,6 +175,26 @@ def test_blocks_that_are_marked_run(page: Path, folder: Path) -> None:
             assert said.getvalue() == block.printed
         elif block.mark:
             _run(block)
+
+
+SIMULATED = [
+    (shlex.split(found[1]), found[2])
+    for page in PAGES
+    for found in re.finditer(r"^\| `megalith (simulate [^`]+)` \| ([\d.]+) % \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "goodput"), SIMULATED, ids=lambda value: value if isinstance(value, str) else " ".join(value)
+)
+def test_a_simulation_in_a_table_prints_the_goodput_beside_it(arguments: list[str], goodput: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert f"goodput {goodput}% (seeds:" in result.output
+
+
+def test_simulations_stand_in_tables() -> None:
+    assert len(SIMULATED) > 10
 
 
 def _run(block: Block) -> None:

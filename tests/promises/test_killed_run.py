@@ -4,31 +4,48 @@ import contextlib
 import errno
 import itertools
 import os
-import re
+import shutil
 import signal
 import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megalith.checkpoint.checkpointer import Checkpointer
+from megalith.checkpoint.folder import committed
 from megalith.data.stream import Stream
-from megalith.events import Checkpoint, Incident, Problem, RunStarted, Step, of_kind, read
+from megalith.events import Checkpoint, Incident, Problem, Recovery, RunStarted, Step, of_kind, read
 from megalith.fleet import injection
+from megalith.fleet.evidence import is_stopped
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.heartbeat import Heartbeat
+from megalith.fleet.heartbeat import Beat, Heartbeat
 from megalith.fleet.injection import Injection
-from megalith.fleet.local import HEARTBEATS, _family, _place
+from megalith.fleet.local import HEARTBEATS, _family, copies_place
 from megalith.rehearse.campaign import may_mount, small_disk
 from megalith.spec.run import RunSpec
 from megalith.train import loop
 from megalith.train.batches import indices
+from tests.fleet.conftest import until
 from tests.patience import PATIENCE
-from tests.runs import assert_same_bits, at_step, final_state, finish, position, prepare_text, start, train
+from tests.runs import (
+    assert_same_bits,
+    await_step,
+    final_state,
+    finish,
+    position,
+    prepare_text,
+    process_of,
+    signal_yourself,
+    start,
+    train,
+    typed,
+    when,
+)
 from tests.specs import tiny_run
 
 PLANS: list[dict[str, Any]] = [
@@ -59,24 +76,25 @@ def _spec(data: Path, plan: dict[str, Any], **train: Any) -> RunSpec:
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_kill_9_of_any_rank_changes_no_bit(plan: dict[str, Any], data: Path, tmp_path: Path) -> None:
-    """Each in turn, in one run that is killed again and again."""
+    """Each in turn, in one run that is killed again and again, once a checkpoint is there to go on from."""
     spec = _spec(data, plan)
     train(spec, tmp_path / "whole")
     victims = range(spec.plan.ranks) if spec.plan.pipeline > 1 else [1]
     folder = tmp_path / "killed"
+
+    def die() -> None:
+        until(lambda: bool(committed(folder / "checkpoints")), seconds=PATIENCE)  # it is written while training goes on
+        signal_yourself(signal.SIGKILL)
+
     for number, victim in enumerate(victims):
-
-        def kill(running: dict[int, int], victim: int = victim) -> None:
-            os.kill(next(pid for pid, rank in running.items() if rank == victim), signal.SIGKILL)
-
-        codes = finish(start(spec, folder), meanwhile=at_step(5 + number, folder, kill))
+        with when("step", 5 + number, rank=victim, act=die):
+            codes = finish(start(spec, folder))
         assert codes[victim] == -signal.SIGKILL
     train(spec, folder)
     starts = [event.resumed_step for event in of_kind(read(folder), RunStarted)]
     assert starts[0] == 0
     assert starts == sorted(starts)
-    assert set(starts[1:]) <= {0, 3, 6, 9}, "went on from a checkpoint, not from the start of the step it died in"
-    assert starts[-1] > 0
+    assert set(starts[1:]) <= {3, 6, 9}, "went on from a checkpoint, not from the start of the step it died in"
     assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
     assert position(folder) == position(tmp_path / "whole") == {"step": 12, "samples": 96, "updates": 12}
 
@@ -85,10 +103,8 @@ def test_a_signal_saves_and_going_on_changes_no_bit(data: Path, tmp_path: Path) 
     spec = _spec(data, {"data": 2, "zero": 2})
     train(spec, tmp_path / "whole")
 
-    def ask(running: dict[int, int]) -> None:
-        os.kill(max(running), signal.SIGTERM)  # one rank alone is told: all must agree
-
-    codes = finish(start(spec, tmp_path / "asked"), meanwhile=at_step(4, tmp_path / "asked", ask))
+    with when("step", 4, rank=1, act=lambda: signal_yourself(signal.SIGTERM)):  # one rank alone is told: all must agree
+        codes = finish(start(spec, tmp_path / "asked"))
     assert codes == [ExitCode.STOPPED] * 2
     stopped_at = position(tmp_path / "asked")["step"]
     assert 4 < stopped_at < 12
@@ -129,15 +145,17 @@ def test_a_signal_in_any_phase_is_an_agreed_stop(
     phase: str, number: int, ends_at: int, data: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To one rank, whenever it is in that phase. A checkpoint under way by then is written all the same."""
-    say, write = Heartbeat.beat, Checkpointer._write
+    say, write, gone_on = Heartbeat.beat, Checkpointer._write, threading.Event()
 
     def say_and_be_told(self: Heartbeat, name: str, step: int = -1, **rest: float) -> None:
         say(self, name, step, **rest)
+        if name == "last checkpoint" or (name == "step" and step >= 2):
+            gone_on.set()
         if name == phase and os.environ["RANK"] == "1":
             os.kill(os.getpid(), number)
 
     def write_slowly(self: Checkpointer, *what: Any) -> Any:
-        time.sleep(0.5)  # longer than a step
+        gone_on.wait(PATIENCE)  # the checkpoint of step 2 is under way while the next step begins
         return write(self, *what)
 
     with monkeypatch.context() as patch:
@@ -165,15 +183,15 @@ def test_no_room_for_the_last_checkpoint_is_waited_for(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(self, *what)
 
-    def ask(running: dict[int, int]) -> None:
+    def ask() -> None:
         if stopped:
-            os.kill(max(running), signal.SIGTERM)
+            signal_yourself(signal.SIGTERM)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, when("step", 3, rank=1, act=ask):
         patch.setattr(Checkpointer, "_write", write_where_there_is_room)
         patch.setattr(loop, "AGAIN_SECONDS", 0.05)
         patch.setattr(loop, "STOP_SECONDS", 0.2)
-        codes = finish(start(_brief(data, steps=20), folder), meanwhile=at_step(3, folder, ask))
+        codes = finish(start(_brief(data, steps=20), folder))
     told = [event.message for event in of_kind(read(folder), Problem)]
     assert any("No space left on device" in message for message in told)
     if stopped:
@@ -183,7 +201,8 @@ def test_no_room_for_the_last_checkpoint_is_waited_for(
         train(_brief(data, steps=20), folder)
     else:
         assert codes == [ExitCode.FINISHED] * 2
-        assert sum("make room in" in message for message in told) == len(failing)
+        assert sum("make room in" in message for message in told) == 1, "said once, however often it is tried"
+        assert any("the last checkpoint is saved, after" in message for message in told)
     train(_brief(data, steps=20), tmp_path / "whole")
     assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
 
@@ -219,13 +238,7 @@ def test_the_same_samples_in_the_same_steps_for_any_number_of_ranks(data: Path) 
 @pytest.fixture(scope="module")
 def command(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """`megalith train` of a small run, to which the folder is added."""
-    file = tmp_path_factory.mktemp("typed") / "run.toml"
-    file.write_text(
-        "[model]\nlayers = 2\ndim = 32\nheads = 4\nffn = 48\nvocab = 264\ncontext = 64\n[plan]\ndata = 2\nzero = 3\n"
-        f'[data]\npath = "{data}"\n[train]\nsteps = {TYPED}\nglobal_batch = 4\nseq_len = 32\nprecision = "fp32"\n'
-        "[optimizer]\nwarmup = 2\n[checkpoint]\nevery = 5\n[launch]\nthreads = 1\n"
-    )
-    return [sys.executable, "-m", "megalith.cli", "train", str(file), "--run-dir"]
+    return typed(tmp_path_factory.mktemp("typed") / "run.toml", data, steps=TYPED)
 
 
 @pytest.fixture(scope="module")
@@ -235,73 +248,217 @@ def never_killed(command: list[str], tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
+def _start(command: list[str], folder: Path, listed: Path, *settings: str) -> "subprocess.Popen[bytes]":
+    """Start the command with a list of faults. What it prints goes to `said` beside the list."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    with listed.with_name("said").open("wb") as out:
+        return subprocess.Popen(
+            [*command, str(folder), *words], stdout=out, stderr=out, env=os.environ | {injection.VARIABLE: str(listed)}
+        )
+
+
 @pytest.mark.slow
 def test_megalith_train_itself_goes_on_after_kill_9(command: list[str], never_killed: Path, tmp_path: Path) -> None:
     """The same through the command, in one go: controller, fork server, ranks."""
-    folder = tmp_path / "killed"
-    process = subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    _await_step(8, folder, process)
-    os.kill(_process_of(1, folder), signal.SIGKILL)
-    said = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == ExitCode.FINISHED, said
+    listed, folder = tmp_path / "faults.json", tmp_path / "killed"
+    injection.save(listed, [Injection(0, "kill", 8, "step", (1,))])
+    code, said = _start(command, folder, listed).wait(PATIENCE), (tmp_path / "said").read_text()
+    assert code == ExitCode.FINISHED, said
     assert "rank 1 on 0: killed by SIGKILL" in said
     assert "going on at step" in said
     assert_same_bits(final_state(never_killed), final_state(folder))
-
-
-def _await_step(step: int, folder: Path, process: "subprocess.Popen[str]") -> None:
-    while not any(event.step >= step for event in of_kind(read(folder), Step)):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-
-
-def _process_of(rank: int, folder: Path) -> int:
-    header = re.search(rf"rank {rank} of 2, process (\d+)", (folder / f"ranks/rank-{rank}.log").read_text())
-    assert header
-    return int(header[1])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount a file system")
 def test_a_run_folder_without_any_room_ends_no_run(command: list[str], never_killed: Path, tmp_path: Path) -> None:
     """Neither checkpoints nor events nor logs find room, and a rank is killed meanwhile; another one dies before it has written its part
-    of the last checkpoint, which must be made all the same."""
-    listed = tmp_path / "faults.json"
-    injection.save(listed, [Injection(0, "kill", TYPED, "saving", (1,))])
-    folder, environment = tmp_path / "disk" / "run", os.environ | {injection.VARIABLE: str(listed)}
+    of the last checkpoint, which must be made all the same. A rank stands still until the disk is full."""
+    listed, folder = tmp_path / "faults.json", tmp_path / "disk" / "run"
+    injection.save(listed, [Injection(0, "stop", 8, "step", (1,)), Injection(1, "kill", TYPED, "saving", (1,))])
     with small_disk(tmp_path / "disk", size=80 << 20):
-        process = subprocess.Popen(
-            [*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
-        _await_step(8, folder, process)
-        ballast = tmp_path / "disk" / "ballast"
-        beats = Heartbeat.open(next(_place().glob(f"{_family(folder)}-*/{HEARTBEATS}")), 0)
+        process = _start(command, folder, listed, "fleet.hang_floor=600")
+        until(lambda: 0 in injection.fired(listed), seconds=PATIENCE)
+        ballast, victim = tmp_path / "disk" / "ballast", process_of(1, folder)
+        until(lambda: is_stopped(victim), seconds=PATIENCE)
+
+        def beat() -> Beat:
+            return Heartbeat.open(next(copies_place().glob(f"{_family(folder)}-*/{HEARTBEATS}")), 0).read()
 
         def unlogged() -> int:
-            return beats.read().step - max(event.step for event in of_kind(read(folder), Step))
+            return beat().step - max(event.step for event in of_kind(read(folder), Step))
 
+        def held_up() -> bool:
+            return "cannot be used (" in (tmp_path / "said").read_text() or (beat().time > killed and beat().step >= 0)
+
+        _keep_full(ballast, until=lambda: True)
+        os.kill(victim, signal.SIGCONT)
         _keep_full(ballast, until=lambda: unlogged() > 10)  # a checkpoint is due every few steps
-        os.kill(_process_of(1, folder), signal.SIGKILL)
-        soon = time.monotonic() + 1.5
-        _keep_full(ballast, until=lambda: time.monotonic() > soon)
-        assert process.poll() is None, process.communicate()[0]
+        killed = time.time()
+        os.kill(victim, signal.SIGKILL)
+        _keep_full(ballast, until=held_up)
+        assert process.poll() is None, (tmp_path / "said").read_text()
         ballast.unlink()
-        said = process.communicate(timeout=PATIENCE)[0]
-        assert process.returncode == ExitCode.FINISHED, said
+        assert process.wait(PATIENCE) == ExitCode.FINISHED, (tmp_path / "said").read_text()
     assert [event.cause for event in of_kind(read(folder), Incident)].count("rank_failed") >= 2, "a start may fail, too"
-    assert injection.fired(listed)
+    assert injection.fired(listed).keys() == {0, 1}
     assert_same_bits(final_state(never_killed), final_state(folder))
     assert position(folder) == position(never_killed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [
+        "moved",
+        pytest.param("unmounted", marks=pytest.mark.skipif(not may_mount(), reason="needs the right to mount a file system")),
+    ],
+)
+def test_a_run_folder_and_data_that_go_away_for_a_while_end_no_run(
+    how: str, data: Path, never_killed: Path, tmp_path: Path
+) -> None:
+    """Ranks that run go on without their folder, ranks that start wait for it and for the data; nothing is written where they were."""
+    folder, own, said = tmp_path / "run", shutil.copytree(data, tmp_path / "data"), tmp_path / "said"
+    store = _Moved(folder) if how == "moved" else _Unmounted(folder)
+    command = typed(tmp_path / "run.toml", own, steps=TYPED)
+    with store, said.open("w") as output:
+        process = subprocess.Popen([*command, str(folder)], stdout=output, stderr=subprocess.STDOUT, text=True)
+
+        def until(holds: Callable[[], bool]) -> None:
+            while not holds():
+                assert process.poll() is None, said.read_text()
+                time.sleep(0.02)
+
+        await_step(8, folder, process)
+        beats = Heartbeat.open(next(copies_place().glob(f"{_family(folder)}-*/{HEARTBEATS}")), 0)
+        store.go()
+        begun = beats.read().step
+        until(lambda: beats.read().step > begun + 12)  # two checkpoints were due
+        assert not folder.exists() or not any(folder.iterdir())
+        store.come()
+        await_step(begun + 14, folder, process)
+        own.rename(tmp_path / "elsewhere")
+        os.kill(process_of(1, folder), signal.SIGKILL)
+        until(lambda: f"{own / 'manifest.json'} cannot be used (No such file or directory): waiting for it" in said.read_text())
+        (tmp_path / "elsewhere").rename(own)
+        until(lambda: "manifest.json can be used again" in said.read_text())
+        begun = len(of_kind(read(folder), Recovery))
+        until(lambda: len(of_kind(read(folder), Recovery)) > begun)
+        victim = process_of(1, folder)
+        store.go()
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: f"{folder} cannot be used (" in said.read_text())
+        assert not folder.exists() or not any(folder.iterdir())
+        store.come()
+        assert process.wait(timeout=PATIENCE) == ExitCode.FINISHED, said.read_text()
+        assert f"{folder} can be used again" in said.read_text()
+        assert_same_bits(final_state(never_killed), final_state(folder))
+        assert {incident.cause for incident in of_kind(read(folder), Incident)} <= {"rank_failed", "store_away", "save_failed"}
+
+
+@pytest.mark.slow
+def test_copies_that_are_removed_from_memory_are_made_anew_while_the_ranks_stay(
+    command: list[str], never_killed: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    process = subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    await_step(8, folder, process)
+    for removed in (1, 2):
+        (memory,) = copies_place().glob(f"{_family(folder)}-*")
+        shutil.rmtree(memory)
+        while len(list(memory.glob("node-0/own-*"))) < 6:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+        assert len(of_kind(read(folder), RunStarted)) == 1, removed
+    os.kill(process_of(1, folder), signal.SIGKILL)
+    said = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == ExitCode.FINISHED, said
+    assert "were removed by somebody, and are made anew" in said
+    (recovery,) = of_kind(read(folder), Recovery)
+    assert "memory" in str(recovery.restored) and recovery.lost_steps <= 2
+    assert_same_bits(final_state(never_killed), final_state(folder))
+
+
+@pytest.mark.slow
+def test_a_terminal_that_closes_saves_and_stops_a_run_that_has_not_been_told_to_stay(
+    command: list[str], never_killed: Path, tmp_path: Path
+) -> None:
+    """Under nohup no process of the run heeds it."""
+    folder = tmp_path / "run"
+    process = subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    await_step(8, folder, process)
+    process.send_signal(signal.SIGHUP)
+    said = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == ExitCode.STOPPED, said
+    stopped_at = position(folder)["step"]
+    assert 8 <= stopped_at < TYPED
+    process = subprocess.Popen(["nohup", *command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    await_step(stopped_at + 3, folder, process)
+    everyone = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+    assert len(everyone) >= 4, "the command, its fork server, two ranks"
+    for one in everyone:
+        os.kill(one, signal.SIGHUP)
+    said = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == ExitCode.FINISHED, said
+    assert not of_kind(read(folder), Incident)
+    assert_same_bits(final_state(never_killed), final_state(folder))
+
+
+class _Moved:
+    """A run folder that somebody moves away, and back."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._elsewhere = folder, folder.with_name("moved")
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def go(self) -> None:
+        self._folder.rename(self._elsewhere)
+
+    def come(self) -> None:
+        self._elsewhere.rename(self._folder)
+
+
+class _Unmounted:
+    """A run folder that is a mount point, of which only the bare folder is left for a while."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._disk = folder, folder.with_name("disk")
+
+    def __enter__(self) -> None:
+        self._folder.mkdir()
+        self._disk.mkdir()
+        self._mount("mount", "-t", "tmpfs", "megalith-test", str(self._disk))
+        self.come()
+
+    def __exit__(self, *_: object) -> None:
+        for folder in (self._folder, self._disk):
+            self._mount("umount", "--lazy", str(folder))
+
+    def go(self) -> None:
+        self._mount("umount", "--lazy", str(self._folder))
+
+    def come(self) -> None:
+        self._mount("mount", "--bind", str(self._disk), str(self._folder))
+
+    def _mount(self, *command: str) -> None:
+        subprocess.run(command, check=True, capture_output=True)
 
 
 def _keep_full(ballast: Path, *, until: Callable[[], bool]) -> None:
     """Leave no room on a disk, also where others remove something meanwhile."""
     give_up = time.monotonic() + PATIENCE
     with ballast.open("ab", buffering=0) as file:
-        while not until():
+        while True:
             assert time.monotonic() < give_up, "what needs no room did not go on"
             for size in (1 << 20, 1 << 12):
                 with contextlib.suppress(OSError):
                     while file.write(bytes(size)):
                         pass
+            if until():
+                return
             time.sleep(0.005)

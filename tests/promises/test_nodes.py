@@ -90,6 +90,7 @@ def test_machines_are_lost_and_come_back_and_no_bit_changes(tmp_path: Path) -> N
     (tmp_path / "run.toml").write_text(RUN.format(data=prepare_text(tmp_path)))
     train(load(tmp_path / "run.toml").spec, tmp_path / "whole")
     with machines(["a", "b", "c"]) as (a, b, c):
+        subprocess.run([sys.executable, "-m", "megalith.cli", "key", str(tmp_path / "hurt")], check=True)
         run = Run(tmp_path / "hurt", tmp_path / "run.toml")
         started = [run.torchrun(machine, head=a, nodes=3) for machine in (a, b, c)]
 

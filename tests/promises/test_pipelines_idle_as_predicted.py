@@ -30,6 +30,7 @@ from megalith.schedule import SCHEDULES, build
 from megalith.schedule.action import COMPUTATIONS, Action, parse, parts
 from megalith.schedule.lower import Program, lower
 from megalith.schedule.simulate import Span, Timeline, simulate
+from tests.processor import excuse, waited
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -81,9 +82,9 @@ def _executor(rank: int, program: Program, groups: Groups) -> Executor:
     return Executor(program, stages, reducer=Reducer(), groups=groups, hidden=Hidden((1,), torch.float32, CPU))
 
 
-def _steps(rank: int) -> dict[str, Marks]:
-    """What the rank did when, in a step of each schedule. They run side by side, in threads that begin one after the other, so that
-    not all wake at once."""
+def _steps(rank: int) -> tuple[dict[str, Marks], float]:
+    """What the rank did when, in a step of each schedule, and the share of the time that it waited for a processor. The schedules run side
+    by side, in threads that begin one after the other, so that not all wake at once."""
     with suppress(AttributeError, OSError):  # where it may: to be woken at once, however busy the machine is
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     groups = Groups.build(Mesh(pipeline=RANKS), device="cpu")
@@ -96,7 +97,9 @@ def _steps(rank: int) -> dict[str, Marks]:
 
     dist.barrier()
     with ThreadPoolExecutor(len(executors)) as pool:
-        return dict(zip(executors, pool.map(step, count(), executors.values()), strict=True))
+        before, begun = waited(), time.monotonic()
+        marks = dict(zip(executors, pool.map(step, count(), executors.values()), strict=True))
+        return marks, (waited() - before) / (time.monotonic() - begun)  # its threads are still there to be asked
 
 
 def _timeline(marks: Sequence[Marks]) -> Timeline:
@@ -117,15 +120,17 @@ def predicted(name: str) -> Timeline:
 
 
 @cache
-def measured() -> dict[str, Timeline]:
-    """Of each schedule the step that idled least: a busy machine can only add to it, and is tried again."""
-    best: dict[str, Timeline] = {}
+def measured() -> dict[str, tuple[Timeline, float]]:
+    """Of each schedule the step that idled least, with the share of its time that a rank waited for a processor: a busy machine can only
+    add to the idle time, and is tried again."""
+    best: dict[str, tuple[Timeline, float]] = {}
     for _ in range(TRIES):
         found = run_ranks(_steps, RANKS)
+        starved = max(share for _, share in found)
         for name in SCHEDULES:
-            timeline = _timeline([mine[name] for mine in found])
-            best[name] = min(best.get(name, timeline), timeline, key=lambda one: one.bubble)
-        if all(best[name].bubble < predicted(name).bubble * (1 + CLOSE) for name in SCHEDULES):
+            tried = _timeline([mine[name] for mine, _ in found]), starved
+            best[name] = min(best.get(name, tried), tried, key=lambda one: one[0].bubble)
+        if all(best[name][0].bubble < predicted(name).bubble * (1 + CLOSE) for name in SCHEDULES):
             break
     return best
 
@@ -133,18 +138,25 @@ def measured() -> dict[str, Timeline]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_executed_is_what_was_simulated_in_its_order(name):
     for rank in range(RANKS):
-        done = [span.action for span in measured()[name].row(rank)]
+        done = [span.action for span in measured()[name][0].row(rank)]
         assert done == [action for span in predicted(name).row(rank) for action in parts(span.action)]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ranks_idle_as_long_as_predicted(name):
     """Idle time over useful time, to the end of the last rank."""
-    assert measured()[name].bubble == pytest.approx(predicted(name).bubble, rel=CLOSE)
+    timeline, starved = measured()[name]
+    expected = pytest.approx(predicted(name).bubble, rel=CLOSE)
+    if timeline.bubble != expected:
+        excuse(starved)
+    assert timeline.bubble == expected
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_rank_idles_inside_its_own_span_as_long_as_predicted(name):
     """The bubble as papers count it. ZB-H2 and ZB-V have none: measured, that is less than a hundredth of the step."""
-    expected = predicted(name)
-    assert measured()[name].bubble_seconds == pytest.approx(expected.bubble_seconds, rel=CLOSE, abs=expected.end / 100)
+    whole, (timeline, starved) = predicted(name), measured()[name]
+    expected = pytest.approx(whole.bubble_seconds, rel=CLOSE, abs=whole.end / 100)
+    if timeline.bubble_seconds != expected:
+        excuse(starved)
+    assert timeline.bubble_seconds == expected

@@ -1,6 +1,5 @@
 """An update made before the norm is known, and undone if it was wrong, changes no bit of a run."""
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -21,12 +20,12 @@ from megalith.prove.compare import compare
 from megalith.prove.parity import record, reference, shrink
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
-from megalith.train.post_validation import Stepper
+from megalith.train.loop import stepper_of
 from megalith.train.step import Stepped
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.patience import PATIENCE
 from tests.ranks import run_ranks
-from tests.runs import assert_same_bits, at_step, final_state, finish, position, prepare_text, start, train
+from tests.runs import assert_same_bits, final_state, finish, position, prepare_text, signal_yourself, start, train, when
 from tests.specs import tiny_run
 
 STEPS = 6
@@ -59,7 +58,7 @@ def _state(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _steps(trainer: Trainer) -> list[Stepped]:
-    stepper = Stepper(trainer)
+    stepper = stepper_of(trainer)
     told = [done for step in range(STEPS) for done in stepper.step(microbatches(trainer, step), step=step)]
     return told + stepper.settle()
 
@@ -121,7 +120,7 @@ BAD = 3
 def _poisoned(rank: int, plan: dict[str, Any], between: bool) -> tuple[str, list[str]]:
     """What is raised for a NaN in step BAD, and the names that are not what they were before it. `between`: found between two steps."""
     trainer = trainer_of(_spec(plan, clip=0.0, late=True))
-    stepper = Stepper(trainer)
+    stepper = stepper_of(trainer)
     for step in range(BAD):
         stepper.step(microbatches(trainer, step), step=step)
     stepper.settle()
@@ -245,10 +244,8 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_and_started_again_it_ends_with_the_bits_of_a_synchronous_run(data: Path, whole: Path, tmp_path: Path) -> None:
     spec = _run(data, post_validation=True)
 
-    def kill(running: dict[int, int]) -> None:
-        os.kill(min(running), signal.SIGKILL)
-
-    assert -signal.SIGKILL in finish(start(spec, tmp_path), meanwhile=at_step(4, tmp_path, kill))
+    with when("step", 4, rank=0, act=lambda: signal_yourself(signal.SIGKILL)):
+        assert -signal.SIGKILL in finish(start(spec, tmp_path))
     train(spec, tmp_path)
     assert_same_bits(final_state(whole), final_state(tmp_path))
     assert position(tmp_path) == position(whole) == {"step": 10, "samples": 80, "updates": 10}
@@ -261,10 +258,8 @@ def test_killed_and_started_again_it_ends_with_the_bits_of_a_synchronous_run(dat
 def test_a_signal_is_heard_a_step_later_and_nothing_unchecked_is_saved(data: Path, whole: Path, tmp_path: Path) -> None:
     spec = _run(data, post_validation=True)
 
-    def ask(running: dict[int, int]) -> None:
-        os.kill(max(running), signal.SIGTERM)
-
-    assert finish(start(spec, tmp_path), meanwhile=at_step(2, tmp_path, ask)) == [ExitCode.STOPPED] * 2
+    with when("step", 2, rank=1, act=lambda: signal_yourself(signal.SIGTERM)):
+        assert finish(start(spec, tmp_path)) == [ExitCode.STOPPED] * 2
     stopped = position(tmp_path)["step"]
     assert 2 < stopped < 10
     assert set(_steps_logged(tmp_path)) == set(range(1, stopped + 1))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.prove.compare import FLOOR
 from megalith.prove.parity import record
 from megalith.schedule import SCHEDULES, build
+from megalith.spec.numbers import Reordered
 from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import assemble, mesh_groups
@@ -39,7 +39,7 @@ def _first_steps(rank: int, specs: list[RunSpec]) -> list[tuple[float, dict[str,
 
 
 def _gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    floor = FLOOR * max(float(g.abs().max()) for g in one.values())
+    floor = Reordered().floor * max(float(g.abs().max()) for g in one.values())
     return max(float((other[name] - g).abs().max()) / max(float(g.abs().max()), floor) for name, g in one.items())
 
 

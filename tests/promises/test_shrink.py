@@ -28,10 +28,12 @@ plan = {{ data = 4, zero = 3 }}
 data.path = "{data}"
 train = {{ steps = 100_000, global_batch = 8, seq_len = 32, precision = "fp32" }}
 optimizer = {{ lr = 1e-3, schedule = "constant", warmup = 0 }}
-checkpoint.every = 5
-launch = {{ threads = 1, start_timeout = 250.0, timeout = 120.0 }}
-fleet = {{ nodes = 2, no_spare = "shrink", fallback = {{ data = 1, tensor = 2 }} }}
+checkpoint = {{ every = 5, asynchronous = false }}
+launch = {{ threads = 1, start_timeout = 600.0, timeout = 600.0 }}
+fleet = {{ nodes = 2, no_spare = "shrink", fallback = {{ data = 1, tensor = 2 }}, hang_floor = 600.0, straggler_steps = 1_000_000 }}
 """
+"""A busy machine's slow steps are no incidents here, and a checkpoint is there when its step is over."""
+
 LOST_AT, AFTER = 12, 6
 
 

@@ -19,9 +19,8 @@ from megalith.fleet.tiers import Source, Tier
 from megalith.parallel.gradients import NotFinite
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
-from megalith.train.loop import Loop
+from megalith.train.loop import Loop, stepper_of
 from megalith.train.peak import Yardstick
-from megalith.train.post_validation import Stepper
 from megalith.train.restore import Position, restore
 from megalith.train.step import tell
 from megalith.train.stream import open_stream
@@ -77,7 +76,7 @@ def _poisoned(rank: int, spec: RunSpec, bad: tuple[int, ...]) -> tuple[dict[str,
     """The state after four steps, of which the `bad` ones give NaN; which were left out; updates made."""
     trainer = trainer_of(spec)
     watchers = [Poison(*bad)]
-    stepper, told = Stepper(trainer, watchers=watchers), []
+    stepper, told = stepper_of(trainer, watchers=watchers), []
     for step in range(4):
         tell(watchers, "before_step", trainer, step)
         told += stepper.step(microbatches(trainer, step), step=step)
@@ -88,7 +87,7 @@ def _poisoned(rank: int, spec: RunSpec, bad: tuple[int, ...]) -> tuple[dict[str,
 def _without(rank: int, spec: RunSpec, chosen: tuple[int, ...]) -> dict[str, Tensor]:
     """The state after training on the samples of the `chosen` steps alone."""
     trainer = trainer_of(spec)
-    stepper = Stepper(trainer)
+    stepper = stepper_of(trainer)
     for step in chosen:
         stepper.step(microbatches(trainer, step), step=step)
     stepper.settle()
@@ -110,7 +109,7 @@ def test_a_skipped_step_leaves_weights_moments_and_rate_as_they_were(plan: dict[
 def _too_many(rank: int, spec: RunSpec) -> tuple[str, int]:
     trainer = trainer_of(spec)
     watchers = [Poison(*range(10))]
-    stepper = Stepper(trainer, watchers=watchers)
+    stepper = stepper_of(trainer, watchers=watchers)
 
     def train() -> None:
         for step in range(10):

@@ -25,9 +25,10 @@ from megalith.fleet.seat import MEMORY, PLACEMENT, Seat, node_folder
 from megalith.fleet.tiers import Copy, Source, Tier, newest
 from megalith.train.assemble import Trainer
 from megalith.train.step import train_step
+from tests.keys import GIVEN, KEY
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
-from tests.runs import assert_same_bits, at_step, final_state, finish, position, prepare_text, start, train
+from tests.runs import assert_same_bits, final_state, finish, position, prepare_text, signal_yourself, start, train, when
 from tests.specs import tiny_run
 
 EXPERTS: dict[str, Any] = {"preset": "deepseek-tiny"}
@@ -41,7 +42,7 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def seat(rank: int, root: Path, *, world: int, slots: int = 2) -> Seat:
-    return Seat(rank, world, tuple(f"n{slot}" for slot in range(slots)), root)
+    return Seat(rank, world, tuple(f"n{slot}" for slot in range(slots)), root, key=KEY)
 
 
 def memory_of(trainer: Trainer, root: Path, *, distance: int = 1) -> Memory:
@@ -73,7 +74,7 @@ def _round_trip(rank: int, run: dict[str, Any], root: Path) -> list[bool]:
     memory.finish()
     dist.barrier()
     placement, found = ("n0", "n1"), []
-    surveyed = copies.survey(root, placement=placement, world=dist.get_world_size())
+    surveyed = copies.survey(root, placement=placement, world=dist.get_world_size(), key=KEY)
     assert surveyed == tuple(Copy(tier, step) for tier in (Tier.MEMORY, Tier.BUDDY) for step in (2, 1)), surveyed
     dist.barrier()
     for source in (Source(1, Tier.BUDDY), Source(1, Tier.MEMORY, ((1, Tier.BUDDY),))):
@@ -89,7 +90,9 @@ def _round_trip(rank: int, run: dict[str, Any], root: Path) -> list[bool]:
         ]
         train_step(fresh, microbatches(fresh, 1), step=1)
         found.append(same(bits(fresh), two))
-    found.append(copies.survey(root, placement=placement, world=dist.get_world_size())[0].step == 1)  # the newer one is forgotten
+    found.append(
+        copies.survey(root, placement=placement, world=dist.get_world_size(), key=KEY)[0].step == 1
+    )  # the newer one is forgotten
     dist.barrier()
     return found
 
@@ -157,7 +160,7 @@ def test_killed_at_any_moment_a_whole_step_is_left(tmp_path: Path) -> None:
 
 
 def pieces_of(root: Path, rank: int) -> list[copies.Piece]:
-    return copies.pieces(node_folder(root, f"n{rank}"))
+    return copies.pieces(node_folder(root, f"n{rank}"), key=KEY)
 
 
 def test_a_torn_or_altered_or_foreign_copy_is_refused(tmp_path: Path) -> None:
@@ -167,7 +170,7 @@ def test_a_torn_or_altered_or_foreign_copy_is_refused(tmp_path: Path) -> None:
     memory.copy(3, 24)
     with pytest.raises(Damaged, match="there is none"):
         memory.restore(Source(4, Tier.MEMORY))
-    assert copies.corrupt_piece(node_folder(tmp_path, "n0"), rank=0, bit=64 * 8)
+    assert copies.corrupt_piece(node_folder(tmp_path, "n0"), key=KEY, rank=0, bit=64 * 8)
     with pytest.raises(Damaged, match="digest"):
         memory.restore(Source(3, Tier.MEMORY))
     memory.copy(4, 32)
@@ -209,7 +212,7 @@ def test_the_disk_holds_the_same_file_and_is_read_like_it(tmp_path: Path) -> Non
     memory.copy(6, 48, to_disk=True)
     memory.settle()
     shutil.rmtree(tmp_path / "memory")  # as a node that was switched off and on again
-    (found,) = copies.survey(tmp_path / "disk", placement=("n0", "n1"), world=2, own=Tier.DISK)
+    (found,) = copies.survey(tmp_path / "disk", placement=("n0", "n1"), world=2, key=KEY, own=Tier.DISK)
     assert found == Copy(Tier.DISK, 6, frozenset({1}))
     set_to(live, 0, 0)
     again = Memory(live, seat=seat(0, tmp_path / "memory", world=2), disk=tmp_path / "disk")
@@ -223,7 +226,7 @@ def test_a_disk_keeps_three_copies_and_none_of_later_steps_than_was_restored(tmp
     memory = Memory(live, seat=seat(0, tmp_path / "memory", world=2), keep=1, disk=tmp_path / "disk")
 
     def steps() -> list[int]:
-        return sorted(piece.step for piece in copies.pieces(node_folder(tmp_path / "disk", "n0"), own=Tier.DISK))
+        return sorted(piece.step for piece in copies.pieces(node_folder(tmp_path / "disk", "n0"), key=KEY, own=Tier.DISK))
 
     for step in (0, 4, 8, 12, 12):
         memory.copy(step, step, to_disk=True)
@@ -232,7 +235,7 @@ def test_a_disk_keeps_three_copies_and_none_of_later_steps_than_was_restored(tmp
     memory.restore(Source(8, Tier.DISK))
     assert steps() == [4, 8]
     (path,) = node_folder(tmp_path / "disk", "n0").glob("own-0.8")
-    assert copies.corrupt_piece(path.parent, rank=0, step=8)
+    assert copies.corrupt_piece(path.parent, key=KEY, rank=0, step=8)
     with pytest.raises(Damaged, match="step 8 in disk, slot 0: its digest"):
         memory.restore(Source(8, Tier.DISK))
     path.unlink()
@@ -264,17 +267,14 @@ def test_a_run_without_a_checkpoint_that_lost_a_node_ends_with_the_same_bits(tmp
         fleet={"nodes": 2, "verify_every": 2},
     )
     memory = tmp_path / "memory"
-    environment = {MEMORY: str(memory), PLACEMENT: "0,1"}
+    environment = GIVEN | {MEMORY: str(memory), PLACEMENT: "0,1"}
     train(spec, tmp_path / "whole")
 
-    def kill(running: dict[int, int]) -> None:
-        for pid in running:
-            os.kill(pid, signal.SIGKILL)
-
     folder = tmp_path / "killed"
-    finish(start(spec, folder, environment=environment), meanwhile=at_step(3, folder, kill))
+    with when("step", 3, rank=1, act=lambda: signal_yourself(signal.SIGKILL)):
+        finish(start(spec, folder, environment=environment))
     shutil.rmtree(node_folder(memory, "0"))
-    source = newest(copies.survey(memory, placement=("0", "1"), world=2))
+    source = newest(copies.survey(memory, placement=("0", "1"), world=2, key=KEY))
     assert source is not None and source.step >= 2 and Tier.BUDDY in (source.tier, *dict(source.elsewhere).values())
     assert finish(start(spec, folder, source=asdict(source), environment=environment)) == [0, 0]
     assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))

@@ -20,6 +20,7 @@ from megalith.schedule.lower import Program
 from megalith.train.assemble import Trainer
 from megalith.train.batches import Cut, to_batch
 from tests.parallel.running import CPU, microbatches, trainer_of
+from tests.processor import excuse, waited
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
 
@@ -109,6 +110,7 @@ class Seen:
     partners: dict[str, str]  # as the schedule has it
     marks: Marks
     journeys: list[Journey]
+    starved: float  # share of its time that the rank waited for a processor
 
     def overlapped(self) -> Iterator[tuple[str, Journey]]:
         """The journeys of actions that the schedule lets share a slot, with the action's name."""
@@ -140,8 +142,10 @@ def _step(trainer: Trainer, program: Program, journeys: list[Journey]) -> Seen:
     batches = [to_batch(s, Cut.of(trainer), device=CPU, loss_scale=1 / 400) for s in microbatches(trainer)]
     again.run(batches)
     journeys.clear()
+    before, begun = waited(), time.monotonic()
     marks = again.run(batches).marks
-    return Seen(partners(executor.program, trainer.groups.coordinates["pipeline"]), marks, list(journeys))
+    starved = (waited() - before) / (time.monotonic() - begun)
+    return Seen(partners(executor.program, trainer.groups.coordinates["pipeline"]), marks, list(journeys), starved)
 
 
 def _both(rank: int) -> tuple[Seen, Seen]:
@@ -175,9 +179,12 @@ def test_rows_of_overlapped_actions_are_there_when_they_are_asked_for() -> None:
     makes ranks wait for each other."""
     for _ in range(TRIES):
         shares = [together.waited / apart.waited for together, apart in steps()]
+        starved = max(together.starved for together, _ in steps())
         if max(shares) < HARDLY:
             break
         steps.cache_clear()
+    if max(shares) >= HARDLY:
+        excuse(starved, most=HARDLY / 2)  # four ranks of this test share two cores themselves
     assert max(shares) < HARDLY
     for _, apart in steps():
         assert apart.waited > 0.9 * DELAY * len(apart.hidden())

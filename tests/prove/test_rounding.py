@@ -1,58 +1,119 @@
-"""What is as far from fp32 as bf16 takes one process, and what is farther."""
+"""Limits of a rounded precision: a plan may lie as far from fp32 as one process does, and no farther."""
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalith.prove.compare import Recording, Routed
 from megalith.prove.rounding import compare
+from megalith.spec.numbers import PRECISIONS, Rounded
+from tests.specs import tiny_run
 
-NAMES = ("routing", "loss", "gradients")
-TRUE = torch.linspace(0.5, 2.0, 64) * torch.tensor([1.0, -1.0]).repeat(32)
+LIMITS = cast(Rounded, PRECISIONS["bf16"].parity)
+SPEC = tiny_run(train={"steps": 1, "precision": "bf16"})
+SIZE, EXPERTS = 4096, 512
+RANDOM = torch.Generator().manual_seed(0)
+PARTS = [torch.randn(SIZE, generator=RANDOM), torch.randn(SIZE, generator=RANDOM)]
+"""Gradients of two microbatches."""
+TRUE = PARTS[0] + PARTS[1]
+EXPERT = torch.arange(SIZE) < EXPERTS
 NEAR, CLEAR = 2.0**-9, 2.0**-7  # margins of a token's choice
-MOVED = torch.eye(64)[0] / 8  # what another expert's token adds to the gradient of one
+MOVED = 4 * torch.eye(SIZE)[TRUE[:EXPERTS].abs().argmin()]  # what another expert's token adds to the gradient of one
 
 
-def recording(gradient: torch.Tensor, *, loss: float = 4.0, choices: tuple[int, int] = (0, 1)) -> Recording:
-    """One step of a model with two weights and two tokens: one with hardly a choice, one whose choice is clear."""
+def split(gradient: Tensor) -> dict[str, Tensor]:
+    return {"expert": gradient[:EXPERTS], "others": gradient[EXPERTS:]}
+
+
+def recording(
+    gradient: Tensor,
+    *,
+    loss: float = 4.0,
+    choices: tuple[int, int] = (0, 1),
+    norm: float = 1.0,
+    moved: float = 0.0,
+    load: float = 8.0,
+) -> Recording:
+    """One step of a model with two weights and two tokens: one with hardly a choice, one whose choice is clear. `norm`: a factor;
+    `moved`: of all weights, in learning rates."""
     routed = Routed(torch.tensor(choices).view(1, 2, 1), torch.tensor([[NEAR, CLEAR]]))
-    return Recording([loss], [1.0], [{"expert": gradient[:2], "others": gradient[2:]}], [{"router": routed}])
+    weights = split(torch.full((SIZE,), moved * SPEC.optimizer.lr)) | {"router.load": torch.full((4,), load)}
+    return Recording([loss], [norm * float(gradient.norm())], [split(gradient)], [{"router": routed}], weights)
 
 
-def rounded(seed: int) -> torch.Tensor:
-    """Off by a hundredth, as a sum of many roundings is."""
-    return TRUE * (1 + 0.01 * torch.randn(64, generator=torch.Generator().manual_seed(seed)))
+def rounded(seed: int, gradient: Tensor = TRUE) -> Tensor:
+    """Return a gradient off by two hundredths, as a sum of many roundings is."""
+    return gradient * (1 + 0.02 * torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)))
 
 
-EXACT, ALONE = recording(TRUE), recording(rounded(0))
+ALONE = replace(recording(rounded(10, PARTS[0]) + rounded(11, PARTS[1])), microbatches=[*map(split, PARTS)])
+EXACT = recording(TRUE)
+NAMES = {
+    "routing": "routing",
+    "loss": "loss",
+    "gradients' distance": "distance",
+    "gradients' length": "scale",
+    "weight of a microbatch": "microbatch",
+    "gradient norm": "norm",
+    "routers'": "router",
+    "weights after 1 steps": "weights",
+}
 
 
 @pytest.mark.parametrize(
     ("found", "wrong"),
     [
-        (recording(rounded(1)), ()),
-        (recording(TRUE), ()),
-        (recording(rounded(1) + MOVED, choices=(3, 1)), ()),
-        (recording(rounded(1) + MOVED), ("gradients",)),
-        (recording(rounded(1), choices=(0, 3)), ("routing",)),
-        (recording(rounded(1), loss=4.01), ("loss",)),
-        (recording(rounded(1) * 7 / 8), ("gradients",)),
-        (recording(rounded(1) + 0.05), ("gradients",)),
-        (recording(TRUE * torch.nan, loss=float("nan")), ("loss", "gradients")),
+        (recording(rounded(1)), ""),
+        (recording(TRUE), ""),
+        (recording(rounded(1) + MOVED, choices=(3, 1), load=9.0, moved=1.0), ""),  # the token went elsewhere: that explains all
+        (recording(rounded(1) + MOVED), "distance"),
+        (recording(rounded(1), choices=(0, 3)), "routing"),
+        (recording(rounded(1), loss=4.01), "loss"),
+        (recording(rounded(1) * 7 / 8), "distance scale microbatch norm"),
+        (recording(rounded(1) + 0.2), "distance"),
+        (recording(rounded(1) * torch.where(EXPERT, 1.02, 1.0)), "scale"),
+        (recording(rounded(1) + 0.01 * PARTS[0] - 0.01 * PARTS[1]), "microbatch"),
+        (recording(rounded(1), norm=1.02), "norm"),
+        (recording(rounded(1), load=9.0), "router"),
+        (recording(rounded(1), moved=0.5), "weights"),
+        (recording(TRUE * torch.nan, loss=float("nan"), moved=float("nan")), "loss distance scale microbatch norm weights"),
     ],
 )
-def test_a_plan_may_round_elsewhere_and_not_be_wrong(found: Recording, wrong: tuple[str, ...]) -> None:
-    rows = compare(EXACT, ALONE, found)
-    assert [next(name for name in NAMES if row.quantity.startswith(name)) for row in rows if not row.equal] == [*wrong]
+def test_a_plan_may_round_elsewhere_and_not_be_wrong(found: Recording, wrong: str) -> None:
+    rows = compare(EXACT, ALONE, found, spec=SPEC, limits=LIMITS)
+    said = [next(NAMES[name] for name in NAMES if row.quantity.startswith(name)) for row in rows if not row.equal]
+    assert said == wrong.split(), rows
 
 
 def test_where_one_process_rounds_nothing_a_plan_may_round_once() -> None:
-    off = recording(TRUE * (1 + 2.0**-9))
-    assert all(row.equal for row in compare(EXACT, EXACT, off))
-    assert not all(row.equal for row in compare(EXACT, EXACT, recording(TRUE * (1 + 2.0**-7))))
+    exact = replace(EXACT, microbatches=ALONE.microbatches)
+
+    def distance(found: Tensor) -> bool:
+        return compare(EXACT, exact, recording(found), spec=SPEC, limits=LIMITS)[2].equal
+
+    assert distance(TRUE * (1 + 2.0**-9))
+    assert not distance(TRUE * (1 + 2.0**-6))
+
+
+def test_how_long_a_gradient_of_rounding_is_means_nothing() -> None:
+    """A gradient that cancels out is what one process rounds; of this one a third is."""
+    wild = torch.randn(EXPERTS, generator=RANDOM)
+    wild *= TRUE[:EXPERTS].norm() / wild.norm() / 3
+    alone, found = (replace(one, gradients=[dict(one.gradients[0])]) for one in (ALONE, recording(rounded(1))))
+    alone.gradients[0]["expert"] = TRUE[:EXPERTS] + wild
+    found.gradients[0]["expert"] = TRUE[:EXPERTS] - wild + 0.02 * TRUE[:EXPERTS]
+    scale = compare(EXACT, alone, found, spec=SPEC, limits=LIMITS)[3]
+    assert scale.equal and scale.where.startswith("others"), scale
 
 
 def test_a_model_without_routers_has_no_routing() -> None:
-    plain = replace(EXACT, routing=[{}])
-    assert len(compare(plain, plain, plain)) == 2
+    exact, alone = (
+        replace(one, routing=[{}], weights={name: w for name, w in one.weights.items() if name != "router.load"})
+        for one in (EXACT, ALONE)
+    )
+    rows = compare(exact, alone, alone, spec=SPEC, limits=LIMITS)
+    assert not [row for row in rows if "rout" in row.quantity]
+    assert len(rows) == 6

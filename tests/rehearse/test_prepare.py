@@ -114,9 +114,9 @@ def test_a_site_that_may_be_left_out_holds_nobody_up() -> None:
 
 
 def test_verification_finds_what_is_wrong_silently() -> None:
-    often = ("--set", "interruptions=1e-2", "--spares", "8", "--set", "reliability.repair_hours=1")
+    often = ("--set", "interruptions=1e-2", "--spares", "8", "--set", "reliability.part_hours=1")
     blind, seeing = _on_64(*often, days=60), _on_64(*often, "--set", "fleet.verify_every=50", days=60)
-    assert blind["undetected"] > 3 > seeing["undetected"]
+    assert blind["fates"]["were never noticed"] > 3 > seeing["fates"].get("were never noticed", 0)
     assert any("latencies.verify" in note for note in seeing["notes"])
 
 
@@ -147,14 +147,14 @@ def test_the_shipped_cluster_names_every_key_of_reliability() -> None:
 
 def test_lemon_nodes_are_taken_out_one_after_the_other() -> None:
     """The same number of faults on few nodes: with few repairs, who is out stays out."""
-    crowd = ("--set", "interruptions=2e-3", "--spares", "3", "--set", "reliability.repair_hours=0.1")
+    crowd = ("--set", "interruptions=2e-3", "--spares", "3", "--set", "reliability.part_hours=0.1")
     lemons = ("--set", "reliability.lemon_share=0.2", "--set", "reliability.lemon_factor=500")
     assert _on_64(*crowd, *lemons, days=20)["seeds"] != _on_64(*crowd, days=20)["seeds"]
 
 
 def test_slow_repairs_cost_more_than_quick_ones() -> None:
     rough = ("--set", "interruptions=2e-3", "--spares", "1")
-    quick, slow = (_on_64(*rough, "--set", f"reliability.repair_hours={hours}", days=20)["goodput"] for hours in (0.5, 48))
+    quick, slow = (_on_64(*rough, "--set", f"reliability.part_hours={hours}", days=20)["goodput"] for hours in (0.5, 48))
     assert slow < quick - 0.1
 
 
@@ -232,6 +232,19 @@ def test_every_mistake_is_said_at_once(tmp_path: Path) -> None:
     assert all(words in found[key] for key, words in said.items()), found
     assert "Did you mean 'llama3'" in _mistakes("--cluster", "h100:64", "--set", "reliability.faults=llama")["reliability.faults"]
     assert "Use 1 to 8" in _mistakes("--cluster", "h100:64", "--sites", "9")["sites"]
+
+
+@pytest.mark.parametrize(
+    "setting", ["interruptions=1e9", "planned=1e9", "reliability.rack_outages=1e9", "reliability.switch_outages=1e9", "days=1e9"]
+)
+def test_more_than_can_be_played_is_a_problem_and_no_traceback(setting: str) -> None:
+    (problem,) = _mistakes("--cluster", "h100:1024", "--set", setting).values()
+    assert re.search(r"one every \S+ seconds: too many to simulate\. Use at most \S+, or fewer days", problem)
+
+
+def test_more_nodes_than_memory_holds_are_a_problem() -> None:
+    assert "Use at most 8,000,000 devices" in _mistakes("--cluster", "h100:99999999999")["--cluster"]
+    assert "Use at most 1,000,000" in _mistakes("--cluster", "h100:64", "--spares", "99999999999")["fleet.spares"]
 
 
 def test_a_run_files_mistakes_are_among_them(run: Path) -> None:

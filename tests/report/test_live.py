@@ -112,6 +112,38 @@ def test_a_line_that_holds_nothing_to_show_does_not_end_the_display(tmp_path, lo
     assert re.findall(r"step (\d)/5", text(shown)) == ["2"]
 
 
+def test_a_log_that_goes_away_or_is_removed_is_followed_again_once_it_is_back(tmp_path):
+    shown, folder = console(terminal=False), tmp_path / "run"
+    log = events.EventLog(folder)
+    with Follow(folder, 9, shown, seconds=0.0) as follow:
+        log.write(step(1))
+        follow.poll()
+        away = folder.rename(tmp_path / "away")
+        for _ in range(3):
+            follow.poll()
+        log.write(step(2))
+        away.rename(folder)
+        follow.poll()
+        (folder / events.FILE).unlink()
+        log.write(step(3))
+        follow.poll()
+        assert follow.failed == ""
+    log.close()
+    assert re.findall(r"step (\d)/9", text(shown)) == ["1", "2", "3"]
+    assert text(shown).count("cannot be read (No such file or directory): the run goes on") == 1
+
+
+def test_a_console_that_fails_ends_no_run(tmp_path, log):
+    class Gone(StringIO):
+        def write(self, text):
+            raise OSError("nobody reads this")
+
+    with Follow(tmp_path, 5, Console(file=Gone(), force_terminal=False)) as follow:
+        log.write(step(1))
+        follow.poll()
+    assert "nobody reads this" in follow.failed
+
+
 def test_validation_and_problems_are_said(tmp_path, log):
     shown = console(terminal=False)
     with Follow(tmp_path, 5, shown) as follow:
@@ -122,6 +154,34 @@ def test_validation_and_problems_are_said(tmp_path, log):
     assert "warning: rank 1 is slow (rank 1)" in text(shown)
     assert "val 4.2500" in text(shown)
     assert "MFU" not in text(shown)
+
+
+def _incident(number: int, reason: str, command: str) -> events.Incident:
+    return events.Incident(number, 0.0, 3, "rank_failed", reason, None, 1, {}, [{"kind": command}])
+
+
+def test_an_incident_is_said_in_a_line_and_once_and_what_ends_the_run_is_left_to_the_end(tmp_path, log):
+    shown = console(terminal=False)
+    with Follow(tmp_path, 5, shown, errors=False) as follow:
+        log.write(events.Problem("error", "RuntimeError: Connection closed by peer\nframe #0", 0))
+        log.write(_incident(1, "rank 1 on 0: ValueError: wrong\nand more", "restart"))
+        log.write(_incident(2, "rank 1 on 0: ValueError: wrong, again at step 3\nand more", "restart"))
+        log.write(_incident(3, "rank 1 on 0: ValueError: wrong: for the third time", "stop"))
+        follow.poll()
+        follow.say("stopping after this step, then saving")
+    assert text(shown).splitlines() == [
+        "incident at step 3: rank 1 on 0: ValueError: wrong",
+        "incident at step 3: the same, again at step 3",
+        "incident at step 3: the run stops",
+        "stopping after this step, then saving",
+    ]
+
+
+def test_under_another_launcher_errors_of_ranks_are_said_in_a_line(tmp_path, log):
+    shown = console(terminal=False)
+    with Follow(tmp_path, 5, shown):
+        log.write(events.Problem("error", "RuntimeError: Connection closed by peer\nframe #0", 3))
+    assert text(shown) == "error: RuntimeError: Connection closed by peer … (rank 3)\n"
 
 
 def test_the_remaining_time_counts_what_lies_between_steps(tmp_path, log):

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from io import StringIO
 
 from rich.console import Console
@@ -25,7 +26,18 @@ def test_the_summary_says_how_the_run_ended_and_how_fast_it_was(tmp_path):
         "done again",
     ):
         assert said in text, (said, text)
-    assert "error rank 3 was killed <9> (rank 3)" in text
+    assert "error" not in text, "what a finished run has recovered from is no news"
+
+
+def test_an_error_is_shown_in_a_line_until_the_ranks_start_again(tmp_path):
+    log = events.EventLog(tmp_path)
+    log.write(start())
+    log.write(events.Problem("error", "ValueError: wrong\nframe #0", rank=3, time=1001.0))
+    assert "error ValueError: wrong … (rank 3)" in printed(tmp_path)
+    assert "frame" not in printed(tmp_path)
+    log.write(replace(start(), time=1002.0))
+    log.close()
+    assert "ValueError" not in printed(tmp_path)
 
 
 def test_an_unknown_peak_is_said(tmp_path):

@@ -16,7 +16,7 @@ from megalith.spec.files import Resolved, load
 from megalith.spec.model import RopeScaling
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
-from megalith.spec.run import DataSpec, OptimizerSpec, RunSpec, TrainSpec
+from megalith.spec.run import DataSpec, GroupSpec, OptimizerSpec, RunSpec, TrainSpec
 from megalith.spec.toml import dotted
 from megalith.spec.validate import leaves
 
@@ -108,6 +108,35 @@ def test_settings_are_toml_values_or_bare_words(run: Path, setting: str, key: st
     spec = load(run, overrides=[setting]).spec
     part = getattr(spec, key) if key else spec
     assert getattr(part, setting.partition("=")[0].split(".")[1 if key else 0]) == value
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            ["optimizer.min_lr=3e-5", "optimizer.lr=3e-4"],
+            "3e-05 would be a lowest rate of 9e-09. "
+            "Write min_lr_ratio = 0.1 for a lowest rate of 3e-05, or min_lr_ratio = 3e-05 for a lowest rate of 9e-09.",
+        ),
+        (["optimizer.min_lr=0.1", "optimizer.lr=3e-4"], "Write min_lr_ratio = 0.1 for a lowest rate of 3e-05."),
+        (["optimizer.min_lr=0"], "Write min_lr_ratio = 0 for a lowest rate of 0."),
+        (["optimizer.min_lr=low"], "is called min_lr_ratio, and is a share of optimizer.lr. Write min_lr_ratio."),
+    ],
+)
+def test_a_lowest_learning_rate_is_refused_with_both_readings(settings: list[str], said: str, run: Path):
+    """A6: every other trainer takes `min_lr` for a learning rate."""
+    (problem,) = problems(RUN, *settings).values()
+    assert problem.key == "optimizer.min_lr"
+    assert said in str(problem)
+    assert problem.source == "command line"
+
+
+def test_descriptions_of_runs_that_exist_are_read_with_the_ratio_that_it_was(run: Path):
+    saved = RunSpec.model_validate_json(json.dumps(load(run).spec.model_dump(mode="json")).replace("min_lr_ratio", "min_lr"))
+    assert saved == load(run).spec
+    run.write_text(files.dump(load(run, overrides=["optimizer.min_lr_ratio=0.02"])).replace("min_lr_ratio", "min_lr"))
+    assert files.read(run, saved=True).whole().spec.optimizer.min_lr_ratio == 0.02
+    assert [problem.key for problem in files.read(run).problems] == ["optimizer.min_lr"]
 
 
 def test_later_settings_win(run: Path):
@@ -211,7 +240,7 @@ def test_a_value_that_is_not_there_cannot_be_read(run: Path):
         ("plan.layers=3", "a list is needed, in [brackets]"),
         ("plan=3", "a table is needed"),
         ("data.weights=3", "a table is needed"),
-        ("optimizer.schedule=cosin", "it must be 'cosine', 'linear', 'wsd' or 'constant'"),
+        ("optimizer.schedule=cosin", "it must be 'cosine', 'linear', 'wsd', '1-sqrt' or 'constant'"),
         ("plan.zero=4", "it must be 0, 1, 2 or 3"),
         ("plan.recompute=some", "it is none of the forms known here"),
     ],
@@ -398,7 +427,15 @@ RUNS = st.builds(
     ),
     data=st.builds(DataSpec, path=WORDS, weights=st.none() | st.dictionaries(WORDS, st.floats(0, 1e9), max_size=3)),
     train=st.builds(TrainSpec, steps=POSITIVE, global_batch=POSITIVE, seq_len=POSITIVE, init_from=st.none() | WORDS),
-    optimizer=st.builds(OptimizerSpec, lr=RATES, beta1=st.floats(0, 0.999), schedule=st.sampled_from(["wsd", "linear"])),
+    optimizer=st.builds(
+        OptimizerSpec,
+        lr=RATES,
+        beta1=st.floats(0, 0.999),
+        schedule=st.sampled_from(["wsd", "linear"]),
+        groups=st.lists(st.builds(GroupSpec, pattern=st.text(min_size=1), lr=RATES, kind=st.sampled_from([None, "sgd"]))).map(
+            tuple
+        ),
+    ),
 )
 
 

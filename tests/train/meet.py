@@ -11,13 +11,14 @@ import torch.distributed as dist
 from megalith.fleet import environment
 from megalith.spec.run import LaunchSpec
 from megalith.train.join import join
+from tests.patience import PATIENCE
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     place = environment.find()
     assert place is not None and place.kind == "torchrun"
-    join(place, launch=LaunchSpec(start_timeout=60.0, timeout=60.0), device=torch.device("cpu"))
+    join(place, launch=LaunchSpec(start_timeout=PATIENCE, timeout=PATIENCE), device=torch.device("cpu"))
     total = torch.tensor(place.rank + 1)
     dist.all_reduce(total)
     assert int(total) == place.world * (place.world + 1) // 2

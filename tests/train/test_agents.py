@@ -2,11 +2,13 @@
 
 import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -16,16 +18,28 @@ from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.job import Job
 from megalith.fleet.nodes import Generation
 from megalith.fleet.remote import RemoteNodes
+from megalith.fleet.secure import key
+from megalith.fleet.secure.key import NoKey
+from megalith.fleet.secure.store_client import StoreClient
+from megalith.fleet.secure.store_server import listen
 from megalith.fleet.signs import NodesLost
 from megalith.machine import admission
 from megalith.machine.health import Finding
 from megalith.spec.fleet import FleetSpec
 from megalith.train import agents
 from megalith.train.agents import Host, _interface_to, directs, own_name, serve_node
-from megalith.train.store import connect, serve
+from megalith.train.store import serve
 from tests.fleet.conftest import until
 from tests.fleet.stores import Dictionary
+from tests.keys import KEY
 from tests.patience import PATIENCE
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key in the environment, neither from outside nor from the test before, which takes one up for its ranks."""
+    monkeypatch.setenv(key.VARIABLE, "")
+    monkeypatch.delenv(key.VARIABLE)
 
 
 def _host(tmp_path: Path, name: str = "a") -> Host:
@@ -85,6 +99,26 @@ def test_a_machine_that_nobody_tells_where_to_meet_says_what_to_do(tmp_path: Pat
         serve_node(_host(tmp_path), None)
 
 
+@pytest.mark.parametrize("address", ["tcp://10.1.2.3:29500", "tcp://node7:29500", "tcp://[fd00::1]:29500"])
+def test_machines_without_a_key_do_not_start_and_say_how_to_make_one(tmp_path: Path, address: str) -> None:
+    place = Place(1, 2, 0, 1, "variables", address, None)
+    with pytest.raises(NoKey, match=f"megalith key {tmp_path}"):
+        serve_node(_host(tmp_path), place)
+    assert not key.path_in(tmp_path).exists()
+    key.make(tmp_path)
+    assert agents._take_key(_host(tmp_path), address).text == key.path_in(tmp_path).read_text().strip()
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:29500", "tcp://localhost:29500", "tcp://[::1]:29500"])
+def test_agents_of_one_machine_make_a_key_without_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    first = agents._take_key(_host(tmp_path), address)
+    assert agents._take_key(_host(tmp_path), "tcp://10.1.2.3:1") == first, "handed on by the environment"
+    assert capsys.readouterr() == ("", "")
+    assert stat.S_IMODE(key.path_in(tmp_path).stat().st_mode) == 0o600
+
+
 def test_ranks_talk_over_the_interface_that_reaches_the_store() -> None:
     assert _interface_to("tcp://127.0.0.1:29500") == "lo"
 
@@ -117,24 +151,48 @@ def _fork_agent(host: Host, meeting: str) -> int:
     return process
 
 
+class _Paced:
+    """A controller's clock, which waits for nodes that live: it goes no further than MOST seconds from the last sign of life of each."""
+
+    MOST = 0.5
+
+    def __init__(self, names: str) -> None:
+        self.names, self.now, self.nodes = names, 0.0, cast(RemoteNodes, None)
+        self._real, self._lives, self._since = time.monotonic(), dict[str, str](), dict[str, float]()
+
+    def __call__(self) -> float:
+        before, self._real = self._real, time.monotonic()
+        members = self.nodes._members if self.nodes else {}
+        for name in set(self.names) & set(members):
+            if name not in self._since or members[name].life != self._lives.get(name):
+                self._lives[name], self._since[name] = members[name].life, self.now
+        if all(self.now - self._since.get(name, self.now) < self.MOST for name in self.names):
+            self.now += min(self._real - before, 0.1)
+        return self.now
+
+
 @pytest.mark.slow
-def test_by_default_a_node_that_falls_silent_is_lost_after_three_seconds(tmp_path: Path) -> None:
+def test_by_default_a_node_that_falls_silent_is_lost_after_three_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connections stay up, so that only its silence tells; when it wakes up it finds that it was given up."""
-    keeper, port = serve(0)
-    meeting = f"tcp://127.0.0.1:{port}"
-    job = Job("tests.fleet.entries:wait", {"seconds": PATIENCE}, ranks=2, run_dir=tmp_path, start_timeout=PATIENCE)
-    processes = {name: _fork_agent(Host(job, FleetSpec(), name, "silence", open_data=lambda: None), meeting) for name in "ab"}
-    nodes = RemoteNodes(connect(meeting, seconds=PATIENCE), job, FleetSpec())
+    monkeypatch.setenv(key.VARIABLE, KEY.text)
+    server = listen("127.0.0.1", 0)
+    meeting = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    keeper = serve(server, KEY)
+    job = Job("tests.fleet.entries:wait", {}, ranks=2, run_dir=tmp_path, start_timeout=PATIENCE)
+    patient = FleetSpec(node_timeout=PATIENCE)  # of agents that cannot reach the store; it beats as often as by default
+    processes = {name: _fork_agent(Host(job, patient, name, "silence", open_data=lambda: None), meeting) for name in "ab"}
+    clock = _Paced("ab")
+    nodes = clock.nodes = RemoteNodes(StoreClient(meeting, KEY, seconds=PATIENCE), job, FleetSpec(), clock=clock)
     try:
         nodes.await_nodes(2, 2, seconds=PATIENCE)
         nodes.start(Generation("g1", ("a", "b")))
         until(lambda: nodes.wait(0.1) == [] and all(beat.ready for beat in nodes.beats()), seconds=PATIENCE)
         os.kill(processes["b"], signal.SIGSTOP)
-        silent, lost = time.monotonic(), dict[str, float]()
+        clock.names, silent, lost = "a", clock.now, dict[str, float]()
         while "b" not in lost:
             for sign in nodes.wait(0.1):
-                lost |= dict.fromkeys(sign.nodes, time.monotonic() - silent) if isinstance(sign, NodesLost) else {}
-        assert 2.5 < lost["b"] < 6.0
+                lost |= dict.fromkeys(sign.nodes, clock.now - silent) if isinstance(sign, NodesLost) else {}
+        assert 3.0 - _Paced.MOST <= lost["b"] <= 3.0 + _Paced.MOST
         os.kill(processes["b"], signal.SIGCONT)
         assert os.waitstatus_to_exitcode(os.waitpid(processes.pop("b"), 0)[1]) == ExitCode.LOST
         nodes.leave(ExitCode.FINISHED, forget=True)

@@ -18,8 +18,9 @@ from megalith.prove.parity import RandomText
 from megalith.train.assemble import Trainer
 from megalith.train.batches import indices
 from megalith.train.guard import Guard
-from megalith.train.post_validation import Stepper
+from megalith.train.loop import stepper_of
 from megalith.train.step import Watcher, tell
+from tests.keys import KEY
 from tests.parallel.running import trainer_of
 from tests.ranks import run_ranks
 from tests.specs import tiny_run
@@ -96,14 +97,14 @@ def _train(
 ) -> Outcome:
     trainer = trainer_of(tiny_run(**run))
     world = trainer.spec.plan.ranks
-    seat, signs = Seat(rank, world, tuple(f"n{r}" for r in range(world)), root), list[Sign]()
+    seat, signs = Seat(rank, world, tuple(f"n{r}" for r in range(world)), root, key=KEY), list[Sign]()
     memory = Memory(trainer.state.shares(), seat=seat, pinned=True) if root else None
     if memory and world > 1 and dist.group.WORLD:
         memory.join(1, group=dist.group.WORLD)
     guard = Guard(trainer, seat=seat, read=partial(read_of, trainer), memory=memory, report=signs.append)
     guard.begin(0, 0)
     watchers = [w for w in (fault(rank), guard) if w is not None]
-    stepper, ended = Stepper(trainer, watchers=watchers, guard=guard), "finished"
+    stepper, ended = stepper_of(trainer, watchers=watchers, referee=guard), "finished"
     try:
         for step in range(STEPS):
             tell(watchers, "before_step", trainer, step)
@@ -247,7 +248,7 @@ def test_verification_leaves_no_trace_and_gives_no_false_alarm(verify: str, run:
 
 def _after_a_replacement(rank: int, run: dict[str, Any], root: Path) -> list[Sign]:
     """Rank 0's node is a spare that has just come; rank 1 holds the copy of step 1, the last that was verified. The run goes on from 3."""
-    trainer, seat, signs = trainer_of(tiny_run(**run)), Seat(rank, 2, ("n0", "n1"), root), list[Sign]()
+    trainer, seat, signs = trainer_of(tiny_run(**run)), Seat(rank, 2, ("n0", "n1"), root, key=KEY), list[Sign]()
     memory = Memory(trainer.state.shares(), seat=seat, pinned=True)
     if rank == 1:
         memory.copy(1, 0, known=None, to_disk=False)
@@ -256,7 +257,7 @@ def _after_a_replacement(rank: int, run: dict[str, Any], root: Path) -> list[Sig
     guard.begin(3, 0)
     if rank == 1:
         spoil(trainer, 0.37, times=-1)
-    stepper = Stepper(trainer, watchers=[guard], guard=guard)
+    stepper = stepper_of(trainer, watchers=[guard], referee=guard)
     tell([guard], "before_step", trainer, 4)
     with pytest.raises(Reported):
         stepper.step(read_of(trainer, 4, trainer.groups.coordinates["data"]), step=4)

@@ -22,6 +22,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+        monkeypatch.setattr("megalith.train.join.find_gpus", lambda: (count, float("inf")))
         return chosen
 
     return pretend
@@ -44,17 +45,27 @@ def test_each_rank_takes_the_gpu_of_its_number(gpus, wanted):
     assert chosen == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("count", "ranks"), [(0, 1), (2, 3), (2, 8)])
-def test_cuda_with_fewer_gpus_than_ranks_is_an_error_on_every_rank(gpus, count, ranks):
+@pytest.mark.parametrize(
+    ("wanted", "count", "ranks"), [("cuda", 0, 1), ("cuda", 2, 3), ("cuda", 2, 8), ("auto", 1, 4), ("auto", 3, 4)]
+)
+def test_fewer_gpus_than_ranks_are_an_error_on_every_rank(gpus, wanted, count, ranks):
+    """A5: under "auto" all ranks went to the CPU without a word."""
     gpus(count)
     for rank in range(ranks):
         with pytest.raises(RuntimeError, match=rf"{ranks} ranks on this machine and {count} GPUs\. Use one rank a GPU, or cpu"):
-            choose_device("cuda", rank, ranks)
+            choose_device(wanted, rank, ranks)
 
 
-def test_auto_never_puts_some_ranks_on_gpus_and_others_on_the_cpu(gpus):
-    gpus(1)
-    assert [choose_device("auto", rank, 4) for rank in range(4)] == [torch.device("cpu")] * 4
+@pytest.mark.parametrize("counted", [8, None])
+def test_gpus_that_pytorch_cannot_use_are_no_reason_to_compute_on_the_cpu(gpus, monkeypatch, counted):
+    gpus(0)
+    monkeypatch.setattr("megalith.train.join.find_gpus", lambda: (counted, float("inf")))
+    if counted is None:
+        assert choose_device("auto", 0, 1) == torch.device("cpu")
+        return
+    with pytest.raises(RuntimeError, match=r"this machine has 8 GPUs, and PyTorch .* can use none of them"):
+        choose_device("auto", 0, 1)
+    assert choose_device("cpu", 0, 1) == torch.device("cpu")
 
 
 def _meet(rank: int, store: str, generation: str) -> tuple[int, str]:

@@ -47,3 +47,12 @@ def test_a_trace_is_of_the_steps_that_were_asked_for_and_its_lack_is_told(
     told = idle_profile(asked, done=done, steps=6)
     assert (told is None) == bool(found)
     assert told is None or f"--profile {asked} traces nothing" in told
+
+
+def test_a_trace_that_cannot_be_written_costs_the_trace_alone(tmp_path: Path):
+    (tmp_path / "profile").write_text("a file, where a folder is needed")
+    said: list[str] = []
+    with Profile(tmp_path, "1:2", 0, steps=3, warn=said.append) as tick:
+        for step in range(4):
+            tick(step)
+    assert len(said) == 1 and "could not be written" in said[0]

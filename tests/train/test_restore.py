@@ -16,7 +16,7 @@ from megalith.fleet.tiers import Source, Tier
 from megalith.parallel.gradients import local
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
-from megalith.train.restore import Position, meta, restore
+from megalith.train.restore import OtherRunError, Position, meta, restore
 from megalith.train.step import seed_step, train_step
 from megalith.train.stream import open_stream
 from tests.parallel.running import microbatches, trainer_of
@@ -104,13 +104,15 @@ def _init_from(rank: int, data: str, folder: Path) -> None:
     train_step(first, microbatches(first), step=0)
     save(first, checkpointer, Position(1, 8))
     spec = run_of(data, train={"init_from": str(folder / "first" / "checkpoints"), "seed": 9, "precision": "bf16"})
-    second, checkpointer, position, _ = start(spec, folder / "second")
+    second, checkpointer, position, warned = start(spec, folder / "second")
     assert position == Position(0, 0)
+    assert len(warned) == 1 and "(moments.first, moments.second) is not carried over: adamw starts without any" in warned[0]
     assert same(second.state.shares("weights"), first.state.shares("weights"))
     assert not any(m.any() for m in second.state.shares("optimizer").values())
     train_step(second, microbatches(second), step=0)
     save(second, checkpointer, Position(1, 8))
-    third, _, position, _ = start(spec, folder / "second")
+    third, _, position, warned = start(spec, folder / "second")
+    assert not warned
     assert position == Position(1, 8)  # its own checkpoint, not what it once began with
     assert same(copies(third), copies(second))
 
@@ -128,12 +130,39 @@ def test_init_from_a_folder_without_a_checkpoint_is_an_error(data, tmp_path):
     run_ranks(_init_from_nothing, 1, data, tmp_path)
 
 
+def _more_rows(rank: int, data: str, folder: Path, plan: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights of a run with 64 more tokens and a block less than the checkpoint in `first`, which this makes if there is none."""
+    if not (folder / "first").exists():
+        first, checkpointer, _, _ = start(run_of(data), folder / "first")
+        train_step(first, microbatches(first), step=0)
+        save(first, checkpointer, Position(1, 8))
+        return copies(first)
+    train = {"init_from": str(folder / "first"), "init_from_changes": ("layers", "vocab")}
+    spec = run_of(data, model={"vocab": VOCAB + 64, "layers": 1}, train=train, plan=plan)
+    trainer, _, position, _ = start(spec, folder / "second")
+    assert position == Position(0, 0)
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in trainer.state.tensors("weights").items()}  # pyright: ignore
+
+
+def test_a_larger_vocabulary_has_the_checkpoints_rows_and_first_ones_below_them_under_any_plan(data, tmp_path):
+    (before,) = run_ranks(_more_rows, 1, data, tmp_path, {})
+    (after,) = run_ranks(_more_rows, 1, data, tmp_path, {})
+    split, _ = run_ranks(_more_rows, 2, data, tmp_path, {"data": 2, "zero": 3})
+    assert same(split, after)
+    for name, weight in after.items():
+        rows = before[name].shape[0]
+        assert torch.equal(weight[:rows], before[name])
+        assert len(weight) == rows + (64 if name in ("weights.embedding.weight", "weights.head.output.weight") else 0)
+        assert weight[rows:].numel() == 0 or weight[rows:].std() > 0.01, "further rows have first values"
+    assert any("blocks.1." in name for name in before) and not any("blocks.1." in name for name in after)
+
+
 def _other_data(rank: int, data: str, other: str, folder: Path) -> str:
     trainer, checkpointer, _, _ = start(run_of(data), folder)
     save(trainer, checkpointer, Position(1, 8))
     with pytest.raises(DataError) as found:
         start(run_of(other), folder)
-    with pytest.raises(DataError, match="seed was 0, is now 1"):
+    with pytest.raises(OtherRunError, match=r"train\.seed = 1: checkpoints/step-00000001 was saved by a run with 0"):
         start(run_of(data, train={"seed": 1}), folder)
     return str(found.value)
 
@@ -142,6 +171,35 @@ def test_other_data_or_another_seed_refuses_to_resume(data, tmp_path):
     (tmp_path / "other").mkdir()
     other = small_data(tmp_path / "other", seed=1)
     assert "manifest was" in run_ranks(_other_data, 1, data, other, tmp_path)[0]
+
+
+OTHERS: list[dict[str, dict[str, Any]]] = [
+    {"optimizer": {"warmup": 0, "lr": 2e-3, "schedule": "constant"}},
+    {"optimizer": {"warmup": 0, "lr": 1e-3, "schedule": "constant", "weight_decay": 0.2}},
+    {"model": {"init_std": 0.5}},
+    {"model": {"heads": 2, "kv_heads": 1, "head_dim": 16}},
+    {"model": {"rope_theta": 500.0}},
+]
+"""Runs whose tensors have the shapes of `run_of`'s."""
+
+
+def _of_another(rank: int, data: str, folder: Path) -> None:
+    trainer, checkpointer, _, _ = start(run_of(data), folder)
+    save(trainer, checkpointer, Position(1, 8))
+    for parts in OTHERS:
+        parts = {table: dict(values) for table, values in parts.items()}
+        sizes = parts.pop("model", {})
+        other = tiny_run(model={"layers": 2, "vocab": VOCAB} | sizes, data={"path": data}, **parts)
+        with pytest.raises(OtherRunError, match="checkpoints/step-00000001 was saved by a run with") as found:
+            start(other, folder)
+        (name,) = [*sizes, *set(parts.get("optimizer", {})) - {"warmup", "schedule", "lr"}][:1] or ["lr"]
+        assert f".{name} = " in str(found.value)
+    longer = run_of(data, train={"steps": 9}, plan={"microbatch": 2}, checkpoint={"every": 2})
+    assert start(longer, folder)[2] == Position(1, 8)
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_what_differs_although_its_shapes_fit(data, tmp_path):
+    run_ranks(_of_another, 1, data, tmp_path)
 
 
 def _resplit(rank: int, data: str, folder: Path, plan: dict[str, Any], saves: bool) -> dict[str, torch.Tensor]:

@@ -3,34 +3,43 @@ that is not to recover from anything."""
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 
 import megalith.train.copies
 import megalith.train.run
+from megalith import epochs
 from megalith.commands import ranks
 from megalith.control import controller
 from megalith.control.outcome import Outcome
+from megalith.data.errors import AwayDataError
 from megalith.events import Checkpoint, EventLog, Incident, Problem, Recovery, RunFinished, RunStarted, Step, of_kind, read
 from megalith.fleet import injection
+from megalith.fleet.causes import status
 from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.injection import OWN_DATA, Injection
 from megalith.fleet.job import Job
-from megalith.fleet.local import _family, _place
-from megalith.fleet.report import Reported
+from megalith.fleet.local import _family, copies_place
+from megalith.fleet.report import Reported, collect
 from megalith.fleet.seat import MEMORY, REPORTS
+from megalith.fleet.signs import NotThisRun, StoreAway
+from megalith.spec import files
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import RunSpec
 from megalith.train.loop import NotSavedError
-from megalith.train.run import _last_words
+from megalith.train.run import _last_words, _unreachable
+from tests.keys import GIVEN
 from tests.patience import PATIENCE
-from tests.runs import assert_same_bits, final_state, finish, prepare_text, start, train
+from tests.runs import assert_same_bits, final_state, finish, prepare_text, signal_yourself, start, train, when
 from tests.specs import tiny_run
 
 pytestmark = pytest.mark.slow
@@ -99,6 +108,78 @@ def test_without_another_copy_the_run_stops_and_says_which_byte_of_which_shard(d
     assert found.cause == "data_damaged"
 
 
+def _kill_a_rank() -> None:
+    """One that the fork server of this process has forked."""
+    server, *_ = psutil.Process().children()
+    server.children()[-1].kill()
+
+
+@pytest.mark.parametrize("file", ["spec.json", "manifest.json", "tokenizer.json"])
+def test_a_file_that_changed_while_the_run_is_held_is_named_at_the_next_start_and_never_trained_with(
+    file: str, data: Path, tmp_path: Path
+) -> None:
+    """A rank dies after the change. It is no use to start again and again, and no other run comes of it."""
+    own, folder = shutil.copytree(data, tmp_path / "data"), tmp_path / "run"
+    spec = _spec(own)
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 100_000})})
+    changed = (folder if file == "spec.json" else own) / file
+    folder.mkdir()
+    (folder / "spec.json").write_text(files.spec_text(spec))
+    limits = {"start_timeout": PATIENCE, "silence_timeout": PATIENCE, "threads": 1}
+    job = replace(ranks.job(spec, folder, ranks.TRAIN, {"run_dir": str(folder)}), **limits)
+    done: list[bool] = []
+
+    def change() -> None:
+        if not done and of_kind(read(folder), Step):
+            changed.write_bytes(changed.read_bytes()[:-9])
+            done.append(True)
+            _kill_a_rank()
+
+    outcome = controller.run_here(job, fleet=spec.fleet, identity="data", store=lambda: (), tick=change)
+    assert outcome.code == ExitCode.FAILED, outcome.message()
+    assert outcome.message().startswith(f"{changed} was changed while this run goes on")
+    assert len(of_kind(read(folder), RunStarted)) == 1
+    assert "changed" in of_kind(read(folder), Problem)[-1].message
+
+
+def test_a_run_that_another_owner_takes_over_ends_in_the_same_bits_under_names_of_its_own(data: Path, tmp_path: Path) -> None:
+    """The earlier owner's ranks were killed; whatever it still writes is in the plain names."""
+    spec = _spec(data)
+    spec = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"every": 2, "asynchronous": False})})
+    train(spec, tmp_path / "whole")
+    folder = tmp_path / "run"
+
+    with when("step", 3, rank=1, act=lambda: signal_yourself(signal.SIGKILL)):
+        finish(start(spec, folder))
+    epochs.begin(folder, 1)
+    early = (folder / "events.jsonl").read_bytes()
+    (folder / "checkpoints" / "step-00000999").mkdir(parents=True)
+    assert finish(start(spec, folder, environment={epochs.VARIABLE: "1"})) == [0, 0]
+    assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
+    assert (folder / "events.jsonl").read_bytes() == early
+    events = list(read(folder))
+    assert [event.resumed_step for event in of_kind(events, RunStarted)] == [0, 2]
+    assert {Path(event.path).parent.name for event in of_kind(events, Checkpoint)[-2:]} == {"checkpoints-1"}
+    assert of_kind(events, RunFinished)[-1].reason == "finished"
+
+
+def test_a_rank_does_not_begin_with_another_description_than_it_was_told_of(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "spec.json").write_text(_spec(data).model_dump_json())
+    (tmp_path / "reports").mkdir()
+    rank = os.fork()
+    if rank == 0:
+        os.environ[REPORTS] = str(tmp_path / "reports")
+        try:
+            megalith.train.run.main(str(tmp_path), sealed={str(tmp_path / "spec.json"): "of another"})
+        except Reported:
+            os._exit(ExitCode.REPORTED)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) == ExitCode.REPORTED
+    (sign,) = collect(tmp_path / "reports")
+    assert isinstance(sign, NotThisRun) and "spec.json was changed" in sign.error
+
+
 LOST_PEER = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3215")
 
 
@@ -123,6 +204,46 @@ def test_what_a_rank_says_of_its_own_error_stands_when_others_lose_it(tmp_path: 
     monkeypatch.setenv(REPORTS, str(tmp_path))
     _last_words(ValueError("wrong"), tmp_path, None, rank=3)
     assert _said(tmp_path) == ["failed", "failed"], "a supervisor hears of it by itself"
+
+
+def test_a_lost_connection_is_logged_in_a_line_and_not_at_all_where_a_supervisor_hears_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = RuntimeError(f"{LOST_PEER}\nException raised from readComplete\nframe #0: c10::Error")
+    _last_words(stack, tmp_path / "alone", EventLog(tmp_path / "alone"), rank=0)
+    assert [event.message for event in of_kind(read(tmp_path / "alone"), Problem)] == [f"RuntimeError: {LOST_PEER}"]
+    monkeypatch.setenv(REPORTS, str(tmp_path))
+    _last_words(stack, tmp_path / "heard", EventLog(tmp_path / "heard"), rank=0)
+    assert of_kind(read(tmp_path / "heard"), Problem) == []
+    assert _said(tmp_path / "heard") == ["lost"]
+
+
+@pytest.mark.parametrize(
+    ("error", "path"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "{}/spec.json"), "{}/spec.json"),
+        (PermissionError(13, "Permission denied", "{}"), "{}"),
+        (AwayDataError(Path("/data/manifest.json"), "/data does not exist"), "/data/manifest.json"),
+        (FileNotFoundError(2, "No such file or directory", "/elsewhere/cluster.toml"), None),
+        (IsADirectoryError(21, "Is a directory", "{}/spec.json"), None),
+        (ValueError("wrong"), None),
+    ],
+)
+def test_what_a_run_used_before_and_cannot_reach_is_no_error_of_the_program(
+    error: Exception, path: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "reports").mkdir()
+    monkeypatch.setenv(REPORTS, str(tmp_path / "reports"))
+    if isinstance(error, OSError):
+        error.filename = error.filename.format(run)
+    ending = _unreachable(error, [run, Path("/data")])
+    assert [sign.path for sign in collect(tmp_path / "reports") if isinstance(sign, StoreAway)] == (
+        [] if path is None else [path.format(run)]
+    )
+    assert (ending is None) == (path is None)
+    assert ending is None or status(ending) == ExitCode.LOST
 
 
 def _ends_with(error: Exception) -> int:
@@ -165,6 +286,8 @@ def test_without_recovery_there_is_no_guard_and_no_copy(data: Path, tmp_path: Pa
         os._exit(99)
 
     monkeypatch.setenv(MEMORY, str(tmp_path / "memory"))
+    for variable, value in GIVEN.items():
+        monkeypatch.setenv(variable, value)
     for module, name in ((megalith.train.run, "Guard"), (megalith.train.copies, "Memory")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, leave)
@@ -187,4 +310,4 @@ def test_without_recovery_a_killed_rank_ends_the_run(data: Path, tmp_path: Path)
     assert len(of_kind(events, RunStarted)) == 1
     assert len(of_kind(events, Step)) == 3
     assert not [*of_kind(events, Incident), *of_kind(events, Recovery)]
-    assert not list(_place().glob(f"{_family(folder)}-*")), "copies in memory, as a run keeps them that is to go on"
+    assert not list(copies_place().glob(f"{_family(folder)}-*")), "copies in memory, as a run keeps them that is to go on"

@@ -17,7 +17,7 @@ FACTORED = (Slot("moments.row", shape="row"), Slot("moments.column", shape="colu
 def _factored(rank: int, plan: dict[str, int]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
     """Of each slot of a matrix, its whole shape, the shape that its cut gives this rank, and its dtype."""
     trainer = trainer_of(tiny_run(plan=plan))
-    state = State(trainer.parameters, {}, FACTORED)
+    state = State(trainer.parameters, {}, dict.fromkeys(trainer.parameters, FACTORED))
     found = {}
     for key, whole in state.tensors("optimizer").items():
         assert isinstance(whole, DTensor)
@@ -43,7 +43,7 @@ def test_a_row_and_a_column_are_cut_as_their_matrix_is(plan: dict[str, int]) -> 
 
 def _plain() -> tuple[State, Tensor]:
     weight = nn.Parameter(torch.arange(6.0).view(2, 3))
-    return State({"w": weight}, {"load": torch.zeros(4)}, (Slot("moments.first"),)), weight
+    return State({"w": weight}, {"load": torch.zeros(4)}, {"w": (Slot("moments.first"),)}), weight
 
 
 def test_a_category_is_chosen_by_name_and_buffers_are_among_the_weights() -> None:

@@ -4,9 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from megalith.events import Step, Validation, read
+from megalith.events import Problem, Step, Validation, read
 
 pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
+
+
+def test_what_tensorboard_cannot_write_costs_its_files_alone(tmp_path: Path) -> None:
+    from megalith.train.tensorboard import BoardLog  # imports the extra
+
+    (tmp_path / "tensorboard").write_text("a file, where a folder is needed")
+    log = BoardLog(tmp_path)
+    log.write(Validation(step=2, loss=4.5, domains={}, seconds=1.0))
+    log.close()
+    problem, validation = read(tmp_path)
+    assert isinstance(problem, Problem) and "TensorBoard's files are no longer written" in problem.message
+    assert isinstance(validation, Validation)
 
 
 def test_what_tensorboard_shows_is_what_the_event_log_says(tmp_path: Path) -> None:

@@ -58,7 +58,13 @@ def test_ranks_meet_again_after_torchrun_has_started_them_anew(tmp_path: Path) -
     words = "--nproc-per-node 2 --max-restarts 1 --monitor-interval 0.1 --rdzv-backend c10d --rdzv-endpoint localhost:0 -m"
     command = [sys.executable, "-m", "torch.distributed.run", *words.split(), "tests.train.meet", str(tmp_path)]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False
+        command,
+        cwd=ROOT,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"lives-{rank}").read_text() for rank in range(2)] == ["met\nmet\n"] * 2

@@ -16,6 +16,7 @@ from megalith.fleet.tiers import Source, Tier
 from megalith.spec.run import RunSpec
 from megalith.train.loop import Loop
 from megalith.train.run import prepare
+from tests.keys import GIVEN
 from tests.ranks import everyone, run_ranks
 from tests.specs import tiny_run
 from tests.train.prepared import VOCAB, small_data
@@ -48,7 +49,7 @@ def _prepared(rank: int, first: int, spec: RunSpec, folder: Path, source: Source
     world = everyone() if not first else dist.new_group(members, use_local_synchronization=True)
     assert isinstance(world, dist.ProcessGroup)
     os.environ.update(
-        RANK=str(rank - first), WORLD_SIZE=str(RANKS), MEGALITH_PLACEMENT="a,b", MEGALITH_MEMORY=str(folder / "memory")
+        GIVEN, RANK=str(rank - first), WORLD_SIZE=str(RANKS), MEGALITH_PLACEMENT="a,b", MEGALITH_MEMORY=str(folder / "memory")
     )
     log = EventLog(folder) if rank == first else None
     told: dict[str, Any] = {"log": log, "device": torch.device("cpu"), "heartbeat": Heartbeat.find()}

@@ -16,7 +16,7 @@ from megalith.spec.fleet import FleetSpec
 def rank_failed(state: State, sign: signs.RankFailed, fleet: FleetSpec) -> Decision:
     """A dead process. The memory of its node outlives it, unless the machine itself is broken."""
     who = f"rank {sign.rank} on {sign.node}" if sign.rank is not None else f"what starts the ranks on {sign.node}"
-    reason = f"{who}: {sign.text or sign.signature}"
+    reason = f"{who}: {(sign.text or sign.signature).rstrip('.')}"
     if not sign.blamed:  # the program's own error: no node is at fault, whichever rank met it
         return after_failure(state, [], sign, fleet, key=sign.signature, reason=reason, code=ExitCode.FAILED, rank=sign.rank)
     if sign.hardware:
@@ -74,7 +74,8 @@ def nonfinite(state: State, sign: signs.Nonfinite, fleet: FleetSpec) -> Decision
         state = replace(state, reruns={**state.reruns, sign.step: 1})
         return Decision((RerunStep(sign.step),), state, f"{what}: run it again")
     if sign.elsewhere == "reproduced":
-        report = f"{what}, again when the step was run again, and on another replica. This is numerics: no restart helps."
+        seen = f"{what}, again when the step was run again, and on another replica"
+        report = f"{seen}. This is numerics: no restart helps. No weight was changed. {signs.NUMERICS}"
         return stop(state, [], ExitCode.FAILED, report, rank=sign.rank)
     if sign.elsewhere == "clean":
         state, _ = blame(state, sign.node, sign, fleet)

@@ -98,7 +98,7 @@ def after_failure(
     if times >= fleet.same_failure:
         report = (
             f"{reason}: for the {ordinal(times)} time at step {sign.step}, the last time after restoring {state.restored}. "
-            "What it restored from does not matter, so it is in the program, its data or its numerics, or a machine nobody blamed. "
+            f"Another copy of the state did not help: it is in {_where(blamed)}. "
             "Look at the evidence of each time; then start the same command again, or from an earlier checkpoint."
         )
         return stop(state, commands, code, report, blamed=blamed, rank=rank)
@@ -113,6 +113,12 @@ def after_failure(
     newer = tuple((copy.tier, copy.step, None) for copy in state.copies if copy.step > source.step)
     state = replace(state, bad=(*state.bad, *newer))
     return restart(state, commands, sign, fleet, reason=because, source=source, blamed=blamed, rank=rank)
+
+
+def _where(blamed: str | None) -> str:
+    """Where a failure must lie that comes whatever is restored."""
+    program = "the program, its data or its numerics"
+    return program if blamed is None else f"{program}, or in {blamed}"
 
 
 def ordinal(number: int) -> str:

@@ -100,6 +100,8 @@ RULES: dict[type[signs.Sign], Callable[[State, Any, FleetSpec], Decision]] = {
     signs.SaveFailed: storage.save_failed,
     signs.SaveWorks: storage.save_works,
     signs.DataDamaged: storage.data_damaged,
+    signs.NotThisRun: storage.not_this_run,
+    signs.StoreAway: storage.store_away,
     signs.NodeJoined: nodes.node_joined,
     signs.HealthChecked: nodes.health_checked,
     signs.Waited: nodes.waited,

@@ -43,8 +43,8 @@ def copy_away(state: State, sign: signs.CopyAway, fleet: FleetSpec) -> Decision:
         )
         return copy_corrupt(state, damaged, fleet)
     reason = f"the copy of step {sign.copy_step} in {sign.tier.value} cannot be read just now: {sign.error}"
-    after = min(max(gone, fleet.backoff), fleet.backoff_limit)
-    return restart(replace(state, fruitless=max(0, state.fruitless - 1)), [], sign, fleet, reason=reason, after=after)
+    state = replace(state, fruitless=max(0, state.fruitless - 1))
+    return restart(state, [], sign, fleet, reason=reason, after=_until_tried_again(gone, fleet))
 
 
 def save_failed(state: State, sign: signs.SaveFailed, fleet: FleetSpec) -> Decision:
@@ -77,3 +77,29 @@ def data_damaged(state: State, sign: signs.DataDamaged, fleet: FleetSpec) -> Dec
         "same command again: it goes on from the newest checkpoint."
     )
     return stop(state, [SaveState(fleet.wait_limit)], ExitCode.FAILED, report)
+
+
+def not_this_run(state: State, sign: signs.NotThisRun, fleet: FleetSpec) -> Decision:
+    """The same start would be refused again, and another would be another run: a person must put right what was changed."""
+    return stop(state, [], ExitCode.FAILED, sign.error)
+
+
+def store_away(state: State, sign: signs.StoreAway, fleet: FleetSpec) -> Decision:
+    """Start again, each time after as long as the store has been away: whoever obeys waits for the path besides. Nobody is blamed, and no
+    start is counted; after `wait_limit` the run stops, to be started again."""
+    since = sign.time if state.away is None else state.away
+    gone = sign.time - since
+    reason = f"{sign.path} cannot be used just now: {sign.error}"
+    if gone >= fleet.wait_limit:
+        report = (
+            f"{reason}. That was so for {gone:.0f} s (fleet.wait_limit = {fleet.wait_limit:g}). Start the same command again once it "
+            "can be used: the run goes on from its newest copy."
+        )
+        return stop(state, [], ExitCode.LOST, report)
+    state = replace(state, away=since, fruitless=max(0, state.fruitless - 1))
+    return restart(state, [], sign, fleet, reason=reason, after=_until_tried_again(gone, fleet))
+
+
+def _until_tried_again(gone: float, fleet: FleetSpec) -> float:
+    """Seconds until something is tried again that has been away for `gone` seconds."""
+    return min(max(gone, fleet.backoff), fleet.backoff_limit)

@@ -2,7 +2,7 @@
 
 import json
 
-from megalith.fleet.engines.launch import HOPELESS, Artefact, Launch, label, torchrun, variables
+from megalith.fleet.engines.launch import HOPELESS, Artefact, Launch, before, label, torchrun, variables
 from megalith.spec.run import RunSpec
 
 TEMPLATE = """\
@@ -71,7 +71,8 @@ def emit(spec: RunSpec, launch: Launch) -> Artefact:
         f"                    - name: {key}\n                      value: {quote(value)}"
         for key, value in variables(launch).items()
     )
-    command = "exec " + torchrun(spec, launch, endpoint=f"{name}-node-0-0.{name}:{launch.port}")
+    key = f"{before(launch)} && " if launch.agent else ""
+    command = f"{key}exec " + torchrun(spec, launch, endpoint=f"{name}-node-0-0.{name}:{launch.port}")
     claim = quote(launch.volume) if launch.volume else None
     text = TEMPLATE.format(
         name=name,

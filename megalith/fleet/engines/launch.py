@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megalith.fleet.exit_codes import MEANINGS
+from megalith.fleet.secure import key
 from megalith.spec.run import RunSpec
 
 FIXED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -83,6 +84,10 @@ def problems(spec: RunSpec, launch: Launch) -> list[str]:
             found.append(f"{name} = {getattr(launch, name)} is below 0. Use 0 or more")
     wrong = [name for name in launch.environment if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
     found += [f"environment: {name!r} is no name of a variable. Use letters, digits and underscores" for name in wrong]
+    if key.VARIABLE in launch.environment:
+        found.append(
+            f"environment: {key.VARIABLE} would stand in the artefact for all to read. Leave it out: {key.FILE_VARIABLE} names a file"
+        )
     return found
 
 
@@ -96,6 +101,11 @@ def training(launch: Launch) -> list[str]:
     """The words after `python -m`: the run, as each rank or each agent gets it."""
     overrides = [word for text in launch.overrides for word in ("--set", text)]
     return ["megalith.cli", "agent" if launch.agent else "train", launch.run_file, "--run-dir", launch.run_dir, *overrides]
+
+
+def before(launch: Launch) -> str:
+    """A command that makes the run's key, which agents need, unless there is one; empty where there are no agents."""
+    return shlex.join(["python", "-m", "megalith.cli", "key", launch.run_dir]) if launch.agent else ""
 
 
 def torchrun(spec: RunSpec, launch: Launch, *, endpoint: str) -> str:

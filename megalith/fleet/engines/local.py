@@ -2,7 +2,7 @@
 
 import shlex
 
-from megalith.fleet.engines.launch import Artefact, Launch, exports, label, torchrun, training
+from megalith.fleet.engines.launch import Artefact, Launch, before, exports, label, torchrun, training
 from megalith.spec.run import RunSpec
 
 LOCAL = """\
@@ -18,7 +18,7 @@ TORCHRUN = """\
 # Run this on each of the {nodes} nodes; the first argument is a host that all can reach, one of them.
 set -eu
 {change_folder}{exports}
-head=${{1:?"name the host at which the nodes shall meet"}}
+{before}head=${{1:?"name the host at which the nodes shall meet"}}
 exec {command}
 """
 
@@ -42,6 +42,7 @@ def emit_torchrun(spec: RunSpec, launch: Launch) -> Artefact:
         nodes=launch.nodes(spec) + launch.spares,
         change_folder=_change(launch),
         exports=exports(launch),
+        before=f"{before(launch)}\n" if launch.agent else "",
         command=torchrun(spec, launch, endpoint=f'"$head:{launch.port}"'),
     )
     return Artefact(f"{name}-node.sh", text, f"bash {name}-node.sh HOST")

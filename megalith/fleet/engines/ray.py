@@ -2,13 +2,14 @@
 
 import json
 
-from megalith.fleet.engines.launch import RETRYABLE, Artefact, Launch, label, torchrun, variables
+from megalith.fleet.engines.launch import RETRYABLE, Artefact, Launch, before, label, torchrun, variables
 from megalith.spec.run import RunSpec
 
 TEMPLATE = '''\
 """Started by `{submit}`. One task a node runs torchrun; when one ends wrongly, all are started again."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ RETRYABLE = {retryable}
 RESOURCES = {resources}
 ENVIRONMENT = {environment}
 COMMAND = {command}
-LOG = {log}
+RUN_DIR = {run_dir}
 
 
 @ray.remote(max_retries=0)
@@ -67,10 +68,16 @@ def attempt(group):
     return 0
 
 
+def log():
+    """The run's log, of the newest epoch."""
+    epochs = [int(found[1]) for name in os.listdir(RUN_DIR) if (found := re.fullmatch(r"events-(\\d+)\\.jsonl", name))]
+    return os.path.join(RUN_DIR, f"events-{{max(epochs)}}.jsonl" if epochs else "events.jsonl")
+
+
 def hopeless():
     """Whether the run itself said that it failed: the same command would fail again."""
     try:
-        with open(LOG, encoding="utf-8") as lines:
+        with open(log(), encoding="utf-8") as lines:
             last = lines.readlines()[-1]
     except (OSError, IndexError):
         return False
@@ -109,8 +116,8 @@ def emit(spec: RunSpec, launch: Launch) -> Artefact:
         retryable=RETRYABLE,
         resources=json.dumps(resources),
         environment=json.dumps(variables(launch), indent=4),
-        command=json.dumps("exec " + torchrun(spec, launch, endpoint='"$1"')),
+        command=json.dumps((f"{before(launch)} && " if launch.agent else "") + "exec " + torchrun(spec, launch, endpoint='"$1"')),
         workdir=json.dumps(launch.workdir) if launch.workdir else "None",
-        log=json.dumps(f"{launch.run_dir}/events.jsonl"),
+        run_dir=json.dumps(launch.run_dir),
     )
     return Artefact(f"{name}_ray.py", text, submit)

@@ -2,7 +2,7 @@
 
 import shlex
 
-from megalith.fleet.engines.launch import HOPELESS, Artefact, Launch, exports, label, torchrun, training
+from megalith.fleet.engines.launch import HOPELESS, Artefact, Launch, before, exports, label, torchrun, training
 from megalith.fleet.exit_codes import ExitCode
 from megalith.spec.run import RunSpec
 
@@ -20,8 +20,9 @@ TEMPLATE = """\
 # When a node fails Slurm queues the job again by itself (--requeue); the run goes on from its newest intact state.
 set -u
 {change_folder}{exports}
-events={run_dir}/events.jsonl
-before=$(tail -n 1 "$events" 2>/dev/null)   # of an earlier start
+{before}run={run_dir}
+newest() {{ ls -v "$run"/events-*.jsonl 2>/dev/null | tail -n 1 | grep . || echo "$run/events.jsonl"; }}   # the log of the newest epoch
+before=$(tail -n 1 "$(newest)" 2>/dev/null)   # of an earlier start
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 endpoint="$head:$(({port} + SLURM_JOB_ID % 1000))"
 
@@ -39,7 +40,7 @@ done
 
 # What the run itself said of its end goes before what the step's status makes of it: torchrun ends with 1 whatever its ranks ended with,
 # and a step that lost a node that a spare replaced ends badly although the run did not.
-said=$(tail -n 1 "$events" 2>/dev/null)
+said=$(tail -n 1 "$(newest)" 2>/dev/null)
 if [ "$said" = "$before" ]; then said=; fi
 case $said in
   *'"type":"run_finished"'*'"reason":"finished"'*) status=0 ;;
@@ -78,6 +79,7 @@ def emit(spec: RunSpec, launch: Launch) -> Artefact:
         grace=launch.grace,
         change_folder=f"cd {shlex.quote(launch.workdir)} || exit 2\n" if launch.workdir else "",
         exports=exports(launch),
+        before=f"{before(launch)} || exit {int(ExitCode.FAILED)}\n" if launch.agent else "",
         run_dir=shlex.quote(launch.run_dir),
         port=launch.port,
         task="an agent" if launch.agent else "torchrun",

@@ -6,20 +6,20 @@ import torch
 from torch.optim.adamw import adamw
 
 from megalith.spec.run import OptimizerSpec
-from megalith.train.optimizers.rule import Part
+from megalith.train.optimizers.rule import Part, alike
+from megalith.train.optimizers.whole import Whole
 
 
 class AdamW:
-    """Decoupled weight decay, on matrices only."""
+    """Decoupled weight decay."""
 
-    def __init__(self, spec: OptimizerSpec) -> None:
+    def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:
         self.spec = spec
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
         """Update the weights and both moments."""
-        matrices = [part for part in parts if part.weight.dim() >= 2]
-        self._update(matrices, number=number, lr=lr, decay=self.spec.weight_decay)
-        self._update([part for part in parts if part.weight.dim() < 2], number=number, lr=lr, decay=0.0)
+        for factor, weight_decay, group in alike(parts):
+            self._update(group, number=number, lr=lr * factor, decay=weight_decay)
 
     def _update(self, parts: Sequence[Part], *, number: int, lr: float, decay: float) -> None:
         count = torch.tensor(float(number), device=parts[0].weight.device) if parts else None

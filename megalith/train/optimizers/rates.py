@@ -6,10 +6,11 @@ from megalith.spec.run import OptimizerSpec
 
 
 def learning_rate(update: int, *, spec: OptimizerSpec, steps: int) -> float:
-    """The rate of update `update` (0 is the first) of `steps`: linear warm-up, then the schedule down to `min_lr * lr` at the last one."""
+    """The rate of update `update` (0 is the first) of `steps`: linear warm-up, then the schedule down to `min_lr_ratio * lr` at the last
+    one. The first update of the warm-up already has lr / warmup, as in torchtitan; in Megatron-LM and transformers it has 0."""
     if update < spec.warmup:
         return spec.lr * (update + 1) / spec.warmup
-    low = spec.lr * spec.min_lr
+    low = spec.lr * spec.min_lr_ratio
     done = (update - spec.warmup) / max(1, steps - 1 - spec.warmup)
     match spec.schedule:
         case "constant":
@@ -19,5 +20,11 @@ def learning_rate(update: int, *, spec: OptimizerSpec, steps: int) -> float:
         case "cosine":
             return low + (spec.lr - low) * 0.5 * (1 + math.cos(math.pi * done))
         case "wsd":  # warm up, stay, decay linearly over the last share of all updates (Hu et al. 2024)
-            left = (steps - 1 - update) / max(1.0, spec.decay * steps)
-            return low + (spec.lr - low) * min(1.0, left)
+            return low + (spec.lr - low) * _left(update, spec=spec, steps=steps)
+        case "1-sqrt":  # the same, but 1 - sqrt of the share that is done (Hägele et al. 2024, arXiv:2405.18392)
+            return low + (spec.lr - low) * (1 - math.sqrt(1 - _left(update, spec=spec, steps=steps)))
+
+
+def _left(update: int, *, spec: OptimizerSpec, steps: int) -> float:
+    """The share of the decay at the end of a run that is still to come."""
+    return min(1.0, (steps - 1 - update) / max(1.0, spec.decay * steps))

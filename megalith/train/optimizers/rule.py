@@ -1,13 +1,16 @@
 """What an optimizer's rule is: a function over the slots of each parameter's share, found by its row in `spec.optimizers`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import OptimizerSpec
+from megalith.spec.treatment import Treatment
+from megalith.train.optimizers.whole import Whole
 
 
 class Part(NamedTuple):
@@ -18,19 +21,66 @@ class Part(NamedTuple):
     gradient: Tensor
     slots: Mapping[str, Tensor]
     """The optimizer's tensors, by the names of its slots."""
+    lr: float = 1.0
+    """Factor of the learning rate."""
+    weight_decay: float = 0.0
 
 
 class Rule(Protocol):
     """Updates weights. It keeps nothing between two updates: all that lasts is in slots."""
 
-    def __init__(self, spec: OptimizerSpec) -> None: ...
+    def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:
+        """`whole`: what a rule sees of the tensors whose shares other ranks hold."""
+        ...
 
-    def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
-        """Update all parts from their gradients. `number` counts the updates before this one."""
+    def update(self, parts: Sequence[Part], *, number: int, lr: float) -> Callable[[], None] | None:
+        """Update all parts from their gradients. `number` counts the updates before this one.
+
+        A rule that waits for other ranks may return what is left to do: it is called when the other rules are done. All ranks of a
+        pipeline place call it together, with shares of the same parameters in the same order. A rule whose unit is one element gets no
+        share that is empty on this rank; any other gets them all.
+        """
         ...
 
 
-def rule_of(spec: OptimizerSpec) -> Rule:
-    """The rule of `optimizer.kind`."""
-    module, _, name = OPTIMIZERS[spec.kind].rule.partition(":")
-    return getattr(import_module(module), name)(spec)
+class Optimizer:
+    """The rule of each parameter. Ranks of one pipeline place hold shares of the same parameters, so they use the same rules."""
+
+    def __init__(self, spec: OptimizerSpec, treated: Mapping[str, Treatment], whole: Whole) -> None:
+        """`treated`: how each parameter of the whole model is updated. A rank may repeat the update of another one, of another stage."""
+        self.treated, self.whole = treated, whole
+        kinds = dict.fromkeys(treatment.kind for treatment in treated.values())
+        first = sorted(
+            kinds, key=lambda kind: OPTIMIZERS[kind].unit != "matrix"
+        )  # its messages are on their way while others compute
+        self.rules: dict[str, Rule] = {kind: _rule(kind)(spec, whole) for kind in first}
+
+    def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
+        """Update all parts by their rules."""
+        left = []
+        for kind, rule in self.rules.items():
+            alone = OPTIMIZERS[kind].unit == "element"
+            mine = [
+                part._replace(lr=treatment.lr, weight_decay=treatment.weight_decay)
+                for part in parts
+                if (treatment := self.treated[part.name]).kind == kind and (part.weight.numel() or not alone)
+            ]
+            if mine and (rest := rule.update(mine, number=number, lr=lr)) is not None:
+                left.append(rest)
+        for rest in left:
+            rest()
+
+
+def _rule(kind: str) -> type[Rule]:
+    module, _, name = OPTIMIZERS[kind].rule.partition(":")
+    return getattr(import_module(module), name)
+
+
+def alike(parts: Sequence[Part]) -> Iterator[tuple[float, float, list[Part]]]:
+    """Yield the parts that share a factor of the learning rate and a weight decay, with both."""
+
+    def settings(part: Part) -> tuple[float, float]:
+        return part.lr, part.weight_decay
+
+    for (lr, weight_decay), group in groupby(sorted(parts, key=settings), settings):
+        yield lr, weight_decay, list(group)

@@ -13,6 +13,7 @@ from megalith.fleet.engines import ENGINES, Launch, emit
 from megalith.fleet.engines.launch import label
 from megalith.fleet.exit_codes import MEANINGS, ExitCode
 from megalith.spec.run import RunSpec
+from tests.patience import PATIENCE
 from tests.specs import tiny_run
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -101,6 +102,7 @@ def _play_slurm(
     _bin(
         tmp_path / "bin",
         scontrol=f'if [ "$1" = show ]; then echo node7; echo node8; else {note}; fi',
+        python=f'echo "$@" > {tmp_path}/before-the-step',
         scancel=f"{note}; kill -TERM $(cat {tmp_path}/pid)",
         srun=f'printf "%s\\n" "$@" > {given}\necho $$ > {tmp_path}/pid\ncat {tmp_path}/events >> "{run_dir}/events.jsonl"\n{srun}',
     )
@@ -110,7 +112,7 @@ def _play_slurm(
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "1042", "SLURM_JOB_NODELIST": "node[7-8]",
         "SLURM_RESTART_COUNT": str(restarts),
     }  # fmt: skip
-    done = subprocess.run(["bash", str(tmp_path / made.file)], env=environment, timeout=20, check=False)
+    done = subprocess.run(["bash", str(tmp_path / made.file)], env=environment, timeout=PATIENCE, check=False)
     return done.returncode, orders.read_text() if orders.exists() else "", given.read_text()
 
 
@@ -148,6 +150,14 @@ def test_slurm_queues_again_a_run_that_died_without_a_word(before: str, tmp_path
     assert status == ExitCode.LOST and "requeue" in orders
 
 
+def test_slurm_reads_what_the_newest_epoch_of_the_run_said(tmp_path: Path) -> None:
+    """A later owner of the run folder writes under other names (`megalith.epochs`)."""
+    run = f'"{tmp_path}/run\'s folder"'
+    newer = f"echo > {run}/events-9.jsonl; cp {tmp_path}/events {run}/events-10.jsonl; echo >> {run}/events.jsonl; exit 1"
+    status, orders, _ = _play_slurm(tmp_path, srun=newer, events=_finished("finished"))
+    assert status == 0 and "requeue" not in orders
+
+
 def test_what_an_earlier_start_said_does_not_make_a_wrong_description_worth_a_retry(tmp_path: Path) -> None:
     status, orders, _ = _play_slurm(tmp_path, srun="exit 2", before=_finished("stopped"))
     assert status == ExitCode.BAD_SPECIFICATION and "requeue" not in orders
@@ -180,7 +190,12 @@ def test_quotes_and_spaces_arrive_as_they_are(tmp_path: Path) -> None:
     (tmp_path / made.file).write_text(made.text)
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", str(tmp_path / made.file), "host9"], env=environment, capture_output=True, text=True, check=True, timeout=20
+        ["bash", str(tmp_path / made.file), "host9"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE,
     )
     words = done.stdout.splitlines()
     assert "host9:29500" in words
@@ -208,13 +223,14 @@ def test_slurm_starts_agents_itself_and_says_where_they_meet(tmp_path: Path) -> 
     words = (tmp_path / "given-to-python").read_text()
     assert words.startswith("node7 29542 -m megalith.cli agent /shared/run.toml --run-dir ")
     assert words.endswith("--set train.steps=10 --set name=other run\n")
+    assert (tmp_path / "before-the-step").read_text().startswith("-m megalith.cli key ")
 
 
 def test_everything_wrong_is_said_at_once() -> None:
-    launch = replace(LAUNCH, ranks_per_node=3, gpus_per_node=2, spares=1, grace=-1, environment={"A B": "c"})
+    launch = replace(LAUNCH, ranks_per_node=3, gpus_per_node=2, spares=1, grace=-1, environment={"A B": "c", "MEGALITH_KEY": "k"})
     with pytest.raises(ValueError) as error:
         emit("slurm", _spec(), launch)
-    for words in ("does not divide", "no use for them", "fewer than", "grace = -1", "'A B'"):
+    for words in ("does not divide", "no use for them", "fewer than", "grace = -1", "'A B'", "for all to read"):
         assert words in str(error.value)
 
 
@@ -226,3 +242,13 @@ def test_an_unknown_engine_names_the_known_ones() -> None:
 @pytest.mark.parametrize(("name", "expected"), [("Llama 8B!", "llama-8b"), ("--", "run"), ("x" * 60, "x" * 40)])
 def test_names_become_what_schedulers_take(name: str, expected: str) -> None:
     assert label(name) == expected
+
+
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "local"])
+def test_machines_with_agents_are_given_a_key_and_others_none(engine: str) -> None:
+    """As a file of the run folder, in no argument and no variable."""
+    made = "python -m megalith.cli key '/shared/runs/it'\"'\"'s mine'"
+    text = emit(engine, _spec(), replace(LAUNCH, agent=True)).text.replace('\\"', '"')
+    assert made in text and text.index(made) < text.index("megalith.cli agent")
+    assert "MEGALITH_KEY" not in text
+    assert "megalith.cli key" not in emit(engine, _spec(), LAUNCH).text

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import OptimizerSpec
-from megalith.train.optimizers.adamw import AdamW
+from megalith.spec.treatment import Treatment
+from megalith.train.optimizers.rule import Optimizer
+from megalith.train.optimizers.whole import Whole
 from megalith.train.state import State
 
 LR = 3e-3
@@ -17,7 +18,10 @@ class Trained:
     """Parameters with the state of AdamW, and its rule."""
 
     def __init__(self, held: dict[str, nn.Parameter], spec: OptimizerSpec) -> None:
-        self.state, self.rule = State(held, {}, OPTIMIZERS["adamw"].slots), AdamW(spec)
+        decays = {name: spec.weight_decay if parameter.dim() >= 2 else 0.0 for name, parameter in held.items()}
+        treated = {name: Treatment("adamw", weight_decay=decay) for name, decay in decays.items()}
+        self.state = State(held, {}, {name: each.slots for name, each in treated.items()})
+        self.rule = Optimizer(spec, treated, Whole.alone(held))
 
     def step(self, number: int, *, lr: float) -> None:
         with torch.no_grad():

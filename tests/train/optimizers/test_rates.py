@@ -12,7 +12,8 @@ from megalith.spec.run import OptimizerSpec
 from megalith.train.optimizers.rates import learning_rate
 
 LR = 3e-3
-SCHEDULES = ["cosine", "linear", "wsd", "constant"]
+SCHEDULES = ["cosine", "linear", "wsd", "1-sqrt", "constant"]
+DECAY_LATE = ("wsd", "1-sqrt")
 
 
 def rates(steps: int, **spec: Any) -> list[float]:
@@ -25,48 +26,60 @@ def rates(steps: int, **spec: Any) -> list[float]:
     steps=st.integers(1, 400),
     warmup=st.integers(0, 400),
     decay=st.floats(0, 1),
-    min_lr=st.floats(0, 1),
+    min_lr_ratio=st.floats(0, 1),
 )
-def test_rates_climb_in_equal_steps_and_then_never_rise_again(schedule, steps, warmup, decay, min_lr):
-    assume(warmup <= steps and (schedule != "wsd" or warmup + round(decay * steps) <= steps))  # others are refused beforehand
-    found = rates(steps, schedule=schedule, warmup=warmup, decay=decay, min_lr=min_lr)
+def test_rates_climb_in_equal_steps_and_then_never_rise_again(schedule, steps, warmup, decay, min_lr_ratio):
+    assume(
+        warmup <= steps and (schedule not in DECAY_LATE or warmup + round(decay * steps) <= steps)
+    )  # others are refused beforehand
+    found = rates(steps, schedule=schedule, warmup=warmup, decay=decay, min_lr_ratio=min_lr_ratio)
     assert found[:warmup] == pytest.approx([LR * (step + 1) / warmup for step in range(warmup)])
     after = found[warmup:]
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(after))
-    low = LR * min_lr
+    low = LR * min_lr_ratio
     assert all(low - 1e-15 <= rate <= LR + 1e-15 for rate in after)
 
 
 @settings(max_examples=100, deadline=None)
-@given(schedule=st.sampled_from(SCHEDULES), steps=st.integers(5, 400), warmup=st.integers(1, 300), min_lr=st.floats(0, 1))
-def test_the_end_of_warm_up_is_the_peak_on_both_sides(schedule, steps, warmup, min_lr):
+@given(schedule=st.sampled_from(SCHEDULES), steps=st.integers(5, 400), warmup=st.integers(1, 300), min_lr_ratio=st.floats(0, 1))
+def test_the_end_of_warm_up_is_the_peak_on_both_sides(schedule, steps, warmup, min_lr_ratio):
     assume(warmup < steps * 0.7)  # wsd: decay begins later
-    found = rates(steps, schedule=schedule, warmup=warmup, min_lr=min_lr)
+    found = rates(steps, schedule=schedule, warmup=warmup, min_lr_ratio=min_lr_ratio)
     assert found[warmup - 1] == pytest.approx(LR)
     assert found[warmup] == pytest.approx(LR)
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    schedule=st.sampled_from(["cosine", "linear", "wsd"]),
+    schedule=st.sampled_from(["cosine", "linear", "wsd", "1-sqrt"]),
     steps=st.integers(2, 400),
     warmup=st.integers(0, 200),
-    min_lr=st.floats(0, 1),
+    min_lr_ratio=st.floats(0, 1),
 )
-def test_the_last_step_has_the_lowest_rate(schedule, steps, warmup, min_lr):
+def test_the_last_step_has_the_lowest_rate(schedule, steps, warmup, min_lr_ratio):
     assume(warmup < steps - 1)
-    assert rates(steps, schedule=schedule, warmup=warmup, min_lr=min_lr)[-1] == pytest.approx(LR * min_lr, abs=1e-12)
+    assert rates(steps, schedule=schedule, warmup=warmup, min_lr_ratio=min_lr_ratio)[-1] == pytest.approx(
+        LR * min_lr_ratio, abs=1e-12
+    )
 
 
 def test_wsd_stays_on_its_plateau_and_then_falls_in_a_line():
-    found = rates(100, schedule="wsd", warmup=10, decay=0.2, min_lr=0.1)
+    found = rates(100, schedule="wsd", warmup=10, decay=0.2, min_lr_ratio=0.1)
     assert found[9:79] == pytest.approx([LR] * 70)
     falls = [a - b for a, b in pairwise(found[80:])]
     assert found[80] < LR and falls == pytest.approx([falls[0]] * len(falls))
 
 
 def test_cosine_is_half_way_in_the_middle_and_flat_at_its_ends():
-    found = rates(101, schedule="cosine", warmup=0, min_lr=0.2)
+    found = rates(101, schedule="cosine", warmup=0, min_lr_ratio=0.2)
     assert found[50] == pytest.approx(LR * 0.6)
     assert found[0] - found[1] < (found[50] - found[51]) / 10
     assert found[25] == pytest.approx(LR * (0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 4))))
+
+
+def test_1_sqrt_falls_fast_at_first_and_is_half_way_at_a_quarter():
+    found = rates(1001, schedule="1-sqrt", warmup=10, decay=0.2, min_lr_ratio=0.1)
+    assert found[9:800] == pytest.approx([LR] * 791)
+    assert found[850] == pytest.approx(LR * (0.1 + 0.9 * 0.5), rel=0.02)  # a quarter of the decay is over
+    falls = [a - b for a, b in pairwise(found[801:])]
+    assert all(later <= earlier for earlier, later in pairwise(falls))

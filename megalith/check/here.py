@@ -1,0 +1,111 @@
+"""What one machine is short of for a run: devices, memory, processors. The run itself is not wrong: it may be for other machines."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from megalith.check.case import Case, Found, advice, error, format_bytes
+from megalith.check.memory import state_bytes, total_state_bytes
+from megalith.machine.capacity import Machine
+from megalith.spec.base import AbsentError
+from megalith.spec.problem import Problem, Severity
+from megalith.spec.run import RunSpec
+
+
+@dataclass(frozen=True)
+class Here:
+    """A run, a machine, and the number of ranks that would start on it."""
+
+    case: Case
+    machine: Machine
+    count: Callable[[RunSpec], int]
+
+    @property
+    def ranks(self) -> int:
+        return self.count(self.case.spec)
+
+    @property
+    def on_gpus(self) -> bool | None:
+        """True if the ranks compute on GPUs of this machine, None if that cannot be told."""
+        device = self.case.spec.train.device
+        if device != "auto":
+            return device == "cuda"
+        return None if self.machine.gpus is None else self.machine.gpus > 0
+
+
+def all_ranks(spec: RunSpec) -> int:
+    """Return the number of ranks that `megalith train` starts on a machine by itself."""
+    return spec.plan.ranks
+
+
+def node_ranks(spec: RunSpec) -> int:
+    """Return the number of ranks that an agent starts on its machine."""
+    return max(1, spec.plan.ranks // spec.fleet.nodes)
+
+
+def check_here(
+    spec: RunSpec,
+    machine: Machine,
+    *,
+    count: Callable[[RunSpec], int] = all_ranks,
+    severity: Severity = "advice",
+    provenance: Mapping[str, str] | None = None,
+) -> list[Problem]:
+    """Return all that `machine` is short of for the ranks that would start there, as problems of this severity at most."""
+    here = Here(Case(spec, None, files=False), machine, count)
+    found: list[Problem] = []
+    for rule in (devices_are_here, memory_holds_the_state, processors_run_the_ranks):
+        with suppress(AbsentError):
+            found += rule(here)
+    origins = provenance or {}
+    return [
+        replace(each, severity="advice" if severity == "advice" else each.severity, source=origins.get(each.key, ""))
+        for each in found
+    ]
+
+
+def devices_are_here(here: Here) -> Found:
+    """Each rank has a GPU of its own, or all of them compute on the CPU."""
+    device, gpus, ranks = here.case.spec.train.device, here.machine.gpus, here.ranks
+    if gpus is None or device == "cpu":
+        return
+    if gpus < ranks and (device == "cuda" or gpus > 0):
+        reason = f"{_counted(ranks, 'rank')} would start on this machine, which has {_counted(gpus, 'GPU')}"
+        yield error("train.device", device, reason, 'Start one rank a GPU, with torchrun or srun on more machines, or use "cpu".')
+    elif gpus == 0 and here.case.cluster is not None and here.case.cluster.accelerator.name != "cpu":
+        reason = (
+            f"names {here.case.cluster.accelerator.name}, and on this machine, which has no GPU, the run would compute on the CPU"
+        )
+        yield advice("cluster", here.case.spec.cluster, reason, 'Train it elsewhere; train.device = "cuda" makes this an error.')
+
+
+def memory_holds_the_state(here: Here) -> Found:
+    """Weights, gradients and moments alone fit the memory that there is."""
+    case, machine = here.case, here.machine
+    if case.model is None or case.plan.data % case.plan.replicate:
+        return
+    if here.on_gpus:
+        held, limit, where = float(state_bytes(case, case.plan)), machine.gpu_memory, "each GPU of this machine"
+        whose = "a rank"
+    elif here.on_gpus is False:
+        held, limit, where = total_state_bytes(case, case.plan) * here.ranks / case.plan.ranks, machine.memory, machine.memory_of
+        whose = f"for {_counted(here.ranks, 'rank')} on this machine"
+    else:
+        return
+    if held > limit:
+        reason = f"keeps at least {format_bytes(held)} of weights, gradients and moments {whose}, and {where} has {format_bytes(limit)}"
+        yield error("model.name", case.spec.model.name, reason, "Use a smaller model, or more machines with torchrun or srun.")
+
+
+def processors_run_the_ranks(here: Here) -> Found:
+    """Ranks that share a processor wait for their turn."""
+    ranks, processors = here.ranks, here.machine.processors
+    if ranks > processors:
+        reason = f"{_counted(ranks, 'rank')} would share the {_counted(processors, 'processor')} of this machine, and wait for their turns"
+        yield advice(
+            "plan.data", here.case.plan.data, reason, f"It works, slowly. A plan of at most {processors} ranks is faster here."
+        )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

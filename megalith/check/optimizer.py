@@ -1,0 +1,59 @@
+"""Rules about the optimizer: groups of parameters, and matrices that one rank holds whole."""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from megalith.check.case import Case, Found, error, format_bytes
+from megalith.spec.numbers import NUMBERS
+from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.problem import near
+from megalith.spec.sizes import Parameter, model_parameters
+from megalith.spec.treatment import summary
+
+
+def groups_match(case: Case) -> Found:
+    """Each group of parameters is of some."""
+    optimizer = case.spec.optimizer
+    if case.model is None or not optimizer.groups:
+        return
+    names, counted = list(model_parameters(case.model)), {row.pattern for row in summary(case.model, optimizer)}
+    for group in optimizer.groups:
+        if group.pattern in counted:
+            continue
+        mine = [name for name in names if fnmatchcase(name, group.pattern)]
+        if mine:
+            reason = f"is of no parameter: later groups match all {len(mine)} that it matches, such as {mine[0]}"
+            way_out = "Put it after them, or leave it out: of the groups that match a parameter, the last one counts."
+        else:
+            nearest = near(group.pattern.strip("*"), names) or names[len(names) // 2]
+            reason = f"matches none of the model's {len(names)} parameters"
+            way_out = f"Whole names are matched, such as {nearest}; * stands for any characters."
+        yield error("optimizer.groups", group.pattern, reason, way_out)
+
+
+def matrices_fit(case: Case) -> Found:
+    """The rank that works on a matrix holds it whole, with the iteration's temporaries."""
+    memory = case.cluster.accelerator.memory if case.cluster else None
+    if memory is None or case.model is None:
+        return
+    width = NUMBERS[case.spec.optimizer.iteration].bytes
+    largest = max(_whole(case), key=lambda each: _bytes(each, width), default=None)
+    if largest is not None and (held := _bytes(largest, width)) > memory:
+        shape = list(largest.shape[-2:])
+        reason = f"takes {format_bytes(held)} on one rank for {largest.name} {shape}, and a device has {format_bytes(memory)}"
+        way_out = f'Give it AdamW: [[optimizer.groups]] with pattern = "{largest.name}" and kind = "adamw".'
+        yield error("optimizer.kind", case.spec.optimizer.kind, reason, way_out)
+
+
+def _whole(case: Case) -> Iterator[Parameter]:
+    """Yield the parameters whose matrices an update needs whole."""
+    assert case.model is not None
+    for row in summary(case.model, case.spec.optimizer):
+        if OPTIMIZERS[row.treatment.kind].unit == "matrix":
+            yield from row.parameters
+
+
+def _bytes(parameter: Parameter, width: float) -> float:
+    """Return the bytes of a matrix that is orthogonalised: as it came, before and after a step; and its product with itself, twice."""
+    *_, rows, columns = parameter.shape
+    return width * (3 * rows * columns + 2 * min(rows, columns) ** 2)

@@ -1,0 +1,92 @@
+"""Files of one rank's state in its node's memory, used in turn, as torch sees them."""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.tensors import TORCH_DTYPES
+from megalith.fleet.copies import PAGE, Buffer, Entry, Label, Layout, Whose, file_name
+from megalith.fleet.secure.key import Key
+
+
+@dataclass
+class Buffers:
+    """Files of one rank's state, used in turn. `busy` are those that something still reads."""
+
+    files: list[Buffer]
+    views: list[dict[str, Tensor]]
+    bodies: list[Tensor]
+    layout_bytes: int
+    entries: Sequence[Entry]
+
+    @classmethod
+    def create(cls, folder: Path, whose: Whose, rank: int, *, key: Key, count: int, layout: bytes) -> "Buffers":
+        """`layout` is the layout as it is written."""
+        read = Layout.load(layout)
+        size = len(layout) + read.payload
+        files = [Buffer.create(folder / file_name(whose, rank, number), size, key=key) for number in range(count)]
+        bodies = [_body(file) for file in files]
+        return cls(files, [views(body[len(layout) :], read.entries) for body in bodies], bodies, len(layout), read.entries)
+
+    def make_anew(self) -> int:
+        """Make each file anew that was removed, with what it held; how many those were. One that finds no room stays removed: it is tried
+        again at the next call."""
+        made = 0
+        for number, old in enumerate(self.files):
+            if not old.is_removed():
+                continue
+            with contextlib.suppress(OSError):
+                file = Buffer.create(old.path, len(old.memory) - PAGE, key=old.key)
+                file.strike_out()
+                body = _body(file)
+                body.copy_(self.bodies[number])
+                file.memory[:PAGE] = old.memory[:PAGE]  # last: until then there is no copy
+                self.files[number], self.bodies[number] = file, body
+                self.views[number] = views(body[self.layout_bytes :], self.entries)
+                made += 1
+        return made
+
+    def find(self, step: int) -> int | None:
+        """The buffer that holds a step."""
+        return next((i for i, file in enumerate(self.files) if (label := file.label) and label.step == step), None)
+
+    def next(self, *, busy: Iterable[int] = ()) -> int:
+        """The buffer to be written now: one that holds nothing, else the oldest that is not pinned; it holds nothing from now on."""
+        free = [i for i, file in enumerate(self.files) if i not in busy and not file.pinned]
+        steps = {i: label.step if (label := self.files[i].label) else -1 for i in free}
+        chosen = min(free, key=lambda i: (steps[i], i))
+        self.files[chosen].strike_out()
+        return chosen
+
+    def commit(self, number: int, label: Label) -> None:
+        """The copy in a buffer is complete, and takes the place of another of the same step."""
+        self.files[number].commit(label)
+        for other, file in enumerate(self.files):
+            if other != number and (old := file.label) and old.step == label.step:
+                self.files[number].pin(self.files[number].pinned or file.pinned)
+                file.strike_out()
+
+    def forget_after(self, step: int) -> None:
+        for file in self.files:
+            if (label := file.label) and label.step > step:
+                file.strike_out()
+
+
+def views(payload: Tensor, entries: Sequence[Entry]) -> dict[str, Tensor]:
+    """The tensors of a payload (uint8), sharing its memory."""
+    return {e.name: payload[e.offset : e.offset + e.size].view(TORCH_DTYPES[e.dtype]).view(e.shape) for e in entries if e.size}
+
+
+def _body(file: Buffer) -> Tensor:
+    return torch.frombuffer(file.memory, dtype=torch.uint8)[PAGE:]
+
+
+def write_layout(file: Buffer, text: bytes) -> None:
+    """Once a file: it is the same for all its copies."""
+    if file.memory[PAGE : PAGE + len(text)] != text:
+        file.strike_out()
+        file.memory[PAGE : PAGE + len(text)] = text

@@ -1,0 +1,108 @@
+"""`megalith clean`: what ended runs hold in this machine's memory and on its disks."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megalith.commands.arguments import Json
+from megalith.commands.output import counted, print_json
+
+if TYPE_CHECKING:
+    from megalith.control.leftovers import Leftover
+
+
+def command(
+    run_dirs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUN_DIR", help="Run folders. Default: all of this user.", show_default=False),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Clear without asking.")] = False,
+    disk: Annotated[
+        list[Path] | None,
+        typer.Option("--disk", metavar="FOLDER", help="A folder that `fleet.disk` named in a run. May be repeated."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """List what ended runs left in this machine's memory and on its disks, and clear it.
+
+    A run copies its state into /dev/shm, and to fleet.disk if it is told to, so that it recovers in seconds. A run that finished, or was
+    stopped and saved, leaves nothing. One that ended otherwise leaves its copies: the same command goes on from them, and they take
+    memory until it does. Clear them if no command is to go on: steps since the newest checkpoint are lost then. Copies of runs that go
+    on are never touched, nor are checkpoints.
+
+    Example:  megalith clean runs/first --yes
+    """
+    from megalith.control import leftovers
+
+    wanted = run_dirs or [None]
+    found = [one for run_dir in wanted for one in leftovers.find(run_dir=run_dir, disks=disk or ())]
+    ended = [one for one in found if one.state != "in use"]
+    if not as_json:
+        _list(found)
+        yes = yes or (bool(ended) and _asked(ended))
+    cleared = [one for one in ended if leftovers.clear(one)] if yes else []
+    failed = [one for one in ended if one not in cleared] if yes else []
+    if as_json:
+        rows = [asdict(one) | {"cleared": one in cleared} for one in found]
+        print_json({"ok": not failed, "found": rows})
+    elif cleared:
+        print(f"cleared {counted(len(cleared), 'folder')}, {_size(cleared)}")
+    for one in failed:
+        print(f"{one.path} was not cleared: a process uses it by now, or its files cannot be removed", file=sys.stderr)
+    return int(bool(failed))
+
+
+def left_by(run_dir: Path) -> list[str]:
+    """Return sentences about what a run that has ended leaves on this machine."""
+    from megalith.control import leftovers
+
+    ended = [one for one in leftovers.find(run_dir=run_dir) if one.state == "ended"]
+    return [
+        f"left in {one.where}: {_describe(one)}. The same command goes on from it; `megalith clean {run_dir}` clears it"
+        for one in ended
+    ]
+
+
+def _asked(ended: "list[Leftover]") -> bool:
+    """Ask a person; a program must say --yes."""
+    if not sys.stdin.isatty():
+        print("nothing was cleared: add --yes to clear what no run uses")
+        return False
+    return typer.confirm(f"Clear {counted(len(ended), 'folder')}, {_size(ended)}?")
+
+
+def _list(found: "list[Leftover]") -> None:
+    if not found:
+        print("no run has left anything in this machine's memory, or on its disks")
+    for one in found:
+        print(f"{one.state:<9}  {one.where:<6}  {_describe(one)}, of {one.run}{_checkpoint(one)}")
+
+
+def _describe(one: "Leftover") -> str:
+    step = "" if one.step is None else f", the state after step {one.step:,}"
+    return f"{_size([one])} in {one.path}{step}"
+
+
+def _size(found: "list[Leftover]") -> str:
+    from megalith.report import units
+
+    return units.memory(sum(one.bytes for one in found))
+
+
+def _checkpoint(one: "Leftover") -> str:
+    """What a run has saved apart from its copies."""
+    from megalith import epochs
+    from megalith.checkpoint.folder import FOLDER, latest, read_manifest
+
+    if one.state == "abandoned":
+        return " (gone, or another run by now)"
+    try:
+        newest = latest(epochs.newest(one.run, FOLDER))
+        return (
+            ", whose newest checkpoint is of step " + f"{read_manifest(newest).step:,}" if newest else ", which has no checkpoint"
+        )
+    except (OSError, ValueError):
+        return ", whose checkpoints cannot be read"

@@ -1,0 +1,32 @@
+"""`megalith key`: make the key by which the machines of a run know each other."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megalith.commands.arguments import Json
+from megalith.commands.output import print_json
+
+
+def command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run folder, on storage that all its machines share.")],
+    as_json: Json = False,
+) -> int:
+    """Make a run's key, once: a file in its run folder that only you can read. Agents on several machines need one.
+
+    A key that is there stays. MEGALITH_KEY, or a file that MEGALITH_KEY_FILE names, takes its place where it is set.
+
+    Example:  megalith key runs/first
+    """
+    from megalith.fleet.secure import key
+
+    made = key.make(run_dir)
+    path = key.path_in(run_dir)
+    if not made:
+        key.shared(run_dir, environment={})  # says what is wrong with one that others can read
+    if as_json:
+        print_json({"ok": True, "path": str(path), "made": made})
+    else:
+        print(f"{path}: {'made' if made else 'there already'}")
+    return 0

@@ -1,0 +1,52 @@
+"""The file of an incident: all that was seen when ranks failed, for a person. The terminal shows the first lines of it."""
+
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from megalith import disk, epochs, events
+from megalith.control.outcome import Outcome
+from megalith.fleet import causes
+from megalith.fleet.causes import Failure
+
+FOLDER = "incidents"
+
+
+def write(outcome: Outcome, run_dir: Path, *, number: int | None = None, epoch: int = 0) -> Outcome:
+    """Write down what failed, and return the outcome with the file's name. Without a failure, or where storage is unavailable, return it as
+    it is. `number` is the incident's in the event log; None: the next that is free. `epoch` is that of who owns the run folder."""
+    if outcome.first_cause is None:
+        return outcome
+    folder = run_dir / epochs.name(FOLDER, epoch)
+    with disk.if_available():
+        folder.mkdir(exist_ok=True)
+        number = number if number is not None else 1 + len(list(folder.glob("*.txt")))
+        path = folder / f"{number:03}.txt"
+        path.write_text(_text(outcome, outcome.first_cause, number), encoding="utf-8")
+        return replace(outcome, file=path)
+    return outcome
+
+
+def _text(outcome: Outcome, cause: Failure, number: int) -> str:
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    parts = [f"incident {number}, {now}", outcome.report, f"first cause: {_told(cause)}"]
+    parts += [f"after it: {_told(failure)}" for failure in outcome.consequences]
+    parts.append("exit statuses: " + ", ".join(f"rank {end.rank}: {end.code}" for end in outcome.exits))
+    if outcome.ended:
+        parts.append("ended by the supervisor: rank " + ", ".join(map(str, outcome.ended)))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _told(failure: Failure) -> str:
+    """A failure with all that it left behind: its whole traceback, if its file is still there."""
+    written = causes.read_error(failure.log.with_name(f"rank-{failure.rank}.error.json"))
+    evidence = written.traceback if written is not None and failure.error == written.line else failure.traceback
+    lines = [f"{failure.name} {failure.reason}", *([failure.error] if failure.error else []), f"output: {failure.log}"]
+    return "\n".join([*lines, *(f"    {line}" for line in evidence.rstrip().splitlines())])
+
+
+def count(run_dir: Path) -> int:
+    """Return how many incidents the run's log holds: they are numbered through. None of a log that cannot be read."""
+    with disk.if_available(run_dir / events.FILE):
+        return len(events.of_kind(events.read(run_dir), events.Incident))
+    return 0

@@ -1,0 +1,115 @@
+"""What runs hold outside their folders: copies of their state in this machine's shared memory, and on its disks."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from megalith.fleet import copies, local
+from megalith.fleet.secure import key, private
+from megalith.spec.files import SPEC_FILE
+from megalith.spec.fleet import FleetSpec
+
+State = Literal["in use", "ended", "abandoned"]
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """One folder of copies. `run` is the run folder that it belongs to; `state` says "in use" while a process of the run lives, and
+    "abandoned" if no command can go on from the copies, because the run folder is gone or another one. `step`: the newest that any rank
+    has a copy of; None if it is not known."""
+
+    path: Path
+    where: Literal["memory", "disk"]
+    bytes: int
+    run: Path
+    state: State
+    step: int | None
+
+
+def find(*, run_dir: Path | None = None, disks: Iterable[Path] = ()) -> list[Leftover]:
+    """Return the folders of copies of this user's runs, or of one run, in shared memory and on `disks`, in the order of their names."""
+    wanted = None if run_dir is None else run_dir.resolve()
+    in_memory = _in(local.copies_place(), "memory")
+    runs = {one.run for one in in_memory} | ({wanted} if wanted else set())
+    places = {Path(FleetSpec().disk), *disks, *filter(None, map(_disk_of, runs))} - {local.copies_place()}
+    found = [*in_memory, *(one for place in sorted(places) for one in _in(place, "disk"))]
+    return [one for one in found if wanted in (None, one.run)]
+
+
+def clear(one: Leftover) -> bool:
+    """Remove a folder of copies, and return whether it is gone: one that a process uses by now stays."""
+    with _claimed(one.path) as owner:
+        if owner is not None:
+            shutil.rmtree(one.path, ignore_errors=True)
+    return not one.path.exists()
+
+
+def _in(place: Path, where: Literal["memory", "disk"]) -> list[Leftover]:
+    with contextlib.suppress(OSError):
+        found = (_look(path, where) for path in sorted(place.glob("megalith-*")))
+        return [one for one in found if one is not None]
+    return []
+
+
+def _look(path: Path, where: Literal["memory", "disk"]) -> Leftover | None:
+    """What a folder holds; None if it is no folder of copies of this user's."""
+    try:
+        with _opened(path) as file:
+            owner = json.load(file)
+        run, name = Path(owner["run"]), owner["name"]
+        with _claimed(path) as free:
+            state: State = "in use" if free is None else "ended" if _belongs(run, name) else "abandoned"
+        size = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
+        return Leftover(path, where, size, run, state, _newest(path, run))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[IO[str]]:
+    with private.opened(path) as folder:
+        descriptor = private.open_file(folder, path / local.OWNER, os.O_RDONLY)
+    with os.fdopen(descriptor, encoding="utf-8") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _claimed(path: Path) -> Iterator[IO[str] | None]:
+    """Hold a folder of copies for the block; None if a process of its run holds it. Raises OSError if it is none."""
+    with _opened(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield file
+
+
+def _belongs(run: Path, name: str) -> bool:
+    try:
+        return (run / "ranks" / "name").read_text(encoding="utf-8") == name
+    except OSError:
+        return False
+
+
+def _newest(path: Path, run: Path) -> int | None:
+    try:
+        secret = key.Key(key.path_in(run).read_text(encoding="utf-8").strip())
+    except OSError:
+        return None
+    steps = (step for node in path.glob("node-*") for step in copies.steps(node, key=secret))
+    return max(steps, default=None)
+
+
+def _disk_of(run: Path) -> Path | None:
+    """Where a run keeps copies on disk, as its folder says."""
+    try:
+        return Path(json.loads((run / SPEC_FILE).read_text(encoding="utf-8"))["fleet"]["disk"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

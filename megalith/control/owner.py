@@ -1,0 +1,383 @@
+"""Who owns a run folder: one command at a time writes to it, and whoever comes second is told who that is.
+
+On a file system of this machine a lock says so, and goes with its process. Where others see the folder too, a lock may not reach them:
+there an owner has a lease, which it renews. Owners leave numbered claims in `ranks/owners/`, each made at one stroke:
+
+    00000003.json   the claim: which process, on which host, since when, its epoch, and how long its lease is
+    00000003.beat   changes with each renewal
+    00000003.left   the owner has ended, and so have its ranks
+
+Nobody compares clocks of two machines: whoever would take a lease over watches for as long as it lasts whether it is renewed, and an owner
+that could not renew it stops its ranks long before. See docs/decisions/0015-one-owner.md.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from megalith import disk, epochs
+from megalith.fleet.exit_codes import ExitCode
+
+LEASE_SECONDS = 60.0  # that an owner without a sign of life is believed in
+RENEWALS = 12  # within a lease
+STOP, END = (
+    0.5,
+    0.75,
+)  # of its lease after which an owner that could not renew it stops its ranks, and its process if that takes too long
+POLL_SECONDS = 0.2
+
+LOCAL = frozenset(
+    {
+        "ext2",
+        "ext3",
+        "ext4",
+        "xfs",
+        "btrfs",
+        "zfs",
+        "f2fs",
+        "bcachefs",
+        "jfs",
+        "nilfs2",
+        "reiserfs",
+        "tmpfs",
+        "ramfs",
+        "overlay",
+        "aufs",
+    }
+    | {"rootfs", "vfat", "exfat", "ntfs", "ntfs3", "apfs", "hfs", "ufs"}
+)
+"""File systems of one machine, where flock holds for everybody who can see a file."""
+
+
+class InUseError(RuntimeError):
+    """Another command owns the run folder."""
+
+
+class LeaseError(RuntimeError):
+    """The run folder's lease could not be renewed in time."""
+
+    exit_code = ExitCode.LOST
+
+
+class TakenError(LeaseError):
+    """Another command has taken the run folder over."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An owner's claim. `born`: what tells its process from a later one of its number; `place`: the machine since it was started, and
+    where its processes count; `lease` in seconds, 0: a lock holds the folder. `wide`: its ranks are on several machines."""
+
+    number: int
+    epoch: int
+    process: int
+    born: str
+    place: str
+    host: str
+    since: float
+    lease: float
+    wide: bool
+
+    @property
+    def who(self) -> str:
+        """The owner's process, host and start in words."""
+        return f"{self.process} on {self.host} since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"
+
+
+class Owner:
+    """This process, as the owner of a run folder."""
+
+    def __init__(self, run_dir: Path, claim: Claim) -> None:
+        self.run_dir = run_dir
+        self._claim, self._claims = claim, _Claims(run_dir)
+        self._renewed = time.monotonic()
+        self._taken = self._trouble = ""
+        self._idle = False  # no rank runs
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in whose names this owner writes (`megalith.epochs`)."""
+        return self._claim.epoch
+
+    @contextlib.contextmanager
+    def renewing(self) -> Iterator[None]:
+        """Renew the lease while the block runs. A process that could not for too long, and whose ranks `check` has not stopped, ends."""
+        if not self._claim.lease:
+            yield
+            return
+        done = threading.Event()
+        threads = [threading.Thread(target=loop, args=(done,), daemon=True) for loop in (self._keep_renewing, self._watch)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            threads[1].join()  # the other may wait for a store that is away
+
+    def check(self) -> None:
+        """Raise TakenError if another owns the folder now, LeaseError if the lease could not be renewed for too long: ranks must stop."""
+        if self._taken:
+            raise TakenError(self._taken)
+        silence = time.monotonic() - self._renewed
+        if self._claim.lease and silence > STOP * self._claim.lease:
+            raise LeaseError(
+                f"the lease of {self.run_dir} could not be renewed for {silence:.0f} s{self._trouble}: the ranks were stopped, for "
+                f"another owner may begin after {self._claim.lease:.0f} s"
+            )
+
+    def checked(self, turn: Callable[[], None] | None) -> Callable[[], None]:
+        """A function that checks, then calls `turn`: what is to be done at every turn of a loop that keeps ranks."""
+
+        def both() -> None:
+            self.check()
+            if turn is not None:
+                turn()
+
+        return both
+
+    def regain(self, *, seconds: float) -> None:
+        """Wait until the lease can be renewed, while no rank runs. Raises TakenError if another owns the folder by then, LeaseError if it
+        takes longer than `seconds`."""
+        until, self._idle = time.monotonic() + seconds, True
+        while time.monotonic() < until:
+            began = time.monotonic()
+            try:
+                self._renew()
+                self._renewed, self._idle = began, False
+                return
+            except OSError:
+                time.sleep(self._claim.lease / RENEWALS)
+        raise LeaseError(f"the lease of {self.run_dir} could not be renewed for {seconds:.0f} s{self._trouble}")
+
+    def leave(self) -> None:
+        """Say that this owner and its ranks have ended. A store that is away hears nothing: the next owner waits then."""
+        with contextlib.suppress(OSError):
+            self._claims.leave(self._claim)
+
+    def _renew(self) -> None:
+        newest = self._claims.newest()
+        if newest is None:  # somebody has cleared them away
+            self._claims.make(self._claim)
+            newest = self._claims.newest()
+        if newest is not None and newest != self._claim:
+            self._taken = f"{self.run_dir} was taken over by process {newest.who}, while this process could not renew its lease"
+            raise TakenError(self._taken)
+        self._claims.beat(self._claim)
+
+    def _keep_renewing(self, done: threading.Event) -> None:
+        while not done.wait(self._claim.lease / RENEWALS):
+            began = time.monotonic()
+            try:
+                self._renew()
+                self._renewed, self._trouble = began, ""
+            except TakenError:
+                return
+            except OSError as error:
+                self._trouble = f" ({error.strerror})"
+
+    def _watch(self, done: threading.Event) -> None:
+        """The thread that ends the process, and with it all ranks, should nobody else have stopped them."""
+        while not done.wait(self._claim.lease / RENEWALS / 2):
+            if not self._idle and time.monotonic() - self._renewed > END * self._claim.lease:
+                why = self._taken or f"the lease of {self.run_dir} could not be renewed{self._trouble}"
+                print(f"{why}: this process ends", file=sys.stderr, flush=True)
+                os._exit(ExitCode.LOST)
+
+
+@contextlib.contextmanager
+def hold(run_dir: Path, *, wide: bool = False) -> Iterator[Owner]:
+    """Own a run folder while the block runs. Nothing may be written there before. `wide`: the ranks will be on several machines.
+
+    Raises InUseError, with the owner's process, host and time, when another process owns it. Then nothing there has changed. Where the
+    last owner may still be alive on another machine, that takes as long as its lease.
+    Raises OSError where the folder cannot be made, or its file system is not mounted.
+    """
+    disk.check_mounted(run_dir)
+    folder = run_dir.resolve() / "ranks"
+    disk.make_folder(folder)
+    claims = _Claims(run_dir)
+    with contextlib.ExitStack() as stack:
+        locked = flock_serves(folder)
+        if locked:
+            stack.enter_context(_lock(run_dir))
+        before = claims.newest()
+        epoch = 0 if before is None else _epoch_after(before, claims, run_dir, locked=locked)
+        claim = Claim(
+            number=1 if before is None else before.number + 1, epoch=epoch, process=os.getpid(), born=_born(os.getpid()),
+            place=place(), host=socket.gethostname(), since=time.time(), lease=0.0 if locked else LEASE_SECONDS, wide=wide,
+        )  # fmt: skip
+        if not claims.make(claim):
+            newest = claims.newest()
+            raise InUseError(_in_use(run_dir, newest.who if newest else "(unknown)"))
+        owner = Owner(run_dir, claim)
+        stack.callback(owner.leave)
+        if epoch:
+            epochs.begin(run_dir, epoch)
+        yield owner
+
+
+def owned(run_dir: Path, owner: Owner | None) -> contextlib.AbstractContextManager[Owner]:
+    """The caller's ownership where there is one, else one's own while the block runs, as by `hold`."""
+    return hold(run_dir) if owner is None else contextlib.nullcontext(owner)
+
+
+def flock_serves(folder: Path) -> bool:
+    """Whether a folder is on a file system of this machine alone, so that a lock keeps out everybody who can see it."""
+    path = folder.resolve()
+    mounted = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
+    nearest = next((mounted[parent] for parent in (path, *path.parents) if parent in mounted), "")
+    return nearest in LOCAL
+
+
+def place() -> str:
+    """Where this process counts: the machine, since it was started, and the count of its processes, of which a container has its own."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # not on Linux
+        return socket.gethostname()
+
+
+def _epoch_after(before: Claim, claims: "_Claims", run_dir: Path, *, locked: bool) -> int:
+    """The epoch of who follows an owner: another one, if that held the folder by a lease, and anything of it may still run. `locked`: the
+    lock is this process's.
+
+    Raises InUseError if the owner itself still runs.
+    """
+    if claims.left(before):
+        return before.epoch
+    if before.place == place() and _born(before.process) == before.born:
+        # Stopped or not, its copies in this machine's memory are in use; and a lock that somebody removed keeps nobody out.
+        raise InUseError(_in_use(run_dir, before.who))
+    if locked and not before.lease:  # its lock went with its process
+        return before.epoch
+    if before.place == place():
+        return before.epoch + before.wide
+    if not before.lease:
+        way_out = f"if that has ended, start the command there, or remove {claims.folder}"
+        raise InUseError(f"{_in_use(run_dir, before.who)}. It holds a lock that this machine cannot see: {way_out}")
+    print(
+        f"{run_dir} was last owned by process {before.who}: looking for up to {before.lease:.0f} s whether it still is",
+        file=sys.stderr,
+    )
+    last, until = claims.last_beat(before), time.monotonic() + before.lease
+    while True:
+        over = time.monotonic() >= until
+        if claims.left(before):
+            return before.epoch
+        if claims.last_beat(before) != last:
+            raise InUseError(_in_use(run_dir, before.who))
+        if over:
+            return before.epoch + 1
+        time.sleep(POLL_SECONDS)
+
+
+class _Claims:
+    """The claims to a run folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir.resolve()
+        self.folder = self._run_dir / "ranks" / "owners"
+
+    def newest(self) -> Claim | None:
+        """The newest claim; None without any. One that was damaged says no more than that there was an owner."""
+        found = sorted(path for path in self.folder.glob("*.json") if path.stem.isdecimal())
+        if not found:
+            return None
+        try:
+            return Claim(**json.loads(found[-1].read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            renewed = found[-1].with_suffix(".beat").exists()
+            return Claim(
+                number=int(found[-1].stem), epoch=epochs.last(self._run_dir), process=0, born="?", place="?", host="(unknown)",
+                since=found[-1].stat().st_mtime, lease=LEASE_SECONDS if renewed else 0.0, wide=True,
+            )  # fmt: skip
+
+    def make(self, claim: Claim) -> bool:
+        """Make a claim, if it is the first of its number and none is newer; whether it was made. Older ones are removed."""
+        self.folder.mkdir(exist_ok=True)
+        path, part = self._path(claim), self.folder / f"{secrets.token_hex(4)}.tmp"
+        part.write_text(json.dumps(asdict(claim)), encoding="utf-8")
+        try:
+            os.link(part, path)  # whole or not at all, whoever else does the same
+        except FileExistsError:
+            if part.stat().st_nlink != 2:  # an answer that was lost, and asked for again, says so of our own
+                return False
+        finally:
+            part.unlink()
+        if self.newest() != claim:
+            path.unlink()
+            return False
+        for old in self.folder.iterdir():
+            if old.stem < path.stem and old.suffix != ".tmp":
+                old.unlink(missing_ok=True)
+        return True
+
+    def beat(self, claim: Claim) -> None:
+        """Show that an owner lives."""
+        part = self.folder / f"{claim.number:08d}.{os.getpid()}.tmp"
+        part.write_text(secrets.token_hex(8), encoding="utf-8")
+        part.replace(self._path(claim, "beat"))
+
+    def last_beat(self, claim: Claim) -> str:
+        """What an owner last wrote to show that it lives, empty if nothing."""
+        try:
+            return self._path(claim, "beat").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return ""
+
+    def leave(self, claim: Claim) -> None:
+        """Say that an owner has ended."""
+        self._path(claim, "left").touch()
+
+    def left(self, claim: Claim) -> bool:
+        """Whether an owner has ended."""
+        return self._path(claim, "left").exists()
+
+    def _path(self, claim: Claim, ending: str = "json") -> Path:
+        return self.folder / f"{claim.number:08d}.{ending}"
+
+
+@contextlib.contextmanager
+def _lock(run_dir: Path) -> Iterator[None]:
+    with (run_dir.resolve() / "ranks" / "lock").open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InUseError(_in_use(run_dir, _locked_by(run_dir, lock.name))) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def _locked_by(run_dir: Path, lock: str) -> str:
+    """Who holds the lock: the newest claim says more than the lock itself, which may be of an earlier version."""
+    process = Path(lock).read_text(encoding="utf-8").strip()
+    newest = _Claims(run_dir).newest()
+    return newest.who if newest is not None and str(newest.process) == process else process or "(unknown)"
+
+
+def _in_use(run_dir: Path, who: str) -> str:
+    return f"{run_dir.resolve()} is in use by process {who}. Wait for it, stop it, or use another run folder"
+
+
+def _born(process: int) -> str:
+    """When a process began, in the kernel's count; empty if there is none."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    except OSError:
+        return "there" if sys.platform != "linux" and psutil.pid_exists(process) else ""

@@ -1,0 +1,71 @@
+"""Waiting for storage: the folders and files that a run has used are there before its ranks start again."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megalith import disk
+
+
+class StoresAwayError(RuntimeError):
+    """Something that the run has used could not be used for as long as it is waited for."""
+
+
+class Stores:
+    """The run folder, and whatever else was found to be away once."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run = disk.Place(run_dir)
+        self._others: list[Path] = []
+
+    def add(self, path: str) -> None:
+        """Look for this path as well from now on."""
+        if Path(path) not in self._others:
+            self._others.append(Path(path))
+
+    @property
+    def run_folder_away(self) -> str:
+        """Why the run folder cannot be used now; empty if it can."""
+        return self._run.away()
+
+    def start(self, start: Callable[[], None], *, limit: float, tell: Callable[[str], None], pause: Callable[[], bool]) -> bool:
+        """Call `start` once everything can be used, and again while it meets storage that is away. `pause` waits between two tries; False
+        if it says that there must be no other.
+
+        A line is printed when the wait begins, and given to `tell` when it ends. Raises StoresAwayError when it takes more than `limit`
+        seconds.
+        """
+        since: float | None = None
+        first = ""
+        while (away := self._try(start)) is not None:
+            path, why = away
+            if since is None:
+                since, first = time.monotonic(), path
+                words = f"{path} cannot be used ({why}): waiting for it, {limit:g} s at most (fleet.wait_limit)"
+                print(words, file=sys.stderr, flush=True)
+            if time.monotonic() - since >= limit:
+                raise StoresAwayError(
+                    f"{path} could not be used for fleet.wait_limit = {limit:g} s: {why}. The same command goes on once it can be used"
+                )
+            if not pause():
+                return False
+        if since is not None:
+            tell(f"{first} can be used again, after {time.monotonic() - since:.0f} s")
+        return True
+
+    def _try(self, start: Callable[[], None]) -> tuple[str, str] | None:
+        """Call `start` if everything can be used; what could not be, and why."""
+        if why := self._run.away():
+            return str(self._run.folder), why
+        try:
+            for path in self._others:
+                if not path.is_dir():
+                    with path.open("rb") as file:
+                        file.read(1)
+            start()
+        except OSError as error:
+            if not disk.is_away(error):
+                raise
+            return str(error.filename or self._run.folder), error.strerror or str(error)
+        return None

@@ -1,0 +1,124 @@
+"""What an update takes beyond one pass over what a rank keeps: moments of those parameters that another rule updates, whole matrices, and
+their messages. No torch."""
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from megalith.cost import network
+from megalith.cost.time import Setting, line
+from megalith.cost.workload import Workload
+from megalith.mesh import Mesh
+from megalith.spec.model import BlockSpec
+from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.sizes import block_parameters
+from megalith.spec.state import bytes_each
+from megalith.spec.treatment import is_matrix
+
+if TYPE_CHECKING:
+    from megalith.cost.memory import Held
+    from megalith.cost.parts import Parts
+
+WIDTH = 2
+"""Bytes of a number of a matrix on its way and in the iteration: bf16, as by default."""
+ITERATIONS = 5
+"""Steps of the iteration, as by default."""
+
+
+class Matrices(NamedTuple):
+    """The matrices of a block that an update needs whole."""
+
+    numbers: int
+    """Elements of them all."""
+    others: int
+    """Elements of the block's other parameters."""
+    work: float
+    """FLOPs of the iteration on them all."""
+    largest: tuple[int, int]
+    """Rows and columns of the one that takes most."""
+
+
+def matrices(block: BlockSpec, dim: int) -> Matrices:
+    """Return the matrices of a block of width `dim`."""
+    return _kept_matrices(block, dim)  # pyright: ignore[reportArgumentType]  # frozen specs have hashes, which pyright does not see
+
+
+@lru_cache(maxsize=1024)
+def _kept_matrices(block: BlockSpec, dim: int) -> Matrices:
+    each = block_parameters(block, dim)
+    mine = [one for one in each if is_matrix(one)]
+    sizes = [(one.shape[-2], one.shape[-1], one.numel // (one.shape[-2] * one.shape[-1])) for one in mine]
+    numbers = sum(one.numel for one in mine)
+    largest = max(((rows, columns) for rows, columns, _ in sizes), key=lambda size: work(*size), default=(0, 0))
+    return Matrices(numbers, sum(one.numel for one in each) - numbers, sum(work(m, n) * times for m, n, times in sizes), largest)
+
+
+def work(rows: int, columns: int) -> float:
+    """Return the FLOPs of the iteration on one matrix: in each step two products over its long side, and one of its short side alone."""
+    least, most = sorted((rows, columns))
+    return ITERATIONS * (4.0 * least * least * most + 2.0 * least**3)
+
+
+def rest_bytes(workload: Workload, parts: "Parts", here: "Held") -> float:
+    """Return the bytes that the parameters which another rule updates keep beyond those of the optimizer's own slots, on one rank."""
+    row = OPTIMIZERS[workload.optimizer]
+    if row.rest is None or workload.frozen or workload.practice.moment_bytes is not None:
+        return 0.0
+    model, each = workload.model, bytes_each(OPTIMIZERS[row.rest].slots) - bytes_each(row.slots)
+    numbers = float(sum(matrices(_block(workload, kind), model.dim).others * times for kind, times in here.blocks))
+    tied = model.head.tied and here.embedding
+    numbers += parts.embedding.weights if here.embedding or (here.head and parts.ahead) else 0
+    numbers += parts.head.weights if here.head and not tied else 0
+    return each * numbers / _shards(workload) * (1 - workload.plan.state.away)
+
+
+def home_bytes(workload: Workload, here: "Held") -> float:
+    """Return the bytes that an update holds on the rank with most of whole matrices: its shares and what it sends of them, what arrives and
+    the matrices from it, and the iteration's own on the largest."""
+    found = _whole(workload, here)
+    if found is None:
+        return 0.0
+    share, (rows, columns) = found.numbers / _ranks(workload), found.largest
+    home = max(share, rows * columns)
+    return WIDTH * (2 * share + 2 * home + 2 * rows * columns + 2 * min(rows, columns) ** 2)
+
+
+def seconds(workload: Workload, setting: Setting, here: "Held") -> float:
+    """Return the seconds that whole matrices add to an update: their iteration on the rank with most of them, and two all-to-alls."""
+    found = _whole(workload, here)
+    if found is None:
+        return 0.0
+    ranks = _ranks(workload)
+    iteration = max(found.work / ranks, work(*found.largest)) / (setting.accelerator.peak["bf16"] * setting.device.wide)
+    if ranks == 1:
+        return iteration
+    share = max(found.numbers / ranks, found.largest[0] * found.largest[1])
+    holders = line("holders", workload)
+    way = network.Line(workload.shards[0] * workload.plan.tensor, 1 if workload.plan.tensor > 1 else holders.stride)
+    return iteration + 2 * network.all_to_all(WIDTH * share, way, setting.wires)
+
+
+def _whole(workload: Workload, here: "Held") -> Matrices | None:
+    """All matrices of a pipeline rank; None where the optimizer needs none whole."""
+    if OPTIMIZERS[workload.optimizer].unit != "matrix" or workload.frozen or not here.blocks:
+        return None
+    each = [(matrices(_block(workload, kind), workload.model.dim), times) for kind, times in here.blocks]
+    return Matrices(
+        sum(one.numbers * times for one, times in each),
+        sum(one.others * times for one, times in each),
+        sum(one.work * times for one, times in each),
+        max((one.largest for one, _ in each), key=lambda size: work(*size)),
+    )
+
+
+def _block(workload: Workload, kind: int) -> BlockSpec:
+    return workload.model.blocks[kind]
+
+
+def _shards(workload: Workload) -> int:
+    return workload.shards[0] if workload.plan.zero else 1
+
+
+def _ranks(workload: Workload) -> int:
+    """The ranks that together hold one copy of a pipeline rank's state."""
+    mesh = Mesh.of(workload.plan)
+    return mesh.state[2] * mesh.state[3]

@@ -1,0 +1,89 @@
+"""The names that each owner of a run folder writes under, so that nothing an earlier one still writes is ever read.
+
+An owner that stood still for so long that another took its place may wake up and finish what it had begun. So owners that may overlap have
+different epochs. What epoch 0 writes has the plain names, `events.jsonl` and `checkpoints/`; epoch 2 writes `events-2.jsonl` and
+`checkpoints-2/`. Readers take what has the highest number. A new epoch begins with all that there was: files are copied, and folders get
+another name at one stroke, after which no path of an earlier owner leads into them.
+"""
+
+import errno
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+VARIABLE = "MEGALITH_EPOCH"
+"""Where ranks find their owner's epoch in the environment; absent: 0."""
+
+COPIED = ("events.jsonl", "nodes.jsonl", "ranks/fleet.json")
+MOVED = ("checkpoints",)
+
+
+def name(file: str, epoch: int) -> str:
+    """Return the name that an epoch has for a file or folder, such as "events-2.jsonl"."""
+    stem, dot, ending = file.partition(".")
+    return f"{stem}-{epoch}{dot}{ending}" if epoch else file
+
+
+def newest(run_dir: Path, file: str) -> Path:
+    """Return the path of a file or folder under the name of the newest epoch that has it; epoch 0's if none has."""
+    return run_dir / name(file, max(_there(run_dir, file), default=0))
+
+
+def last(run_dir: Path) -> int:
+    """Return the newest epoch of a run folder, as its files say."""
+    return max((number for file in (*COPIED, *MOVED) for number in _there(run_dir, file)), default=0)
+
+
+def begin(run_dir: Path, epoch: int) -> None:
+    """Give an epoch what there was before it. Whoever was killed meanwhile is followed by one that does what was left undone.
+
+    Raises OSError, naming the folder and a way out, where a folder cannot be renamed.
+    """
+    for file in COPIED:
+        _copy(run_dir, file, epoch)
+    for folder in MOVED:
+        _move(run_dir, folder, epoch)
+
+
+def _there(run_dir: Path, file: str, *, below: int | None = None) -> list[int]:
+    """Return the epochs, of those `below` one, that have a file or folder."""
+    path = run_dir / file
+    stem, dot, ending = path.name.partition(".")
+    pattern = re.compile(rf"{re.escape(stem)}(?:-([1-9]\d*))?{re.escape(dot + ending)}")
+    try:
+        found = [int(match[1] or 0) for entry in path.parent.iterdir() if (match := pattern.fullmatch(entry.name))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [number for number in found if below is None or number < below]
+
+
+def _copy(run_dir: Path, file: str, epoch: int) -> None:
+    before = _there(run_dir, file, below=epoch)
+    own = run_dir / name(file, epoch)
+    if not before or own.exists():
+        return
+    part = own.with_name(f"{own.name}.{secrets.token_hex(4)}.tmp")
+    shutil.copyfile(run_dir / name(file, max(before)), part)
+    part.replace(own)
+
+
+def _move(run_dir: Path, folder: str, epoch: int) -> None:
+    own = run_dir / name(folder, epoch)
+    while not own.is_dir():
+        before = _there(run_dir, folder, below=epoch)
+        if not before:
+            own.mkdir()
+            return
+        old = run_dir / name(folder, max(before))
+        try:
+            old.rename(own)
+        except FileNotFoundError:
+            continue  # an earlier claimant has just moved it
+        except OSError as error:
+            if error.errno not in (errno.EBUSY, errno.EXDEV):
+                raise
+            reason = (
+                f"{error.strerror}: it must get the name {own.name}, so that its last owner writes there no more. Make it a link"
+            )
+            raise OSError(error.errno, reason, str(old)) from error

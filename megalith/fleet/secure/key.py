@@ -1,0 +1,158 @@
+"""The key of a run: a secret that its own processes know and strangers do not.
+
+It comes from the environment, from a file that the launcher names, or from the run folder. It is never an argument, and never written
+to a log, a report, `spec.json` or a job file.
+"""
+
+import contextlib
+import hmac
+import os
+import secrets
+import stat
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+VARIABLE, FILE_VARIABLE = "MEGALITH_KEY", "MEGALITH_KEY_FILE"
+LEAST_CHARACTERS = 32
+MAC_BYTES = 32
+_MOST_BYTES = 4096  # of a key file that is read
+
+
+class NoKey(RuntimeError):  # noqa: N818  # it says what is missing
+    """There is no key, or none that is a secret."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A run's key. `text` is what is handed over; it is left out of the representation."""
+
+    text: str = field(repr=False)
+
+    def mac(self, purpose: str, *parts: bytes) -> bytes:
+        """Return the HMAC-SHA256 of `parts`, 32 bytes. Another purpose, or other borders between the parts, gives another one."""
+        message = b"".join(len(part).to_bytes(8, "big") + part for part in (purpose.encode(), *parts))
+        return hmac.digest(self.text.encode(), message, "sha256")
+
+    def proves(self, mac: bytes, purpose: str, *parts: bytes) -> bool:
+        """Check a MAC over `parts`, in constant time."""
+        return hmac.compare_digest(mac, self.mac(purpose, *parts))
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment by which a process hands the key to its children."""
+        return {VARIABLE: self.text}
+
+
+def new() -> Key:
+    """Draw a key: 256 bits, as 64 hexadecimal digits."""
+    return Key(secrets.token_hex(32))
+
+
+def path_in(run_dir: Path) -> Path:
+    """The file of a run folder that holds its key."""
+    return run_dir.resolve() / "ranks" / "key"
+
+
+def given(environment: Mapping[str, str] = os.environ) -> Key | None:
+    """The key that the launcher handed over: MEGALITH_KEY, or the file that MEGALITH_KEY_FILE names; None: it gave none.
+
+    Raises NoKey for a key that is too short, or a file that others may read.
+    """
+    if text := environment.get(VARIABLE, "").strip():
+        return _checked(text, VARIABLE)
+    if name := environment.get(FILE_VARIABLE):
+        return _checked(_read(Path(name)), name)
+    return None
+
+
+def of_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
+    """The key of a run whose processes are all on this machine: given, or that of the run folder, made where there is none.
+
+    A damaged file is replaced, with a line that says so: copies of the state that were made under the old key are not used then. One
+    that others may read is used, with a warning, because some file systems keep no modes and no port depends on it. Raises NoKey where
+    the file belongs to somebody else, and OSError.
+    """
+    if (key := given(environment)) is not None:
+        return key
+    path = path_in(run_dir)
+    make(run_dir)
+    try:
+        return _checked(_read(path, warn_only=True), str(path))
+    except _Damaged as error:
+        print(f"{error}. A new one is made; copies of the state under the old one are not used", file=sys.stderr, flush=True)
+        path.unlink(missing_ok=True)
+        make(run_dir)
+        return _checked(_read(path, warn_only=True), str(path))
+
+
+def shared(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
+    """The key of a run on several machines: given, or that of the run folder. Raises NoKey, with the command that makes one."""
+    if (key := given(environment)) is not None:
+        return key
+    path = path_in(run_dir)
+    try:
+        return _checked(_read(path), str(path))
+    except FileNotFoundError:
+        raise NoKey(
+            f"this run has no key, by which its machines know each other: {VARIABLE} and {FILE_VARIABLE} are not set, and there is "
+            f"no {path}. Make one, once, with: megalith key {run_dir}"
+        ) from None
+
+
+def make(run_dir: Path) -> bool:
+    """Write a new key into a run folder, readable by this user alone; False if there is one already, which stays. Raises OSError."""
+    path = path_in(run_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        return False
+    part = path.with_name(f"key-{secrets.token_hex(4)}")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            with contextlib.suppress(PermissionError):  # a file system without modes
+                os.fchmod(file.fileno(), 0o600)
+            file.write(new().text + "\n")
+        os.link(part, path)  # whole or not at all, whoever else does the same
+    except FileExistsError:
+        return False
+    finally:
+        part.unlink()
+    return True
+
+
+class _Damaged(NoKey):
+    """A file that holds no key."""
+
+
+def _checked(text: str, source: str) -> Key:
+    if len(text) < LEAST_CHARACTERS or not text.isascii() or not text.isprintable():
+        raise _Damaged(
+            f"{source} holds no key: {len(text)} characters, and a key has at least {LEAST_CHARACTERS}, all of them printable ASCII"
+        )
+    return Key(text)
+
+
+def _read(path: Path, *, warn_only: bool = False) -> str:
+    """The text of a key file. Raises NoKey where somebody else owns it or may read it, and OSError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except PermissionError as error:
+        raise NoKey(
+            f"{path} cannot be read by user {os.geteuid()} ({error.strerror}). Set {VARIABLE}, or start as its owner"
+        ) from None
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise NoKey(f"{path} is not a file, and holds no key. Remove it, or set {VARIABLE}")
+        if found.st_uid not in (os.geteuid(), 0):
+            raise NoKey(
+                f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}: it is no secret. Remove it, or set {VARIABLE}"
+            )
+        if open_to := stat.S_IMODE(found.st_mode) & 0o077:
+            why = f"others may use {path} (mode {stat.S_IMODE(found.st_mode):04o}, of which {open_to:04o} is too much)"
+            if not warn_only:
+                raise NoKey(f"{why}: it is no secret. Remove it and make another with: megalith key; or set {VARIABLE}")
+            print(f"warning: {why}: chmod 600 it", file=sys.stderr, flush=True)
+        return file.read(_MOST_BYTES).decode("ascii", errors="replace").strip()

@@ -1,0 +1,56 @@
+"""What processes ask of the store, and its replies, as bytes: an operation, then fields, each behind its length."""
+
+import struct
+from enum import IntEnum
+
+_LENGTH = struct.Struct(">I")
+
+
+class Operation(IntEnum):
+    """The first byte of a message. DONE, NO and ERROR are replies."""
+
+    SET = 1
+    GET = 2
+    CHECK = 3
+    ADD = 4
+    SWAP = 5
+    DELETE = 6
+    DELETE_PREFIX = 7
+    COUNT = 8
+    WAIT = 9
+    STRANGERS = 10
+    DONE = 128
+    NO = 129
+    ERROR = 130
+
+
+STRANGERS = {
+    "refused": "connections with another key",
+    "late": "connections that proved nothing in time",
+    "crowded": "connections that made room for newer ones",
+    "left": "connections that left without a proof",
+    "dropped": "messages that were altered, injected or repeated",
+}
+"""What the store counts, and how it is said."""
+
+
+def pack(operation: Operation, *fields: bytes) -> bytes:
+    """A message."""
+    return bytes([operation]) + b"".join(_LENGTH.pack(len(one)) + one for one in fields)
+
+
+def unpack(message: bytes) -> tuple[Operation, list[bytes]]:
+    """The operation and fields of a message. Raises ValueError for what is none."""
+    if not message:
+        raise ValueError("an empty message")
+    operation, at, fields = Operation(message[0]), 1, list[bytes]()
+    while at < len(message):
+        if at + _LENGTH.size > len(message):
+            raise ValueError("a length is cut off")
+        (length,) = _LENGTH.unpack_from(message, at)
+        at += _LENGTH.size
+        if at + length > len(message):
+            raise ValueError("a field is cut off")
+        fields.append(message[at : at + length])
+        at += length
+    return operation, fields

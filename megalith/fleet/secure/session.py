@@ -1,0 +1,110 @@
+"""An authenticated connection: both ends prove that they know the run's key, then every message carries a MAC and a counter.
+
+    server -> client   MAGIC, a nonce of the server
+    client -> server   a nonce of the client, proof of the key over both nonces
+    server -> client   ACCEPTED, proof of the key over both nonces         or REFUSED, and the end
+    both               frames: length (4 bytes), counter (8), MAC (32), payload
+
+Each direction has a MAC key of its own, which follows from the run's key and both nonces. So a frame of another connection, of the other
+direction, or one that came before has no valid MAC here. It is dropped and counted. Nothing is encrypted.
+"""
+
+import secrets
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalith.fleet.secure.key import MAC_BYTES, Key
+
+MAGIC = b"megalith store 1"
+NONCE_BYTES = 32
+ACCEPTED, REFUSED = b"+", b"-"
+GREETING_BYTES, PROOF_BYTES, REPLY_BYTES = len(MAGIC) + NONCE_BYTES, NONCE_BYTES + MAC_BYTES, 1 + MAC_BYTES
+MOST_PAYLOAD_BYTES = 16 << 20
+_HEAD = struct.Struct(">IQ")  # length of the payload, counter
+_FRAME_BYTES = _HEAD.size + MAC_BYTES
+
+
+class TooLong(ValueError):  # noqa: N818  # it says what was found
+    """A frame that says it is longer than any message: the stream is no stream of frames."""
+
+
+@dataclass
+class Sealer:
+    """The sending end of one direction."""
+
+    key: Key
+    purpose: str
+    session: bytes
+    sent: int = 0
+
+    def seal(self, payload: bytes) -> bytes:
+        """Return the next frame. Raises TooLong for a payload beyond MOST_PAYLOAD_BYTES."""
+        if len(payload) > MOST_PAYLOAD_BYTES:
+            raise TooLong(f"a message of {len(payload)} bytes is longer than {MOST_PAYLOAD_BYTES}")
+        self.sent += 1
+        head = _HEAD.pack(len(payload), self.sent)
+        return head + self.key.mac(self.purpose, self.session, head, payload) + payload
+
+
+class Opener:
+    """The receiving end of one direction. `dropped` counts frames with a wrong MAC or a counter that is not the next one."""
+
+    def __init__(self, key: Key, purpose: str, session: bytes) -> None:
+        self._key, self._purpose, self._session = key, purpose, session
+        self._buffer = bytearray()
+        self._received = 0
+        self.dropped = 0
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Take what came; yield the payloads that are complete and authentic. Raises TooLong."""
+        self._buffer += data
+        while len(self._buffer) >= _FRAME_BYTES:
+            length, counter = _HEAD.unpack_from(self._buffer)
+            if length > MOST_PAYLOAD_BYTES:
+                raise TooLong(f"a frame says that it has {length} bytes")
+            end = _FRAME_BYTES + length
+            if len(self._buffer) < end:
+                return
+            head, mac = bytes(self._buffer[: _HEAD.size]), bytes(self._buffer[_HEAD.size : _FRAME_BYTES])
+            payload = bytes(self._buffer[_FRAME_BYTES:end])
+            del self._buffer[:end]
+            if self._key.proves(mac, self._purpose, self._session, head, payload) and counter == self._received + 1:
+                self._received = counter
+                yield payload
+            else:
+                self.dropped += 1
+
+
+class ServerHandshake:
+    """The server's end of the two proofs."""
+
+    def __init__(self, key: Key) -> None:
+        self._key, self._nonce = key, secrets.token_bytes(NONCE_BYTES)
+        self.greeting = MAGIC + self._nonce
+
+    def answer(self, proof: bytes) -> tuple[bytes, tuple[Opener, Sealer] | None]:
+        """Judge the client's PROOF_BYTES; what to reply, and both directions if it knows the key."""
+        nonces = self._nonce + proof[:NONCE_BYTES]
+        if not self._key.proves(proof[NONCE_BYTES:], "client", nonces):
+            return REFUSED, None
+        ends = Opener(self._key, "from client", nonces), Sealer(self._key, "from server", nonces)
+        return ACCEPTED + self._key.mac("server", nonces), ends
+
+
+class ClientHandshake:
+    """The client's end."""
+
+    def __init__(self, key: Key, greeting: bytes) -> None:
+        """`greeting`: the server's GREETING_BYTES. Raises ValueError if it is no greeting."""
+        if not greeting.startswith(MAGIC):
+            raise ValueError("who listens there is no store of a run")
+        self._key, own = key, secrets.token_bytes(NONCE_BYTES)
+        self._nonces = greeting[len(MAGIC) :] + own
+        self.proof = own + key.mac("client", self._nonces)
+
+    def finish(self, reply: bytes) -> tuple[Sealer, Opener] | None:
+        """Both directions; None if the server's reply of REPLY_BYTES, or its refusal, does not show that it knows the key."""
+        if reply[:1] != ACCEPTED or not self._key.proves(reply[1:], "server", self._nonces):
+            return None
+        return Sealer(self._key, "from client", self._nonces), Opener(self._key, "from server", self._nonces)

@@ -1,0 +1,134 @@
+"""What this machine has to train with: processors, memory, GPUs. No torch, and nothing that a later fork would suffer from."""
+
+import ctypes
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+OTHER_DEVICES = (Path("/dev/kfd"), Path("/dev/dxg"), Path("/dev/nvmap"))
+"""Devices of GPUs that NVML does not count: AMD's, those under WSL, and Jetson's."""
+DRIVER_NOT_LOADED, NO_PERMISSION = 9, 4  # of nvml.h
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one machine has. `memory_of` names what grants the memory: the machine, or a control group."""
+
+    processors: int
+    memory: float
+    """Bytes; infinite where the system does not say."""
+    memory_of: str = "this machine"
+    gpus: int | None = 0
+    """GPUs that a process started now may use; None where that cannot be told without a GPU runtime."""
+    gpu_memory: float = float("inf")
+    """Bytes of the smallest of them; infinite where unknown."""
+
+
+def measure() -> Machine:
+    """Return what this machine has for the processes that this one starts."""
+    memory, memory_of = memory_limit()
+    gpus, gpu_memory = find_gpus()
+    return Machine(processors(), memory, memory_of, gpus, gpu_memory)
+
+
+def processors() -> int:
+    """Return the number of processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_limit(*, proc: Path = PROC, groups: Path = GROUPS) -> tuple[float, str]:
+    """Return the bytes of memory that this process could ever have, and the name of what limits them: the machine, or the narrowest
+    of the control groups that this process is in (versions 1 and 2)."""
+    limits = {"this machine": _physical(proc)}
+    try:
+        lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, own = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, file = (groups / "memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
+        inside = Path(own.lstrip("/"))
+        for group in (root / inside, *(root / above for above in inside.parents)):
+            text = _read(group / file)
+            if text.isdecimal():
+                limits[f"the control group {group}"] = float(text)
+    name = min(limits, key=lambda each: limits[each])
+    return limits[name], name
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _physical(proc: Path) -> float:
+    for line in _read(proc / "meminfo").splitlines():
+        if line.startswith("MemTotal:"):
+            return float(line.split()[1]) * 1024
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError):
+        return float("inf")
+
+
+def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[int | None, float]:
+    """Return the number of GPUs that a process started now may use (None if unknown), and the bytes of the smallest one.
+
+    NVML is asked, which unlike CUDA leaves this process as it is. CUDA_VISIBLE_DEVICES is read as CUDA reads it.
+    """
+    memories = _nvml()
+    if memories is None or (not memories and any(device.exists() for device in OTHER_DEVICES)):
+        return None, float("inf")
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    chosen = memories if named is None else _visible(named.split(","), memories)
+    return len(chosen), min(chosen, default=float("inf"))
+
+
+def _visible(names: Iterable[str], memories: list[float]) -> list[float]:
+    """The memories of the GPUs that these names choose. The first name of no GPU ends the list; the size of one named by its UUID is not
+    looked up."""
+    chosen: list[float] = []
+    for name in map(str.strip, names):
+        if name.startswith(("GPU-", "MIG-")) and memories:
+            chosen.append(float("inf"))
+        elif name.isdecimal() and int(name) < len(memories):
+            chosen.append(memories[int(name)])
+        else:
+            break
+    return chosen
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+def _nvml() -> list[float] | None:
+    """The memory of each NVIDIA GPU in bytes, in CUDA's usual order; empty without a driver, None where the driver does not answer."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    if status := nvml.nvmlInit_v2():
+        return [] if status in (DRIVER_NOT_LOADED, NO_PERMISSION) else None
+    try:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return None
+        return [_memory(nvml, number) for number in range(count.value)]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _memory(nvml: ctypes.CDLL, number: int) -> float:
+    handle, memory = ctypes.c_void_p(), _Memory()
+    if nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)):
+        return float("inf")
+    return float("inf") if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) else float(memory.total)

@@ -1,0 +1,48 @@
+"""Compare a run under a plan with one process, by the limits in the row of its precision."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megalith.prove import compare, rounding
+from megalith.prove.compare import Recording, Row
+from megalith.spec.numbers import PRECISIONS, Reordered, Rounded
+from megalith.spec.run import RunSpec
+
+Alone = Callable[[RunSpec], Recording]
+"""Give a run on one process, in the precision of its spec."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The comparison of a run with one process."""
+
+    rows: tuple[Row, ...]
+    tokens_tied: int = 0
+    """Tokens sent to other experts where the choice was too close to call: then the rows prove nothing."""
+
+    @property
+    def equal(self) -> bool:
+        """True if every quantity is within its limit."""
+        return all(row.equal for row in self.rows)
+
+
+def judge(found: Recording, *, spec: RunSpec, alone: Alone) -> Verdict:
+    """Compare the run of `spec` with one process.
+
+    Raises ValueError for a precision without limits: the trainer does not compute in it.
+    """
+    match PRECISIONS[spec.train.precision].parity:
+        case Reordered() as limits:
+            expected = alone(spec)
+            rows = compare.compare(expected, found, spec=spec, limits=limits)
+            return Verdict(tuple(rows), compare.ties(expected, found, tie=limits.tie))
+        case Rounded() as limits:
+            exact = alone(in_precision(spec, "fp32"))
+            return Verdict(tuple(rounding.compare(exact, alone(spec), found, spec=spec, limits=limits)))
+        case None:
+            raise ValueError(f"train.precision = {spec.train.precision!r} has no limits of parity: nothing trains in it")
+
+
+def in_precision(spec: RunSpec, precision: str) -> RunSpec:
+    """Return the same run in another precision."""
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"precision": precision})})

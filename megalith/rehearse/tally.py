@@ -1,0 +1,119 @@
+"""Counts of a simulated run that add up: what became of each fault, and why the ranks were started again."""
+
+from collections import Counter
+from collections.abc import Iterable
+from enum import StrEnum
+
+from megalith.fleet import signs
+from megalith.fleet.commands import Grow, Order, RerunStep, Restart, Shrink, SkipTier, Stop, Wait
+from megalith.fleet.signs import Sign
+from megalith.rehearse.arrivals import Fault
+
+
+class Fate(StrEnum):
+    """What a fault did to the run. Each fault has one, so the counts add up to the number of faults."""
+
+    RESTARTED = "restarted the ranks"
+    SHORT = "left the run short of nodes"
+    STOPPED = "ended the run"
+    TOGETHER = "were over with another one's restart"
+    IN_PLACE = "were mended in place"
+    SLOWED = "slowed it down"
+    IDLE = "broke an idle node"
+    UNSEEN = "were never noticed"
+    OPEN = "were not yet dealt with at the end"
+
+
+class Why(StrEnum):
+    """Why the ranks were started again. Each restart has one reason, so the counts add up to the number of restarts."""
+
+    FAULT = "for a fault"
+    PLANNED = "planned"
+    NODE = "when a node came back"
+    SHRUNK = "on fewer nodes"
+    GROWN = "on all nodes again"
+    STARTED = "after a stop for a person"
+
+
+_WHY: dict[type[Sign], Why] = {
+    signs.NodeJoined: Why.NODE,
+    signs.HealthChecked: Why.NODE,
+    signs.Waited: Why.SHRUNK,
+    signs.Started: Why.STARTED,
+    signs.NodesLost: Why.STARTED,  # who starts the command again finds them gone
+}
+"""Sign that no fault brought -> why the ranks start after it; after any other sign the restart was planned."""
+
+
+class Tally:
+    """The counts of one site.
+
+    `stops`: ends that wait for a person. `ended`: ends for want of nodes (exit status 71), after which an engine, or a loop, starts the
+    same command again when there are nodes.
+    """
+
+    def __init__(self) -> None:
+        self.fates: dict[Fault, Fate] = {}
+        self.restarts: Counter[Why] = Counter()
+        self.restored: Counter[str] = Counter()
+        self.stops = self.ended = 0
+        self._leaving: list[Fault] = []
+
+    @property
+    def causes(self) -> dict[str, int]:
+        """Faults by name."""
+        return dict(Counter(fault.name for fault in self.fates))
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """Faults by what they did."""
+        return dict(Counter(fate.value for fate in self.fates.values()))
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Restarts by reason."""
+        return {why.value: number for why, number in self.restarts.items()}
+
+    def count(self, fault: Fault) -> None:
+        """Count a fault whose fate is open yet."""
+        self.fates[fault] = Fate.OPEN
+
+    def settle(self, fault: Fault, fate: Fate, *, if_open: bool = False) -> None:
+        """Set the fate of a fault; `if_open`: only if it has none yet."""
+        if not if_open or self.fates[fault] is Fate.OPEN:
+            self.fates[fault] = fate
+
+    def leaves(self, fault: Fault) -> None:
+        """Remember that a node was asked for: it goes once the state is saved, or with the restart that comes before."""
+        self._leaving.append(fault)
+
+    def left(self) -> Fault | None:
+        """The fault that the save which is now done was for; of several the first."""
+        return self._leaving[0] if self._leaving else None
+
+    def decided(self, sign: Sign, orders: Iterable[Order], fault: Fault | None) -> None:
+        """Count what a decision ordered; `fault` is what it was about."""
+        for order in orders:
+            match order:
+                case Grow():
+                    self.restarts[Why.GROWN] += 1
+                    self._over(fault, Fate.TOGETHER)
+                case Restart() | Shrink():
+                    self.restarts[Why.FAULT if fault else _WHY.get(type(sign), Why.PLANNED)] += 1
+                    self._over(fault, Fate.RESTARTED)
+                case Wait():
+                    self._over(fault, Fate.SHORT)
+                case Stop():
+                    self._over(fault, Fate.STOPPED)
+                case RerunStep() | SkipTier() if fault:
+                    self.settle(fault, Fate.IN_PLACE)
+                case _:
+                    pass
+
+    def _over(self, fault: Fault | None, fate: Fate) -> None:
+        """Settle a fault, and with it those whose nodes left at the same time."""
+        for other in self._leaving:
+            self.settle(other, Fate.TOGETHER)
+        self._leaving.clear()
+        if fault:
+            self.settle(fault, fate)

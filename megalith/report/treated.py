@@ -1,0 +1,23 @@
+"""Which parameters an optimizer updates in which way, as a table."""
+
+from collections.abc import Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from megalith.report.units import count
+from megalith.spec.treatment import Treated
+
+
+def table(rows: Sequence[Treated]) -> Table:
+    """A row for each group of parameters that are updated alike."""
+    drawn = Table("parameters", "optimizer", "lr", "decay", "tensors", "numbers", "such as", box=None, pad_edge=False)
+    for column in drawn.columns[2:6]:
+        column.justify = "right"
+    for row in rows:
+        kind, lr, decay = row.treatment
+        numbers, first = count(row.numel), row.parameters[0].name
+        drawn.add_row(
+            escape(row.pattern or "others"), kind, f"x {lr:g}", f"{decay:g}", str(len(row.parameters)), numbers, escape(first)
+        )
+    return drawn

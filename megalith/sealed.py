@@ -1,0 +1,46 @@
+"""Files that must stay as they are while a command holds a run: their digests when it began, and a look whether they still have them."""
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+
+class AlteredError(ValueError):
+    """A file that must stay as it is has changed."""
+
+
+def digest(content: bytes) -> str:
+    """Return the digest that a file of this content is sealed with."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def seal(paths: Iterable[Path]) -> dict[str, str]:
+    """Return the digest of each of these files, by its whole path. Raises OSError for one that cannot be read."""
+    return {str(path.resolve()): digest(path.read_bytes()) for path in paths}
+
+
+def read(path: Path, sealed: Mapping[str, str]) -> bytes:
+    """Return the content of a file. Raises AlteredError if it is sealed and another one than it was, OSError if it cannot be read."""
+    content = path.read_bytes()
+    before, now = sealed.get(str(path.resolve())), digest(content)
+    if before not in (None, now):
+        raise AlteredError(
+            f"{path} was changed while this run goes on: its sha256 was {before[:12]}... when the command began, and is {now[:12]}... "
+            "now. No rank is started with it. Put it back and start the same command again, or start the command that you mean"
+        )
+    return content
+
+
+@contextlib.contextmanager
+def unchanged(sealed: Mapping[str, str]) -> Iterator[None]:
+    """Read sealed files in the block: they are as they were before it and after it. Raises as `check` does."""
+    check(sealed)
+    yield
+    check(sealed)
+
+
+def check(sealed: Mapping[str, str]) -> None:
+    """Raise AlteredError for the first sealed file that has changed, OSError for one that cannot be read."""
+    for path in sealed:
+        read(Path(path), sealed)

@@ -1,0 +1,148 @@
+"""Which values of a model its forward pass depends on, and how two models differ in them.
+
+Weights mean something only in the forward pass that they were trained with. A run that starts from other weights (`train.init_from`)
+therefore needs the same values, except for differences that it names (`train.init_from_changes`).
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from megalith.spec.base import Spec
+from megalith.spec.model import (
+    AheadSpec,
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LatentAttentionSpec,
+    MambaSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    RopeScaling,
+    RopeSpec,
+    RouterSpec,
+    YarnScaling,
+)
+
+Change = Literal["ahead", "context", "layers", "rope_scaling", "rope_theta", "tokenizer", "vocab"]
+"""A difference between a checkpoint and the run that starts from it, which the run may make on purpose."""
+
+
+class Fields(NamedTuple):
+    """The fields of one part of a model, by what depends on them. Each field stands in one of the three."""
+
+    forward: str
+    """Fields that the forward pass depends on."""
+    training: str = ""
+    """Fields that only training uses."""
+    nothing: str = ""
+    """Fields that no number depends on."""
+
+
+FIELDS: Mapping[type[Spec], Fields] = {
+    RopeScaling: Fields("kind factor low_freq_factor high_freq_factor original_context"),
+    YarnScaling: Fields("kind factor original_context beta_fast beta_slow mscale mscale_all_dim"),
+    RopeSpec: Fields("theta scaling"),
+    AttentionSpec: Fields("kind heads kv_heads head_dim rope bias qk_norm window softcap scale"),
+    LatentAttentionSpec: Fields("kind heads q_rank kv_rank nope_dim rope_dim v_dim norm_eps rope"),
+    MambaSpec: Fields("heads head_dim state groups conv norm_eps", nothing="chunk"),
+    MlpSpec: Fields("kind hidden activation gated bias"),
+    RouterSpec: Fields(
+        "active scores normalise scale groups active_groups group_score capacity balanced",
+        training="bias_rate balance_weight balance_set z_weight",
+    ),
+    MoeSpec: Fields("kind experts hidden shared shared_gate activation gated router"),
+    NormSpec: Fields("kind eps offset bias"),
+    BlockSpec: Fields("attention mamba mlp norm parallel post_norms"),
+    EmbeddingSpec: Fields("vocab positions scale", training="init_std"),
+    AheadSpec: Fields("depth block", training="weight"),
+    HeadSpec: Fields("vocab tied norm scale softcap ahead"),
+    ModelSpec: Fields("dim context embedding blocks head", training="init_std", nothing="name"),
+}
+"""Every field of every part of a model. tests/spec/test_forward.py fails for a field that is not here."""
+
+ROWS: Mapping[Change, tuple[str, ...]] = {
+    "context": ("embedding.positions",),
+    "vocab": ("embedding.weight", "head.output.weight"),
+}
+"""The parameters that have another number of rows after a change. A run takes the rows that the checkpoint has."""
+
+SWITCHES = {(RouterSpec, "bias_rate")}
+"""Fields of training that also switch something on in the forward pass: there is no router bias at a rate of 0."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value in which two models differ."""
+
+    path: str
+    """The field, such as `attention.rope.theta`; a block's number is left out."""
+    before: Any
+    """The first model's value."""
+    after: Any
+    """The second model's value."""
+    forward: bool
+    """True if the forward pass depends on it, False if only training does."""
+    blocks: tuple[int, ...] = ()
+    """The blocks that differ in it; empty outside of blocks."""
+
+    @property
+    def change(self) -> Change | None:
+        """The name under which a run may make this difference on purpose; None if it may not."""
+        numbers = isinstance(self.before, int) and isinstance(self.after, int)
+        if self.path in ("context", "embedding.positions"):
+            return "context" if numbers else None
+        if self.path.endswith("rope.theta"):
+            return "rope_theta"
+        if "rope.scaling" in self.path:
+            return "rope_scaling"
+        if self.path == "layers":
+            return "layers" if self.after < self.before else None
+        if self.path in ("embedding.vocab", "head.vocab"):
+            return "vocab" if self.after > self.before else None
+        if self.path in ("head.ahead", "head.ahead.depth"):
+            fewer = self.after is None or (numbers and self.after < self.before)
+            return "ahead" if fewer else None
+        return None
+
+
+def other_rows(changes: Collection[Change]) -> frozenset[str]:
+    """Return the parameters that may have another number of rows in a run that makes these changes."""
+    return frozenset(name for change in changes for name in ROWS.get(change, ()))
+
+
+def differences(before: ModelSpec, after: ModelSpec) -> list[Difference]:
+    """Return every value in which two models differ, apart from labels. Blocks are compared one by one, as far as both models have them;
+    the number of blocks is a difference called `layers`."""
+    found = [each for each in _between(before, after, "") if each.path != "blocks"]
+    if len(before.blocks) != len(after.blocks):
+        found.append(Difference("layers", len(before.blocks), len(after.blocks), forward=True))
+    kinds: dict[tuple[int, int], list[Difference]] = {}  # a model has few distinct blocks
+    alike: dict[str, tuple[Difference, list[int]]] = {}
+    for number, (one, other) in enumerate(zip(before.blocks, after.blocks, strict=False)):
+        key = id(one), id(other)
+        if key not in kinds:
+            kinds[key] = list(_between(one, other, ""))
+        for each in kinds[key]:
+            alike.setdefault(repr(each), (each, []))[1].append(number)
+    found += [Difference(each.path, each.before, each.after, each.forward, tuple(numbers)) for each, numbers in alike.values()]
+    return found
+
+
+def _between(before: Spec, after: Spec, path: str) -> Iterator[Difference]:
+    """Yield the differences of two parts of one kind. A part that only one of them has is one difference."""
+    kind = type(before)
+    fields = FIELDS[kind]
+    for name in kind.model_fields:
+        one, other = getattr(before, name), getattr(after, name)
+        if one == other or name in fields.nothing.split():
+            continue
+        here = f"{path}{name}"
+        if isinstance(one, Spec) and type(one) is type(other):
+            yield from _between(one, other, f"{here}.")
+            continue
+        switched = (kind, name) in SWITCHES and (one == 0) != (other == 0)
+        yield Difference(here, one, other, forward=switched or name in fields.forward.split())

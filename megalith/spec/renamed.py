@@ -1,0 +1,32 @@
+"""Keys of run files that had another name before. A run file is told the new one; descriptions of runs that exist are read as they were
+meant (`spec.run.OptimizerSpec`)."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megalith.spec.problem import Problem
+from megalith.spec.run import OptimizerSpec
+
+OLD = "optimizer.min_lr"
+
+
+def take(tree: dict[str, Any], source: Callable[[str], str]) -> Iterator[Problem]:
+    """Take old keys out of a tree of values, and yield the problem that each is. `source(key)` tells where a value came from.
+
+    `optimizer.min_lr` was a share of `lr`, which most trainers call a ratio; under the name `min_lr` they expect a learning rate.
+    """
+    optimizer = tree.get("optimizer")
+    if not isinstance(optimizer, dict) or "min_lr" not in optimizer:
+        return
+    value, lr = optimizer.pop("min_lr"), optimizer.get("lr", OptimizerSpec.model_fields["lr"].default)
+    reason, way_out = "is called min_lr_ratio, and is a share of optimizer.lr", "Write min_lr_ratio."
+    if _number(value) and _number(lr) and lr > 0:
+        reason += f"; as a share of lr = {lr:g}, {value:g} would be a lowest rate of {value * lr:.3g}"
+        rates = {value / lr: value, value: value * lr}
+        readings = [f"min_lr_ratio = {share:.6g} for a lowest rate of {rate:.3g}" for share, rate in rates.items() if share <= 1]
+        way_out = f"Write {', or '.join(readings)}." if readings else "Write min_lr_ratio, a share from 0 to 1."
+    yield Problem("error", OLD, value, reason, way_out, source(OLD))
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

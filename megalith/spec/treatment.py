@@ -1,0 +1,108 @@
+"""How a run's optimizer updates each parameter: by which rule, at which share of the learning rate, with which weight decay. No torch."""
+
+from fnmatch import fnmatchcase
+from typing import NamedTuple, TypeAlias
+
+from megalith.spec.model import ModelSpec
+from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.run import GroupSpec, OptimizerSpec
+from megalith.spec.sizes import Parameter, model_parameters
+from megalith.spec.state import Slot
+
+NOT_MATRICES = ("head.output.weight", "*router.weight", "*shared_gate.weight")
+"""Names of parameters with the shape of a matrix whose rows are independent of each other: scores of tokens and of experts."""
+
+
+class Treatment(NamedTuple):
+    """How one parameter is updated."""
+
+    kind: str
+    """A row of `spec.optimizers`."""
+    lr: float = 1.0
+    """Factor of the learning rate."""
+    weight_decay: float = 0.0
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """What is kept for the parameter between two updates."""
+        return OPTIMIZERS[self.kind].slots
+
+
+def treatments(model: ModelSpec, optimizer: OptimizerSpec) -> dict[str, Treatment]:
+    """Return how each parameter of the whole model is updated, by its name."""
+    return {name: treatment(each, optimizer) for name, each in model_parameters(model).items()}
+
+
+def treatment(parameter: Parameter, optimizer: OptimizerSpec) -> Treatment:
+    """Return how a parameter, called by its name in the whole model, is updated."""
+    group = group_of(parameter.name, optimizer) or GroupSpec(pattern="*")
+    kind = group.kind or optimizer.kind
+    rest = OPTIMIZERS[kind].rest
+    usual = optimizer.weight_decay if len(parameter.shape) >= 2 else 0.0
+    return Treatment(
+        kind=kind if rest is None or is_matrix(parameter) else rest,
+        lr=group.lr,
+        weight_decay=usual if group.weight_decay is None else group.weight_decay,
+    )
+
+
+def group_of(name: str, optimizer: OptimizerSpec) -> GroupSpec | None:
+    """Return the group of a parameter: of those whose pattern covers its whole name, the last one."""
+    return next((each for each in reversed(optimizer.groups) if fnmatchcase(name, each.pattern)), None)
+
+
+def is_matrix(parameter: Parameter) -> bool:
+    """Return True if the parameter maps vectors to vectors, once or for each expert, so that its singular values have a meaning."""
+    outside = any(fnmatchcase(parameter.name, pattern) for pattern in NOT_MATRICES)
+    return parameter.role in ("matrix", "experts") and not outside
+
+
+def kinds(optimizer: OptimizerSpec) -> tuple[str, ...]:
+    """Return every kind of optimizer that a run may use, the usual one first."""
+    named = [optimizer.kind, *(group.kind for group in optimizer.groups if group.kind)]
+    found = (kind for name in named for kind in (name, OPTIMIZERS[name].rest) if kind)
+    return tuple(dict.fromkeys(found))
+
+
+class Treated(NamedTuple):
+    """The parameters of a model that are updated alike."""
+
+    pattern: str
+    """The group that they belong to; empty: none."""
+    treatment: Treatment
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of their elements."""
+        return sum(each.numel for each in self.parameters)
+
+
+def summary(model: ModelSpec, optimizer: OptimizerSpec) -> list[Treated]:
+    """Return all parameters of a model by the group that counts for them and by their treatment; those of no group come last."""
+    order = {each.pattern: number for number, each in enumerate(optimizer.groups)}
+    found: dict[tuple[str, Treatment], list[Parameter]] = {}
+    for each in model_parameters(model).values():
+        group = group_of(each.name, optimizer)
+        found.setdefault((group.pattern if group else "", treatment(each, optimizer)), []).append(each)
+    rows = [Treated(pattern, treated, tuple(parameters)) for (pattern, treated), parameters in found.items()]
+    return sorted(rows, key=lambda row: order.get(row.pattern, len(order)))
+
+
+Runs: TypeAlias = tuple[tuple[int, int], ...]
+"""Rows of a parameter: the first one and the number of each run of neighbouring rows."""
+
+
+def true_matrices(parameter: Parameter, *, split_heads: bool) -> tuple[Runs, ...]:
+    """Return the rows of each matrix that a parameter (each of its experts) stores as one.
+
+    Latent attention stores the way down to keys and values and to rotated keys as one matrix, and each head's keys and values as one.
+    With `split_heads`, each head's rows are a matrix of their own.
+    """
+    rows, heads = parameter.shape[-2], parameter.heads
+    sizes = parameter.stacked or (rows // heads,)
+    found: list[Runs] = []
+    for number, size in enumerate(sizes):
+        runs = tuple((head * sum(sizes) + sum(sizes[:number]), size) for head in range(heads))
+        found += [(run,) for run in runs] if split_heads else [runs]
+    return tuple(found)

@@ -1,0 +1,124 @@
+"""Adafactor (Shazeer & Stern 2018, arXiv:1804.04235): second moments of a matrix as those of its rows times those of its columns."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalith.spec.run import OptimizerSpec
+from megalith.train.optimizers.rule import Part
+from megalith.train.optimizers.whole import Sum, Whole, squares
+
+DECAY = 0.8
+"""Second moments of update t (1 is the first) forget with 1 - t^-DECAY (section 7.2)."""
+LEAST_SQUARE = 1e-30
+"""Added to squares of gradients: epsilon 1 of Algorithms 4 and 5."""
+LEAST_SIZE = 1e-3
+"""The least size of a matrix that relative steps count: epsilon 2."""
+MOST = 1.0
+"""The root mean square of a matrix's update is clipped to this: d of Algorithm 4."""
+
+
+class _Seen(NamedTuple):
+    """Sums over a share's whole matrices."""
+
+    rows: Tensor
+    """Means of the squared gradient over each of the share's rows."""
+    columns: Tensor
+    """Means over each of its columns."""
+    mean: Tensor
+    """Means of the updated row moments over each matrix."""
+    size: Tensor | None
+    """Root mean squares of the weights, for relative steps."""
+
+
+class Adafactor:
+    """Algorithms 4 and 5 without a first moment: factored second moments, and updates clipped by their root mean square.
+
+    Each expert is a matrix of its own. The learning rate is the run's schedule. `relative_step` bounds it by 1 / sqrt(update) and
+    multiplies it by the root mean square of each matrix (Algorithm 5, line 5). Weight decay is decoupled.
+    """
+
+    def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:
+        self.spec, self.whole = spec, whole
+
+    def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
+        """Update the weights and the moments of rows and columns.
+
+        Directions are computed once for their sizes and once more for the update, so that no two of them are held at once.
+        """
+        fresh = float(number + 1) ** -DECAY
+        seen = self._seen(parts, fresh)
+        for part in parts:
+            _remember(part, seen[part.name], fresh)
+        sizes = self.whole.add_up(
+            [squares(part.name, _direction(part, seen[part.name]), self.whole.cuts[part.name]) for part in parts]
+        )
+        for part, squared in zip(parts, sizes, strict=True):
+            rate, size = lr * part.lr, seen[part.name].size
+            part.weight.mul_(1 - rate * part.weight_decay)
+            factor = 1 / ((squared / self._numel(part)).sqrt() / MOST).clamp(min=1.0)
+            if size is not None:
+                rate, factor = min(rate, (number + 1) ** -0.5), factor * size.clamp(min=LEAST_SIZE)
+            direction = _direction(part, seen[part.name])
+            factor = factor.to(direction.dtype)
+            part.weight.add_(direction.mul_(factor[..., None, None] if direction.dim() >= 2 else factor), alpha=-rate)
+
+    def _seen(self, parts: Sequence[Part], fresh: float) -> dict[str, _Seen]:
+        """Add up all that an update's denominator needs, over the whole matrices of all parts, in one message."""
+        sums = [each for part in parts for each in self._partial(part)]
+        totals = iter(self.whole.add_up(sums))
+        found = {}
+        for part in parts:
+            shape = self.whole.cuts[part.name].shape
+            size = (next(totals) / self._numel(part)).sqrt() if self.spec.relative_step else None
+            if part.weight.dim() < 2:
+                nothing = torch.empty(0)
+                found[part.name] = _Seen(nothing, nothing, nothing, size)
+                continue
+            rows, columns, all_squares, before = (next(totals) for _ in range(4))
+            mean = ((1 - fresh) * before + fresh * all_squares / shape[-1]) / shape[-2]
+            found[part.name] = _Seen(rows / shape[-1], columns / shape[-2], mean, size)
+        return found
+
+    def _partial(self, part: Part) -> list[Sum]:
+        """This rank's part of the sums over a parameter, in the order in which `_seen` reads them."""
+        cut = self.whole.cuts[part.name]
+        found = [squares(part.name, part.weight, cut)] if self.spec.relative_step else []
+        if part.weight.dim() < 2:
+            return found
+        square = part.gradient.double().square_().add_(LEAST_SQUARE)
+        rows, columns = square.sum(-1), square.sum(-2)
+        lead, offset = cut.shape[:-2], cut.offset[:-2]
+        before = part.slots["moments.row"].double().sum(-1)
+        return [
+            *found,
+            Sum(part.name, rows, (*lead, cut.shape[-2]), (*offset, cut.offset[-2]), cut.counted),
+            Sum(part.name, columns, (*lead, cut.shape[-1]), (*offset, cut.offset[-1]), cut.counted),
+            Sum(part.name, rows.sum(-1), lead, offset, cut.counted),
+            Sum(part.name, before, lead, offset, cut.counted and cut.first_column),
+        ]
+
+    def _numel(self, part: Part) -> int:
+        """The number of elements of one of the parameter's matrices, or of a vector."""
+        return torch.Size(self.whole.cuts[part.name].shape[-2:]).numel()
+
+
+def _remember(part: Part, seen: _Seen, fresh: float) -> None:
+    """Update the second moments."""
+    row, column = part.slots["moments.row"], part.slots["moments.column"]
+    if part.weight.dim() < 2:  # not factored: the row is the whole second moment
+        row.mul_(1 - fresh).add_(part.gradient.square().add_(LEAST_SQUARE), alpha=fresh)
+        return
+    row.mul_(1 - fresh).add_(seen.rows.to(row.dtype), alpha=fresh)
+    column.mul_(1 - fresh).add_(seen.columns.to(column.dtype), alpha=fresh)
+
+
+def _direction(part: Part, seen: _Seen) -> Tensor:
+    """Return the gradient over the root of its second moments."""
+    row, column = part.slots["moments.row"], part.slots["moments.column"]
+    if part.weight.dim() < 2:
+        return part.gradient * row.rsqrt()
+    share = row / seen.mean.to(row.dtype)[..., None]
+    return part.gradient * share.rsqrt_()[..., :, None] * column.rsqrt()[..., None, :]

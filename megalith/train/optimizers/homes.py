@@ -1,0 +1,204 @@
+"""Homes of matrices: for an update, one rank has each matrix whole. Shares travel there and back, in one message each way."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megalith.checkpoint.shares import box_of
+from megalith.parallel.groups import ranks_in, wait_for
+from megalith.train.optimizers.whole import Whole
+
+Box: TypeAlias = tuple[slice, slice]
+"""Rows and columns of a matrix."""
+
+
+class Item(NamedTuple):
+    """One matrix: a parameter's, or that of one of its experts."""
+
+    name: str
+    expert: int | None
+    shape: tuple[int, int]
+
+    @property
+    def work(self) -> int:
+        """What orthogonalising it takes, up to a factor."""
+        return max(self.shape) * min(self.shape) ** 2
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A matrix and its ranks, as its pipeline place counts them."""
+
+    item: Item
+    home: int
+    held: dict[int, Box]
+    """The ranks of one copy of the state that hold a part of the matrix, and which."""
+
+    @cached_property
+    def senders(self) -> dict[int, Box]:
+        """One holder of each part: the home itself where it holds it, else the first."""
+        found: dict[tuple[int, ...], int] = {}
+        for rank, box in self.held.items():
+            key = tuple(edge for side in box for edge in (side.start, side.stop))
+            if rank == self.home or key not in found:
+                found[key] = rank
+        return {rank: self.held[rank] for rank in found.values()}
+
+
+def share_out(items: Iterable[tuple[Item, Sequence[int]]], loads: dict[int, float]) -> dict[Item, int]:
+    """Return the home of each matrix among its candidates: the longest first, each to the candidate with the least work so far.
+
+    `loads`: the work that each rank has already; it is added to. Ties go to the first candidate. (Graham 1969: at most a third above the
+    best.)
+    """
+    homes: dict[Item, int] = {}
+    for item, candidates in sorted(items, key=lambda each: -each[0].work):  # a stable sort: the same on every rank
+        homes[item] = min(candidates, key=lambda rank: loads.setdefault(rank, 0.0))
+        loads[homes[item]] += item.work
+    return homes
+
+
+def homes_of(whole: Whole, names: Sequence[str]) -> list[Placed]:
+    """Place the matrices of some of this rank's parameters among the ranks of its own copy of the state.
+
+    Every copy shares them out alike. No message is sent: each rank works out what all others hold.
+    """
+    if whole.groups is None:
+        return [Placed(item, 0, {0: box}) for name in names for item, box in _items(name, whole.cuts[name].shape, None)]
+    views = {role: _View(whole, role) for role in ("experts", "dense")}
+    loads: dict[int, float] = {}
+    found: dict[str, list[Placed]] = {}
+    for role, view in views.items():  # experts first: only some ranks hold each of them
+        mine = [name for name in names if (whole.described[name].role == "experts") == (role == "experts")]
+        held = {item: boxes for name in mine for item, boxes in view.holders(name, whole).items()}
+        if role == "dense":  # another copy's ranks may stand elsewhere among the experts: their work is known by where they stand
+            loads = {rank: loads.get(views["experts"].twin(rank), 0.0) for rank in view.ranks}
+        homes = share_out(((item, tuple(boxes)) for item, boxes in held.items()), loads)
+        for item, boxes in held.items():
+            found.setdefault(item.name, []).append(Placed(item, homes[item], boxes))
+    return [placed for name in names for placed in found[name]]
+
+
+def _items(name: str, shape: Sequence[int], part: tuple[Sequence[int], Sequence[int]] | None) -> list[tuple[Item, Box]]:
+    """The matrices of a parameter that a box (offset and sizes; None: all of it) has a part of, and the part."""
+    offset, sizes = part or ((0,) * len(shape), shape)
+    if not prod(sizes):
+        return []
+    rows, columns = (slice(start, start + size) for start, size in zip(offset[-2:], sizes[-2:], strict=True))
+    size = (shape[-2], shape[-1])
+    if len(shape) == 2:
+        return [(Item(name, None, size), (rows, columns))]
+    return [(Item(name, expert, size), (rows, columns)) for expert in range(offset[0], offset[0] + sizes[0])]
+
+
+class _View:
+    """The ranks of a pipeline place as one of the two meshes of state has them."""
+
+    def __init__(self, whole: Whole, role: str) -> None:
+        groups = whole.groups
+        assert groups is not None
+        place = groups.mesh.expert_coordinates if role == "experts" else groups.mesh.state_coordinates
+        world = ranks_in(groups.world, groups.place)
+        self.everyone = {number: tuple(place(rank).values())[1:] for number, rank in enumerate(world)}
+        """Where each rank of the pipeline place stands on the mesh: its copy comes first."""
+        copy = self.everyone[world.index(groups.rank)][0]
+        self.ranks = {rank: stand for rank, stand in self.everyone.items() if stand[0] == copy}
+        """The ranks of this rank's own copy of the state."""
+        self._at = {stand[1:]: rank for rank, stand in self.ranks.items()}
+
+    def twin(self, rank: int) -> int:
+        """The rank of this copy that stands where `rank` does, which may be of another copy."""
+        return self._at[self.everyone[rank][1:]]
+
+    def holders(self, name: str, whole: Whole) -> dict[Item, dict[int, Box]]:
+        """The matrices of a parameter, and which rank holds which part of them."""
+        parameter, found = whole.held[name], dict[Item, dict[int, Box]]()
+        for rank, stand in self.ranks.items():
+            part = box_of(name, parameter, stand) if isinstance(parameter, DTensor) else None
+            for item, box in _items(name, tuple(parameter.shape), part):
+                found.setdefault(item, {})[rank] = box
+        return found
+
+
+class Exchange:
+    """The messages of this rank: parts of matrices to their homes, and whole matrices that were worked on back to all who hold parts."""
+
+    def __init__(self, whole: Whole, placed: Sequence[Placed]) -> None:
+        self.whole, self.placed = whole, placed
+        self.group = whole.groups.place if whole.groups else None
+        self.rank = self.group.rank() if self.group else 0
+        self.ranks = self.group.size() if self.group else 1
+        self.travels = self.group is not None and any(len(each.held) > 1 for each in placed)
+        """Whether anything leaves a rank: the same on all ranks of a pipeline place."""
+
+    @property
+    def mine(self) -> list[Placed]:
+        """The matrices whose home is here."""
+        return [each for each in self.placed if each.home == self.rank]
+
+    def gather(self, shares: Mapping[str, Tensor]) -> Callable[[], dict[Item, Tensor]]:
+        """Send this rank's shares of all parameters to the homes; what is returned waits, and gives the whole matrices at home here."""
+        sent = [
+            [(each, box) for each in self.placed if each.home == rank and (box := each.senders.get(self.rank))]
+            for rank in range(self.ranks)
+        ]
+        received = [[(each, each.senders[rank]) for each in self.mine if rank in each.senders] for rank in range(self.ranks)]
+        pieces = [[self._part(shares[each.item.name], each.item) for each, _ in row] for row in sent]
+        like = next(iter(shares.values()))
+        arrive = self._travel(pieces, [sum(_numel(box) for _, box in row) for row in received], like)
+
+        def wait() -> dict[Item, Tensor]:
+            whole = {each.item: like.new_empty(each.item.shape) for each in self.mine}
+            for row, flat in zip(received, arrive(), strict=True):
+                for (each, box), piece in zip(row, flat.split([_numel(box) for _, box in row]), strict=True):
+                    target = whole[each.item][box]
+                    target.copy_(piece.view(target.shape))
+            return whole
+
+        return wait
+
+    def scatter(self, matrices: Mapping[Item, Tensor], shares: Mapping[str, Tensor]) -> None:
+        """Send the matrices that are at home here to all who hold parts of them; fill this rank's `shares` from all homes."""
+        sent = [[(each, box) for each in self.mine if (box := each.held.get(rank))] for rank in range(self.ranks)]
+        received = [
+            [(each, each.held[self.rank]) for each in self.placed if each.home == rank and self.rank in each.held]
+            for rank in range(self.ranks)
+        ]
+        pieces = [[matrices[each.item][box] for each, box in row] for row in sent]
+        like = next(iter(shares.values()))
+        arrived = self._travel(pieces, [sum(_numel(box) for _, box in row) for row in received], like)()
+        for row, flat in zip(received, arrived, strict=True):
+            for (each, _), piece in zip(row, flat.split([_numel(box) for _, box in row]), strict=True):
+                target = self._part(shares[each.item.name], each.item)
+                target.copy_(piece.view(target.shape))
+
+    def _part(self, share: Tensor, item: Item) -> Tensor:
+        """This rank's part of a matrix in its share of the parameter."""
+        return share if item.expert is None else share[item.expert - self.whole.cuts[item.name].offset[0]]
+
+    def _travel(self, pieces: list[list[Tensor]], sizes: list[int], like: Tensor) -> Callable[[], Sequence[Tensor]]:
+        """Send pieces to each rank; what is returned waits, and gives what came from each."""
+        sent = torch.cat([like.new_empty(0), *(piece.reshape(-1) for row in pieces for piece in row)])
+        leaving = [sum(piece.numel() for piece in row) for row in pieces]
+        if not self.travels:
+            return lambda: sent.split(leaving)
+        arrived = sent.new_empty(sum(sizes))
+        work = dist.all_to_all_single(arrived, sent, sizes, leaving, group=self.group, async_op=True)
+
+        def wait() -> Sequence[Tensor]:
+            wait_for(work)
+            return arrived.split(sizes)
+
+        return wait
+
+
+def _numel(box: Box) -> int:
+    rows, columns = box
+    return (rows.stop - rows.start) * (columns.stop - columns.start)

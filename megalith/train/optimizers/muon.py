@@ -1,0 +1,82 @@
+"""Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982): each matrix moves by the orthogonal factor of its moment."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.kernels.numbers import DTYPE
+from megalith.spec.run import OptimizerSpec
+from megalith.spec.treatment import Runs, true_matrices
+from megalith.train.optimizers.homes import Exchange, homes_of
+from megalith.train.optimizers.orthogonal import orthogonal, steps_of
+from megalith.train.optimizers.rule import Part
+from megalith.train.optimizers.whole import Whole
+
+ROOT_MEAN_SQUARE = 0.2
+"""The update of a matrix [m, n] has a root mean square of about 0.2, as AdamW's has: its orthogonal factor times 0.2 sqrt(max(m, n))
+(Liu et al. 2025, section 2.2). So the learning rate and the weight decay of AdamW serve for Muon."""
+
+
+class Muon:
+    """m <- momentum m + (1 - momentum) g; w <- (1 - lr decay) w - lr 0.2 sqrt(max(m, n)) U V^T of m, or of Nesterov's look ahead.
+
+    Each matrix is orthogonalised whole, on its home rank, so the result has the same bits under every plan.
+    """
+
+    def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:
+        self.spec, self.whole = spec, whole
+        self.steps, self.dtype = steps_of(spec.coefficients, spec.iterations), DTYPE[spec.iteration]
+        self._exchange: Exchange | None = None
+
+    def update(self, parts: Sequence[Part], *, number: int, lr: float) -> Callable[[], None]:
+        """Update the moments and send them to the homes of their matrices; what is returned updates the weights."""
+        exchange = self._exchange = self._exchange or Exchange(self.whole, homes_of(self.whole, [part.name for part in parts]))
+        arrive = exchange.gather({part.name: self._direction(part) for part in parts})
+
+        def finish() -> None:
+            matrices = arrive()
+            for item in list(matrices):
+                matrices[item] = self._orthogonal(matrices[item], self._matrices(item.name))
+            shares = {part.name: torch.empty_like(part.weight, dtype=self.dtype) for part in parts}
+            exchange.scatter(matrices, shares)
+            for part in parts:
+                self._step(part, shares[part.name], lr * part.lr)
+
+        return finish
+
+    def _direction(self, part: Part) -> Tensor:
+        """Update the moment; return what is to be orthogonalised, in the iteration's number format."""
+        moment, momentum = part.slots["moments.first"], self.spec.momentum
+        moment.lerp_(part.gradient, 1 - momentum)
+        direction = part.gradient.lerp(moment, momentum) if self.spec.nesterov else moment
+        return direction.to(self.dtype)
+
+    def _matrices(self, name: str) -> tuple[Runs, ...]:
+        return true_matrices(self.whole.described[name], split_heads=self.spec.split_heads)
+
+    def _orthogonal(self, matrix: Tensor, matrices: tuple[Runs, ...]) -> Tensor:
+        """Orthogonalise each of the matrices that are stored as one. Each gets memory of its own: alignment may decide about bits."""
+        if len(matrices) == 1:
+            return orthogonal(matrix, self.steps)
+        for runs in matrices:
+            found = orthogonal(torch.cat([matrix[first : first + size] for first, size in runs]), self.steps)
+            for (first, size), rows in zip(runs, found.split([size for _, size in runs]), strict=True):
+                matrix[first : first + size] = rows
+        return matrix
+
+    def _step(self, part: Part, direction: Tensor, lr: float) -> None:
+        """Update a share of the weights by its share of the orthogonal factor."""
+        part.weight.mul_(1 - lr * part.weight_decay)
+        cut, matrices = self.whole.cuts[part.name], self._matrices(part.name)
+        columns = cut.shape[-1]
+        scales = [ROOT_MEAN_SQUARE * math.sqrt(max(sum(size for _, size in runs), columns)) for runs in matrices]
+        if len(set(scales)) == 1:
+            part.weight.add_(direction, alpha=-(lr * scales[0]))
+            return
+        rows = torch.empty(cut.shape[-2], device=part.weight.device)
+        for runs, scale in zip(matrices, scales, strict=True):
+            for first, size in runs:
+                rows[first : first + size] = -(lr * scale)
+        part.weight.addcmul_(direction.to(part.weight.dtype), rows.narrow(0, cut.offset[-2], cut.sizes[-2])[:, None])

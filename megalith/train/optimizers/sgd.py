@@ -1,0 +1,38 @@
+"""SGD with momentum (Sutskever et al. 2013): torch's own operations on this rank's shares."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+from megalith.spec.run import OptimizerSpec
+from megalith.train.optimizers.rule import Part, alike
+from megalith.train.optimizers.whole import Whole
+
+
+class SGD:
+    """v <- momentum v + g, with g + decay w for g; w <- w - lr v, or w - lr (g + momentum v) with Nesterov's look ahead.
+
+    Weight decay is part of the gradient and passes through the moment, as in torch.optim.SGD. It is the only optimizer here that does not
+    decouple it.
+    """
+
+    def __init__(self, spec: OptimizerSpec, whole: Whole) -> None:
+        self.spec = spec
+
+    def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
+        """Update the weights and their moment."""
+        for factor, weight_decay, group in alike(parts):
+            moments: list[Tensor | None] = [part.slots["moments.first"] for part in group]
+            sgd(
+                [part.weight for part in group],
+                [part.gradient for part in group],
+                moments,
+                foreach=False,  # the fused kernel rounds the last elements of a share otherwise; `foreach` changes the gradients
+                weight_decay=weight_decay,
+                momentum=self.spec.momentum,
+                lr=lr * factor,
+                dampening=0.0,
+                nesterov=self.spec.nesterov and self.spec.momentum > 0,
+                maximize=False,
+            )

@@ -1,0 +1,100 @@
+"""What one machine is short of for a run."""
+
+import pytest
+
+from megalith.check import Problem, check, check_here, node_ranks
+from megalith.machine.capacity import Machine
+from megalith.spec.problem import Severity
+from tests.check.runs import spec
+
+GIB = 2.0**30
+LAPTOP = Machine(processors=2, memory=23 * GIB)
+SERVER = Machine(processors=64, memory=1024 * GIB, gpus=8, gpu_memory=80 * GIB)
+
+
+def short(machine: Machine, *settings: str, severity: Severity = "error") -> list[Problem]:
+    return check_here(spec(*settings), machine, severity=severity)
+
+
+def test_a_small_run_lacks_nothing():
+    assert short(LAPTOP, "plan.data=2") == []
+    assert short(SERVER, "plan.data=8") == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings", "said"),
+    [
+        (LAPTOP, ["train.device=cuda"], "1 rank would start on this machine, which has 0 GPUs"),
+        (SERVER, ["plan.data=16"], "16 ranks would start on this machine, which has 8 GPUs"),
+        (SERVER, ["plan.data=16", "train.device=cuda"], "16 ranks would start on this machine, which has 8 GPUs"),
+    ],
+)
+def test_fewer_gpus_than_ranks_are_named(machine: Machine, settings: list[str], said: str):
+    """A5 and C8: with "auto" all ranks went to the CPU without a word; "cuda" was found out by ranks that failed."""
+    (problem,) = short(machine, *settings)
+    assert (problem.severity, problem.key) == ("error", "train.device")
+    assert said in problem.reason
+    assert short(machine, *settings, "train.device=cpu") == []
+    (told,) = short(machine, *settings, severity="advice")
+    assert told.severity == "advice" and "this machine" in told.reason
+
+
+def test_no_gpus_are_denied_where_they_cannot_be_counted():
+    assert short(Machine(64, 1024 * GIB, gpus=None), "plan.data=8", "train.device=cuda", "model.preset=llama3-70b") == []
+
+
+def test_a_run_that_names_gpus_is_told_that_it_would_compute_on_the_cpu():
+    (problem,) = short(LAPTOP, "cluster=h100")
+    assert (problem.severity, problem.key) == ("advice", "cluster")
+    assert short(SERVER, "cluster=h100") == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings"),
+    [
+        (LAPTOP, ["model.preset=llama3-70b"]),
+        (LAPTOP, ["model.preset=llama3-70b", "plan.pipeline=2", "plan.zero=3"]),
+        (Machine(2, 8 * GIB, "the control group job"), ["model.preset=llama-1b"]),
+        (SERVER, ["model.preset=llama3-8b"]),
+        (SERVER, ["model.preset=llama3-70b", "plan.data=8", "plan.zero=3"]),
+    ],
+)
+def test_a_state_that_memory_cannot_hold_is_named(machine: Machine, settings: list[str]):
+    """C8: check passed a 70B model on a laptop."""
+    problems = [problem for problem in short(machine, *settings) if problem.severity == "error"]
+    assert [problem.key for problem in problems] == ["model.name"]
+    where = "each GPU of this machine" if machine.gpus else machine.memory_of
+    assert f"and {where} has" in problems[0].reason
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings"),
+    [
+        (LAPTOP, ["model.preset=llama-1b"]),
+        (SERVER, ["model.preset=llama3-8b", "plan.data=8"]),
+        (SERVER, ["model.preset=llama3-8b", "train.device=cpu"]),
+    ],
+)
+def test_what_fits_as_far_as_the_state_goes_is_let_be(machine: Machine, settings: list[str]):
+    """Activations and copies come on top: whether these fit is for the planner and the dry run to say."""
+    assert short(machine, *settings) == []
+
+
+def test_the_state_on_a_machine_is_that_of_its_own_ranks():
+    """Four nodes of a 1B model's state in four shards, on machines that could not hold it whole."""
+    run = spec("model.preset=llama-1b", "plan.data=4", "plan.zero=3", "fleet.nodes=4", "train.precision=fp32")
+    small = Machine(processors=2, memory=8 * GIB)
+    assert check_here(run, small, count=node_ranks, severity="error") == []
+    assert "model.name" in [problem.key for problem in check_here(run, small, severity="error")]
+
+
+@pytest.mark.parametrize("severity", ["advice", "error"])
+def test_more_ranks_than_processors_are_never_an_error(severity: Severity):
+    (problem,) = short(LAPTOP, "plan.data=64", severity=severity)
+    assert (problem.severity, problem.key) == ("advice", "plan.data")
+    assert "64 ranks would share the 2 processors of this machine" in problem.reason
+
+
+def test_what_a_machine_lacks_is_no_fault_of_the_run():
+    run = spec("model.preset=llama3-70b", "plan.data=64")
+    assert not [problem for problem in check(run, files=False) if problem.severity == "error"]

@@ -1,0 +1,30 @@
+"""Groups of parameters, and matrices that one rank holds whole."""
+
+import pytest
+
+from tests.check.runs import errors, found, is_named
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ('{pattern = "*.attentoin.*"}', "matches none of the model's 39 parameters. Whole names are matched"),
+        ('{pattern = "blocks.0.*"}, {pattern = "blocks.*"}', "later groups match all 9 that it matches"),
+    ],
+)
+def test_a_group_of_nothing_is_named(groups: str, said: str) -> None:
+    is_named([f"optimizer.groups=[{groups}]"], "optimizer.groups", said)
+
+
+def test_a_group_of_something_is_let_be() -> None:
+    assert found('optimizer.groups=[{pattern="*norm*", weight_decay=0.1}, {pattern="*.mlp.*", kind="lion", lr=0.1}]') == []
+
+
+def test_a_matrix_that_fits_no_device_is_named_with_its_way_out() -> None:
+    """Weights of 200,000 by 100,000, of which a rank keeps a thousandth."""
+    large = ["model.dim=200000", "model.ffn=100000", "model.heads=2000", "model.kv_heads=2000", "model.head_dim=100"]
+    plan = ["cluster=h100", "plan.data=2048", "plan.zero=3", "train.global_batch=2048", "optimizer.kind=muon"]
+    (problem,) = [each for each in errors(*large, *plan) if each.key == "optimizer.kind"]
+    assert "takes" in problem.reason and "[200000, 200000]" in problem.reason
+    assert 'kind = "adamw"' in problem.way_out
+    assert not [each for each in errors(*large, *plan[:-1]) if each.key == "optimizer.kind"]

@@ -1,0 +1,222 @@
+"""Part A: what changed a run, or its data, without a word."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.findings.product import Running, events, megalith, running, write_verse
+
+
+def _texts(folder: Path) -> Path:
+    folder.mkdir()
+    write_verse(folder / "a.txt")
+    return folder
+
+
+def _prepare(at: Path, *sources: object, out: str = "out") -> tuple[int, str]:
+    said = megalith("data", "prepare", *sources, "--tokenizer", "bytes", "--out", out, at=at)
+    return said.status, said.words
+
+
+def test_a4_files_of_a_folder_that_are_left_out_are_named(tmp_path: Path) -> None:
+    folder = _texts(tmp_path / "texts")
+    (folder / "c.parquet").write_bytes(b"PAR1\0\0 columns \0\0PAR1")
+    assert "c.parquet" in _prepare(tmp_path, "texts")[1]
+
+
+def test_a4_a_parquet_file_alone_is_refused_as_one(tmp_path: Path) -> None:
+    (tmp_path / "c.parquet").write_bytes(b"PAR1\xff\xfe columns PAR1")
+    status, words = _prepare(tmp_path, "c.parquet")
+    assert status != 0
+    assert "iconv" not in words
+    assert "arquet" in words.replace("c.parquet", "")
+
+
+def test_a3_weights_of_another_model_of_the_same_shapes_are_not_started_from(at: Path) -> None:
+    _foreign(at / "model")
+    assert _imported(at, "model")["rope_theta"] == 10_000.0
+    asked = ["--set", "train.init_from=out-model", "--set", "model.rope_theta=500000.0"]
+    said = megalith("check", "run.toml", *asked, at=at)
+    assert said.status != 0
+    assert "rope_theta" in said.words
+
+
+def test_a6_a_smallest_learning_rate_is_not_read_as_a_share_without_a_word(at: Path) -> None:
+    """`min_lr = 3e-5` meant 3e-5 of lr."""
+    (at / "min_lr.toml").write_text((at / "run.toml").read_text() + "optimizer.min_lr = 3e-5\n")
+    said = megalith("check", "min_lr.toml", at=at)
+    assert said.status != 0
+    assert "min_lr_ratio" in said.words
+
+
+def test_a8_a_name_stays_in_the_folder_of_runs(at: Path) -> None:
+    assert megalith("check", "run.toml", "--set", 'name="../../escaped"', at=at).status != 0
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16
+}  # fmt: skip
+
+
+def _foreign(folder: Path, **changes: Any) -> Path:
+    """A Llama of one block as transformers writes it."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    dim, hidden, vocab = 32, 48, 264
+    block = {
+        "input_layernorm": (dim,), "post_attention_layernorm": (dim,), "self_attn.q_proj": (dim, dim), "self_attn.k_proj": (dim, dim),
+        "self_attn.v_proj": (dim, dim), "self_attn.o_proj": (dim, dim), "mlp.gate_proj": (hidden, dim), "mlp.up_proj": (hidden, dim),
+        "mlp.down_proj": (dim, hidden),
+    }  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {f"model.layers.0.{name}.weight": shape for name, shape in block.items()}
+    shapes |= {"model.embed_tokens.weight": (vocab, dim), "model.norm.weight": (dim,), "lm_head.weight": (vocab, dim)}
+    random = np.random.default_rng(0)
+    weights = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": dim, "intermediate_size": hidden,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": vocab, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "float32", "rope_theta": 10000.0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def _imported(at: Path, name: str) -> dict[str, Any]:
+    said = megalith("import", name, "--out", f"out-{name}", "--json", at=at)
+    assert said.status == 0, said.words
+    manifest = json.loads((at / said.json["folder"] / "manifest.json").read_text())
+    return manifest["meta"]["spec"]["model"]
+
+
+def test_a9_rope_scaling_beside_rope_parameters_is_what_transformers_reads(tmp_path: Path) -> None:
+    _foreign(tmp_path / "both", rope_scaling=LLAMA3, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    scaling = _imported(tmp_path, "both")["rope_scaling"]
+    assert scaling is not None
+    assert scaling["factor"] == 8.0
+
+
+def test_a9_a_tied_model_with_a_head_of_its_own_is_not_taken_without_it(tmp_path: Path) -> None:
+    _foreign(tmp_path / "tied", tie_word_embeddings=True)
+    said = megalith("import", "tied", "--out", "out", at=tmp_path)
+    assert said.status != 0
+    assert "lm_head.weight" in said.words
+
+
+def test_a11_a_file_of_a_folder_with_a_byte_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    folder = _texts(tmp_path / "texts")
+    text = (folder / "a.txt").read_bytes()
+    (folder / "b.txt").write_bytes(text + b"\xff\n" + text)
+    assert "b.txt" in _prepare(tmp_path, "texts")[1]
+
+
+@pytest.mark.parametrize("again", ["a.txt", "link.txt"])
+def test_a11_a_source_given_twice_is_not_read_twice(tmp_path: Path, again: str) -> None:
+    """Documents that are held out would be trained on."""
+    write_verse(tmp_path / "a.txt")
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    assert _prepare(tmp_path, "verse=a.txt", out="once")[0] == 0
+    status, _ = _prepare(tmp_path, "verse=a.txt", f"verse={again}", out="twice")
+    assert status != 0 or _tokens(tmp_path / "twice") == _tokens(tmp_path / "once")
+
+
+def _tokens(data: Path) -> int:
+    return json.loads((data / "manifest.json").read_text())["domains"]["verse"]["train"]["tokens"]
+
+
+def test_a11_a_line_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    (tmp_path / "deep.jsonl").write_text('{"a":' * 100_000)
+    status, words = _prepare(tmp_path, "deep.jsonl")
+    assert status != 0
+    assert "deep.jsonl:1" in words
+
+
+def test_a11_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
+    """It used to be waited for for ever: here somebody opens it at last, so that the command ends in either tree."""
+    os.mkfifo(tmp_path / "pipe")
+    with running("data", "prepare", "verse=pipe", "--tokenizer", "bytes", "--out", "out", at=tmp_path) as command:
+        opened = _open_when_read(tmp_path / "pipe", command)
+        assert not opened, "the command opened the pipe and waits for who writes into it"
+    assert "pipe" in command.output
+
+
+def _open_when_read(pipe: Path, command: Running) -> bool:
+    """Wait until the command has ended, or reads the pipe: only then can it be opened for writing without waiting."""
+    readers: list[int] = []
+
+    def reads() -> bool:
+        try:
+            readers.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError:
+            return False
+        return True
+
+    command.until(reads, or_ended=True)
+    for reader in readers:
+        os.close(reader)
+    return bool(readers)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "no table"])
+def test_a12_a_damaged_import_is_told_by_its_file_and_without_a_traceback(tmp_path: Path, damage: str) -> None:
+    folder = _foreign(tmp_path / "model")
+    if damage == "truncated":
+        os.truncate(folder / "model.safetensors", 1000)
+    else:
+        (folder / "config.json").write_text("[1, 2]")
+    said = megalith("import", "model", "--out", "out", at=tmp_path)
+    assert said.status != 0
+    assert "Traceback" not in said.stderr
+    assert ("model.safetensors" if damage == "truncated" else "config.json") in said.words
+
+
+# One run that goes on, for all that is done to it
+
+
+@pytest.fixture(scope="module")
+def run(at: Path) -> Iterator[Running]:
+    with running("train", "run.toml", "--run-dir", "run", at=at) as command:
+        command.until(lambda: events(at / "run", "checkpoint"))
+        yield command
+
+
+def test_a1_a_second_command_changes_no_byte_of_a_running_folder(at: Path, run: Running) -> None:
+    files = [at / "run" / name for name in ("run.toml", "spec.json", "provenance.json")]
+    before = [file.read_bytes() for file in files]
+    assert megalith("train", "run.toml", "--run-dir", "run", "--set", "train.steps=250", at=at).status != 0
+    assert [file.read_bytes() for file in files] == before
+    assert not run.ended
+
+
+def test_a10_a_checkpoint_of_another_run_is_not_taken_as_this_ones(at: Path, run: Running) -> None:
+    """Nor is another learning rate, where only the checkpoints are left of a run's folder (A15)."""
+    saved = at / "run" / events(at / "run", "checkpoint")[-1]["path"]
+    copied = at / "other" / "checkpoints" / saved.name
+    shutil.copytree(saved, copied)
+    steps = int(saved.name.rpartition("-")[2])
+    other = ["--set", "optimizer.lr=0.05", "--set", f"train.steps={steps}"]
+    said = megalith("train", "run.toml", "--run-dir", "other", *other, at=at)
+    assert said.status != 0
+    assert "optimizer.lr" in said.words
+
+
+def test_a2_an_edited_spec_is_not_trained_with_after_a_fault(at: Path, run: Running) -> None:
+    """The last test of this run: it ends."""
+    spec = at / "run" / "spec.json"
+    told = json.loads(spec.read_text())
+    told["optimizer"]["lr"] *= 30
+    spec.write_text(json.dumps(told))
+    done = len(events(at / "run", "step"))
+    for rank in run.ranks():
+        rank.send_signal(signal.SIGKILL)
+    run.until(lambda: len(events(at / "run", "run_started")) > 1 and len(events(at / "run", "step")) > done + 2, or_ended=True)
+    assert run.ended, "it goes on with what it was never asked to compute"
+    assert "spec.json" in run.output

@@ -1,0 +1,155 @@
+"""What a person reads when a run fails, recovers or is stopped: the cause first, once, in ten lines; no error after a success."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megalith.checkpoint.folder import committed
+from megalith.control.incidents import FOLDER
+from megalith.control.watch import BOUNCE_SECONDS
+from megalith.events import Incident, Step, of_kind, read
+from megalith.fleet import injection
+from megalith.fleet.exit_codes import ExitCode
+from megalith.fleet.injection import Injection
+from tests.fleet.conftest import until
+from tests.patience import PATIENCE
+from tests.runs import prepare_text
+
+pytestmark = pytest.mark.slow
+
+RUN = """
+model = {{ layers = 2, dim = 32, heads = 4, ffn = 48, vocab = 264, context = 64 }}
+plan = {{ data = 3, zero = 1 }}
+data.path = "{data}"
+train = {{ steps = 8, global_batch = 6, seq_len = 32, precision = "fp32" }}
+optimizer = {{ warmup = 0, schedule = "constant" }}
+checkpoint.every = 5
+launch = {{ threads = 1, start_timeout = 600.0 }}
+fleet = {{ hang_floor = 600.0, straggler_steps = 1_000 }}
+"""
+LOST_PEER = re.compile(r"gloo|connection (closed|reset)|exception raised from|frame #", re.IGNORECASE)
+"""What ranks that lost a peer say of it."""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "run.toml").write_text(RUN.format(data=prepare_text(folder)))
+    return folder / "run.toml"
+
+
+@pytest.fixture
+def start(run_file: Path, tmp_path: Path) -> Iterator[Start]:
+    """Start `megalith train` in `tmp_path / "run"`, with faults."""
+    started = list[subprocess.Popen[str]]()
+
+    def begin(*settings: str, faults: list[Injection] | None = None) -> "subprocess.Popen[str]":
+        injection.save(tmp_path / "faults.json", faults or [])
+        words = [word for setting in settings for word in ("--set", setting)]
+        command = [sys.executable, "-m", "megalith.cli", "train", str(run_file), "--run-dir", str(tmp_path / "run"), *words]
+        environment = os.environ | {injection.VARIABLE: str(tmp_path / "faults.json")}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def _said(process: "subprocess.Popen[str]") -> list[str]:
+    return process.communicate(timeout=PATIENCE)[0].splitlines()
+
+
+def _block(said: list[str]) -> list[str]:
+    """What follows the last line that tells of the run as it went on."""
+    last = max(i for i, line in enumerate(said) if re.match(r"step \d+/|incident at|going on at|warning", line))
+    return said[last + 1 :]
+
+
+def test_a_run_that_recovered_ends_without_an_error_in_sight(start: Start, tmp_path: Path) -> None:
+    process = start(faults=[Injection(0, "kill", 3, "step", (1,))])
+    said = _said(process)
+    assert process.returncode == ExitCode.FINISHED, said
+    assert [line for line in said if LOST_PEER.search(line)] == []
+    assert [line for line in said if line.startswith("error")] == []
+    incidents = [line for line in said if line.startswith("incident at")]
+    assert [line.partition(" (out of")[0] for line in incidents] == [
+        "incident at step 3: rank 1 on 0: killed by SIGKILL in phase `step`"
+    ]
+    assert said[-1].startswith("report: ")
+    kept = (tmp_path / "run" / FOLDER / "001.txt").read_text()
+    assert "first cause: rank 1 killed by SIGKILL" in kept
+    assert "ended by the supervisor" in kept or "after it: rank" in kept
+
+
+def test_an_error_that_comes_again_and_again_is_said_once_at_the_end(start: Start, tmp_path: Path) -> None:
+    process = start(faults=[Injection(number, "exception", 3, "step", (1,)) for number in range(3)])
+    said = _said(process)
+    assert process.returncode == ExitCode.FAILED, said
+    block = _block(said)
+    assert len(block) <= 10, block
+    assert "Injected: fault" in block[0]
+    assert "for the third time at step 3" in block[0]
+    assert sum("Injected: fault" in line for line in block) == 1
+    assert not [line for line in block if LOST_PEER.search(line) or line.startswith("Traceback")]
+    (file,) = [line.rpartition(": ")[2] for line in block if FOLDER in line]
+    assert f"incident {len(of_kind(read(tmp_path / 'run'), Incident))}," in Path(file).read_text()
+    assert "Traceback (most recent call last)" in Path(file).read_text()
+
+
+def test_numbers_that_are_not_finite_are_diagnosed_once(start: Start) -> None:
+    process = start("optimizer.lr=300", "optimizer.clip=0")
+    said = _said(process)
+    assert process.returncode == ExitCode.FAILED, said
+    block = _block(said)
+    assert len(block) <= 10, block
+    assert "not finite" in block[0]
+    assert "Lower optimizer.lr" in block[0]
+    assert sum("optimizer.lr" in line or "not finite" in line for line in block) == 1, block
+    assert not [line for line in said if line.startswith("Traceback") or LOST_PEER.search(line)]
+
+
+def test_without_recovery_a_killed_rank_is_named_in_ten_lines_and_may_have_been_out_of_memory(start: Start) -> None:
+    process = start("fleet.recover=false", faults=[Injection(0, "kill", 3, "step", (1,))])
+    said = _said(process)
+    assert process.returncode == ExitCode.LOST, said
+    block = _block(said)
+    assert len(block) <= 10, block
+    assert block[0].startswith("rank 1 killed by SIGKILL in phase `step` (out of memory")
+    assert not [line for line in said if LOST_PEER.search(line)]
+
+
+def test_ctrl_c_is_answered_at_once_with_what_a_second_one_loses(start: Start, tmp_path: Path) -> None:
+    """A rank stops in the step after the seventh, so that this step does not end: there is time for a second Ctrl-C."""
+    folder, settings = tmp_path / "run", ("train.steps=100_000", "checkpoint.asynchronous=false", "fleet.recover=false")
+    process = start(*settings, faults=[Injection(0, "stop", 7, "step", (1,))])
+    assert process.stdout is not None
+    until(lambda: bool(injection.fired(tmp_path / "faults.json")) and _done(folder) == 7, seconds=PATIENCE)
+    process.send_signal(signal.SIGINT)
+    said = list[str]()
+    while not (said and said[-1].startswith("Ctrl-C again")):
+        said.append(process.stdout.readline())
+        assert said[-1], said
+    assert said[-2] == "stopping after this step, then saving\n"
+    assert said[-1] == "Ctrl-C again: stop now and lose 2 steps (the newest copy of the state is step 5 in store)\n"
+    time.sleep(2 * BOUNCE_SECONDS)  # after the first was received: sooner, the second would count as the same key press
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == ExitCode.INTERRUPTED, rest
+    assert "ended at once" in rest
+    assert [path.name for path in committed(folder / "checkpoints")] == ["step-00000005"], "two of the seven steps are lost"
+
+
+def _done(folder: Path) -> int:
+    return max((event.step for event in of_kind(read(folder), Step)), default=0)

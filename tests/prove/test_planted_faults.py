@@ -1,0 +1,123 @@
+"""Faults planted in the trainer's own code are found at the limits of each precision; without them the same plan is equal."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from megalith.parallel import gradients
+from megalith.parallel.data import Weight
+from megalith.prove.compare import Recording
+from megalith.prove.parity import record, reference, shrink
+from megalith.prove.verdict import Verdict, judge
+from megalith.spec.numbers import TRAINED
+from megalith.spec.run import RunSpec
+from megalith.train import step
+from megalith.train.assemble import Trainer
+from tests.parallel.running import CPU, trainer_of
+from tests.ranks import run_ranks
+from tests.specs import tiny_run
+
+pytestmark = pytest.mark.slow
+
+OFF = 1.02
+PART = "blocks.1."
+"""The part of the model whose gradient is off."""
+REFERENCES: dict[Any, Recording] = {}
+
+Fault = Callable[[Trainer], AbstractContextManager[Any]]
+
+
+@contextmanager
+def missing_reduction(trainer: Trainer) -> Iterator[None]:
+    """One gradient bucket is not reduced over data ranks; partial gradients are not summed over tensor or pipeline ranks."""
+    calls, reduce_scatter = iter(range(1_000)), dist.reduce_scatter_tensor
+
+    def once_left_out(mine: Tensor, everyone: Tensor, *, group: dist.ProcessGroup, **options: Any) -> Any:
+        if not options.get("async_op") or next(calls) != 2:  # a bucket's reduction is, one of activations is not
+            return reduce_scatter(mine, everyone, group=group, **options)
+        mine.copy_(everyone.view(group.size(), -1)[group.rank()])
+        return None
+
+    with (
+        mock.patch.object(dist, "reduce_scatter_tensor", once_left_out),
+        mock.patch.object(gradients, "_sum_bucket", return_value=None),
+    ):
+        yield
+
+
+@contextmanager
+def part_off(trainer: Trainer) -> Iterator[None]:
+    """The gradient of one block is 2 % too long."""
+    chosen = {id(kept) for name, kept in trainer.parameters.items() if name.startswith(PART)}
+    add = Weight.add
+
+    def longer(self: Weight, share: Tensor) -> None:
+        add(self, share * OFF if id(self.kept) in chosen else share)
+
+    with mock.patch.object(Weight, "add", longer):
+        yield
+
+
+@contextmanager
+def microbatch_off(trainer: Trainer) -> Iterator[None]:
+    """The first microbatch counts 2 % too much."""
+    to_batches = step.to_batches
+
+    def first_counts_more(*args: Any, **options: Any) -> Any:
+        first, *others = to_batches(*args, **options)
+        return [replace(first, loss_scale=first.loss_scale * OFF), *others]
+
+    with mock.patch.object(step, "to_batches", first_counts_more):
+        yield
+
+
+FAULTS: dict[str, Fault] = {
+    "none": lambda trainer: nullcontext(),
+    "missing reduction": missing_reduction,
+    "part off": part_off,
+    "microbatch off": microbatch_off,
+}
+
+
+def recordings(rank: int, spec: RunSpec) -> dict[str, Recording]:
+    """The run with each fault, one after the other on the same ranks."""
+    found = {}
+    for name, fault in FAULTS.items():
+        trainer = trainer_of(spec)
+        with fault(trainer):
+            found[name] = record(trainer)
+    return found if rank == 0 else {}
+
+
+def alone(spec: RunSpec) -> Recording:
+    key = spec.model, spec.train, spec.plan.set_sequences
+    if key not in REFERENCES:
+        REFERENCES[key] = reference(spec, device=CPU)
+    return REFERENCES[key]
+
+
+def gaps(verdict: Verdict) -> str:
+    return "\n".join(row.quantity for row in verdict.rows if not row.equal)
+
+
+@pytest.mark.parametrize("precision", TRAINED)
+@pytest.mark.parametrize("plan", [{"data": 2}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize("preset", ["tiny", "mixtral-8x7b"])
+def test_each_fault_is_found(preset: str, plan: dict[str, Any], precision: str) -> None:
+    """The embedding is tied, so that pipeline ranks have a gradient to sum."""
+    run = tiny_run(plan=plan, model={"preset": preset, "tied": True}, train={"global_batch": 8, "precision": precision})
+    spec = shrink(run, steps=2)
+    assert spec.train.precision == precision
+    found = run_ranks(recordings, spec.plan.ranks, spec)[0]
+    verdicts = {name: judge(recording, spec=spec, alone=alone) for name, recording in found.items()}
+    assert verdicts["none"].equal and not verdicts["none"].tokens_tied, verdicts["none"]
+    assert "gradients" in gaps(verdicts["missing reduction"]), verdicts["missing reduction"]
+    assert "gradients" in gaps(verdicts["part off"]), verdicts["part off"]
+    expected = "gradients" if precision == "fp32" else "weight of a microbatch"
+    assert expected in gaps(verdicts["microbatch off"]), verdicts["microbatch off"]

@@ -1,0 +1,93 @@
+"""Names of epochs, and what each begins with."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megalith import epochs
+from megalith.epochs import begin, name, newest
+
+
+def test_epoch_0_has_the_plain_names_and_readers_take_the_highest(tmp_path: Path) -> None:
+    assert [name(file, epoch) for file in ("events.jsonl", "checkpoints") for epoch in (0, 12)] == [
+        "events.jsonl", "events-12.jsonl", "checkpoints", "checkpoints-12",
+    ]  # fmt: skip
+    assert newest(tmp_path / "nowhere", "events.jsonl").name == "events.jsonl"
+    for file in ("events.jsonl", "events-2.jsonl", "events-10.jsonl", "events-x.jsonl", "events-11.jsonl.tmp", "events-03.jsonl"):
+        (tmp_path / file).touch()
+    assert newest(tmp_path, "events.jsonl").name == "events-10.jsonl"
+
+
+def _folder(run: Path) -> None:
+    (run / "ranks").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000010").mkdir(parents=True)
+    (run / "events.jsonl").write_text("one\n")
+    (run / "ranks" / "fleet.json").write_text("{}")
+
+
+def _seen(run: Path) -> list[str]:
+    return sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.name != "ranks")
+
+
+def test_an_epoch_begins_with_all_that_there_was_and_an_earlier_owners_paths_lead_nowhere(tmp_path: Path) -> None:
+    _folder(tmp_path)
+    with (tmp_path / "events.jsonl").open("a") as late:
+        begin(tmp_path, 1)
+        late.write("late\n")
+    assert newest(tmp_path, "events.jsonl").read_text() == "one\n"
+    assert newest(tmp_path, "ranks/fleet.json").name == "fleet-1.json"
+    assert newest(tmp_path, "checkpoints") == tmp_path / "checkpoints-1"
+    assert [path.name for path in (tmp_path / "checkpoints-1").iterdir()] == ["step-00000010"]
+    (tmp_path / "checkpoints" / "step-00000020").mkdir(parents=True)  # by the earlier owner, whose names these are
+    begin(tmp_path, 3)
+    assert [path.name for path in newest(tmp_path, "checkpoints").iterdir()] == ["step-00000010"]
+    assert newest(tmp_path, "events.jsonl").read_text() == "one\n"
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_whoever_dies_while_an_epoch_begins_is_followed_by_one_that_does_the_rest(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _folder(tmp_path)
+    done = [0]
+
+    def dies(run_dir: Path, what: str, epoch: int) -> None:
+        done[0] += 1
+        if done[0] > moment:
+            raise KeyboardInterrupt
+        original[what](run_dir, what, epoch)
+
+    original: dict[str, Callable[[Path, str, int], None]] = {
+        **dict.fromkeys(epochs.COPIED, epochs._copy),
+        **dict.fromkeys(epochs.MOVED, epochs._move),
+    }
+    monkeypatch.setattr(epochs, "_copy", dies)
+    monkeypatch.setattr(epochs, "_move", dies)
+    with pytest.raises(KeyboardInterrupt):
+        begin(tmp_path, 1)
+    monkeypatch.undo()
+    begin(tmp_path, 2)
+    assert newest(tmp_path, "events.jsonl").read_text() == "one\n"
+    assert newest(tmp_path, "events.jsonl").name == "events-2.jsonl"
+    assert [path.name for path in newest(tmp_path, "checkpoints").iterdir()] == ["step-00000010"]
+    assert newest(tmp_path, "checkpoints").name == "checkpoints-2"
+
+
+def test_a_folder_that_nothing_was_saved_in_yet_is_there_all_the_same(tmp_path: Path) -> None:
+    """What the earlier owner saves later is then not the newest."""
+    begin(tmp_path, 1)
+    assert _seen(tmp_path) == ["checkpoints-1"]
+
+
+def test_a_mount_point_cannot_be_renamed_and_the_way_out_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _folder(tmp_path)
+
+    def rename(self: Path, target: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match=r"Make it a link.*checkpoints"):
+        begin(tmp_path, 1)

@@ -1,0 +1,42 @@
+"""The tool that runs these tests against an old commit: what counts as a proof."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.findings.product import ROOT
+
+TESTS = """
+import os
+from pathlib import Path
+
+def test_fails():
+    assert Path(os.environ["MEGALITH_TREE"], "megalith").is_dir() and 1 + 1 == 3
+
+def test_holds():
+    assert True
+
+def test_is_late():
+    raise TimeoutError("nothing came")
+
+def test_knows_no_option():
+    import no_such_module
+"""
+
+
+def test_only_a_failed_assertion_is_a_proof(tmp_path: Path) -> None:
+    if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=False).returncode:
+        pytest.skip("this tree is no clone, so no commit can be asked")
+    file = tmp_path / "test_some.py"
+    file.write_text(TESTS)
+    asked = [sys.executable, str(ROOT / "benchmarks/was_broken.py"), "HEAD", str(file)]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    printed = done.stdout
+    assert "was broken  test_fails\n      assert Path(os.environ" in printed
+    assert "NO PROOF    test_holds: it holds there as well" in printed
+    assert "NO PROOF    test_is_late: no assertion, but in its call TimeoutError: nothing came" in printed
+    assert "NO PROOF    test_knows_no_option: no assertion, but in its call ModuleNotFoundError" in printed
+    assert "1 of 4 tests failed by an assertion at HEAD" in printed
+    assert done.returncode == 1
