@@ -13,7 +13,7 @@ STOP, SKIP = StabilitySpec(), StabilitySpec(not_finite="skip", skips=2)
 BAD = (math.nan, math.inf, -math.inf)
 
 
-@given(norm=st.floats(0, 1e6), clip=st.floats(0, 10), tries=st.integers(0, 1), skipped=st.integers(0, 5))
+@given(norm=st.floats(0, 1e6), clip=st.just(0.0) | st.floats(1e-9, 10), tries=st.integers(0, 1), skipped=st.integers(0, 5))
 def test_finite_numbers_are_clipped_to_the_limit_and_never_stop(norm: float, clip: float, tries: int, skipped: int) -> None:
     vitals = Vitals(1.0, norm, skipped=skipped, tries=tries, repeatable=True)
     found = decide(vitals, optimizer=OptimizerSpec(clip=clip), stability=SKIP)
