@@ -1,0 +1,146 @@
+"""Number formats of at most 8 bits, to the bit: their codes, what each stands for, and rounding to them.
+
+E4M3 and E5M2: Micikevicius et al. 2022, arXiv:2209.05433. E2M1 and E8M0: OCP Microscaling Formats 1.0, section 5.3. Nothing here relies on
+what torch's casts do beyond a format's largest number: that differs between its releases, and 2.15 turns an infinity into 448.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+MANTISSA = 23  # bits of an fp32 number's fraction
+EXPONENTS = 0x7F800000  # the bits of its exponent
+
+
+@dataclass(frozen=True)
+class Element:
+    """A number of few bits: a sign, an exponent, a mantissa."""
+
+    name: str
+    exponent: int
+    mantissa: int
+    largest: float
+    """The largest finite number."""
+    dtype: torch.dtype | None = None
+    """Torch's type for it; None: torch has none that computes."""
+
+    @property
+    def lowest(self) -> int:
+        """Exponent of the smallest normal number; below it, numbers lie as far apart as there."""
+        return 2 - 2 ** (self.exponent - 1)
+
+    @property
+    def top(self) -> int:
+        """Exponent of the largest number."""
+        return math.frexp(self.largest)[1] - 1
+
+    @property
+    def fraction(self) -> int:
+        """The bits of the largest number's fraction, in fp32."""
+        return int((self.largest / 2**self.top - 1) * 2**MANTISSA)
+
+
+E4M3 = Element("e4m3", 4, 3, 448.0, torch.float8_e4m3fn)
+E5M2 = Element("e5m2", 5, 2, 57344.0, torch.float8_e5m2)
+E2M1 = Element("e2m1", 2, 1, 6.0)
+ELEMENTS: Mapping[str, Element] = {element.name: element for element in (E4M3, E5M2, E2M1)}
+
+
+def spacing(values: Tensor, element: Element) -> Tensor:
+    """The distance between the numbers of the format around each of `values` (fp32, finite), as if it had no largest one."""
+    bits = values.view(torch.int32).bitwise_and(EXPONENTS)
+    return bits.clamp_(min=(127 + element.lowest) << MANTISSA).sub_(element.mantissa << MANTISSA).view(torch.float32)
+
+
+def rounded(values: Tensor, element: Element, draws: Tensor | None = None) -> Tensor:
+    """The number of the format that stands for each of `values` (fp32): the nearest, of two as near the one whose last bit is 0, and at
+    most the largest. NaN stays NaN; an infinity becomes the largest number, so whoever calls this looks for it first.
+
+    With `draws`, uniform in [0, 1), stochastically: to one of the two neighbours, to each as often as the other is far away.
+    """
+    held = values.clamp(-element.largest, element.largest)  # keeps NaN
+    step = spacing(held, element)
+    if draws is None:
+        return held.div_(step).round_().mul_(step)
+    steps = held.abs().div_(step)
+    below = steps.floor()
+    below += draws < steps.sub_(below)  # never of a number that the format has: then nothing is left
+    return below.mul_(step).copysign_(values)
+
+
+def encode(values: Tensor, element: Element, draws: Tensor | None = None) -> Tensor:
+    """The codes (uint8) of `rounded` values. A format without a NaN has 0 for it: its block's scale says what it is."""
+    held = rounded(values, element, draws)
+    if element.dtype is not None:
+        return held.to(element.dtype).view(torch.uint8)
+    steps = held.abs().nan_to_num_(0.0).mul_(2).to(torch.uint8)  # 0, 1, 2, 3, 4, 6, 8 or 12 halves
+    code = steps - (steps > 4) * (steps - 4).div(2, rounding_mode="floor") - (steps > 8).to(torch.uint8)
+    return code + held.signbit().to(torch.uint8) * 8
+
+
+def decode(codes: Tensor, element: Element, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers that codes (uint8) stand for, exactly, in a wide dtype."""
+    table = torch.tensor(_numbers(element), dtype=dtype, device=codes.device)
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+@cache
+def _numbers(element: Element) -> tuple[float, ...]:
+    """The number that each code stands for."""
+    numbers = []
+    for code in range(1 << (1 + element.exponent + element.mantissa)):
+        sign = -1.0 if code >> (element.exponent + element.mantissa) else 1.0
+        exponent = code >> element.mantissa & ((1 << element.exponent) - 1)
+        fraction = (code & ((1 << element.mantissa) - 1)) / (1 << element.mantissa)
+        size = 2.0**element.lowest * fraction if exponent == 0 else 2.0 ** (exponent - 1 + element.lowest) * (1 + fraction)
+        numbers.append(sign * (size if size <= element.largest else _beyond(element, fraction)))
+    return tuple(numbers)
+
+
+def _beyond(element: Element, fraction: float) -> float:
+    """What a code above the largest number's stands for: E5M2 has an infinity, E4M3 has not."""
+    return float("inf") if element is E5M2 and fraction == 0 else float("nan")
+
+
+# --- scales ---
+
+
+def exponent_up(amax: Tensor, element: Element) -> Tensor:
+    """The smallest k with amax <= largest * 2^k, from -127 to 127: by a scale of 2^k nothing saturates. amax: fp32; int32.
+
+    0 has k = 0. A NaN or an infinity has 128, of which the scale is NaN.
+    """
+    bits = amax.view(torch.int32)
+    fraction = bits & (1 << MANTISSA) - 1
+    return _special((bits >> MANTISSA) - 127 - element.top + (fraction > element.fraction), amax)
+
+
+def exponent_down(amax: Tensor, element: Element) -> Tensor:
+    """floor(log2(amax)) - the exponent of the largest number (OCP Microscaling Formats 1.0, section 6.3), from -127 to 127: what lies
+    above the largest number times 2^k saturates. NaN, infinities and 0 as in `exponent_up`."""
+    return _special((amax.view(torch.int32) >> MANTISSA) - 127 - element.top, amax)
+
+
+def _special(k: Tensor, amax: Tensor) -> Tensor:
+    k = k.clamp_(-127, 127).masked_fill_(amax == 0, 0)
+    return k.masked_fill_(~amax.isfinite(), 128)
+
+
+def power(k: Tensor) -> Tensor:
+    """2^k in fp32, for k (int32) from -127 to 127; NaN for 128."""
+    normal = (k.clamp(min=-126) + 127 << MANTISSA).view(torch.float32)
+    return torch.where(k > 127, torch.nan, torch.where(k < -126, 2.0**-127, normal))
+
+
+def encode_exponent(k: Tensor) -> Tensor:
+    """E8M0 codes (uint8) of the scales 2^k."""
+    return (k + 127).to(torch.uint8)
+
+
+def decode_exponent(codes: Tensor) -> Tensor:
+    """The scales (fp32) that E8M0 codes stand for: 2^(code - 127), and NaN for 255."""
+    return power(codes.int() - 127)

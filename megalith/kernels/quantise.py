@@ -1,0 +1,151 @@
+"""Tensors in narrow formats: codes, and scales that blocks of them share. The definition, in plain torch.
+
+A block is a rectangle of a matrix [..., rows, columns]; matrices before these dims are apart. The last block of a row or column may be
+short. A number is its code's times its block's scale, times the whole tensor's where there is one (NVFP4: arXiv:2509.25149, appendix B).
+A block with a NaN or an infinity in it has the scale NaN: all of its numbers are NaN, and so is what is multiplied with them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalith.kernels.elements import (
+    E4M3,
+    EXPONENTS,
+    MANTISSA,
+    Element,
+    decode,
+    encode,
+    exponent_down,
+    exponent_up,
+    power,
+    rounded,
+)
+
+Scale = Literal["up", "down", "fp32", "e4m3"]
+Share = Callable[[Tensor], Tensor]
+"""Maxima (fp32) of the blocks here -> those over all ranks that hold a part of these blocks. In place."""
+
+ALL = 0
+"""As a block's size: as many as there are."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How the numbers of a matrix share scales."""
+
+    element: Element
+    block: tuple[int, int]
+    """Rows and columns of a block."""
+    scale: Scale = "up"
+    """`up`: the smallest power of two by which nothing saturates. `down`: OCP's, by which the largest may. `fp32`: the block's largest
+    number becomes the format's. `e4m3`: the same, rounded to E4M3, and one fp32 scale for the whole matrix."""
+
+    @property
+    def exact(self) -> bool:
+        """True if every number is one of bf16's: its code times a power of two."""
+        return self.scale in ("up", "down")
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """A tensor in a narrow format."""
+
+    codes: Tensor
+    """uint8 [..., rows, columns]"""
+    scales: Tensor
+    """fp32 [..., blocks of rows, blocks of columns]: what a code's number is multiplied by"""
+    whole: Tensor | None
+    """fp32 [..., 1, 1]: what all numbers of a matrix are multiplied by besides"""
+    scaling: Scaling
+
+    def factors(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Every number, without the whole tensor's scale: code times block's scale. Exact in fp32 unless scales are fp32."""
+        numbers = decode(self.codes, self.scaling.element)
+        return _unblocked(_blocked(numbers, self.scaling.block) * self.scales[..., :, None, :, None], self.codes.shape).to(dtype)
+
+    def decoded(self) -> Tensor:
+        """Every number, fp32."""
+        factors = self.factors()
+        return factors if self.whole is None else factors * self.whole
+
+
+def quantise(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: Tensor | None = None) -> Narrowed:
+    """x [..., rows, columns] in a narrow format. `share` where other ranks hold a part of its blocks, or of the matrix where that has a
+    scale. `draws`, of the shape of x and uniform in [0, 1): round stochastically."""
+    element, blocks = scaling.element, _blocked(x.float(), scaling.block)
+    amax, of_all = _maxima(blocks, scaling, share)
+    whole = None
+    if scaling.scale == "e4m3":
+        assert of_all is not None
+        by, scales, whole = _two_levels(amax, of_all, element)
+    elif scaling.scale == "fp32":
+        by, scales = _fp32(amax, element.largest)
+    else:
+        k = (exponent_up if scaling.scale == "up" else exponent_down)(amax, element)
+        by, scales = power(-k.clamp(max=127)), power(k)
+    scaled = _unblocked(blocks * by[..., :, None, :, None], x.shape)
+    return Narrowed(encode(scaled.nan_to_num_(0.0), element, draws), scales, whole, scaling)
+
+
+def narrowed(x: Tensor, scaling: Scaling, *, share: Share | None = None) -> Tensor:
+    """The numbers of `quantise(x, scaling)` in the dtype of x, where scales are powers of two: without codes, in a few passes.
+
+    They are the same for every block whose largest number is at least 2^-90; in smaller ones, differences of 2^-126 are lost.
+    """
+    element, blocks = scaling.element, _blocked(x.float(), scaling.block)
+    amax, _ = _maxima(blocks, scaling, share)
+    k = (exponent_up if scaling.scale == "up" else exponent_down)(amax, element)[..., :, None, :, None]
+    least = (k + (127 + element.lowest)).clamp_(min=element.mantissa + 1) << MANTISSA
+    step = blocks.view(torch.int32).bitwise_and(EXPONENTS)
+    step = torch.maximum(step, least, out=step).sub_(element.mantissa << MANTISSA).view(torch.float32)
+    numbers = blocks.div(step).round_().mul_(step)
+    if scaling.scale == "down":
+        most = power(k) * element.largest
+        numbers = numbers.clamp_(-most, most)
+    return _unblocked(numbers.masked_fill_(k > 127, torch.nan), x.shape).to(x.dtype)
+
+
+def _maxima(blocks: Tensor, scaling: Scaling, share: Share | None) -> tuple[Tensor, Tensor | None]:
+    """The largest size in each block, and that in each matrix where it has a scale, over all ranks that hold a part of them."""
+    amax = blocks.abs().amax((-3, -1))
+    if scaling.scale != "e4m3":
+        return (amax if share is None else share(amax)), None
+    of_all = (
+        amax.amax((-2, -1), keepdim=True) if amax.numel() else amax.new_zeros(*amax.shape[:-2], 1, 1)
+    )  # a block of such a format is whole on one rank: `check` sees to it
+    return amax, (of_all if share is None else share(of_all))
+
+
+def _fp32(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """By what numbers are multiplied so that `amax` becomes `largest`, and its inverse, both rounded to fp32 (Transformer Engine 2.20,
+    tests/pytorch/references/quantize_scale_calc.py)."""
+    by = torch.full_like(amax, largest).div_(amax)  # a Python number over a tensor is its reciprocal times that: two roundings
+    by = by.clamp_(max=torch.finfo(torch.float32).max)
+    by = torch.where(amax == 0, 1.0, by).masked_fill_(~amax.isfinite(), torch.nan)
+    return by, 1 / by
+
+
+def _two_levels(amax: Tensor, of_all: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:
+    """By what numbers are multiplied before they are rounded; their block's scale, one of E4M3's numbers, and that of the matrix."""
+    by_all, whole = _fp32(of_all, element.largest * E4M3.largest)
+    scales = rounded(amax.div(torch.full_like(amax, element.largest)) * by_all, E4M3)
+    return torch.where(scales == 0, 0.0, by_all / scales), scales, whole
+
+
+def _blocked(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """[..., rows, columns] -> [..., blocks of rows, rows of one, blocks of columns, columns of one]; short blocks are filled with 0."""
+    rows, columns = block[0] or x.shape[-2] or 1, block[1] or x.shape[-1] or 1
+    missing = -x.shape[-2] % rows, -x.shape[-1] % columns
+    if any(missing):
+        x = F.pad(x, (0, missing[1], 0, missing[0]))
+    return x.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+
+
+def _unblocked(blocks: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse, to the shape that there was."""
+    return blocks.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]]
