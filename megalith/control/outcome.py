@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
+from megalith.fleet.report import Reported
 
 MOST_LINES = 8
 """Lines of a message. The command adds the run folder and the report, so a failure takes ten lines of the terminal."""
@@ -52,9 +53,7 @@ class Outcome:
         """The cause. The policy's report, if there is one, says it in its own words."""
         if not self.report:
             return [f"{cause.name} {cause.reason}", *_error(cause), *_place(cause)]
-        if (
-            cause.secondary or cause.code == ExitCode.REPORTED
-        ):  # lost connections say nothing, and what was reported is in the report
+        if cause.secondary or _reported(cause):  # lost connections say nothing, and what was reported is in the report
             return [_cut(self.report)]
         said = (cause.error or cause.reason).rstrip(".") in self.report
         error = _error(cause)
@@ -83,6 +82,11 @@ _PEACEFUL: dict[int, str] = {
 
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)$', re.MULTILINE)
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3")
+
+
+def _reported(cause: Failure) -> bool:
+    """Tell whether a rank ended because it had reported a sign. The supervisor may have killed it before it could exit by itself."""
+    return cause.code == ExitCode.REPORTED or cause.error.startswith(f"{Reported.__module__}.{Reported.__qualname__}:")
 
 
 def _error(cause: Failure) -> list[str]:
