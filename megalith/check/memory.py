@@ -6,7 +6,7 @@ from megalith.schedule.table import kind
 from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, MoeSpec
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
-from megalith.spec.plan import Plan
+from megalith.spec.plan import AUTO, Plan, segment_size
 from megalith.spec.problem import near
 from megalith.spec.sizes import Count, count_model
 from megalith.spec.state import GRADIENT, MASTER, bytes_each, bytes_of
@@ -46,6 +46,19 @@ def recomputation_names_what_exists(case: Case) -> Found:
     if plan.recompute.startswith("every:") and int(plan.recompute.removeprefix("every:")) > case.spec.model.layers:
         reason = f"counts past the model's {case.spec.model.layers} blocks"
         yield error("plan.recompute", plan.recompute, reason, f"Use every:N with N <= {case.spec.model.layers}.")
+    yield from _segments_fit(case)
+
+
+def _segments_fit(case: Case) -> Found:
+    """Segments lie inside a stage. One that is as long as the stage keeps all of its blocks while it runs again, so it spares nothing
+    where one microbatch is in flight."""
+    plan, blocks = case.plan, case.spec.model.layers
+    if case.model is None or plan.recompute == AUTO or not (size := segment_size(plan.recompute, blocks=blocks)):
+        return
+    longest = max(plan.layers) if plan.layers else -(-blocks // plan.stages)
+    if plan.recompute != "sqrt" and size > longest:
+        reason = f"asks for segments of {size} blocks, and the longest stage has {longest}"
+        yield error("plan.recompute", plan.recompute, reason, f"Use segments:auto, or segments:K with K <= {longest}.")
 
 
 def state_fits(case: Case) -> Found:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from megalith.commands.arguments import RunRequest
 from megalith.machine import capacity
 from megalith.spec import files
 from megalith.spec.files import Resolved
+from megalith.spec.plan import AUTO
 from megalith.spec.problem import Problem, Severity, SpecErrors
 from megalith.spec.run import RunSpec
 
@@ -68,7 +69,21 @@ def check(
         faulty = {_table(key) for key in known}  # a default in one may stand for what a faulty key meant
         others = (p for p in found if p.key not in known and (p.source != "default" or _table(p.key) not in faulty))
         raise SpecErrors([*reading.problems, *others])
-    return Checked(resolved, found, tuple(short))
+    checked = Checked(resolved, found, tuple(short))
+    return checked if checked.errors else replace(checked, resolved=_decided(resolved))
+
+
+def _decided(resolved: Resolved) -> Resolved:
+    """Return the run with a size for each `segments:auto`: all ranks must recompute alike, so it is decided once, and recorded."""
+    spec = resolved.spec
+    asked = {"plan": spec.plan} | ({"fallback": spec.fleet.fallback} if spec.fleet.fallback else {})
+    if all(plan.recompute != AUTO for plan in asked.values()):
+        return resolved
+    from megalith.cost import foreseen  # traces blocks, for which torch is imported
+
+    plans = {name: foreseen.of_run(spec.model_copy(update={"plan": plan})).plan for name, plan in asked.items()}
+    fleet = spec.fleet.model_copy(update={"fallback": plans.get("fallback")})
+    return replace(resolved, spec=spec.model_copy(update={"plan": plans["plan"], "fleet": fleet}))
 
 
 def _table(name: str) -> str:

@@ -266,7 +266,9 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Hel
         summed += network.reduce(practice.gradient_bytes * expert, own, wires, calls=calls)
         return _beside(summed, backward, setting)
     if plan.zero == 3:
-        return m * (_beside(gathers, forward, setting) + _beside(gathers + reductions, backward, setting))
+        size = traced.segments.size if traced.segments else 1
+        again = gathers * (2 - 1 / size)  # a segment's weights once more, but for its last block's
+        return m * (_beside(gathers, forward, setting) + _beside(again + reductions, backward, setting))
     if plan.zero == 2:
         return m * _beside(reductions, backward, setting) + _beside(gathers, forward, setting)
     if practice.gathers == "rank":

@@ -11,6 +11,7 @@ from megalith.cost.constants import Calibration, calibration
 from megalith.cost.memory import every_rank, numbers, shares, updated
 from megalith.cost.parts import Numbers, Parts, parts
 from megalith.cost.profile import PHASES, Core, Phase, Profile
+from megalith.cost.segments import decided
 from megalith.cost.workload import Practice, Workload
 from megalith.mesh import Mesh
 from megalith.schedule import build, lower
@@ -18,6 +19,7 @@ from megalith.schedule.action import Action, computations
 from megalith.schedule.action import parts as actions_of
 from megalith.schedule.lower import WEIGHT_GRADIENTS
 from megalith.spec import cluster as clusters
+from megalith.spec.plan import segments
 from megalith.spec.run import RunSpec
 
 TRAINER = Practice(generation="eager", loss="chunked", overlap_tensor=False)
@@ -84,6 +86,8 @@ class _Here:
     actions: tuple[Action, ...]
     stages: dict[int, tuple[Profile, ...]]
     weights: dict[int, tuple[Numbers, ...]]
+    segments: dict[int, tuple[tuple[int, ...], ...]]
+    """The blocks of each segment, by their numbers in the model."""
 
 
 def foresee(workload: Workload, *, rank: int, figures: Calibration | None = None) -> Foreseen:
@@ -93,7 +97,7 @@ def foresee(workload: Workload, *, rank: int, figures: Calibration | None = None
     here = _here(workload, traced, place)
     return Foreseen(
         memory=_memory(workload, traced, here, place, figures or calibration()),
-        traffic=tuple(sorted(_traffic(workload, here), key=lambda one: (one.axis, one.kind))),
+        traffic=tuple(sorted(_traffic(workload, traced, here), key=lambda one: (one.axis, one.kind))),
         work=_work(here),
     )
 
@@ -103,7 +107,7 @@ def of_run(spec: RunSpec) -> Workload:
     named = spec.cluster if spec.cluster != "local" else f"cpu:{spec.plan.ranks}"
     model, train, kind = spec.model.build(), spec.train, spec.optimizer.kind
     cluster, batch = clusters.load(named), train.global_batch
-    return Workload(model, spec.plan, cluster, train.seq_len, batch, train.precision, TRAINER, kind)
+    return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, train.precision, TRAINER, kind))
 
 
 def _here(workload: Workload, traced: Parts, place: int) -> _Here:
@@ -120,7 +124,16 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
         actions=tuple(action for slot in row for action in actions_of(slot)),
         stages={stage: tuple(chain(*profiles[where])) for stage, where in own.items()},
         weights={stage: tuple(chain(*weights[where])) for stage, where in own.items()},
+        segments={stage: _segments(traced, where) for stage, where in own.items()},
     )
+
+
+def _segments(traced: Parts, where: slice) -> tuple[tuple[int, ...], ...]:
+    """The segments of a stage with the parts `where`: part 0 is the embedding, block 0 is part 1."""
+    numbers = range(len(traced.blocks) + 2)[where]
+    size = traced.segments.size if traced.segments else 0
+    cut = segments([0 < number <= len(traced.blocks) for number in numbers], size)
+    return tuple(tuple(numbers[at] - 1 for at in run) for run in cut)
 
 
 def _head(traced: Parts) -> tuple[Profile, ...]:
@@ -157,7 +170,7 @@ def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[f
     A stage's gradients are added up from its first backward until they are reduced; then the rank keeps its share. From ZeRO 2 on they
     leave part by part with each backward. What a backward computes in less than fp32 is added part by part too.
     """
-    saved = {stage: sum(profile.saved for profile in parts if profile is not traced.head) for stage, parts in here.stages.items()}
+    saved = {stage: _kept(traced, here, stage) for stage in here.stages}
     sums = {stage: SUM_BYTES * float(sum(map(sum, parts))) for stage, parts in here.weights.items()}
     largest = _largest(here)
     passing = largest * workload.width if workload.width < SUM_BYTES else 0.0
@@ -174,6 +187,12 @@ def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[f
         elif action.kind == "REDUCE":
             adding[stage], shares[stage] = 0.0, _share(workload, here.weights[stage])
     yield sum(shares.values()) + sum(adding.values()), kept
+
+
+def _kept(traced: Parts, here: _Here, stage: int) -> float:
+    """Bytes that a microbatch's forward through a stage leaves for its backward. The head leaves nothing: its backward follows."""
+    within = [traced.blocks[number].saved for run in here.segments[stage] for number in run[1:]]
+    return sum(profile.saved for profile in here.stages[stage] if profile is not traced.head) - sum(within)
 
 
 def _largest(here: _Here) -> float:
@@ -194,7 +213,25 @@ def _temporary(traced: Parts, here: _Here, action: Action) -> float:
     logits = traced.head.saved + traced.head.working if any(profile is traced.head for profile in profiles) else 0.0
     if action.kind == "F":
         return logits
-    return max(logits, *(profile.working for profile in profiles if profile is not traced.head), 0.0)
+    return max(
+        logits, *(profile.working for profile in profiles if profile is not traced.head), _inside(traced, here, action.stage)
+    )
+
+
+def _inside(traced: Parts, here: _Here, stage: int) -> float:
+    """The most that a segment holds besides its input while it runs again and its blocks' backwards follow."""
+    if traced.segments is None:
+        return 0.0
+    blocks = traced.segments.inside
+    return max(
+        (
+            sum(blocks[number].saved for number in run)
+            - traced.blocks[run[0]].saved
+            + max(blocks[number].working for number in run)
+            for run in here.segments[stage]
+        ),
+        default=0.0,
+    )
 
 
 def _travelling(workload: Workload, here: _Here) -> float:
@@ -205,11 +242,11 @@ def _travelling(workload: Workload, here: _Here) -> float:
     return _largest(here) * (SUM_BYTES + (workload.width if plan.zero == 3 else 0))
 
 
-def _traffic(workload: Workload, here: _Here) -> Iterator[Traffic]:
+def _traffic(workload: Workload, traced: Parts, here: _Here) -> Iterator[Traffic]:
     """Everything sent but single numbers: the norm, the loss, and requests to stop."""
     calls: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
-    for axis, kind, times, size in (*_exchanges(workload, here), *_messages(workload, here), *_state(workload, here)):
+    for axis, kind, times, size in (*_exchanges(workload, here), *_messages(workload, here), *_state(workload, traced, here)):
         if times and size:
             calls[axis, kind] += times
             sizes[axis, kind] += times * size  # pyright: ignore[reportArgumentType]  # bytes of a share may be broken numbers
@@ -251,12 +288,15 @@ def _messages(workload: Workload, here: _Here) -> Iterator[Sent]:
     yield "pipeline", "receive", kinds["RECV"], size
 
 
-def _state(workload: Workload, here: _Here) -> Iterator[Sent]:
+def _state(workload: Workload, traced: Parts, here: _Here) -> Iterator[Sent]:
     """Weights gathered and gradients reduced, part by part: of all tokens' weights, and of the experts'."""
     mesh = Mesh.of(workload.plan)
     kinds = Counter((action.kind, action.stage) for action in here.actions if action.kind in ("GATHER", "REDUCE"))
-    for (kind, stage), times in kinds.items():
-        for part in here.weights[stage]:
+    moved = [(kind, times, here.weights[stage]) for (kind, stage), times in kinds.items()]
+    if workload.plan.zero == 3:
+        moved += [("GATHER", _times(here)[stage]["I"], _gathered_again(traced, here, stage)) for stage in here.stages]
+    for kind, times, weights in moved:
+        for part in weights:
             for names, count, (copies, shards) in (
                 (("copies", "shards"), part.dense, mesh.state[1:3]),
                 (("expert copies", "expert shards"), part.expert, mesh.experts[1:3]),
@@ -267,6 +307,12 @@ def _state(workload: Workload, here: _Here) -> Iterator[Sent]:
                     yield names[1], "reduce-scatter", times, count * SUM_BYTES
                 if kind == "REDUCE" and copies > 1:
                     yield names[0], "all-reduce", times, count * SUM_BYTES / shards
+
+
+def _gathered_again(traced: Parts, here: _Here, stage: int) -> tuple[Numbers, ...]:
+    """Weights that ZeRO 3 gathers once more for each backward: a segment's, but for its last block's, whose backward follows at once."""
+    blocks = [traced.blocks[number] for run in here.segments[stage] for number in run[:-1]]
+    return tuple(Numbers(block.weights, block.expert_weights) for block in blocks)
 
 
 def _work(here: _Here) -> Work:

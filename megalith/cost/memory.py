@@ -11,7 +11,7 @@ from megalith import schedule as schedules
 from megalith.cost import host, update
 from megalith.cost.constants import Generation
 from megalith.cost.kept import kept
-from megalith.cost.parts import Numbers, Parts
+from megalith.cost.parts import Numbers, Parts, Segments
 from megalith.cost.time import line
 from megalith.cost.workload import Workload
 from megalith.schedule.action import Row
@@ -240,11 +240,27 @@ def _numbers(parts: Parts, here: Held, shared: int) -> Numbers:
 @lru_cache(1 << 14)
 def _own(parts: Parts, here: Held) -> _Own:
     blocks = [(parts.blocks[kind], times) for kind, times in here.blocks]
+    largest = max((block.weights + block.expert_weights for block, _ in blocks), default=0)
+    if parts.segments is not None:
+        found = [_segmented(parts, parts.segments, chunk) for chunk in here.chunks]
+        return _Own(largest, tuple(saved for saved, _ in found), max((working for _, working in found), default=0.0))
     return _Own(
-        largest=max((block.weights + block.expert_weights for block, _ in blocks), default=0),
+        largest=largest,
         saved=tuple(sum(parts.blocks[kind].saved * times for kind, times in chunk) for chunk in here.chunks),
         working=max((block.working for block, _ in blocks), default=0.0),
     )
+
+
+def _segmented(parts: Parts, segments: Segments, chunk: Chunk) -> tuple[float, float]:
+    """Bytes that a microbatch leaves in a chunk's segments, and the most that one of them holds besides while it runs again. Blocks of
+    several kinds count as if each segment had those that hold the most."""
+    blocks = sum(times for _, times in chunk)
+    if not blocks:
+        return 0.0, 0.0
+    inside = [segments.inside[kind] for kind, _ in chunk]
+    x, size = max(parts.blocks[kind].saved for kind, _ in chunk), min(segments.size, blocks)
+    again = size * max(block.saved for block in inside) - x + max(block.working for block in inside)
+    return -(-blocks // segments.size) * x, again
 
 
 def _graphed(workload: Workload) -> frozenset[int]:

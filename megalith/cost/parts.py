@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megalith.cost import kept
-from megalith.cost.profile import Layout, Profile
+from megalith.cost.profile import Layout, Profile, twice
 from megalith.cost.workload import Workload
 from megalith.machine import lifeline
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
-from megalith.spec.plan import recomputed
+from megalith.spec.plan import recomputed, segment_size
 
 VERSION = 3
 """Of the figures: a change in what is counted makes old files worthless."""
@@ -43,6 +43,16 @@ class Numbers(NamedTuple):
     expert: float
 
 
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """How the blocks of a stage keep one input for several of them (`spec.plan.segments`)."""
+
+    size: int
+    """Blocks of a segment."""
+    inside: tuple[Profile, ...]
+    """For each block of the model its profile while its segment runs again: with its graph, or, nested, with its input alone."""
+
+
 @dataclass(frozen=True, eq=False)  # told by identity, so that what follows from it can be kept
 class Parts:
     """Profiles of the distinct parts of a model, and which of its blocks is which."""
@@ -57,6 +67,7 @@ class Parts:
     """How often that module stands there."""
     joining: int = 0
     """Numbers of one such module's weights outside its block: the projection of a token's two vectors, and norms."""
+    segments: Segments | None = None
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
@@ -86,17 +97,23 @@ class Key(NamedTuple):
 
 def parts(workload: Workload) -> Parts:
     """The profiles of every part, traced if they are not known yet."""
-    embedding, head, blocks, ahead = _keys(workload)
-    found = {id(key): _found(key) for key in _once(blocks)}
-    more = workload.model.head.ahead
+    embedding, head, blocks, ahead, inside = _keys(workload)
+    found = {id(key): _found(key) for key in _once([*blocks, *inside])}
+    more, size = workload.model.head.ahead, _segment_size(workload)
+    nested = {id(key): twice(found[id(key)]) for key in _once(blocks)} if size and not inside else found
     return Parts(
         _found(embedding),
         _found(head),
-        tuple(found[id(key)] for key in blocks),
+        tuple(nested[id(key)] for key in blocks),
         _found(ahead) if ahead else None,
         more.depth if more else 0,
         _joining(workload.model) if more else 0,
+        Segments(size, tuple(found[id(key)] for key in inside or blocks)) if size else None,
     )
+
+
+def _segment_size(workload: Workload) -> int:
+    return segment_size(workload.plan.recompute, blocks=len(workload.model.blocks))
 
 
 def _joining(model: ModelSpec) -> int:
@@ -121,8 +138,8 @@ def prepare(workloads: Iterable[Workload], tick: Callable[[int, int], None] = la
 
 
 def _every_key(workload: Workload) -> list[Key]:
-    embedding, head, blocks, ahead = _keys(workload)
-    return [embedding, head, *_once(blocks), *([ahead] if ahead else [])]
+    embedding, head, blocks, ahead, inside = _keys(workload)
+    return [embedding, head, *_once([*blocks, *inside]), *([ahead] if ahead else [])]
 
 
 def _once(keys: list[Key]) -> Iterable[Key]:
@@ -130,13 +147,15 @@ def _once(keys: list[Key]) -> Iterable[Key]:
     return {id(key): key for key in keys}.values()
 
 
-def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None]:
-    """Of embedding, head, each block in order, and the module that predicts further tokens."""
+def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key]]:
+    """Return the keys of embedding, head, each block in order, the module that predicts further tokens, and each block while its segment
+    runs again, if it then keeps its graph."""
     model, plan, folder = workload.model, workload.plan, os.environ.get(kept.CACHE)
     here, bare = workload.layout, _bare(workload.model)  # pyright: ignore[reportArgumentType]
     whole, plain = replace(here, recompute="full"), here if plan.recompute == "selective" else replace(here, recompute="none")
-    blocks = len(model.blocks)
-    *again, further = (recomputed(number, blocks=blocks, policy=plan.recompute) for number in range(blocks + 1))
+    blocks, size = len(model.blocks), _segment_size(workload)
+    *alone, further = (recomputed(number, blocks=blocks, policy=plan.recompute) for number in range(blocks + 1))
+    again = [True] * blocks if size else alone
     ahead = model.head.ahead
     known: dict[tuple[int, bool], Key] = {}
 
@@ -147,7 +166,8 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None]:
         return known[both]
 
     embedding, head = (Key(kind, bare, None, _seen(None, here), folder) for kind in ("embedding", "head"))
-    return embedding, head, list(map(key, model.blocks, again)), key(ahead.block, further) if ahead else None
+    inside = list(map(key, model.blocks, alone)) if size and not all(alone) else []
+    return embedding, head, list(map(key, model.blocks, again)), key(ahead.block, further) if ahead else None, inside
 
 
 _bared: dict[int, tuple[ModelSpec, ModelSpec]] = {}  # by identity, of models kept with it: hashing whole ones takes long

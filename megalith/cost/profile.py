@@ -133,6 +133,28 @@ class Profile:
             return None
 
 
+def twice(profile: Profile) -> Profile:
+    """Return the profile of a part whose forward runs once more before its backward than it does in `profile`."""
+
+    def more(counts: dict[Phase, Any]) -> dict[Phase, Any]:
+        return {phase: count + (counts["F"] if phase == "I" else 0) for phase, count in counts.items()}
+
+    def once_more(items: tuple[Any, ...], **values: Any) -> tuple[Any, ...]:
+        return (*items, *(replace(item, phase="I", **values) for item in items if item.phase == "F"))
+
+    return replace(
+        profile,
+        products=once_more(profile.products),
+        cores=once_more(profile.cores, again=True),
+        exchanges=once_more(profile.exchanges),
+        moved=more(profile.moved),
+        kernels=more(profile.kernels),
+        apart=more(profile.apart),
+        apart_moved=more(profile.apart_moved),
+        routed=more(profile.routed),
+    )
+
+
 class _UnlikeError(Exception):
     """Two profiles are of different operations."""
 

@@ -25,7 +25,7 @@ from megalith.parallel.recompute import apply_recompute
 from megalith.parallel.tensor import Split
 from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PRECISIONS
-from megalith.spec.plan import Plan
+from megalith.spec.plan import Plan, segment_size, segments
 from megalith.spec.sizes import tied_names
 
 
@@ -67,7 +67,9 @@ class Builder:
                 if self.plan.compile:
                     block.compile()
             used.append(self._keep(name, part, places))
-        return Runner(stage, used, zero=self.plan.zero, reducer=self.reducer)
+        size = segment_size(self.plan.recompute, blocks=len(self.spec.blocks))
+        cut = segments([name.startswith("blocks.") for name, _ in stage.parts()], size)
+        return Runner(stage, used, zero=self.plan.zero, reducer=self.reducer, segments=cut)
 
     def _blocks(self, name: str, part: nn.Module) -> list[tuple[int, nn.Module]]:
         """The blocks of a part and their numbers; those that predict further tokens count on from the model's last."""

@@ -14,9 +14,9 @@ from megalith.models.batch import Batch
 from megalith.models.moe import Pending
 from megalith.parallel.clock import Clock
 from megalith.parallel.data import Reducer
-from megalith.parallel.graph import Graph, Steps
+from megalith.parallel.graph import Steps
 from megalith.parallel.groups import MESSAGES_ONLY, Groups, group_of, wait_for
-from megalith.parallel.passes import Rest, Runner
+from megalith.parallel.passes import Kept, Rest, Runner
 from megalith.schedule.action import COMPUTATIONS, MESSAGES, Action, Row, Slot, parts
 from megalith.schedule.lower import WEIGHT_GRADIENTS, Channel, Program, channel_of
 from megalith.schedule.restart import head, unmet
@@ -41,7 +41,7 @@ class _Flight:
     """What one step holds between its actions."""
 
     batches: Sequence[Batch]
-    graphs: dict[Key, list[Graph]] = field(default_factory=dict)  # what a forward left for its backward
+    graphs: dict[Key, list[Kept]] = field(default_factory=dict)  # what a forward left for its backward
     rests: dict[Key, list[Rest]] = field(default_factory=dict)  # what the first half of a backward left for the second
     arrived: dict[tuple[str, int, int], Tensor] = field(
         default_factory=dict

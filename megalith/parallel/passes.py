@@ -3,6 +3,7 @@ split in two, between parts and in plain sight."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,19 @@ from megalith.models.stage import Stage
 from megalith.parallel import travel
 from megalith.parallel.data import Bucket, Reducer, Weight
 from megalith.parallel.graph import Graph, Piece, Steps, record
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive parts of which forward kept only the first one's input. Before their backward they run again, with their graphs."""
+
+    parts: range
+    x: Tensor
+    batch: Batch
+
+
+Kept: TypeAlias = Graph | Segment
+"""What forward left for the backward of a part, or of a segment."""
 
 
 @dataclass
@@ -29,8 +43,12 @@ class Rest:
 class Runner:
     """One stage and the buckets of its parts. `zero` says when weights are gathered and dropped."""
 
-    def __init__(self, stage: Stage, buckets: Sequence[Sequence[Bucket]], *, zero: int, reducer: Reducer) -> None:
+    def __init__(
+        self, stage: Stage, buckets: Sequence[Sequence[Bucket]], *, zero: int, reducer: Reducer, segments: Sequence[range] = ()
+    ) -> None:
+        """`segments`: runs of part numbers that keep only their input in forward, and run again as a whole before their backward."""
         self.stage, self.zero = stage, zero
+        self.segments = {number: segment for segment in segments for number in segment}
         self.parts = [part for _, part in stage.parts()]
         self.buckets = [list(each) for each in buckets]  # of each part, those it uses
         self.reducer = reducer
@@ -81,47 +99,95 @@ class Runner:
 
     # --- computation ---
 
-    def forward(self, x: Tensor, batch: Batch) -> Steps[tuple[Tensor | Loss, list[Graph]]]:
-        """The stage's output, detached, or its loss; and the graphs of its parts."""
+    def forward(self, x: Tensor, batch: Batch) -> Steps[tuple[Tensor | Loss, list[Kept]]]:
+        """The stage's output, detached, or its loss; and what is kept for the backward of its parts."""
         batch = self.stage.prepare(batch)
-        graphs: list[Graph] = []
+        kept: list[Kept] = []
         out: Tensor | Loss = x
-        for number, part in enumerate(self.parts):
+        for number in range(len(self.parts)):
             assert isinstance(out, Tensor)
             self._enter(number, number + 1)
-            if not torch.is_grad_enabled():
-                out = part(out, batch)
-            elif travel.travels(part):
-                out, graph = yield from travel.forward(part, out, batch)
-                graphs.append(graph)
+            segment = self.segments.get(number)
+            if segment is None:
+                out, graph = yield from self._compute(number, out, batch)
+                kept += [graph] if graph else []
             else:
-                out, graph = _whole(part, out, batch)
-                graphs.append(graph)
+                if number == segment.start and torch.is_grad_enabled():
+                    kept.append(Segment(segment, out, batch))
+                out = yield from self._pass(number, out, batch)
             self._leave(number, number + 1)
-        return out, graphs
+        return out, kept
 
-    def backward(self, graphs: list[Graph], grad: Tensor | None, *, reduce: bool) -> Steps[Tensor | None]:
-        """The gradient of the stage's input (None for tokens); `graphs` is used up. `reduce`: the weights' gradients are complete."""
+    def _compute(self, number: int, x: Tensor, batch: Batch) -> Steps[tuple[Tensor | Loss, Graph | None]]:
+        """A part's output, detached, and its graph."""
+        part = self.parts[number]
+        if not torch.is_grad_enabled():
+            return part(x, batch), None
+        if travel.travels(part):
+            return (yield from travel.forward(part, x, batch))
+        return _whole(part, x, batch)
+
+    def _pass(self, number: int, x: Tensor, batch: Batch) -> Steps[Tensor]:
+        """A part's output; nothing is kept for its backward. A computation that pauses keeps its graph until it ends, because a pause
+        inside `no_grad` would leave gradients off for what runs meanwhile."""
+        part = self.parts[number]
+        if torch.is_grad_enabled() and travel.travels(part):
+            return (yield from travel.forward(part, x, batch))[0]
+        with torch.no_grad():
+            return part(x, batch)
+
+    def _rerun(self, segment: Segment) -> Steps[list[Graph]]:
+        """The graphs of a segment's parts, from its input. The weights of its last part stay: backward begins with them."""
+        graphs: list[Graph] = []
+        x: Tensor | Loss = segment.x
+        for number in segment.parts:
+            assert isinstance(x, Tensor)
+            then = number + 1 if number + 1 < segment.parts.stop else None
+            self._enter(number, then)
+            x, graph = yield from self._compute(number, x, segment.batch)
+            assert graph is not None
+            graphs.append(graph)
+            if then is not None:
+                self._leave(number, then)
+        return graphs
+
+    def _next_graph(self, kept: list[Kept]) -> Steps[Graph]:
+        """The graph of the last part that is left, used up. A segment's parts run again first."""
+        last = kept.pop()
+        if isinstance(last, Segment):
+            kept += yield from self._rerun(last)
+            last = kept.pop()
+            assert not isinstance(last, Segment)
+        return last
+
+    def _before(self, number: int, kept: list[Kept]) -> int:
+        """The part whose weights are needed after those of part `number`, in a backward with `kept` left."""
+        return kept[-1].parts.start if kept and isinstance(kept[-1], Segment) else number - 1
+
+    def backward(self, kept: list[Kept], grad: Tensor | None, *, reduce: bool) -> Steps[Tensor | None]:
+        """The gradient of the stage's input (None for tokens); `kept` is used up. `reduce`: the weights' gradients are complete."""
         for number in reversed(range(len(self.parts))):
-            graph = graphs.pop()
-            self._enter(number, number - 1)
+            graph = yield from self._next_graph(kept)
+            then = self._before(number, kept)
+            self._enter(number, then)
             grad = yield from graph.backward(grad, None)
-            self._leave(number, number - 1)
+            self._leave(number, then)
             self._collect(number, reduce)
         return grad
 
-    def input_backward(self, graphs: list[Graph], grad: Tensor | None) -> Steps[tuple[Tensor | None, list[Rest]]]:
-        """The first half of a backward: the gradient of the stage's input, and what is left to do."""
+    def input_backward(self, kept: list[Kept], grad: Tensor | None) -> Steps[tuple[Tensor | None, list[Rest]]]:
+        """The first half of a backward: the gradient of the stage's input, and what is left to do. `kept` is used up."""
         rests: list[Rest] = []
         for number in reversed(range(len(self.parts))):
-            graph, rest = graphs.pop(), Rest(Queue())
+            graph, rest = (yield from self._next_graph(kept)), Rest(Queue())
             rests.append(rest)
             if not graph.differentiable:
                 rest.late = (graph, grad)
                 return None, rests
-            self._enter(number, number - 1)
+            then = self._before(number, kept)
+            self._enter(number, then)
             grad = yield from graph.backward(grad, rest.queue)
-            self._leave(number, number - 1)
+            self._leave(number, then)
             rest.early = self._set_aside(number)
         return grad, rests
 

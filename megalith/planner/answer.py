@@ -7,6 +7,7 @@ from typing import Any
 from megalith.cost import host
 from megalith.cost.constants import calibration
 from megalith.cost.memory import Memory
+from megalith.cost.segments import decided
 from megalith.cost.workload import Workload
 from megalith.planner.asked import DATA, STEPS, Asked
 from megalith.planner.candidates import Space, candidates
@@ -214,7 +215,9 @@ def _what_if(words: str, asked: Asked) -> WhatIf:
 def workload_of(asked: Asked, plan: Plan) -> Workload:
     """A step of what was asked, under a plan."""
     train, kind = asked.run.train, asked.run.optimizer.kind
-    return Workload(asked.model, plan, asked.cluster, train.seq_len, train.global_batch, asked.format, assumed(plan), kind)
+    return decided(
+        Workload(asked.model, plan, asked.cluster, train.seq_len, train.global_batch, asked.format, assumed(plan), kind)
+    )
 
 
 def spare() -> float:

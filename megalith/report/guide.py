@@ -13,7 +13,7 @@ from megalith.report import timeline
 from megalith.report.svg import Cell, grid, picture, stacked_rows, standalone, text
 from megalith.schedule import SCHEDULES, build, lower, simulate
 from megalith.spec.optimizers import OPTIMIZERS
-from megalith.spec.plan import Plan, recomputed
+from megalith.spec.plan import Plan, recomputed, segment_size
 from megalith.spec.state import bytes_of, kept
 
 RANKS, MICROBATCHES = 4, 8
@@ -154,14 +154,18 @@ def views() -> str:
 
 
 def recompute() -> str:
-    """Of sixteen blocks, those that keep all they made in forward; the others keep their input and run again."""
+    """Draw sixteen blocks: full bars keep all they made in forward, low ones their input, and the rest nothing, since the first block of
+    their segment keeps its input for them."""
     blocks = 16
-    kept = {
-        policy: [number for number in range(blocks) if not recomputed(number, blocks=blocks, policy=policy)]
-        for policy in ("none", "every:4", "every:2", "sqrt", "full")
-    }
-    cells = [[_strip(f"{len(numbers)} blocks keep everything", [], numbers, blocks)] for numbers in kept.values()]
-    return grid(cells, list(kept), [""], cell_width=760)
+    cells = []
+    policies = ("none", "every:4", "every:2", "full", "segments:4", "sqrt")
+    for policy in policies:
+        size = segment_size(policy, blocks=blocks)
+        whole = [not size and not recomputed(number, blocks=blocks, policy=policy) for number in range(blocks)]
+        inputs = [not whole[number] and number % max(size, 1) == 0 for number in range(blocks)]
+        head = f"{sum(whole)} blocks keep everything, {sum(inputs)} their input"
+        cells.append([Cell(head, [], [1.0 * kept + 0.4 * x for kept, x in zip(whole, inputs, strict=True)], escape(head))])
+    return grid(cells, list(policies), [""], cell_width=760)
 
 
 def ahead() -> str:

@@ -1,6 +1,7 @@
 """How the work is split: a value, chosen by a person or by the planner, applied by `parallel/`."""
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Annotated, Literal
@@ -15,7 +16,9 @@ from megalith.spec.state import MASTER, Place, bytes_each
 UNDO_BYTES = bytes_each([MASTER, *OPTIMIZERS["adamw"].slots])
 
 Zero = Literal[0, 1, 2, 3]
-Recompute = Annotated[str, StringConstraints(pattern=r"^(none|selective|full|sqrt|every:[1-9][0-9]*)$")]
+Recompute = Annotated[
+    str, StringConstraints(pattern=r"^(none|selective|full|sqrt|every:[1-9][0-9]*|segments:(auto|[1-9][0-9]*))$")
+]
 
 
 class StateSpec(Spec):
@@ -70,7 +73,8 @@ class Plan(Spec):
     microbatch: PositiveInt = Field(default=1, description="sequences a data rank computes at once")
     recompute: Recompute = Field(
         default="none",
-        description="none | selective (the parts in recompute_parts) | full | sqrt (every sqrt(L)-th block kept) | every:N",
+        description="none | selective (the parts in recompute_parts) | full | every:N | segments:K (only the inputs of segments of "
+        "K blocks are kept) | segments:auto (the K with the lowest peak) | sqrt (segments of sqrt(L) blocks, each recomputed again)",
     )
     recompute_parts: tuple[str, ...] = Field(
         default=("attention.core",), description="selective: the parts of a block computed again in backward"
@@ -127,19 +131,42 @@ class Plan(Spec):
         return _bounds(self.layers, self.stages, blocks)
 
 
-def recomputed(number: int, *, blocks: int, policy: str) -> bool:
-    """Return whether block `number` (of the whole model's `blocks`) runs again as a whole in backward.
+AUTO = "segments:auto"
+"""The policy whose segments `cost.segments` decides, before ranks start."""
 
-    `every:n` recomputes every n-th block. `sqrt` recomputes all but every sqrt(blocks)-th one, so that about sqrt(blocks) of them keep
-    their inner activations.
+
+def recomputed(number: int, *, blocks: int, policy: str) -> bool:
+    """Return whether block `number` (of the whole model's `blocks`) keeps only its input in forward and runs again in its own backward.
+
+    `every:n` recomputes every n-th block. Under `sqrt` the blocks of a segment do so while the segment runs again. Blocks after the
+    model's last, which predict further tokens, are in no segment: each runs again alone.
     """
-    if policy == "full":
+    if policy in ("full", "sqrt"):
         return True
-    if policy == "sqrt":
-        return number % max(2, round(math.sqrt(blocks))) != 0
     if policy.startswith("every:"):
         return number % int(policy.removeprefix("every:")) == 0
-    return False
+    return policy.startswith("segments:") and number >= blocks
+
+
+def segment_size(policy: str, *, blocks: int) -> int:
+    """Return how many consecutive blocks of a stage make a segment, which keeps only its first block's input (Chen et al. 2016, section
+    4.3); 0 if the policy has no segments. Raises ValueError for `segments:auto`, whose size follows from traced blocks."""
+    if policy == AUTO:
+        raise ValueError(f"plan.recompute = {AUTO!r} has no size yet: `cost.segments.decided` replaces it")
+    if policy == "sqrt":
+        return math.ceil(math.sqrt(blocks))
+    return int(policy.removeprefix("segments:")) if policy.startswith("segments:") else 0
+
+
+def segments(parts: Sequence[bool], size: int) -> tuple[range, ...]:
+    """Cut a stage's blocks into segments of `size`; the last may be shorter. `parts`: which of the stage's parts are blocks. Segments are
+    ranges of part numbers."""
+    blocks = [number for number, is_block in enumerate(parts) if is_block]
+    return (
+        tuple(range(blocks[at], blocks[min(at + size, len(blocks)) - 1] + 1) for at in range(0, len(blocks), size))
+        if size
+        else ()
+    )
 
 
 @cache

@@ -16,6 +16,11 @@ from tests.check.runs import HYBRID, advice, errors, found, is_named
     ("settings", "key", "said"),
     [
         (["plan.recompute=every:9"], "plan.recompute", "Use every:N with N <= 4."),
+        (
+            ["plan.recompute=segments:5"],
+            "plan.recompute",
+            "the longest stage has 4. Use segments:auto, or segments:K with K <= 4.",
+        ),
         (["plan.recompute=selective", "plan.recompute_parts=[]"], "plan.recompute_parts", "names nothing"),
         (["plan.recompute_parts=['mpl']"], "plan.recompute_parts", 'Did you mean "mlp"?'),
         (["cluster=h100", "model.preset=llama3-70b"], "plan.zero", "has 80.0 GiB"),

@@ -16,6 +16,8 @@ RUNS = {
     "context": brief_run(plan={"data": 2, "context": 2, "zero": 1, "recompute": "full"}),
     "ulysses": brief_run(plan={"data": 2, "context": 2, "ulysses": 2, "zero": 1}),
     "ulysses, more ranks than key heads": brief_run(plan={"context": 4, "ulysses": 4, "zero": 0, "recompute": "full"}),
+    "segments, zero 3": brief_run(plan={"data": 2, "zero": 3, "recompute": "segments:3"}),
+    "nested segments in a pipeline": brief_run(plan={"data": 2, "pipeline": 2, "zero": 2, "recompute": "sqrt"}),
     "ulysses in a ring": brief_run(plan={"context": 4, "ulysses": 2, "zero": 2}),
     "tensor": brief_run(plan={"data": 2, "tensor": 2, "zero": 1}, train={"precision": "bf16"}),
     "chunks": brief_run(

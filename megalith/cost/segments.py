@@ -1,0 +1,31 @@
+"""The size of recomputation's segments for which a run's fullest rank needs the least memory (`plan.recompute = "segments:auto"`)."""
+
+from dataclasses import replace
+
+from megalith.cost.constants import calibration
+from megalith.cost.memory import memory
+from megalith.cost.parts import parts
+from megalith.cost.workload import Workload
+from megalith.spec.plan import AUTO
+
+
+def decided(workload: Workload) -> Workload:
+    """Return the workload with the segments that take the least memory in the place of `segments:auto`, or as it is.
+
+    A segment of K blocks keeps one input for K blocks, and all of K blocks while it runs again (Chen et al. 2016, section 4.3). So the
+    best K depends on the bytes of an input and of a block, which are traced, and on the microbatches in flight, which the schedule says.
+    Of equals the smallest is taken.
+    """
+    plan = workload.plan
+    if plan.recompute != AUTO:
+        return workload
+    generation, blocks = calibration().generations[workload.practice.generation], len(workload.model.blocks)
+
+    def of(size: int) -> Workload:
+        return replace(workload, plan=plan.model_copy(update={"recompute": f"segments:{size}"}))
+
+    def needed(asked: Workload) -> float:
+        return memory(asked, parts(asked), generation).total
+
+    longest = max(end - first for first, end in plan.bounds(blocks))
+    return min(map(of, range(1, min(longest, blocks) + 1)), key=needed)

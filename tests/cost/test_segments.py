@@ -1,0 +1,39 @@
+"""The size of segments that is decided is the one whose dry run holds the least."""
+
+import pytest
+
+from megalith.cost.foreseen import of_run
+from megalith.spec.run import RunSpec
+from tests.prove.dry import dry
+from tests.specs import brief_run, tiny_run
+
+
+def _peak(spec: RunSpec, policy: str) -> int:
+    """The most bytes of activations, without those of gradients, at any moment of the first rank's step."""
+    plan = spec.plan.model_copy(update={"recompute": policy})
+    return max(moment["activations"] for moment in dry(spec.model_copy(update={"plan": plan}), 0).course)
+
+
+RUNS = {
+    "one microbatch in flight": tiny_run(
+        model={"layers": 12}, plan={"recompute": "segments:auto"}, train={"global_batch": 1, "seq_len": 64}
+    ),
+    "as many as a pipeline has": brief_run(model={"layers": 12}, plan={"pipeline": 2, "recompute": "segments:auto"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_the_size_that_is_decided_holds_the_least(name: str) -> None:
+    spec = RUNS[name]
+    longest = 12 // spec.plan.pipeline
+    held = {f"segments:{size}": _peak(spec, f"segments:{size}") for size in range(1, longest + 1)}
+    decided = of_run(spec).plan.recompute
+    assert held[decided] <= 1.02 * min(held.values()), held
+    assert held[decided] <= _peak(spec, "full")
+    assert max(held.values()) > 1.3 * held[decided], "a choice that matters"
+
+
+def test_other_policies_stay_as_they_are() -> None:
+    for policy in ("none", "full", "sqrt", "segments:3"):
+        assert of_run(tiny_run(plan={"recompute": policy})).plan.recompute == policy

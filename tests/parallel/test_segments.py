@@ -1,0 +1,88 @@
+"""Segments: blocks that keep one input together train to the same bits, and hold what the formula says."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.prove.dryrun import dryrun
+from megalith.spec.plan import recomputed, segment_size, segments
+from megalith.train.step import train_step
+from tests.parallel.running import microbatches, trainer_of
+from tests.ranks import run_ranks
+from tests.specs import brief_run, tiny_run
+
+PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one rank, microbatches": (1, {}, {}),
+    "zero 3": (2, {"data": 2, "zero": 3}, {}),
+    "tensor, interleaved": (4, {"tensor": 2, "pipeline": 2, "schedule": "interleaved", "chunks": 2}, {}),
+    "context, backward split in two": (4, {"context": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2, "zero": 2}, {}),
+    "experts, both ways": (4, {"pipeline": 2, "data": 2, "expert": 2, "schedule": "dualpipe"}, {"preset": "deepseek-tiny"}),
+    "experts, tokens ahead, zero 3": (2, {"data": 2, "expert": 2, "zero": 3}, {"preset": "deepseek-tiny"}),
+}
+
+
+def _trained(rank: int, plan: dict[str, Any], model: dict[str, Any], policies: tuple[str, ...]) -> list[dict[str, Tensor]]:
+    """This rank's weights and moments after two steps, for each policy."""
+    found = []
+    for policy in policies:
+        trainer = trainer_of(brief_run(plan=plan | {"recompute": policy}, model=model))
+        for step in range(2):
+            train_step(trainer, microbatches(trainer, step), step=step)
+        found.append({name: share.clone() for name, share in trainer.state.shares().items()})
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
+def test_segments_change_no_bit(name: str) -> None:
+    ranks, plan, model = PLANS[name]
+    for plain, *others in run_ranks(_trained, ranks, plan, model, ("none", "segments:2", "segments:3", "sqrt")):
+        for other in others:
+            assert other.keys() == plain.keys()
+            assert all(torch.equal(other[key], plain[key]) for key in plain)
+
+
+def _course(layers: int, policy: str) -> tuple[int, float]:
+    """The most bytes of activations at any moment of a step, and the FLOPs of its products."""
+    spec = tiny_run(
+        model={"layers": layers}, plan={"recompute": policy}, train={"global_batch": 1, "seq_len": 256}, optimizer={"kind": "sgd"}
+    )
+    counted = dryrun(spec, rank=0).counted
+    return max(moment["activations"] for moment in counted.course), counted.work.products
+
+
+@pytest.mark.slow
+def test_a_segment_holds_its_blocks_while_they_run_again_and_inputs_otherwise() -> None:
+    """Chen et al. 2016, section 4.3: the inputs of all segments, and all of one segment. What does not depend on the depth cancels out."""
+    few, many, x = 4, 16, 256 * 32 * 4
+    policies = ("none", "full", "segments:2", "segments:4", "sqrt")
+    held, work = ({}, {}), ({}, {})
+    for at, layers in enumerate((few, many)):
+        for policy in policies:
+            held[at][policy], work[at][policy] = _course(layers, policy)
+    more = {policy: held[1][policy] - held[0][policy] for policy in policies}
+    block = more["none"] / (many - few)
+    assert more["full"] == pytest.approx((many - few) * x, rel=0.02)
+    assert more["segments:2"] == pytest.approx((many - few) / 2 * x, rel=0.02)
+    assert more["segments:4"] == pytest.approx((many - few) / 4 * x, rel=0.02)
+    assert more["sqrt"] == pytest.approx(2 * (math.sqrt(many) - math.sqrt(few)) * x, rel=0.05)
+    assert held[1]["segments:4"] - held[1]["segments:2"] == pytest.approx(2 * block - (many / 2 - many / 4) * x, rel=0.05)
+    assert held[1]["sqrt"] < min(held[1][policy] for policy in policies if policy != "sqrt")
+    forward = work[1]["full"] - work[1]["none"]
+    assert work[1]["segments:4"] == work[1]["full"] and work[1]["sqrt"] == work[1]["full"] + forward
+
+
+def test_segments_cut_the_blocks_of_a_stage_and_nothing_else() -> None:
+    assert segments([False, True, True, True, True, True, False], 2) == (range(1, 3), range(3, 5), range(5, 6))
+    assert segments([True, True], 4) == (range(2),)
+    assert segments([False, True], 0) == ()
+    assert [segment_size(policy, blocks=10) for policy in ("none", "full", "segments:3", "sqrt")] == [0, 0, 3, 4]
+    with pytest.raises(ValueError, match="segments:auto"):
+        segment_size("segments:auto", blocks=10)
+
+
+def test_blocks_that_predict_further_tokens_are_in_no_segment() -> None:
+    assert [recomputed(number, blocks=3, policy="segments:2") for number in range(4)] == [False, False, False, True]
