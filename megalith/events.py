@@ -112,11 +112,84 @@ class Skipped(Event):
     tokens: int
     seconds: float
     left: int
+    spike: bool = False  # its numbers were finite, and far outside what they were
 
     @property
     def words(self) -> str:
         """The event in a sentence."""
+        if self.spike:
+            return f"the update of step {self.step} was left out: {self.reason}"
         return f"the update of step {self.step} was left out: {self.reason}. The run may leave out {self.left} more (stability.skips)."
+
+
+@dataclass(frozen=True)
+class Spike(Event):
+    """A step with loss or gradient norm outside its band, or one that gave other numbers when it was computed again. None: not finite.
+
+    `bands` has where each band ends that was left. `answer`: "none", "repeated", "skipped", "rewound", "lowered". `causes` are likely ones
+    with their evidence, likeliest first: "hardware", "schedule", "data", "numerics".
+    """
+
+    kind: ClassVar[str] = "spike"
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    bands: dict[str, float]
+    answer: str
+    causes: list[dict[str, str]]
+
+    @property
+    def cause(self) -> str:
+        """The likeliest one; empty if nothing points to any."""
+        return self.causes[0]["cause"] if self.causes else ""
+
+    @property
+    def words(self) -> str:
+        """The event in a sentence."""
+        numbers = {"loss": self.loss, "norm": self.grad_norm}
+        left = " and ".join(f"{name} {numbers.get(name) or 0:.4g} above {end:.4g}" for name, end in self.bands.items())
+        what = left or ("numbers that did not come again" if self.loss is not None else "numbers that are not finite")
+        why = f"; likely cause: {self.cause} ({self.causes[0]['evidence']})" if self.causes else ""
+        return f"spike at step {self.step}: {what}{why}"
+
+
+@dataclass(frozen=True)
+class Rewound(Event):
+    """The run went back to the state after `to` steps, which undid `undone` updates, and goes on after step `step`. Samples `first` to
+    `last` are never read again. `tier`: where the copy was; `seconds`: to get it; `replayed`: steps computed once more to find the cause.
+    `left`: times that the run may still rewind."""
+
+    kind: ClassVar[str] = "rewound"
+    step: int
+    to: int
+    undone: int
+    first: int
+    last: int
+    tier: str
+    seconds: float
+    replayed: int
+    left: int
+
+    @property
+    def words(self) -> str:
+        """The event in a sentence."""
+        went = f"went back from step {self.step} to the state after step {self.to} in {self.tier}"
+        return f"{went}: samples {self.first} to {self.last} are dropped. The run may rewind {self.left} more times (stability.rewinds)."
+
+
+@dataclass(frozen=True)
+class Lowered(Event):
+    """The learning rate is multiplied by `factor` from step `step` until update `until`."""
+
+    kind: ClassVar[str] = "lowered"
+    step: int
+    factor: float
+    until: int
+
+    @property
+    def words(self) -> str:
+        """The event in a sentence."""
+        return f"the learning rate is {self.factor:g} of what it was, from step {self.step} until update {self.until}"
 
 
 Span = tuple[int, str, float, float]

@@ -5,7 +5,21 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from megalith.check import data, device, fleet, memory, mesh, model, name, optimizer, pipeline, software, steps, weights
+from megalith.check import (
+    data,
+    device,
+    fleet,
+    memory,
+    mesh,
+    model,
+    name,
+    optimizer,
+    pipeline,
+    software,
+    stability,
+    steps,
+    weights,
+)
 from megalith.check.case import Case, Found, error
 from megalith.spec.base import AbsentError
 from megalith.spec.problem import Problem
@@ -102,6 +116,8 @@ RULES: tuple[Rule, ...] = (
     Rule("device", device.device_suits),
     Rule("steps", steps.warmup_and_decay_fit),
     Rule("steps", steps.long_runs_save),
+    Rule("stability", stability.answers_are_a_ladder),
+    Rule("stability", stability.rewinds_have_copies),
     Rule("optimizer", optimizer.groups_match),
     Rule("optimizer", optimizer.matrices_fit),
     Rule("fleet", fleet.verification_has_a_replica),

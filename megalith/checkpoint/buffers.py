@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.tensors import TORCH_DTYPES
-from megalith.fleet.copies import PAGE, Buffer, Entry, Label, Layout, Whose, file_name
+from megalith.fleet.copies import GOOD, PAGE, Buffer, Entry, Label, Layout, Whose, file_name
 from megalith.fleet.secure.key import Key
 
 
@@ -67,12 +67,20 @@ class Buffers:
         self.files[number].commit(label)
         for other, file in enumerate(self.files):
             if other != number and (old := file.label) and old.step == label.step:
-                self.files[number].pin(self.files[number].pinned or file.pinned)
+                self.files[number].pin(True, mark=file.marks)
                 file.strike_out()
 
-    def forget_after(self, step: int) -> None:
+    def keep(self, number: int, *, most: int) -> None:
+        """Pin a copy as GOOD; beyond `most` of them, the oldest are pinned no longer."""
+        self.files[number].pin(True, mark=GOOD)
+        good = sorted((label.step, i) for i, file in enumerate(self.files) if file.marks & GOOD and (label := file.label))
+        for _, other in good[:-most]:
+            self.files[other].pin(False, mark=GOOD)
+
+    def forget(self, *, after: int, before: int | None = None) -> None:
+        """Strike out the copies of steps after `after`, and before `before` if it is given."""
         for file in self.files:
-            if (label := file.label) and label.step > step:
+            if (label := file.label) and label.step > after and (before is None or label.step < before):
                 file.strike_out()
 
 

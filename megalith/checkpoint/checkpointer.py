@@ -151,6 +151,13 @@ class Checkpointer:
         name = files.name(step)
         return self._party.tell(self._party.leads and any(path.name == name for path in files.committed(self.folder)))
 
+    def steps(self) -> set[int]:
+        """The steps of which this rank sees a committed checkpoint, damaged or not; none where the folder cannot be read."""
+        try:
+            return {files.step_of(path) for path in files.committed(self.folder)}
+        except OSError:
+            return set()
+
     def load(
         self,
         state: Mapping[str, Tensor],

@@ -104,6 +104,11 @@ def name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """Return the step of the checkpoint in a folder with a committed name."""
+    return int(path.name.removeprefix(name(0).rstrip("0")))
+
+
 def temporary(step: int) -> str:
     """A fresh name to write a step's checkpoint under before it is committed."""
     return f"{name(step)}.tmp-{secrets.token_hex(4)}"

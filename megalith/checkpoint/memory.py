@@ -21,14 +21,14 @@ from torch import Tensor
 
 from megalith.checkpoint.buffers import Buffers, views, write_layout
 from megalith.checkpoint.tensors import DTYPES
-from megalith.fleet.copies import LABEL_BYTES, PAGE, Buffer, Label, Layout, file_name, parse_name
+from megalith.fleet.copies import LABEL_BYTES, PAGE, VERIFIED, Buffer, Label, Layout, file_name, parse_name
 from megalith.fleet.seat import Seat, node_folder, ranks_of
 from megalith.fleet.secure import private
 from megalith.fleet.tiers import Source, Tier
 
 WORDS = 1 << 64
 ON_DISK = 3  # copies of a rank: where one writes the newest and another still the one before, the third is whole on all
-RNG = "rng.cpu"
+RNG, TOLD = "rng.cpu", "told"
 
 
 def words(tensors: Iterable[Tensor]) -> Tensor:
@@ -86,9 +86,9 @@ class Digest:
                 self._views.append(octets.view(torch.int64))
 
 
-def layout_of(state: Mapping[str, Tensor]) -> Layout:
-    """Where the tensors of a state, and the state of the CPU's random numbers, lie in a payload."""
-    tensors = {**state, RNG: torch.get_rng_state()}
+def layout_of(state: Mapping[str, Tensor], *, told: int = 0) -> Layout:
+    """Where the tensors of a state, the state of the CPU's random numbers, and `told` bytes of text lie in a payload."""
+    tensors = {**state, RNG: torch.get_rng_state(), TOLD: torch.empty(told, dtype=torch.uint8)}
     return Layout.of((n, DTYPES[t.dtype], tuple(t.shape), t.numel() * t.element_size()) for n, t in tensors.items())
 
 
@@ -103,9 +103,10 @@ class Damaged(RuntimeError):  # noqa: N818  # it says what was found
 class Memory:
     """The copies of the rank at `seat`, of `state`: its tensors by name, always the same ones.
 
-    `pinned`: one more copy is kept, that of the last `pin`. `disk`: the root of copies on the nodes' disks. `warn` hears of files that
-    were removed. Raises OSError where there is
-    no room, or where others may reach the folder. Copies carry a MAC by the seat's key; others than those are none.
+    `pinned`: one more copy is kept, that of the last `pin`. `good`: as many more, those that were last copied as good ones. `told`: bytes
+    of text that each copy may hold besides the state. `disk`: the root of copies on the nodes' disks. `warn` hears of files that were
+    removed. Raises OSError where there is no room, or where others may reach the folder. Copies carry a MAC by the seat's key; others
+    than those are none.
     """
 
     def __init__(
@@ -115,6 +116,8 @@ class Memory:
         seat: Seat,
         keep: int = 2,
         pinned: bool = False,
+        good: int = 0,
+        told: int = 0,
         disk: Path | None = None,
         generation: str = "",
         warn: Callable[[str], None] = lambda message: None,
@@ -122,9 +125,13 @@ class Memory:
         assert seat.folder is not None and seat.key is not None, "a seat without memory, or without the run's key"
         self.state, self.seat, self.folder, self._key = dict(state), seat, seat.folder, seat.key
         self.disk = disk and node_folder(disk, seat.node)
-        self.layout = layout_of(self.state)
+        self.layout = layout_of(self.state, told=told)
+        self.told = ""  # the text in the copy that was restored last
+        self.room, self._most_good = told, good
         text = self.layout.dump()
-        self._count = max(keep, 2 if disk else 1) + 1 + pinned  # what the disk is written from is not written over meanwhile
+        self._count = (
+            max(keep, 2 if disk else 1) + 1 + pinned + good
+        )  # what the disk is written from is not written over meanwhile
         self._clear_away()
         self.own = Buffers.create(self.folder, "own", seat.rank, key=self._key, count=self._count, layout=text)
         for file in self.own.files:
@@ -193,9 +200,19 @@ class Memory:
 
     # --- copying ---
 
-    def copy(self, step: int, samples: int, *, updates: int = -1, known: int | None = None, to_disk: bool = False) -> None:
+    def copy(
+        self,
+        step: int,
+        samples: int,
+        *,
+        updates: int = -1,
+        known: int | None = None,
+        to_disk: bool = False,
+        told: str = "",
+        good: bool = False,
+    ) -> None:
         """Copy the state, as of `step` steps and `samples` samples. `updates`: see `Label`. `known`: the digest of `state`, if it has been
-        taken already.
+        taken already. `told`: text that goes with it. `good`: one that is kept to go back to.
 
         Everything but the copying itself goes on while training does; a copy to disk waits for the one before.
         """
@@ -206,13 +223,26 @@ class Memory:
         rng = torch.get_rng_state()
         torch._foreach_copy_([into[name] for name in self._names], self._live)
         into[RNG].copy_(rng)
-        total = ((digest(self._live) if known is None else known) + digest([rng])) % WORDS
+        text = self._text(told)
+        if self.room:
+            into[TOLD].copy_(text)
+        total = ((digest(self._live) if known is None else known) + digest([rng, text])) % WORDS
         label = replace(self._label, step=step, samples=samples, updates=updates if updates >= 0 else step, digest=total)
         self.own.commit(number, label)
+        good = good and self._most_good > 0
+        if good:
+            self.own.keep(number, most=self._most_good)
         if self.kept is not None:
-            self._travelling = self._send(label, self.own.bodies[number])
+            self._travelling = self._send(label, self.own.bodies[number], good=good)
         if to_disk and self.disk:
             self._write_to_disk(number, step)
+
+    def _text(self, told: str) -> Tensor:
+        """A text in the room that there is for it. Raises ValueError if it does not fit."""
+        text = told.encode()
+        if len(text) > self.room:
+            raise ValueError(f"a copy has room for {self.room} bytes of text, and this one has {len(text)}")
+        return torch.frombuffer(bytearray(text.ljust(self.room)), dtype=torch.uint8) if self.room else torch.empty(0).byte()
 
     def _make_anew(self) -> None:
         """Make files anew that somebody removed, a cleaner of temporary files perhaps: what they held is still mapped here."""
@@ -220,7 +250,7 @@ class Memory:
         if made:
             self._warn(f"{made} files of copies in {self.folder} were removed by somebody, and are made anew with all they held")
 
-    def _send(self, label: Label, body: Tensor) -> "_Travelling":
+    def _send(self, label: Label, body: Tensor, *, good: bool) -> "_Travelling":
         assert self.kept is not None
         number = self.kept.next()
         mine = torch.frombuffer(bytearray(label.pack(self._key)), dtype=torch.uint8)
@@ -231,7 +261,7 @@ class Memory:
             dist.irecv(theirs, group=self.group, group_src=self.keeps_for, tag=1),
             dist.irecv(self.kept.bodies[number], group=self.group, group_src=self.keeps_for, tag=2),
         ]
-        return _Travelling(works, mine, theirs, number)
+        return _Travelling(works, mine, theirs, number, good)
 
     def finish(self) -> None:
         """Wait for what travels; what came for this rank's buddy is a copy from now on."""
@@ -243,6 +273,8 @@ class Memory:
         label = Label.unpack(bytes(travelling.arrived.numpy()), self._key)
         assert self.kept is not None and label is not None and label.rank == self.keeps_for, label
         self.kept.commit(travelling.number, label)
+        if travelling.good:
+            self.kept.keep(travelling.number, most=self._most_good)
 
     def pin(self) -> None:
         """Keep the newest copy until the next call."""
@@ -257,7 +289,7 @@ class Memory:
 
     def pinned_step(self) -> int | None:
         """The step of the pinned copy."""
-        return next((label.step for file in self.own.files if file.pinned and (label := file.label)), None)
+        return next((label.step for file in self.own.files if file.marks & VERIFIED and (label := file.label)), None)
 
     def _write_to_disk(self, number: int, step: int) -> None:
         """In a thread, whole or not at all. One that is still under way is waited for: ranks that passed copies over would soon hold none
@@ -302,25 +334,43 @@ class Memory:
 
         Newer copies are forgotten: steps that are done again make new ones. Raises Damaged on the rank whose piece is.
         """
-        tier = source_tier(source, self.seat.slot)
+        tier = source.tier_of(self.seat.slot)
         self.forget_after(source.step)
         self._exchange(source)
         if tier is None or tier is Tier.STORE:
             return None
         if tier is Tier.DISK:
             return self._load_file(self._open_on_disk(source.step), tier)
-        number = self.own.find(source.step)
-        if number is None:
-            raise Damaged(tier, source.step, self.seat.slot, "there is none")
-        return self._load_file(self.own.files[number], tier)
+        return self._load_file(self._own(source.step, tier), tier)
+
+    def _own(self, step: int, tier: Tier) -> Buffer:
+        if (number := self.own.find(step)) is None:
+            raise Damaged(tier, step, self.seat.slot, "there is none")
+        return self.own.files[number]
+
+    def steps(self) -> set[int]:
+        """The steps whose state this rank could go back to, from its own copies in memory."""
+        return {label.step for file in self.own.files if (label := file.label)}
+
+    def go_back(self, step: int, *, now: int) -> Label:
+        """Fill the state from this rank's own copy of `step`. Those made since are forgotten: the run stands at `now` steps, and goes on
+        from there. Raises Damaged."""
+        self.settle()
+        label = self._load_file(self._own(step, Tier.MEMORY), Tier.MEMORY)
+        self.forget(after=step, before=now)
+        return label
 
     def forget_after(self, step: int) -> None:
         """Copies of later steps are none any more."""
+        self.forget(after=step)
+
+    def forget(self, *, after: int, before: int | None = None) -> None:
+        """Copies of steps after `after`, and before `before` if it is given, are none any more."""
         for buffers in (self.own, self.kept):
             if buffers is not None:
-                buffers.forget_after(step)
-        for path, later in self._on_disk(self.seat.rank).items():
-            if later > step:
+                buffers.forget(after=after, before=before)
+        for path, step in self._on_disk(self.seat.rank).items():
+            if step > after and (before is None or step < before):
                 path.unlink(missing_ok=True)
 
     def _exchange(self, source: Source) -> None:
@@ -328,7 +378,7 @@ class Memory:
         if self.kept is None:
             return
         works, arriving = [], None
-        if source_tier(source, self.seat.slot_of(self.keeps_for)) is Tier.BUDDY:
+        if source.tier_of(self.seat.slot_of(self.keeps_for)) is Tier.BUDDY:
             number = self.kept.find(source.step)
             if number is None:
                 raise Damaged(Tier.BUDDY, source.step, self.seat.slot_of(self.keeps_for), "there is none")
@@ -339,7 +389,7 @@ class Memory:
                 (dist.isend(tensor, group=self.group, group_dst=self.keeps_for), tensor)
                 for tensor in (mine, self.kept.bodies[number])
             ]
-        if source_tier(source, self.seat.slot) is Tier.BUDDY:
+        if source.tier_of(self.seat.slot) is Tier.BUDDY:
             arriving = self.own.find(source.step)
             arriving = self.own.next() if arriving is None else arriving
             file = self.own.files[arriving]
@@ -380,10 +430,12 @@ class Memory:
         found = views(body, self.layout.entries)
         torch._foreach_copy_(self._live, [found[name] for name in self._names])
         rng = found[RNG].clone()
-        total = (digest(self._live) + digest([rng])) % WORDS  # of what was loaded: an error on the way counts as well
+        told = found[TOLD].clone() if self.room else torch.empty(0, dtype=torch.uint8)
+        total = (digest(self._live) + digest([rng, told])) % WORDS  # of what was loaded: an error on the way counts as well
         if total != label.digest:
             raise Damaged(tier, label.step, self.seat.slot, f"its digest is {total:016x}, and must be {label.digest:016x}")
         torch.set_rng_state(rng)
+        self.told = bytes(told.numpy()).decode().rstrip()
         return label
 
 
@@ -395,8 +447,4 @@ class _Travelling:
     label: Tensor  # must live until it has left
     arrived: Tensor
     number: int
-
-
-def source_tier(source: Source, slot: int) -> Tier | None:
-    """Where the ranks of a slot read."""
-    return dict(source.elsewhere).get(slot, source.tier)
+    good: bool  # kept to go back to

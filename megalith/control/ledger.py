@@ -18,6 +18,7 @@ from megalith.events import (
     Incident,
     Problem,
     Recovery,
+    Rewound,
     RunFinished,
     RunStarted,
     Sample,
@@ -52,7 +53,7 @@ MEANING: dict[Cause, str] = {
     Cause.VALIDATION: "validation",
     Cause.CHECKPOINT: "training stood still for a save",
     Cause.START: "from a start to its first step",
-    Cause.LOST: "steps that had to be done again, and the step in which a fault came",
+    Cause.LOST: "steps that had to be done again, that a rewind undid or that left no update, and the step in which a fault came",
     Cause.AWAY: "no process ran: stopped, or waiting for the scheduler",
     Cause.RECOVERY: "from a decision to the first step after it",
     Cause.DETECTION: "from a fault to the decision about it",
@@ -141,12 +142,14 @@ def partition(intervals: Iterable[Interval], start: float, end: float) -> list[I
 
 
 def _steps(events: Sequence[Event]) -> tuple[list[Step], list[Step]]:
-    """Steps that count, and those whose result was thrown away: a start goes back to `resumed_step`."""
+    """Steps that count, and those whose result was thrown away: a start goes back to `resumed_step`, a rewind to a copy."""
     counted: dict[int, Step] = {}
     lost: list[Step] = []
     for event in events:
         if isinstance(event, RunStarted):
             lost += [counted.pop(step) for step in sorted(counted) if step > event.resumed_step]
+        elif isinstance(event, Rewound):
+            lost += [counted.pop(step) for step in sorted(counted) if event.to < step < event.step]
         elif isinstance(event, Step):
             if event.step in counted:
                 lost.append(counted[event.step])

@@ -30,7 +30,8 @@ PAGE = 4096
 ALIGNMENT = 64  # bytes; of each tensor, so that a processor's widest loads are whole and every tensor begins a word of the digest
 _MAGIC = b"MGLCOPY3"  # 1 and 2 had a checksum in the place of the MAC
 _FIELDS = struct.Struct("<8sqqqqQQQ32sq")
-_PINNED = 512  # where the mark of a pinned copy lies: outside the label's MAC, since it comes later
+_PINNED = 512  # where the marks of a pinned copy lie: outside the label's MAC, since they come later
+VERIFIED, GOOD = 1, 2  # why a copy is pinned: its gradients were verified; a run may rewind to it
 LABEL_BYTES = _FIELDS.size + MAC_BYTES
 
 Whose = Literal["own", "buddy"]
@@ -169,9 +170,14 @@ class Buffer:
         return label if whole else None
 
     @property
+    def marks(self) -> int:
+        """Why the copy is to be kept until others are pinned: VERIFIED, GOOD, both together or 0."""
+        return self.memory[_PINNED]
+
+    @property
     def pinned(self) -> bool:
         """Is the copy to be kept until another is pinned?"""
-        return self.memory[_PINNED] == 1
+        return self.marks != 0
 
     def strike_out(self) -> None:
         """From now on it holds no copy."""
@@ -181,8 +187,9 @@ class Buffer:
         """The payload is complete: say so."""
         self.memory[:LABEL_BYTES] = label.pack(self.key)
 
-    def pin(self, pinned: bool) -> None:
-        self.memory[_PINNED] = pinned
+    def pin(self, pinned: bool, *, mark: int = VERIFIED) -> None:
+        """Set or take away one mark."""
+        self.memory[_PINNED] = self.marks | mark if pinned else self.marks & ~mark
 
     def layout(self, label: Label) -> Layout:
         """Which tensors lie where. Raises ValueError for what is no layout."""

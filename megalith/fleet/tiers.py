@@ -44,6 +44,10 @@ class Source:
     tier: Tier | None
     elsewhere: tuple[tuple[int, Tier], ...] = ()
 
+    def tier_of(self, slot: int) -> Tier | None:
+        """Where the ranks of a slot read."""
+        return dict(self.elsewhere).get(slot, self.tier)
+
     @property
     def slowest(self) -> Tier | None:
         """The slowest tier that any rank reads from."""

@@ -37,7 +37,8 @@ from megalith.train.batches import Cut, indices, to_batch
 from megalith.train.join import choose_device, join
 from megalith.train.optimizers.rates import learning_rate
 from megalith.train.post_validation import Unchecked
-from megalith.train.step import Accumulated, Totals, accumulate, conclude, update
+from megalith.train.step import accumulate, conclude, update
+from megalith.train.tally import Accumulated, Totals
 
 OPTIMIZER = {"warmup": 0, "lr": 1e-4, "schedule": "constant", "eps": 1e-5, "iteration": "fp32"}
 """Of a run that is compared. By the usual eps of 1e-8, Adam turns rounding in a gradient near 0 into a step, which later gradients show;

@@ -14,12 +14,15 @@ from megalith.events import (
     Event,
     Holding,
     Kind,
+    Lowered,
     Problem,
+    Rewound,
     RunFinished,
     RunStarted,
     Sample,
     Skipped,
     Spans,
+    Spike,
     Step,
     Validation,
 )
@@ -142,6 +145,10 @@ def gather(records: Iterable[Event]) -> History:
                     holdings.clear()
                     moved = False
                 holdings[record.rank] = record
+            case Skipped(spike=True):
+                pass  # the spike's own events say more
+            case Spike() | Rewound() | Lowered():
+                problems.append(Problem("warning", record.words, time=record.time))
             case Skipped():
                 problems.append(Problem("warning", record.words, time=record.time))
             case Problem():

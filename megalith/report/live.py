@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from megalith import epochs, events
-from megalith.events import Event, Incident, Problem, Recovery, RunStarted, Skipped, Step, Validation
+from megalith.events import Event, Incident, Lowered, Problem, Recovery, Rewound, RunStarted, Skipped, Spike, Step, Validation
 from megalith.report import units
 
 RECENT = 30
@@ -130,7 +130,7 @@ class Follow:
             case Recovery():
                 how = f"from {event.restored}" if event.restored else "in place"
                 self._print(Text.assemble(("going on", "green"), f" at step {event.step}, {how}"))
-            case Skipped():
+            case Skipped() | Spike() | Rewound() | Lowered():
                 self._print(Text.assemble(("warning", "yellow"), f": {event.words}"))
             case Problem(severity="error") if not self._errors:
                 pass

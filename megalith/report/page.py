@@ -11,7 +11,7 @@ from typing import Any
 
 from megalith.control import ledger
 from megalith.events import Holding, Problem, Step
-from megalith.report import timeline, units
+from megalith.report import spikes, timeline, units
 from megalith.report.history import History, history
 from megalith.report.holding import who_holds_what
 from megalith.report.signs import signs
@@ -51,6 +51,7 @@ def render(run: History, *, folder: Path) -> str:
         ("Memory", lambda: _memory(run)),
         ("Who holds what", lambda: who_holds_what(run)),
         ("Pipeline", lambda: _pipeline(run)),
+        ("Spikes", lambda: _spikes(run)),
         ("Faults", lambda: _faults(run)),
         ("Samples", lambda: _samples(run)),
         ("Checkpoints", lambda: _checkpoints(run)),
@@ -357,6 +358,12 @@ def trace(run: History) -> dict[str, Any]:
         groups[f"predicted from {basis}"] = foreseen
         groups |= {f"measured in step {one.step}": timeline.measured(one.spans, run.plan.pipeline) for one in run.spans}
     return timeline.chrome_trace(groups)
+
+
+def _spikes(run: History) -> str:
+    """Each spike with its likely causes and what was done about it; nothing while there was none."""
+    rows = spikes.rows(run.events)
+    return f"<p>{spikes.counted(run.events)}</p>{_table(spikes.COLUMNS, rows)}" if rows else ""
 
 
 def _faults(run: History) -> str:

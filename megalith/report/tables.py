@@ -9,7 +9,7 @@ from rich.text import Text
 
 from megalith.control import ledger
 from megalith.events import Problem
-from megalith.report import units
+from megalith.report import spikes, units
 from megalith.report.history import History, history
 
 SHOWN = 5  # incidents in the summary; the report page has them all
@@ -56,6 +56,8 @@ def _facts(run: History) -> list[tuple[str, RenderableType]]:
         facts.append(("time in steps", units.duration(sum(step.seconds for step in run.steps))))
     if run.repeated:
         facts.append(("done again", f"{len(run.repeated)} steps, {units.duration(sum(s.seconds for s in run.repeated))}"))
+    if told := spikes.counted(run.events):
+        facts.append(("spikes", told))
     if run.checkpoints:
         saved = run.checkpoints[-1]
         facts.append(("newest checkpoint", f"step {saved.step:,}, {units.memory(saved.bytes)}, {saved.path}"))

@@ -117,13 +117,34 @@ class OptimizerSpec(Spec):
     _row = field_validator("kind")(_has_a_row)
 
 
+ANSWERS = ("skip", "rewind", "lower", "stop")
+"""What a run may do about a spike, mildest first."""
+
+
 class StabilitySpec(Spec):
-    """How a run answers a step whose numbers cannot be used."""
+    """How a run answers a step whose numbers cannot be used, or are far outside what they were."""
 
     not_finite: Literal["stop", "skip"] = Field(
         default="stop", description="loss or gradients that are NaN or infinite: end the run, or leave the update out and go on"
     )
     skips: PositiveInt = Field(default=10, description="updates that a run may leave out in all; one more ends it")
+    watch: bool = Field(default=True, description="warn when the loss or the gradient norm leaves its band")
+    window: int = Field(default=64, ge=8, le=1024, description="updates whose numbers make the bands: the newest ones")
+    width: PositiveFloat = Field(
+        default=8.0,
+        description="where a band ends: standard deviations above the newest 16, of logarithms, from the median change of an update",
+    )
+    answers: tuple[Literal["skip", "rewind", "lower", "stop"], ...] = Field(
+        default=(), description="what a run does about a spike, mildest first; empty: it warns alone"
+    )
+    patience: PositiveInt = Field(default=12, description="skip: updates left out in one spike before the next answer")
+    rewinds: PositiveInt = Field(default=5, description="rewind, lower: times that a run may do so")
+    margin: NonNegativeInt = Field(
+        default=2, description="rewind: steps that a good copy is older than the first number outside its band"
+    )
+    keep_every: PositiveInt = Field(default=20, description="rewind: steps between copies that memory keeps to go back to")
+    lower_by: PositiveFloat = Field(default=0.5, lt=1.0, description="lower: factor of the learning rate")
+    lower_for: PositiveInt = Field(default=200, description="lower: updates that it lasts")
 
 
 class ValidationSpec(Spec):

@@ -73,7 +73,8 @@ class Trainer:
     @property
     def lr(self) -> float:
         """The learning rate of the next update."""
-        return learning_rate(self.state.updates, spec=self.spec.optimizer, steps=self.spec.train.steps)
+        rate = learning_rate(self.state.updates, spec=self.spec.optimizer, steps=self.spec.train.steps)
+        return rate * self.spec.stability.lower_by if self.state.updates < self.state.history.lowered else rate
 
     def update(self) -> None:
         """Update all weights from their gradients, which stay."""

@@ -15,6 +15,9 @@ from megalith.fleet.signs import SaveFailed
 from megalith.fleet.tiers import Tier
 from megalith.parallel.groups import MESSAGES_ONLY, another
 from megalith.train.assemble import Trainer
+from megalith.train.stability.history import room
+
+GOOD_COPIES = 2  # kept to go back to: one may be too young for a spike, and a second spike at the same place goes further back
 
 
 def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Memory | None:
@@ -23,23 +26,31 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
     if seat.memory is None or not spec.fleet.memory_every:
         return None
     memory, failed = None, ""
-    try:
-        memory = Memory(
-            trainer.state.shares(),
-            seat=seat,
-            keep=spec.fleet.memory_keep,
-            pinned=spec.fleet.verify_every > 0,
-            disk=seat.disk if spec.fleet.disk_every else None,
-            generation=os.environ.get("MEGALITH_GENERATION", ""),
-            warn=warn,
-        )
-    except OSError as error:
-        failed = str(error)
-    short = torch.tensor(int(memory is None))
-    dist.all_reduce(short, group=group)
-    if int(short):
+    wanted = GOOD_COPIES if "rewind" in spec.stability.answers else 0
+    for good in range(wanted, -1, -1):
+        try:
+            memory = Memory(
+                trainer.state.shares(),
+                seat=seat,
+                keep=spec.fleet.memory_keep,
+                pinned=spec.fleet.verify_every > 0,
+                good=good,
+                told=room(spec.stability),
+                disk=seat.disk if spec.fleet.disk_every else None,
+                generation=os.environ.get("MEGALITH_GENERATION", ""),
+                warn=warn,
+            )
+        except OSError as error:
+            memory, failed = None, str(error)
+        short = torch.tensor(int(memory is None))
+        dist.all_reduce(short, group=group)
+        if not int(short):
+            break
+        memory = None
+        if good and seat.rank == 0:
+            warn(f"memory has no room for {good} copies to rewind to: {failed or 'another rank has none'}")
+    if memory is None:
         return _without(Tier.MEMORY, failed or "another rank has no room", seat, warn)
-    assert memory is not None
     distance = spec.fleet.buddy_distance(len(seat.placement))
     if distance:
         patience = timedelta(seconds=spec.launch.timeout)

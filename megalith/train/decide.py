@@ -1,13 +1,16 @@
 """What becomes of a step's update: one pure decision from numbers that all ranks have, so that all ranks decide alike.
 
 The plain step and post-validation both ask `decide` and carry out what it says. Clipping is a factor; numbers that are not finite are
-computed again, left out, or end the run.
+computed again, left out, or end the run; a spike is answered by the ladder of `stability.answers`. Each reason is a function from vitals
+to a decision, or to None if it has nothing to say.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from megalith.spec.run import OptimizerSpec, StabilitySpec
+from megalith.train.stability.history import Departure, History
 
 _TINY = 1e-6  # keeps the clipped norm below its limit in spite of rounding, as torch.nn.utils.clip_grad_norm_ does
 
@@ -19,12 +22,19 @@ class Vitals:
     loss: float
     norm: float
     """The global norm of the gradients."""
+    step: int = 0
+    updates: int = 0
+    """Made so far."""
     skipped: int = 0
-    """Updates that the run has left out so far."""
+    """Updates that the run has left out so far because numbers were not finite."""
     tries: int = 0
-    """How often this step was computed before, with numbers that were not finite."""
+    """How often this step was computed before, with numbers that were not finite or outside their bands."""
     repeatable: bool = False
     """Whether somebody can compute the step again from the state it began with."""
+    attended: bool = False
+    """Whether somebody can find out about a spike, and rewind."""
+    sound: bool | None = None
+    """Whether the batch before still has the loss it had, in a spike; None: nobody looked."""
 
     @property
     def finite(self) -> bool:
@@ -34,14 +44,17 @@ class Vitals:
 
 @dataclass(frozen=True)
 class Update:
-    """Multiply the gradients by `factor` and update."""
+    """Multiply the gradients by `factor` and update. `lowered`: with a lower learning rate from this update on."""
 
     factor: float = 1.0
+    lowered: bool = False
 
 
 @dataclass(frozen=True)
 class Rerun:
     """Compute the step again: what was seen may have been an accident of the hardware."""
+
+    reason: Literal["not finite", "spike"] = "not finite"
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,17 @@ class Skip:
     """Leave the update out. The step's samples are consumed; weights, moments, bias correction and learning rate stay where they are."""
 
     reason: str
+    spike: bool = False
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """Go back to the newest copy of at most `at_most` steps, and leave out the updates made since. Samples stay consumed, so steps and
+    samples go on as if each of those updates had been left out. `otherwise`: what to do if there is no such copy."""
+
+    reason: str
+    at_most: int
+    otherwise: "Update | Skip | Stop"
 
 
 @dataclass(frozen=True)
@@ -56,21 +80,84 @@ class Stop:
     """End the run; no weight has changed."""
 
     reason: str
+    spike: bool = False
 
 
-Decision = Update | Rerun | Skip | Stop
+Decision = Update | Rerun | Skip | Rewind | Stop
 
 
-def decide(vitals: Vitals, *, optimizer: OptimizerSpec, stability: StabilitySpec) -> Decision:
+def decide(vitals: Vitals, *, optimizer: OptimizerSpec, stability: StabilitySpec, history: History | None = None) -> Decision:
     """Return what becomes of the update."""
-    if vitals.finite:
-        clipped = 0 < optimizer.clip < vitals.norm
-        return Update(optimizer.clip / (vitals.norm + _TINY) if clipped else 1.0)
+    known = history or History()
+    if not vitals.finite:
+        return _not_finite(vitals, stability, known)
+    clipped = 0 < optimizer.clip < vitals.norm
+    update = Update(optimizer.clip / (vitals.norm + _TINY) if clipped else 1.0)
+    return _spike(vitals, departures(vitals, stability, known), stability, known, update) or update
+
+
+def departures(vitals: Vitals, stability: StabilitySpec, history: History) -> tuple[Departure, ...]:
+    """Return the numbers of a step that lie outside their bands."""
+    return history.departures(vitals.loss, vitals.norm, stability) if vitals.finite else ()
+
+
+def known_after(decision: Decision, vitals: Vitals, *, stability: StabilitySpec, history: History) -> History:
+    """Return what the run remembers once the decision is carried out; what a rewind adds only its copy knows (`History.rewound`)."""
+    strayed = not vitals.finite or bool(departures(vitals, stability, history))
+    known = history.strayed(vitals.step) if strayed else history.stayed()
+    match decision:
+        case Update(_, lowered):
+            until = vitals.updates + stability.lower_for
+            known = replace(known, lowered=until, lowerings=known.lowerings + 1) if lowered else known
+            return known.accepted(vitals.loss, vitals.norm, stability)
+        case Skip(_, spike=True):
+            return replace(known, left_out=known.left_out + 1)
+        case _:
+            return known
+
+
+def _not_finite(vitals: Vitals, stability: StabilitySpec, history: History) -> Decision:
     if vitals.repeatable and vitals.tries == 0:
         return Rerun()
     found = f"loss {vitals.loss}, gradient norm {vitals.norm}"
-    if stability.not_finite == "stop":
-        return Stop(found)
-    if vitals.skipped >= stability.skips:
-        return Stop(f"{found}, and stability.skips = {stability.skips} updates are left out already")
-    return Skip(found)
+    if stability.not_finite == "skip" and vitals.skipped < stability.skips:
+        return Skip(found)
+    if stability.not_finite == "skip":
+        found += f", and stability.skips = {stability.skips} updates are left out already"
+    return _rewind(vitals, found, stability, history, otherwise=Stop(found)) or Stop(found)
+
+
+def _spike(
+    vitals: Vitals, found: tuple[Departure, ...], stability: StabilitySpec, history: History, update: Update
+) -> Decision | None:
+    """The first answer that is asked for and not used up; a batch whose weights are known to be damaged is not worth skipping."""
+    if not found or not stability.answers:
+        return None
+    reason = ", ".join(map(str, found))
+    if vitals.attended and vitals.tries == 0 and history.outside == 0:
+        return Rerun("spike")
+    if "skip" in stability.answers and vitals.sound is not False and history.outside < stability.patience:
+        return Skip(reason, spike=True)
+    last = _last(vitals, reason, stability, history, update)
+    return _rewind(vitals, reason, stability, history, otherwise=last) or last
+
+
+def _rewind(
+    vitals: Vitals, reason: str, stability: StabilitySpec, history: History, *, otherwise: Update | Skip | Stop
+) -> Rewind | None:
+    """The copy must be older than the spike, and than the one that the same spike was answered with before."""
+    if "rewind" not in stability.answers or not vitals.attended or len(history.rewinds) >= stability.rewinds:
+        return None
+    began = history.began if history.began >= 0 else vitals.step
+    before = history.nearby(vitals.step, stability)
+    at_most = began - stability.margin
+    return Rewind(reason, at_most if before is None else min(at_most, before - 1), otherwise)
+
+
+def _last(vitals: Vitals, reason: str, stability: StabilitySpec, history: History, update: Update) -> Update | Stop:
+    """Answers for when there is nothing better: a lower learning rate, and while that lasts, patience; then the end."""
+    if vitals.updates < history.lowered:
+        return update
+    if "lower" in stability.answers and history.lowerings < stability.rewinds:
+        return replace(update, lowered=True)
+    return Stop(reason, spike=True) if "stop" in stability.answers else update

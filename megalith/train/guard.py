@@ -144,10 +144,21 @@ class Guard:
         origin = self._origin()
         if self.seat.rank == (origin or 0):
             self.report(self._nonfinite(step, origin, "not asked"))
+        self.put_back(step)
+
+    def put_back(self, step: int) -> None:
+        """Drop what a step has left, so that it can be computed again."""
         self.trainer.drop()
         seed_step(self.trainer, step)
         self.probe.clear()
         self.before_step(self.trainer, step)
+
+    def rewound(self, step: int) -> None:
+        """Take the state as it is now, after `step` steps: that of a copy the run went back to."""
+        if self.fleet.digest:
+            self._digests = {step: self._digest()}
+            if self.replicas:
+                self.replicas.start(self._digests[step])
 
     def _origin(self) -> int | None:
         """The rank whose own gradients were not finite before they met others: of several, the one where a backward comes by first.
@@ -214,7 +225,14 @@ class Guard:
 
     def due(self, step: int) -> bool:
         """Is a copy to be made once `step` steps are done?"""
-        return self.memory is not None and (step % self.fleet.memory_every == 0 or self._due_on_disk(step))
+        if self.memory is None:
+            return False
+        return step % self.fleet.memory_every == 0 or self._due_on_disk(step) or self._due_as_good(step)
+
+    def _due_as_good(self, step: int) -> bool:
+        """Is a copy to be kept, for the run to go back to? Not while a spike is not over."""
+        stability, history = self.trainer.spec.stability, self.trainer.state.history
+        return "rewind" in stability.answers and step % stability.keep_every == 0 and history.began < 0
 
     def _due_on_disk(self, step: int) -> bool:
         return self.fleet.disk_every > 0 and step % self.fleet.disk_every == 0
@@ -223,7 +241,9 @@ class Guard:
         """Copy the state after `step` steps."""
         assert self.memory is not None
         updates = self.trainer.state.updates
-        self.memory.copy(step, samples, updates=updates, known=self._digests.get(step), to_disk=self._due_on_disk(step))
+        told = self.trainer.state.history.dump() if self.memory.room else ""
+        known, to_disk = self._digests.get(step), self._due_on_disk(step)
+        self.memory.copy(step, samples, updates=updates, known=known, to_disk=to_disk, told=told, good=self._due_as_good(step))
         failed = self.memory.disk_error
         if bool(failed) != self._disk_failed:
             self._disk_failed = bool(failed)

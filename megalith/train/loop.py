@@ -19,8 +19,10 @@ from megalith.train.assemble import Trainer
 from megalith.train.guard import Guard
 from megalith.train.peak import Yardstick
 from megalith.train.post_validation import LateStepper
-from megalith.train.restore import Position, meta, read_step
-from megalith.train.step import Referee, Stepped, Stepper, Watcher, seed_step, tell
+from megalith.train.restore import Position, meta, read_indices, read_numbers, read_step
+from megalith.train.stability.healer import Data, Healer
+from megalith.train.step import Referee, Stepper, Watcher, seed_step, tell
+from megalith.train.tally import Stepped
 from megalith.train.validate import Validator
 
 AGAIN_SECONDS = 10.0  # between tries to save what nothing comes after
@@ -43,10 +45,13 @@ def nothing_left(done: int, *, steps: int) -> str:
     )
 
 
-def stepper_of(trainer: Trainer, *, watchers: Sequence[Watcher] = (), referee: Referee | None = None) -> Stepper:
-    """The stepper of the trainer's plan. `referee`, one of the `watchers`, runs a step again whose gradients are not finite."""
+def stepper_of(
+    trainer: Trainer, *, watchers: Sequence[Watcher] = (), referee: Referee | None = None, healer: Healer | None = None
+) -> Stepper:
+    """The stepper of the trainer's plan. `referee`, one of the `watchers`, runs a step again whose gradients are not finite; `healer`
+    answers spikes."""
     kind = LateStepper if trainer.spec.plan.post_validation else Stepper
-    return kind(trainer, watchers=watchers, referee=referee)
+    return kind(trainer, watchers=watchers, referee=referee, healer=healer)
 
 
 @dataclass(frozen=True)
@@ -80,11 +85,26 @@ class Loop:
         self.validator = validator
         self.guard = guard
         self._watchers = [*watchers, *([guard] if guard else [])]
-        self._stepper = stepper_of(trainer, watchers=self._watchers, referee=guard)
+        healer = Healer(trainer, self._data(), checkpointer=checkpointer, guard=guard) if self.spec.stability.watch else None
+        self._stepper = stepper_of(trainer, watchers=self._watchers, referee=guard, healer=healer)
         self._timed: dict[int, _Timed] = {}  # of the steps whose outcome is not known yet
         self._first = position.step
         self._compute = 0.0  # seconds of this rank's own work in the last step
         self._save_failed = False
+
+    def _data(self) -> Data:
+        """What this rank reads in any step."""
+        here = self.trainer.groups.coordinates["data"]
+
+        def place(number: int) -> str:
+            return f"{self.stream.sample(number).domain} in {self.stream.bytes_of(number)[0].name}"
+
+        return Data(
+            read=lambda step: read_step(self.stream, self.spec, self.position, step, here),
+            mine=lambda step: read_indices(self.spec, self.position, step, here),
+            numbers=lambda step: read_numbers(self.spec, self.position, step),
+            place=place,
+        )
 
     @property
     def step(self) -> int:
@@ -123,12 +143,17 @@ class Loop:
                 self._validate(self.validator)
             if stopping or last:
                 self._save_last(patience=self.spec.fleet.wait_limit if last else STOP_SECONDS)
-            elif saving:
+            elif saving and not self._suspicious():
                 self._save(asynchronous=self.spec.checkpoint.asynchronous)
             self._report_saves(self.checkpointer.poll())
             if stopping and not last:
                 return "stopped"
         return "finished"
+
+    def _suspicious(self) -> bool:
+        """Is the state perhaps one that the run will go back from? A checkpoint of it would take the place of an older, good one."""
+        history, stability = self.trainer.state.history, self.spec.stability
+        return history.began >= 0 and "rewind" in stability.answers and len(history.rewinds) < stability.rewinds
 
     def _one_step(self, stop: bool) -> bool:
         """Train one step; True if all ranks are to stop now."""
@@ -152,7 +177,7 @@ class Loop:
     def _advance(self, step: int) -> None:
         """Stand at `step`: its samples are consumed, whether its update was made or left out."""
         samples = self.position.samples + self.spec.train.global_batch
-        self.position = Position(step, samples, self.trainer.state.updates)
+        self.position = Position(step, samples, self.trainer.state.updates, self.trainer.state.history)
 
     def _drawn(self, step: int) -> bool:
         return (step - self._first) % SPANS_EVERY == 1
@@ -169,12 +194,16 @@ class Loop:
                 self._log_skip(done, timed)
             elif self.log:
                 self._log_step(done, timed)
+            if self.log:
+                for event in done.outcome.events:
+                    self.log.write(event)
         return any(done.stop for done in settled)
 
     def _log_skip(self, done: Stepped, timed: _Timed) -> None:
         assert self.log is not None
-        left = self.spec.stability.skips - self.trainer.state.skipped
-        self.log.write(Skipped(step=done.step + 1, reason=done.skipped, tokens=done.tokens, seconds=timed.whole, left=left))
+        left = self.spec.stability.skips - (self.trainer.state.skipped - self.trainer.state.history.left_out)
+        told = {"step": done.step + 1, "reason": done.skipped, "tokens": done.tokens, "seconds": timed.whole}
+        self.log.write(Skipped(**told, left=left, spike=done.outcome.spike))
 
     def _log_step(self, done: Stepped, timed: _Timed) -> None:
         assert self.log is not None
@@ -251,7 +280,7 @@ class Loop:
 
     def _settled(self) -> Position:
         """Where the run stands, now that it is known whether the last update holds."""
-        return replace(self.position, updates=self.trainer.state.updates)
+        return replace(self.position, updates=self.trainer.state.updates, history=self.trainer.state.history)
 
     def _look(self) -> None:
         """The state must still be what the last update left."""

@@ -16,29 +16,33 @@ import torch
 
 from megalith.data.stream import Batch as Samples
 from megalith.train.assemble import Trainer
-from megalith.train.decide import Decision, Rerun, Update
+from megalith.train.decide import Decision, Rerun, Rewind, Update
+from megalith.train.stability.findings import Findings, lowered_event, spike_event
 from megalith.train.step import (
-    Accumulated,
-    Balance,
-    Gathering,
-    Mark,
-    Stepped,
+    Before,
+    Healer,
+    Referee,
     Stepper,
-    Totals,
     Watcher,
     accumulate,
     carry_out,
     clipped_update,
     decision_of,
+    remember,
     seed_step,
-    stepped,
     tell,
     train_step,
+    vitals_of,
 )
+from megalith.train.tally import NO_OUTCOME, Accumulated, Balance, Gathering, Mark, Outcome, Stepped, Totals, stepped
 
 
 class Undone(Exception):  # noqa: N818  # it says what was done
-    """An update was undone, since its numbers are not finite; its step is to be computed again."""
+    """An update was undone, since its numbers are not finite or far outside what they were; its step is to be computed again."""
+
+    def __init__(self, before: Before) -> None:
+        super().__init__(before.reason)
+        self.before = before
 
 
 class Unchecked:
@@ -47,7 +51,7 @@ class Unchecked:
     totals: Totals  # once it is checked, as are
     decision: Decision
     balance: Balance
-    skipped: str = ""  # why the update was left out, if it was
+    outcome: Outcome = NO_OUTCOME
 
     def __init__(
         self,
@@ -57,11 +61,12 @@ class Unchecked:
         step: int,
         stop: bool = False,
         watchers: Sequence[Watcher] = (),
-        repeatable: bool = False,
+        referee: Referee | None = None,
+        healer: Healer | None = None,
     ) -> None:
-        """`repeatable`: whether somebody can compute the step again, see `decide.Vitals`."""
+        """`referee`, `healer`: who can compute the step again, see `train_step`."""
         self.trainer, self.step, self.watchers, self.lr = trainer, step, watchers, trainer.lr
-        self._repeatable = repeatable
+        self._referee, self._healer = referee, healer
         self._gathering = Gathering(trainer, accumulated.executed, stop=stop)
         self._before = [tensor.clone() for tensor in trainer.state.changed()]
         self._routers_before = [buffer.clone() for buffer in trainer.state.buffers.values()]
@@ -79,9 +84,12 @@ class Unchecked:
         """Wait for the totals: is the decision the one that the update was made by? Then gradients and copies are dropped."""
         self.totals = self._gathering.wait()
         self.balance = Balance(self.trainer)  # awaited when the step is told, after a row in which all ranks get here
-        self.decision = decision_of(self.trainer, self.totals, repeatable=self._repeatable)
+        who = {"referee": self._referee, "healer": self._healer}
+        self._vitals = vitals_of(self.trainer, self.totals, step=self.step, updates=self.updates - 1, **who)
+        self.decision = decision_of(self.trainer, self._vitals)
         right = self.decision == Update(1.0)
         if right:
+            self._remember()
             self.trainer.state.drop_gradients()
             self._drop_copies()
         return right
@@ -91,17 +99,31 @@ class Unchecked:
         """Undo the update, then do what was decided. Raises gradients.NotFinite, or Undone if the step is to be computed again."""
         torch._foreach_copy_(self.trainer.state.changed(), self._before)
         self.trainer.state.updates -= 1
-        if isinstance(self.decision, Update):  # the step's tokens have been counted, whatever the factor
+        if isinstance(self.decision, Rewind) and (self._healer is None or self._healer.target(self.decision.at_most) is None):
+            self.decision = self.decision.otherwise
+        if isinstance(self.decision, Update):
             self._drop_copies()
+            self._remember()
             clipped_update(self.trainer, self.decision.factor, step=self.step, watchers=self.watchers)
-            self._tell_of_update()
+            self._tell_of_update()  # the step's tokens have been counted, whatever the factor
             return
         for buffer, before in zip(self.trainer.state.buffers.values(), self._routers_before, strict=True):
             buffer.copy_(before)
         self._drop_copies()
         if isinstance(self.decision, Rerun):
-            raise Undone
-        self.skipped = carry_out(self.trainer, self.decision, step=self.step, watchers=self.watchers)
+            raise Undone(Before(self.decision.reason, self.totals))
+        more = {"totals": self.totals, "watchers": self.watchers, "healer": self._healer, "late": True}
+        self.outcome = carry_out(self.trainer, self.decision, self._vitals, **more)
+
+    def _remember(self) -> None:
+        """Let the run's history know of an update."""
+        known = {"totals": self.totals, "lr": self.lr, "healer": self._healer, "findings": Findings()}
+        found = remember(self.trainer, self.decision, self._vitals, **known)
+        lowered = isinstance(self.decision, Update) and self.decision.lowered
+        events = [spike_event(self._vitals, self.decision, found)] if found.tell else []
+        self.lr = self.trainer.lr if lowered else self.lr
+        events += [lowered_event(self.trainer.spec.stability, self._vitals)] if lowered else []
+        self.outcome = Outcome(events=tuple(events)) if events else NO_OUTCOME
 
     def settle(self) -> None:
         """Check between two steps. Raises gradients.NotFinite or Undone."""
@@ -137,8 +159,8 @@ class LateStepper(Stepper):
         accumulated, told = self._accumulate(microbatches, step)
         tell(self.watchers, "reduced", trainer, step)
         start = trainer.executor.clock.mark()
-        repeatable = self.referee is not None
-        unchecked = Unchecked(trainer, accumulated, step=step, stop=stop, watchers=self.watchers, repeatable=repeatable)
+        who = {"watchers": self.watchers, "referee": self.referee, "healer": self.healer}
+        unchecked = Unchecked(trainer, accumulated, step=step, stop=stop, **who)
         optimizer = ("optimizer", start, trainer.executor.clock.mark())
         self._open = _Open(unchecked, microbatches, stop, accumulated, optimizer, time.perf_counter() - began)
         return told
@@ -149,8 +171,8 @@ class LateStepper(Stepper):
             return accumulate(self.trainer, microbatches), []
         try:
             return accumulate(self.trainer, microbatches, check=self._open.unchecked), self._tell()
-        except Undone:
-            told = [self._again()]
+        except Undone as undone:
+            told = [self._again(undone.before)]
         seed_step(self.trainer, step)
         return accumulate(self.trainer, microbatches), told
 
@@ -159,16 +181,16 @@ class LateStepper(Stepper):
         if self._open is not None:
             try:
                 self._open.unchecked.settle()
-            except Undone:
-                return [self._again()]
+            except Undone as undone:
+                return [self._again(undone.before)]
         return self._tell()
 
-    def _again(self) -> Stepped:
+    def _again(self, before: Before) -> Stepped:
         """The open step, whose update was undone, once more, and this time in one go."""
         assert self._open is not None
         done, self._open = self._open, None
-        how = {"stop": done.stop, "watchers": self.watchers, "referee": self.referee}
-        return train_step(self.trainer, done.microbatches, step=done.unchecked.step, **how, tries=1)
+        how = {"stop": done.stop, "watchers": self.watchers, "referee": self.referee, "healer": self.healer}
+        return train_step(self.trainer, done.microbatches, step=done.unchecked.step, **how, before=before)
 
     def _tell(self) -> list[Stepped]:
         """Of the step before, which is checked."""
@@ -180,4 +202,4 @@ class LateStepper(Stepper):
         late = done.unchecked
         experts, known = late.balance.wait(), {"step": late.step, "lr": late.lr, "seconds": done.seconds}
         found = stepped(self.trainer, done.accumulated, late.totals, experts, done.optimizer, **known)
-        return [replace(found, updates=late.updates, skipped=late.skipped)]
+        return [replace(found, updates=late.updates, outcome=late.outcome)]

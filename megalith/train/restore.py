@@ -1,9 +1,10 @@
 """Where a run stands: its first step, its newest checkpoint, copies in the nodes' memory, or other weights to start from."""
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.batches import indices
+from megalith.train.stability.history import History
 
 
 class OtherRunError(ValueError):
@@ -35,13 +37,14 @@ class OtherRunError(ValueError):
 
 @dataclass(frozen=True)
 class Position:
-    """Steps tried, samples consumed and updates made. With the seed, data order and random numbers depend on the first two alone; bias
-    correction and the learning rate follow the third. A step whose update was left out consumed its samples."""
+    """Steps tried, samples consumed, updates made, and what is known of spikes. With the seed, data order and random numbers depend on the
+    first two alone; bias correction and the learning rate follow the third. A step whose update was left out consumed its samples."""
 
     step: int = 0
     samples: int = 0
     updates: int = -1
     """Left out, an update was made in every step: so it is in checkpoints of earlier versions."""
+    history: History = field(default=History(), compare=False)
 
     def __post_init__(self) -> None:
         if self.updates < 0:
@@ -51,7 +54,8 @@ class Position:
 def meta(position: Position, *, spec: RunSpec, stream: Stream) -> dict[str, Any]:
     """What a checkpoint says besides its tensors."""
     return {
-        "position": asdict(position),
+        "position": {name: value for name, value in asdict(position).items() if name != "history"},
+        "history": asdict(position.history),
         "rng": {
             "seed": spec.train.seed,
             "rule": "every draw is a function of the seed and a name or step",
@@ -70,17 +74,23 @@ def _random_state() -> str:
 
 def read_step(stream: Stream, spec: RunSpec, position: Position, step: int, data_rank: int) -> list[Samples]:
     """The microbatches of a data rank in any step of a run that stands at `position`."""
-    return [stream.batch(part) for part in _of_step(spec, position, step, data_rank)]
+    return [stream.batch(part) for part in read_indices(spec, position, step, data_rank)]
+
+
+def read_numbers(spec: RunSpec, position: Position, step: int) -> range:
+    """The numbers of the samples of a step, of all data ranks, in a run that stands at `position`."""
+    first = position.samples + (step - position.step) * spec.train.global_batch
+    return range(first, first + spec.train.global_batch)
 
 
 def first_sample(spec: RunSpec, position: Position, step: int, data_rank: int) -> int:
     """The number of the first sample that `read_step` reads."""
-    return _of_step(spec, position, step, data_rank)[0].start
+    return read_indices(spec, position, step, data_rank)[0].start
 
 
-def _of_step(spec: RunSpec, position: Position, step: int, data_rank: int) -> list[range]:
-    first = position.samples + (step - position.step) * spec.train.global_batch
-    return indices(spec, first=first, data_rank=data_rank)
+def read_indices(spec: RunSpec, position: Position, step: int, data_rank: int) -> list[range]:
+    """The numbers of the samples of each of a data rank's microbatches in a step."""
+    return indices(spec, first=read_numbers(spec, position, step).start, data_rank=data_rank)
 
 
 def restore(
@@ -106,14 +116,15 @@ def restore(
             position = _from_store(trainer, checkpointer, stream, step=None if source is None else source.step)
         if source is not None and memory is not None:
             label = memory.restore(source)
-            position = position if label is None else Position(label.step, label.samples, label.updates)
+            if label is not None:
+                position = Position(label.step, label.samples, label.updates, history_in(memory.told))
     except Damaged as error:
-        _report(CopyCorrupt, error.tier, error.step, error.slot, str(error))
+        report_copy(CopyCorrupt, error.tier, error.step, error.slot, str(error))
     except (DamagedCheckpointError, FileNotFoundError, AwayError) as error:
         if source is None:
             raise
         if seat.rank == 0:
-            _report(CopyAway if isinstance(error, AwayError) else CopyCorrupt, Tier.STORE, source.step, None, str(error))
+            report_copy(CopyAway if isinstance(error, AwayError) else CopyCorrupt, Tier.STORE, source.step, None, str(error))
         raise Reported(str(error)) from error
     if position is None:
         assert source is None or source.tier is None, f"{source}, and no copies in memory"
@@ -133,7 +144,19 @@ def restore(
     if memory is not None:
         memory.forget_after(position.step)
     trainer.state.updates, trainer.state.skipped = position.updates, position.step - position.updates
+    trainer.state.history = position.history
     return position
+
+
+def history_in(told: str) -> History:
+    """What is known of spikes in a copy that says `told` of itself."""
+    return History.load(json.loads(told)) if told else History()
+
+
+def position_in(meta: Mapping[str, Any]) -> Position:
+    """Where a run stands that goes on from a checkpoint which says `meta` of itself. Those of earlier versions know of no spikes."""
+    known = meta.get("history")
+    return Position(**meta["position"], history=History() if known is None else History.load(known))
 
 
 def _accept(spec: RunSpec, path: Path, meta: Mapping[str, Any]) -> None:
@@ -159,9 +182,10 @@ def _from_store(trainer: Trainer, checkpointer: Checkpointer, stream: Stream, *,
     if loaded is None:
         return None
     stream.check_same(loaded.meta["data"])
-    return Position(**loaded.meta["position"])
+    return position_in(loaded.meta)
 
 
-def _report(sign: type[CopyCorrupt | CopyAway], tier: Tier, step: int, slot: int | None, error: str) -> NoReturn:
+def report_copy(sign: type[CopyCorrupt | CopyAway], tier: Tier, step: int, slot: int | None, error: str) -> NoReturn:
+    """Report that a copy cannot be used, and raise Reported."""
     report(sign(time=time.time(), step=step, tier=tier, copy_step=step, slot=slot, error=error))
     raise Reported(error)

@@ -11,6 +11,7 @@ from megalith.kernels.numbers import DTYPE
 from megalith.parallel.data import local
 from megalith.spec.state import GRADIENT, MASTER, Category, Slot, bytes_each
 from megalith.train.optimizers.rule import Part
+from megalith.train.stability.history import History
 
 
 class State:
@@ -26,6 +27,8 @@ class State:
         """Updates made: what bias correction and the learning rate follow."""
         self.skipped = 0
         """Updates left out: steps tried are both together."""
+        self.history = History()
+        """Numbers of the last updates, and what is known of spikes: a part of the run's position."""
         self._weights = {name: local(parameter).detach() for name, parameter in parameters.items()}
         self._slots = tuple(dict.fromkeys(slot for name in self._weights for slot in slots[name]))
         self._kept = {

@@ -1,31 +1,25 @@
 """One optimizer step: batch, program, gradients, norm, update."""
 
-import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from megalith.data.stream import Batch as Samples
-from megalith.machine.resident import most_resident_bytes, resident_bytes
+from megalith.events import Event, Rewound
+from megalith.fleet.seat import REPORTS
 from megalith.models.batch import Batch
 from megalith.models.init import seed_of
 from megalith.parallel import gradients
-from megalith.parallel.execute import Check, Executed
-from megalith.spec.model import MoeSpec
+from megalith.parallel.execute import Check
 from megalith.train.assemble import Trainer
 from megalith.train.batches import Cut, count_valid, to_batch
-from megalith.train.decide import Decision, Rerun, Skip, Stop, Update, Vitals, decide
-
-WORST = {"max_load": 1.0, "entropy": -1.0, "dropped": 1.0}
-"""Measures of the balance of experts, and whether more is worse."""
-
-
-Mark = tuple[str, Any, Any]  # what, from when, to when
+from megalith.train.decide import Decision, Rerun, Rewind, Skip, Stop, Update, Vitals, decide, departures, known_after
+from megalith.train.stability.findings import Findings, Reason, SpikeError, lowered_event, spike_event
+from megalith.train.tally import Accumulated, Balance, Gathering, Outcome, Stepped, Totals, stepped
 
 Moment = Literal["before_step", "reduced", "before_update", "updated", "skipped", "resting"]
 
@@ -75,49 +69,6 @@ def seed_step(trainer: Trainer, step: int) -> None:
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """What one step did. Sums are over all ranks; `seconds` and `breakdown` are this rank's."""
-
-    step: int  # 0 is the first
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    seconds: float
-    breakdown: dict[str, float]
-    memory: dict[str, int]
-    stop: bool  # some rank was asked to stop
-    spans: list[tuple[str, float, float]]  # action, start and end in seconds since the step began
-    experts: dict[str, float]  # how even their load was in this step, in the layer where it was least so
-    updates: int = 0  # updates made, this one among them
-    skipped: str = ""  # why the update was left out, if it was
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums and extremes over all ranks that end a step."""
-
-    squares: float
-    loss: float
-    stop: bool
-    resident: int
-
-    @property
-    def norm(self) -> float:
-        """The global norm of the gradients."""
-        return self.squares**0.5
-
-
-@dataclass(frozen=True)
-class Accumulated:
-    """A step up to its gradients, which are complete and unclipped on the parameters."""
-
-    executed: Executed
-    batches: list[Batch]
-    marks: list[Mark]
-
-
-@dataclass(frozen=True)
 class Computed:
     """A step up to its gradients and what all ranks know of them."""
 
@@ -131,6 +82,42 @@ class Computed:
     @property
     def grad_norm(self) -> float:
         return self.totals.norm
+
+
+@dataclass(frozen=True)
+class Before:
+    """Why a step is computed again, and what all ranks knew of it the first time."""
+
+    reason: Reason
+    totals: Totals
+
+    @property
+    def words(self) -> str:
+        return f"loss {self.totals.loss:.6g} and norm {self.totals.norm:.6g} at first"
+
+
+class Healer(Protocol):
+    """Finds out about spikes and undoes what they did, on all ranks together (`train.stability.healer.Healer`)."""
+
+    def note(self, step: int, totals: Totals, decision: Decision, *, lr: float) -> None:
+        """A step's decision is about to be carried out, with this learning rate."""
+        ...
+
+    def look(self, before: Before, step: int) -> Findings:
+        """Drop what the step has left, find out what can be known before it is computed again, and put back what that has left."""
+        ...
+
+    def causes(self, step: int, findings: Findings) -> Findings:
+        """The same with what is known of the causes."""
+        ...
+
+    def target(self, at_most: int) -> Any:
+        """The newest good copy of at most so many steps; None: there is none."""
+        ...
+
+    def rewind(self, target: Any, step: int, findings: Findings, *, late: bool) -> tuple[Rewound, Findings]:
+        """Go back to it in step `step`. `late`: within a row that is under way, so that nothing can be computed beside it."""
+        ...
 
 
 class Referee(Protocol):
@@ -153,44 +140,73 @@ def train_step(
     stop: bool = False,
     watchers: Sequence[Watcher] = (),
     referee: Referee | None = None,
-    tries: int = 0,
+    healer: Healer | None = None,
+    before: Before | None = None,
 ) -> Stepped:
     """Train on this rank's microbatches of step `step` (0 is the first). All ranks call it together.
 
-    `stop`: this rank was asked to stop; every rank learns of it. `tries`: how often the step was computed before, with numbers that were
-    not finite. With a `referee` it is computed once more. Raises gradients.NotFinite, before any weight has changed, naming step and
-    parameters if the loss or a gradient is NaN or infinite and `stability` says that this ends the run.
+    `stop`: this rank was asked to stop; every rank learns of it. `before`: the step was computed before, and is computed again. With a
+    `referee`, numbers that are not finite are computed once more, with a `healer` the first ones of a spike. Raises gradients.NotFinite,
+    before any weight has changed, naming step and parameters if the loss or a gradient is NaN or infinite and `stability` says that this
+    ends the run, and SpikeError if it says so of a spike.
     """
-    if tries and referee:
-        referee.rerun(step)
+    findings = _put_back(before, step, referee=referee, healer=healer)
     began = time.perf_counter()
     accumulated = accumulate(trainer, microbatches)
     tell(watchers, "reduced", trainer, step)
     computed = gathered(trainer, accumulated, stop=stop)
-    decision = decision_of(trainer, computed.totals, tries=tries, repeatable=referee is not None)
+    if before is not None:
+        same = same_numbers(before.totals, computed.totals)
+        heard = before.reason == "not finite" and REPORTS in os.environ
+        findings = replace(findings, repeated=same, first=before.words, heard=heard)
+    known = vitals_of(trainer, computed.totals, step=step, before=before, referee=referee, healer=healer, sound=findings.sound)
+    decision = decision_of(trainer, known)
     if isinstance(decision, Rerun):
-        again = {"step": step, "stop": stop, "watchers": watchers, "referee": referee}
-        return train_step(trainer, microbatches, **again, tries=tries + 1)
+        again = {"step": step, "stop": stop, "watchers": watchers, "referee": referee, "healer": healer}
+        return train_step(trainer, microbatches, **again, before=Before(decision.reason, computed.totals))
     start, lr = trainer.executor.clock.mark(), trainer.lr
-    skipped = carry_out(trainer, decision, step=step, watchers=watchers, referee=referee)
+    after = {"totals": computed.totals, "watchers": watchers, "referee": referee, "healer": healer, "findings": findings}
+    outcome = carry_out(trainer, decision, known, **after)
     optimizer = ("optimizer", start, trainer.executor.clock.mark())
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)
     seconds, experts = time.perf_counter() - began, Balance(trainer).wait()
     found = stepped(trainer, computed.accumulated, computed.totals, experts, optimizer, step=step, lr=lr, seconds=seconds)
-    return replace(found, updates=trainer.state.updates, skipped=skipped)
+    return replace(found, updates=trainer.state.updates, outcome=outcome)
+
+
+def _put_back(before: Before | None, step: int, *, referee: Referee | None, healer: Healer | None) -> Findings:
+    """Make ready to compute a step again."""
+    if before is not None and before.reason == "spike" and healer is not None:
+        return healer.look(before, step)
+    if before is not None and referee is not None:
+        referee.rerun(step)
+    return Findings()
+
+
+def same_numbers(one: Totals, other: Totals) -> bool:
+    """True if two computations of one step gave the same bits, as far as all ranks know them."""
+    return (one.loss, one.squares) == (other.loss, other.squares)
 
 
 class Stepper:
     """Trains step by step, and tells of each at once."""
 
-    def __init__(self, trainer: Trainer, *, watchers: Sequence[Watcher] = (), referee: Referee | None = None) -> None:
-        """`referee`, one of the `watchers`, runs a step again whose gradients are not finite."""
-        self.trainer, self.watchers, self.referee = trainer, watchers, referee
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        watchers: Sequence[Watcher] = (),
+        referee: Referee | None = None,
+        healer: Healer | None = None,
+    ) -> None:
+        """`referee`, one of the `watchers`, runs a step again whose gradients are not finite; `healer` answers spikes."""
+        self.trainer, self.watchers, self.referee, self.healer = trainer, watchers, referee, healer
 
     def step(self, microbatches: Sequence[Samples], *, step: int, stop: bool = False) -> list[Stepped]:
         """Train on this rank's microbatches of step `step`, see train_step; the steps that are now known to be right."""
-        return [train_step(self.trainer, microbatches, step=step, stop=stop, watchers=self.watchers, referee=self.referee)]
+        how = {"watchers": self.watchers, "referee": self.referee, "healer": self.healer}
+        return [train_step(self.trainer, microbatches, step=step, stop=stop, **how)]
 
     def settle(self) -> list[Stepped]:
         """Check what is not checked yet; the steps that are now known to be right."""
@@ -233,7 +249,7 @@ def compute(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, sto
 def conclude(trainer: Trainer, accumulated: Accumulated, *, step: int, stop: bool = False) -> Computed:
     """Wait for what all ranks know. Raises gradients.NotFinite."""
     computed = gathered(trainer, accumulated, stop=stop)
-    decision = decision_of(trainer, computed.totals)
+    decision = decision_of(trainer, vitals_of(trainer, computed.totals, step=step))
     if isinstance(decision, Skip | Stop):
         raise refusal(trainer, decision.reason, step=step)
     return computed
@@ -247,31 +263,100 @@ def gathered(trainer: Trainer, accumulated: Accumulated, *, stop: bool) -> Compu
     return Computed(totals, replace(accumulated, marks=[*accumulated.marks, waited]))
 
 
-def decision_of(trainer: Trainer, totals: Totals, *, tries: int = 0, repeatable: bool = False) -> Decision:
+def vitals_of(
+    trainer: Trainer,
+    totals: Totals,
+    *,
+    step: int,
+    before: Before | None = None,
+    referee: Referee | None = None,
+    healer: Healer | None = None,
+    sound: bool | None = None,
+    updates: int | None = None,
+) -> Vitals:
+    """What all ranks know of a step, whose update is number `updates` (None: the next)."""
+    state = trainer.state
+    return Vitals(
+        totals.loss,
+        totals.norm,
+        step=step,
+        updates=state.updates if updates is None else updates,
+        skipped=state.skipped - state.history.left_out,
+        tries=int(before is not None),
+        repeatable=referee is not None,
+        attended=healer is not None,
+        sound=sound,
+    )
+
+
+def decision_of(trainer: Trainer, vitals: Vitals) -> Decision:
     """What becomes of the update; the same on every rank."""
-    vitals = Vitals(totals.loss, totals.norm, skipped=trainer.state.skipped, tries=tries, repeatable=repeatable)
-    return decide(vitals, optimizer=trainer.spec.optimizer, stability=trainer.spec.stability)
+    return decide(vitals, optimizer=trainer.spec.optimizer, stability=trainer.spec.stability, history=trainer.state.history)
+
+
+def remember(
+    trainer: Trainer, decision: Decision, vitals: Vitals, *, totals: Totals, lr: float, healer: Healer | None, findings: Findings
+) -> Findings:
+    """Let the run's history know of a decision before it is carried out; what is found of the spike, if the step is of one."""
+    stability, history = trainer.spec.stability, trainer.state.history
+    found = departures(vitals, stability, history)
+    answered = isinstance(decision, Rewind | Stop) or (isinstance(decision, Update) and decision.lowered)
+    out = bool(found) or isinstance(decision, Rewind)
+    findings = replace(findings, departures=found, tell=out and (answered or history.began < 0))
+    trainer.state.history = known_after(decision, vitals, stability=stability, history=history)
+    if healer is not None:
+        healer.note(vitals.step, totals, decision, lr=lr)
+        if findings.tell or findings.accident:
+            findings = healer.causes(vitals.step, findings)
+    return findings
 
 
 def carry_out(
-    trainer: Trainer, decision: Decision, *, step: int, watchers: Sequence[Watcher] = (), referee: Referee | None = None
-) -> str:
-    """Do what was decided for a step whose gradients are there, and drop them; why the update was left out, if it was.
+    trainer: Trainer,
+    decision: Decision,
+    vitals: Vitals,
+    *,
+    totals: Totals,
+    watchers: Sequence[Watcher] = (),
+    referee: Referee | None = None,
+    healer: Healer | None = None,
+    findings: Findings | None = None,
+    late: bool = False,
+) -> Outcome:
+    """Do what was decided for a step whose gradients are there, and drop them. `late`: see Healer.rewind.
 
-    Raises gradients.NotFinite, or what the referee raises, if the run is to stop.
+    Raises gradients.NotFinite, or what the referee raises, or SpikeError, if the run is to stop.
     """
+    step, target = vitals.step, None
+    if isinstance(decision, Rewind):
+        target = healer.target(decision.at_most) if healer is not None else None
+        decision = decision if target is not None else decision.otherwise
+    more = {"totals": totals, "lr": trainer.lr, "healer": healer, "findings": findings or Findings()}
+    found = remember(trainer, decision, vitals, **more)
+    skipped, spike, events = "", False, list[Event]()
     match decision:
-        case Update(factor):
+        case Update(factor, lowered):
             clipped_update(trainer, factor, step=step, watchers=watchers)
             trainer.take_in_loads()
             tell(watchers, "updated", trainer, step)
-            skipped = ""
-        case Skip(reason):
-            skipped = f"{reason}; NaN or Inf in {gradients.where_not_finite(trainer.parameters, world=trainer.groups.world)}"
+            events += [lowered_event(trainer.spec.stability, vitals)] if lowered else []
+        case Skip(skipped, spike):
+            where = (
+                "" if spike else f"; NaN or Inf in {gradients.where_not_finite(trainer.parameters, world=trainer.groups.world)}"
+            )
+            skipped += where
             trainer.drop()
             trainer.state.skipped += 1
             tell(watchers, "skipped", trainer, step)
-        case Stop(reason):
+        case Rewind(skipped):
+            assert healer is not None
+            spike = True
+            trainer.drop()
+            rewound, found = healer.rewind(target, step, found, late=late)
+            events.append(rewound)
+        case Stop(reason, spike):
+            if spike:
+                raise SpikeError(f"step {step + 1}: {reason}. {found.words}")
             error = refusal(trainer, reason, step=step)
             if referee is not None:
                 referee.blame(error, step)
@@ -279,7 +364,9 @@ def carry_out(
         case Rerun():
             raise AssertionError("a step that is computed again has nothing to carry out")
     tell(watchers, "resting", trainer, step)
-    return skipped
+    if found.tell or found.accident:
+        events.insert(0, spike_event(vitals, decision, found))
+    return Outcome(skipped, spike, tuple(events))
 
 
 def refusal(trainer: Trainer, reason: str, *, step: int) -> gradients.NotFinite:
@@ -290,7 +377,8 @@ def refusal(trainer: Trainer, reason: str, *, step: int) -> gradients.NotFinite:
 
 def update(trainer: Trainer, computed: Computed, *, step: int, watchers: Sequence[Watcher] = ()) -> None:
     """Clip the gradients, update the weights, drop the gradients."""
-    carry_out(trainer, decision_of(trainer, computed.totals), step=step, watchers=watchers)
+    vitals = vitals_of(trainer, computed.totals, step=step)
+    carry_out(trainer, decision_of(trainer, vitals), vitals, totals=computed.totals, watchers=watchers)
 
 
 def clipped_update(trainer: Trainer, factor: float, *, step: int, watchers: Sequence[Watcher] = ()) -> None:
@@ -299,112 +387,3 @@ def clipped_update(trainer: Trainer, factor: float, *, step: int, watchers: Sequ
     tell(watchers, "before_update", trainer, step)
     trainer.update()
     trainer.state.drop_gradients()
-
-
-class Gathering:
-    """The totals on their way: one gather over all ranks; sums are formed in rank order, so every rank gets the same bits in every run."""
-
-    def __init__(self, trainer: Trainer, executed: Executed, *, stop: bool) -> None:
-        names = gradients.counted(trainer.parameters, trainer.shared, trainer.groups)
-        squares = gradients.sum_of_squares(p.grad for n in names if (p := trainer.parameters[n]).grad is not None)
-        loss = executed.nll.double() * (trainer.groups.coordinates["tensor"] == 0)  # tensor ranks all have the whole loss
-        other = torch.tensor([float(stop), float(resident_bytes())], dtype=torch.float64, device=trainer.device)
-        self._mine = torch.cat((torch.stack((squares.to(trainer.device), loss)), other))
-        self._everyone = self._mine.new_empty(trainer.groups.world.size() * len(self._mine))
-        self._work: Any = dist.all_gather_into_tensor(self._everyone, self._mine, group=trainer.groups.world, async_op=True)
-        self._copied: Any = None
-        if trainer.device.type == "cuda":  # to the host beside the stream that computes, or waiting would mean until that is idle
-            with torch.cuda.stream(torch.cuda.Stream(trainer.device)):
-                self._work.wait()
-                self._on_host = self._everyone.to("cpu", non_blocking=True)
-                self._copied = torch.cuda.Event()
-                self._copied.record()
-
-    def wait(self) -> Totals:
-        if self._copied is not None:
-            self._copied.synchronize()
-            table: Tensor = self._on_host
-        else:
-            self._work.wait()
-            table = self._everyone
-        table = table.view(-1, len(self._mine))
-        return Totals(
-            squares=float(table[:, 0].sum()),
-            loss=float(table[:, 1].sum()),
-            stop=bool(table[:, 2].any()),
-            resident=int(table[:, 3].max()),
-        )
-
-
-class Balance:
-    """How even the experts' loads of the last update were: the worst of all layers, wherever they are, on its way from all ranks."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._work: Any = None
-        if any(isinstance(block.mlp, MoeSpec) for block in trainer.model.blocks):
-            found = [metrics for moe in trainer.routers().values() if (metrics := moe.metrics())]
-            worst = [max((sign * m[name] for m in found), default=-math.inf) for name, sign in WORST.items()]
-            self._worst = torch.tensor(worst, dtype=torch.float64, device=trainer.device)
-            self._work = dist.all_reduce(self._worst, op=dist.ReduceOp.MAX, group=trainer.groups.world, async_op=True)
-
-    def wait(self) -> dict[str, float]:
-        """By their names; empty for a model without experts."""
-        if self._work is None:
-            return {}
-        self._work.wait()
-        return {name: sign * value for (name, sign), value in zip(WORST.items(), self._worst.tolist(), strict=True)}
-
-
-def stepped(
-    trainer: Trainer,
-    accumulated: Accumulated,
-    totals: Totals,
-    experts: dict[str, float],
-    optimizer: Mark,
-    *,
-    step: int,
-    lr: float,
-    seconds: float,
-) -> Stepped:
-    """What there is to tell of a step whose work on this rank is done."""
-    spec, executed = trainer.spec, accumulated.executed
-    return Stepped(
-        step=step,
-        loss=totals.loss,
-        grad_norm=totals.norm,
-        lr=lr,
-        tokens=spec.train.global_batch * spec.train.seq_len,
-        seconds=seconds,
-        breakdown=_breakdown(trainer, executed, [*accumulated.marks, optimizer]),
-        memory=trainer.state.bytes() | {"resident": totals.resident, "peak": peak_bytes(trainer.device)},
-        stop=totals.stop,
-        spans=_spans(trainer, accumulated),
-        experts=experts,
-    )
-
-
-def _breakdown(trainer: Trainer, executed: Executed, parts: list[Mark]) -> dict[str, float]:
-    """Seconds by what they went to. Waiting for another rank counts as `bubble`, starting messages as communication."""
-    clock = trainer.executor.clock
-    seconds = dict.fromkeys((*(name for name, _, _ in parts), "forward", "backward", "bubble"), 0.0)
-    for name, start, end in parts:
-        seconds[name] += clock.seconds(start, end)
-    for name, start, end in executed.marks:
-        kind = name.lstrip("0123456789").rstrip("0123456789")
-        seconds[_WENT_TO.get(kind, "communication")] += clock.seconds(start, end)
-    return seconds
-
-
-_WENT_TO = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "WAIT": "bubble", "CHECK": "bubble"}
-_WENT_TO |= {"LOST": "bubble", "UNDO": "optimizer"}  # of a row that was begun with an update that had to be undone
-
-
-def _spans(trainer: Trainer, accumulated: Accumulated) -> list[tuple[str, float, float]]:
-    """When each action ran, in seconds since the step began."""
-    clock, (_, zero, _) = trainer.executor.clock, accumulated.marks[0]
-    return [(name, clock.seconds(zero, start), clock.seconds(zero, end)) for name, start, end in accumulated.executed.marks]
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most bytes this rank ever held: on the GPU where it has one, else of its process."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else most_resident_bytes()

@@ -1,13 +1,16 @@
 """The decision about an update, as a pure function."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.spec.run import OptimizerSpec, StabilitySpec
-from megalith.train.decide import Rerun, Skip, Stop, Update, Vitals, decide
+from megalith.train.decide import Decision, Rerun, Rewind, Skip, Stop, Update, Vitals, decide, known_after
+from megalith.train.stability.history import History
 
 STOP, SKIP = StabilitySpec(), StabilitySpec(not_finite="skip", skips=2)
 BAD = (math.nan, math.inf, -math.inf)
@@ -37,3 +40,66 @@ def test_numbers_that_are_not_finite_are_answered_in_turn(bad: float, where: str
     assert isinstance(answer(SKIP, skipped=1), Skip)
     full = answer(SKIP, skipped=2)
     assert isinstance(full, Stop) and "stability.skips = 2" in full.reason
+
+
+# --- spikes ---
+
+LADDER = StabilitySpec(answers=("skip", "rewind", "lower", "stop"), window=32, patience=2, rewinds=2, margin=3)
+KNOWN = History(losses=(3.0,) * 32, norms=(1.0,) * 32)
+
+
+def answer(history: History, stability: StabilitySpec = LADDER, **vitals: Any) -> Decision:
+    known = {"loss": 9.0, "norm": 1.0, "step": 40, "updates": 40, "tries": 1, "attended": True} | vitals
+    return decide(Vitals(**known), optimizer=OptimizerSpec(clip=0), stability=stability, history=history)
+
+
+def test_the_first_step_of_a_spike_is_computed_again() -> None:
+    assert answer(KNOWN, tries=0) == Rerun("spike")
+    assert isinstance(answer(KNOWN.strayed(39), tries=0), Skip)
+    assert isinstance(answer(KNOWN, tries=0, attended=False), Skip), "there is nobody to compute it again"
+
+
+def test_answers_come_in_their_order() -> None:
+    assert isinstance(answer(KNOWN), Skip)
+    tired = KNOWN.strayed(38).strayed(39)
+    assert answer(tired) == Rewind("loss 9 above 3.3 (median 3)", 35, Update(lowered=True))
+    damaged = answer(KNOWN, sound=False)
+    assert isinstance(damaged, Rewind) and damaged.at_most == 37
+    used = replace(tired, rewinds=((10, 5), (20, 15)))
+    assert answer(used) == Update(lowered=True)
+    assert answer(replace(used, lowered=50)) == Update(), "a lower rate is given its time"
+    assert answer(replace(used, lowerings=2)) == Stop("loss 9 above 3.3 (median 3)", spike=True)
+
+
+def test_a_second_spike_nearby_goes_further_back() -> None:
+    found = answer(replace(KNOWN, rewinds=((30, 20),)), sound=False)
+    assert isinstance(found, Rewind) and found.at_most == 19
+    found = answer(replace(KNOWN, rewinds=((5, 2),)), sound=False)
+    assert isinstance(found, Rewind) and found.at_most == 37
+
+
+def test_numbers_that_are_not_finite_go_back_before_they_stop() -> None:
+    found = answer(KNOWN, loss=math.nan)
+    assert isinstance(found, Rewind) and isinstance(found.otherwise, Stop)
+    assert isinstance(answer(KNOWN, asked(not_finite="skip"), loss=math.nan), Skip)
+    assert isinstance(answer(KNOWN, StabilitySpec(), loss=math.nan), Stop)
+
+
+def asked(**changed: Any) -> StabilitySpec:
+    return LADDER.model_copy(update=changed)
+
+
+@given(loss=st.floats(1e-3, 1e6), norm=st.floats(1e-6, 1e9), step=st.integers(0, 1000), sound=st.none() | st.booleans())
+def test_without_answers_a_spike_changes_nothing(loss: float, norm: float, step: int, sound: bool | None) -> None:
+    found = answer(KNOWN, StabilitySpec(window=32), loss=loss, norm=norm, step=step, sound=sound, tries=0)
+    assert found == Update()
+
+
+def test_only_updates_make_the_band() -> None:
+    vitals = Vitals(9.0, 1.0, step=40, updates=40)
+    made = known_after(Update(), vitals, stability=LADDER, history=KNOWN)
+    left = known_after(Skip("", spike=True), vitals, stability=LADDER, history=KNOWN)
+    assert made.losses[-1] == 9.0 and made.began == left.began == 40
+    assert left.losses == KNOWN.losses and left.left_out == 1
+    lowered = known_after(Update(lowered=True), vitals, stability=LADDER, history=KNOWN)
+    assert (lowered.lowered, lowered.lowerings) == (240, 1)

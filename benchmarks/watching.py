@@ -1,0 +1,104 @@
+"""What watching for spikes costs: steps of a small model with `stability.watch` off and on, in turn, on the same rank.
+
+    python benchmarks/watching.py --rounds 20 --json
+
+Both ways share weights and take their steps in changing order, so they meet the same machine; the cost is the median over the rounds of
+one way's time against the other's. Under load that says little, so the processor time of the watching calls alone is given as well: the
+decision, what is remembered, and the text that goes into a copy of the state.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from megalith.checkpoint.checkpointer import Checkpointer
+from megalith.prove.parity import RandomText
+from megalith.prove.worlds import run_ranks
+from megalith.spec.files import load
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import assemble, mesh_groups
+from megalith.train.batches import indices
+from megalith.train.stability.findings import Findings
+from megalith.train.stability.healer import Data, Healer
+from megalith.train.step import decision_of, remember, train_step, vitals_of
+from megalith.train.tally import Totals
+
+ROOT, BLOCK, WARM = Path(__file__).resolve().parents[1], 2, 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    plan = {"plan": {"data": 1, "microbatch": 1}, "train": {"global_batch": 4, "seq_len": 128}}
+    spec = load(ROOT / "recipes/quickstart.toml").spec
+    tables = spec.model_dump()
+    for table, values in plan.items():
+        tables[table] = (tables[table] if table != "plan" else {}) | values
+    (found,) = run_ranks(measure, 1, RunSpec.model_validate(tables), given.rounds, timeout=3600.0)
+    if given.json:
+        print(json.dumps(found))
+        return
+    print(f"a step {1000 * found['step']:.1f} ms; watched, side by side: {100 * (found['ratio'] - 1):+.2f} %")
+    print(f"the watching calls alone: {1e6 * found['calls']:.0f} us a step, {100 * found['calls'] / found['step']:.3f} % of it")
+    print(f"the text for a copy: {1e6 * found['text']:.0f} us, {100 * found['text'] / found['step']:.3f} % of a step")
+
+
+def measure(rank: int, spec: RunSpec, rounds: int) -> dict[str, float]:
+    """Seconds of a step without watching, the ratio with it, seconds of its calls."""
+    device = torch.device("cpu")
+    trainer = assemble(spec, groups=mesh_groups(spec, device), device=device)
+    blind = replace(trainer, spec=spec.model_copy(update={"stability": spec.stability.model_copy(update={"watch": False})}))
+    text, batch = RandomText(spec), spec.train.global_batch
+    nothing = Data(read=lambda step: [], mine=lambda step: [], numbers=lambda step: range(0), place=lambda number: "")
+    with tempfile.TemporaryDirectory() as folder:
+        healer = Healer(trainer, nothing, checkpointer=Checkpointer(Path(folder)), guard=None)
+        step, seconds = 0, dict[str, list[float]](on=[], off=[])
+        for turn in range(rounds + WARM // (2 * BLOCK)):
+            for way in ("on", "off") if turn % 2 else ("off", "on"):
+                began = time.perf_counter()
+                for _ in range(BLOCK):
+                    data = [text.batch(part) for part in indices(spec, first=step * batch, data_rank=0)]
+                    who: dict[str, Any] = {"healer": healer} if way == "on" else {}
+                    train_step(trainer if way == "on" else blind, data, step=step, **who)
+                    step += 1
+                seconds[way].append((time.perf_counter() - began) / BLOCK)
+        warm = WARM // (2 * BLOCK)
+        pairs = list(zip(seconds["on"][warm:], seconds["off"][warm:], strict=True))
+        ratio = statistics.median(on / off for on, off in pairs)
+        calls, dump = [], []
+        known = trainer.state.history
+        for _ in range(200):
+            trainer.state.history = known
+            totals = Totals(squares=known.norms[-1] ** 2, loss=known.losses[-1], stop=False, resident=0)
+            began = time.thread_time()
+            vitals = vitals_of(trainer, totals, step=step, healer=healer)
+            remember(
+                trainer, decision_of(trainer, vitals), vitals, totals=totals, lr=trainer.lr, healer=healer, findings=Findings()
+            )
+            calls.append(time.thread_time() - began)
+            began = time.thread_time()
+            known.dump()
+            dump.append(time.thread_time() - began)
+    return {
+        "step": statistics.median(off for _, off in pairs),
+        "ratio": ratio,
+        "calls": statistics.median(calls),
+        "text": statistics.median(dump),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Rules about what a run does about spikes."""
+
+from megalith.check.case import Case, Found, advice, error
+from megalith.spec.run import ANSWERS
+
+
+def answers_are_a_ladder(case: Case) -> Found:
+    """Answers come from the mildest to the hardest, each once, and need somebody who watches."""
+    stability = case.spec.stability
+    ladder = tuple(answer for answer in ANSWERS if answer in stability.answers)
+    if stability.answers != ladder:
+        reason = "lists answers in another order than they are given in, from the mildest to the hardest, each once"
+        yield error("stability.answers", list(stability.answers), reason, f"Use {list(ladder)}.")
+    if stability.answers and not stability.watch:
+        reason = "answers spikes that nobody looks for with stability.watch = false"
+        yield error("stability.answers", list(stability.answers), reason, "Use stability.watch = true, or no answers.")
+
+
+def rewinds_have_copies(case: Case) -> Found:
+    """A run rewinds to copies in memory, or else to checkpoints."""
+    spec = case.spec
+    if "rewind" not in spec.stability.answers:
+        return
+    in_memory = spec.fleet.recover and spec.fleet.memory_every > 0
+    if not in_memory and not spec.checkpoint.every:
+        reason = "asks for rewinds, and there is nothing to go back to: no copies in memory, and no checkpoint before the end"
+        way_out = "Use fleet.recover = true and fleet.memory_every = 1, or set checkpoint.every."
+        yield error("stability.answers", list(spec.stability.answers), reason, way_out)
+    elif not in_memory:
+        reason = f"asks for rewinds, and only checkpoints can be gone back to, one every {spec.checkpoint.every} steps"
+        way_out = (
+            "Use fleet.recover = true and fleet.memory_every = 1: copies in memory are at most stability.keep_every steps old."
+        )
+        yield advice("stability.answers", list(spec.stability.answers), reason, way_out)

@@ -1,0 +1,206 @@
+"""Spikes on purpose: a run in this process, or over ranks, with what goes wrong in it, and copies in memory to go back to."""
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megalith.checkpoint.checkpointer import Checkpointer
+from megalith.checkpoint.memory import Memory
+from megalith.data.stream import Batch, Stream
+from megalith.events import EventLog
+from megalith.fleet.heartbeat import Heartbeat
+from megalith.fleet.seat import Seat
+from megalith.fleet.secure.key import Key
+from megalith.fleet.tiers import Source
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import Trainer, assemble, mesh_groups
+from megalith.train.copies import GOOD_COPIES
+from megalith.train.guard import Guard
+from megalith.train.loop import Loop
+from megalith.train.peak import Yardstick
+from megalith.train.restore import Position, read_step, restore
+from megalith.train.stability.history import room
+from megalith.train.step import Watcher
+from megalith.train.stream import open_stream
+from megalith.train.validate import Validator
+
+Kind = Literal["poison", "rate", "weight", "moment", "gradient"]
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong from step `step` on (0 is the first), for `lasts` steps of "poison" and "rate".
+
+    `strength`: the share of tokens that are random; the factor of the learning rate; the bit of an fp32 number that flips (30: the
+    largest of the exponent). `place` in 0..1 picks the number. A flipped gradient is that of one computation, and comes once.
+    """
+
+    kind: Kind
+    step: int
+    strength: float
+    lasts: int = 1
+    place: float = 0.5
+
+    @property
+    def steps(self) -> range:
+        return range(self.step, self.step + self.lasts)
+
+
+class Poisoned:
+    """A stream with samples of which a share of the tokens is random; `read` has the numbers of all samples that were read."""
+
+    def __init__(self, stream: Stream, faults: Sequence[Fault], *, batch: int) -> None:
+        self._stream, self.read = stream, list[int]()
+        self._shares = {n: f.strength for f in faults for step in f.steps for n in range(step * batch, (step + 1) * batch)}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def batch(self, part: range) -> Batch:
+        """Samples by number; which tokens are random is a function of the first of them."""
+        self.read += part
+        found = self._stream.batch(part)
+        share = max((self._shares.get(number, 0.0) for number in part), default=0.0)
+        if not share:
+            return found
+        draw = np.random.default_rng(part.start)
+        hit = draw.random(found.tokens.shape) < share
+        noise = draw.integers(0, self._stream.vocab_size, found.tokens.shape)
+        tokens = np.where(hit, noise, found.tokens)
+        after = np.concatenate([tokens[:, 1:], found.targets[:, -1:]], axis=1)
+        return replace(found, tokens=tokens, targets=np.where(found.targets < 0, found.targets, after))
+
+
+class Flips:
+    """A watcher that flips bits. It knows the step that the run is in."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self.step = 0
+        self._faults, self._come = faults, set[Fault]()
+        self._hooks: list[Any] = []
+
+    def _due(self, step: int, *kinds: Kind) -> list[Fault]:
+        found = [one for one in self._faults if one.kind in kinds and one.step == step and one not in self._come]
+        self._come.update(found)
+        return found
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """A gradient's fault is prepared."""
+        self.step = step
+        for fault in self._due(step, "gradient"):
+            names = sorted(name for name, p in trainer.parameters.items() if p.requires_grad and p.numel())
+            self._hooks.append(_Once(trainer.parameters[names[int(fault.place * len(names))]], fault))
+
+    def reduced(self, trainer: Trainer, step: int) -> None:
+        """The gradients are complete."""
+
+    def before_update(self, trainer: Trainer, step: int) -> None:
+        """The optimizer is about to use them."""
+
+    def updated(self, trainer: Trainer, step: int) -> None:
+        """The update has been made."""
+
+    def skipped(self, trainer: Trainer, step: int) -> None:
+        """The update was left out."""
+
+    def resting(self, trainer: Trainer, step: int) -> None:
+        """A bit of a weight or a moment flips."""
+        for fault in self._due(step, "weight", "moment"):
+            shares = trainer.state.shares("weights" if fault.kind == "weight" else "optimizer")
+            held = sorted(name for name, share in shares.items() if share.numel() and share.dtype == torch.float32)
+            flip(shares[held[int(fault.place * len(held))]], fault)
+
+
+class _Once:
+    """Flips a bit of a parameter's gradient the first time it is computed."""
+
+    def __init__(self, parameter: Tensor, fault: Fault) -> None:
+        self._fault, self._hook = fault, parameter.register_hook(self._spoil)
+
+    def _spoil(self, gradient: Tensor) -> Tensor:
+        self._hook.remove()
+        spoilt = gradient.clone()
+        flip(spoilt, self._fault)
+        return spoilt
+
+
+@torch.no_grad()
+def flip(tensor: Tensor, fault: Fault) -> None:
+    """Flip bit `strength` of the number at `place` of an fp32 tensor."""
+    flat = tensor.view(-1)
+    number = flat[int(fault.place * flat.numel()) :][:1].view(torch.int32)
+    (mask,) = struct.unpack("<i", struct.pack("<I", 1 << int(fault.strength)))
+    number.bitwise_xor_(mask)
+
+
+def hasty(trainer: Trainer, faults: Sequence[Fault], flips: Flips) -> Trainer:
+    """Return the trainer with a learning rate that is wrong in some steps."""
+
+    class Hasty(Trainer):
+        @property
+        def lr(self) -> float:
+            wrong = (one.strength for one in faults if one.kind == "rate" and flips.step in one.steps)
+            return super().lr * next(wrong, 1.0)
+
+    return Hasty(**{each.name: getattr(trainer, each.name) for each in fields(Trainer)})
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended. `state`: whole tensors; `read`: numbers of the samples that this rank read; `validation`: NaN if not asked for."""
+
+    state: dict[str, Tensor]
+    position: Position
+    read: list[int]
+    validation: float
+
+
+def train(
+    rank: int,
+    spec: RunSpec,
+    folder: Path,
+    faults: Sequence[Fault],
+    *,
+    key: Key,
+    source: Source | None = None,
+    watchers: Sequence[Watcher] = (),
+    after: Callable[[Loop, int], object] = lambda loop, step: None,
+) -> Ended:
+    """Train on one of the plan's ranks, which are all on one node whose memory lies in `folder`; on the CPU. `after` is called after
+    each step. `source`: what to restore, None: a checkpoint if there is one."""
+    flips = Flips(faults)
+    trainer = hasty(assemble(spec, groups=mesh_groups(spec, CPU), device=CPU), faults, flips)
+    poison = [one for one in faults if one.kind == "poison"]
+    stream: Any = Poisoned(open_stream(spec, "train"), poison, batch=spec.train.global_batch)
+    seat = Seat(rank, spec.plan.ranks, ("n0",), folder / "memory", key=key)
+    good = GOOD_COPIES if "rewind" in spec.stability.answers else 0
+    memory = Memory(trainer.state.shares(), seat=seat, keep=spec.fleet.memory_keep, good=good, told=room(spec.stability))
+    checkpointer = Checkpointer(folder / "checkpoints", keep=spec.checkpoint.keep)
+    position = restore(trainer, checkpointer, stream, group=None, warn=print, source=source, memory=memory)
+    guard = Guard(trainer, seat=seat, read=lambda step, data: read_step(stream, spec, position, step, data), memory=memory)
+    guard.begin(position.step, position.samples)
+    validator = Validator(trainer, open_stream(spec, "validation")) if spec.validation.samples and spec.validation.every else None
+    loop = Loop(
+        trainer,
+        stream,
+        checkpointer,
+        position,
+        validator=None,
+        yardstick=Yardstick(1.0, None, ""),
+        log=EventLog(folder) if rank == 0 else None,
+        heartbeat=Heartbeat.find(),
+        guard=guard,
+        watchers=[flips, *watchers],
+    )
+    loop.run(stop=False, after_step=lambda step: after(loop, step))
+    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in trainer.state.tensors().items()}
+    loss = validator.run()[0] if validator else float("nan")
+    return Ended({name: tensor.clone() for name, tensor in whole.items()}, loop.position, stream.read, loss)

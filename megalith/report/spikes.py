@@ -1,0 +1,36 @@
+"""What the log says of spikes: a row for each, and how many answers there were."""
+
+from collections.abc import Sequence
+
+from megalith.events import Event, Lowered, Rewound, Skipped, Spike, of_kind
+
+COLUMNS = ("step", "outside its band", "answer", "likely causes, likeliest first")
+SHOWN = 50
+
+
+def rows(events: Sequence[Event]) -> list[tuple[str, ...]]:
+    """The last spikes, oldest first, and beside each what it was answered with."""
+    answers = {(type(one), one.step): one.words for one in events if isinstance(one, Rewound | Lowered)}
+    found = list[tuple[str, ...]]()
+    for one in of_kind(events, Spike)[-SHOWN:]:
+        left = ", ".join(f"{name} above {end:.4g}" for name, end in one.bands.items())
+        more = answers.get((Rewound, one.step)) or answers.get((Lowered, one.step)) or one.answer
+        causes = "; ".join(f"{each['cause']}: {each['evidence']}" for each in one.causes)
+        found.append((f"{one.step:,}", left or "nothing", more, causes or "nothing points to any"))
+    return found
+
+
+def counted(events: Sequence[Event]) -> str:
+    """How many spikes and answers, in a sentence; empty if there was no spike."""
+    found = len(of_kind(events, Spike))
+    if not found:
+        return ""
+    skipped = sum(one.spike for one in of_kind(events, Skipped))
+    rewinds, lowered = len(of_kind(events, Rewound)), len(of_kind(events, Lowered))
+    words = [_number(found, "spike"), f"{_number(skipped, 'step')} without update", _number(rewinds, "rewind")]
+    words += [f"the learning rate lowered {_number(lowered, 'time')}"] if lowered else []
+    return ", ".join(words)
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,184 @@
+"""What was found of a spike, and how the log is told: the likely causes, ranked, each with its evidence. All of it is pure.
+
+How much each kind of evidence proves decides the order. A step that gives other numbers the second time, from the same state and samples,
+was computed wrongly: nothing else can be why. A learning rate that has just jumped is the next surest. Then the batch before tells: if it
+still has the loss that it had, the weights are as good as they were, and the samples are why; if not, the weights are damaged, and the
+computation of the window once more says whether an accident did it or training itself.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megalith.events import Lowered, Spike
+from megalith.spec.run import StabilitySpec
+from megalith.train.decide import Decision, Rewind, Skip, Stop, Update, Vitals
+from megalith.train.stability.history import Departure
+
+Reason = Literal["not finite", "spike"]
+JUMP = 1.5  # times that a learning rate differs from the update before's, beyond all schedules once a band is known
+MOVED = 1.5  # times that the largest output of a part must grow to have moved
+NAMED = 5  # samples that the evidence names
+
+
+class SpikeError(ArithmeticError):
+    """A spike ends the run, because `stability.answers` says so; the message has its numbers and likely causes."""
+
+
+@dataclass(frozen=True)
+class Jump:
+    """A learning rate that changed from one update to the next."""
+
+    step: int
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A sample of a step and its loss. `place`: domain, and the file that its tokens begin in."""
+
+    number: int
+    loss: float
+    place: str
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A window of steps that was computed once more. `step`: the first that gave other numbers, None: none did; `was`, `now`: its loss."""
+
+    steps: int
+    step: int | None = None
+    was: float = 0.0
+    now: float = 0.0
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The first part of the model whose largest output is another one with the damaged weights than with those of the copy."""
+
+    part: str
+    was: float
+    now: float
+
+
+def first_moved(was: Mapping[str, float], now: Mapping[str, float], order: Sequence[str]) -> Moved | None:
+    """Return the first part, in the `order` of the model, whose largest output grew by half or is not finite; None: none did."""
+    for part in order:
+        if part in was and part in now and math.isfinite(was[part]) and not now[part] <= MOVED * was[part]:
+            return Moved(part, was[part], now[part])
+    return None
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What is known of a spike, on all ranks alike."""
+
+    departures: tuple[Departure, ...] = ()
+    tell: bool = False
+    """True if the log is to hear of it."""
+    repeated: bool | None = None
+    """Whether the step gave the same numbers when it was computed again; None: it was not."""
+    first: str = ""
+    """The numbers of the first time, in words."""
+    sound: bool | None = None
+    """Whether the batch before still has the loss it had; None: nobody looked."""
+    batch_before: str = ""
+    """Its losses, in words."""
+    jump: Jump | None = None
+    samples: tuple[Sampled, ...] = ()
+    """The step's samples with the largest losses, largest first."""
+    typical: float = 0.0
+    """The median loss of the step's samples."""
+    read: tuple[int, int] = (0, 0)
+    """The first sample of the step, and the one after the last."""
+    replayed: Replayed | None = None
+    moved: Moved | None = None
+    compared: bool = False
+    """True if the outputs of all parts were compared with those of the copy's weights."""
+    heard: bool = False
+    """True if numbers that are not finite were reported to the fleet, whose own event says what came of them."""
+
+    @property
+    def accident(self) -> bool:
+        """True if the step gave other numbers the second time."""
+        return self.repeated is False and not self.heard
+
+    @property
+    def causes(self) -> list[tuple[str, str]]:
+        """The likely causes and their evidence, likeliest first; empty if nothing points to any."""
+        found = list[tuple[str, str]]()
+        if self.accident:
+            found.append(("hardware", f"computed again, the step gave other numbers; {self.first}"))
+        if self.replayed is not None and self.replayed.step is not None:
+            one = self.replayed
+            words = f"computed again, step {one.step} had loss {one.now:.6g}, and {one.was:.6g} the first time"
+            found.append(("hardware", f"{words}; {self._part()}" if self.compared else words))
+        if self.jump is not None:
+            words = f"the learning rate went from {self.jump.before:.3g} to {self.jump.after:.3g} in step {self.jump.step + 1}"
+            found.append(("schedule", words))
+        if self.sound:
+            found.append(("data", f"{self.batch_before}, so the weights are sound; {self._samples()}"))
+        if self.sound is False:
+            same = self.replayed is not None and self.replayed.step is None
+            again = f"; {self.replayed.steps} steps computed again gave the same numbers" if self.replayed and same else ""
+            again += f"; {self._part()}" if self.compared else ""
+            found.append(("numerics", f"{self.batch_before}, so the weights are damaged{again}"))
+        return found
+
+    def _part(self) -> str:
+        """Where the damage shows first."""
+        if self.moved is None:
+            return "no part's largest output moved, so it shows in the head first"
+        return (
+            f"{self.moved.part} is the first part whose largest output moved, from {self.moved.was:.3g} to {self.moved.now:.3g}"
+        )
+
+    def _samples(self) -> str:
+        first, end = self.read
+        words = f"samples {first} to {end - 1}"
+        if self.samples:
+            each = ", ".join(f"{one.number} ({one.loss:.3g}, {one.place})" for one in self.samples[:NAMED])
+            words += f", median loss {self.typical:.3g}, the largest: {each}"
+        return words
+
+    @property
+    def words(self) -> str:
+        """The likeliest cause in a sentence."""
+        if not self.causes:
+            return "Nothing points to a cause."
+        cause, evidence = self.causes[0]
+        return f"Likely cause: {cause} ({evidence})."
+
+
+def spike_event(vitals: Vitals, decision: Decision, found: Findings) -> Spike:
+    """Return what the log is told of a step that is part of a spike, or of an accident."""
+    return Spike(
+        step=vitals.step + 1,
+        loss=vitals.loss if vitals.finite else None,
+        grad_norm=vitals.norm if vitals.finite else None,
+        bands={one.name: one.end for one in found.departures},
+        answer=_answer(decision, found),
+        causes=[{"cause": cause, "evidence": evidence} for cause, evidence in found.causes],
+    )
+
+
+def _answer(decision: Decision, found: Findings) -> str:
+    match decision:
+        case Update(_, lowered):
+            return "lowered" if lowered else "repeated" if found.accident and not found.departures else "none"
+        case Skip():
+            return "skipped"
+        case Rewind():
+            return "rewound"
+        case Stop():
+            return "stopped"
+        case _:
+            return "repeated"
+
+
+def lowered_event(stability: StabilitySpec, vitals: Vitals) -> Lowered:
+    """Return what the log is told of a learning rate that is lower from this update on."""
+    until = vitals.updates + stability.lower_for
+    return Lowered(step=vitals.step + 1, factor=stability.lower_by, until=until)

@@ -1,0 +1,278 @@
+"""Finds out why a run's numbers left their bands, and takes the run back to a good state: on all ranks together, and only then.
+
+While nothing happens it writes down a line a step. In the first step of a spike it computes two steps more: the batch before once again,
+which tells damaged weights from bad samples, and the step itself, which tells of an accident. A rewind fills the state from a copy in
+memory, so nobody starts again; then the steps since are computed once more, to see whether they give the same numbers. A run that was
+killed anywhere in between begins from copies that are still there, and comes to the same decisions.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalith.checkpoint.checkpointer import Checkpointer
+from megalith.checkpoint.memory import Damaged, Memory
+from megalith.data.stream import Batch as Samples
+from megalith.events import Rewound
+from megalith.fleet.signs import CopyCorrupt
+from megalith.fleet.tiers import Tier
+from megalith.parallel import gradients
+from megalith.schedule.action import parts
+from megalith.train.assemble import Trainer
+from megalith.train.decide import Decision, Rewind, Update
+from megalith.train.guard import Guard
+from megalith.train.restore import Position, history_in, position_in, report_copy
+from megalith.train.stability.extremes import PartExtremes
+from megalith.train.stability.findings import JUMP, NAMED, Findings, Jump, Replayed, Sampled, first_moved
+from megalith.train.stability.samples import SampleLosses
+from megalith.train.step import Before, accumulate, seed_step
+from megalith.train.tally import Gathering, Totals
+
+RECENT = 8  # steps before a spike in which a change of the learning rate may be its cause
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the run reads. `read`: this rank's microbatches of a step. `mine`: the numbers of their samples. `numbers`: of all samples of a
+    step. `place`: the domain of a sample, and the file it begins in."""
+
+    read: Callable[[int], list[Samples]]
+    mine: Callable[[int], Sequence[range]]
+    numbers: Callable[[int], range]
+    place: Callable[[int], str]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A copy to go back to."""
+
+    step: int
+    tier: Tier
+
+
+@dataclass(frozen=True)
+class _Past:
+    """A step that was done. `factor`: of its gradients, None if there was no update."""
+
+    step: int
+    loss: float
+    squares: float
+    lr: float
+    factor: float | None
+    inside: bool
+    rewound: bool
+
+
+class Healer:
+    """Of one rank. All ranks make theirs together and call its methods in the same steps; it is a `step.Healer`."""
+
+    def __init__(self, trainer: Trainer, data: Data, *, checkpointer: Checkpointer, guard: Guard | None) -> None:
+        stability = trainer.spec.stability
+        self.trainer, self.data, self.checkpointer, self.guard = trainer, data, checkpointer, guard
+        self.memory: Memory | None = guard.memory if guard else None
+        self._past = deque[_Past](maxlen=stability.window + 4 * stability.keep_every + stability.patience)
+        self._sampled: SampleLosses | None = None
+        self._damaged: tuple[int, dict[str, float]] = -1, {}  # a step, and the largest outputs that it had in the spike
+        self._found = Findings()  # of the spike that is not over
+
+    def note(self, step: int, totals: Totals, decision: Decision, *, lr: float) -> None:
+        """A step's decision is about to be carried out, with this learning rate."""
+        history = self.trainer.state.history
+        inside = history.began < 0 or history.calm > 0
+        factor = decision.factor if isinstance(decision, Update) else None
+        self._past.append(_Past(step, totals.loss, totals.squares, lr, factor, inside, isinstance(decision, Rewind)))
+
+    # --- causes ---
+
+    def look(self, before: Before, step: int) -> Findings:
+        """Compute the batch before once again, and make ready to compute this step again."""
+        history, spec = self.trainer.state.history, self.trainer.spec.stability
+        found = Findings()
+        self._put_back(step)
+        last = next((past for past in reversed(self._past) if past.inside and past.factor is not None), None)
+        if last is not None:
+            seed_step(self.trainer, last.step)
+            extremes = PartExtremes(self.trainer)
+            now = self._again(last.step)
+            self._damaged = last.step, extremes.close()
+            rises = {"loss": _rise(last.loss, now.loss), "norm": _rise(last.squares**0.5, now.norm)}
+            out = history.departures(before.totals.loss, before.totals.norm, spec)
+            sound = all(rises[one.name] < _rise(one.middle, one.value) / 2 for one in out)
+            words = f"the samples of step {last.step + 1} have loss {now.loss:.4g} now, and had {last.loss:.4g}"
+            found = replace(found, sound=sound, batch_before=words)
+            self._put_back(step)
+        if not self.trainer.spec.plan.compile:
+            self._sampled = SampleLosses(self.trainer)
+        return found
+
+    def causes(self, step: int, findings: Findings) -> Findings:
+        """Add what the learning rates, the samples and the beginning of the spike tell."""
+        numbers = self.data.numbers(step)
+        found = replace(findings, jump=self._jump(), read=(numbers.start, numbers.stop))
+        if self._sampled is not None:
+            found = self._with_samples(found, self._sampled.close(), step)
+            self._sampled = None
+        if found.sound is None and self.trainer.state.history.outside > 1:
+            began = self._found
+            found = replace(found, sound=began.sound, batch_before=began.batch_before, jump=found.jump or began.jump)
+            found = replace(found, samples=began.samples, typical=began.typical, read=began.read)
+        self._found = found
+        return found
+
+    def _with_samples(self, found: Findings, mine: list[tuple[float, int]], step: int) -> Findings:
+        """With the losses of all samples of the step. Ranks of one sequence have parts of its loss; data ranks have other samples."""
+        numbers = [number for run in self.data.mine(step) for number in run]
+        everyone: list[Any] = [None] * self.trainer.groups.world.size()
+        told = len(mine) == len(numbers) and self.trainer.groups.coordinates["tensor"] == 0 and self._in_order()
+        dist.all_gather_object(everyone, list(zip(numbers, mine, strict=True)) if told else [], group=self.trainer.groups.world)
+        sums = dict[int, tuple[float, int]]()
+        for number, (loss, targets) in (pair for part in everyone for pair in part):
+            before = sums.get(number, (0.0, 0))
+            sums[number] = before[0] + loss, before[1] + targets
+        losses = {number: loss / max(1, targets) for number, (loss, targets) in sums.items()}
+        if not losses:
+            return found
+        largest = sorted(losses, key=lambda number: -losses[number])[:NAMED]
+        named = tuple(Sampled(number, losses[number], self.data.place(number)) for number in largest)
+        return replace(found, samples=named, typical=median(losses.values()))
+
+    def _in_order(self) -> bool:
+        """Does this rank compute the last stage's microbatches one after the other? Bidirectional pipelines do not."""
+        program = self.trainer.executor.program
+        slots = (action for slot in program.rows[self.trainer.groups.coordinates["pipeline"]] for action in parts(slot))
+        order = [action.microbatch for action in slots if action.kind == "F" and action.stage == program.stages - 1]
+        return order == list(range(program.microbatches))
+
+    def _jump(self) -> Jump | None:
+        """The largest change of the learning rate shortly before the spike, or in it."""
+        began = self.trainer.state.history.began
+        found = list[Jump]()
+        for one, other in zip(list(self._past), list(self._past)[1:], strict=False):
+            if began - RECENT <= other.step and one.lr > 0 and other.lr > 0 and not other.rewound:
+                found.append(Jump(other.step, one.lr, other.lr))
+        largest = max(found, key=lambda jump: abs(_rise(jump.before, jump.after)), default=None)
+        return largest if largest and abs(_rise(largest.before, largest.after)) >= math.log(JUMP) else None
+
+    def _put_back(self, step: int) -> None:
+        if self.guard is not None:
+            self.guard.put_back(step)
+        else:
+            self.trainer.drop()
+            seed_step(self.trainer, step)
+
+    def _again(self, step: int) -> Totals:
+        """The totals of a step, computed with the weights as they are; its gradients stay."""
+        accumulated = accumulate(self.trainer, self.data.read(step))
+        return Gathering(self.trainer, accumulated.executed, stop=False).wait()
+
+    # --- going back ---
+
+    def target(self, at_most: int) -> Target | None:
+        """The newest good copy of at most so many steps that all ranks have in memory, or that the store has."""
+        in_memory: list[Any] = [None] * self.trainer.groups.world.size()
+        mine = (self.memory.steps() if self.memory else set[int](), self.checkpointer.steps() if self._leads else set[int]())
+        dist.all_gather_object(in_memory, mine, group=self.trainer.groups.world)
+        history = self.trainer.state.history
+        held = {Tier.MEMORY: set.intersection(*(memory for memory, _ in in_memory)), Tier.STORE: in_memory[0][1]}
+        usable = [
+            Target(step, tier)
+            for tier, steps in held.items()
+            for step in steps
+            if step <= at_most and history.may_go_back_to(step)
+        ]
+        return max(usable, key=lambda one: (one.step, -one.tier.depth), default=None)
+
+    @property
+    def _leads(self) -> bool:
+        return self.trainer.groups.rank == 0
+
+    def rewind(self, target: Target, step: int, findings: Findings, *, late: bool) -> tuple[Rewound, Findings]:
+        """Go back to it in step `step`. `late`: within a row that is under way, so that nothing can be computed beside it.
+
+        Raises Reported if the copy is damaged, which is reported."""
+        state, spec = self.trainer.state, self.trainer.spec.stability
+        began, updates, before, drawn = time.perf_counter(), state.updates, state.history, torch.get_rng_state()
+        position = self._restore(target, step)
+        seconds = time.perf_counter() - began
+        replayed = 0
+        if not late and target.tier is Tier.MEMORY and self._continuous(target.step, step):
+            result, sound = self._replay(target.step, step, position.updates)
+            replayed = result.steps
+            moved = first_moved(sound, self._damaged[1], self.trainer.model.part_names)
+            findings = replace(findings, replayed=result, moved=moved, compared=bool(sound and self._damaged[1]))
+            self._restore(target, step)
+        torch.set_rng_state(drawn)
+        undone = updates - position.updates
+        state.updates, state.skipped = position.updates, step + 1 - position.updates
+        state.history = before.rewound(position.history, step=step, to=target.step, undone=undone)
+        if self.guard is not None:
+            self.guard.rewound(step + 1)
+        dropped = range(self.data.numbers(target.step).start, self.data.numbers(step).stop)
+        left = spec.rewinds - len(state.history.rewinds)
+        said = {"undone": undone, "first": dropped.start, "last": dropped.stop - 1, "tier": target.tier.value}
+        return Rewound(step=step + 1, to=target.step, **said, seconds=seconds, replayed=replayed, left=left), findings
+
+    def _restore(self, target: Target, step: int) -> Position:
+        if target.tier is Tier.MEMORY:
+            assert self.memory is not None
+            try:
+                label = self.memory.go_back(target.step, now=step + 1)
+            except Damaged as error:
+                report_copy(CopyCorrupt, error.tier, error.step, error.slot, str(error))
+            return Position(label.step, label.samples, label.updates, history_in(self.memory.told))
+        loaded = self.checkpointer.load(self.trainer.state.tensors(), step=target.step)
+        assert loaded is not None
+        if self.memory is not None:
+            self.memory.forget(after=target.step, before=step + 1)
+        return position_in(loaded.meta)
+
+    def _continuous(self, first: int, step: int) -> bool:
+        """Is it known what each step from `first` on did, and did none of them go back?"""
+        known = {past.step: past for past in self._past}
+        window = [known.get(number) for number in range(first, step)]
+        return all(past is not None and not past.rewound for past in window) and step in known
+
+    def _replay(self, first: int, step: int, updates: int) -> tuple[Replayed, dict[str, float]]:
+        """Compute the steps from `first` to `step` once more, until one gives other numbers; also the largest outputs in the step that was
+        computed with damaged weights. The state is of no use afterwards."""
+        sound = dict[str, float]()
+        known = {past.step: past for past in self._past}
+        for done, number in enumerate(range(first, step + 1), start=1):
+            past = known[number]
+            self._put_back(number)
+            extremes = PartExtremes(self.trainer) if number == self._damaged[0] else None
+            totals = self._again(number)
+            sound = extremes.close() if extremes else sound
+            same = (totals.loss, totals.squares) == (past.loss, past.squares)
+            finite = math.isfinite(past.loss) and math.isfinite(past.squares)
+            if not same and (finite or (math.isfinite(totals.loss) and math.isfinite(totals.squares))):
+                self.trainer.drop()
+                return Replayed(done, number + 1, past.loss, totals.loss), sound
+            if past.factor is not None and number < step:
+                updates = self._update(past, updates)
+            self.trainer.drop()
+        return Replayed(step + 1 - first), sound
+
+    @torch.no_grad()
+    def _update(self, past: _Past, updates: int) -> int:
+        """Update as that step did."""
+        trainer = self.trainer
+        gradients.scale([p.grad for p in trainer.parameters.values() if p.grad is not None], past.factor or 0.0)
+        trainer.rule.update(trainer.state.parts(), number=updates, lr=past.lr)
+        trainer.state.drop_gradients()
+        trainer.take_in_loads()
+        return updates + 1
+
+
+def _rise(before: float, after: float) -> float:
+    """The logarithm of a ratio; infinite for a number that is not finite."""
+    if not math.isfinite(after):
+        return math.inf
+    return math.log(max(after, 1e-300) / max(before, 1e-300))

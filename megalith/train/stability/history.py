@@ -1,0 +1,131 @@
+"""What a run remembers of its numbers: the last ones inside their bands, the spike that is not over, what was done about earlier ones.
+
+All of it is a value that every rank has, and goes wherever the position of the run goes: into copies and checkpoints. So ranks decide
+alike, and a run that was killed decides as it would have. Bands are made of logarithms: the median of the newest numbers, and the median
+change from one to the next, which neither a falling loss nor a few wild numbers widen. (OLMo-core skips steps by mean and standard
+deviation of a window, which both do.)
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from megalith.spec.run import StabilitySpec
+
+NORMAL = 1.0484  # standard deviations of independent normal numbers in the median magnitude of the change from one to the next
+LEAST = {"loss": math.log(1.1), "norm": math.log(3.0)}
+"""How far above the median a band ends at least, in logarithms: numbers that hardly scatter leave theirs by noise otherwise."""
+JUDGED_FROM = 16  # numbers that make a band; a shorter window needs half of its own
+LEVEL = 16  # the newest numbers, whose median is the level that a band stands on
+CALM = 8  # steps inside all bands that end a spike
+TINY = 1e-300  # for the logarithm of a number that is 0
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A watched number outside its band."""
+
+    name: str
+    value: float
+    middle: float
+    """The median of the newest numbers."""
+    end: float
+    """Where the band ends."""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value:.4g} above {self.end:.4g} (median {self.middle:.4g})"
+
+
+@dataclass(frozen=True)
+class History:
+    """Numbers of the last updates, oldest first, and what is known of spikes. Steps count from 0."""
+
+    losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+    began: int = -1
+    """The first step of the spike that is not over; -1: there is none."""
+    outside: int = 0
+    """Steps of that spike outside a band."""
+    calm: int = 0
+    """Steps in a row inside all bands since."""
+    rewinds: tuple[tuple[int, int], ...] = ()
+    """Each rewind: the steps tried when the run went on from it, and the steps that the good copy had made."""
+    left_out: int = 0
+    """Updates left out or undone because of spikes."""
+    lowered: int = -1
+    """The update from which the learning rate is whole again; -1: it never was lowered."""
+    lowerings: int = 0
+
+    @classmethod
+    def load(cls, record: Mapping[str, Any]) -> "History":
+        """The inverse of `dump`, or of dataclasses.asdict."""
+        lists = {name: tuple(record[name]) for name in ("losses", "norms")}
+        return cls(**{**record, **lists, "rewinds": tuple((at, to) for at, to in record["rewinds"])})
+
+    def dump(self) -> str:
+        """As text that `room` bounds."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    def departures(self, loss: float, norm: float, spec: StabilitySpec) -> tuple[Departure, ...]:
+        """The watched numbers of a step that lie outside their bands; none where too few are known yet."""
+        if not spec.watch or len(self.losses) < min(JUDGED_FROM, spec.window // 2):
+            return ()
+        found = []
+        for name, value, past in (("loss", loss, self.losses), ("norm", norm, self.norms)):
+            middle, end = band(past, width=spec.width, least=LEAST[name])
+            if value > end:
+                found.append(Departure(name, value, middle, end))
+        return tuple(found)
+
+    def nearby(self, step: int, spec: StabilitySpec) -> int | None:
+        """The copy that the run went back to because of a spike at the same place as `step`; None: there was none."""
+        if self.rewinds and step - self.rewinds[-1][0] < spec.window:
+            return self.rewinds[-1][1]
+        return None
+
+    def may_go_back_to(self, step: int) -> bool:
+        """False for a copy that a rewind has left behind."""
+        return not any(to < step < at for at, to in self.rewinds)
+
+    def accepted(self, loss: float, norm: float, spec: StabilitySpec) -> "History":
+        """With the numbers of an update that was made."""
+        return replace(self, losses=(*self.losses, loss)[-spec.window :], norms=(*self.norms, norm)[-spec.window :])
+
+    def strayed(self, step: int) -> "History":
+        """With a step outside a band."""
+        return replace(self, began=step if self.began < 0 else self.began, outside=self.outside + 1, calm=0)
+
+    def stayed(self) -> "History":
+        """With a step inside all bands."""
+        if self.began < 0:
+            return self
+        return replace(self, calm=self.calm + 1) if self.calm + 1 < CALM else self.over()
+
+    def over(self) -> "History":
+        """Without a spike."""
+        return replace(self, began=-1, outside=0, calm=0)
+
+    def rewound(self, copy: "History", *, step: int, to: int, undone: int) -> "History":
+        """What is known once a run has gone back, in step `step`, to a `copy` of `to` steps, which undid `undone` updates."""
+        done = (*self.rewinds, (step + 1, to))
+        left_out = self.left_out + 1 + undone
+        known = replace(copy, rewinds=done, left_out=left_out, lowered=self.lowered, lowerings=self.lowerings)
+        return known.over()
+
+
+def band(values: Sequence[float], *, width: float, least: float) -> tuple[float, float]:
+    """The median of the newest of two or more positive values, and where the band ends that they make."""
+    logs = [math.log(max(value, TINY)) for value in values]
+    middle = median(logs[-LEVEL:])
+    deviation = NORMAL * median(abs(after - before) for before, after in pairwise(logs))
+    return math.exp(middle), math.exp(min(700.0, middle + max(width * deviation, least)))
+
+
+def room(spec: StabilitySpec) -> int:
+    """Bytes that a history needs at most as text."""
+    numbers = 2 * spec.window
+    return 4096 * math.ceil((1024 + 26 * numbers + 48 * spec.rewinds) / 4096)  # 26: a number of 17 digits with its exponent

@@ -1,0 +1,47 @@
+"""The loss of each sample of a step, for the steps in which somebody asks: the head's own loss, taken once more for a row at a time."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalith.kernels.cross_entropy import Loss
+from megalith.models.batch import Batch
+from megalith.models.head import Head
+from megalith.train.assemble import Trainer
+
+
+class SampleLosses:
+    """Of this rank's samples, from now until `close`; none where this rank has no head. Ranks that share a sequence have a part each."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._losses: list[tuple[float, int]] = []
+        self._calls = 0
+        heads = [module for stage in trainer.stages.values() for module in stage.modules() if isinstance(module, Head)]
+        self._every = 1 + len(heads[0].ahead) if heads else 1  # further tokens come after the next one, by the same output
+        self._hooks = [head.output.loss.register_forward_hook(self._take, with_kwargs=True) for head in heads]
+        self._busy = False
+
+    @torch.no_grad()
+    def _take(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], out: object) -> None:
+        if self._busy or self._calls % self._every:
+            self._calls += not self._busy
+            return
+        self._calls += 1
+        self._busy = True
+        x, weight, batch = given
+        assert isinstance(batch, Batch) and batch.targets is not None
+        for row in range(x.shape[0]):
+            targets = batch.targets[row : row + 1]
+            loss = module(x[row : row + 1], weight, replace(batch, targets=targets, loss_scale=1.0), **named)
+            assert isinstance(loss, Loss) and isinstance(targets, Tensor)
+            self._losses.append((float(loss.nll), int((targets >= 0).sum())))
+        self._busy = False
+
+    def close(self) -> list[tuple[float, int]]:
+        """The losses, in the order in which microbatches were computed: each the sum over this rank's targets of a sample, and their
+        number."""
+        for hook in self._hooks:
+            hook.remove()
+        return self._losses

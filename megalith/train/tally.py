@@ -1,0 +1,192 @@
+"""What is known of a step: totals over all ranks, how even the load of the experts was, and what there is to tell of it."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalith.events import Event
+from megalith.machine.resident import most_resident_bytes, resident_bytes
+from megalith.models.batch import Batch
+from megalith.parallel import gradients
+from megalith.parallel.execute import Executed
+from megalith.spec.model import MoeSpec
+from megalith.train.assemble import Trainer
+
+Mark = tuple[str, Any, Any]  # what, from when, to when
+
+WORST = {"max_load": 1.0, "entropy": -1.0, "dropped": 1.0}
+"""Measures of the balance of experts, and whether more is worse."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums and extremes over all ranks that end a step."""
+
+    squares: float
+    loss: float
+    stop: bool
+    resident: int
+
+    @property
+    def norm(self) -> float:
+        """The global norm of the gradients."""
+        return self.squares**0.5
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """A step up to its gradients, which are complete and unclipped on the parameters."""
+
+    executed: Executed
+    batches: list[Batch]
+    marks: list[Mark]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step's update besides the update itself. `skipped`: why it was left out, if it was, and whether a spike was why;
+    `events`: what the log is told of spikes."""
+
+    skipped: str = ""
+    spike: bool = False
+    events: tuple[Event, ...] = ()
+
+
+NO_OUTCOME = Outcome()
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What one step did. Sums are over all ranks; `seconds` and `breakdown` are this rank's."""
+
+    step: int  # 0 is the first
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    breakdown: dict[str, float]
+    memory: dict[str, int]
+    stop: bool  # some rank was asked to stop
+    spans: list[tuple[str, float, float]]  # action, start and end in seconds since the step began
+    experts: dict[str, float]  # how even their load was in this step, in the layer where it was least so
+    updates: int = 0  # updates made, this one among them
+    outcome: Outcome = NO_OUTCOME
+
+    @property
+    def skipped(self) -> str:
+        """Why the update was left out, if it was."""
+        return self.outcome.skipped
+
+
+class Gathering:
+    """The totals on their way: one gather over all ranks; sums are formed in rank order, so every rank gets the same bits in every run."""
+
+    def __init__(self, trainer: Trainer, executed: Executed, *, stop: bool) -> None:
+        names = gradients.counted(trainer.parameters, trainer.shared, trainer.groups)
+        squares = gradients.sum_of_squares(p.grad for n in names if (p := trainer.parameters[n]).grad is not None)
+        loss = executed.nll.double() * (trainer.groups.coordinates["tensor"] == 0)  # tensor ranks all have the whole loss
+        other = torch.tensor([float(stop), float(resident_bytes())], dtype=torch.float64, device=trainer.device)
+        self._mine = torch.cat((torch.stack((squares.to(trainer.device), loss)), other))
+        self._everyone = self._mine.new_empty(trainer.groups.world.size() * len(self._mine))
+        self._work: Any = dist.all_gather_into_tensor(self._everyone, self._mine, group=trainer.groups.world, async_op=True)
+        self._copied: Any = None
+        if trainer.device.type == "cuda":  # to the host beside the stream that computes, or waiting would mean until that is idle
+            with torch.cuda.stream(torch.cuda.Stream(trainer.device)):
+                self._work.wait()
+                self._on_host = self._everyone.to("cpu", non_blocking=True)
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+
+    def wait(self) -> Totals:
+        if self._copied is not None:
+            self._copied.synchronize()
+            table: Tensor = self._on_host
+        else:
+            self._work.wait()
+            table = self._everyone
+        table = table.view(-1, len(self._mine))
+        return Totals(
+            squares=float(table[:, 0].sum()),
+            loss=float(table[:, 1].sum()),
+            stop=bool(table[:, 2].any()),
+            resident=int(table[:, 3].max()),
+        )
+
+
+class Balance:
+    """How even the experts' loads of the last update were: the worst of all layers, wherever they are, on its way from all ranks."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._work: Any = None
+        if any(isinstance(block.mlp, MoeSpec) for block in trainer.model.blocks):
+            found = [metrics for moe in trainer.routers().values() if (metrics := moe.metrics())]
+            worst = [max((sign * m[name] for m in found), default=-math.inf) for name, sign in WORST.items()]
+            self._worst = torch.tensor(worst, dtype=torch.float64, device=trainer.device)
+            self._work = dist.all_reduce(self._worst, op=dist.ReduceOp.MAX, group=trainer.groups.world, async_op=True)
+
+    def wait(self) -> dict[str, float]:
+        """By their names; empty for a model without experts."""
+        if self._work is None:
+            return {}
+        self._work.wait()
+        return {name: sign * value for (name, sign), value in zip(WORST.items(), self._worst.tolist(), strict=True)}
+
+
+def stepped(
+    trainer: Trainer,
+    accumulated: Accumulated,
+    totals: Totals,
+    experts: dict[str, float],
+    optimizer: Mark,
+    *,
+    step: int,
+    lr: float,
+    seconds: float,
+) -> Stepped:
+    """What there is to tell of a step whose work on this rank is done."""
+    spec, executed = trainer.spec, accumulated.executed
+    return Stepped(
+        step=step,
+        loss=totals.loss,
+        grad_norm=totals.norm,
+        lr=lr,
+        tokens=spec.train.global_batch * spec.train.seq_len,
+        seconds=seconds,
+        breakdown=_breakdown(trainer, executed, [*accumulated.marks, optimizer]),
+        memory=trainer.state.bytes() | {"resident": totals.resident, "peak": peak_bytes(trainer.device)},
+        stop=totals.stop,
+        spans=_spans(trainer, accumulated),
+        experts=experts,
+    )
+
+
+def _breakdown(trainer: Trainer, executed: Executed, parts: list[Mark]) -> dict[str, float]:
+    """Seconds by what they went to. Waiting for another rank counts as `bubble`, starting messages as communication."""
+    clock = trainer.executor.clock
+    seconds = dict.fromkeys((*(name for name, _, _ in parts), "forward", "backward", "bubble"), 0.0)
+    for name, start, end in parts:
+        seconds[name] += clock.seconds(start, end)
+    for name, start, end in executed.marks:
+        kind = name.lstrip("0123456789").rstrip("0123456789")
+        seconds[_WENT_TO.get(kind, "communication")] += clock.seconds(start, end)
+    return seconds
+
+
+_WENT_TO = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "WAIT": "bubble", "CHECK": "bubble"}
+_WENT_TO |= {"LOST": "bubble", "UNDO": "optimizer"}  # of a row that was begun with an update that had to be undone
+
+
+def _spans(trainer: Trainer, accumulated: Accumulated) -> list[tuple[str, float, float]]:
+    """When each action ran, in seconds since the step began."""
+    clock, (_, zero, _) = trainer.executor.clock, accumulated.marks[0]
+    return [(name, clock.seconds(zero, start), clock.seconds(zero, end)) for name, start, end in accumulated.executed.marks]
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes this rank ever held: on the GPU where it has one, else of its process."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else most_resident_bytes()

@@ -1,0 +1,174 @@
+"""A run notices a spike, names its cause, and answers it as asked: alike on all ranks, through kills, under another plan."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalith.events import Event, Lowered, Rewound, Skipped, Spike, of_kind, read
+from megalith.fleet import copies
+from megalith.fleet.tiers import newest
+from megalith.prove.spikes import Ended, Fault
+from megalith.train.loop import Loop
+from megalith.train.restore import Position
+from megalith.train.stability import healer as healers
+from megalith.train.stability.findings import SpikeError
+from tests.keys import KEY
+from tests.ranks import run_ranks
+from tests.train.prepared import small_data
+from tests.train.spiking import BATCH, spike, spiky_run
+
+LADDER = ("skip", "rewind", "lower", "stop")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return small_data(tmp_path_factory.mktemp("data"))
+
+
+Faults = tuple[Fault, ...]
+POISON, RATE = (Fault("poison", 40, 1.0, lasts=3),), (Fault("rate", 40, 20.0, lasts=4),)
+ACCIDENT = (Fault("gradient", 40, 30, place=0.0),)
+
+
+def train(folder: Path, spec: Any, faults: Faults = (), *wrong: int, **rest: Any) -> tuple[Ended, list[Event]]:
+    folder.mkdir(exist_ok=True)
+    ended = run_ranks(_train, spec.plan.ranks, spec, folder, faults, wrong, rest)
+    assert all(one.position == ended[0].position for one in ended)
+    return ended[0], list(read(folder))
+
+
+def _train(rank: int, spec: Any, folder: Path, faults: Faults, wrong: tuple[int, ...], rest: dict[str, Any]) -> Ended:
+    return spike(rank, spec, folder, faults, wrong, **rest)
+
+
+def same(one: Ended, other: Ended) -> bool:
+    return all(torch.equal(one.state[name], tensor) for name, tensor in other.state.items())
+
+
+def test_by_default_it_warns_and_changes_nothing(data: str, tmp_path: Path) -> None:
+    watched, told = train(tmp_path / "a", spiky_run(data), POISON)
+    blind, silent = train(tmp_path / "b", spiky_run(data, watch=False), POISON)
+    assert [(one.step, one.answer) for one in of_kind(told, Spike)] == [(41, "none")]
+    assert not of_kind(silent, Spike) and same(watched, blind)
+
+
+@pytest.mark.parametrize(("faults", "wrong", "cause", "answer"), [
+    (POISON, (), "data", "skipped"),
+    (RATE, (), "schedule", "rewound"),
+    ((), (40,), "hardware", "rewound"),
+])  # fmt: skip
+def test_the_likeliest_cause_is_the_right_one(
+    data: str, tmp_path: Path, faults: Faults, wrong: tuple[int, ...], cause: str, answer: str
+) -> None:
+    ended, told = train(tmp_path, spiky_run(data, answers=LADDER), faults, *wrong)
+    first = of_kind(told, Spike)[0]
+    assert (first.cause, first.answer) == (cause, answer), first
+    assert ended.position.updates == 60
+    assert bool(of_kind(told, Rewound)) == (answer == "rewound")
+    if cause == "hardware":
+        evidence = first.causes[0]["evidence"]
+        assert "step 42 had loss" in evidence and "shows in the head first" in evidence, evidence
+    if cause == "data":
+        evidence = first.causes[0]["evidence"]
+        assert f"samples {40 * BATCH} to {41 * BATCH - 1}" in evidence and ".bin" in evidence, evidence
+        assert [one.step for one in of_kind(told, Skipped)] == [41, 42, 43]
+
+
+def test_an_accident_leaves_no_trace(data: str, tmp_path: Path) -> None:
+    """A gradient that is wrong once is computed again: the run ends with the bits of one without accident."""
+    spec = spiky_run(data, answers=LADDER)
+    hurt, told = train(tmp_path / "hurt", spec, ACCIDENT)
+    assert [(one.step, one.cause, one.answer) for one in of_kind(told, Spike)] == [(41, "hardware", "repeated")]
+    clean, silent = train(tmp_path / "clean", spec)
+    assert same(hurt, clean) and hurt.position == clean.position and not of_kind(silent, Spike)
+
+
+@pytest.mark.parametrize(
+    "plan", [{}, {"data": 2, "zero": 1}, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}], ids=str
+)
+def test_a_rewind_leaves_out_the_updates_since_the_copy(data: str, tmp_path: Path, plan: dict[str, Any]) -> None:
+    """It ends with the bits of a run that left them out from the beginning, and never reads their samples again."""
+    ended, told = train(tmp_path / "a", spiky_run(data, plan=plan, answers=("rewind",), margin=3), (), 33)
+    (rewound,) = of_kind(told, Rewound)
+    assert (rewound.step, rewound.to, rewound.undone, rewound.tier) == (35, 30, 4, "memory")
+    assert (rewound.first, rewound.last) == (30 * BATCH, 35 * BATCH - 1)
+    assert ended.position == Position(step=65, samples=65 * BATCH, updates=60)
+    if not plan:
+        late = ended.read[-30 * BATCH :]
+        assert set(late) == set(range(35 * BATCH, 65 * BATCH)), "after it went back, only new samples are read"
+
+    def leave_out(loop: Loop, step: int) -> None:
+        if step == 30:  # as if the steps to the rewind had not been tried
+            loop.position = Position(35, 35 * BATCH, 30)
+            loop.trainer.state.skipped = 5
+
+    if not plan:
+        straight = spike_alone(spiky_run(data), tmp_path / "b", leave_out)
+        assert same(ended, straight)
+
+
+def spike_alone(spec: Any, folder: Path, after: Any) -> Ended:
+    folder.mkdir()
+    return run_ranks(_alone, 1, spec, folder, after)[0]
+
+
+def _alone(rank: int, spec: Any, folder: Path, after: Any) -> Ended:
+    return spike(rank, spec, folder, (), after=after)
+
+
+def test_a_second_spike_at_the_same_place_goes_further_back(data: str, tmp_path: Path) -> None:
+    ended, told = train(tmp_path, spiky_run(data, answers=("rewind",), rewinds=2), (), 33, 38)
+    first, second = of_kind(told, Rewound)
+    assert (first.step, first.to, first.left, second.step, second.to, second.left) == (35, 32, 1, 40, 30, 0)
+    assert ended.position == Position(step=70, samples=70 * BATCH, updates=60), "ten updates are left out in all"
+
+
+def test_the_ladder_ends_with_a_lower_rate_or_the_end(data: str, tmp_path: Path) -> None:
+    _, told = train(tmp_path / "lower", spiky_run(data, answers=("lower",), lower_for=7), (), 40)
+    lowered = of_kind(told, Lowered)[0]
+    assert lowered.until - 41 == 7, lowered
+    with pytest.raises(Exception, match="Likely cause: ") as caught:
+        train(tmp_path / "stop", spiky_run(data, answers=("stop",)), (), 40)
+    assert SpikeError.__name__ in str(caught.value)
+
+
+def _killed(rank: int, spec: Any, folder: Path, at: str) -> Ended:
+    """Dies in the middle of its first rewind."""
+
+    def die(*_: Any, **__: Any) -> None:
+        if dist.get_world_size() == 1 or rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(healers.Healer if at == "_replay" else healers.Guard, at, die)
+    return spike(rank, spec, folder, RATE)
+
+
+@pytest.mark.parametrize("at", ["_replay", "rewound"])
+def test_killed_in_the_middle_of_a_rewind_it_ends_in_the_same_bits(data: str, tmp_path: Path, at: str) -> None:
+    spec = spiky_run(data, plan={"data": 2, "zero": 1}, answers=LADDER)
+    straight, _ = train(tmp_path / "straight", spec, RATE)
+    (tmp_path / "killed").mkdir()
+    with pytest.raises(RuntimeError):
+        run_ranks(_killed, 2, spec, tmp_path / "killed", at)
+    found = newest(copies.survey(tmp_path / "killed" / "memory", placement=("n0",), world=2, key=KEY))
+    assert found is not None and 0 < found.step < straight.position.step
+    again, told = train(tmp_path / "killed", spec, RATE, source=found)
+    assert again.position == straight.position and of_kind(told, Rewound)
+    assert same(again, straight)
+
+
+def test_history_goes_with_a_checkpoint_to_another_plan(data: str, tmp_path: Path) -> None:
+    """A run that stands behind a rewind goes on under another number of ranks: it reads on, and decides as it would have."""
+    spec = spiky_run(data, answers=("rewind",), steps=45)
+    ended, told = train(tmp_path, spec, (), 33)
+    (rewound,) = of_kind(told, Rewound)
+    longer = spiky_run(data, plan={"data": 2}, answers=("rewind",), steps=48)
+    more, _ = train(tmp_path, longer)
+    assert more.position.history.rewinds == ended.position.history.rewinds == ((rewound.step, rewound.to),)
+    assert more.position.samples == ended.position.samples + 3 * BATCH
+    assert min(more.read) >= ended.position.samples

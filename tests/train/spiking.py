@@ -1,0 +1,53 @@
+"""Small runs with spikes on purpose (`megalith.prove.spikes`)."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalith.prove.spikes import Ended, Fault, train
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import Trainer
+from tests.keys import KEY
+from tests.specs import tiny_run
+from tests.train.prepared import VOCAB
+
+BATCH = 8
+
+
+class Wrong:
+    """A watcher that makes a weight wrong by far after some steps, each once."""
+
+    def __init__(self, *steps: int) -> None:
+        self.left = set(steps)
+
+    def before_step(self, trainer: Trainer, step: int) -> None: ...
+    def reduced(self, trainer: Trainer, step: int) -> None: ...
+    def before_update(self, trainer: Trainer, step: int) -> None: ...
+    def updated(self, trainer: Trainer, step: int) -> None: ...
+    def skipped(self, trainer: Trainer, step: int) -> None: ...
+
+    @torch.no_grad()
+    def resting(self, trainer: Trainer, step: int) -> None:
+        share = trainer.state.shares("weights").get("weights.head.norm.weight")
+        if step in self.left and share is not None and share.numel():
+            share[0] += 300.0
+        self.left.discard(step)
+
+
+def spiky_run(data: str, *, plan: dict[str, Any] | None = None, steps: int = 60, **stability: Any) -> RunSpec:
+    """A run whose bands are made of 16 updates, and copies kept every ten steps."""
+    return tiny_run(
+        model={"layers": 2, "vocab": VOCAB},
+        plan=plan or {},
+        data={"path": data},
+        train={"steps": steps, "global_batch": BATCH},
+        optimizer={"lr": 3e-3, "warmup": 4, "schedule": "constant"},
+        stability={"window": 16, "keep_every": 10, "patience": 4} | stability,
+        fleet={"verify_every": 0, "digest": False},
+    )
+
+
+def spike(rank: int, spec: RunSpec, folder: Path, faults: tuple[Fault, ...], wrong: tuple[int, ...] = (), **rest: Any) -> Ended:
+    """Train on one of the plan's ranks; after the steps `wrong`, a weight is wrong."""
+    return train(rank, spec, folder, faults, key=KEY, watchers=[Wrong(*wrong)], **rest)
