@@ -17,9 +17,10 @@ from typing import Any
 from megalith.spec.run import StabilitySpec
 
 NORMAL = 1.0484  # standard deviations of independent normal numbers in the median magnitude of the change from one to the next
-LEAST = {"loss": math.log(1.1), "norm": math.log(3.0)}
-"""How far above the median a band ends at least, in logarithms: numbers that hardly scatter leave theirs by noise otherwise."""
-JUDGED_FROM = 16  # numbers that make a band; a shorter window needs half of its own
+LEAST = {"loss": math.log(1.1), "norm": math.log(10.0)}
+"""How far above the median a band ends at least, in logarithms: numbers that hardly scatter leave theirs by noise otherwise. Norms of a few
+times the usual come and go in the first hundred updates, and clipping takes care of them."""
+JUDGED_FROM = 32  # numbers that make a band; a shorter window needs half of its own
 LEVEL = 16  # the newest numbers, whose median is the level that a band stands on
 CALM = 8  # steps inside all bands that end a spike
 TINY = 1e-300  # for the logarithm of a number that is 0
