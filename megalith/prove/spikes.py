@@ -96,8 +96,9 @@ class Flips:
         """A gradient's fault is prepared."""
         self.step = step
         for fault in self._due(step, "gradient"):
-            names = sorted(name for name, p in trainer.parameters.items() if p.requires_grad and p.numel())
-            self._hooks.append(_Once(trainer.parameters[names[int(fault.place * len(names))]], fault))
+            stage = trainer.runners[max(trainer.runners)].stage
+            computed = [parameter for parameter in stage.parameters() if parameter.requires_grad and parameter.numel()]
+            self._hooks.append(_Once(computed[int(fault.place * len(computed))], fault))
 
     def reduced(self, trainer: Trainer, step: int) -> None:
         """The gradients are complete."""
