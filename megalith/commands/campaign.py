@@ -140,7 +140,7 @@ def _hurt(resolved: "Resolved", spec: "RunSpec", folder: Path, *, listed: Path, 
     """Do the second run of a campaign: with the faults of a list, of these `kinds`. `like`: the first run. Its nodes have agents if some
     are to be killed."""
     from megalith.commands import ranks
-    from megalith.fleet import local
+    from megalith.fleet import local, roots
     from megalith.fleet.seat import node_folder
     from megalith.machine import networks
     from megalith.rehearse import campaign as runner
@@ -153,7 +153,7 @@ def _hurt(resolved: "Resolved", spec: "RunSpec", folder: Path, *, listed: Path, 
         spec = spec.model_copy(update={"fleet": spec.fleet.model_copy(update={"burn_in": 0.0})})
         with disk:
             return run(_training(resolved, spec, folder, verb="agent"), crew=Crew(names, runner.REPAIR_SECONDS))
-    memory = local.memory_root(folder, ranks.identity(spec))
+    memory = roots.memory_root(folder, ranks.identity(spec))
     nodes = [node_folder(memory, name) for name in names]
     with disk, networks.joined(names) if "interface" in kinds else nullcontext() as network:
         return run(_training(resolved, spec, folder), nodes=nodes, network=network)

@@ -25,7 +25,7 @@ from megalith.control.stores import Stores, StoresAwayError
 from megalith.control.stragglers import Stragglers
 from megalith.control.watch import Watch
 from megalith.events import EventLog, Incident, Problem, Recovery, RunFinished
-from megalith.fleet import commands, local, signs
+from megalith.fleet import commands, local, roots, signs
 from megalith.fleet.commands import Command
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.heartbeat import Beat
@@ -431,10 +431,10 @@ def run_here(
     """
     job.check()
     with owned(job.run_dir, owner) as own, supervisor.requests_to_stop() as requests:
-        memory = local.memory_root(job.run_dir, identity)
-        local.clear_memory(job.run_dir, keep=memory)
-        disk = local.disk_root(job.run_dir, identity, fleet)
-        local.clear_disk(job.run_dir, fleet, keep=disk)
+        memory = roots.memory_root(job.run_dir, identity)
+        roots.clear_memory(job.run_dir, keep=memory)
+        disk = roots.disk_root(job.run_dir, identity, fleet)
+        roots.clear_disk(job.run_dir, fleet, keep=disk)
         notes = job.run_dir / "ranks" / f"epoch-{own.epoch}" if own.epoch else None
         nodes = LocalNodes(job, names=local.node_names(fleet), memory=memory, disk=disk, folder=notes)
         outcome = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from megalith.fleet import copies, local
+from megalith.fleet import copies, roots
 from megalith.fleet.secure import key, private
 from megalith.spec.files import SPEC_FILE
 from megalith.spec.fleet import FleetSpec
@@ -35,9 +35,9 @@ class Leftover:
 def find(*, run_dir: Path | None = None, disks: Iterable[Path] = ()) -> list[Leftover]:
     """Return the folders of copies of this user's runs, or of one run, in shared memory and on `disks`, in the order of their names."""
     wanted = None if run_dir is None else run_dir.resolve()
-    in_memory = _in(local.copies_place(), "memory")
+    in_memory = _in(roots.copies_place(), "memory")
     runs = {one.run for one in in_memory} | ({wanted} if wanted else set())
-    places = {Path(FleetSpec().disk), *disks, *filter(None, map(_disk_of, runs))} - {local.copies_place()}
+    places = {Path(FleetSpec().disk), *disks, *filter(None, map(_disk_of, runs))} - {roots.copies_place()}
     found = [*in_memory, *(one for place in sorted(places) for one in _in(place, "disk"))]
     return [one for one in found if wanted in (None, one.run)]
 
@@ -74,7 +74,7 @@ def _look(path: Path, where: Literal["memory", "disk"]) -> Leftover | None:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[str]]:
     with private.opened(path) as folder:
-        descriptor = private.open_file(folder, path / local.OWNER, os.O_RDONLY)
+        descriptor = private.open_file(folder, path / roots.OWNER, os.O_RDONLY)
     with os.fdopen(descriptor, encoding="utf-8") as file:
         yield file
 

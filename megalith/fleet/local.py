@@ -4,14 +4,9 @@ A rehearsed node is there while its folder is. So losing one is real: its ranks 
 """
 
 import contextlib
-import fcntl
-import hashlib
-import json
 import os
-import secrets
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -20,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import IO
 
 from megalith import disk, epochs
-from megalith.fleet import causes, copies, evidence, report
+from megalith.fleet import causes, copies, evidence, report, roots
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
@@ -29,10 +24,10 @@ from megalith.fleet.job import Job
 from megalith.fleet.nodes import Generation, Look
 from megalith.fleet.processes import STARTS, Processes, method
 from megalith.fleet.rank import Assignment
+from megalith.fleet.roots import OWNER
 from megalith.fleet.seat import DISK, node_folder
 from megalith.fleet.secure import key, private
 from megalith.fleet.secure.key import Key
-from megalith.fleet.secure.private import NotPrivate
 from megalith.fleet.signs import HealthChecked, NodeJoined, NodesLost, Sign
 from megalith.fleet.tiers import Copy, Tier
 from megalith.machine import admission, link, networks
@@ -40,130 +35,12 @@ from megalith.spec.fleet import FleetSpec
 
 WARM_SECONDS = 0.1  # between looks whether imports are done
 LOOK_SECONDS = 2.0  # that ranks have to write their stacks
-SHARED_MEMORY = Path("/dev/shm")
 HEARTBEATS = "heartbeats"
-OWNER = "owner"  # the file that says which run has copies in a folder of shared memory, or of a disk
 
 
 def node_names(fleet: FleetSpec) -> tuple[str, ...]:
     """The nodes of a run on this machine, spares last."""
     return tuple(str(number) for number in range(fleet.nodes + fleet.spares))
-
-
-def memory_root(run_dir: Path, identity: str) -> Path:
-    """Where a run keeps copies of its state: the same for the same run and `identity`, whoever asks, however often. A run folder that was
-    removed and made again is another run. Where somebody else has taken the name, the run has another, and says so."""
-    return _root(copies_place(), run_dir, identity)
-
-
-def disk_root(run_dir: Path, identity: str, fleet: FleetSpec) -> Path | None:
-    """The same on the disks of its nodes; None: no copies go there."""
-    return _root(_disk(fleet), run_dir, identity) if fleet.disk_every else None
-
-
-def _root(place: Path, run_dir: Path, identity: str) -> Path:
-    usual = place / f"{_family(run_dir)}-{_short(_name(run_dir) + identity)}"
-    refused: NotPrivate | None = None
-    try:
-        for folder in (usual, *sorted(place.glob(f"{usual.name}-*"))):
-            try:
-                with private.opened(folder):
-                    return folder
-            except FileNotFoundError:
-                continue
-            except NotPrivate as error:
-                refused = refused or error
-        if refused is None:
-            return usual
-        own = usual.with_name(f"{usual.name}-{secrets.token_hex(4)}")  # which nobody could foresee
-        private.make(own)
-    except OSError:  # away: whoever writes there meets it again
-        return usual
-    print(f"{refused.filename}: {refused.strerror}. Copies of the state go to {own}", file=sys.stderr, flush=True)
-    return own
-
-
-def _disk(fleet: FleetSpec) -> Path:
-    return Path(fleet.disk).resolve()
-
-
-def copies_place() -> Path:
-    """Where runs on this machine keep copies in memory."""
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-
-
-def _name(run_dir: Path) -> str:
-    """A name that lies in the run folder, and goes with it."""
-    path = run_dir.resolve() / "ranks" / "name"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"name-{secrets.token_hex(4)}")
-    part.write_text(secrets.token_hex(8))
-    with contextlib.suppress(FileExistsError):
-        os.link(part, path)  # whole or not at all, whoever else does the same
-    part.unlink()
-    return path.read_text()
-
-
-def _family(run_dir: Path) -> str:
-    return f"megalith-{_short(str(run_dir.resolve()))}"
-
-
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def clear_memory(run_dir: Path, *, keep: Path | None = None) -> None:
-    """Remove what earlier runs in this folder left in memory, and what runs left there that nobody can go on with."""
-    _clear(copies_place(), run_dir, keep=keep)
-    clear_abandoned(copies_place())
-
-
-def clear_disk(run_dir: Path, fleet: FleetSpec, *, keep: Path | None = None) -> None:
-    """Remove what earlier runs in this folder left on this machine's disk; nobody else's, whose folder may not be mounted yet."""
-    _clear(_disk(fleet), run_dir, keep=keep)
-
-
-def _clear(place: Path, run_dir: Path, *, keep: Path | None) -> None:
-    for old in place.glob(f"{_family(run_dir)}-*"):
-        if old != keep and private.is_usable(old):
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def clear_abandoned(place: Path) -> None:
-    """Remove what runs left in a folder of memory that nobody can go on with."""
-    for old in place.glob("megalith-*"):
-        if _is_abandoned(old):
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def _claim(memory: Path, owner: str) -> IO[str]:
-    """Say whose copies these are. The lock goes with the process: until then they are in use, whatever others see of the run folder."""
-    private.make(memory)  # others have no business with a run's weights
-    with private.opened(memory) as folder:
-        file = os.fdopen(private.open_file(folder, memory / OWNER, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8")
-    fcntl.flock(file, fcntl.LOCK_EX)
-    file.truncate(0)
-    file.write(owner)
-    file.flush()
-    return file
-
-
-def _owner(run_dir: Path) -> str:
-    return json.dumps({"run": str(run_dir.resolve()), "name": _name(run_dir)})
-
-
-def _is_abandoned(memory: Path) -> bool:
-    """Whether no process uses these copies, and no run folder leads to them."""
-    try:
-        with private.opened(memory) as folder:
-            descriptor = private.open_file(folder, memory / OWNER, os.O_RDONLY)
-        with os.fdopen(descriptor, encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            owner = json.load(file)
-        name = Path(owner["run"]) / "ranks" / "name"
-        return not name.exists() or name.read_text() != owner["name"]
-    except (OSError, ValueError):  # in use, just being made, or another user's
-        return False
 
 
 def _unreachable(node: str) -> str:
@@ -207,19 +84,25 @@ class LocalNodes:
         self._folder = (folder or job.run_dir / "ranks").resolve()
         (self._folder / "reports").mkdir(parents=True, exist_ok=True)
         self._claimed: list[IO[str]] = []
-        self._owner = _owner(job.run_dir) if memory is not None else ""
+        self._owner = roots.owner_text(job.run_dir) if memory is not None else ""
         self._key = key.of_run(job.run_dir) if memory is not None or disk is not None else None
         if disk is not None:
             with contextlib.suppress(OSError):  # a rank that cannot write there says so
-                self._claimed.append(_claim(disk, _owner(job.run_dir)))
+                self._claimed.append(roots.claim(disk, roots.owner_text(job.run_dir)))
         if memory is not None:
             self._make_memory(memory, self._names)
+        self._there = self._names
         self._there = self.there()
+
+    @property
+    def memory(self) -> Path | None:
+        """Where copies are kept in memory: another folder than it was if somebody has taken that one."""
+        return self._memory
 
     def _make_memory(self, memory: Path, names: Sequence[str]) -> None:
         """Make the folders of these nodes in shared memory, and claim them, where they are not there."""
         if not self._claimed or not disk.leads_to(memory / OWNER, os.fstat(self._claimed[-1].fileno()).st_ino):
-            self._claimed.append(_claim(memory, self._owner))
+            self._claimed.append(roots.claim(memory, self._owner))
         for name in names:
             with private.opened_below(node_folder(memory, name), create=True):
                 pass
@@ -238,10 +121,13 @@ class LocalNodes:
     def there(self) -> tuple[str, ...]:
         if self._memory is None or len(self._names) == 1:  # this very machine, whatever became of its folder
             return self._names
+        if roots.taken(self._memory):  # somebody else's folder says nothing of these nodes
+            return self._there
         return tuple(name for name in self._names if node_folder(self._memory, name).is_dir())
 
     def start(self, generation: Generation) -> None:
         self._forget_last()
+        self._move_memory()
         self._now = self._job.now(shrunk=generation.shrunk)
         if generation.shrunk:
             self.forget()
@@ -256,6 +142,13 @@ class LocalNodes:
         if self._processes is None:
             self._processes = STARTS[method()](assignment, preload=self._job.preload, secret=self._secret())
         self._processes.start(assignment, file)
+
+    def _move_memory(self) -> None:
+        """Have other folders for copies where somebody has taken those that there were: what they hold may be theirs."""
+        if self._memory is not None and (why := roots.taken(self._memory)):
+            with disk.if_available(self._memory):
+                self._memory = roots.elsewhere(self._memory, why)
+                self._make_memory(self._memory, self._there)
 
     def warm(self) -> None:
         """Import what ranks need before there are any to start, and come back once that is done; `wait` tells if it failed."""
@@ -274,7 +167,7 @@ class LocalNodes:
 
     def _new_heartbeats(self) -> Heartbeats:
         """In memory, if the run has a folder there: a rank that writes to a map of a store which is away stands still, or dies."""
-        if self._memory is not None:
+        if self._memory is not None and not roots.taken(self._memory):
             with contextlib.suppress(OSError):  # no room there
                 return Heartbeats.create(self._memory / HEARTBEATS, self._now.ranks)
         return Heartbeats.create(self._folder / HEARTBEATS, self._now.ranks)
@@ -443,5 +336,5 @@ class LocalNodes:
         for file in self._claimed:
             file.close()
         for root in (self._memory, self._disk):
-            if forget and root is not None:
+            if forget and root is not None and not roots.taken(root):
                 shutil.rmtree(root, ignore_errors=True)

@@ -35,8 +35,9 @@ from megalith.fleet.copies import held
 from megalith.fleet.environment import MEETING, Place
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.job import Job
-from megalith.fleet.local import LocalNodes, disk_root, memory_root
+from megalith.fleet.local import LocalNodes
 from megalith.fleet.remote import RemoteNodes, node_logs
+from megalith.fleet.roots import disk_root, memory_root
 from megalith.fleet.secure import key
 from megalith.fleet.secure.key import Key
 from megalith.fleet.secure.messages import STRANGERS
@@ -279,7 +280,7 @@ def _serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], NoR
     local = LocalNodes(host.job, names=(host.name,), memory=host.memory, disk=host.disk, folder=logs, meeting=ranks_meet)
     agent = Agent(
         host.name, local, order=order, store=store, beating=beating, seconds=host.fleet.node_timeout, cut_off=cut_off,
-        pieces=lambda: held(host.name, memory=host.memory, disk=host.disk, key=known),
+        pieces=lambda: held(host.name, memory=local.memory or host.memory, disk=host.disk, key=known),
     )  # fmt: skip
     agent.take_requests()
     code = agent.run()

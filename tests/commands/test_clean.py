@@ -9,7 +9,7 @@ import pytest
 
 from megalith.control import controller
 from megalith.control.outcome import Outcome
-from megalith.fleet import local
+from megalith.fleet import roots
 from megalith.fleet.copies import PAGE, Buffer, Label, Layout
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.job import Job
@@ -24,14 +24,14 @@ from tests.commands.calling import call
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(local, "SHARED_MEMORY", folder)
+    monkeypatch.setattr(roots, "SHARED_MEMORY", folder)
     monkeypatch.setattr(FleetSpec.model_fields["disk"], "default", str(tmp_path / "disk"))
     return folder
 
 
 def begin(run: Path, *, disk: Path | None = None) -> LocalNodes:
     """A run that has copied its state after step 40."""
-    memory = local.memory_root(run, "spec")
+    memory = roots.memory_root(run, "spec")
     nodes = LocalNodes(Job("nobody:calls", {}, ranks=1, run_dir=run), memory=memory, disk=disk)
     secret = key.of_run(run)
     text = Layout(()).dump()
@@ -78,7 +78,7 @@ def test_disks_that_runs_name_are_looked_at_and_others_that_are_given(tmp_path: 
     named, given = tmp_path / "named", tmp_path / "given"
     for run, disk in (("one", named), ("two", given)):
         fleet = FleetSpec(disk=str(disk), disk_every=1)
-        begin(Path(run), disk=local.disk_root(Path(run), "spec", fleet)).close(forget=False)
+        begin(Path(run), disk=roots.disk_root(Path(run), "spec", fleet)).close(forget=False)
     Path("one/spec.json").write_text(json.dumps({"fleet": {"disk": str(named)}}))
     on_disk = [one for one in listed() if one["where"] == "disk"]
     assert [Path(one["run"]).name for one in on_disk] == ["one"]
@@ -90,7 +90,7 @@ def test_disks_that_runs_name_are_looked_at_and_others_that_are_given(tmp_path: 
 def test_foreign_and_torn_folders_are_left_alone(shared: Path, tmp_path: Path) -> None:
     (shared / "megalith-notes").mkdir()
     (shared / "megalith-torn").mkdir(mode=0o700)
-    (shared / "megalith-torn" / local.OWNER).write_text('{"run": 3')
+    (shared / "megalith-torn" / roots.OWNER).write_text('{"run": 3')
     (shared / "megalith-link").symlink_to(tmp_path)
     assert listed("--yes") == []
     assert len(list(shared.iterdir())) == 3

@@ -23,7 +23,7 @@ from megalith.control.node_ledger import NodeRecord, note, read_nodes, standings
 from megalith.control.outcome import Outcome
 from megalith.control.seen import Seen
 from megalith.events import Incident, Problem, Recovery, RunFinished
-from megalith.fleet import injection, local
+from megalith.fleet import injection, roots
 from megalith.fleet.causes import Failure
 from megalith.fleet.commands import Restart
 from megalith.fleet.exit_codes import ExitCode
@@ -339,7 +339,7 @@ def test_copies_in_memory_go_with_a_run_only_once_its_state_is_in_a_checkpoint(
 ) -> None:
     """A fault in the moment of a stop ends the ranks before they have saved."""
     (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(local, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(roots, "SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setattr(Controller, "run", lambda self: Outcome(code, True, None, (), (), (), None))
     job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path / "run")
     run_here(job, fleet=FLEET, identity="walk", store=lambda: ())

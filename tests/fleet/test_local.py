@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megalith.fleet import copies, local
+from megalith.fleet import copies, roots
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.copies import PAGE, Buffer, Label, Layout
 from megalith.fleet.heartbeat import VARIABLE, Heartbeat
 from megalith.fleet.job import Job
-from megalith.fleet.local import HEARTBEATS, LocalNodes, clear_disk, clear_memory, disk_root, memory_root
+from megalith.fleet.local import HEARTBEATS, LocalNodes
 from megalith.fleet.nodes import Generation
+from megalith.fleet.roots import clear_disk, clear_memory, disk_root, memory_root
 from megalith.fleet.seat import Seat, node_folder
 from megalith.fleet.secure import key
 from megalith.fleet.signs import NodesLost
@@ -25,7 +26,7 @@ from tests.keys import KEY, OTHER_KEY
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(local, "SHARED_MEMORY", folder)
+    monkeypatch.setattr(roots, "SHARED_MEMORY", folder)
     monkeypatch.setenv(key.VARIABLE, KEY.text)
     return folder
 
@@ -213,10 +214,32 @@ def test_a_folder_of_another_user_is_neither_used_nor_cleared(
     assert theirs.is_dir()
 
 
+def test_a_folder_that_others_take_while_a_run_goes_on_loses_no_node_and_is_left_at_the_next_start(
+    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path / "run")
+    taken = memory_root(job.run_dir, "identity")
+    nodes = LocalNodes(job, names=("a", "b"), memory=taken)
+    shutil.rmtree(taken)
+    taken.mkdir()
+    taken.chmod(0o777)
+    assert not nodes.wait(0.0), "nobody is lost: another one's folder says nothing of this run's nodes"
+    assert nodes.there() == ("a", "b") and not list(taken.iterdir())
+    nodes._move_memory()
+    mine = nodes.memory
+    assert mine is not None and mine != taken and nodes.there() == ("a", "b")
+    assert f"{taken}: others may write to it (mode 0777)" in capsys.readouterr().err
+    shutil.rmtree(node_folder(mine, "b"))
+    assert [(sign.kind, sign.nodes) for sign in nodes.wait(0.0) if isinstance(sign, NodesLost)] == [("nodes_lost", ("b",))]
+    nodes.close(forget=True)
+    assert taken.is_dir() and not mine.exists()
+    assert memory_root(job.run_dir, "identity") not in (taken, mine)
+
+
 def test_a_pipe_that_somebody_left_in_shared_memory_is_not_waited_for(shared: Path, tmp_path: Path) -> None:
     foreign = shared / "megalith-0123-4567"
     foreign.mkdir()
-    os.mkfifo(foreign / local.OWNER)
+    os.mkfifo(foreign / roots.OWNER)
     (shared / "megalith-0123-89ab").symlink_to(foreign)
     clear_memory(tmp_path / "new")
     assert foreign.is_dir()
@@ -254,7 +277,7 @@ def test_memory_that_somebody_removes_is_made_anew_and_loses_no_node(
     """As a cleaner of temporary files does, or systemd when its user logs out. A rehearsed node without its own folder is lost."""
     for names, removed, lost in (("0",), "", ()), (("0",), "node-0", ()), (("0", "1"), "", ()), (("0", "1"), "node-1", ("1",)):
         run = tmp_path / f"run-{len(names)}{removed}"
-        memory = local.memory_root(run, "spec")
+        memory = roots.memory_root(run, "spec")
         nodes = LocalNodes(Job("nobody:calls", {}, ranks=2, run_dir=run), names=names, memory=memory)
         assert nodes.wait(0) == []
         shutil.rmtree(memory / removed)
@@ -262,9 +285,9 @@ def test_memory_that_somebody_removes_is_made_anew_and_loses_no_node(
         assert tuple(gone) == lost
         assert nodes.there() == tuple(name for name in names if name not in lost)
         assert capsys.readouterr().err.count(f"{memory} was removed by somebody") == (not lost)
-        assert not local._is_abandoned(memory), "it is in use"
+        assert not roots._is_abandoned(memory), "it is in use"
         shutil.rmtree(run)
-        assert not local._is_abandoned(memory)
+        assert not roots._is_abandoned(memory)
         assert not run.exists()
         nodes.close(forget=True)
 
@@ -272,7 +295,7 @@ def test_memory_that_somebody_removes_is_made_anew_and_loses_no_node(
 def test_another_users_folder_in_the_place_of_the_copies_loses_no_node_and_is_named_once(
     shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = local.memory_root(tmp_path / "run", "spec")
+    memory = roots.memory_root(tmp_path / "run", "spec")
     nodes = LocalNodes(Job("nobody:calls", {}, ranks=2, run_dir=tmp_path / "run"), names=("0",), memory=memory)
     shutil.rmtree(memory)
     memory.mkdir()

@@ -13,7 +13,7 @@ import pytest
 
 from megalith.commands.ranks import identity
 from megalith.events import Event, Incident, Problem, RunStarted, Step, of_kind, read
-from megalith.fleet import injection, local
+from megalith.fleet import injection, roots
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.injection import Injection
 from megalith.fleet.seat import node_folder
@@ -86,7 +86,7 @@ def test_two_nodes_one_node_two_nodes_and_no_sample_is_lost_or_repeated(tmp_path
     run = _Run(tmp_path / "run", tmp_path / "run.toml")
     try:
         run.until(lambda events: _worlds(events) == [4, 2] and _steps_since_start(events) > AFTER)
-        memory = local.memory_root(run.folder, identity(spec))
+        memory = roots.memory_root(run.folder, identity(spec))
         assert not node_folder(memory, "1").exists()
         node_folder(memory, "1").mkdir()  # it is back
         run.until(lambda events: _worlds(events)[2:] == [4] and _steps_since_start(events) > AFTER)

@@ -28,8 +28,8 @@ from megalith.fleet.environment import Place
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.injection import OWN_DATA, Injection
 from megalith.fleet.job import Job
-from megalith.fleet.local import _family, copies_place
 from megalith.fleet.report import Reported, collect
+from megalith.fleet.roots import _family, copies_place
 from megalith.fleet.seat import MEMORY, REPORTS
 from megalith.fleet.signs import NotThisRun, StoreAway
 from megalith.spec import files

@@ -1,0 +1,153 @@
+"""Where a run keeps copies of its state on this machine: folders that only it uses, in memory and on a disk, whoever else is there."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from megalith.fleet.secure import private
+from megalith.fleet.secure.private import NotPrivate
+from megalith.spec.fleet import FleetSpec
+
+SHARED_MEMORY = Path("/dev/shm")
+OWNER = "owner"  # the file that says which run has copies in a folder of shared memory, or of a disk
+
+
+def memory_root(run_dir: Path, identity: str) -> Path:
+    """Where a run keeps copies of its state: the same for the same run and `identity`, whoever asks, however often. A run folder that was
+    removed and made again is another run. Where somebody else has taken the name, the run has another, and says so."""
+    return _root(copies_place(), run_dir, identity)
+
+
+def disk_root(run_dir: Path, identity: str, fleet: FleetSpec) -> Path | None:
+    """The same on the disks of its nodes; None: no copies go there."""
+    return _root(_disk(fleet), run_dir, identity) if fleet.disk_every else None
+
+
+def _root(place: Path, run_dir: Path, identity: str) -> Path:
+    usual = place / f"{_family(run_dir)}-{_short(_name(run_dir) + identity)}"
+    refused: NotPrivate | None = None
+    try:
+        for folder in (usual, *sorted(place.glob(f"{usual.name}-*"))):
+            try:
+                with private.opened(folder):
+                    return folder
+            except FileNotFoundError:
+                continue
+            except NotPrivate as error:
+                refused = refused or error
+        if refused is None:
+            return usual
+        return elsewhere(usual, refused)
+    except OSError:  # away: whoever writes there meets it again
+        return usual
+
+
+def elsewhere(root: Path, why: NotPrivate) -> Path:
+    """Make a folder beside one that is not this run's, under a name that nobody could foresee, and say so. Raises OSError."""
+    own = root.with_name(f"{root.name}-{secrets.token_hex(4)}")
+    private.make(own)
+    print(f"{why.filename}: {why.strerror}. Copies of the state go to {own}", file=sys.stderr, flush=True)
+    return own
+
+
+def taken(root: Path) -> NotPrivate | None:
+    """Why a folder is not this run's alone; None if it is, or is not there."""
+    try:
+        with private.opened(root):
+            return None
+    except NotPrivate as error:
+        return error
+    except OSError:
+        return None
+
+
+def _disk(fleet: FleetSpec) -> Path:
+    return Path(fleet.disk).resolve()
+
+
+def copies_place() -> Path:
+    """Where runs on this machine keep copies in memory."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def _name(run_dir: Path) -> str:
+    """A name that lies in the run folder, and goes with it."""
+    path = run_dir.resolve() / "ranks" / "name"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"name-{secrets.token_hex(4)}")
+    part.write_text(secrets.token_hex(8))
+    with contextlib.suppress(FileExistsError):
+        os.link(part, path)  # whole or not at all, whoever else does the same
+    part.unlink()
+    return path.read_text()
+
+
+def _family(run_dir: Path) -> str:
+    return f"megalith-{_short(str(run_dir.resolve()))}"
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def clear_memory(run_dir: Path, *, keep: Path | None = None) -> None:
+    """Remove what earlier runs in this folder left in memory, and what runs left there that nobody can go on with."""
+    _clear(copies_place(), run_dir, keep=keep)
+    clear_abandoned(copies_place())
+
+
+def clear_disk(run_dir: Path, fleet: FleetSpec, *, keep: Path | None = None) -> None:
+    """Remove what earlier runs in this folder left on this machine's disk; nobody else's, whose folder may not be mounted yet."""
+    _clear(_disk(fleet), run_dir, keep=keep)
+
+
+def _clear(place: Path, run_dir: Path, *, keep: Path | None) -> None:
+    for old in place.glob(f"{_family(run_dir)}-*"):
+        if old != keep and private.is_usable(old):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def clear_abandoned(place: Path) -> None:
+    """Remove what runs left in a folder of memory that nobody can go on with."""
+    for old in place.glob("megalith-*"):
+        if _is_abandoned(old):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def claim(memory: Path, owner: str) -> IO[str]:
+    """Say whose copies these are. The lock goes with the process: until then they are in use, whatever others see of the run folder."""
+    private.make(memory)  # others have no business with a run's weights
+    with private.opened(memory) as folder:
+        file = os.fdopen(private.open_file(folder, memory / OWNER, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    file.truncate(0)
+    file.write(owner)
+    file.flush()
+    return file
+
+
+def owner_text(run_dir: Path) -> str:
+    """What the file `owner` of this run's folders says."""
+    return json.dumps({"run": str(run_dir.resolve()), "name": _name(run_dir)})
+
+
+def _is_abandoned(memory: Path) -> bool:
+    """Whether no process uses these copies, and no run folder leads to them."""
+    try:
+        with private.opened(memory) as folder:
+            descriptor = private.open_file(folder, memory / OWNER, os.O_RDONLY)
+        with os.fdopen(descriptor, encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            owner = json.load(file)
+        name = Path(owner["run"]) / "ranks" / "name"
+        return not name.exists() or name.read_text() != owner["name"]
+    except (OSError, ValueError):  # in use, just being made, or another user's
+        return False
