@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -96,6 +96,10 @@ class Running:
         parents = {child.ppid() for child in found}
         return [child for child in found if child.pid not in parents]
 
+    def end(self) -> int:
+        """Wait for its end; its exit status. Raises subprocess.TimeoutExpired."""
+        return self.process.wait(PATIENCE)
+
     def until(self, what: Callable[[], Any], *, or_ended: bool = False) -> None:
         """Wait for a sign. Raises TimeoutError if it does not come, or if the command ends before (but for `or_ended`)."""
         limit = time.monotonic() + PATIENCE
@@ -110,13 +114,17 @@ class Running:
 
 
 @contextmanager
-def running(*arguments: object, at: Path, env: Mapping[str, str] | None = None) -> Iterator[Running]:
-    """Start a command in the folder `at`; at the end it is killed with all its processes."""
+def running(
+    *arguments: object, at: Path, env: Mapping[str, str] | None = None, stdout: int | IO[bytes] | None = None
+) -> Iterator[Running]:
+    """Start a command in the folder `at`; at the end it is killed with all its processes. Its standard output goes to `stdout`, if given;
+    `output` is then what it prints to standard error."""
     output = at / f"output-{time.monotonic_ns()}.txt"
     with output.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "megalith.cli", *map(str, arguments)],
-            cwd=at, env=_environment(env or {}), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
+            cwd=at, env=_environment(env or {}), stdin=subprocess.DEVNULL, stdout=file if stdout is None else stdout, stderr=file,
+            start_new_session=True,
         )  # fmt: skip
     command = Running(process, output)
     try:

@@ -1,14 +1,21 @@
 """Part C: what ended runs, or misled those who plan for it."""
 
+import contextlib
+import os
 import re
 import shlex
+import shutil
 import signal
+import subprocess
+import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.findings.product import TREE, events, megalith, running
+from tests.findings.product import TREE, Running, events, megalith, running
 
 LARGE = ["simulate", "--cluster", "h100:16384", "--days", "54", "--seeds", "2"]
 
@@ -72,18 +79,165 @@ def test_c10_a_picture_tells_its_parts_apart_and_says_what_it_shows(tmp_path: Pa
     assert any("seed" in one and "(" not in one for one in words), "no name of the curves"
 
 
-# Runs that go on
+# One run that goes on, whatever befalls it. Where a test has ended it, the next one has another
 
 
-def test_c1_a_line_of_the_log_that_is_no_event_ends_no_run(at: Path) -> None:
+class Endless:
+    """A run of more steps than anybody waits for."""
+
+    def __init__(self, at: Path, stack: contextlib.ExitStack) -> None:
+        self._at, self._stack, self._started = at, stack, 0
+        self.sound = False
+
+    def begin(self) -> None:
+        """Have a run that goes on: the same one if the last test says that it is `sound`."""
+        sound, self.sound = self.sound, False
+        if sound and not self.command.ended:
+            return
+        self._started += 1
+        self.folder = self._at / f"endless-{self._started}"
+        words = ["train", "run.toml", "--run-dir", self.folder.name, "--set", "train.steps=100000"]
+        self.command: Running = self._stack.enter_context(running(*words, at=self._at))
+        self.command.until(lambda: events(self.folder, "checkpoint"))
+
+    def await_steps(self, more: int) -> None:
+        """Wait for steps, or for the run's end."""
+        done = self.step
+        self.command.until(lambda: self.step > done + more, or_ended=True)
+
+    @property
+    def step(self) -> int:
+        """The newest step in the log."""
+        return max((event["step"] for event in events(self.folder, "step")), default=0)
+
+
+@pytest.fixture(scope="module")
+def _endless(at: Path) -> Iterator[Endless]:
+    with contextlib.ExitStack() as stack:
+        yield Endless(at, stack)
+
+
+@pytest.fixture
+def run(_endless: Endless) -> Endless:
+    _endless.begin()
+    return _endless
+
+
+def test_c1_a_line_of_the_log_that_is_no_event_ends_no_run(run: Endless) -> None:
     """A display shows the log, and must never end what trains."""
-    with running("train", "run.toml", "--run-dir", "shown", at=at) as command:
-        command.until(lambda: events(at / "shown", "step"))
-        with (at / "shown" / "events.jsonl").open("a") as log:
-            log.write("123\n")
-        done = len(events(at / "shown", "step"))
-        command.until(lambda: len(events(at / "shown", "step")) > done + 3, or_ended=True)
-        assert not command.ended, command.output[-500:]
+    with (run.folder / "events.jsonl").open("a") as log:
+        log.write("123\n")
+    run.await_steps(5)
+    assert not run.command.ended, run.command.output[-500:]
+    run.sound = True
+
+
+def test_c2_a_run_folder_that_is_away_for_a_while_ends_no_run(run: Endless, tmp_path: Path) -> None:
+    """Nor is anything written where it was: it may be a bare mount point."""
+    run.folder.rename(tmp_path / "elsewhere")
+    ranks = [rank.pid for rank in run.command.ranks()]
+    for rank in ranks:
+        os.kill(rank, signal.SIGKILL)
+    run.command.until(lambda: not any(map(psutil.pid_exists, ranks)), or_ended=True)
+    time.sleep(2)
+    made = sorted(run.folder.rglob("*")) if run.folder.exists() else []
+    assert not made
+    (tmp_path / "elsewhere").rename(run.folder)
+    run.await_steps(3)
+    assert not run.command.ended, run.command.output[-500:]
+    run.sound = True
+
+
+def test_c3_emptied_shared_memory_restarts_nobody(run: Endless) -> None:
+    """As when a user logs out (RemoveIPC), or by a cleaner of temporary files."""
+    kept = {Path(one.path).parents[1] for rank in run.command.ranks() for one in rank.memory_maps() if "/own-" in one.path}
+    assert kept, "the state is copied to shared memory"
+    for folder in kept:
+        shutil.rmtree(folder)
+    done = run.step
+    run.command.until(lambda: run.step > done + 5 or events(run.folder, "incident")[-1:], or_ended=True)
+    assert not [one for one in events(run.folder, "incident") if one["cause"] == "nodes_lost"]
+    run.sound = True
+
+
+def test_c4_a_log_that_is_deleted_begins_anew(run: Endless) -> None:
+    saved = run.folder / "checkpoints"
+    (run.folder / "events.jsonl").unlink()
+    before = {path.name for path in saved.iterdir()}
+    run.command.until(lambda: len({path.name for path in saved.glob("step-*")} - before) >= 2, or_ended=True)
+    assert events(run.folder, "step"), "all that followed went into a file that nobody can open"
+    run.sound = True
+
+
+def test_c6_a_terminal_that_closes_has_the_run_saved(run: Endless) -> None:
+    run.command.process.send_signal(signal.SIGHUP)
+    assert run.command.end() == 75
+
+
+def test_c1_an_output_that_is_full_ends_no_run(at: Path) -> None:
+    words = ["train", "run.toml", "--run-dir", "full", "--set", "train.steps=20"]
+    with Path("/dev/full").open("wb") as full, running(*words, at=at, stdout=full.fileno()) as command:
+        assert command.end() == 0
+
+
+def test_c9b_nor_does_a_reader_that_has_gone_where_a_rank_is_killed(at: Path) -> None:
+    words = ["train", "run.toml", "--run-dir", "piped", "--set", "train.steps=40"]
+    with running(*words, at=at, stdout=subprocess.PIPE) as command:
+        command.until(lambda: events(at / "piped", "step"))
+        assert command.process.stdout is not None
+        command.process.stdout.close()
+        for rank in command.ranks():
+            rank.kill()
+        assert command.end() == 0
+
+
+def test_c7_a_run_that_recovered_ends_without_an_error_in_sight(at: Path) -> None:
+    words = ["train", "run.toml", "--run-dir", "recovered", "--set", "plan.data=2", "--set", "train.steps=40"]
+    with running(*words, at=at) as command:
+        command.until(lambda: len(command.ranks()) == 2 and events(at / "recovered", "step"))
+        command.ranks()[1].kill()
+        assert command.end() == 0
+        assert not re.search(r"Error|Exception|Traceback|gloo", command.output)
+
+
+@pytest.fixture(scope="module")
+def diverged(at: Path) -> Iterator[Running]:
+    """A run whose numbers are no longer finite, and which has ended for it."""
+    with running("train", "run.toml", "--run-dir", "diverged", "--set", "optimizer.lr=1e30", at=at) as command:
+        command.end()
+        yield command
+
+
+def test_c8_numbers_that_are_not_finite_are_diagnosed_once(diverged: Running) -> None:
+    said = diverged.output.partition("run folder:")[0]
+    assert diverged.process.returncode == 1
+    assert "Traceback" not in said
+    assert said.count("not finite") <= 3
+    assert len(said.strip().splitlines()) <= 14, "progress, and ten lines"
+
+
+def test_c5_a_run_that_ends_wrongly_says_what_it_leaves_in_memory(diverged: Running) -> None:
+    assert "/dev/shm/megalith-" in diverged.output
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
+def test_c8_a_device_that_is_not_there_starts_nothing(at: Path) -> None:
+    said = megalith("train", "run.toml", "--run-dir", "cuda", "--set", "train.device=cuda", at=at)
+    assert said.status == 2
+    assert not (at / "cuda" / "events.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["plan.data=64", "train.global_batch=64"], "processors"),
+        (["model.layers=80", "model.dim=8192", "model.ffn=28672"], "this machine has"),
+    ],
+)
+def test_c8_what_this_machine_is_short_of_is_told_by_check(settings: list[str], told: str, at: Path) -> None:
+    said = megalith("check", "run.toml", *(word for one in settings for word in ("--set", one)), at=at)
+    assert told in said.words
+    assert "this machine" in said.words
 
 
 def test_c9_ctrl_c_is_answered_with_what_a_second_one_does(at: Path) -> None:

@@ -1,9 +1,11 @@
 """Part A: what changed a run, or its data, without a word."""
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,13 +40,19 @@ def test_a4_a_parquet_file_alone_is_refused_as_one(tmp_path: Path) -> None:
     assert "arquet" in words.replace("c.parquet", "")
 
 
-def test_a3_weights_of_another_model_of_the_same_shapes_are_not_started_from(at: Path) -> None:
+@pytest.fixture(scope="module")
+def begun(at: Path) -> str:
+    """The folder of weights that a run can begin with."""
     _foreign(at / "model")
     assert _imported(at, "model")["rope_theta"] == 10_000.0
-    asked = ["--set", "train.init_from=out-model", "--set", "model.rope_theta=500000.0"]
-    said = megalith("check", "run.toml", *asked, at=at)
+    return "out-model"
+
+
+@pytest.mark.parametrize("value", ["rope_theta=500000.0", "norm_eps=1e-3", "heads=4"])
+def test_a3_weights_of_another_model_of_the_same_shapes_are_not_started_from(value: str, begun: str, at: Path) -> None:
+    said = megalith("check", "run.toml", "--set", f"train.init_from={begun}", "--set", f"model.{value}", at=at)
     assert said.status != 0
-    assert "rope_theta" in said.words
+    assert value.partition("=")[0] in said.words
 
 
 def test_a6_a_smallest_learning_rate_is_not_read_as_a_share_without_a_word(at: Path) -> None:
@@ -57,6 +65,24 @@ def test_a6_a_smallest_learning_rate_is_not_read_as_a_share_without_a_word(at: P
 
 def test_a8_a_name_stays_in_the_folder_of_runs(at: Path) -> None:
     assert megalith("check", "run.toml", "--set", 'name="../../escaped"', at=at).status != 0
+
+
+def test_a12_check_says_all_at_once(at: Path) -> None:
+    """A value out of range silenced the rule about the vocabulary."""
+    said = megalith("check", "run.toml", "--set", "plan.zero=5", "--set", "model.vocab=100", at=at)
+    assert said.status != 0
+    assert "plan.zero" in said.words
+    assert "model.vocab" in said.words
+
+
+def test_a13_the_gradient_norm_does_not_depend_on_the_plan(at: Path) -> None:
+    """On a CPU the sum of many squares drifted with their number, and a cut tensor has fewer."""
+    norms = []
+    for name, plan in (("one", []), ("two", ["--set", "plan.data=2", "--set", "plan.zero=3"])):
+        large = ["--set", "model.vocab=131072", "--set", "train.steps=1", "--set", "optimizer.warmup=0"]
+        assert megalith("train", "run.toml", "--run-dir", f"norm-{name}", *large, *plan, at=at).status == 0
+        norms += [event["grad_norm"] for event in events(at / f"norm-{name}", "step")]
+    assert norms[0] == pytest.approx(norms[1], rel=2e-6)
 
 
 LLAMA3 = {
@@ -176,6 +202,49 @@ def test_a12_a_damaged_import_is_told_by_its_file_and_without_a_traceback(tmp_pa
     assert said.status != 0
     assert "Traceback" not in said.stderr
     assert ("model.safetensors" if damage == "truncated" else "config.json") in said.words
+
+
+def test_a12_a_value_in_config_json_is_told_by_its_file_and_its_own_key(tmp_path: Path) -> None:
+    _foreign(tmp_path / "model", num_hidden_layers="one")
+    said = megalith("import", "model", "--out", "out", at=tmp_path)
+    assert said.status != 0
+    assert "config.json" in said.words
+    assert "num_hidden_layers" in said.words
+
+
+def test_a14_a_domain_that_no_file_can_be_named_after_is_told_by_its_name(tmp_path: Path) -> None:
+    write_verse(tmp_path / "a.txt")
+    status, words = _prepare(tmp_path, f"{'d' * 300}=a.txt")
+    assert status != 0
+    assert "Errno" not in words
+    assert "domain" in words
+
+
+def test_a15_a_checkpoint_whose_manifest_is_gone_is_named(at: Path) -> None:
+    short = ["train", "run.toml", "--run-dir", "manifest", "--set"]
+    assert megalith(*short, "train.steps=20", at=at).status == 0
+    (at / "manifest" / "checkpoints" / "step-00000020" / "manifest.json").unlink()
+    said = megalith(*short, "train.steps=30", at=at)
+    assert "step-00000020" in said.words
+    assert said.status == 0
+
+
+def test_a8_under_another_launcher_a_folder_has_one_owner_too(at: Path) -> None:
+    """As torchrun starts them: nothing locked the folder."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    words = ["train", "run.toml", "--run-dir", "launched", "--set", "train.steps=100000"]
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(_launched(words, at, place)) for _ in range(2))
+        first.until(lambda: second.ended or first.ended or len(events(at / "launched", "step")) > 300, or_ended=True)
+        assert [first.ended, second.ended].count(True) == 1, "both train in one folder"
+        assert "is in use by process" in first.output + second.output
+
+
+def _launched(words: list[str], at: Path, place: dict[str, str]) -> contextlib.AbstractContextManager[Running]:
+    """Start a command at a port of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return running(*words, at=at, env=place | {"MASTER_PORT": str(port)})
 
 
 # One run that goes on, for all that is done to it

@@ -1,29 +1,37 @@
 """Part B: what neighbours on the network, and other users of the machine, could do."""
 
 import contextlib
+import signal
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.findings.product import Running, events, running
+from tests.findings.product import PATIENCE, Running, events, running
 
 AGENTS = ["--set", "fleet.nodes=2", "--set", "plan.data=2"]
 
 
 @pytest.fixture(scope="module")
-def agents(at: Path) -> Iterator[list[Running]]:
-    """Two agents on this machine, whose run has done a step."""
+def port() -> int:
+    """Where the agents meet."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+        return server.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def agents(at: Path, port: int) -> Iterator[list[Running]]:
+    """Two agents on this machine, whose run has done a step."""
     with contextlib.ExitStack() as stack:
         started = []
         for rank in range(2):
             env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            own = ["--machine", f"m{rank}", *AGENTS]
+            own = ["--machine", f"m{rank}", *AGENTS, "--set", "train.steps=100000"]
             started.append(stack.enter_context(running("agent", "run.toml", "--run-dir", "run", *own, at=at, env=env)))
         started[0].until(lambda: events(at / "run", "step"))
         yield started
@@ -48,8 +56,56 @@ def test_b2_copies_in_shared_memory_are_nobody_elses(agents: list[Running]) -> N
         Path(one.path) for process in _processes(agents) for one in process.memory_maps() if one.path.startswith("/dev/shm/mega")
     }
     assert mapped, "the state is copied to shared memory"
+    assert _open_to_others(mapped) == set()
+
+
+def _open_to_others(mapped: set[Path]) -> set[str]:
+    """Which of these files in shared memory, and of the folders above them, others may read or write."""
     kept = {
         path for file in mapped for path in (file, *file.parents) if path.parts[:3] == ("/", "dev", "shm") and len(path.parts) > 3
     }
-    open_to_others = {str(path) for path in kept if path.exists() and stat.S_IMODE(path.stat().st_mode) & 0o077}
-    assert open_to_others == set()
+    return {str(path) for path in kept if path.exists() and stat.S_IMODE(path.stat().st_mode) & 0o077}
+
+
+SIX_LINES = """
+import json, sys
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
+for member in range(1, store.add("joined", 0) + 1):
+    for number in range(1, 50):
+        store.set(f"orders/{member}/{number}", json.dumps({"leave": 0, "forget": True}))
+    store.set(f"expelled/{member}", "")
+store.set(f"member/{store.add('joined', 1)}", "garbage{")
+"""
+
+
+def test_b1_whoever_reaches_the_port_orders_nobody_about(at: Path, agents: list[Running], port: int) -> None:
+    """The last test of these agents: they end, where it fails."""
+    subprocess.run([sys.executable, "-c", SIX_LINES, str(port)], capture_output=True, timeout=PATIENCE, check=False)
+    done = len(events(at / "run", "step"))
+    agents[0].until(lambda: agents[1].ended or len(events(at / "run", "step")) > done + 5, or_ended=True)
+    assert not any(agent.ended for agent in agents), agents[0].output[-500:]
+
+
+def test_b2_copies_are_not_kept_in_a_folder_that_others_may_write_to(at: Path) -> None:
+    """Its name could be foreseen, so whoever makes it first could put back any state."""
+    words = ["train", "run.toml", "--run-dir", "foreseen", "--set", "train.steps=100000"]
+    with running(*words, at=at) as command:
+        command.until(lambda: events(at / "foreseen", "step"))
+        folders = {file.parents[1] for file in _copies(command)}
+    assert folders
+    for folder in folders:
+        folder.chmod(0o777)
+    done = len(events(at / "foreseen", "step"))
+    with running(*words, at=at) as command:
+        command.until(lambda: len(events(at / "foreseen", "step")) > done + 3)
+        assert _open_to_others(_copies(command)) == set()
+        command.process.send_signal(signal.SIGTERM)
+        command.end()
+
+
+def _copies(command: Running) -> set[Path]:
+    """Files of copies that a run's ranks have mapped."""
+    maps = [one.path for rank in command.ranks() for one in rank.memory_maps()]
+    return {Path(path) for path in maps if path.startswith("/dev/shm/megalith-") and "/own-" in path}

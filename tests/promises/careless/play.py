@@ -1,0 +1,218 @@
+"""Acts drawn from a seed, done to a run one after the other; whether the law holds; which of the acts suffice to break it.
+
+The law: a run ends in the bits of one that nobody hurt, or stops with a cause that names the file, port or command concerned, and then the
+same command, with what was altered put back, ends in those bits. Never another result, a traceback, or a wait without a word.
+"""
+
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from megalith.events import Step, of_kind, read
+from megalith.fleet.exit_codes import ExitCode
+from megalith.spec.files import load
+from tests.promises.careless.kinds import KINDS, Done
+from tests.promises.careless.scene import RUN, BrokenError, Scene
+from tests.runs import assert_same_bits, final_state, position, train
+
+LAST = 3
+"""Steps that a run does beyond those that it was hurt in, undisturbed, to its end."""
+
+
+@dataclass(frozen=True)
+class Act:
+    """An act of a kind, which comes after so many steps; its own choices follow from `seed`."""
+
+    kind: str
+    after: int
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.after}:{self.seed}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Act":
+        """The act that was written as `str`."""
+        kind, after, seed = text.rsplit(":", 2)
+        return cls(kind.strip(), int(after), int(seed))
+
+
+def draw(seed: int, runs: Sequence[bool], *, acts: int) -> list[list[Act]]:
+    """Acts for some runs, of agents or not. Every kind comes once before any comes twice, as far as the runs have such a thing."""
+    random, dealt = Random(seed), Counter[str]()
+    drawn = []
+    for agents in runs:
+        mine = []
+        for _ in range(acts):
+            there = [name for name, kind in KINDS.items() if kind.only in ("", "agents" if agents else "one machine")]
+            kind = min(there, key=lambda name: (dealt[name], random.random()))
+            dealt[kind] += 1
+            mine.append(Act(kind, random.randrange(1, 6), random.randrange(1 << 32)))
+        drawn.append(mine)
+    return drawn
+
+
+@dataclass
+class Hurt:
+    """An act that was done, and whether the run went on then."""
+
+    act: Act
+    done: Done
+    went_on: bool = True
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the run may stop for it."""
+        return KINDS[self.act.kind].must == "may stop"
+
+
+class Reference:
+    """The same run, hurt by nobody, at any number of steps."""
+
+    def __init__(self, folder: Path, data: Path) -> None:
+        self._folder, self._data = folder, data
+        self._at = self._begun = 0
+        folder.mkdir()
+
+    def at(self, steps: int) -> Path:
+        """A run folder whose newest checkpoint is that after `steps`."""
+        if steps < self._at:  # it cannot go back
+            self._at, self._begun = 0, self._begun + 1
+        run, file = self._folder / f"run-{self._begun}", self._folder / "run.toml"
+        if steps > self._at:
+            file.write_text(RUN.format(data=self._data, steps=steps))
+            train(load(file, overrides=("checkpoint.every=10_000", "fleet.recover=false")).spec, run)
+            self._at = steps
+        return run
+
+
+class Play:
+    """What is done to one run."""
+
+    def __init__(self, scene: Scene, reference: Reference) -> None:
+        self._scene, self._reference = scene, reference
+        self.hurts: list[Hurt] = []
+        self._pending: list[Hurt] = []  # since the command was typed
+        self._back: list[Done] = []
+
+    def play(self, acts: Iterable[Act]) -> None:
+        """Do the acts, stop the run in order, let it end. Raises BrokenError if the law does not hold."""
+        scene = self._scene
+        scene.type()
+        for act in acts:
+            self._await(act.after)
+            done = KINDS[act.kind].do(scene, Random(act.seed))
+            if done is not None:
+                hurt = Hurt(act, done)
+                self.hurts.append(hurt)
+                self._pending.append(hurt)
+                self._back.append(done)
+        self._await(2 * LAST)
+        self._finish()
+
+    def _await(self, steps: int) -> None:
+        """Wait for steps. Where the command ends before, it may, or the law is broken; then it is typed again."""
+        while not self._scene.goes_on(steps):
+            self._judge()
+            self._scene.type()
+
+    def _judge(self) -> None:
+        status, said = self._scene.end(), self._said()
+        blamed = [hurt for hurt in self._pending if hurt.may_stop and any(_has(said, name) for name in hurt.done.names)]
+        if not blamed:
+            last = "\n".join(said.splitlines()[-12:])
+            raise BrokenError(f"the command ended with status {status} and names nothing for which it may stop:\n{last}")
+        signals = [hurt for hurt in blamed if hurt.act.kind == "signal to the command"]
+        for hurt in signals[-1:] or blamed:
+            hurt.went_on = False
+        self._put_back()
+
+    def _said(self) -> str:
+        said = self._scene.output()
+        if "Traceback (most recent call last)" in said:
+            raise BrokenError(f"a traceback:\n{said[said.index('Traceback') :][:3000]}")
+        return said
+
+    def _put_back(self) -> None:
+        for done in reversed(self._back):
+            done.back()
+        self._back.clear()
+        self._pending.clear()
+
+    def _finish(self) -> None:
+        scene = self._scene
+        scene.command.send_signal(signal.SIGTERM)
+        status, said = scene.end(), self._said()
+        if status not in (ExitCode.STOPPED, ExitCode.TERMINATED, ExitCode.LOST):
+            raise BrokenError(f"asked to stop, it ended with status {status}:\n{said[-1500:]}")
+        self._put_back()
+        last = max(scene.steps) + LAST
+        scene.type(steps=last)
+        status, said = scene.end(), self._said()
+        if status != ExitCode.FINISHED:
+            raise BrokenError(f"the same command ended with status {status}:\n{said[-1500:]}")
+        self._compare(last)
+
+    def _compare(self, last: int) -> None:
+        """The end, and each step that was ever in the log, to the last bit."""
+        scene, unhurt = self._scene, self._reference.at(last)
+        known = {event.step: (event.loss, event.grad_norm, event.tokens) for event in of_kind(read(unhurt), Step)}
+        other = {step: seen for step, seen in scene.steps.items() if step in known and seen != {known[step]}}
+        if other:
+            first = min(other)
+            raise BrokenError(f"another result from step {first} on: {other[first]} where {known[first]} is right")
+        try:
+            assert position(scene.run) == position(unhurt)
+            assert_same_bits(final_state(unhurt), final_state(scene.run))
+        except AssertionError as error:
+            raise BrokenError(f"another end: {error}") from error
+
+
+def _has(said: str, name: str) -> bool:
+    """Whether a name was said; lines may be broken anywhere."""
+    return "".join(name.split()) in "".join(said.split())
+
+
+def play(acts: Sequence[Act], folder: Path, data: Path, reference: Reference, *, agents: bool) -> tuple[list[Hurt], str]:
+    """Do acts to a run in `folder`: those that were done, and how the law was broken; empty if it holds."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with Scene(folder, data, agents=agents) as scene:
+        one = Play(scene, reference)
+        try:
+            one.play(acts)
+        except BrokenError as error:
+            done = "\n".join(f"  {hurt.act}  ({hurt.done.what})" for hurt in one.hurts)
+            return one.hurts, f"{error}\nafter\n{done}\n--- said\n{scene.output()[-3000:]}"
+    return one.hurts, ""
+
+
+def shrink(acts: Sequence[Act], breaks: Callable[[Sequence[Act]], bool]) -> list[Act]:
+    """Fewer acts that break the law as well (Zeller and Hildebrandt 2002, delta debugging): the halves are tried first, then smaller
+    parts, then each act alone is left out. What breaks it by chance may be lost: then more acts are left than are needed, never fewer."""
+    left, parts = list(acts), 2
+    while len(left) > 1:
+        size = -(-len(left) // parts)
+        cuts = [left[begin : begin + size] for begin in range(0, len(left), size)]
+        rests = [left[:begin] + left[begin + size :] for begin in range(0, len(left), size)]
+        smaller = next((some for some in (*cuts, *(rests if parts > 2 else ())) if some and breaks(some)), None)
+        if smaller is not None:
+            parts = 2 if smaller in cuts else max(2, parts - 1)
+            left = smaller
+        elif parts >= len(left):
+            break
+        else:
+            parts = min(len(left), 2 * parts)
+    return left
+
+
+def shares(hurts: Iterable[Hurt]) -> Iterator[str]:
+    """For each kind of act, how many there were, and after which share of them the run went on."""
+    hurts = list(hurts)
+    for name, kind in KINDS.items():
+        mine = [hurt.went_on for hurt in hurts if hurt.act.kind == name]
+        went_on = f"{sum(mine) / len(mine):4.0%} went on" if mine else "-"
+        yield f"{name:<24} {kind.must:<9} {len(mine):4}  {went_on}"

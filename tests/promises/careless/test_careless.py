@@ -1,0 +1,112 @@
+"""Whatever a careless user or a neighbour does, a run ends as if they had not, or says what stopped it and then does.
+
+make test-full                                       an hour of it, with seeds that are printed
+MEGALITH_SEED=7 pytest tests/promises/careless       three runs of another seed
+MEGALITH_ACTS='agents | data:3:99 | key:1:5' ...     one run, with these acts
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.patience import PATIENCE
+from tests.promises.careless.kinds import KINDS
+from tests.promises.careless.play import Act, Hurt, Reference, draw, play, shares, shrink
+from tests.runs import prepare_text
+
+FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
+SECONDS = 3000.0 if FULL else 0.0
+"""After so long no further runs are begun."""
+
+RUNS = (False, True, False)
+"""Whether a run is one of agents."""
+
+SHRINKING = 900.0
+"""Seconds for which a failure is made smaller."""
+
+
+def _agents(agents: bool) -> str:
+    return "agents" if agents else "one machine"
+
+
+def _asked() -> tuple[bool, list[Act]] | None:
+    """The run that MEGALITH_ACTS describes."""
+    text = os.environ.get("MEGALITH_ACTS", "")
+    if not text:
+        return None
+    where, *acts = (part.strip() for part in text.split("|"))
+    return where == _agents(True), [Act.parse(act) for act in acts]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4500 if FULL else 3 * PATIENCE)
+def test_whatever_is_done_to_a_run_it_ends_as_it_would_or_says_why_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, hurts = prepare_text(tmp_path), list[Hurt]()
+    reference = Reference(tmp_path / "unhurt", data)
+
+    def done(acts: Sequence[Act], *, agents: bool) -> str:
+        mine, broken = play(acts, tmp_path / "hurt", data, reference, agents=agents)
+        hurts.extend(mine)
+        return broken
+
+    def tell(text: str) -> None:
+        with capsys.disabled():
+            print(text, flush=True)
+
+    asked, began = _asked(), time.monotonic()
+    if asked is not None:
+        assert not (broken := done(asked[1], agents=asked[0])), broken
+        return
+    seed = int(os.environ.get("MEGALITH_SEED") or (secrets.randbelow(1 << 20) if FULL else 1))
+    while True:
+        tell(f"\nwhat is done to runs is drawn from MEGALITH_SEED={seed}")
+        for agents, acts in zip(RUNS, draw(seed, RUNS, acts=10), strict=True):
+            if broken := done(acts, agents=agents):
+                pytest.fail(_smallest(acts, agents, broken, done), pytrace=False)
+        tell("\n".join(shares(hurts)))
+        seed += 1
+        if time.monotonic() - began > SECONDS:
+            break
+    assert all(hurt.went_on for hurt in hurts if not hurt.may_stop)
+
+
+def _smallest(acts: Sequence[Act], agents: bool, broken: str, done: Callable[..., str]) -> str:
+    """A failure, with the acts that suffice for it."""
+    last, until = broken, time.monotonic() + SHRINKING
+
+    def breaks(some: Sequence[Act]) -> bool:
+        nonlocal last
+        found = done(some, agents=agents) if time.monotonic() < until else ""
+        last = found or last
+        return bool(found)
+
+    left = shrink(acts, breaks)
+    words = " | ".join(map(str, (_agents(agents), *left)))
+    return f"{last}\n\n{len(left)} of {len(acts)} acts suffice:\nMEGALITH_ACTS='{words}' pytest {Path(__file__).name}"
+
+
+def test_acts_follow_from_the_seed_and_every_kind_comes_before_one_comes_again() -> None:
+    drawn = draw(5, RUNS, acts=10)
+    assert drawn == draw(5, RUNS, acts=10) != draw(6, RUNS, acts=10)
+    kinds = [act.kind for acts in drawn for act in acts]
+    assert set(kinds) == KINDS.keys()
+    assert len(kinds) == 30 and max(map(kinds.count, kinds)) == 2
+    assert [Act.parse(str(act)) for acts in drawn for act in acts] == [act for acts in drawn for act in acts]
+
+
+@pytest.mark.parametrize("needed", [(0,), (3,), (2, 7), (0, 4, 9)])
+def test_a_failure_is_shrunk_to_the_acts_that_suffice(needed: tuple[int, ...]) -> None:
+    acts, tried = [Act("data", 1, number) for number in range(10)], list[int]()
+
+    def breaks(some: Sequence[Act]) -> bool:
+        tried.append(len(some))
+        return {acts[number] for number in needed} <= set(some)
+
+    assert shrink(acts, breaks) == [acts[number] for number in needed]
+    assert len(tried) < 50
