@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megalith.control.answer import Request
 from megalith.control.outcome import Outcome
 from megalith.control.pace import Limits
+from megalith.control.times import Times
 from megalith.fleet import causes, standing
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.evidence import STACKS
@@ -72,6 +73,7 @@ class Watch:
         self._limits.begin(source)
         self._watched = 0.0  # seconds spent watching: time in which this process was stopped does not count against the ranks
         self._beats = [Beat()] * job.ranks
+        self._times = Times(job.run_dir, job.ranks)
         self._beat_at = 0.0
         self._first_beat_at: float | None = None
         self._ready_at: float | None = None
@@ -106,6 +108,7 @@ class Watch:
             if self._observe(signs, self._beats) or self._must_end():
                 self._end_all()
                 break
+        self._times.close()
         return self._outcome()
 
     def _hear(self) -> list[Sign]:
@@ -140,6 +143,7 @@ class Watch:
         beats = self._nodes.beats()
         if beats != self._beats:
             self._limits.note(beats)
+            self._times.note(beats)
             self._beats, self._beat_at = beats, self._watched
         if self._first_beat_at is None and any(beat.count for beat in beats):
             self._first_beat_at = self._watched

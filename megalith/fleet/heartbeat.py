@@ -9,15 +9,22 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "MEGALITH_HEARTBEATS"
 READY = "ready"
 SLOT_BYTES = 128  # fixed and padded: a slot may gain fields without moving the others
 _PHASE_BYTES = 32
-_LAYOUT = struct.Struct(f"<Qdqd?{_PHASE_BYTES}s")  # count, wall-clock seconds, step, compute seconds, ready, phase
+
+KINDS = ("own", "forward", "backward", "communication", "bubble", "data", "optimizer", "other")
+"""What a rank's seconds in a step went to. "own" is its own work without any waiting for others; the rest adds up to the step."""
+
+_BASE = f"<Qdqd?{_PHASE_BYTES}s"  # count, wall-clock seconds, step, compute seconds, ready, phase
+_LAYOUT = struct.Struct(f"{_BASE}qf{len(KINDS)}f")  # and of the last step that was measured: its number, bytes, seconds by kind
+_EARLIER = struct.Struct(_BASE)  # of versions that said nothing of these
 _CHECKSUM = struct.Struct("<I")
 _USED = _LAYOUT.size + _CHECKSUM.size
 
@@ -27,7 +34,8 @@ class Beat:
     """What a rank last said. `count` beats so far (0: none), `time` seconds since the epoch, `step` -1 before the first step.
 
     `ready` is whether the rank ever reached phase `ready`, whatever its phase is now. `compute`: seconds of its own work in the step
-    before, without any waiting for others; 0: not known.
+    before, without any waiting for others; 0: not known. `measured` is the newest step whose `seconds` by kind (KINDS) and `memory`, the
+    most bytes the rank ever held, are known; -1: none is.
     """
 
     count: int = 0
@@ -36,22 +44,44 @@ class Beat:
     ready: bool = False
     phase: str = ""
     compute: float = 0.0
+    measured: int = -1
+    memory: float = 0.0
+    seconds: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> "Beat":
+        """The beat in a row of its fields, as JSON has it. Rows of earlier versions are shorter."""
+        return cls(*row[:8], *(tuple(one) for one in row[8:9]))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank knows of one step: its number, the bytes it holds at most, and its seconds by kind (KINDS)."""
+
+    step: int
+    memory: float
+    seconds: Mapping[str, float]
 
 
 def _pack(beat: Beat) -> bytes:
     phase = beat.phase.encode()[:_PHASE_BYTES]
-    fields = _LAYOUT.pack(beat.count, beat.time, beat.step, beat.compute, beat.ready, phase)
+    seconds = beat.seconds or (0.0,) * len(KINDS)
+    fields = _LAYOUT.pack(beat.count, beat.time, beat.step, beat.compute, beat.ready, phase, beat.measured, beat.memory, *seconds)
     return fields + _CHECKSUM.pack(zlib.crc32(fields))
 
 
 def _unpack(slot: bytes) -> Beat | None:
-    fields, checksum = slot[: _LAYOUT.size], slot[_LAYOUT.size :]
-    count, at, step, compute, ready, phase = _LAYOUT.unpack(fields)
-    if count == 0:
-        return Beat()
-    if _CHECKSUM.unpack(checksum)[0] != zlib.crc32(fields):
-        return None
-    return Beat(count, at, step, ready, phase.rstrip(b"\0").decode(errors="replace"), compute)
+    """The beat in a slot, also in one that an earlier version wrote; None while it is being written."""
+    for layout in (_LAYOUT, _EARLIER):
+        fields, checksum = slot[: layout.size], slot[layout.size : layout.size + _CHECKSUM.size]
+        count, at, step, compute, ready, phase, *rest = layout.unpack(fields)
+        if count == 0:
+            return Beat()
+        if _CHECKSUM.unpack(checksum)[0] == zlib.crc32(fields):
+            words = phase.rstrip(b"\0").decode(errors="replace")
+            measured, memory, *seconds = rest or (-1, 0.0)
+            return Beat(count, at, step, ready, words, compute, measured, memory, tuple(seconds) if measured >= 0 else ())
+    return None
 
 
 class Heartbeat:
@@ -81,10 +111,14 @@ class Heartbeat:
         """What this rank last wrote."""
         return _unpack(self._memory[self._offset : self._offset + _USED]) or Beat()
 
-    def beat(self, phase: str, step: int = -1, *, compute: float = 0.0) -> None:
-        """Say "alive, in this phase of this step". The phase `ready` ends the start-up; at most 32 bytes of a name are kept."""
+    def beat(self, phase: str, step: int = -1, *, compute: float = 0.0, measured: Measured | None = None) -> None:
+        """Say "alive, in this phase of this step", and what is known of the newest step that was `measured`. The phase `ready` ends the
+        start-up; at most 32 bytes of a name are kept."""
         last = self.read()
         now = Beat(last.count + 1, time.time(), step, last.ready or phase == READY, phase, compute)
+        if measured is not None:
+            seconds = tuple(measured.seconds.get(kind, 0.0) for kind in KINDS)
+            now = replace(now, measured=measured.step, memory=measured.memory, seconds=seconds)
         self._memory[self._offset : self._offset + _USED] = _pack(now)
 
 

@@ -197,7 +197,7 @@ class RemoteNodes:
                 with self._dropping(letters.beat_key(member.number)):
                     record = letters.load(life.encode())
                     member.generation = record["generation"]
-                    member.beats = {int(rank): Beat(*beat) for rank, beat in record["ranks"].items()}
+                    member.beats = {int(rank): Beat.of(beat) for rank, beat in record["ranks"].items()}
             elif now - member.seen > self._fleet.node_timeout:
                 late.append(member)
         return [self._lose(late)] if late else []

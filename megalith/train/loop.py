@@ -11,7 +11,7 @@ from megalith.data.stream import Stream
 from megalith.events import Checkpoint, EventLog, Problem, Skipped, Spans, Step, Validation
 from megalith.fleet import hooks
 from megalith.fleet.exit_codes import ExitCode
-from megalith.fleet.heartbeat import Heartbeat
+from megalith.fleet.heartbeat import Heartbeat, Measured
 from megalith.fleet.report import report
 from megalith.fleet.signs import SaveFailed, SaveWorks
 from megalith.fleet.tiers import Tier
@@ -62,6 +62,12 @@ class _Timed:
     whole: float
 
 
+def _went_to(done: Stepped, timed: _Timed) -> dict[str, float]:
+    """A step's seconds on this rank by what they went to; they add up to the step."""
+    breakdown = done.breakdown | {"data": done.breakdown["data"] + timed.read}
+    return breakdown | {"other": max(0.0, timed.whole - sum(breakdown.values()))}
+
+
 class Loop:
     """One rank's run from `position` to the last step. All ranks go through it together."""
 
@@ -90,6 +96,8 @@ class Loop:
         self._timed: dict[int, _Timed] = {}  # of the steps whose outcome is not known yet
         self._first = position.step
         self._compute = 0.0  # seconds of this rank's own work in the last step
+        self._newest: _Timed | None = None  # of the newest step whose outcome is known
+        self._measured: Measured | None = None  # the newest step whose seconds are known
         self._save_failed = False
 
     def _data(self) -> Data:
@@ -158,7 +166,7 @@ class Loop:
     def _one_step(self, stop: bool) -> bool:
         """Train one step; True if all ranks are to stop now."""
         began, worked, step = time.perf_counter(), time.thread_time(), self.step
-        self.heartbeat.beat("step", step, compute=self._compute)
+        self.heartbeat.beat("step", step, compute=self._compute, measured=self._measured)
         tell(self._watchers, "before_step", self.trainer, step)
         seed_step(self.trainer, step)
         here = self.trainer.groups.coordinates["data"]
@@ -172,7 +180,15 @@ class Loop:
         stopping = self._learn(settled)
         if self.trainer.device.type == "cpu":  # its time, not the clock's: waits within a forward are those for the slow rank
             self._compute = time.thread_time() - worked
+        if settled:
+            self._measured = self._measure(settled[-1])
         return stopping
+
+    def _measure(self, done: Stepped) -> Measured:
+        """What this rank tells of a step with its next beat."""
+        assert self._newest is not None
+        breakdown = _went_to(done, self._newest)
+        return Measured(done.step, float(done.memory["peak"]), breakdown | {"own": self._compute})
 
     def _advance(self, step: int) -> None:
         """Stand at `step`: its samples are consumed, whether its update was made or left out."""
@@ -185,7 +201,7 @@ class Loop:
     def _learn(self, settled: list[Stepped]) -> bool:
         """Take note of steps whose outcome is known now; True if all ranks are to stop."""
         for done in settled:
-            timed = self._timed.pop(done.step)
+            timed = self._newest = self._timed.pop(done.step)
             if self.trainer.device.type != "cpu":
                 self._compute = timed.read + sum(done.breakdown[what] for what in OWN_WORK)
             if self._drawn(done.step):
@@ -208,7 +224,6 @@ class Loop:
     def _log_step(self, done: Stepped, timed: _Timed) -> None:
         assert self.log is not None
         rate = done.tokens / timed.whole
-        breakdown = done.breakdown | {"data": done.breakdown["data"] + timed.read}
         later = self.step - (done.step + 1)  # steps done since
         self.log.write(
             Step(
@@ -221,7 +236,7 @@ class Loop:
                 seconds=timed.whole,
                 tokens_per_second=rate,
                 mfu=self.yardstick.flops_per_token * rate / self.yardstick.peak if self.yardstick.peak else None,
-                breakdown=breakdown | {"other": max(0.0, timed.whole - sum(breakdown.values()))},
+                breakdown=_went_to(done, timed),
                 memory=done.memory,
                 experts=done.experts,
                 updates=done.updates,
@@ -241,7 +256,7 @@ class Loop:
             self.log.write(Spans(step=done.step + 1, spans=[span for spans in everyone for span in spans]))
 
     def _validate(self, validator: Validator) -> None:
-        self.heartbeat.beat("validation", self.step)
+        self.heartbeat.beat("validation", self.step, measured=self._measured)
         began = time.perf_counter()
         loss, domains = validator.run()
         self._look()
@@ -273,7 +288,8 @@ class Loop:
             self.log.write(Problem("warning", message))
 
     def _save(self, *, asynchronous: bool) -> None:
-        self.heartbeat.beat("checkpoint" if asynchronous else "last checkpoint", self.step)  # they take differently long
+        phase = "checkpoint" if asynchronous else "last checkpoint"  # they take differently long
+        self.heartbeat.beat(phase, self.step, measured=self._measured)
         hooks.at("saving", self.step)
         state, told = self.trainer.state.tensors(), meta(self._settled(), spec=self.spec, stream=self.stream)
         self.checkpointer.save(self.step, state, told, asynchronous=asynchronous, check=self._look)

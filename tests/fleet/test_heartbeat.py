@@ -1,12 +1,17 @@
+import json
 import mmap
 import signal
+import struct
 import subprocess
 import sys
 import time
+import zlib
+from dataclasses import astuple
 
 import pytest
 
-from megalith.fleet.heartbeat import SLOT_BYTES, VARIABLE, Beat, Heartbeat, Heartbeats
+from megalith.fleet import heartbeat
+from megalith.fleet.heartbeat import KINDS, SLOT_BYTES, VARIABLE, Beat, Heartbeat, Heartbeats, Measured
 from tests.fleet.conftest import ROOT
 
 
@@ -93,3 +98,27 @@ def test_beats_cross_processes_and_outlive_their_writer(tmp_path):
     writer = subprocess.run([sys.executable, "-c", code, str(board.path)], cwd=ROOT, check=False)
     assert writer.returncode == -signal.SIGKILL
     assert board.read()[0].step == 5
+
+
+def test_seconds_by_kind_travel_with_the_beat(tmp_path):
+    board = Heartbeats.create(tmp_path / "heartbeats", 1)
+    told = Measured(6, 2.0**30, {"own": 0.5, "forward": 0.25, "unheard of": 9.0})
+    Heartbeat.open(tmp_path / "heartbeats", 0).beat("step", 7, compute=0.5, measured=told)
+    (beat,) = board.read()
+    assert (beat.step, beat.measured, beat.memory) == (7, 6, 2.0**30)
+    assert dict(zip(KINDS, beat.seconds, strict=True)) == dict.fromkeys(KINDS, 0.0) | {"own": 0.5, "forward": 0.25}
+    assert Beat.of(json.loads(json.dumps(astuple(beat)))) == beat
+
+
+def test_a_slot_and_a_row_of_an_earlier_version_can_be_read(tmp_path):
+    board = Heartbeats.create(tmp_path / "heartbeats", 1)
+    fields = struct.pack("<Qdqd?32s", 3, 100.0, 12, 0.5, True, b"step")
+    with (tmp_path / "heartbeats").open("r+b") as file:
+        file.write(fields + struct.pack("<I", zlib.crc32(fields)))
+    old = Beat(3, 100.0, 12, True, "step", 0.5)
+    assert board.read() == [old]
+    assert Beat.of([3, 100.0, 12, True, "step", 0.5]) == old
+
+
+def test_a_slot_holds_all_that_a_beat_says():
+    assert heartbeat._USED <= SLOT_BYTES

@@ -1,0 +1,93 @@
+"""Keeps what each rank's seconds went to, step by step, from the beats that are read anyway: a pyramid in the run folder, for `watch`.
+
+A value is one byte: the logarithm of a rank's seconds over the median rank's own work in that step. So it says at once who is slow, and
+its error is below 2 %. Memory is kept the same way, over the median rank's.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith import disk, pyramid
+from megalith.fleet.heartbeat import KINDS, Beat
+
+FOLDER = "ranks/times"
+ROWS = (*KINDS, "memory")
+"""Blocks of a record, each with a value a rank."""
+
+LEAST, MOST = 2.0**-9, 2.0**3
+"""Shares of the median that the smallest and the largest code stand for; what is beyond them is cut."""
+
+_CODES = 254
+_OCTAVES = 12.0
+
+
+def encode(shares: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """Return shares of the median as codes from 1 to 255; 0 stands for what is not known (NaN)."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scaled = (np.log2(np.clip(shares, LEAST, MOST)) + 9) * _CODES / _OCTAVES + 1
+    return np.where(np.isfinite(shares), np.rint(np.nan_to_num(scaled)), 0).astype(np.uint8)
+
+
+def decode(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Return codes as shares of the median; NaN for what is not known."""
+    return np.where(codes > 0, 2.0 ** ((codes.astype(np.float64) - 1) * _OCTAVES / _CODES - 9), np.nan)
+
+
+def block(row: str, ranks: int) -> slice:
+    """The place of a row in a record."""
+    at = ROWS.index(row)
+    return slice(at * ranks, (at + 1) * ranks)
+
+
+class Times:
+    """Writes the record of each step once all ranks have told of it, or some have told of the step after the next: who reads beats now
+    and then misses a few. A disk that is full or away costs the record and nothing else."""
+
+    def __init__(self, run_dir: Path, ranks: int) -> None:
+        self._folder, self._ranks = run_dir / FOLDER, ranks
+        self._writer: pyramid.Writer | None = None
+        self._counts = [0] * ranks
+        self._open: dict[int, NDArray[np.float64]] = {}  # step -> rows by ranks; NaN: not told yet
+        self._written = -1
+
+    def note(self, beats: Sequence[Beat]) -> None:
+        """What the ranks said last."""
+        news = False
+        for rank, beat in enumerate(beats):
+            if beat.count != self._counts[rank]:
+                self._counts[rank] = beat.count
+                if beat.measured > self._written and len(beat.seconds) == len(KINDS):
+                    news = True
+                    self._of(beat.measured)[:, rank] = (*beat.seconds, beat.memory)
+        if not news:
+            return
+        newest = max(self._open)
+        for step in sorted(self._open):
+            if step < newest - 1 or not np.isnan(self._open[step][0]).any():
+                self._write(step)
+
+    def _of(self, step: int) -> NDArray[np.float64]:
+        return self._open.setdefault(step, np.full((len(ROWS), self._ranks), np.nan))
+
+    def _write(self, step: int) -> None:
+        rows = self._open.pop(step)
+        self._written = max(self._written, step)
+        own, memory = np.nanmedian(rows[0]), np.nanmedian(rows[-1])
+        if not own > 0:
+            return
+        shares = rows / own
+        shares[-1] = rows[-1] / memory if memory > 0 else np.nan
+        with disk.if_available(self._folder):
+            if self._writer is None:
+                self._writer = pyramid.Writer(self._folder, kind="codes", width=len(ROWS) * self._ranks)
+            self._writer.append(step + 1, encode(shares).reshape(-1), bases=(float(own), float(memory)))
+
+    def close(self) -> None:
+        """Write what is not whole yet."""
+        for step in sorted(self._open):
+            self._write(step)
+        if self._writer is not None:
+            self._writer.close()
