@@ -33,6 +33,7 @@ from megalith.commands import (
     simulate,
     tokenizer,
     train,
+    watch,
 )
 from megalith.commands.output import lossy_output, readable_errors
 
@@ -47,6 +48,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "export": export.command,
     "import": import_.command,
     "report": report.command,
+    "watch": watch.command,
     "plan": plan.command,
     "simulate": simulate.command,
     "campaign": campaign.command,

@@ -34,7 +34,7 @@ Kind = Literal["codes", "numbers"]
 _TYPES: dict[str, np.dtype] = {"codes": np.dtype("<u1"), "numbers": np.dtype("<f4")}
 _FILE = struct.Struct("<8sIIQ")  # magic, kind, level, width
 _MAGIC = b"mgltpyr1"
-_HEAD = struct.Struct("<qqqdff")  # first step, last step, steps, time, and two numbers that values are measured by
+_HEAD = struct.Struct("<qqqddd")  # first step, last step, steps, time, and two numbers that values are measured by
 _SUM = struct.Struct("<I")
 _START = _HEAD.size + _SUM.size
 _NAME = re.compile(r"(\d{6})-(\d{2})-(\d{15})\.bin")
@@ -112,7 +112,7 @@ class Writer:
             held.total, held.known = (None, None) if total is None or known is None else (total.copy(), known.copy())
         else:
             held.low, held.high = self._least(held.low, low), np.fmax(held.high, high)
-            if total is not None and held.total is not None and held.known is not None:
+            if total is not None and known is not None and held.total is not None and held.known is not None:
                 held.total, held.known = held.total + total, held.known + known
         held.last, held.time = last, time
         held.steps, held.records, held.bases = held.steps + steps, held.records + 1, held.bases + bases * steps
@@ -298,18 +298,39 @@ class Reader:
             ends = [end for levels in pieces.values() if (end := _ends(levels)) is not None]
         return (min(first for first, _ in ends), max(last for _, last in ends)) if ends else None
 
+    def newest(self) -> tuple[int, int, float, float] | None:
+        """The newest step's piece, number and two bases; None while there is none."""
+        with self._files() as pieces:
+            for piece in sorted(pieces, reverse=True):
+                for run in reversed(pieces[piece].get(0, ())):
+                    if run.count and (head := run.head(run.count - 1)) is not None:
+                        return piece, head[1], head[4], head[5]
+        return None
+
     def read(
-        self, values: Sequence[slice], *, first: int = 0, last: int = 2**62, most: int = 600, width: int | None = None
+        self,
+        values: Sequence[slice],
+        *,
+        first: int = 0,
+        last: int = 2**62,
+        most: int = 600,
+        width: int | None = None,
+        until: tuple[int, int] | None = None,
     ) -> View:
-        """Return the records of steps from `first` to `last`, about `most` of them, with the values in `values` alone. Steps that were done
-        again come again. Pieces of another `width` than the newest one (or the one given) are left out. Time and memory follow `most`
-        times the number of values, whatever the length of the run."""
+        """Return the records of steps from `first` to `last`, about `most` of them, with the values in `values` alone.
+
+        Steps that were done again come again. Pieces of another `width` than the newest one (or the one given) are left out, and so is
+        what was written after step B of piece A where `until` is (A, B). Time and memory follow `most` times the number of values,
+        whatever the length of the run.
+        """
         with self._files() as pieces:
             wanted = width or max(((number, _width(levels)) for number, levels in pieces.items()), default=(0, 0))[1]
             same = {number: levels for number, levels in pieces.items() if _width(levels) == wanted}
             ends = {
                 number: (max(a, first), min(b, last)) for number, levels in same.items() for a, b in [_ends(levels) or (1, 0)]
             }
+            if until is not None:
+                ends = {n: (a, min(b, until[1]) if n == until[0] else b) for n, (a, b) in ends.items() if n <= until[0]}
             lengths = {number: b - a + 1 for number, (a, b) in ends.items() if b >= a}
             whole = sum(lengths.values())
             chosen = [
@@ -346,7 +367,7 @@ def _choose(levels: dict[int, list[_Run]], first: int, last: int, *, most: int) 
     begin = max(first, min(runs[0].segment.first for runs in levels.values()))
     for level in sorted(levels):
         runs = levels[level]
-        number = sum(max(0, run.index(last + 1) - run.index(first)) for run in runs)
+        number = sum(run.index(last + 1) - run.index(first) for run in runs)
         if runs[0].segment.first <= begin and number <= most:
             break
     else:
@@ -356,7 +377,7 @@ def _choose(levels: dict[int, list[_Run]], first: int, last: int, *, most: int) 
         for run in levels.get(finer, ()):
             for index in range(run.index(first), run.count):
                 head = run.head(index)
-                if head is None or head[0] > last:
+                if head is None or head[1] > last:
                     break
                 if head[0] < first and finer < level:
                     continue

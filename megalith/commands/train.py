@@ -47,6 +47,9 @@ def command(
     profile: Annotated[
         str | None, typer.Option(metavar="A:B", help="Trace steps A to B-1 with torch.profiler; the first is 1.")
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Also serve the live page of the run, in a process of its own: see megalith watch.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Train, or go on training: the same command resumes from the newest checkpoint.
@@ -60,7 +63,7 @@ def command(
     On two machines:  torchrun --nnodes 2 --nproc-per-node 8 -m megalith.cli train run.toml
     """
     console = Console(stderr=as_json)
-    trained = train(RunRequest(run, settings or (), run_dir), console=console, profile=_steps(profile))
+    trained = train(RunRequest(run, settings or (), run_dir), console=console, profile=_steps(profile), watch=watch)
     show(trained, as_json=as_json)
     if trained.report is not None and not as_json:
         _summarize(trained, trained.report, console)
@@ -80,12 +83,12 @@ def _summarize(trained: Trained, page: Path, console: Console) -> None:
     print(f"report: {page}")
 
 
-def train(request: RunRequest, *, console: Console, profile: str | None = None) -> Trained:
+def train(request: RunRequest, *, console: Console, profile: str | None = None, watch: bool = False) -> Trained:
     """Train what a run file describes, or resume the run that its folder holds.
 
     Under torchrun or Slurm this process becomes its rank. Otherwise the ranks are started on this machine, and `console` shows their
-    progress. `profile` = "A:B" traces steps A to B - 1 with torch.profiler. Raises SpecErrors before anything starts, and InUseError
-    before anything is written, if another process owns the run folder.
+    progress. `profile` = "A:B" traces steps A to B - 1 with torch.profiler. `watch`: serve the live page too.
+    Raises SpecErrors before anything starts, and InUseError before anything is written, if another process owns the run folder.
     """
     from megalith.commands import ranks, runs
     from megalith.fleet import environment
@@ -110,23 +113,32 @@ def train(request: RunRequest, *, console: Console, profile: str | None = None) 
         if owner is None:
             assert place is not None
             return Trained(folder, ranks.join(resolved, folder, place, ranks.TRAIN, arguments), "", None)
-        return _followed(resolved, owner, place, arguments, console)
+        return _followed(resolved, owner, place, arguments, console, watch=watch)
 
 
 def _followed(
-    resolved: "Resolved", owner: "Owner", place: "Place | None", arguments: dict[str, Any], console: Console
+    resolved: "Resolved", owner: "Owner", place: "Place | None", arguments: dict[str, Any], console: Console, *, watch: bool
 ) -> Trained:
-    """Train in the run folder that this process owns, while `console` shows how far it is."""
+    """Train in the run folder that this process owns, while `console` shows how far it is, and the live page if it is to be served."""
     from megalith.commands import ranks
     from megalith.report.live import Follow  # drawing, for the one process that people watch
+    from megalith.watch.beside import Beside
 
     folder = owner.run_dir
-    with Follow(folder, resolved.spec.train.steps, console, errors=place is not None) as follow:
+    with (
+        Beside(folder, serves=watch) as beside,
+        Follow(folder, resolved.spec.train.steps, console, errors=place is not None) as follow,
+    ):
+
+        def tick() -> None:
+            follow.poll()
+            beside.poll()
+
         if place is None:
-            outcome = ranks.start(resolved, owner, ranks.TRAIN, arguments, tick=follow.poll, say=follow.say, recover=True)
+            outcome = ranks.start(resolved, owner, ranks.TRAIN, arguments, tick=tick, say=follow.say, recover=True)
             code, message = outcome.code, outcome.message()
         else:
-            with _called_often(follow.poll):
+            with _called_often(tick):
                 code = ranks.join(resolved, folder, place, ranks.TRAIN, arguments, owner=owner)
             message = f"ended with status {code}" if code else "finished"
     return ended(folder, code, message, follow)

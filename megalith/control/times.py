@@ -20,20 +20,19 @@ ROWS = (*KINDS, "memory")
 LEAST, MOST = 2.0**-9, 2.0**3
 """Shares of the median that the smallest and the largest code stand for; what is beyond them is cut."""
 
-_CODES = 254
-_OCTAVES = 12.0
+CODES, OCTAVES = 254, 12.0  # codes, and the powers of two that they are spread over
 
 
 def encode(shares: NDArray[np.float64]) -> NDArray[np.uint8]:
     """Return shares of the median as codes from 1 to 255; 0 stands for what is not known (NaN)."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        scaled = (np.log2(np.clip(shares, LEAST, MOST)) + 9) * _CODES / _OCTAVES + 1
+        scaled = (np.log2(np.clip(shares, LEAST, MOST)) + 9) * CODES / OCTAVES + 1
     return np.where(np.isfinite(shares), np.rint(np.nan_to_num(scaled)), 0).astype(np.uint8)
 
 
 def decode(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
     """Return codes as shares of the median; NaN for what is not known."""
-    return np.where(codes > 0, 2.0 ** ((codes.astype(np.float64) - 1) * _OCTAVES / _CODES - 9), np.nan)
+    return np.where(codes > 0, 2.0 ** ((codes.astype(np.float64) - 1) * OCTAVES / CODES - 9), np.nan)
 
 
 def block(row: str, ranks: int) -> slice:

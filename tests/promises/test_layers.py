@@ -19,8 +19,9 @@ LAYERS = {
     "prove": 7, "rehearse": 7,
     "planner": 8,
     "report": 9,
-    "commands": 10,
-    "cli": 11,
+    "watch": 10,
+    "commands": 11,
+    "cli": 12,
 }  # fmt: skip
 WITHOUT_TORCH = [
     "megalith.cli",
@@ -35,6 +36,7 @@ WITHOUT_TORCH += [
     "megalith.control.supervisor",
     "megalith.report.page",
     "megalith.report.live",
+    "megalith.watch.server",
     "megalith.spec.files",
     "megalith.data.prepare",
     "megalith.planner.search",

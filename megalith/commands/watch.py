@@ -1,0 +1,83 @@
+"""`megalith watch`: the live page of runs, in a browser of this machine, as a file, or as JSON."""
+
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megalith.commands.output import print_json
+
+if TYPE_CHECKING:
+    from megalith.watch.source import Source
+
+
+def command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs.", show_default=False)],
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1. Default: a free one.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the page as it is now to this file, and end.")] = None,
+    as_json: Annotated[
+        str | None, typer.Option("--json", metavar="PANEL", help="Print the data of one panel as one JSON object, and end.")
+    ] = None,
+    ask: Annotated[
+        list[str] | None,
+        typer.Option("--ask", metavar="KEY=VALUE", help="What to ask of the panel, such as row=memory. May be repeated."),
+    ] = None,
+) -> None:
+    """Show runs live on one page: whether they are well, what was predicted and what happens, every rank, and which one is to blame.
+
+    Works on a run that trains, here or on another machine, and on one that has ended. Who has the printed address may look.
+
+    Example:  megalith watch runs/first runs/second
+
+    For programs:  megalith watch runs/first --json rank-heatmap --ask row=memory
+    """
+    from megalith.watch import panels  # numpy
+    from megalith.watch.source import Source
+
+    if as_json is not None and as_json not in panels.PANELS:
+        raise typer.BadParameter(f"--json {as_json!r} is no panel. Use one of {', '.join(panels.PANELS)}.")
+    sources = [Source(folder) for folder in runs]
+    try:
+        if as_json is not None or out is not None:
+            _at_once(sources, as_json, out, {key: value for key, _, value in (pair.partition("=") for pair in ask or ())})
+        else:
+            _serve(sources, port)
+    finally:
+        for source in sources:
+            source.close()
+
+
+def _at_once(sources: "list[Source]", panel: str | None, out: Path | None, asked: dict[str, str]) -> None:
+    """Read all there is, then write the page or print the panel of each run."""
+    from megalith.watch import panels, server
+
+    for source in sources:
+        while source.poll():
+            pass
+        source.await_prediction()
+    if out is not None:
+        server.write(sources, out)
+        print(f"page: {out}")
+    if panel is not None:
+        found = [panels.panel(source, panel, asked) for source in sources]
+        print_json(found[0] if len(found) == 1 else {"runs": found})
+
+
+def _serve(sources: "list[Source]", port: int) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    from megalith.watch.server import Server
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    server = Server(sources, port=port)
+    server.start()
+    print(f"watching {', '.join(source.name for source in sources)}: {server.address}", flush=True)
+    print("Who has this address may look; on another machine, first: ssh -L "
+          f"{server.port}:127.0.0.1:{server.port} this-one. Ctrl-C ends the page, and no run.", flush=True)  # fmt: skip
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        server.close()

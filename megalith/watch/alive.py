@@ -1,0 +1,194 @@
+"""Whether a run is well, in one look: what it does, how far it is, what is wrong."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from megalith.events import RunFinished, Skipped
+from megalith.report import units
+from megalith.watch import causes
+from megalith.watch.source import Source
+
+RECENT = 200  # steps that what is usual stands on
+SILENT, QUIET = 20.0, 10.0  # times the usual time from step to step, and seconds: the longer of the two is silence
+SPIKE = 6.0  # times the usual difference of the loss from its recent median
+LATER = 30  # steps after a start in which a slow step says nothing
+
+Health = Literal["good", "warn", "bad"]
+HEALTHS: tuple[Health, ...] = get_args(Health)
+
+
+@dataclass
+class Alive:
+    """`health` is the worst of `says`, each a level and a sentence. Times are seconds, `age` since the newest event. `checkpoint`: steps
+    to the next save. `dollars` and `kilowatt_hours` are of the devices by their catalogue, since the first start; None: not known."""
+
+    state: str
+    health: Health
+    phase: str
+    says: list[tuple[Health, str]]
+    step: int | None = None
+    total: int | None = None
+    age: float | None = None
+    limit: float | None = None
+    left: float | None = None
+    loss: float | None = None
+    validation: float | None = None
+    tokens: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    seconds: float | None = None
+    predicted: float | None = None
+    goodput: float | None = None
+    goodput_of: float | None = None
+    checkpoint: int | None = None
+    saved: int | None = None
+    saved_age: float | None = None
+    elapsed: float | None = None
+    starts: int = 0
+    incidents: int = 0
+    spares: int | None = None
+    dollars: float | None = None
+    kilowatt_hours: float | None = None
+    behind: bool = False
+    pulse: list[float | None] = field(default_factory=list)
+
+
+def alive(source: Source) -> Alive:
+    """Return how a run is now."""
+    recent = source.recent(["loss", "seconds", "tokens_per_second", "mfu", "tokens_seen"], RECENT)
+    found = Alive(_state(source), "good", "", [], age=source.age(), starts=len(source.starts), incidents=len(source.incidents))
+    found.behind, found.total = source.behind, source.setting("train", "steps")
+    step = source.last_step()
+    if step is not None and len(recent["step"]):
+        _numbers(found, source, recent, step)
+    _saving(found, source, step)
+    account = source.goodput()
+    if account is not None:
+        found.goodput, found.goodput_of = account[0].share, account[1]
+    _money(found, source)
+    found.phase, between = _phase(found, source, recent)
+    found.limit = None if found.state != "running" else max(QUIET, SILENT * between)
+    _judge(found, source, recent)
+    found.health = HEALTHS[max((HEALTHS.index(level) for level, _ in found.says), default=0)]
+    return found
+
+
+def _state(source: Source) -> str:
+    if source.finished is not None:
+        return source.finished.reason
+    return "running" if source.starts or source.last_step() is not None else "not started"
+
+
+def _numbers(found: Alive, source: Source, recent: dict[str, Any], step: int) -> None:
+    last = lambda name: _finite(recent[name][-1])  # noqa: E731
+    found.step, found.loss, found.tokens = step, last("loss"), last("tokens_seen")
+    usual = lambda name: _finite(np.median(recent[name][-50:]))  # noqa: E731
+    found.tokens_per_second, found.mfu, found.seconds = usual("tokens_per_second"), usual("mfu"), usual("seconds")
+    found.pulse = [_finite(value) for value in recent["loss"][-60:]]
+    found.validation = source.validations[-1].loss if source.validations else None
+    predicted = (source.predicted or {}).get("time")
+    found.predicted = predicted["step"] if predicted else None
+    if found.total and found.state == "running":
+        each = np.diff(recent["time"])[-50:]
+        between = float(np.mean(each)) if len(each) else found.seconds or 0.0
+        found.left = max(found.total - step, 0) * between
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _saving(found: Alive, source: Source, step: int | None) -> None:
+    every = source.setting("checkpoint", "every")
+    if every and step is not None and found.state == "running":
+        found.checkpoint = min(every - step % every, max((found.total or 2**53) - step, 0))
+    if source.checkpoints:
+        found.saved = source.checkpoints[-1].step
+        found.saved_age = max(0.0, source.last_time + (found.age or 0.0) - source.checkpoints[-1].time)
+
+
+def _money(found: Alive, source: Source) -> None:
+    if not source.starts:
+        return
+    found.elapsed = max(0.0, source.last_time - source.starts[0].time)
+    predicted, hours = source.predicted or {}, found.elapsed / 3600 * source.world
+    if predicted.get("price_per_hour") is not None:
+        found.dollars = predicted["price_per_hour"] * hours
+    if predicted.get("watts") is not None:
+        found.kilowatt_hours = predicted["watts"] / 1000 * hours
+
+
+def _phase(found: Alive, source: Source, recent: dict[str, Any]) -> tuple[str, float]:
+    """What the ranks do now, as the log says it, and the usual seconds between two events meanwhile."""
+    each = np.diff(recent["time"])
+    between = float(np.median(each)) if len(each) else 1.0
+    if found.state != "running":
+        return found.state, between
+    last_step = float(recent["time"][-1]) if len(recent["time"]) else 0.0
+    if source.incidents and source.incidents[-1].incident not in source.recoveries and source.incidents[-1].time > last_step:
+        return "recovering", max(between, 6.0)
+    if source.start is not None and source.start.time > last_step:
+        return "starting", max(between, 6.0)
+    return "training", between
+
+
+def _judge(found: Alive, source: Source, recent: dict[str, Any]) -> None:
+    """Say what is wrong, the worst first."""
+    say = lambda level, words: found.says.append((level, words))  # noqa: E731
+    end = source.finished
+    if isinstance(end, RunFinished) and end.reason in ("failed", "lost"):
+        last = next(
+            (one.message for one in reversed(source.problems) if not isinstance(one, Skipped) and one.severity == "error"), ""
+        )
+        say("bad", f"The run has ended: {end.reason}." + (f" {last.partition(chr(10))[0]}" if last else ""))
+    if found.state == "running" and found.age is not None and found.limit is not None and found.age > found.limit:
+        say(
+            "bad",
+            f"Silent for {units.duration(found.age)}: nothing was logged, and {units.duration(found.limit)} is long for this run.",
+        )
+    if found.phase == "recovering":
+        one = source.incidents[-1]
+        say("warn", f"Recovering from incident {one.incident}: {one.reason.partition(chr(10))[0]}")
+    if found.step is None:
+        return
+    _judge_numbers(found, source, recent)
+    for one in causes.causes(source) if found.state == "running" else []:
+        if one.kind in ("slow rank", "slow node"):
+            say("warn", f"{one.words}. Without it a step would take {units.percent(one.gain)} less.")
+    if (free := source.free()) is not None and source.checkpoints and free < 2 * source.checkpoints[-1].bytes:
+        say("bad", f"The disk has {units.memory(free)} left, less than two checkpoints take.")
+    if not found.says:
+        say(
+            "good",
+            {
+                "running": "The run is well.",
+                "finished": "The run has finished.",
+                "stopped": "The run was stopped in order; the same command goes on.",
+            }.get(found.state, found.state),
+        )
+
+
+def _judge_numbers(found: Alive, source: Source, recent: dict[str, Any]) -> None:
+    """What the newest steps of this generation say."""
+    loss, number = recent["loss"], len(recent["loss"])
+    if number and not math.isfinite(loss[-1]):
+        found.says.append(("bad", f"The loss of step {found.step} is not finite."))
+    elif number > LATER:
+        middle = float(np.nanmedian(loss[-100:-1]))
+        spread = 1.4826 * float(np.nanmedian(np.abs(loss[-100:-1] - middle)))
+        if loss[-1] > middle + max(SPIKE * spread, 0.05 * abs(middle)):
+            found.says.append(("warn", f"The loss spikes: {loss[-1]:.4f}, where {middle:.4f} is usual."))
+    rate = recent["tokens_per_second"]
+    if found.state == "running" and number > 2 * LATER:
+        usual, now = float(np.nanmedian(rate[LATER:])), float(np.nanmedian(rate[-10:]))
+        if now < 0.8 * usual:
+            found.says.append(("warn", f"Slower than usual: {units.count(now)} tokens/s, where {units.count(usual)} is usual."))
+    if found.predicted and found.seconds and found.seconds > 1.25 * found.predicted and found.state == "running":
+        words = f"A step takes {units.duration(found.seconds)}, {found.seconds / found.predicted:.2f} times what was predicted."
+        found.says.append(("warn", words))
+    late = [one for one in source.problems if isinstance(one, Skipped) and found.step is not None and one.step > found.step - 100]
+    if late:
+        found.says.append(("warn", f"{len(late)} of the last 100 updates were left out: {late[-1].reason}"))

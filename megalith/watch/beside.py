@@ -1,0 +1,54 @@
+"""What a training command does for those who watch: keeps the index of its log, and starts the page's server as a process of its own."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+from megalith.machine import lifeline
+from megalith.watch import index
+
+LEAVE_SECONDS = 2.0  # that the server has to end
+
+
+class Beside:
+    """Is called often by the process that follows a run. No method raises anything: what only shows must not end what trains."""
+
+    def __init__(self, run_dir: Path, *, serves: bool) -> None:
+        """`serves`: start the server, once the run's folder says what runs in it."""
+        self._run_dir, self._serves = run_dir, serves
+        self._index: index.Index | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+        with contextlib.suppress(Exception):
+            self._index = index.Index(run_dir, run_dir / index.FOLDER)
+
+    def poll(self) -> None:
+        """Take what the log has got since the last call."""
+        with contextlib.suppress(Exception):
+            if self._index is not None:
+                self._index.poll()
+            if self._serves and (self._run_dir / "run.toml").exists():
+                self._serves = False
+                self._server = self._start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        """The server says its address on stderr. A Ctrl-C is not for it: it ends with this process."""
+        command = [sys.executable, "-m", "megalith.cli", "watch", str(self._run_dir)]
+        with_this = partial(lifeline.die_with_parent, os.getpid())
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), preexec_fn=with_this, start_new_session=True
+        )
+
+    def __enter__(self) -> "Beside":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.poll()
+        with contextlib.suppress(Exception):
+            if self._index is not None:
+                self._index.close()
+            if self._server is not None:
+                self._server.terminate()
+                self._server.wait(LEAVE_SECONDS)

@@ -1,0 +1,259 @@
+"""Why a step takes as long as it does, in words: who is to blame, what it costs, and what to change."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.control.times import decode
+from megalith.report import units
+from megalith.watch.source import Source
+from megalith.watch.whatif import Replay, levelled, peers
+
+WINDOW = 20  # newest steps that are looked at
+ENOUGH = 10  # steps from which on anything is said
+SLOW = 1.1  # times its peers' work from which on a rank is called slow, in the median step ...
+OFTEN = 0.8  # ... and more than half as slow in this share of the steps
+STEADY = 4.0  # times the ranks' usual differences that the slowness must be
+GAIN = 0.02  # share of a step below which nothing is named
+UNEVEN = 1.15  # times the median data rank that the slowest one works, in the median step, if samples are unlike
+STAGE = 1.08  # times the median stage that a stage works
+PART = {"data": 0.05, "saving": 0.03, "communication": 0.25, "other": 0.15}
+"""Shares of a step from which on waiting for data, saving, communication and unexplained time are named."""
+REST, LONGEST = 100, 60.0  # times, and seconds at most, that what was found stands
+FABRIC = 1.3  # times the predicted seconds of communication
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Something that makes steps longer. `gain`: the share of a step that would be saved without it. `who`: ranks, if any are to blame."""
+
+    kind: str
+    words: str
+    change: str
+    gain: float
+    who: tuple[int, ...] = ()
+    node: int | None = None
+
+
+@dataclass(frozen=True)
+class Window:
+    """The newest steps of all ranks: `own` seconds by step and rank (NaN: not known)."""
+
+    own: NDArray[np.float64]
+    steps: NDArray[np.int64]
+    places: Mapping[str, NDArray[np.int64]]
+
+    @property
+    def pipeline(self) -> NDArray[np.int64]:
+        return self.places.get("pipeline", np.zeros(self.own.shape[1], dtype=np.int64))
+
+    @property
+    def data(self) -> NDArray[np.int64]:
+        return self.places.get("data", np.zeros(self.own.shape[1], dtype=np.int64))
+
+
+def window(source: Source, size: int = WINDOW) -> Window | None:
+    """Return the newest steps of the newest generation; None while fewer than ENOUGH are known."""
+    span = source.times_span()
+    if span is None:
+        return None
+    view, world = source.ranks("own", first=span[1] - 4 * size + 1, most=8 * size)
+    if not len(view) or world != source.world:
+        return None
+    kept = np.flatnonzero((view.steps == 1) & (view.piece == view.piece[-1]))[-size:]
+    own = decode(view.low[kept]) * view.bases[kept, :1]
+    return Window(own, view.first[kept], source.places()) if len(kept) >= ENOUGH else None
+
+
+def causes(source: Source) -> list[Cause]:
+    """Return what costs the run time, the dearest first; empty where nothing stands out. While it is asked often, what was found last
+    stands for a hundred times as long as finding it took: a server must not take a core from who trains."""
+    if (known := source.causes) is not None and (known[0] == source.revision or time.monotonic() < known[1]):
+        return known[2]
+    began = time.monotonic()
+    found = _find(source)
+    now = time.monotonic()
+    source.causes = source.revision, now + min(REST * (now - began), LONGEST), found
+    return found
+
+
+def _find(source: Source) -> list[Cause]:
+    seen = window(source)
+    found: list[Cause] = []
+    if seen is not None:
+        found += _of_ranks(source, seen)
+    found += [*_of_step(source)]
+    return sorted((one for one in found if one.gain >= GAIN), key=lambda one: -one.gain)
+
+
+def slow_ranks(seen: Window) -> list[tuple[int, float]]:
+    """Return the ranks that work longer than their peers, steadily and beyond what ranks differ by anyway, each with how many times."""
+    # A rank is compared with those that hold the same part of the model. Where it has none, with the first half of its own steps.
+    ratios = np.stack([row / peers(row, seen.pipeline) for row in seen.own])
+    alone = np.bincount(seen.pipeline)[seen.pipeline] == 1
+    if alone.any():
+        early = np.nanmedian(seen.own[: len(seen.own) // 2], axis=0)
+        ratios[:, alone] = (seen.own / early)[:, alone]
+    middle = np.nanmedian(ratios, axis=0)
+    usual = np.nanmedian(np.abs(ratios - middle), axis=0)  # how much a rank differs from itself
+    among = np.nanmedian(np.abs(middle - np.nanmedian(middle))) if len(middle) >= 8 else 0.0
+    limit = np.maximum(SLOW, 1 + STEADY * np.maximum(np.nanmedian(usual) / np.sqrt(len(ratios)), among))
+    often = np.nanmean(ratios > 1 + (middle - 1) / 2, axis=0)
+    named = np.flatnonzero((middle > limit) & (often >= OFTEN))
+    return [(int(rank), float(middle[rank])) for rank in named[np.argsort(-middle[named])]]
+
+
+def replay(source: Source, own: NDArray[np.float64], seen: Window) -> Replay | None:
+    """Return a step that can be replayed, in which the ranks work `own` seconds; None where the plan is not known."""
+    plan, batch = source.plan, source.setting("train", "global_batch")
+    if plan is None or not batch or plan.ranks != len(own):
+        return None
+    return Replay(plan, max(1, batch // (plan.data * plan.microbatch)), own, seen.pipeline, seen.data, tuple(source.spans))
+
+
+def steady(seen: Window, slow: Iterable[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return each rank's seconds of work in the median step, and what they would be if none were slow.
+
+    Ranks that are not slow differ by chance: each counts as the median of those with the same part of the model, lest the slowest of many
+    by chance hide what a slow one costs. A slow rank without such peers would work as in the first half of the steps.
+    """
+    middle, named = np.nanmedian(seen.own, axis=0), np.array(sorted(slow), dtype=np.int64)
+    calm = np.setdiff1d(np.arange(len(middle)), named)
+    usual = np.nanmedian(seen.own[: len(seen.own) // 2], axis=0)
+    for place in np.unique(seen.pipeline[calm]):
+        usual[seen.pipeline == place] = np.nanmedian(middle[calm[seen.pipeline[calm] == place]])
+    own = usual.copy()
+    own[named] = middle[named]
+    return own, usual
+
+
+def _of_ranks(source: Source, seen: Window) -> Iterator[Cause]:
+    slow = slow_ranks(seen)
+    own, usual = steady(seen, [rank for rank, _ in slow])
+    one = replay(source, own, seen)
+    if one is None:
+        return
+    share = _work_share(source, one)
+    nodes = seen.places["node"]
+    for node in {int(nodes[rank]) for rank, _ in slow}:
+        here = np.flatnonzero(nodes == node)
+        blamed = [(rank, times) for rank, times in slow if nodes[rank] == node]
+        if len(here) > 1 and len(blamed) == len(here) and len(set(nodes)) > 1:
+            least, most = blamed[-1][1], blamed[0][1]
+            words = (
+                f"All {len(here)} ranks of node {node} are slow: they work {least:.2f} to {most:.2f} times as long as their peers"
+            )
+            change = "Look at the node's power, cooling and clocks (megalith doctor), or quarantine it."
+            yield Cause(
+                "slow node", words, change, share * one.without([r for r, _ in blamed], usual), tuple(r for r, _ in blamed), node
+            )
+            continue
+        for rank, times in blamed[:8]:
+            where = f"rank {rank} (stage {seen.pipeline[rank]}, data rank {seen.data[rank]}, node {node})"
+            words = f"Slow: {where} works {times:.2f} times as long as the ranks that do the same"
+            change = "Look at its device (megalith doctor): throttled, shared, or failing. A spare node can take its place."
+            yield Cause("slow rank", words, change, share * one.without([rank], usual), (rank,), node)
+    yield from _of_stages(one, usual, seen, share)
+    yield from _of_samples(one, seen, share, {rank for rank, _ in slow})
+
+
+def _work_share(source: Source, one: Replay) -> float:
+    """The share of a whole step that its computations take, with their bubble; the rest does not shrink with a rank's own work."""
+    seconds = source.recent(["seconds"], WINDOW)["seconds"]
+    whole = float(np.nanmedian(seconds)) if len(seconds) else 0.0
+    return min(1.0, one.seconds() / whole) if whole > 0 else 1.0
+
+
+def _of_stages(one: Replay, own: NDArray[np.float64], seen: Window, share: float) -> Iterator[Cause]:
+    if one.plan.pipeline < 2:
+        return
+    medians = np.array([np.nanmedian(own[seen.pipeline == place]) for place in range(one.plan.pipeline)])
+    place = int(medians.argmax())
+    over = float(medians[place] / np.median(np.delete(medians, place)))
+    if over < STAGE:
+        return
+    whole = one.seconds(own)
+    gain = share * (1 - one.seconds(levelled(own, seen.pipeline, place)) / whole) if whole > 0 else 0.0
+    words = f"Unbalanced: pipeline rank {place} has {over - 1:.0%} more work than the median of the others, which wait for it"
+    change = (
+        "Give it fewer blocks (plan.layers), or a share of the vocabulary's work elsewhere; `megalith plan` says what is gained."
+    )
+    yield Cause("unbalanced stage", words, change, gain, tuple(map(int, np.flatnonzero(seen.pipeline == place)[:8])))
+
+
+def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iterator[Cause]:
+    """Another data rank is the slowest in each step: their samples are unlike."""
+    if one.plan.data < 2:
+        return
+    others = np.array([rank for rank in range(seen.own.shape[1]) if rank not in slow])
+    ratios, who = [], []
+    for row in seen.own[:, others]:
+        by = [np.nansum(row[seen.data[others] == data]) for data in range(one.plan.data)]
+        middle = float(np.median([value for value in by if value > 0] or [1.0]))
+        ratios.append(max(by) / middle)
+        who.append(int(np.argmax(by)))
+    most = np.bincount(who).max() / len(who)
+    if np.median(ratios) < UNEVEN or most > 0.6:
+        return
+    times = f"{np.median(ratios):.2f} times"
+    words = f"Uneven samples: in the median step the slowest data rank works {times} as long as the median one, each time another"
+    change = "Documents differ in length: pack them, keep data.document_mask in mind, or use larger microbatches."
+    yield Cause("uneven samples", words, change, share * (1 - 1 / float(np.median(ratios))))
+
+
+def _of_step(source: Source) -> Iterator[Cause]:
+    """What the first rank's own account of its steps, and the log, say."""
+    names = ["seconds", "data", "communication", "bubble", "other"]
+    recent = source.recent(names, WINDOW)
+    if len(recent["seconds"]) < ENOUGH:
+        return
+    whole = float(np.nanmean(recent["seconds"]))
+    shares = {name: float(np.nanmean(recent[name])) / whole for name in names[1:]}
+    if shares["data"] > PART["data"]:
+        words = f"Data: a step waits {units.percent(shares['data'])} of its time for samples"
+        yield Cause("data", words, "Put the data on a faster disk, or a copy of it on each node (data.copies).", shares["data"])
+    if shares["other"] > PART["other"]:
+        share = units.percent(shares["other"])
+        words = f"Pauses: {share} of a step is outside of the model: garbage collection, other programs, the operating system"
+        yield Cause(
+            "pauses",
+            words,
+            "See what else runs on these machines; the stacks of a slow step say more (--profile).",
+            shares["other"],
+        )
+    predicted = (source.predicted or {}).get("time")
+    if predicted and predicted["communication"] > 0:
+        over = shares["communication"] * whole / predicted["communication"]
+        if over > FABRIC:
+            words = f"The fabric: communication that nothing hides takes {over:.1f} times what was predicted"
+            gain = shares["communication"] * (1 - 1 / over)
+            yield Cause("slow fabric", words, "Check links and the placement of nodes (megalith doctor).", gain)
+    elif shares["communication"] > PART["communication"]:
+        words = f"Communication that nothing hides is {units.percent(shares['communication'])} of a step"
+        yield Cause(
+            "communication",
+            words,
+            "A plan that sends less, or hides more: `megalith plan` lists them.",
+            shares["communication"] / 2,
+        )
+    yield from _of_saving(source, whole)
+
+
+def _of_saving(source: Source, whole: float) -> Iterator[Cause]:
+    saved = list(source.checkpoints)[-5:]
+    every = source.setting("checkpoint", "every")
+    if not saved or not every:
+        return
+    share = float(np.mean([one.wait_seconds for one in saved])) / (every * whole)
+    if share > PART["saving"]:
+        words = f"Saving: training stands still {units.percent(share)} of the time for checkpoints"
+        yield Cause("saving", words, "Save less often (checkpoint.every), or asynchronously (checkpoint.asynchronous).", share)
+
+
+def as_json(found: list[Cause], step: float | None) -> list[dict[str, Any]]:
+    """Return causes for programs, with the seconds that each costs a step."""
+    return [asdict(one) | {"seconds": None if step is None else one.gain * step} for one in found]

@@ -1,0 +1,52 @@
+"""The live page: one HTML file with its style and script inside, which asks no other host for anything.
+
+No text of a run is ever HTML here: the script sets all of it as text. The policy allows this very script and style, by their digests.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import Any
+
+
+@cache
+def _part(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8").strip()
+
+
+@cache
+def _digest(name: str) -> str:
+    return base64.b64encode(hashlib.sha256(_part(name).encode()).digest()).decode()
+
+
+def policy(*, live: bool) -> str:
+    """Return what a browser may do for the page: run its script and style, and ask the server it is from for data if it is `live`."""
+    own = f"script-src 'sha256-{_digest('page.js')}'; style-src 'sha256-{_digest('page.css')}'"
+    asks = "connect-src 'self'; frame-ancestors 'none'; " if live else ""
+    return f"default-src 'none'; {own}; {asks}img-src data:; base-uri 'none'; form-action 'none'"
+
+
+def live(names: Sequence[str], data: Sequence[dict[str, Any]], *, acts: bool) -> str:
+    """Return the page that a server hands out: it shows this data at once, and asks for more."""
+    return _whole(names, {"live": True, "acts": acts, "names": list(names), "data": list(data)})
+
+
+def standing(names: Sequence[str], data: Sequence[dict[str, Any]]) -> str:
+    """Return the page as a file: with its data inside."""
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{escape(policy(live=False))}">'
+    return _whole(names, {"live": False, "acts": False, "names": list(names), "data": list(data)}, meta)
+
+
+def _whole(names: Sequence[str], data: dict[str, Any], meta: str = "") -> str:
+    inside = json.dumps(data, separators=(",", ":"), default=str).replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    title = escape(", ".join(names) or "no run")
+    head = f'<meta charset="utf-8">{meta}<meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f'<link rel="icon" href="data:,"><title>{title}</title><style>{_part("page.css")}</style>'
+    body = (
+        f'<main id="page"></main><script type="application/json" id="data">{inside}</script><script>{_part("page.js")}</script>'
+    )
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'

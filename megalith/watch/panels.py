@@ -1,0 +1,318 @@
+"""The panels of the live page: each a function from a run to JSON-able data, which the page, its JSON address and `watch --json` share.
+
+An argument of a panel is text, as an address has it; what it cannot be read as counts as not given.
+"""
+
+import base64
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.control import times
+from megalith.events import RunStarted, Skipped
+from megalith.report import units
+from megalith.watch import causes
+from megalith.watch.alive import alive
+from megalith.watch.index import PARTS
+from megalith.watch.source import Source
+
+Asked = Mapping[str, str]
+
+POINTS = 700  # of a curve, at most about
+COLUMNS, ROWS = 400, 256  # cells of a heatmap, at most
+SHOWN = 200  # rows of a table
+
+
+def whole(asked: Asked, name: str, default: int, *, least: int = 0, most: int = 2**53) -> int:
+    """Return a whole number that was asked for, within limits."""
+    try:
+        return min(max(int(asked[name]), least), most)
+    except (KeyError, ValueError):
+        return default
+
+
+def plain(values: NDArray) -> list[float | None]:
+    """Return numbers for JSON, to six digits: None for what is not finite."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _window(asked: Asked) -> dict[str, int]:
+    return {
+        "first": whole(asked, "from", 0),
+        "last": whole(asked, "to", 2**53),
+        "most": whole(asked, "points", POINTS, least=2, most=4 * POINTS),
+    }
+
+
+def _curves(source: Source, asked: Asked, *names: str) -> dict[str, Any]:
+    """Mean, least and most of numbers of the steps. `piece` changes where the run went back to an earlier step."""
+    view = source.steps(names, **_window(asked))
+    found: dict[str, Any] = {"step": view.last.tolist(), "piece": view.piece.tolist(), "steps": view.steps.tolist()}
+    fine = bool(len(view)) and int(view.steps.max()) == 1
+    for at, name in enumerate(names):
+        found[name] = {"mean": plain(view.mean[:, at])}
+        if not fine:
+            found[name] |= {"low": plain(view.low[:, at]), "high": plain(view.high[:, at])}
+    return found
+
+
+def loss(source: Source, asked: Asked) -> dict[str, Any]:
+    """Training loss, gradient norm and learning rate by step; validation loss by domain, in nats and in bits a byte; what happened when."""
+    found = _curves(source, asked, "loss", "grad_norm", "lr")
+    rates = source.tokens_a_byte()
+    found["validation"] = [
+        {"step": one.step, "loss": one.loss, "domains": one.domains} for one in list(source.validations)[-POINTS:]
+    ]
+    found["tokens_a_byte"] = rates
+    found["marks"] = marks(source)
+    found["total"] = source.setting("train", "steps")
+    return found
+
+
+def marks(source: Source) -> list[dict[str, Any]]:
+    """Return what happened at which step: starts anew, incidents, updates that were left out."""
+    found = []
+    for before, start in zip([None, *source.starts], source.starts, strict=False):
+        if before is not None:
+            plan = "" if _plan(before) == _plan(start) else ", under another plan"
+            found.append(
+                {"step": start.resumed_step, "kind": "start", "words": f"started again from step {start.resumed_step}{plan}"}
+            )
+    found += [{"step": one.step, "kind": "incident", "words": one.reason} for one in source.incidents]
+    found += [{"step": one.step, "kind": "skipped", "words": one.words} for one in source.problems if isinstance(one, Skipped)]
+    return sorted(found, key=lambda one: one["step"])[-SHOWN:]
+
+
+def _plan(start: RunStarted) -> Any:
+    return start.spec.get("plan")
+
+
+def speed(source: Source, asked: Asked) -> dict[str, Any]:
+    """Tokens a second, MFU, and what a step's seconds go to on the first rank, measured and predicted."""
+    found = _curves(source, asked, "tokens_per_second", "mfu", "seconds", *PARTS)
+    recent = source.recent(["seconds", *PARTS], 50)
+    measured = {name: float(np.nanmean(recent[name])) for name in ("seconds", *PARTS)} if len(recent["step"]) else None
+    return found | {"now": measured and terms(measured), "predicted": predicted_time(source), "why": _why(source)}
+
+
+TERMS: Mapping[str, tuple[str, ...]] = {
+    "compute": ("forward", "backward"), "communication": ("communication",), "bubble": ("bubble",), "data": ("data",),
+    "optimizer": ("optimizer",), "other": ("other",),
+}  # fmt: skip
+"""Term of a prediction -> parts of a step as the log has them."""
+
+
+def terms(measured: Mapping[str, float]) -> dict[str, float]:
+    """Return a measured step by the terms of a prediction."""
+    return {"step": measured["seconds"], **{name: sum(measured[part] for part in parts) for name, parts in TERMS.items()}}
+
+
+def predicted_time(source: Source) -> dict[str, float] | None:
+    """Return the planner's seconds of a step by term; None where it has none."""
+    return (source.predicted or {}).get("time")
+
+
+def _why(source: Source) -> str:
+    return "the planner has not answered yet" if source.predicted is None else str(source.predicted.get("why", ""))
+
+
+def rank_heatmap(source: Source, asked: Asked) -> dict[str, Any]:
+    """What each rank's seconds of a kind were, step by step: codes of `control.times`, rows of ranks by columns of steps, in base 64.
+
+    Asked: `row` (a kind of seconds, or "memory"), `sort` (rank, node, stage, data, slowest), `against` (stage: over the median of the ranks
+    with the same part of the model; all), `from`, `to`, `columns`, `rows`.
+    """
+    row = asked.get("row", "own")
+    row = row if row in times.ROWS else "own"
+    columns = whole(asked, "columns", COLUMNS, least=1, most=COLUMNS)
+    view, world = source.ranks(row, first=whole(asked, "from", 0), last=whole(asked, "to", 2**53), most=columns)
+    if not len(view):
+        words = (
+            "No rank has told of its seconds: the run was made by an earlier version, or its ranks were not started by megalith."
+        )
+        return {"ranks": 0, "why": words}
+    places = source.places() if world == source.world else {}
+    codes = view.high  # of a record of several steps, the slowest
+    if row != "memory" and asked.get("against", "stage") == "stage" and "pipeline" in places:
+        codes = _against(codes, places["pipeline"])
+    order = _order(asked.get("sort", "rank"), codes, places, world)
+    cells, groups = _grouped(codes[:, order].T, whole(asked, "rows", ROWS, least=1, most=ROWS))
+    return {
+        "ranks": world,
+        "row": row,
+        "rows": [{"ranks": order[a:b][:8].tolist(), "of": int(b - a), **_place(order[a:b], places)} for a, b in groups],
+        "step": view.last.tolist(),
+        "first": view.first.tolist(),
+        "piece": view.piece.tolist(),
+        "base": plain(view.bases[:, int(row == "memory")]),
+        "codes": base64.b64encode(cells.tobytes()).decode(),
+        "octaves": times.OCTAVES,
+        "zero": -math.log2(times.LEAST),
+    }
+
+
+def _against(codes: NDArray[np.uint8], stage: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Codes over the (lower) median of those with the same stage: a difference of logarithms."""
+    one = 1 + round(-math.log2(times.LEAST) * times.CODES / times.OCTAVES)  # the code of "as long as the median"
+    found = codes.astype(np.int16)
+    for place in np.unique(stage):
+        at = np.flatnonzero(stage == place)
+        mine = found[:, at]
+        known = np.sort(np.where(mine > 0, mine, 256), axis=1)
+        number = np.maximum((mine > 0).sum(axis=1, keepdims=True), 1)
+        middle = np.take_along_axis(known, (number - 1) // 2, axis=1)
+        found[:, at] = np.where(mine > 0, np.clip(mine - middle + one, 1, 255), 0)
+    return found.astype(np.uint8)
+
+
+def _order(sort: str, codes: NDArray[np.uint8], places: Mapping[str, NDArray[np.int64]], world: int) -> NDArray[np.int64]:
+    ranks = np.arange(world)
+    axis = {"node": "node", "stage": "pipeline", "data": "data"}.get(sort, "")
+    if axis in places:
+        return np.lexsort((ranks, places[axis]))
+    if sort == "slowest":
+        return np.argsort(-codes[-32:].astype(np.int64).mean(axis=0), kind="stable")
+    return ranks
+
+
+def _grouped(cells: NDArray[np.uint8], rows: int) -> tuple[NDArray[np.uint8], list[tuple[int, int]]]:
+    """At most `rows` rows: several ranks make one, which shows the slowest of them."""
+    size = -(-len(cells) // rows)
+    starts = np.arange(0, len(cells), size)
+    ends = [*starts[1:].tolist(), len(cells)]
+    return np.maximum.reduceat(cells, starts, axis=0), list(zip(starts.tolist(), ends, strict=True))
+
+
+def _place(ranks: NDArray[np.int64], places: Mapping[str, NDArray[np.int64]]) -> dict[str, int]:
+    """Where the ranks of a row are, on axes where all are at the same place."""
+    return {axis: int(at[ranks[0]]) for axis, at in places.items() if len(ranks) == 1 or (at[ranks] == at[ranks[0]]).all()}
+
+
+def what_if(source: Source, asked: Asked) -> dict[str, Any]:
+    """What makes steps long, who is to blame, what it costs and what to change; the dearest first."""
+    seconds = source.recent(["seconds"], causes.WINDOW)["seconds"]
+    step = float(np.nanmedian(seconds)) if len(seconds) else None
+    found = causes.causes(source)
+    words = "" if found or causes.window(source) is not None else "too few steps of all ranks are known"
+    return {"step": step, "causes": causes.as_json(found, step), "why": words}
+
+
+def memory(source: Source, asked: Asked) -> dict[str, Any]:
+    """Bytes at the peak of each rank (of many ranks, of each stage's fullest), by what its state holds; predicted of each stage."""
+    span = source.times_span()
+    peaks: dict[int, float] = {}
+    if span is not None:
+        view, world = source.ranks("memory", first=span[1], most=1)
+        if len(view) and world == source.world:
+            shares = times.decode(view.high[-1])
+            peaks = {rank: float(share * view.bases[-1, 1]) for rank, share in enumerate(shares) if math.isfinite(share)}
+    predicted = (source.predicted or {}).get("memory") or []
+    rows = []
+    stages = source.places().get("pipeline")
+    for rank in sorted({*source.holdings, *peaks}):
+        held = source.holdings.get(rank)
+        sizes = (held.weight_bytes, held.gradient_bytes, held.optimizer_bytes) if held else (0, 0, 0)
+        state = dict(zip(("weights", "gradients", "optimizer"), sizes, strict=True))
+        place = 0 if stages is None or rank >= len(stages) else int(stages[rank])
+        rows.append({"rank": rank, "stage": place, "peak": peaks.get(rank), **state})
+    if len(rows) > SHOWN:
+        fullest: dict[int, dict[str, Any]] = {}
+        for row in rows:
+            size = lambda one: one["peak"] or sum(one[name] for name in ("weights", "gradients", "optimizer"))  # noqa: E731
+            if row["stage"] not in fullest or size(row) > size(fullest[row["stage"]]):
+                fullest[row["stage"]] = row
+        rows = [fullest[stage] for stage in sorted(fullest)]
+    curves = _curves(source, asked, "resident", "peak")
+    limit = (source.predicted or {}).get("limit")
+    return {"rows": rows, "predicted": predicted, "limit": limit, "device": _device(source), "why": _why(source)} | curves
+
+
+def _device(source: Source) -> str:
+    return source.start.device if source.start else ""
+
+
+def experts(source: Source, asked: Asked) -> dict[str, Any]:
+    """The load of the busiest expert over the mean, the evenness of the loads and the share of choices dropped, in the worst layer."""
+    return _curves(source, asked, "max_load", "entropy", "dropped")
+
+
+def incidents(source: Source, asked: Asked) -> dict[str, Any]:
+    """What went wrong, what was decided and what it cost; warnings and errors; nodes that are out, and spares."""
+    rows = []
+    for one in list(source.incidents)[-SHOWN:]:
+        end = source.recoveries.get(one.incident)
+        rows.append(
+            {
+                "incident": one.incident, "step": one.step, "time": one.time, "cause": one.cause, "reason": one.reason,
+                "node": one.node, "rank": one.rank, "detection": max(0.0, one.time - one.began),
+                "recovery": None if end is None else max(0.0, end.time - one.time), "lost_steps": end.lost_steps if end else 0,
+                "commands": [str(command.get("kind", "")).replace("_", " ") for command in one.commands],
+            }
+        )  # fmt: skip
+    problems = [
+        {"time": one.time, "severity": "warning", "message": one.words, "rank": None}
+        if isinstance(one, Skipped)
+        else {"time": one.time, "severity": one.severity, "message": one.message, "rank": one.rank}
+        for one in list(source.problems)[-SHOWN:]
+    ]
+    account = source.goodput()
+    went = (
+        [
+            {"cause": cause, "seconds": seconds, "share": share, "meaning": words}
+            for cause, seconds, share, words in account[0].rows()
+        ]
+        if account
+        else []
+    )
+    return {"incidents": rows, "problems": problems, "went": went, "of": account and account[1], **source.nodes()}
+
+
+def samples(source: Source, asked: Asked) -> dict[str, Any]:
+    """Text that the model wrote, the newest last."""
+    return {"samples": [{"step": one.step, "prompt": one.prompt, "text": one.text[:20_000]} for one in source.samples]}
+
+
+def run(source: Source, asked: Asked) -> dict[str, Any]:
+    """What runs where: name, folder, model, machine, plan, versions, every value of the description and where it came from."""
+    start, plan = source.start, source.plan
+    return {
+        "name": source.name,
+        "folder": str(source.run_dir.resolve()),
+        "parameters": start.parameters if start else None,
+        "world": source.world,
+        "device": _device(source),
+        "plan": plan.model_dump() if plan else None,
+        "versions": start.versions if start else {},
+        "peak": None
+        if start is None
+        else {"flops": start.peak_flops, "source": start.peak_source, "convention": start.flops_convention},
+        "starts": len(source.starts),
+        "said": [units.count(start.parameters) + " parameters", f"{start.world} ranks on {start.device}"] if start else [],
+        "spec": source.spec,
+    }
+
+
+PANELS: dict[str, Callable[[Source, Asked], dict[str, Any]]] = {
+    "alive": lambda source, asked: asdict(alive(source)),
+    "loss": loss,
+    "speed": speed,
+    "rank-heatmap": rank_heatmap,
+    "what-if": what_if,
+    "memory": memory,
+    "experts": experts,
+    "incidents": incidents,
+    "samples": samples,
+    "run": run,
+}
+"""Name, as `--json` and the page's address have it -> what makes its data."""
+
+
+def panel(source: Source, name: str, asked: Asked | None = None) -> dict[str, Any]:
+    """Return a panel's data. Raises KeyError for a name that is none."""
+    made = PANELS[name]
+    with source.lock:
+        return made(source, asked or {})

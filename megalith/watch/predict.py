@@ -1,0 +1,90 @@
+"""What the planner predicts of a run, computed in a process of its own: tracing a part takes torch and seconds, which a server must not
+spend. `python -m megalith.watch.predict RUN_DIR` prints it as one JSON object."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megalith.mesh import Mesh
+from megalith.spec import cluster as clusters
+from megalith.spec.files import SPEC_FILE
+from megalith.spec.plan import Plan
+from megalith.spec.run import RunSpec
+
+LIMIT = 300.0  # seconds that a prediction may take
+
+
+def predicted(spec: RunSpec) -> dict[str, Any]:
+    """Return what a step of a run should take, by term and in seconds; bytes of a rank of each pipeline place, by category; watts and
+    dollars an hour of a device. A figure that cannot be predicted is None, and `why` says so."""
+    found: dict[str, Any] = {"time": None, "mfu": None, "tokens_per_second": None, "memory": None, "why": ""}
+    accelerator = None
+    if spec.cluster != "local":
+        cluster = clusters.load(spec.cluster)
+        accelerator = cluster.accelerator
+        found |= {"price_per_hour": cluster.price_per_hour, "watts": accelerator.power, "limit": accelerator.memory}
+    if accelerator is None or not accelerator.peak:
+        found["why"] = "no peak or bandwidth of this device is in the catalogue, so the seconds of a step are not predicted"
+    else:
+        _of_time(spec, found)
+    _of_memory(spec, found)
+    return found
+
+
+def _of_time(spec: RunSpec, found: dict[str, Any]) -> None:
+    from megalith.cost.estimate import estimate  # a prediction, for whoever can make one
+    from megalith.cost.foreseen import of_run
+
+    try:
+        one = estimate(of_run(spec))
+    except (ValueError, AssertionError, KeyError) as error:
+        found["why"] = f"the seconds of a step are not predicted: {error or type(error).__name__}"
+        return
+    time, devices = one.time, one.devices
+    terms = {
+        "compute": time.compute, "communication": time.exposed, "bubble": time.bubble, "optimizer": time.optimizer,
+        "other": time.other,
+    }  # fmt: skip
+    found |= {"time": {"step": time.step, **terms}, "mfu": one.mfu, "tokens_per_second": one.tokens_per_second * devices}
+
+
+def _of_memory(spec: RunSpec, found: dict[str, Any]) -> None:
+    from megalith.cost.foreseen import foresee, of_run  # as above
+
+    try:
+        workload = of_run(spec)
+        mesh = Mesh.of(spec.plan)
+        firsts: dict[int, int] = {}
+        for rank in range(mesh.ranks):
+            firsts.setdefault(mesh.coordinates(rank)["pipeline"], rank)
+            if len(firsts) == spec.plan.pipeline:
+                break
+        found["memory"] = [foresee(workload, rank=firsts[place]).memory for place in sorted(firsts)]
+    except (ValueError, AssertionError, KeyError) as error:
+        found["why"] = "; ".join(filter(None, (found["why"], f"memory is not predicted: {error or type(error).__name__}")))
+
+
+def ask(run_dir: Path, plan: Plan | None = None) -> dict[str, Any] | None:
+    """Return `predicted` of the run in a folder, from a process of its own; None if it cannot be had. `plan`: under another plan."""
+    more = [] if plan is None else [plan.model_dump_json()]
+    command = [sys.executable, "-m", "megalith.watch.predict", str(run_dir), *more]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=LIMIT, check=True, stdin=subprocess.DEVNULL)
+        found = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def main() -> None:
+    """Print the prediction of the run in the folder that is the first argument."""
+    spec = RunSpec.model_validate_json((Path(sys.argv[1]) / SPEC_FILE).read_text(encoding="utf-8"))
+    if len(sys.argv) > 2:
+        spec = spec.model_copy(update={"plan": Plan.model_validate_json(sys.argv[2])})
+    print(json.dumps(predicted(spec)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Serves the live page to browsers of this machine: standard library, 127.0.0.1, a token in the address, nothing else in reach.
+
+Others may have accounts on the machine, and any page in a browser may ask 127.0.0.1: so each request needs the token and this very host in
+its head. It has HEAD_SECONDS to be said and SEND_SECONDS to be taken, at most CONNECTIONS are open, and none may hold one for longer.
+"""
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from megalith.watch import page, panels
+from megalith.watch.source import Source
+
+CONNECTIONS, STREAMS = 48, 12  # open at once: all, and those that pages keep to hear of news
+HEAD_SECONDS, SEND_SECONDS = 5.0, 10.0
+HEAD_BYTES, BODY_BYTES = 16 << 10, 4 << 10
+POLL_SECONDS = 0.5  # between looks at the logs
+BEAT_SECONDS = 10.0  # at most between two words of a stream, so that a closed one is noticed
+STREAM_SECONDS = 3600.0  # that a stream lasts; a page opens the next by itself
+
+FIRST = ("alive", "loss", "speed", "rank-heatmap")
+"""Panels whose data come with the page, so that it can be painted at once."""
+
+TYPES = {"json": "application/json", "html": "text/html; charset=utf-8", "stream": "text/event-stream", "text": "text/plain"}
+_PHRASES = {200: "OK", 202: "Accepted", 400: "Bad Request", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed",
+            408: "Request Timeout", 413: "Content Too Large", 500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
+
+Order = Callable[[Source, Mapping[str, Any]], str]
+"""Obeys what a page asks of a run, and returns what was done in words. Raises ValueError for an order that it does not know."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request as far as this server reads it."""
+
+    method: str
+    path: str
+    asked: Mapping[str, str]
+    head: Mapping[str, str]
+    body: bytes
+
+
+class _Refused(Exception):  # noqa: N818  # it is an answer
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class Server:
+    """The page of some runs. `address` is what to open; who has it may look. Threads are daemons: they end with the process."""
+
+    def __init__(self, sources: Sequence[Source], *, port: int = 0, order: Order | None = None) -> None:
+        """`order`: what obeys orders, from pages that have the second token too; None: none is taken. Raises OSError if the port is
+        taken."""
+        self.sources, self._order = sources, order
+        self._token, self.second = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        self._socket = socket.create_server(("127.0.0.1", port), backlog=128)
+        self.port = self._socket.getsockname()[1]
+        self._open, self._streams = threading.BoundedSemaphore(CONNECTIONS), threading.BoundedSemaphore(STREAMS)
+        self._news, self._done = threading.Condition(), threading.Event()
+
+    @property
+    def address(self) -> str:
+        """What to open in a browser of this machine."""
+        return f"http://127.0.0.1:{self.port}/{self._token}/"
+
+    @property
+    def acting_address(self) -> str:
+        """The same for who may also give orders. Browsers send nothing of what stands behind #."""
+        return f"{self.address}#act={self.second}"
+
+    def start(self) -> None:
+        """Serve and follow, in threads."""
+        for loop in (self._accept, self._follow):
+            threading.Thread(target=loop, daemon=True).start()
+
+    def close(self) -> None:
+        """End all of it."""
+        self._done.set()
+        with self._news:
+            self._news.notify_all()
+        self._socket.close()
+
+    def _follow(self) -> None:
+        while not self._done.is_set():
+            began, busy = time.monotonic(), False
+            for source in self.sources:
+                while source.poll() and time.monotonic() - began < POLL_SECONDS:
+                    busy = True
+                busy |= source.behind
+            if busy:
+                with self._news:
+                    self._news.notify_all()
+            if not any(source.behind for source in self.sources):
+                self._done.wait(POLL_SECONDS)
+
+    def _accept(self) -> None:
+        while not self._done.is_set():
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            if not self._open.acquire(blocking=False):
+                with contextlib.suppress(OSError), connection:
+                    connection.settimeout(0.0)
+                    connection.send(_head(503, "text", 0))
+                continue
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection, contextlib.suppress(OSError):
+                try:
+                    self._answer(connection, _read(connection))
+                except _Refused as refused:
+                    _send(connection, _head(refused.status, "text", 0))
+                except OSError:
+                    raise
+                except Exception as error:  # must not end the server, whatever is wrong with a run's files
+                    print(f"a request could not be answered: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                    _send(connection, _head(500, "text", 0))
+        finally:
+            self._open.release()
+
+    # Requests
+
+    def _answer(self, connection: socket.socket, request: Request) -> None:
+        if request.head.get("host", "") not in (f"127.0.0.1:{self.port}", f"localhost:{self.port}"):
+            raise _Refused(403)  # another name that leads here: a foreign page's
+        _, token, *rest = [*request.path.split("/"), "", ""][: max(2, request.path.count("/") + 1)]
+        if not hmac.compare_digest(token.encode(), self._token.encode()):
+            raise _Refused(404)
+        match request.method, rest:
+            case "GET", [""]:
+                data = [{name: panels.panel(source, name) for name in FIRST} for source in self.sources]
+                names = [source.name for source in self.sources]
+                whole = page.live(names, data, acts=self._order is not None).encode()
+                _send(connection, _head(200, "html", len(whole), page.policy(live=True)) + whole)
+            case "GET", ["news"]:
+                self._stream(connection)
+            case "GET", ["panel", name] if name in panels.PANELS:
+                self._panel(connection, name, request.asked)
+            case "POST", ["order"]:
+                self._obey(connection, request)
+            case "GET", _:
+                raise _Refused(404)
+            case _:
+                raise _Refused(405)
+
+    def _source(self, asked: Mapping[str, Any]) -> Source:
+        at = panels.whole({"run": str(asked.get("run", 0))}, "run", 0)
+        if at >= len(self.sources):
+            raise _Refused(404)
+        return self.sources[at]
+
+    def _panel(self, connection: socket.socket, name: str, asked: Mapping[str, str]) -> None:
+        whole = json.dumps(panels.panel(self._source(asked), name, asked), separators=(",", ":"), default=str).encode()
+        _send(connection, _head(200, "json", len(whole)) + whole)
+
+    def _obey(self, connection: socket.socket, request: Request) -> None:
+        given = request.head.get("x-megalith-act", "")
+        if self._order is None or not hmac.compare_digest(given.encode(), self.second.encode()):
+            raise _Refused(403)
+        try:
+            wanted = json.loads(request.body)
+            words = self._order(self._source(wanted), wanted)
+        except (ValueError, AttributeError, TypeError, KeyError) as error:
+            whole = json.dumps({"ok": False, "words": str(error)}).encode()
+            _send(connection, _head(400, "json", len(whole)) + whole)
+            return
+        whole = json.dumps({"ok": True, "words": words}).encode()
+        _send(connection, _head(202, "json", len(whole)) + whole)
+
+    def _stream(self, connection: socket.socket) -> None:
+        """Say which runs have news, until the page goes away."""
+        if not self._streams.acquire(blocking=False):
+            raise _Refused(503)
+        try:
+            _send(connection, _head(200, "stream", None))
+            until, last = time.monotonic() + STREAM_SECONDS, ""
+            while not self._done.is_set() and time.monotonic() < until:
+                now = json.dumps([source.revision for source in self.sources])
+                _send(connection, b": still there\n\n" if now == last else f"data: {now}\n\n".encode())
+                last = now
+                with self._news:
+                    self._news.wait(BEAT_SECONDS)
+                self._done.wait(POLL_SECONDS)  # several pieces of news are one
+        finally:
+            self._streams.release()
+
+
+def _read(connection: socket.socket) -> Request:
+    """Read a request. Raises _Refused for one that is too slow, too long, or none."""
+    end, read = time.monotonic() + HEAD_SECONDS, b""
+    while b"\r\n\r\n" not in read:
+        read += _receive(connection, end)
+        if len(read) > HEAD_BYTES:
+            raise _Refused(413)
+    first, *lines = read.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
+    body = read.partition(b"\r\n\r\n")[2]
+    words = first.split(" ")
+    if len(words) != 3 or not words[1].startswith("/") or not words[2].startswith("HTTP/1."):
+        raise _Refused(400)
+    head = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    length = head.get("content-length", "0")
+    if not length.isdecimal() or int(length) > BODY_BYTES:
+        raise _Refused(413)
+    while len(body) < int(length):
+        body += _receive(connection, end)
+    try:
+        parts = urlsplit(words[1])
+        asked = dict(parse_qsl(parts.query, max_num_fields=32))
+    except ValueError as error:
+        raise _Refused(400) from error
+    return Request(words[0], parts.path, asked, head, body[: int(length)])
+
+
+def _receive(connection: socket.socket, end: float) -> bytes:
+    left = end - time.monotonic()
+    if left <= 0:
+        raise _Refused(408)
+    connection.settimeout(left)
+    try:
+        found = connection.recv(4096)
+    except TimeoutError as error:
+        raise _Refused(408) from error
+    if not found:
+        raise ConnectionResetError
+    return found
+
+
+def _send(connection: socket.socket, whole: bytes) -> None:
+    """Send all within SEND_SECONDS, however little is taken at a time. Raises OSError."""
+    end, rest = time.monotonic() + SEND_SECONDS, memoryview(whole)
+    while rest:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+        rest = rest[connection.send(rest[: 256 << 10]) :]
+
+
+def _head(status: int, kind: str, length: int | None, policy: str = "default-src 'none'; frame-ancestors 'none'") -> bytes:
+    lines = [
+        f"HTTP/1.1 {status} {_PHRASES[status]}", "Connection: close", f"Content-Type: {TYPES[kind]}", "Cache-Control: no-store",
+        f"Content-Security-Policy: {policy}", "X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer",
+        "Cross-Origin-Resource-Policy: same-origin", "Cross-Origin-Opener-Policy: same-origin", "X-Frame-Options: DENY",
+    ]  # fmt: skip
+    lines += [] if length is None else [f"Content-Length: {length}"]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def write(sources: Sequence[Source], path: Path) -> None:
+    """Write the page of some runs, as they are now, as a file that needs nothing else."""
+    data = [{name: panels.panel(source, name) for name in panels.PANELS} for source in sources]
+    draft = path.with_suffix(".tmp")
+    draft.write_text(page.standing([source.name for source in sources], data), encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,308 @@
+"""All that is known of one run, from its folder alone: the log as far as it goes, and what each rank's seconds went to."""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith import epochs, events, pyramid
+from megalith.control import ledger, times
+from megalith.events import (
+    Checkpoint,
+    Event,
+    Holding,
+    Incident,
+    Problem,
+    Recovery,
+    RunFinished,
+    RunStarted,
+    Sample,
+    Skipped,
+    Spans,
+    Validation,
+)
+from megalith.fleet.seat import slot_of
+from megalith.mesh import Mesh
+from megalith.pyramid import View
+from megalith.report.history import plan_of
+from megalith.spec.plan import Plan
+from megalith.watch import index, predict
+
+KEPT = 2000  # events of a kind that are held; the newest count
+SPANS = 8  # drawings of the pipeline that are held
+ACCOUNT = 16 << 20  # bytes at the end of a log that the account of its time is made from
+
+
+class Source:
+    """One run. Methods may be called from several threads; `lock` keeps them apart."""
+
+    def __init__(self, run_dir: Path, *, predicts: bool = True) -> None:
+        """`predicts`: have the planner predict the run, once its plan is known. Raises FileNotFoundError for a folder that holds no run."""
+        if not run_dir.is_dir() or not (epochs.newest(run_dir, events.FILE).exists() or (run_dir / "run.toml").exists()):
+            raise FileNotFoundError(
+                f"{run_dir} holds no run: there is no {events.FILE} and no run.toml. Give the --run-dir of a run."
+            )
+        self.run_dir, self.lock = run_dir, threading.RLock()
+        self.starts: deque[RunStarted] = deque(maxlen=KEPT)
+        self.validations: deque[Validation] = deque(maxlen=KEPT)
+        self.checkpoints: deque[Checkpoint] = deque(maxlen=KEPT)
+        self.samples: deque[Sample] = deque(maxlen=20)
+        self.spans: deque[Spans] = deque(maxlen=SPANS)
+        self.incidents: deque[Incident] = deque(maxlen=KEPT)
+        self.recoveries: dict[int, Recovery] = {}
+        self.problems: deque[Problem | Skipped] = deque(maxlen=KEPT)
+        self.holdings: dict[int, Holding] = {}
+        self.finished: RunFinished | None = None
+        self.last_time = 0.0  # of the newest event
+        self.revision = 0
+        self.behind = True  # the log is being read for the first time
+        self._base = run_dir / index.FOLDER
+        found = pyramid.Reader(self._base).newest()
+        self._until = found and (found[0], found[1])
+        begin = index.end_of(self._base)
+        self.last_time = found[3] if found else 0.0
+        for at, event in index.notes(self._base):
+            if at <= begin:
+                self._take(event)
+        self._scratch = Path(tempfile.mkdtemp(prefix="megalith-watch-"))
+        self._remove = weakref.finalize(self, shutil.rmtree, self._scratch, True)
+        self._index = index.Index(run_dir, self._scratch, begin=begin)
+        self._account: tuple[int, float, ledger.Goodput] | None = None
+        self.predicted: dict[str, Any] | None = None
+        self.causes: tuple[int, float, list[Any]] | None = (
+            None  # of `watch.causes`: at which revision, until when, what was found
+        )
+        self._places: tuple[tuple[float, int], dict[str, NDArray[np.int64]]] | None = None
+        self._predicts, self._asked = predicts, ""
+        self._asking: threading.Thread | None = None
+
+    def close(self) -> None:
+        """Remove what was written to read the run."""
+        self._index.close()
+        self._remove()
+
+    def poll(self) -> bool:
+        """Read what the log has got; True if that was anything. Reads one portion: call it again while it gives True."""
+        with self.lock:
+            found = self._index.poll()
+            for event in found:
+                self._take(event)
+            self.revision += bool(found)
+            self.behind = self.behind and bool(found)
+        self._predict()
+        return bool(found)
+
+    def _predict(self) -> None:
+        """Ask the planner, in a thread, once for each plan."""
+        plan = self.plan
+        key = plan.model_dump_json() if plan else ""
+        if self._predicts and plan and key != self._asked and not self.behind:
+            self._asked = key
+
+            def work() -> None:
+                found = predict.ask(self.run_dir, plan)
+                with self.lock:
+                    self.predicted = found
+                    self.revision += 1
+
+            self._asking = threading.Thread(target=work, name="predict", daemon=True)
+            self._asking.start()
+
+    def await_prediction(self) -> None:
+        """Wait until the planner has answered, if it was asked."""
+        self._predict()
+        if self._asking is not None:
+            self._asking.join(predict.LIMIT)
+
+    def _take(self, event: Event) -> None:
+        if not isinstance(event, Sample):  # `generate` adds these when the run is over
+            self.last_time = max(self.last_time, event.time)
+        match event:
+            case RunStarted():
+                self.starts.append(event)
+                self.finished = None
+                self.holdings = {}
+            case Validation():
+                self.validations.append(event)
+            case Checkpoint():
+                self.checkpoints.append(event)
+            case Sample():
+                self.samples.append(event)
+            case Spans():
+                self.spans.append(event)
+            case Incident():
+                self.incidents.append(event)
+            case Recovery():
+                self.recoveries[event.incident] = event
+            case Problem() | Skipped():
+                self.problems.append(event)
+            case Holding():
+                self.holdings[event.rank] = event
+            case RunFinished():
+                self.finished = event
+
+    # What the run is
+
+    @property
+    def start(self) -> RunStarted | None:
+        """The newest start."""
+        return self.starts[-1] if self.starts else None
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The resolved description of the newest start; before the first one, the one in the folder."""
+        if self.start is not None:
+            return self.start.spec
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads((self.run_dir / "spec.json").read_text(encoding="utf-8"))
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    @property
+    def name(self) -> str:
+        return str(self.spec.get("name") or self.run_dir.resolve().name)
+
+    @property
+    def plan(self) -> Plan | None:
+        return plan_of(self.start) if self.start else None
+
+    def setting(self, table: str, key: str) -> Any:
+        """A value of the run file; None where it is not said."""
+        found = self.spec.get(table)
+        return found.get(key) if isinstance(found, dict) else None
+
+    @property
+    def world(self) -> int:
+        return self.start.world if self.start else 0
+
+    def places(self) -> dict[str, NDArray[np.int64]]:
+        """Each rank's place on each axis of the mesh, and its node."""
+        key = (self.start.time, len(self.holdings)) if self.start else (0.0, 0)
+        if self._places is None or self._places[0] != key:
+            self._places = key, self._find_places()
+        return self._places[1]
+
+    def _find_places(self) -> dict[str, NDArray[np.int64]]:
+        plan, world = self.plan, self.world
+        if plan is None or plan.ranks != world:  # a plan that this version cannot read, or other ranks: the log says who is where
+            axes = ("pipeline", "data", "context", "tensor")
+            rows = [
+                [self.holdings[rank].coordinates.get(axis, 0) if rank in self.holdings else 0 for axis in axes]
+                for rank in range(world)
+            ]
+            table = np.array(rows, dtype=np.int64).reshape(world, len(axes))
+        else:
+            mesh = Mesh.of(plan)
+            found = [mesh.coordinates(rank) for rank in range(world)]
+            axes = tuple(found[0]) if found else ()
+            table = np.array([[place[axis] for axis in axes] for place in found], dtype=np.int64)
+        nodes = int(self.setting("fleet", "nodes") or 1)
+        nodes = nodes if nodes > 1 else max(1, world // 8)
+        node = np.array([slot_of(rank, world=world, slots=nodes) for rank in range(world)], dtype=np.int64)
+        return {axis: table[:, at] for at, axis in enumerate(axes)} | {"node": node}
+
+    # What was measured
+
+    def last_step(self) -> int | None:
+        """The number of the newest step."""
+        own = pyramid.Reader(self._scratch).newest()
+        return own[1] if own else self._until[1] if self._until else None
+
+    def steps(self, names: Sequence[str], *, first: int = 0, last: int = 2**62, most: int = 600) -> View:
+        """Return numbers of the steps from `first` to `last`, in about `most` records; steps that were done again come again."""
+        at = [index.VALUES.index(name) for name in names]
+        values = [slice(i, i + 1) for i in at]
+        base = pyramid.Reader(self._base).read(values, first=first, last=last, most=most, until=self._until)
+        own = pyramid.Reader(self._scratch).read(values, first=first, last=last, most=most)
+        return _joined(base, own) if self._until else own
+
+    def recent(self, names: Sequence[str], number: int) -> dict[str, NDArray[np.float64]]:
+        """The newest steps one by one, since the newest start: their numbers, and "step" and "time"."""
+        newest = self.last_step()
+        if newest is None:
+            return {name: np.zeros(0) for name in (*names, "step", "time")}
+        view = self.steps(names, first=newest - number + 1, most=2 * number)
+        kept = (view.steps == 1) & (view.piece == view.piece[-1]) if len(view) else np.zeros(0, dtype=bool)
+        found = {name: view.mean[kept, at].astype(np.float64) for at, name in enumerate(names)}
+        return found | {"step": view.first[kept].astype(np.float64), "time": view.time[kept]}
+
+    def ranks(self, row: str, *, first: int = 0, last: int = 2**62, most: int = 400) -> tuple[View, int]:
+        """Return what one row of `control.times` says of all ranks of the newest generation's plan, and how many ranks there are."""
+        reader = pyramid.Reader(self.run_dir / times.FOLDER)
+        world = reader.width() // len(times.ROWS)
+        return reader.read([times.block(row, world)], first=first, last=last, most=most), world
+
+    def times_span(self) -> tuple[int, int] | None:
+        """The first and the last step that all ranks have told of; None where they have not."""
+        return pyramid.Reader(self.run_dir / times.FOLDER).span()
+
+    def goodput(self) -> tuple[ledger.Goodput, float] | None:
+        """The account of the run's time, and the seconds that it is of: of a long log, of its end. None before there is any time."""
+        with contextlib.suppress(OSError):
+            path = epochs.newest(self.run_dir, events.FILE)
+            size = path.stat().st_size
+            if self._account is None or (size != self._account[0] and time.monotonic() - self._account[1] > 5):
+                with path.open("rb") as file:
+                    file.seek(max(0, size - ACCOUNT))
+                    lines = file.read(ACCOUNT).split(b"\n")[1 if size > ACCOUNT else 0 :]
+                found = [event for line in lines if (event := events.parse(line.decode("utf-8", "replace") + "\n"))]
+                self._account = size, time.monotonic(), ledger.goodput(found)
+        if self._account is None or not self._account[2].wall:
+            return None
+        return self._account[2], self._account[2].wall
+
+    def nodes(self) -> dict[str, Any]:
+        """Nodes that are in the mesh, spare, and quarantined, as the run's controller noted last; empty where there is none."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            found = json.loads(epochs.newest(self.run_dir, "ranks/fleet.json").read_text(encoding="utf-8"))
+            state = found.get("state", found)
+            return {
+                "placement": list(state["placement"]),
+                "spares": list(state["spares"]),
+                "quarantined": list(state["quarantined"]),
+            }
+        return {}
+
+    def tokens_a_byte(self) -> dict[str, float]:
+        """Tokens a byte of each domain's held-out text, and of all of it under "": a loss in bits a byte is the loss in nats times this,
+        over the logarithm of 2. Empty where the data's manifest cannot be read."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+            path = Path(str(self.setting("data", "path")))
+            domains = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["domains"]
+            held = {name: found["validation"] for name, found in domains.items()}
+            found = {name: one["tokens"] / one["bytes"] for name, one in held.items()}
+            whole = sum(one["tokens"] for one in held.values()) / sum(one["bytes"] for one in held.values())
+            return found | {"": whole}
+        return {}
+
+    def age(self) -> float | None:
+        """Seconds since the newest event."""
+        return max(0.0, time.time() - self.last_time) if self.last_time else None
+
+    def free(self) -> int | None:
+        """Bytes that are free where the run folder lies."""
+        with contextlib.suppress(OSError):
+            found = os.statvfs(self.run_dir)
+            return found.f_bavail * found.f_frsize
+        return None
+
+
+def _joined(one: View, other: View) -> View:
+    """Two views, one after the other; the second goes on with the piece in which the first ends, unless it goes back."""
+    if not len(one) or not len(other):
+        return one if len(one) else other
+    whole = {name: np.concatenate([getattr(one, name), getattr(other, name)]) for name in View.__dataclass_fields__}
+    back = int(other.first[0] <= one.last[-1])
+    whole["piece"] = np.concatenate([one.piece, other.piece - other.piece[0] + one.piece[-1] + back])
+    return View(**whole)

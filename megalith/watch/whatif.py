@@ -1,0 +1,113 @@
+"""What a step would take if something were as fast as the median: a step replayed by the simulator of its schedule, with each rank's
+measured own work (the what-if analysis of Lin et al. 2025, arXiv:2505.05713, section 3)."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.events import Spans
+from megalith.report.timeline import mean_seconds
+from megalith.schedule import Program, build, lower, simulate
+from megalith.schedule.action import Action, Slot, computations, parts
+from megalith.spec.plan import Plan
+
+REPLICAS = 6  # pipelines that are replayed: those with the most work; the slowest of them ends the step
+WEIGHTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+"""Work of a computation beside the others of its stage, where nothing was recorded."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A step as its ranks did it. `own`: each rank's own seconds of work. `pipeline`, `data`: its places on those axes; ranks that share
+    both (tensor and context ranks) wait for each other in every computation. `recorded`: spans that say how a stage's seconds are dealt
+    among its computations."""
+
+    plan: Plan
+    microbatches: int
+    own: NDArray[np.float64]
+    pipeline: NDArray[np.int64]
+    data: NDArray[np.int64]
+    recorded: tuple[Spans, ...] = ()
+
+    @cached_property
+    def _program(self) -> Program:
+        plan = self.plan
+        schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=self.microbatches, chunks=plan.chunks)
+        return lower(schedule, plan.zero)
+
+    @cached_property
+    def _dealt(self) -> list[dict[tuple[str, int], float]]:
+        """For each pipeline rank the share of its own work that each of its computations is, by (kind, stage)."""
+        means = mean_seconds(one.spans for one in self.recorded)
+        found = []
+        for row in self._program.rows:
+            done = list(computations(row))
+            weights = [means.get((action.kind, action.stage), 0.0) for action in done]
+            if not all(weights):
+                weights = [WEIGHTS[action.kind] for action in done]
+            whole = sum(weights) or 1.0
+            found.append({(action.kind, action.stage): weight / whole for action, weight in zip(done, weights, strict=True)})
+        return found
+
+    def seconds(self, own: NDArray[np.float64] | None = None) -> float:
+        """Seconds from the first computation to the end of the last, of the slowest pipeline. `own`: other work than was measured."""
+        work = self._places(self.own if own is None else own)
+        heaviest = np.argsort(work.sum(axis=0) + work.shape[0] * work.max(axis=0))[::-1][:REPLICAS]
+        return max(self._one(tuple(work[:, replica])) for replica in heaviest)
+
+    def _places(self, own: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The work of each pipeline rank of each replica: that of the slowest of the ranks that share it."""
+        work = np.zeros((self.plan.pipeline, int(self.data.max()) + 1))
+        np.maximum.at(work, (self.pipeline, self.data), np.nan_to_num(own))
+        return work
+
+    def _one(self, work: tuple[float, ...]) -> float:
+        if self.plan.pipeline == 1:
+            return work[0]
+
+        def cost(slot: Slot) -> float:
+            actions = [action for action in parts(slot) if isinstance(action, Action)]
+            return sum(self._of(action, work) for action in actions if action.kind in WEIGHTS)
+
+        return simulate(self._program, cost).end
+
+    @cached_property
+    def _home(self) -> dict[tuple[int, int], int]:
+        """(stage, microbatch) -> the pipeline rank that computes it: bidirectional schedules keep a stage twice."""
+        return {(a.stage, a.microbatch or 0): rank for rank, row in enumerate(self._program.rows) for a in computations(row)}
+
+    def _of(self, action: Action, work: tuple[float, ...]) -> float:
+        rank = self._home[action.stage, action.microbatch or 0]
+        return work[rank] * self._dealt[rank][action.kind, action.stage]
+
+    def without(self, ranks: Iterable[int], usual: NDArray[np.float64]) -> float:
+        """The share of a step that would be saved if these ranks worked as long as `usual` says, where they take longer."""
+        own = self.own.copy()
+        at = np.fromiter(ranks, dtype=np.int64)
+        own[at] = np.minimum(own[at], usual[at])
+        whole = self.seconds()
+        return 1 - self.seconds(own) / whole if whole > 0 else 0.0
+
+
+def peers(own: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return for each rank the median of the others in its group, which have the same work; its own value where there are none."""
+    found = own.copy()
+    for group in np.unique(groups):
+        at = np.flatnonzero(groups == group)
+        if len(at) > 64:  # one among so many does not move their median
+            found[at] = np.nanmedian(own[at])
+        elif len(at) > 1:
+            for one in at:
+                found[one] = np.nanmedian(own[at[at != one]])
+    return found
+
+
+def levelled(own: NDArray[np.float64], pipeline: NDArray[np.int64], place: int) -> NDArray[np.float64]:
+    """Return the ranks' work with that of one pipeline place scaled to the median place's."""
+    medians: Mapping[int, float] = {int(one): float(np.nanmedian(own[pipeline == one])) for one in np.unique(pipeline)}
+    found = own.copy()
+    found[pipeline == place] *= float(np.median(list(medians.values()))) / medians[place]
+    return found

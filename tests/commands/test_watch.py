@@ -1,0 +1,58 @@
+"""`megalith watch` for programs, as a file, and as a server that its person ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megalith.cli import app
+from tests.report.run_folder import write_run
+
+
+def test_a_panel_as_json_of_one_run_and_of_several(tmp_path: Path) -> None:
+    run = str(write_run(tmp_path / "run"))
+    found = CliRunner().invoke(app, ["watch", run, "--json", "alive"])
+    assert found.exit_code == 0 and json.loads(found.output)["step"] == 40
+    found = CliRunner().invoke(app, ["watch", run, run, "--json", "loss", "--ask", "from=30", "--ask", "to=31"])
+    assert [one["step"] for one in json.loads(found.output)["runs"]] == [[30, 31]] * 2
+
+
+def test_the_page_as_a_file(tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    found = CliRunner().invoke(app, ["watch", str(write_run(tmp_path / "run")), "--out", str(out)])
+    assert found.exit_code == 0 and "first light" in out.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--json", "heat"], 2, "'heat' is no panel. Use one of alive, loss, speed, rank-heatmap"),
+        (["--json", "alive"], 1, "holds no run"),
+    ],
+)
+def test_what_it_is_not_asked_right(arguments: list[str], status: int, said: str, tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["watch", str(tmp_path / "nowhere"), *arguments])
+    assert found.exit_code == status
+    assert said in " ".join(found.output.replace("│", " ").split())
+
+
+def test_it_serves_until_it_is_ended_and_leaves_nothing(tmp_path: Path) -> None:
+    run, scratch = write_run(tmp_path / "run"), tmp_path / "scratch"
+    scratch.mkdir()
+    before = sorted(path.name for path in run.iterdir())
+    command = [sys.executable, "-m", "megalith.cli", "watch", str(run)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(scratch)})
+    assert process.stdout is not None
+    address = process.stdout.readline().split(": ", 1)[1].strip()
+    with urllib.request.urlopen(address, timeout=30) as page:
+        assert b"first light" in page.read()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    process.stdout.close()
+    assert not list(scratch.iterdir()) and sorted(path.name for path in run.iterdir()) == before

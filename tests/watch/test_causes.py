@@ -1,0 +1,128 @@
+"""Who is to blame, what it costs, and nobody where nothing is slow."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megalith.control.times import decode, encode
+from megalith.mesh import Mesh
+from megalith.schedule import SCHEDULES, build, lower, simulate
+from megalith.schedule.action import Action, Slot, parts
+from megalith.spec.plan import Plan
+from megalith.watch.causes import WINDOW, Window, _of_samples, _of_stages, slow_ranks, steady
+from megalith.watch.whatif import WEIGHTS, Replay, levelled
+
+SLOW = 1.2
+
+
+def _plan(schedule: str) -> Plan:
+    return Plan(data=4, tensor=2, pipeline=4, schedule=schedule, chunks=SCHEDULES[schedule].chunks.usual, microbatch=1)
+
+
+def _window(plan: Plan, *, slow: dict[int, float], noise: float, seed: int = 0) -> Window:
+    """Steps as beats tell of them: rounded to codes, the last stage with a tenth more work, tensor ranks that wait not counted."""
+    mesh, random = Mesh.of(plan), np.random.default_rng(seed)
+    places = [mesh.coordinates(rank) for rank in range(mesh.ranks)]
+    own = np.array([0.5 * (1.1 if place["pipeline"] == plan.pipeline - 1 else 1.0) for place in places])
+    for rank, times in slow.items():
+        own[rank] *= times
+    steps = own * (1 + noise * random.standard_normal((WINDOW, mesh.ranks)))
+    base = np.median(steps, axis=1, keepdims=True)
+    axes = {axis: np.array([place[axis] for place in places]) for axis in places[0]}
+    axes["node"] = np.arange(mesh.ranks) // 4
+    return Window(decode(encode(steps / base)) * base, np.arange(WINDOW), axes)
+
+
+def _replay(plan: Plan, seen: Window, microbatches: int = 8) -> Replay:
+    return Replay(plan, microbatches, steady(seen, [rank for rank, _ in slow_ranks(seen)])[0], seen.pipeline, seen.data)
+
+
+def _true_seconds(plan: Plan, work: NDArray[np.float64], microbatches: int = 8) -> float:
+    """The simulator's own step: `work` seconds of each pipeline rank, dealt by WEIGHTS among what it computes."""
+    program = lower(build(plan.schedule, ranks=plan.pipeline, microbatches=microbatches, chunks=plan.chunks), plan.zero)
+    computing = [[a for slot in row for a in parts(slot) if isinstance(a, Action) and a.kind in WEIGHTS] for row in program.rows]
+    seconds = {}
+    for rank, actions in enumerate(computing):
+        whole = sum(WEIGHTS[action.kind] for action in actions)
+        seconds |= {action: work[rank] * WEIGHTS[action.kind] / whole for action in actions}
+
+    def cost(slot: Slot) -> float:
+        return sum(seconds.get(action, 0.0) for action in parts(slot))
+
+    return simulate(program, cost).end
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("rank", [5, 30])
+def test_a_rank_slower_by_a_fifth_is_named_with_its_cost_within_20_steps(schedule: str, rank: int) -> None:
+    plan = _plan(schedule)
+    seen = _window(plan, slow={rank: SLOW}, noise=0.03)
+    (found,) = slow_ranks(seen)
+    assert found[0] == rank and found[1] == pytest.approx(SLOW, rel=0.03)
+    one = _replay(plan, _window(plan, slow={rank: SLOW}, noise=0.01))
+    work = np.array([0.5, 0.5, 0.5, 0.55])
+    whole, slowed = (
+        _true_seconds(plan, work),
+        _true_seconds(plan, np.where(np.arange(4) == seen.pipeline[rank], SLOW * work, work)),
+    )
+    gain = one.without([rank], steady(_window(plan, slow={rank: SLOW}, noise=0.01), [rank])[1])
+    assert 1 / (1 - gain) == pytest.approx(slowed / whole, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nobody_is_named_where_nobody_is_slow(seed: int) -> None:
+    seen = _window(_plan("1f1b"), slow={}, noise=0.02 + 0.02 * seed, seed=seed)
+    assert not slow_ranks(seen)
+
+
+def test_a_rank_that_is_slow_now_and_then_is_not_named() -> None:
+    seen = _window(_plan("1f1b"), slow={}, noise=0.02)
+    seen.own[::3, 9] *= 2
+    assert not slow_ranks(seen)
+
+
+def test_a_rank_without_peers_is_measured_by_its_own_past() -> None:
+    seen = _window(Plan(pipeline=4), slow={}, noise=0.01)
+    seen.own[len(seen.own) // 2 - 8 :, 2] *= 1.5
+    assert not slow_ranks(Window(seen.own[:4].repeat(5, axis=0), seen.steps, seen.places))
+
+
+@pytest.mark.parametrize("slowdown", [1.1, 1.5, 3.0])
+@pytest.mark.parametrize("place", range(4))
+def test_a_step_replayed_without_a_slow_stage_is_the_simulated_one(slowdown: float, place: int) -> None:
+    """Traces that the simulator makes with a known slowdown: the published ones (arXiv:2505.05713) are parquet files elsewhere."""
+    plan = _plan("1f1b")
+    seen = _window(
+        plan, slow=dict.fromkeys(np.flatnonzero(_window(plan, slow={}, noise=0).pipeline == place).tolist(), slowdown), noise=0.01
+    )
+    one = _replay(plan, seen)
+    work = np.array([0.5, 0.5, 0.5, 0.55])
+    slowed = np.where(np.arange(4) == place, slowdown * work, work)
+    levelled_work = slowed.copy()
+    levelled_work[place] = np.median(slowed)
+    expected = _true_seconds(plan, slowed) / _true_seconds(plan, levelled_work)
+    assert one.seconds() / one.seconds(levelled(one.own, seen.pipeline, place)) == pytest.approx(expected, rel=0.02)
+
+
+def test_an_unbalanced_stage_is_named_and_no_rank() -> None:
+    plan = _plan("1f1b")
+    seen = _window(plan, slow=dict.fromkeys(range(8, 16), 1.5), noise=0.02)
+    assert len(set(seen.pipeline[8:16])) == 1
+    assert not slow_ranks(seen)
+    one = _replay(plan, seen)
+    (cause,) = _of_stages(one, one.own, seen, 1.0)
+    assert cause.kind == "unbalanced stage" and f"pipeline rank {seen.pipeline[8]} " in cause.words and cause.gain > 0.1
+
+
+def test_uneven_samples_slow_another_data_rank_each_time() -> None:
+    plan = _plan("1f1b")
+    seen = _window(plan, slow={}, noise=0.01)
+    for step in range(WINDOW):
+        seen.own[step, seen.data == step % 4] *= 1.4
+    assert not slow_ranks(seen)
+    (cause,) = _of_samples(_replay(plan, seen), seen, 1.0, set())
+    assert cause.kind == "uneven samples" and "1.4 times" in cause.words.replace("1.40", "1.4").replace("1.39", "1.4").replace(
+        "1.41", "1.4"
+    )
+    calm = _window(plan, slow={}, noise=0.03)
+    assert not list(_of_samples(_replay(plan, calm), calm, 1.0, set()))

@@ -1,0 +1,201 @@
+"""What the page shows is what the files say: live, after restarts, of earlier versions, of nothing."""
+
+import base64
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalith import events
+from megalith.control.times import ROWS, Times
+from megalith.events import Incident, RunFinished, Skipped
+from megalith.fleet.heartbeat import KINDS, Beat
+from megalith.watch import causes, panels
+from megalith.watch.source import Source
+from tests.report.run_folder import start, step, write_run
+from tests.watch import synthetic
+
+
+def _source(folder: Path) -> Source:
+    source = Source(folder, predicts=False)
+    while source.poll():
+        pass
+    return source
+
+
+def _all(source: Source) -> dict[str, Any]:
+    """Every panel, as JSON can hold it."""
+    found = {name: panels.panel(source, name) for name in panels.PANELS}
+    return json.loads(json.dumps(found, allow_nan=False, default=str))
+
+
+def _write(folder: Path, *written: events.Event) -> Source:
+    log = events.EventLog(folder)
+    for event in written:
+        log.write(event)
+    log.close()
+    return _source(folder)
+
+
+def _live(folder: Path, *, steps: int = 60, age: float = 0.2, **changes: Any) -> Source:
+    now = time.time() - age
+    begun = start()
+    object.__setattr__(begun, "time", now - steps - 5)
+    return _write(folder, begun, *(step(i, seconds=1.0, time=now - steps + i, **changes) for i in range(1, steps + 1)))
+
+
+def test_every_panel_of_a_run_that_was_resumed(tmp_path: Path) -> None:
+    found = _all(_source(write_run(tmp_path)))
+    assert found["alive"]["state"] == "finished" and found["alive"]["health"] == "good" and found["alive"]["starts"] == 2
+    assert found["loss"]["step"] == [*range(1, 26), *range(21, 41)]
+    assert [mark["kind"] for mark in found["loss"]["marks"]] == ["start"]
+    assert len(set(found["loss"]["piece"])) == 2
+    assert [one["step"] for one in found["loss"]["validation"]] == [25, 20, 30, 40]
+    assert found["speed"]["now"]["step"] == pytest.approx(0.5) and found["speed"]["now"]["compute"] == pytest.approx(0.42)
+    assert found["rank-heatmap"]["ranks"] == 0 and "earlier version" in found["rank-heatmap"]["why"]
+    assert [row["rank"] for row in found["memory"]["rows"]] == [0, 1, 2, 3]
+    assert found["incidents"]["problems"][0]["message"] == "rank 3 was killed <9>"
+    assert found["samples"]["samples"][0]["text"] == " universally <b>acknowledged</b> & so on"
+
+
+def test_a_log_of_an_earlier_version_opens(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parents[1] / "old_events.jsonl", tmp_path / events.FILE)
+    assert _all(_source(tmp_path))["run"]["name"]
+
+
+def test_a_folder_in_which_nothing_has_started_yet(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").touch()
+    found = _all(_source(tmp_path))
+    assert found["alive"]["state"] == "not started" and found["loss"]["step"] == []
+
+
+def test_a_run_that_is_well(tmp_path: Path) -> None:
+    alive = panels.panel(_live(tmp_path), "alive")
+    assert (alive["state"], alive["health"], alive["phase"]) == ("running", "good", "training")
+    assert [words for _, words in alive["says"]] == ["The run is well."]
+    assert alive["left"] == 0 and alive["age"] < 5
+
+
+def test_a_silent_run_is_in_trouble(tmp_path: Path) -> None:
+    alive = panels.panel(_live(tmp_path, age=500.0), "alive")
+    assert alive["health"] == "bad" and "Silent for 8 min" in alive["says"][0][1]
+
+
+def test_a_loss_that_is_not_finite_and_one_that_spikes(tmp_path: Path) -> None:
+    source = _live(tmp_path, loss=3.0)
+    log = events.EventLog(tmp_path)
+    log.write(step(61, loss=4.5, seconds=1.0, time=time.time()))
+    source.poll()
+    assert panels.panel(source, "alive")["says"][0][1] == "The loss spikes: 4.5000, where 3.0000 is usual."
+    log.write(step(62, loss=float("nan"), seconds=1.0, time=time.time()))
+    source.poll()
+    assert panels.panel(source, "alive")["health"] == "bad"
+    json.dumps(panels.panel(source, "loss"), allow_nan=False)
+
+
+def test_throughput_that_falls(tmp_path: Path) -> None:
+    source = _live(tmp_path, steps=80)
+    log = events.EventLog(tmp_path)
+    for i in range(12):
+        log.write(step(81 + i, tokens_per_second=4000.0, time=time.time()))
+    source.poll()
+    assert "Slower than usual: 4k tokens/s, where 8.19k is usual." in [
+        words for _, words in panels.panel(source, "alive")["says"]
+    ]
+
+
+def test_a_run_that_was_resumed_compares_nothing_with_the_generation_before(tmp_path: Path) -> None:
+    """A restart under another plan is slower, and has another loss for a while: no alarm about that."""
+    source = _live(tmp_path, loss=3.0)
+    log = events.EventLog(tmp_path)
+    log.write(events.RunStarted(**{**vars(start(60)), "time": time.time()}))
+    for i in range(40):
+        log.write(step(61 + i, loss=3.5, tokens_per_second=3000.0, seconds=1.0, time=time.time()))
+    source.poll()
+    alive = panels.panel(source, "alive")
+    assert (alive["health"], alive["starts"]) == ("good", 2)
+
+
+def test_recovering_and_failing(tmp_path: Path) -> None:
+    source = _live(tmp_path)
+    log = events.EventLog(tmp_path)
+    log.write(Incident(1, time.time() - 1, 60, "rank_failed", "rank 3 died", "b", 3, {}, [{"kind": "restart"}]))
+    source.poll()
+    alive = panels.panel(source, "alive")
+    assert (alive["phase"], alive["health"]) == ("recovering", "warn")
+    log.write(Skipped(61, "loss is NaN", 4096, 1.0, 9))
+    log.write(RunFinished("failed", 60))
+    source.poll()
+    assert panels.panel(source, "alive")["health"] == "bad"
+    assert [mark["kind"] for mark in panels.panel(source, "loss")["marks"]] == ["incident", "skipped"]
+
+
+def _beat(source_dir: Path, ranks: int, steps: int, slow: int, times_slow: float) -> None:
+    times, random = Times(source_dir, ranks), np.random.default_rng(1)
+    for number in range(steps):
+        own = 0.5 * (1 + 0.02 * random.standard_normal(ranks))
+        own[slow] *= times_slow
+        times.note(
+            [Beat(number + 2, 1.0, number + 1, True, "step", 0.5, number, 2.0**30, (own[r],) * len(KINDS)) for r in range(ranks)]
+        )
+    times.close()
+
+
+def test_the_heatmap_shows_and_the_causes_name_the_slow_rank(tmp_path: Path) -> None:
+    source = _live(tmp_path)
+    _beat(tmp_path, 4, 60, slow=1, times_slow=1.5)
+    found = panels.panel(source, "rank-heatmap")
+    codes = np.frombuffer(base64.b64decode(found["codes"]), dtype=np.uint8).reshape(4, len(found["step"]))
+    shares = 2 ** ((codes.astype(float) - 1) * found["octaves"] / 254 - found["zero"])
+    assert found["step"] == list(range(1, 61)) and found["rows"][3] == {
+        "ranks": [3],
+        "of": 1,
+        "pipeline": 1,
+        "data": 1,
+        "context": 0,
+        "tensor": 0,
+        "node": 0,
+    }
+    assert np.median(shares, axis=1).argmax() == 1 and np.median(shares[1]) == pytest.approx(1.5, rel=0.04)
+    slowest = panels.panel(source, "rank-heatmap", {"sort": "slowest"})
+    assert slowest["rows"][0]["ranks"] == [1]
+    cause = panels.panel(source, "what-if")["causes"][0]
+    assert (cause["kind"], cause["who"]) == ("slow rank", (1,)) and cause["seconds"] > 0
+    assert any("rank 1" in words for _, words in panels.panel(source, "alive")["says"])
+    assert panels.panel(source, "memory")["rows"][0]["peak"] == pytest.approx(2.0**30, rel=0.02)
+
+
+def test_rows_and_orders_of_the_heatmap(tmp_path: Path) -> None:
+    source = _live(tmp_path, steps=20)
+    _beat(tmp_path, 4, 20, slow=2, times_slow=1.5)
+    for row in (*ROWS, "nonsense"):
+        for sort in ("rank", "node", "stage", "data", "slowest", "nonsense"):
+            found = panels.panel(source, "rank-heatmap", {"row": row, "sort": sort, "columns": "7", "from": "-3", "to": "x"})
+            assert len(base64.b64decode(found["codes"])) == len(found["rows"]) * len(found["step"])
+            assert sorted(rank for one in found["rows"] for rank in one["ranks"]) == [0, 1, 2, 3]
+
+
+def test_ten_million_steps_of_a_thousand_ranks_are_looked_at_at_once(tmp_path: Path) -> None:
+    folder = synthetic.write(tmp_path / "run", steps=10_000_000, data=64, pipeline=4, tensor=4, slow=77, least=512, keep=0)
+    began = time.process_time()
+    source = _source(folder)
+    found = _all(source)
+    assert time.process_time() - began < 5  # a second where nothing else runs
+    assert found["loss"]["step"][0] < 100_000 and found["loss"]["step"][-1] > 9_990_000
+    assert found["rank-heatmap"]["ranks"] == 1024 and len(found["rank-heatmap"]["rows"]) == 256
+    assert found["what-if"]["causes"][0]["who"] == [77]
+    near = panels.panel(source, "loss", {"from": "9999900", "to": "9999990"})
+    assert 90 <= len(near["step"]) <= 92
+
+
+def test_causes_are_not_looked_for_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, calls = _live(tmp_path), []
+    monkeypatch.setattr(causes, "_find", lambda one: calls.append(1) or time.sleep(0.05) or [])
+    for _ in range(5):
+        source.revision += 1
+        causes.causes(source)
+    assert len(calls) == 1

@@ -1,0 +1,228 @@
+"""The server hands out a run's page to who has its address, and nothing else to anybody, whatever is asked."""
+
+import contextlib
+import http.client
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith import events
+from megalith.watch import panels, server
+from megalith.watch.server import Server
+from megalith.watch.source import Source
+from tests.report.run_folder import start, step, write_run
+
+EVIL = '</script><script>alert(1)</script><img src=x onerror="alert(2)">'
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Server]:
+    source = Source(write_run(tmp_path / "run"), predicts=False)
+    source.poll()
+    one = Server([source], order=lambda source, wanted: f"{source.name}: {wanted['what']}")
+    one.start()
+    yield one
+    one.close()
+
+
+def _ask(
+    one: Server, path: str, *, method: str = "GET", head: Mapping[str, str] | None = None, body: str = ""
+) -> tuple[int, dict[str, str], str]:
+    connection = http.client.HTTPConnection("127.0.0.1", one.port, timeout=20)
+    with contextlib.closing(connection):
+        connection.request(method, path, body or None, dict(head or {}))
+        answer = connection.getresponse()
+        return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read().decode()
+
+
+def _path(one: Server, rest: str = "") -> str:
+    return one.address.partition(str(one.port))[2] + rest
+
+
+def _raw(one: Server, sent: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", one.port), timeout=20) as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(sent)
+        found = b""
+        with contextlib.suppress(OSError):
+            while read := connection.recv(65536):
+                found += read
+        return found
+
+
+def test_the_page_and_its_panels(served: Server) -> None:
+    status, head, page = _ask(served, _path(served))
+    assert status == 200 and "first light" in page
+    assert head["cache-control"] == "no-store" and head["x-frame-options"] == "DENY" and head["referrer-policy"] == "no-referrer"
+    assert not re.search(r"https?://", page.replace("http://www.w3.org", ""))
+    for name in panels.PANELS:
+        status, head, found = _ask(served, _path(served, f"panel/{name}?run=0"))
+        assert status == 200 and isinstance(json.loads(found), dict), name
+
+
+def test_the_server_is_on_this_machine_alone(served: Server) -> None:
+    assert served._socket.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/", 404), ("/x/", 404), ("/panel/alive", 404), ("/%2e%2e/etc/passwd", 404), ("//", 404), ("/../run.toml", 404),
+        ("TOKEN/../../etc/passwd", 404), ("TOKENpanel/../events.jsonl", 404), ("TOKENevents.jsonl", 404),
+        ("TOKENpanel/nothing", 404), ("TOKENpanel/alive?run=9", 404), ("TOKENpanel/alive?run=-1", 200),
+        ("TOKENpanel/rank-heatmap?row=../../etc&sort=%00&columns=99999999999999999999&from=nan", 200), ("TOKENpanel/", 404),
+        ("TOKENpanel/__class__", 404), ("TOKENorder", 404),
+    ],
+)  # fmt: skip
+def test_paths_outside_of_it(path: str, status: int, served: Server) -> None:
+    assert _ask(served, path.replace("TOKEN", _path(served)))[0] == status
+
+
+def test_another_host_in_the_head_is_refused(served: Server) -> None:
+    """A page of a foreign host whose name leads to 127.0.0.1 must not read it."""
+    assert _ask(served, _path(served), head={"Host": f"evil.example:{served.port}"})[0] == 403
+    assert _ask(served, _path(served), head={"Host": f"localhost:{served.port}"})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"", b"\r\n\r\n", b"GET\r\n\r\n", b"\x00\xff\x16\x03\x01" * 50 + b"\r\n\r\n", b"GET / HTTP/1.1\r\nHost: \xff\r\n\r\n",
+        b"GET http://other.example/ HTTP/1.1\r\n\r\n", b"BREW /TOKEN/ HTTP/1.1\r\nHost: HOST\r\n\r\n", b"A" * 100_000,
+        b"POST /TOKEN/order HTTP/1.1\r\nHost: HOST\r\nContent-Length: 99999999\r\n\r\n",
+        b"POST /TOKEN/order HTTP/1.1\r\nHost: HOST\r\nContent-Length: -1\r\n\r\n", b"GET /" + b"a" * 15000 + b" HTTP/1.1\r\n\r\n",
+        b"GET /TOKEN/panel/alive?" + b"a=b&" * 3000 + b" HTTP/1.1\r\nHost: HOST\r\n\r\n",
+        b"GET //[ HTTP/1.1\r\n\r\n",
+    ],
+)  # fmt: skip
+def test_garbage_gets_an_error_and_the_next_request_an_answer(
+    sent: bytes, served: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.5)
+    token, host = _path(served).strip("/").encode(), f"127.0.0.1:{served.port}".encode()
+    found = _raw(served, sent.replace(b"TOKEN", token).replace(b"HOST", host))
+    assert not found.startswith(b"HTTP/1.1 200")
+    assert _ask(served, _path(served, "panel/alive"))[0] == 200
+
+
+def test_a_thousand_slow_clients_are_borne_and_gone_after_their_time(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEAD_SECONDS", 1.0)
+    threads = threading.active_count()
+    slow = []
+    try:
+        for _ in range(1000):
+            one = socket.create_connection(("127.0.0.1", served.port), timeout=5)
+            with contextlib.suppress(OSError):
+                one.send(b"GET / HT")
+            slow.append(one)
+        assert threading.active_count() <= threads + server.CONNECTIONS
+        end = time.monotonic() + 20
+        while _ask(served, _path(served, "panel/alive"))[0] != 200:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    finally:
+        for one in slow:
+            one.close()
+
+
+def test_who_reads_slowly_holds_nothing_for_long(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SEND_SECONDS", 0.5)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            server._send(ours, b"x" * (64 << 20))
+        assert time.monotonic() - began < 10
+
+
+def test_news_come_when_the_log_grows_and_streams_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = events.EventLog(tmp_path)
+    log.write(start())
+    monkeypatch.setattr(server, "STREAMS", 2)
+    one = Server([Source(tmp_path, predicts=False)])
+    one.start()
+    host = f"GET {_path(one, 'news')} HTTP/1.1\r\nHost: 127.0.0.1:{one.port}\r\n\r\n".encode()
+    streams = [socket.create_connection(("127.0.0.1", one.port), timeout=20) for _ in range(2)]
+    for stream in streams:
+        stream.sendall(host)
+        read = b""
+        while b"data: [" not in read:
+            read += stream.recv(4096)
+    assert b"503" in _raw(one, host).split(b"\r\n")[0]
+    log.write(step(1))
+    read = b""
+    while b"data: [" not in read:
+        read += streams[0].recv(4096)
+    one.close()
+    for stream in streams:
+        stream.close()
+
+
+def test_an_order_needs_the_second_token(served: Server) -> None:
+    order = json.dumps({"run": 0, "what": "save"})
+    for head in ({}, {"X-Megalith-Act": ""}, {"X-Megalith-Act": served._token}, {"X-Megalith-Act": "é"}):
+        assert _ask(served, _path(served, "order"), method="POST", head=head, body=order)[0] == 403
+    status, _, found = _ask(served, _path(served, "order"), method="POST", head={"X-Megalith-Act": served.second}, body=order)
+    assert (status, json.loads(found)) == (202, {"ok": True, "words": "first light: save"})
+    for wrong in ("", "[]", "null", "{", '{"run": 7, "what": "save"}'):
+        status, _, found = _ask(served, _path(served, "order"), method="POST", head={"X-Megalith-Act": served.second}, body=wrong)
+        assert status in (400, 404), wrong
+    assert served.second not in _ask(served, _path(served))[2]
+
+
+def test_text_of_a_run_is_never_part_of_the_page(tmp_path: Path) -> None:
+    log = events.EventLog(tmp_path)
+    begun = start()
+    begun.spec["name"] = EVIL
+    for event in (begun, step(1), events.Sample(1, EVIL, EVIL), events.Problem("error", EVIL)):
+        log.write(event)
+    source = Source(tmp_path, predicts=False)
+    while source.poll():
+        pass
+    one = Server([source])
+    one.start()
+    out = tmp_path / "page.html"
+    server.write([source], out)
+    for page in (_ask(one, _path(one))[2], out.read_text(encoding="utf-8")):
+        assert page.count("<script") == 2 and page.count("</script>") == 2 and "<img" not in page
+        given: Any = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+        assert given["names"] == [EVIL]
+    one.close()
+
+
+def test_the_policy_names_this_script_and_style_and_nothing_else(served: Server) -> None:
+    import base64
+    import hashlib
+
+    _, head, page = _ask(served, _path(served))
+    policy = dict(part.strip().split(" ", 1) for part in head["content-security-policy"].split(";"))
+    script, style = (
+        re.findall(r"<script>(.*?)</script>", page, re.DOTALL)[-1],
+        re.findall(r"<style>(.*?)</style>", page, re.DOTALL)[0],
+    )
+    digest = lambda text: f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"  # noqa: E731
+    assert policy["script-src"] == digest(script) and policy["style-src"] == digest(style)
+    assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'" and policy["frame-ancestors"] == "'none'"
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", script)
+    assert not re.search(r"\son\w+=|style=", page.replace(script, ""))
+
+
+def test_a_run_that_vanishes_leaves_its_page(tmp_path: Path) -> None:
+    import shutil
+
+    source = Source(write_run(tmp_path / "run"), predicts=False)
+    one = Server([source])
+    one.start()
+    while source.poll():
+        pass
+    shutil.rmtree(tmp_path / "run")
+    for name in panels.PANELS:
+        assert _ask(one, _path(one, f"panel/{name}"))[0] == 200, name
+    one.close()
