@@ -277,6 +277,16 @@ class Recovery(Event):
 
 
 @dataclass(frozen=True)
+class Order(Event):
+    """A person ordered something of the run (`control.orders`), and what was decided about it."""
+
+    kind: ClassVar[str] = "order"
+    what: str
+    node: str
+    answer: str
+
+
+@dataclass(frozen=True)
 class RunFinished(Event):
     """The ranks stopped. `reason`: "finished", "stopped" (a signal asked, state saved), "lost" (a rank, most often: the same
     command gets further) or "failed"."""

@@ -2,8 +2,9 @@
 
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 def command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs.", show_default=False)],
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1. Default: a free one.")] = 0,
+    act: Annotated[
+        bool, typer.Option("--act", help="Also print an address from which orders may be given: save now, stop, take a node out.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the page as it is now to this file, and end.")] = None,
     as_json: Annotated[
         str | None, typer.Option("--json", metavar="PANEL", help="Print the data of one panel as one JSON object, and end.")
@@ -43,7 +47,7 @@ def command(
         if as_json is not None or out is not None:
             _at_once(sources, as_json, out, {key: value for key, _, value in (pair.partition("=") for pair in ask or ())})
         else:
-            _serve(sources, port)
+            _serve(sources, port, act=act)
     finally:
         for source in sources:
             source.close()
@@ -65,17 +69,31 @@ def _at_once(sources: "list[Source]", panel: str | None, out: Path | None, asked
         print_json(found[0] if len(found) == 1 else {"runs": found})
 
 
-def _serve(sources: "list[Source]", port: int) -> None:
+def _order(source: "Source", wanted: Mapping[str, Any]) -> str:
+    """Write an order of a page into the run's folder. Raises ValueError for one that nobody would obey."""
+    from megalith.control import orders
+
+    if source.setting("fleet", "recover") is False:
+        raise ValueError(
+            "fleet.recover = false: no controller runs that would obey. Send SIGTERM to the command to save and stop."
+        )
+    orders.write(source.run_dir, str(wanted["what"]), str(wanted.get("node", "")))
+    return "Ordered. The run's controller takes it within a second of a step, and says so under incidents."
+
+
+def _serve(sources: "list[Source]", port: int, *, act: bool) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     from megalith.watch.server import Server
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-    server = Server(sources, port=port)
+    server = Server(sources, port=port, order=_order if act else None)
     server.start()
     print(f"watching {', '.join(source.name for source in sources)}: {server.address}", flush=True)
     print("Who has this address may look; on another machine, first: ssh -L "
           f"{server.port}:127.0.0.1:{server.port} this-one. Ctrl-C ends the page, and no run.", flush=True)  # fmt: skip
+    if act:
+        print(f"who has this one may also give orders: {server.acting_address}", flush=True)
     try:
         while True:
             time.sleep(3600)

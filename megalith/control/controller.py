@@ -6,6 +6,7 @@ that was killed itself leaves nothing that the next one could not pick up: copie
 """
 
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ from megalith import sealed
 from megalith.control import incidents, policy, supervisor
 from megalith.control.answer import Answer, Request, Store, print_line
 from megalith.control.memory import Memory
-from megalith.control.outcome import Outcome
+from megalith.control.orders import Orders
+from megalith.control.outcome import Outcome, without_ranks
 from megalith.control.owner import Owner, owned
 from megalith.control.pace import Pace
 from megalith.control.policy import Decision
@@ -24,7 +26,7 @@ from megalith.control.seen import ALWAYS_TOLD, CHECKS, HELD_UP, NO_INCIDENT, OF_
 from megalith.control.stores import Stores, StoresAwayError
 from megalith.control.stragglers import Stragglers
 from megalith.control.watch import Watch
-from megalith.events import EventLog, Incident, Problem, Recovery, RunFinished
+from megalith.events import EventLog, Incident, Order, Problem, Recovery, RunFinished
 from megalith.fleet import commands, local, roots, signs
 from megalith.fleet.commands import Command
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
@@ -72,7 +74,7 @@ class Controller:
         self._answer = Answer(requests, say, beats=lambda: nodes.beats(), copies=self._copies)
         self._epoch = epoch
         self._log = EventLog(job.run_dir, epoch=epoch)
-        self._memory, self._stores = Memory(job, fleet, epoch), Stores(job.run_dir)
+        self._memory, self._stores, self._orders = Memory(job, fleet, epoch), Stores(job.run_dir), Orders(job.run_dir)
         self._checks: list[tuple[float, str]] = []  # monotonic seconds, node: health checks that are to come
         self._pace = Pace(job.start_timeout, job.silence_timeout, fleet)
         self._stragglers = Stragglers(fleet)
@@ -100,7 +102,7 @@ class Controller:
             if self._await_store():
                 self._take(Seen(signs.Started(time=time.time()), time.time(), {}))
             else:
-                self._outcome = _without_ranks(ExitCode.TERMINATED)
+                self._outcome = without_ranks(ExitCode.TERMINATED)
             while self._outcome is None:
                 if self._next is not None:
                     self._generation(self._next)
@@ -143,13 +145,13 @@ class Controller:
         except sealed.AlteredError as error:
             self._log.write(Problem("error", str(error)))
             self._log.write(RunFinished(reason="failed", step=-1))
-            self._outcome = _without_ranks(ExitCode.FAILED, report=str(error))
+            self._outcome = without_ranks(ExitCode.FAILED, report=str(error))
             return
         except StoresAwayError as error:
-            self._outcome = _without_ranks(ExitCode.LOST, report=str(error))
+            self._outcome = without_ranks(ExitCode.LOST, report=str(error))
             return
         if not started:
-            self._outcome = _without_ranks(ExitCode.TERMINATED)
+            self._outcome = without_ranks(ExitCode.TERMINATED)
             return
         outcome, before = watch.until_all_ended(self._turn), self._incidents
         for seen in self._after(watch, outcome):
@@ -186,7 +188,7 @@ class Controller:
     def _idle(self) -> None:
         """No ranks: wait for a node."""
         if self._requests:
-            self._outcome = _without_ranks(ExitCode.TERMINATED)
+            self._outcome = without_ranks(ExitCode.TERMINATED)
             return
         self._turn()
         for sign in self._nodes.wait(IDLE_SECONDS):
@@ -196,11 +198,13 @@ class Controller:
             self._wait_until = None
             self._take(Seen(signs.Waited(time=time.time(), step=self._step), time.time(), {}))
         if self._stop_code is not None:
-            self._outcome = _without_ranks(self._stop_code, report=self._report)
+            self._outcome = without_ranks(self._stop_code, report=self._report)
 
     def _turn(self) -> None:
         """What is to be done at every turn of a loop."""
         self._tick()
+        for order in self._orders.take() if self._done >= 0 or self._state.waiting else ():  # ranks that start cannot save yet
+            self._take_now_or_later(Seen(order, order.time, {}))
         due = [node for at, node in self._checks if time.monotonic() >= at]
         self._checks = [(at, node) for at, node in self._checks if node not in due]
         for node in due:
@@ -331,6 +335,8 @@ class Controller:
         self._memory.note(before, self._state, at=seen.sign.time, reason=decision.reason)
         if not isinstance(seen.sign, NO_INCIDENT) and (decision.commands or isinstance(seen.sign, ALWAYS_TOLD)):
             self._tell(seen, decision)
+        if isinstance(seen.sign, signs.Ordered):
+            self._log.write(Order(what=seen.sign.what, node=seen.sign.node, answer=decision.reason))
         if isinstance(seen.sign, CHECKS) and any(isinstance(command, HELD_UP) for command in decision.commands):
             self._log.write(Problem("warning", f"{decision.reason} (`megalith doctor` says what is wrong)"))
         for order in decision.commands:
@@ -389,6 +395,8 @@ class Controller:
             case commands.SaveState():
                 if self._watch is not None and not self._end_now:
                     self._watch.stop()
+            case commands.EndInOrder():
+                self._requests.append((signal.SIGTERM, time.monotonic()))
             case commands.CheckHealth(node=node, after=after):
                 self._checks.append((time.monotonic() + after, node))
             case commands.QuarantineCopy():
@@ -407,11 +415,6 @@ class Controller:
 def _is_ours(sign: Sign, watch: Watch | None) -> bool:
     """Whether a rank tells of a signal by which we asked it to stop ourselves."""
     return isinstance(sign, signs.Preempted) and sign.rank is not None and watch is not None and watch.stopping
-
-
-def _without_ranks(code: int, *, report: str = "") -> Outcome:
-    """A run that ends while no rank runs."""
-    return Outcome(code, code != ExitCode.LOST, None, (), (), (), None, report)
 
 
 def run_here(

@@ -114,6 +114,11 @@ def _place(cause: Failure) -> list[str]:
     return [f"  {line.strip()}" for line in kept]
 
 
+def without_ranks(code: int, *, report: str = "") -> Outcome:
+    """Return the outcome of a run that ends while no rank runs."""
+    return Outcome(code, code != ExitCode.LOST, None, (), (), (), None, report)
+
+
 def _cut(text: str) -> str:
     return text if len(text) <= LINE_CHARACTERS else f"{text[: LINE_CHARACTERS - 2]} …"
 

@@ -15,7 +15,7 @@ from megalith.fleet.signs import Sign
 
 OF_NODES = (signs.NodesLost, signs.NodeJoined, signs.HealthChecked, signs.Preempted)
 NO_INCIDENT = (
-    signs.Started, signs.Saved, signs.StopRequested, signs.NodeJoined, signs.HealthChecked, signs.Waited, signs.SaveWorks,
+    signs.Started, signs.Saved, signs.StopRequested, signs.NodeJoined, signs.HealthChecked, signs.Waited, signs.SaveWorks, signs.Ordered,
 )  # fmt: skip
 ALWAYS_TOLD = (signs.Straggler, signs.Nonfinite, signs.SaveFailed, signs.NodesLost)
 """Signs that are incidents even if nothing is ordered."""

@@ -125,6 +125,13 @@ class SaveState(Command):
 
 
 @dataclass(frozen=True)
+class EndInOrder(Command):
+    """End the run as a signal to stop would: the ranks finish this step, save, and leave."""
+
+    kind: ClassVar[str] = "end_in_order"
+
+
+@dataclass(frozen=True)
 class SkipTier(Command):
     """Save nothing to a tier (`skip` False: again), and tell a person."""
 

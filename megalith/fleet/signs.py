@@ -240,6 +240,15 @@ class HealthChecked(Sign):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ordered(Sign):
+    """A person orders something of the run: to save now, to stop after this step, to take out a `node`."""
+
+    kind: ClassVar[str] = "ordered"
+    what: Literal["save", "stop", "quarantine"]
+    node: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Waited(Sign):
     """The time given by a `Wait` is over and no node has come."""
 

@@ -23,6 +23,7 @@ from megalith.events import (
     Event,
     Holding,
     Incident,
+    Order,
     Problem,
     Recovery,
     RunFinished,
@@ -147,6 +148,9 @@ class Source:
                 self.recoveries[event.incident] = event
             case Problem() | Skipped():
                 self.problems.append(event)
+            case Order():
+                words = f"ordered: {event.what} {event.node}".rstrip() + f": {event.answer}"
+                self.problems.append(Problem("warning", words, time=event.time))
             case Holding():
                 self.holdings[event.rank] = event
             case RunFinished():

@@ -8,7 +8,7 @@ from megalith.control.policy.placement import blame, evict
 from megalith.control.policy.restart import backoff, can_shrink, restart, shrink, stop
 from megalith.control.policy.state import VACANT, Decision, State
 from megalith.fleet import signs
-from megalith.fleet.commands import CheckHealth, Order, Replace, SaveState
+from megalith.fleet.commands import CheckHealth, Order, QuarantineNode, Replace, SaveState
 from megalith.fleet.exit_codes import ExitCode
 from megalith.spec.fleet import FleetSpec
 
@@ -46,6 +46,21 @@ def preempted(state: State, sign: signs.Preempted, fleet: FleetSpec) -> Decision
     if state.waiting:  # no ranks run that could save
         return restart(state, [], sign, fleet, reason=reason)
     return Decision((SaveState(sign.grace),), state, reason)
+
+
+def ordered_out(state: State, sign: signs.Ordered, fleet: FleetSpec) -> Decision:
+    """A person takes a node out: as soon as the state is saved, until it has passed a health check."""
+    reason = f"a person orders {sign.node} to be taken out"
+    if sign.node in state.spares:
+        out = {**state.quarantined, sign.node: sign.time}
+        state = replace(state, spares=tuple(node for node in state.spares if node != sign.node), quarantined=out)
+        return Decision((QuarantineNode(sign.node, reason), CheckHealth(sign.node)), state, reason)
+    if state.slot(sign.node) is None or sign.node in state.leaving:
+        return Decision((), state, f"{reason}, which is out, leaving, or no node of this run")
+    state = replace(state, leaving=(*state.leaving, sign.node))
+    if state.waiting:  # no ranks run that could save
+        return restart(state, [], sign, fleet, reason=reason)
+    return Decision((SaveState(fleet.wait_limit),), state, f"{reason}, once the state is saved")
 
 
 def node_joined(state: State, sign: signs.NodeJoined, fleet: FleetSpec) -> Decision:

@@ -22,7 +22,7 @@ def restart(
     seconds to wait at least. Who was to leave once the state is saved leaves with any start."""
     leaving = state.leaving
     for node in leaving:
-        state, orders = evict(state, state.placement.index(node), sign, fleet, because="the scheduler takes it away", forced=True)
+        state, orders = evict(state, state.placement.index(node), sign, fleet, because="it is taken away", forced=True)
         commands = [*commands, *orders]
     if source is None or leaving:  # pieces of it may be in the memory of those who left
         source = newest(state.copies, at_most=None if source is None else source.step) or BEGINNING

@@ -8,7 +8,7 @@ from megalith.control.policy import failures, nodes, storage
 from megalith.control.policy.restart import for_any_plan, restart, stop
 from megalith.control.policy.state import Decision, State
 from megalith.fleet import signs, tiers
-from megalith.fleet.commands import CheckHealth, Grow, Order, Restart, SaveState, Shrink, Wait
+from megalith.fleet.commands import CheckHealth, EndInOrder, Grow, Order, Restart, SaveState, Shrink, Wait
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.signs import Sign
 from megalith.fleet.tiers import BEGINNING, Copy, Tier, newest
@@ -75,11 +75,24 @@ def _saved(state: State, sign: signs.Saved, fleet: FleetSpec) -> Decision:
             grown = replace(state, shrunk=False, restored=source)
             return Decision((Grow(source, state.placement),), grown, "grow to the run's own plan")
         return restart(state, [], sign, fleet, reason="nothing is to be done: go on")
-    return restart(state, [], sign, fleet, reason=f"the scheduler took {', '.join(state.leaving)} away")
+    return restart(state, [], sign, fleet, reason=f"{', '.join(state.leaving)} was taken away")
 
 
 def _stop_requested(state: State, sign: signs.StopRequested, fleet: FleetSpec) -> Decision:
     return stop(state, [SaveState(fleet.wait_limit)], ExitCode.STOPPED, "stopped as asked; the same command goes on")
+
+
+def _ordered(state: State, sign: signs.Ordered, fleet: FleetSpec) -> Decision:
+    """What a person orders. A save has the ranks stop together and go on from it: there is no other way to all of them at once."""
+    if sign.what == "stop":
+        return Decision((EndInOrder(),), state, "a person orders the run to stop after this step")
+    if sign.what == "quarantine":
+        return nodes.ordered_out(state, sign, fleet)
+    if state.waiting:
+        return Decision((), state, "a person orders the state to be saved, but no ranks run now")
+    return Decision(
+        (SaveState(fleet.wait_limit),), state, "a person orders the state to be saved: the ranks save, and go on from there"
+    )
 
 
 RULES: dict[type[signs.Sign], Callable[[State, Any, FleetSpec], Decision]] = {
@@ -104,6 +117,7 @@ RULES: dict[type[signs.Sign], Callable[[State, Any, FleetSpec], Decision]] = {
     signs.StoreAway: storage.store_away,
     signs.NodeJoined: nodes.node_joined,
     signs.HealthChecked: nodes.health_checked,
+    signs.Ordered: _ordered,
     signs.Waited: nodes.waited,
 }
 """Kind of sign -> what is done about it."""

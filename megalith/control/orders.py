@@ -1,0 +1,66 @@
+"""Orders of a person to a run that trains: files in its folder, which the run's controller takes and its policy decides about.
+
+Whoever may write to the run folder may order. No order reaches a rank but as what the policy orders anyway: to save, or to stop.
+"""
+
+import contextlib
+import json
+import secrets
+import time
+from pathlib import Path
+
+from megalith.fleet.signs import Ordered
+
+FOLDER = "orders"
+LOOK_SECONDS = 0.5  # between looks at the folder
+OLD_SECONDS = 120.0  # an order that nobody took for so long was meant for another moment
+MOST_BYTES, MOST_FILES = 4096, 16
+KNOWN = ("save", "stop", "quarantine")
+
+
+def write(run_dir: Path, what: str, node: str = "") -> Path:
+    """Write an order, at one stroke, and return its file. Raises ValueError for an order that is none, OSError if it cannot be written."""
+    if what not in KNOWN:
+        raise ValueError(f"{what!r} is no order. Order {', '.join(KNOWN[:-1])} or {KNOWN[-1]}.")
+    if (what == "quarantine") != bool(node):
+        raise ValueError("the order to quarantine names a node, and no other does")
+    folder = run_dir / FOLDER
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{time.time_ns()}-{secrets.token_hex(4)}.json"
+    part = path.with_suffix(".tmp")
+    part.write_text(json.dumps({"what": what, "node": node, "time": time.time()}), encoding="utf-8")
+    part.replace(path)
+    return path
+
+
+class Orders:
+    """Those that a run's controller has not taken yet."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / FOLDER
+        self._next = 0.0
+
+    def take(self) -> list[Ordered]:
+        """Return new orders, each once, oldest first; what is none, or old, is removed. No OSError is raised."""
+        if time.monotonic() < self._next:
+            return []
+        self._next = time.monotonic() + LOOK_SECONDS
+        found: list[Ordered] = []
+        with contextlib.suppress(OSError):
+            for path in sorted(self._folder.glob("*.json"))[:MOST_FILES]:
+                order = _read(path)
+                path.unlink()  # first: an order that cannot be removed would be obeyed for ever
+                if order is not None and abs(time.time() - order.time) < OLD_SECONDS:
+                    found.append(order)
+        return found
+
+
+def _read(path: Path) -> Ordered | None:
+    try:
+        with path.open("rb") as file:
+            record = json.loads(file.read(MOST_BYTES))
+        what, node, at = record["what"], record["node"], record["time"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    right = what in KNOWN and isinstance(node, str) and isinstance(at, int | float) and (what == "quarantine") == bool(node)
+    return Ordered(time=float(at), what=what, node=node) if right else None
