@@ -7,7 +7,7 @@ RUN := .venv/bin/
 WORKERS := -n 3 --dist worksteal
 export UV_PROJECT_ENVIRONMENT := .venv
 
-.PHONY: help setup quickstart test test-fast test-full test-oldest test-gpu test-engines engines check format bench guide-pictures clean
+.PHONY: help setup quickstart test test-fast test-full test-oldest test-gpu test-engines engines check format bench guide-pictures browser test-browser watch-pictures clean
 
 help: ## Say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -30,14 +30,14 @@ quickstart: setup ## Prepare real text, train a small Llama on 4 CPU ranks, let 
 	$(RUN)megalith generate runs/quickstart --prompt "It was a truth" --tokens 80
 	$(RUN)megalith report runs/quickstart
 
-test: setup ## Run all tests but those of real engines
-	$(RUN)pytest $(WORKERS) -m "not engines"
+test: setup ## Run all tests but those of real engines and browsers
+	$(RUN)pytest $(WORKERS) -m "not engines and not browser"
 
 test-engines: setup ## Run those: machines as network namespaces or behind agents, Slurm, Ray (minutes; make engines installs what they need)
 	$(RUN)pytest -m engines -rs
 
 test-fast: setup ## Run the tests of an inner loop (two minutes on two cores)
-	$(RUN)pytest $(WORKERS) -m "not slow and not engines" --ignore tests/promises
+	$(RUN)pytest $(WORKERS) -m "not slow and not engines and not browser" --ignore tests/promises
 
 test-full: setup ## Prove 300 combinations of parallelisms rather than 80, dry-run large recipes in full, hurt runs for an hour (hours on a small machine)
 	MEGALITH_FULL=1 $(RUN)pytest tests/promises/test_every_parallelism.py tests/prove/test_dryrun.py tests/promises/careless
@@ -46,10 +46,16 @@ engines: setup ## Install the engines that tests can run for real: Ray in .ray; 
 	$(UV) venv --quiet --allow-existing --python .venv/bin/python .ray && $(UV) pip install --quiet --python .ray/bin/python ray
 	apt-get update -qq && apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge iproute2
 
+test-browser: setup ## Open the live page in a real browser (make browser installs it)
+	$(RUN)pytest -m browser -rs
+
+browser: ## Install the browser that tests and pictures of the live page need: Chromium from Debian, as root
+	apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core
+
 test-oldest: setup ## Run all tests with the oldest PyTorch that is supported, in .oldest (3 GB more to download)
 	$(UV) venv --quiet --allow-existing --python .venv/bin/python .oldest
 	$(UV) pip install --quiet --compile-bytecode --python .oldest/bin/python --editable '.[tensorboard]' --group dev 'torch==2.11.*'
-	.oldest/bin/pytest $(WORKERS) -m "not engines"
+	.oldest/bin/pytest $(WORKERS) -m "not engines and not browser"
 
 test-gpu: ## Run the tests that one GPU can run, in the environment at hand
 	python3 -m pytest tests/gpu
@@ -68,6 +74,9 @@ bench: setup ## Measure training speed beside plain Hugging Face transformers
 
 guide-pictures: setup ## Draw the pictures of docs/guide/parallelism.md again
 	$(RUN)python -m megalith.report.guide
+
+watch-pictures: setup ## Take the pictures of docs/guide/watching.md again (make browser installs what it needs)
+	$(RUN)python -m tests.watch.pictures
 
 clean: ## Remove what was made, but runs and data
 	rm -rf .venv .uv .ray .oldest .pytest_cache .ruff_cache dist

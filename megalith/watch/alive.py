@@ -72,6 +72,7 @@ def alive(source: Source) -> Alive:
     found.phase, between = _phase(found, source, recent)
     found.limit = None if found.state != "running" else max(QUIET, SILENT * between)
     _judge(found, source, recent)
+    found.says.sort(key=lambda one: -HEALTHS.index(one[0]))
     found.health = HEALTHS[max((HEALTHS.index(level) for level, _ in found.says), default=0)]
     return found
 

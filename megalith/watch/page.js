@@ -123,7 +123,7 @@ class Curves extends Plot {
       if (v === null || x < x0 || x > x1 || (log && v <= 0)) return;
       values.push(v); if (v < low) low = v; if (v > high) high = v;
     });
-    if (!isFinite(low)) { low = 0; high = 1; }
+    if (!isFinite(low)) { low = log ? 1 : 0; high = log ? 10 : 1; }
     if (!log && values.length > 50) { // a few spikes must not press all the rest flat
       values.sort((a, b) => a - b);
       const top = values[Math.floor(values.length * 0.99)], foot = values[Math.floor(values.length * 0.5)];
@@ -210,7 +210,7 @@ class Heat extends Plot {
       if (!code) return null;
       if (found.row !== "own" && found.row !== "memory") return mix(calm, deep, Math.min(1, 2 ** octaves / 1.2));
       if (octaves < 0) return mix(calm, cool, Math.min(1, Math.max(0, -octaves - 0.06) / 0.8));
-      const t = Math.max(0, octaves - 0.06) / 0.75;
+      const t = Math.max(0, octaves - 0.06) / 0.6;
       return t < 0.4 ? mix(calm, warm, t / 0.4) : mix(warm, hot, Math.min(1, (t - 0.4) / 0.6));
     });
   }
@@ -458,6 +458,7 @@ function fillRest() {
   panels.experts.style.display = has ? "" : "none";
   if (has) panels.load.set([points(experts, "max_load", {name: "busiest over the mean", colour: "c4"}), points(experts, "entropy", {name: "evenness", colour: "c2"})]);
   const texts = samples ? samples.samples : [];
+  panels.samplecard.className = has ? "card" : "card wide";
   panels.samplecard.style.display = texts.length ? "" : "none";
   panels.samples.replaceChildren(...texts.slice().reverse().slice(0, 4).map(s => h("blockquote", {}, h("small", {class: "muted"}, "step " + whole(s.step)), h("p", {}, h("b", {}, s.prompt), s.text))));
   if (!about) return;

@@ -1,0 +1,116 @@
+"""The live page in a real browser: painted at once, no error, no other host, nothing wider than a telephone, no text of a run obeyed."""
+
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megalith import events
+from megalith.watch import server as servers
+from megalith.watch.server import Server
+from megalith.watch.source import Source
+from tests.report.run_folder import start, step
+from tests.watch import pictures, synthetic
+from tests.watch.browser import CHROMIUM, Browser
+from tests.watch.test_server import EVIL
+
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: make browser installs it")]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    one = Browser(tmp_path_factory.mktemp("profile"))
+    yield one
+    one.close()
+
+
+def _serve(*folders: Path) -> Server:
+    sources = [Source(folder, predicts=False) for folder in folders]
+    for source in sources:
+        while source.poll():
+            pass
+    one = Server(sources)
+    one.start()
+    return one
+
+
+def _is_clean(browser: Browser, server: Server) -> None:
+    assert browser.said == []
+    assert all(address.startswith((server.address, "data:")) for address in browser.asked), browser.asked
+    browser.asked.clear()
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two runs."""
+    folder = tmp_path_factory.mktemp("runs")
+    return pictures.write(folder / "one"), pictures.write(folder / "two", steps=200)
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_is_drawn_without_an_error_and_fits(width: int, dark: bool, browser: Browser, drawn: tuple[Path, Path]) -> None:
+    server = _serve(*drawn)
+    browser.open(server.address, width=width, dark=dark)
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    assert "rank 37" in browser.run("document.querySelector('.says').textContent")
+    canvases = "[...document.querySelectorAll('.grid canvas')].filter(c => c.offsetParent && c.height > 100)"
+    canvases += ".map(c => new Set(c.getContext('2d')"
+    colours = browser.run(f"{canvases}.getImageData(0, 0, c.width, c.height).data).size)")
+    assert len(colours) >= 5 and min(colours) > 3, "every drawing has more than its background"
+    for key in "lsb2r1":
+        browser.call("Input.dispatchKeyEvent", type="keyDown", text=key, key=key)
+    browser.rest(1.0)
+    _is_clean(browser, server)
+    server.close()
+
+
+def test_ten_million_steps_and_16384_ranks_are_painted_within_a_second(browser: Browser, tmp_path: Path) -> None:
+    """Measured here: the server's own work for the page, and from navigation to the first paint with contents, in the browser's clock."""
+    folder = synthetic.write(tmp_path / "run", steps=10_000_000, data=256, pipeline=8, tensor=8, slow=777, keep=0)
+    server = _serve(folder)
+    browser.open(server.address, wait=6)
+    paint = browser.run("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    print(
+        f"first paint {paint:.0f} ms, at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB with this test"
+    )
+    assert paint < 1000
+    assert "16,384 ranks" in browser.run("document.body.textContent")
+    _is_clean(browser, server)
+    server.close()
+
+
+def test_text_of_a_run_is_shown_and_never_run(browser: Browser, tmp_path: Path) -> None:
+    log = events.EventLog(tmp_path)
+    begun = start()
+    begun.spec["name"] = EVIL
+    for event in (begun, step(1), events.Sample(1, EVIL, EVIL), events.Problem("error", EVIL)):
+        log.write(event)
+    server = _serve(tmp_path)
+    out = tmp_path / "page.html"
+    servers.write(server.sources, out)
+    for address in (server.address, out.as_uri()):
+        browser.open(address)
+        assert browser.run("document.querySelector('h1').textContent") == EVIL
+        assert browser.run("document.querySelectorAll('img, iframe, object').length") == 0
+        assert browser.run("document.scripts.length") == 2
+    assert browser.said == []
+    server.close()
+
+
+def test_it_follows_and_says_when_its_server_is_gone(browser: Browser, tmp_path: Path) -> None:
+    log = events.EventLog(tmp_path)
+    log.write(events.RunStarted(**{**vars(start()), "time": time.time()}))
+    server = _serve(tmp_path)
+    browser.open(server.address)
+    for number in range(1, 30):
+        log.write(step(number, time=time.time()))
+    browser.rest(5)
+    assert browser.run("document.querySelector('.facts strong').textContent") == "29"
+    browser.said.clear()
+    server.close()
+    browser.rest(12)
+    assert "lost its server" in browser.run("document.querySelector('.says').textContent")
+    browser.said.clear()
