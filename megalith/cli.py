@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from megalith import __version__
 from megalith.commands import (
@@ -40,6 +41,7 @@ from megalith.commands.output import lossy_output, readable_errors
 COMMANDS: dict[str, Callable[..., int | None]] = {
     "check": check.command,
     "train": train.command,
+    "resume": train.resume,
     "agent": agent.command,
     "key": key.command,
     "parity": parity.command,
@@ -68,15 +70,78 @@ GROUPS = {
 }
 """A first word that several commands share -> its help."""
 
-LONG = frozenset({"train", "agent", "campaign"})
+LONG = frozenset({"train", "resume", "agent", "campaign"})
 """Commands whose work goes on when nobody can read their output any more. Others end then, as programs in a pipe do."""
 
+VERBS = {
+    "run": "train",
+    "fit": "train",
+    "pretrain": "train",
+    "finetune": "train",
+    "start": "train",
+    "continue": "resume",
+    "validate": "check",
+    "lint": "check",
+    "sample": "generate",
+    "infer": "generate",
+    "inference": "generate",
+    "chat": "generate",
+    "convert": "import",
+    "prepare": "data prepare",
+    "preprocess": "data prepare",
+    "tokenize": "data prepare",
+    "info": "doctor",
+    "env": "doctor",
+    "estimate": "plan",
+    "dry-run": "dryrun",
+}
+"""Words that other programs have for a command -> the command here."""
+
+
+class Group(TyperGroup):
+    """The commands. A word for a command that another program has is answered with the command here."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        word = args[0] if args else ""
+        if word in VERBS and word not in self.commands:
+            ctx.fail(f"No such command {word!r}. Here it is `megalith {VERBS[word]}`.")
+        return super().resolve_command(ctx, args)
+
+
+class Command(TyperCommand):
+    """A command. An option that is a key of a run file is answered with the setting."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            settable = type(error).__name__ == "NoSuchOption" and any("--set" in each.opts for each in self.params)
+            if settable and (way_out := _setting(str(getattr(error, "option_name", "")))):
+                ctx.fail(way_out)
+            raise
+
+
+def _setting(option: str) -> str | None:
+    """Return the setting of a run file that a word such as "--steps" stands for, as a sentence; None for a word of no key."""
+    from megalith.spec.foreign_names import meaning  # specifications take 0.2 s to import
+    from megalith.spec.validate import keys_named
+
+    word = option.lstrip("-").replace("-", "_")
+    found = meaning(word)
+    if found is not None:
+        return f"No such option: {option}. " + (
+            f"Write --set {found.key}=VALUE: {found.note}".rstrip(": ") if found.key else found.note
+        )
+    known = keys_named(word)
+    return f"No such option: {option}. Write --set {' or --set '.join(f'{key}=VALUE' for key in known)}." if known else None
+
+
 app = typer.Typer(
+    cls=Group,
     name="megalith",
     help="Train large language models, from a laptop's CPU to a cluster: check, train, resume, generate, export.",
     epilog="A first run: make quickstart. Help on a command: megalith COMMAND --help.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -112,7 +177,7 @@ def _add_commands() -> None:
         app.add_typer(group, name=name)
     for words, function in COMMANDS.items():
         first, _, last = words.rpartition(" ")
-        groups.get(first, app).command(last)(_run(function, long=words in LONG))
+        groups.get(first, app).command(last, cls=Command)(_run(function, long=words in LONG))
 
 
 _add_commands()

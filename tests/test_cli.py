@@ -11,7 +11,7 @@ import pytest
 
 import megalith
 from megalith import __version__
-from megalith.cli import COMMANDS
+from megalith.cli import COMMANDS, VERBS
 from tests.commands.calling import call, write_run
 from tests.patience import PATIENCE
 
@@ -106,3 +106,40 @@ def test_every_commands_help_has_an_example_and_json(command: str):
     assert result.exit_code == 0
     assert re.search(rf"Example:  (torchrun .* -m )?megalith(\.cli)? {command}", result.stdout)
     assert "--json" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "run.toml", "--steps", "10"], "Write --set train.steps=VALUE"),
+        (["train", "run.toml", "--learning-rate", "1e-3"], "Write --set optimizer.lr=VALUE"),
+        (["check", "run.toml", "--tp", "2"], "Write --set plan.tensor=VALUE"),
+        (["train", "run.toml", "--output-dir", "x"], "--run-dir FOLDER"),
+        (["fit", "run.toml"], "Here it is `megalith train`"),
+        (["sample"], "Here it is `megalith generate`"),
+        (["generat"], "generate"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_words_of_other_programs_are_told_those_of_this_one(arguments: list[str], said: str):
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_words_of_other_programs_name_commands_that_there_are_and_take_none_away():
+    assert set(VERBS.values()) <= set(COMMANDS)
+    assert not set(VERBS) & {words.partition(" ")[0] for words in COMMANDS}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_options(shell: str):
+    words = {"bash": "megalith tr", "zsh": "megalith tr", "fish": "megalith tr"}[shell]
+    extra = {"COMP_WORDS": words, "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    environment = os.environ | extra | {"_MEGALITH_COMPLETE": f"complete_{shell}"}
+    code = "import sys; sys.argv[0] = 'megalith'; from megalith.cli import app; app(prog_name='megalith')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, env=environment, check=False
+    )
+    assert "train" in done.stdout, done
+    assert "parity" not in done.stdout

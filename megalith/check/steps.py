@@ -6,12 +6,13 @@ from megalith.check.case import Case, Found, advice, error
 def warmup_and_decay_fit(case: Case) -> Found:
     """Warm-up, and decay after it, end before the run does."""
     steps, optimizer = case.spec.train.steps, case.spec.optimizer
-    if optimizer.warmup > steps:
+    warmup = optimizer.warmup_updates(steps)
+    if warmup > steps:
         reason = f"is longer than the run's train.steps = {steps}, which would never reach optimizer.lr"
-        yield error("optimizer.warmup", optimizer.warmup, reason, f"Use warmup <= {steps}, such as {max(1, steps // 20)}.")
-    elif optimizer.schedule in ("wsd", "1-sqrt") and optimizer.warmup + round(optimizer.decay * steps) > steps:
-        reason = f"of {steps} steps overlaps the {optimizer.warmup} of warm-up"
-        way_out = f"Use decay <= {1 - optimizer.warmup / steps:.3g}, or less warm-up."
+        yield error("optimizer.warmup", optimizer.warmup, reason, f'Use warmup <= {steps}, or a share of the steps such as "2%".')
+    elif optimizer.schedule in ("wsd", "1-sqrt") and warmup + round(optimizer.decay * steps) > steps:
+        reason = f"of {steps} steps overlaps the {warmup} of warm-up"
+        way_out = f"Use decay <= {1 - warmup / steps:.3g}, or less warm-up."
         yield error("optimizer.decay", optimizer.decay, reason, way_out)
 
 

@@ -296,7 +296,8 @@ def find_complete(path: Path) -> tuple[Path, Manifest]:
 
 def nothing_text(path: Path) -> str:
     """There is no checkpoint, as a person should read it."""
-    return f"{path}: no checkpoint here. Give a checkpoint (step-...), the folder it is in, or a run folder."
+    reason = "no checkpoint here" + ("" if path.exists() else f", it does not exist (relative paths start at {Path.cwd()})")
+    return f"{path}: {reason}. Give a checkpoint (step-...), the folder it is in, or a run folder."
 
 
 def damaged_text(path: Path, problems: list[str]) -> str:

@@ -23,11 +23,24 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for p
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run as the command line names it: its file, `KEY=VALUE` settings that override the file, and its folder (None: runs/NAME)."""
+    """A run as the command line names it: its file, `KEY=VALUE` settings that override the file, and its folder (None: runs/NAME).
+    `saved`: the file is the one that the folder keeps, which an earlier version may have written."""
 
     file: Path
     overrides: Sequence[str] = ()
     run_dir: Path | None = None
+    saved: bool = False
+
+    @classmethod
+    def in_folder(cls, run_dir: Path, overrides: Sequence[str] = ()) -> "RunRequest":
+        """Return the run that a run folder holds. Raises FileNotFoundError for a folder without one."""
+        from megalith.spec.files import FILE  # specifications take 0.2 s to import
+
+        if not run_dir.is_dir():
+            raise FileNotFoundError(f"{run_dir} does not exist. Give the folder of a run: the --run-dir of `megalith train`.")
+        if not (run_dir / FILE).is_file():
+            raise FileNotFoundError(f"{run_dir} holds no {FILE}: it is no run folder. Give the --run-dir of a run.")
+        return cls(run_dir / FILE, overrides, run_dir, saved=True)
 
     def folder(self, spec: "RunSpec") -> Path:
         """Return the folder of the run, which its file describes as `spec`."""

@@ -1,6 +1,7 @@
 """`megalith launch`: what an engine needs to start a run."""
 
 import shlex
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -118,7 +119,12 @@ def launch(request: RunRequest, *, engine: str, options: Mapping[str, Any] | Non
 
 def hand_over(command: str) -> int:
     """Hand a launch to its engine; the exit status of the command that takes it. Raises FileNotFoundError where there is none."""
-    return subprocess.run(shlex.split(command), check=False).returncode
+    words = shlex.split(command)
+    if shutil.which(words[0]) is None:
+        raise FileNotFoundError(
+            f"{words[0]} is not installed here, so nothing was submitted. Install it, or run this where it is: {command}"
+        )
+    return subprocess.run(words, check=False).returncode
 
 
 def _variables(settings: list[str] | None) -> dict[str, str] | None:

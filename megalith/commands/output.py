@@ -1,8 +1,11 @@
 """What all commands print the same way: JSON, problems, failures, progress. Quick to import."""
 
+import errno
 import json
+import math
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
@@ -12,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from megalith import disk
 
@@ -34,7 +36,8 @@ def readable_errors(*, as_json: bool) -> Iterator[None]:
             raise
         if isinstance(error, typer.Exit):  # a RuntimeError to typer
             raise
-        print_failure(str(error) or type(error).__name__, kind=type(error).__name__, as_json=as_json)
+        text, complete = _in_words(error)
+        print_failure(text, kind=type(error).__name__, as_json=as_json, complete=complete)
         raise typer.Exit(LOST if disk.is_unavailable(error) else getattr(error, "exit_code", 1)) from error
     except Exception as error:
         from megalith.spec.problem import SpecErrors  # specifications take 0.2 s to import
@@ -71,18 +74,57 @@ def lossy_output() -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """Print a value, or a dataclass, as one JSON object."""
-    print(json.dumps(asdict(value) if is_dataclass(value) and not isinstance(value, type) else value, indent=1, default=str))
+    """Print a value, or a dataclass, as one JSON object. JSON has no word for NaN and infinity: they are null."""
+    plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    print(json.dumps(_finite(plain), indent=1, default=str))
 
 
-def print_failure(text: str, *, kind: str, as_json: bool) -> None:
-    """Print why a command failed: to stderr, or as JSON with the error's `kind` to stdout."""
+def _finite(value: Any) -> Any:
+    """Return a value with None in the place of numbers that are not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+WAYS_OUT = {
+    errno.ENOENT: "Check the path; relative paths start at the current directory.",
+    errno.EACCES: "Give this user the right to it, or name another place.",
+    errno.EPERM: "Give this user the right to it, or name another place.",
+    errno.EROFS: "Name a place that can be written, with --out or --run-dir.",
+    errno.ENOTDIR: "A part of the path is a file. Name another place.",
+    errno.EISDIR: "A file is needed. Name one.",
+    errno.ENOSPC: "Free some space, or name another place.",
+    errno.ENAMETOOLONG: "Give it a shorter name.",
+}
+"""What to do about an error of the operating system."""
+
+
+def _in_words(error: Exception) -> tuple[str, bool]:
+    """Return an error as text for a person, and True if that text is complete. A library's error needs the place where it was raised."""
+    number = getattr(error, "errno", None) if isinstance(error, OSError) else None
+    if number is not None:
+        path = f"{error.filename}: " if error.filename else ""  # type: ignore[attr-defined]
+        way_out = f" {WAYS_OUT[number]}" if number in WAYS_OUT and path else ""
+        return f"{path}{error.strerror or error}.{way_out}", bool(way_out)  # type: ignore[attr-defined]
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    ours = last is not None and str(last.tb_frame.f_globals.get("__name__", "")).startswith("megalith.")
+    return str(error) or type(error).__name__, ours and " " in str(error)
+
+
+def print_failure(text: str, *, kind: str, as_json: bool, complete: bool = False) -> None:
+    """Print why a command failed: to stderr, or as JSON with the error's `kind` to stdout. A text that is not `complete` is followed by how
+    to see where the error was raised."""
     if as_json:
         print_json({"ok": False, "error": text, "kind": kind})
         return
     console = Console(stderr=True, soft_wrap=True)
     console.print(f"[bold red]failed[/]  {escape(text)}", highlight=False)
-    console.print("[dim]MEGALITH_TRACEBACK=1 shows where.[/]", highlight=False)
+    if not complete:
+        console.print("[dim]MEGALITH_TRACEBACK=1 shows where.[/]", highlight=False)
 
 
 def print_problems(problems: "Sequence[Problem]", *, as_json: bool) -> None:
@@ -93,19 +135,34 @@ def print_problems(problems: "Sequence[Problem]", *, as_json: bool) -> None:
         return
     from megalith.spec.toml import literal  # specifications take 0.2 s to import
 
-    table = Table(show_header=False, box=None, padding=(0, 2, 1, 0), pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    width = text_width(console)
+    indent = max(len(problem.severity) for problem in problems) + 2 if problems else 0
     for problem in problems:
         colour = "bold red" if problem.severity == "error" else "yellow"
         value = "" if problem.value is None else f" = {literal(problem.value)}"
         origin = f"  [dim]{escape(problem.source)}[/]" if problem.source else ""
-        text = f"[bold]{escape(problem.key + value)}[/]{origin}\n{escape(problem.reason)}.\n{escape(problem.way_out)}"
-        table.add_row(f"[{colour}]{problem.severity}[/]", text)
-    console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 160)
-    console.print(table)
+        severity = f"{problem.severity:<{indent}}"
+        console.print(f"[{colour}]{severity}[/][bold]{escape(problem.key + value)}[/]{origin}")
+        for sentence in (f"{problem.reason}.", problem.way_out):
+            console.print(escape(indented(sentence, indent, width)))
+        console.print()
     if errors:
         console.print(f"[bold]{len(errors)} error{'s' * (len(errors) > 1)}[/]: nothing was started.")
+
+
+def text_width(console: Console) -> int | None:
+    """Return the columns that text is wrapped to: those of the terminal, or COLUMNS. None in a pipe, where a line stays whole for grep."""
+    return console.width if console.is_terminal or os.environ.get("COLUMNS", "").isdecimal() else None
+
+
+def indented(text: str, indent: int, width: int | None) -> str:
+    """Return text with each line indented, wrapped at `width` columns."""
+    before = " " * indent
+    if width is None:
+        return before + text
+    lines = textwrap.wrap(text, max(width, indent + 20), initial_indent=before, subsequent_indent=before, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def problem_rows(problems: "Sequence[Problem]") -> list[dict[str, Any]]:

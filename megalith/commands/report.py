@@ -3,13 +3,14 @@
 import json
 import os
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from megalith.commands.arguments import Json, RunFolder
+from megalith.commands.arguments import Json, RunFolder, RunRequest
 from megalith.commands.output import print_json
 
 
@@ -32,7 +33,10 @@ def command(
     page = report(run_dir, out=out or beside / "report.html")
     traced = _trace(run_dir, beside / "trace.json") if trace else None
     if as_json:
-        print_json({"ok": True, "report": str(page)} | ({"trace": str(traced)} if traced else {}))
+        from megalith.report import summary  # drawing
+
+        numbers = asdict(summary.of_folder(run_dir))
+        print_json({"ok": True, "report": str(page)} | ({"trace": str(traced)} if traced else {}) | numbers)
         return
     from megalith.report import tables  # drawing
 
@@ -44,10 +48,8 @@ def report(run_dir: Path, *, out: Path | None = None) -> Path:
     """Write a run's report page from the files in its folder, to `out` (default: report.html there), and return the page. Raises
     FileNotFoundError for a folder without a run."""
     from megalith.report import page  # drawing
-    from megalith.spec import files
 
-    if not (run_dir / files.FILE).is_file():
-        raise FileNotFoundError(f"{run_dir} holds no {files.FILE}: it is no run folder. Give the --run-dir of a run.")
+    RunRequest.in_folder(run_dir)
     return page.write(run_dir, out)
 
 

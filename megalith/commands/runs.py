@@ -53,10 +53,12 @@ def check(
     the run's ranks (or those that `count` says would start on it) is found too, and is at most that grave. Raises SpecErrors, with
     everything that was found, if the file cannot be read as a run.
     """
-    reading = files.read(request.file, overrides=request.overrides)
+    reading = files.read(request.file, overrides=request.overrides, saved=request.saved)
     resolved = reading.resolved
     named = request.run_dir is not None or hasattr(resolved.spec, "name")
     begun = look and named and bool(committed(of_run(request.folder(resolved.spec))))
+    if begun and not reading.problems:
+        resolved = _with_old_defaults(resolved, request.folder(resolved.spec))
     found = find_problems(resolved.spec, world=world, files=look, begun=begun, provenance=resolved.provenance)
     short = (
         []
@@ -84,6 +86,27 @@ def _decided(resolved: Resolved) -> Resolved:
     plans = {name: foreseen.of_run(spec.model_copy(update={"plan": plan})).plan for name, plan in asked.items()}
     fleet = spec.fleet.model_copy(update={"fallback": plans.get("fallback")})
     return replace(resolved, spec=spec.model_copy(update={"plan": plans["plan"], "fleet": fleet}))
+
+
+OLD_DEFAULTS: dict[tuple[str, str], Any] = {("optimizer", "warmup"): 2000}
+"""Defaults that earlier versions had, and saved with a run. A run that began with one goes on with it unless its file says otherwise."""
+
+
+def _with_old_defaults(resolved: Resolved, folder: Path) -> Resolved:
+    """Return the run with the defaults that it began with, where they were others than today's."""
+    if not (folder / files.FILE).is_file():
+        return resolved
+    spec, provenance = resolved.spec, dict(resolved.provenance)
+    try:
+        saved = files.read(folder / files.FILE, saved=True).resolved.spec
+        for (table, name), value in OLD_DEFAULTS.items():
+            key = f"{table}.{name}"
+            if provenance[key] == "default" and getattr(getattr(saved, table), name) == value:
+                spec = spec.model_copy(update={table: getattr(spec, table).model_copy(update={name: value})})
+                provenance[key] = f"default when {folder / files.FILE} was written"
+    except (SpecErrors, AttributeError):  # a file that cannot be read: what compares the runs says so
+        return resolved
+    return replace(resolved, spec=spec, provenance=provenance)
 
 
 def _table(name: str) -> str:

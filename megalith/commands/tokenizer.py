@@ -1,5 +1,6 @@
 """`megalith tokenizer`: make tokenizers."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +32,14 @@ def train(
         sources, vocab, out, reading=reading(split, field, extensions), min_frequency=min_frequency, overwrite=overwrite,
         progress=not as_json,
     ).record  # fmt: skip
+    short = vocab - learned.vocab_size
     if as_json:
-        print_json({"ok": True, "folder": str(out), **learned.model_dump()})
-    else:
-        print(f"trained: {out}, {learned.vocab_size:,} tokens")
+        print_json({"ok": True, "folder": str(out), "asked": vocab, **learned.model_dump()})
+        return
+    print(f"trained: {out}, {learned.vocab_size:,} tokens")
+    if short > 0:
+        print(
+            f"advice: {vocab:,} tokens were asked for, and the text has no more pairs that are seen {min_frequency} times. Give more text, "
+            f"or set model.vocab to {learned.vocab_size} or more.",
+            file=sys.stderr,
+        )

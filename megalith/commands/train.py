@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from megalith.commands.arguments import Json, RunFile, RunRequest, Settings
+from megalith.commands.arguments import Json, RunFile, RunFolder, RunRequest, Settings
 from megalith.commands.output import print_json
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from megalith.fleet.environment import Place
     from megalith.report.live import Follow
     from megalith.spec.files import Resolved
+
+
+Profile = Annotated[str | None, typer.Option(metavar="A:B", help="Trace steps A to B-1 with torch.profiler; the first is 1.")]
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,7 @@ def command(
     run_dir: Annotated[
         Path | None, typer.Option(help="Where the run is kept; one that is there goes on. Default: runs/NAME.")
     ] = None,
-    profile: Annotated[
-        str | None, typer.Option(metavar="A:B", help="Trace steps A to B-1 with torch.profiler; the first is 1.")
-    ] = None,
+    profile: Profile = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Also serve the live page of the run, in a process of its own: see megalith watch.")
     ] = False,
@@ -62,8 +63,26 @@ def command(
 
     On two machines:  torchrun --nnodes 2 --nproc-per-node 8 -m megalith.cli train run.toml
     """
+    return _train_and_show(RunRequest(run, settings or (), run_dir), profile, watch=watch, as_json=as_json)
+
+
+def resume(
+    run_dir: RunFolder,
+    settings: Settings = None,
+    profile: Profile = None,
+    as_json: Json = False,
+) -> int:
+    """Go on training the run in a folder, from its newest checkpoint. `megalith train` with the same run file does the same.
+
+    Example:  megalith resume runs/first --set train.steps=2000
+    """
+    return _train_and_show(RunRequest.in_folder(run_dir, settings or ()), profile, as_json=as_json)
+
+
+def _train_and_show(request: RunRequest, profile: str | None, *, as_json: bool, watch: bool = False) -> int:
+    """Train a run, print how it ended, and return the exit status."""
     console = Console(stderr=as_json)
-    trained = train(RunRequest(run, settings or (), run_dir), console=console, profile=_steps(profile), watch=watch)
+    trained = train(request, console=console, profile=_steps(profile), watch=watch)
     show(trained, as_json=as_json)
     if trained.report is not None and not as_json:
         _summarize(trained, trained.report, console)
@@ -158,12 +177,22 @@ def ended(folder: Path, code: int, message: str, follow: "Follow") -> Trained:
 def show(trained: Trained, *, as_json: bool) -> None:
     """Print how a training ended."""
     if as_json:
-        print_json({"ok": trained.code == 0} | asdict(trained))
+        print_json({"ok": trained.code == 0} | asdict(trained) | _numbers(trained.run_dir))
     elif trained.message:
         Console(stderr=trained.code != 0, soft_wrap=True, highlight=False).print(escape(trained.message))
         print(f"run folder: {trained.run_dir}")
         for text in (*trained.unshown, *trained.left):
             print(text, file=sys.stderr)
+
+
+def _numbers(run_dir: Path) -> dict[str, Any]:
+    """Return what the run came to, in numbers; empty where its events cannot be read: its exit status is its own."""
+    from megalith.report import summary  # drawing
+
+    try:
+        return asdict(summary.of_folder(run_dir))
+    except Exception as error:  # whatever the events hold
+        return {"unread": f"{type(error).__name__}: {error}"}
 
 
 def _steps(text: str | None) -> str | None:

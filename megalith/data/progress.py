@@ -4,22 +4,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
 
 from megalith.data.manifest import LeftOut
 
 
 class Bars:
-    """One bar a piece of work: done and total bytes, bytes a second, time left. Silent when not shown."""
+    """One bar a piece of work: done and total bytes, bytes a second, time left. Silent when not shown. In a pipe or a file each piece is
+    one line, written when it is done."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
@@ -37,7 +31,10 @@ class Bars:
         """The work is done, even where the count says otherwise (a source that grew, a length that was unknown)."""
         if self._progress is not None:
             task = self._progress.tasks[bar]
-            self._progress.update(bar, total=task.total or 1, completed=task.total or 1)
+            sized = task.total is not None
+            self._progress.update(bar, total=task.total or 1, completed=task.total or 1, sized=sized)
+            if not self._progress.console.is_terminal:
+                self.say(f"{task.description}: {amount(task)}")
 
     def say(self, line: str) -> None:
         """A line for the person who watches."""
@@ -50,20 +47,39 @@ class Bars:
             self.say(f"{source}: left out {one}")
 
 
+class _Amount(ProgressColumn):
+    """How much is done, how fast, and how long it still takes; once it is done, how much it was and how long it took."""
+
+    def render(self, task: Task) -> Text:
+        return Text(amount(task))
+
+
+def amount(task: Task) -> str:
+    """Return in words how far a piece of work over bytes is."""
+    seconds = task.finished_time if task.finished else task.elapsed
+    passed = _clock(seconds or 0.0)
+    if task.finished:
+        return f"{decimal(int(task.completed))} in {passed}" if task.fields.get("sized", True) else f"done in {passed}"
+    if task.total is None:
+        return passed
+    speed = f", {decimal(int(task.speed))}/s" if task.speed else ""
+    left = f", {_clock(task.time_remaining)} left" if task.time_remaining is not None else ""
+    return f"{decimal(int(task.completed))} of {decimal(int(task.total))}{speed}{left}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 @contextmanager
 def bars(shown: bool) -> Iterator[Bars]:
     """Bars that live as long as the block."""
     if not shown:
         yield Bars(None)
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(24), _Amount())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         yield Bars(progress)

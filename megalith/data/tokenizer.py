@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import tokenizers
+from rich.progress import TaskID
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megalith.data.bulk import byte_characters, reproduce
@@ -213,6 +214,7 @@ def train(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
+    merging = list[TaskID]()
     with bars(progress) as shown:
         for source in found:
             held = find(source, reading)
@@ -223,9 +225,11 @@ def train(
             for source in found:
                 yield from documents(source, reading, lambda count: shown.advance(reader, count))
             shown.finish(reader)
-            shown.start("learning merges", total=None)
+            merging.append(shown.start("learning merges", total=None))
 
         engine.train_from_iterator(texts(), trainer)
+        for bar in merging:
+            shown.finish(bar)
     learned = Tokenizer(engine.to_str(pretty=True), end_of_text=END_OF_TEXT)
     _refuse_another(Path(out), learned, overwrite=overwrite)
     learned.save(out)

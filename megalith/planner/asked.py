@@ -1,6 +1,5 @@
 """What a plan is wanted for, from a run file or from a few words: every mistake in it is found at once. No torch."""
 
-import re
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -17,6 +16,7 @@ from megalith.spec.numbers import PRECISIONS, TRAINED
 from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
 from megalith.spec.problem import Problem, SpecErrors, near
+from megalith.spec.quantity import quantity
 from megalith.spec.run import RunSpec
 from megalith.spec.sizes import count_active, count_blocks, count_model
 
@@ -181,17 +181,6 @@ def vary(question: Question, change: str) -> Asked:
 
 def _with_fast(cluster: ClusterSpec, rate: float) -> ClusterSpec:
     return cluster.model_copy(update={"accelerator": cluster.accelerator.model_copy(update={"scale_up": rate})})
-
-
-def quantity(text: str, *, thousand: int = 1000) -> float | None:
-    """15T, 300B, 1.5e9, 4M as a number, K, M, B or G, and T counted in powers of `thousand`; Ki, Mi, Gi and Ti in powers of 1024. None
-    for what is no number above 0."""
-    found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(?:([KMGBT])(i)?)?", text.strip(), re.IGNORECASE)
-    if not found:
-        return None
-    number = float(found[1].replace(",", "").replace("_", ""))
-    power = {"": 0, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}[(found[2] or "").upper()]
-    return number * (1024 if found[3] else thousand) ** power or None
 
 
 def _loaded(question: Question, problems: list[Problem]) -> Resolved | None:

@@ -164,12 +164,18 @@ class Follow:
         assert self._step is not None, "no step yet"
         step = self._step
         words = [f"step {step.step}/{self._steps + step.left_out}", f"loss {step.loss:.4f}"]
-        words += [f"val {self._validation.loss:.4f}"] if self._validation else []
+        words += [self._validated(step)] if self._validation else []
         words.append(f"{units.count(step.tokens_per_second)} tokens/s")
         words += [f"MFU {units.percent(step.mfu)}"] if step.mfu is not None else []
         left = self._left()
         words += [f"ETA {units.clock(left)}"] if left is not None else []
         return "  ".join(words)
+
+    def _validated(self, step: Step) -> str:
+        """Return the newest validation loss, with its step if that is an earlier one."""
+        assert self._validation is not None, "no validation yet"
+        earlier = f" at {self._validation.step}" if self._validation.step != step.step else ""
+        return f"val {self._validation.loss:.4f}{earlier}"
 
     def _left(self) -> float | None:
         """Seconds to the last step: what recent steps took from one to the next, validations and checkpoints between included."""

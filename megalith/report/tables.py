@@ -1,16 +1,15 @@
 """What a run came to, as tables for the terminal."""
 
 from pathlib import Path
-from statistics import mean
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megalith.control import ledger
 from megalith.events import Problem
 from megalith.report import spikes, units
 from megalith.report.history import History, history
+from megalith.report.summary import Summary, summarize
 
 SHOWN = 5  # incidents in the summary; the report page has them all
 
@@ -26,65 +25,65 @@ def summary(run_dir: Path) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    for name, value in [*_facts(run), *_faults(run)]:
+    found = summarize(run)
+    for name, value in [*_facts(run, found), *_faults(found)]:
         table.add_row(name, value)
     problems = _problems(run)
     return Group(table, Text(""), *problems) if problems else table
 
 
-def _facts(run: History) -> list[tuple[str, RenderableType]]:
+def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
     """The rows of the summary that the run has something for."""
-    facts: list[tuple[str, RenderableType]] = [("state", Text(run.state, style=STATE.get(run.state, "")))]
+    facts: list[tuple[str, RenderableType]] = [("state", Text(found.state, style=STATE.get(found.state, "")))]
     if run.starts:
-        start, plan = run.starts[-1], run.plan
-        facts.append(("model", f"{run.spec.get('model', {}).get('name', '')} {units.count(start.parameters)} parameters".strip()))
-        facts.append(("ranks", f"{start.world} on {start.device}"))
+        plan = run.plan
+        facts.append(("model", f"{found.model or ''} {units.count(found.parameters)} parameters".strip()))
+        facts.append(("ranks", f"{found.ranks} on {found.device}"))
         if plan:
             facts.append(("plan", f"data {plan.data} · tensor {plan.tensor} · pipeline {plan.pipeline} · ZeRO {plan.zero}"))
     if run.steps:
-        last = run.steps[-1]
-        facts.append(("steps", f"{last.step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "")))
-        facts.append(("training loss", f"{mean(s.loss for s in run.steps[-10:]):.4f} (mean of the last {len(run.steps[-10:])})"))
-    if run.validations:
-        newest = run.validations[-1]
-        domains = ", ".join(f"{name} {loss:.4f}" for name, loss in newest.domains.items())
-        facts.append(("validation loss", f"{newest.loss:.4f}" + (f" ({domains})" if len(newest.domains) > 1 else "")))
+        facts.append(("steps", f"{found.step:,}" + (f" of {found.steps:,}" if found.steps else "")))
+        facts.append(("training loss", f"{found.loss:.4f} (mean of the last {found.loss_steps})"))
+    if found.validation_loss is not None:
+        domains = ", ".join(f"{name} {loss:.4f}" for name, loss in found.validation_domains.items())
+        said = f"{found.validation_loss:.4f}" + (f" ({domains})" if len(found.validation_domains) > 1 else "")
+        facts.append(("validation loss", f"{said} at step {found.validation_step:,}"))
     if run.steps:
-        facts.append(("tokens", f"{units.count(run.steps[-1].tokens_seen)}"))
-        facts.append(("tokens a second", f"{units.count(run.usual(lambda step: step.tokens_per_second))} (median)"))
-        facts.append(("MFU", _mfu(run)))
-        facts.append(("time in steps", units.duration(sum(step.seconds for step in run.steps))))
-    if run.repeated:
-        facts.append(("done again", f"{len(run.repeated)} steps, {units.duration(sum(s.seconds for s in run.repeated))}"))
+        facts.append(("tokens", f"{units.count(found.tokens)}"))
+        facts.append(("tokens a second", f"{units.count(found.tokens_per_second)} (median)"))
+        facts.append(("MFU", _mfu(run, found)))
+        facts.append(("time in steps", units.duration(found.seconds_in_steps)))
+    if found.repeated_steps:
+        facts.append(("done again", f"{found.repeated_steps} steps, {units.duration(found.repeated_seconds)}"))
     if told := spikes.counted(run.events):
         facts.append(("spikes", told))
-    if run.checkpoints:
-        saved = run.checkpoints[-1]
-        facts.append(("newest checkpoint", f"step {saved.step:,}, {units.memory(saved.bytes)}, {saved.path}"))
-    if run.skipped:
-        facts.append(("skipped", units.skipped(run.skipped)))
+    if found.checkpoint is not None:
+        facts.append(
+            ("newest checkpoint", f"step {found.checkpoint_step:,}, {units.memory(found.checkpoint_bytes)}, {found.checkpoint}")
+        )
+    if found.skipped_lines:
+        facts.append(("skipped", units.skipped(found.skipped_lines)))
     return facts
 
 
-def _faults(run: History) -> list[tuple[str, str]]:
+def _faults(found: Summary) -> list[tuple[str, str]]:
     """Where the time went, once something has gone wrong; the newest incidents, with whom they blame and what they cost."""
-    found = ledger.post_mortems(run.events)
-    if not found:
+    if not found.incidents:
         return []
-    account = ledger.goodput(run.events)
-    lost = ", ".join(f"{cause} {units.duration(seconds)}" for cause, seconds, _, _ in account.rows() if cause != "useful")
-    rows = [("goodput", f"{units.percent(account.share)} ({lost})"), ("incidents", f"{len(found)}; the last {SHOWN}:")]
-    for one in found[-SHOWN:]:
-        took = "not over" if one.recovery is None else f"{one.detection:.1f} s + {one.recovery:.1f} s"
+    lost = ", ".join(f"{cause} {units.duration(seconds)}" for cause, seconds in found.lost_seconds.items())
+    rows = [("goodput", f"{units.percent(found.goodput)} ({lost})"), ("incidents", f"{len(found.incidents)}; the last {SHOWN}:")]
+    for one in found.incidents[-SHOWN:]:
+        recovery = one.recovery_seconds
+        took = "not over" if recovery is None else f"{one.detection_seconds:.1f} s + {recovery:.1f} s"
         rows.append((f"  step {one.step}", f"{one.reason} [{took}]"))
     return rows
 
 
-def _mfu(run: History) -> str:
-    start, share = run.start, run.usual(lambda step: step.mfu)
-    if start is None or share is None:
+def _mfu(run: History, found: Summary) -> str:
+    start = run.start
+    if start is None or found.mfu is None:
         return f"unknown: {start.peak_source if start else 'no peak is recorded'}"
-    return f"{units.percent(share)} of {units.flops(start.peak_flops)} ({start.peak_source}; {start.flops_convention})"
+    return f"{units.percent(found.mfu)} of {units.flops(start.peak_flops)} ({start.peak_source}; {start.flops_convention})"
 
 
 def _problems(run: History) -> list[Text]:

@@ -39,8 +39,8 @@ class SpecErrors(Exception):  # noqa: N818  # it holds several errors, and says 
         self.problems = list(problems)
 
 
-def near(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like `word`, or None if none is much like it."""
+def near(word: str, known: Iterable[str], *, alike: float = 0.6) -> str | None:
+    """Return the known word that is spelt most like `word`; None if none is at least so much `alike` (difflib's ratio)."""
     spellings = {spelling.lower(): spelling for spelling in known}
-    found = get_close_matches(word.lower(), spellings, n=1)
+    found = get_close_matches(word.lower(), spellings, n=1, cutoff=alike)
     return spellings[found[0]] if found else None

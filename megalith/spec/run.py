@@ -1,12 +1,15 @@
 """One training run, as a TOML file says it: a table for each part of it."""
 
-from typing import Literal
+from contextlib import suppress
+from math import isfinite
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AliasChoices,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PlainValidator,
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
@@ -21,6 +24,7 @@ from megalith.spec.forward import Change
 from megalith.spec.numbers import Trained
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
+from megalith.spec.quantity import Thousand
 
 
 class DataSpec(Spec):
@@ -39,9 +43,9 @@ class DataSpec(Spec):
 class TrainSpec(Spec):
     """Length, batch and numerics."""
 
-    steps: PositiveInt
-    global_batch: PositiveInt = Field(description="sequences a step, over all ranks")
-    seq_len: PositiveInt
+    steps: Annotated[PositiveInt, Thousand(1000)]
+    global_batch: Annotated[PositiveInt, Thousand(1024)] = Field(description="sequences a step, over all ranks")
+    seq_len: Annotated[PositiveInt, Thousand(1024)]
     precision: Trained = Field(default="bf16", description="bf16 keeps fp32 master weights, moments and reductions")
     seed: NonNegativeInt = 0
     z_loss: NonNegativeFloat = Field(default=0.0, description="weight of mean(logsumexp^2), which keeps logits from drifting")
@@ -60,6 +64,20 @@ def _has_a_row(kind: str | None) -> str | None:
         known = " or ".join(f"'{name}'" for name in OPTIMIZERS)
         raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": known})
     return kind
+
+
+def _warmup(value: Any) -> int | str:
+    """Return a number of updates, or a share of the steps as text, such as "2%"."""
+    if isinstance(value, str) and value.endswith("%"):
+        with suppress(ValueError):
+            share = float(value[:-1])
+            if isfinite(share) and 0 <= share <= 100:
+                return value
+    elif isinstance(value, int) and not isinstance(value, bool):
+        if value >= 0:
+            return value
+        raise PydanticCustomError("greater_than_equal", "Input should be at least {ge}", {"ge": 0})
+    raise PydanticCustomError("updates_or_share", 'a whole number of updates is needed, or a share of the steps such as "2%"')
 
 
 class GroupSpec(Spec):
@@ -81,7 +99,10 @@ class OptimizerSpec(Spec):
     kind: str = Field(default="adamw", description="rule of update: a name from the table of optimizers")
     lr: PositiveFloat = 3e-4
     schedule: Literal["cosine", "linear", "wsd", "1-sqrt", "constant"] = "cosine"
-    warmup: NonNegativeInt = Field(default=2000, description="updates of linear warm-up: the first has lr / warmup, the last lr")
+    warmup: Annotated[int | str, PlainValidator(_warmup)] = Field(
+        default="2%",
+        description='updates of linear warm-up, or a share of train.steps such as "2%": the first has lr / warmup, the last lr',
+    )
     decay: NonNegativeFloat = Field(default=0.2, le=1.0, description="wsd, 1-sqrt: share of the steps that decay at the end")
     min_lr_ratio: NonNegativeFloat = Field(
         default=0.1,
@@ -115,6 +136,13 @@ class OptimizerSpec(Spec):
     )
 
     _row = field_validator("kind")(_has_a_row)
+
+    def warmup_updates(self, steps: int) -> int:
+        """Return the number of updates of warm-up in a run of `steps` steps. A share is rounded to at least one, unless it is 0."""
+        if isinstance(self.warmup, int):
+            return self.warmup
+        share = float(self.warmup[:-1]) / 100
+        return max(1, round(share * steps)) if share else 0
 
 
 ANSWERS = ("skip", "rewind", "lower", "stop")

@@ -1,6 +1,7 @@
 """A tree of raw values -> RunSpec or another spec, or every problem in it at once, worded for the person who wrote the values."""
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -12,7 +13,9 @@ from pydantic_core import ErrorDetails
 
 from megalith.spec.base import Spec
 from megalith.spec.families import FAMILIES, family_of
+from megalith.spec.foreign_names import MEANINGS, Meaning, meaning
 from megalith.spec.problem import Problem, SpecErrors, near
+from megalith.spec.quantity import Thousand, whole
 from megalith.spec.run import RunSpec
 from megalith.spec.toml import dotted, key, literal
 
@@ -40,6 +43,29 @@ NEEDED: dict[str, str] = {
     "union_tag_invalid": "no {word} has this name",
 }
 """Reasons by pydantic's error type; anything else keeps pydantic's own message."""
+
+WRITE: dict[str, str] = {
+    "int_type": "Write a whole number without quotes, such as 8",
+    "int_from_float": "Write a whole number without a point, such as 8",
+    "float_type": "Write a number without quotes, such as 0.1",
+    "bool_type": "Write true or false",
+    "string_type": 'Write it in "quotes"',
+    "tuple_type": "Write a list, such as [1, 2]",
+    "dict_type": "Write a table, such as {{ key = value }}",
+    "model_type": "Write a table, such as {{ key = value }}",
+    "finite_number": "Write a finite number",
+    "greater_than": "Use a value above {gt:g}",
+    "greater_than_equal": "Use {ge:g} or more",
+    "less_than": "Use a value below {lt:g}",
+    "less_than_equal": "Use {le:g} or less",
+    "string_pattern_mismatch": "Write one of the known forms",
+    "literal_error": "Choose one of them",
+    "updates_or_share": 'Write 100 or "2%"',
+}
+"""The way out by the type of error."""
+
+ALIKE = 0.8
+"""How alike two keys of different tables must be spelt (difflib's ratio) for one to be taken for the other."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +128,7 @@ def _table(value: Any) -> Any:
 
 
 def _with_nones(spec: type[Spec], tree: Tree) -> Tree:
-    """The tree with "none" read as None wherever the spec admits None."""
+    """Return the tree with "none" read as None wherever the spec admits None, and "8k" as a number where the spec takes such text."""
 
     def read(name: str, value: Any) -> Any:
         field = spec.model_fields.get(name)
@@ -110,6 +136,9 @@ def _with_nones(spec: type[Spec], tree: Tree) -> Tree:
             return value
         if value == "none" and type(None) in get_args(field.annotation):
             return None
+        mark = next((each for each in field.metadata if isinstance(each, Thousand)), None)
+        if mark and isinstance(value, str):
+            return whole(value, mark) or value
         nested = _chosen(kinds_of(field.annotation), value)
         return _with_nones(nested, value) if nested and isinstance(value, dict) else value
 
@@ -223,18 +252,41 @@ def _known(spec: type[Spec], path: tuple[str, ...] = ()) -> Iterator[tuple[str, 
             yield from _known(nested, (*path, name))
 
 
+def _meaning(fault: _Fault) -> Meaning | None:
+    """Return what an unknown key means in other trainers, if it has a place in this run."""
+    *above, word = map(str, fault.path)
+    in_model = above[:1] == ["model"]
+    found = meaning(word, table=above[0] if above else "")
+    if found is None:
+        return None
+    first, _, last = found.key.partition(".")
+    if not in_model or first != "model" or fault.table is None:
+        return found
+    return found if last in fault.table.model_fields or last == "preset" else None  # families differ in their keys
+
+
+def keys_named(word: str) -> list[str]:
+    """Return the keys of a run file whose last part is `word`, in full: `train.steps` for "steps"."""
+    return list(dict.fromkeys(dotted(path) for path in _known(RunSpec) if path[-1] == word))
+
+
 def _suggestion(fault: _Fault) -> str | None:
-    """The key an unknown one was likely meant to be: a neighbour spelt alike, or the same word in another table."""
+    """Return the key that an unknown one was likely meant to be: the meaning of another trainer's name, a neighbour that is a word of it
+    or is spelt alike, or nearly the same word in another table."""
+    if found := _meaning(fault):
+        return found.key or None
     word, inside = str(fault.path[-1]), fault.path[0] == "model"
     neighbours = [*(fault.table.model_fields if fault.table else ()), *(["preset"] if inside else [])]
-    nearest = near(word, neighbours)
+    parts = re.split(r"[_\-.]", word.lower())
+    nearest = max((name for name in neighbours if name in parts), key=len, default=None) or near(word, neighbours)
     if nearest:
         return dotted((*fault.path[:-1], nearest))
     others = (
         path for path in _known(fault.tables[0] or RunSpec) if not (inside and path[0] == "model")
     )  # other families' sizes are no help
     elsewhere = {known[-1]: dotted(known) for known in reversed([*others])}
-    return elsewhere.get(near(word, elsewhere) or "")
+    foreign = near(word, MEANINGS, alike=ALIKE)
+    return elsewhere.get(near(word, elsewhere, alike=ALIKE) or "") or (MEANINGS[foreign].key or None if foreign else None)
 
 
 def _worded(fault: _Fault, source: Callable[[str], str]) -> Problem:
@@ -255,6 +307,8 @@ def _worded(fault: _Fault, source: Callable[[str], str]) -> Problem:
 def _way_out(fault: _Fault) -> str:
     path, kind = fault.path, fault.kind
     if kind == "extra_forbidden":
+        if found := _meaning(fault):
+            return found.way_out()
         suggestion = _suggestion(fault)
         return f"Did you mean {suggestion}?" if suggestion else f"Known here: {', '.join(fault.table.model_fields)}."  # type: ignore[union-attr]
     if kind == "union_tag_invalid":
@@ -265,10 +319,12 @@ def _way_out(fault: _Fault) -> str:
     if kind == "missing":
         preset = ' Or name a preset: preset = "tiny".' if path[0] == "model" else ""
         return f'Write "{key(str(path[-1]))} = ..." under [{dotted(path[:-1])}]{about}.{preset}'
+    write = WRITE.get(kind, "Write another value").format(**fault.context)
     if field is None:
-        return "Correct it."
+        return f"{write}."
     if kind == "literal_error" and isinstance(fault.value, str):
         nearest = near(fault.value, map(str, get_args(field.annotation)))
-        return f"Did you mean {literal(nearest)}?" if nearest else "Choose one of them."
+        if nearest:
+            return f"Did you mean {literal(nearest)}?"
     default = "" if field.is_required() else f" or leave it out for the default, {literal(field.default)}"
-    return f"Correct it{about}{default}."
+    return f"{write}{about}{default}."

@@ -31,6 +31,8 @@ def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
     "settings",
     [
         ["optimizer.schedule=wsd", "optimizer.decay=0.9"],
+        ["optimizer.warmup=100%"],
+        ["train.steps=10", "optimizer.warmup=2%"],
     ],
 )
 def test_what_is_legal_and_wise_is_let_be(settings: list[str]):

@@ -3,11 +3,14 @@
 import errno
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megalith.commands import report, train
+from megalith.commands.output import print_json, print_problems
+from megalith.spec.problem import Problem
 from tests.commands.calling import call
 
 
@@ -51,7 +54,8 @@ def test_a_failure_is_one_line_and_status_1(as_json: bool):
     if as_json:
         assert json.loads(result.stdout)["kind"] == "FileNotFoundError"
     else:
-        assert "nowhere holds no run.toml" in result.stderr
+        assert "nowhere does not exist" in result.stderr
+        assert "MEGALITH_TRACEBACK" not in result.stderr
 
 
 def test_a_mistake_in_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
@@ -65,3 +69,48 @@ def test_a_mistake_in_the_program_keeps_its_traceback(monkeypatch: pytest.Monkey
 def test_a_failures_traceback_can_be_asked_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MEGALITH_TRACEBACK", "1")
     assert isinstance(call("report", "nowhere").exception, FileNotFoundError)
+
+
+def test_errors_of_the_system_name_the_file_and_a_way_out(tmp_path: Path):
+    (tmp_path / "file").touch()
+    result = call(
+        "launch", "run.toml", "--engine", "slurm", "--nodes", "1", "--out", str(tmp_path / "file" / "x"), "--set", "cluster=cpu"
+    )
+    assert result.exit_code == 1
+    assert "Errno" not in result.output
+    assert "file: Not a directory. A part of the path is a file." in result.stderr or "file: File exists" in result.stderr
+
+
+def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    result = call("launch", "run.toml", "--engine", "slurm", "--nodes", "1", "--submit", "--run-dir", "there")
+    assert result.exit_code == 1
+    assert "sbatch is not installed here" in result.stderr and "MEGALITH_TRACEBACK" not in result.stderr
+
+
+def test_json_has_null_for_what_is_no_number(capsys: pytest.CaptureFixture[str]):
+    print_json({"loss": float("nan"), "rows": [(1, float("inf"))]})
+    assert json.loads(capsys.readouterr().out) == {"loss": None, "rows": [[1, None]]}
+
+
+LONG = Problem("error", "train.steps", 3, "word " * 40, "Use " + "more " * 40, "command line")
+
+
+def test_problems_in_a_pipe_are_not_padded_and_lines_stay_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delenv("COLUMNS")
+    print_problems([LONG, LONG], as_json=False)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 9
+    assert not [line for line in lines if line != line.rstrip() and "word" not in line and "more" not in line]
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_problems_fit_the_columns_that_are_asked_for(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    print_problems([LONG], as_json=False)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 6 and max(map(len, lines)) <= columns

@@ -164,6 +164,22 @@ def test_a_checkpoint_whose_manifest_cannot_be_used_is_named_once(run: Path, dam
         assert len(of_kind(read(Path("runs/first")), events.Problem)) == 2
 
 
+def test_a_run_that_began_with_an_earlier_default_keeps_it(run: Path, jobs: list[supervisor.Job]):
+    """The warm-up was 2,000 updates where a run file did not say one; now it is a share."""
+    run.write_text(run.read_text().replace("optimizer.warmup = 10\n", ""))
+    train(run, "optimizer.warmup=2000", "train.steps=9000")
+    begun("runs/first")
+    train(run, "train.steps=9000")
+    kept = files.load("runs/first/run.toml")
+    assert kept.spec.optimizer.warmup == 2000
+    with pytest.raises(SpecErrors, match=r'optimizer\.warmup = "3%": the run in this folder has 2000'):
+        train(run, "train.steps=9000", "optimizer.warmup=3%")
+    Path("runs/first/run.toml").write_text(Path("runs/first/run.toml").read_text().replace("warmup = 2000", "warmup = 100 "))
+    with pytest.raises(SpecErrors, match=r'optimizer\.warmup = "2%": the run in this folder has 100'):
+        train(run, "train.steps=9000")
+    assert len(jobs) == 2
+
+
 def test_a_run_that_an_earlier_version_began_goes_on(run: Path, jobs: list[supervisor.Job]):
     """It has `min_lr` for `min_lr_ratio` in the files of its folder."""
     train(run)

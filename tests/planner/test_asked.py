@@ -4,9 +4,10 @@ from megalith.cost.constants import calibration
 from megalith.cost.memory import memory
 from megalith.cost.parts import parts
 from megalith.cost.workload import Practice, Workload
-from megalith.planner.asked import Question, active_parameters, ask, quantity, vary
+from megalith.planner.asked import Question, active_parameters, ask, vary
 from megalith.spec.plan import Plan
 from megalith.spec.problem import SpecErrors
+from megalith.spec.quantity import quantity
 
 GOOD = {"model": "tiny", "cluster": "h100:8", "seq_len": 128, "global_batch": 16}
 

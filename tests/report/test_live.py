@@ -60,7 +60,7 @@ def test_what_was_written_before_is_not_shown(tmp_path, log):
     with Follow(tmp_path, 5, shown) as follow:
         follow.poll()
         assert text(shown) == ""
-        log.write(step(2))
+        log.write(step(2, mfu=None))
     assert re.findall(r"step (\d)/5", text(shown)) == ["2"]
 
 
@@ -95,7 +95,7 @@ def test_a_line_torn_by_a_dead_writer_is_passed_over(tmp_path):
     with Follow(tmp_path, 5, shown):
         log = events.EventLog(tmp_path)
         log.write(step(1))
-        log.write(step(2))
+        log.write(step(2, mfu=None))
         log.close()
     assert "step 2/5" in text(shown)
 
@@ -108,7 +108,7 @@ def test_a_line_that_holds_nothing_to_show_does_not_end_the_display(tmp_path, lo
     with Follow(tmp_path, 5, shown), (tmp_path / events.FILE).open("a") as file:
         file.write(f"{line}\n")
         file.flush()
-        log.write(step(2))
+        log.write(step(2, mfu=None))
     assert re.findall(r"step (\d)/5", text(shown)) == ["2"]
 
 
@@ -121,7 +121,7 @@ def test_a_log_that_goes_away_or_is_removed_is_followed_again_once_it_is_back(tm
         away = folder.rename(tmp_path / "away")
         for _ in range(3):
             follow.poll()
-        log.write(step(2))
+        log.write(step(2, mfu=None))
         away.rename(folder)
         follow.poll()
         (folder / events.FILE).unlink()
@@ -151,8 +151,9 @@ def test_validation_and_problems_are_said(tmp_path, log):
         log.write(events.Problem("warning", "rank 1 is slow", 1))
         log.write(step(1, mfu=None))
         follow.poll()
+        log.write(step(2, mfu=None))
     assert "warning: rank 1 is slow (rank 1)" in text(shown)
-    assert "val 4.2500" in text(shown)
+    assert "val 4.2500  " in text(shown) and "val 4.2500 at 1  " in text(shown)
     assert "MFU" not in text(shown)
 
 

@@ -8,10 +8,11 @@ from megalith.spec.run import OptimizerSpec
 def learning_rate(update: int, *, spec: OptimizerSpec, steps: int) -> float:
     """The rate of update `update` (0 is the first) of `steps`: linear warm-up, then the schedule down to `min_lr_ratio * lr` at the last
     one. The first update of the warm-up already has lr / warmup, as in torchtitan; in Megatron-LM and transformers it has 0."""
-    if update < spec.warmup:
-        return spec.lr * (update + 1) / spec.warmup
+    warmup = spec.warmup_updates(steps)
+    if update < warmup:
+        return spec.lr * (update + 1) / warmup
     low = spec.lr * spec.min_lr_ratio
-    done = (update - spec.warmup) / max(1, steps - 1 - spec.warmup)
+    done = (update - warmup) / max(1, steps - 1 - warmup)
     match spec.schedule:
         case "constant":
             return spec.lr

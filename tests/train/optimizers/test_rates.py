@@ -83,3 +83,14 @@ def test_1_sqrt_falls_fast_at_first_and_is_half_way_at_a_quarter():
     assert found[850] == pytest.approx(LR * (0.1 + 0.9 * 0.5), rel=0.02)  # a quarter of the decay is over
     falls = [a - b for a, b in pairwise(found[801:])]
     assert all(later <= earlier for earlier, later in pairwise(falls))
+
+
+@pytest.mark.parametrize(("share", "updates"), [("2%", 8), ("2.5%", 10), ("0%", 0), ("0.01%", 1), ("100%", 400)])
+def test_a_share_of_the_steps_warms_up_as_that_number_of_updates(share: str, updates: int):
+    assert rates(400, warmup=share) == rates(400, warmup=updates)
+
+
+@pytest.mark.parametrize("wrong", ["2", "%", "-1%", "101%", "nan%", 2.0, True, -1, None])
+def test_what_is_neither_a_number_of_updates_nor_a_share_is_refused(wrong: Any):
+    with pytest.raises(ValueError):
+        OptimizerSpec(warmup=wrong)

@@ -1,0 +1,105 @@
+"""What a run came to, in numbers: what tables show and `--json` prints."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from megalith.control import ledger
+from megalith.report.history import History, history
+
+LAST = 10
+"""Steps that the training loss is a mean over."""
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One time that ranks failed: seconds until it was noticed, and from then until training went on (None: not yet)."""
+
+    step: int
+    reason: str
+    detection_seconds: float
+    recovery_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in numbers. None where its events do not say: it has not come so far, or has no peak for MFU.
+
+    Times are seconds, sizes bytes, rates per second. Losses are nats a token. `tokens_per_second` and `mfu` are medians over steps.
+    """
+
+    state: str
+    model: str | None
+    parameters: int | None
+    ranks: int | None
+    device: str | None
+    plan: dict[str, object] | None
+    step: int
+    steps: int | None
+    loss: float | None
+    loss_steps: int
+    """Steps that `loss` is a mean over."""
+    validation_step: int | None
+    validation_loss: float | None
+    validation_domains: dict[str, float]
+    tokens: int
+    tokens_per_second: float | None
+    mfu: float | None
+    peak_flops: float | None
+    seconds_in_steps: float
+    repeated_steps: int
+    repeated_seconds: float
+    checkpoint_step: int | None
+    checkpoint_bytes: int | None
+    checkpoint: str | None
+    goodput: float | None
+    """The share of the time that was useful; None before any incident."""
+    lost_seconds: dict[str, float]
+    """What the rest of the time went to."""
+    incidents: tuple[Incident, ...]
+    skipped_lines: int
+    """Lines of the log that hold no event."""
+
+
+def of_folder(run_dir: Path) -> Summary:
+    """Return the summary of the run in a folder."""
+    return summarize(history(run_dir))
+
+
+def summarize(run: History) -> Summary:
+    """Return the summary of a run's events."""
+    start, plan = run.start, run.plan
+    recent = run.steps[-LAST:]
+    newest = run.validations[-1] if run.validations else None
+    saved = run.checkpoints[-1] if run.checkpoints else None
+    found = ledger.post_mortems(run.events)
+    account = ledger.goodput(run.events) if found else None
+    return Summary(
+        state=run.state,
+        model=run.spec.get("model", {}).get("name"),
+        parameters=start.parameters if start else None,
+        ranks=start.world if start else None,
+        device=start.device if start else None,
+        plan=plan.model_dump(mode="json") if plan else None,
+        step=run.steps[-1].step if run.steps else 0,
+        steps=run.total_steps,
+        loss=mean(step.loss for step in recent) if recent else None,
+        loss_steps=len(recent),
+        validation_step=newest.step if newest else None,
+        validation_loss=newest.loss if newest else None,
+        validation_domains=dict(newest.domains) if newest else {},
+        tokens=run.steps[-1].tokens_seen if run.steps else 0,
+        tokens_per_second=run.usual(lambda step: step.tokens_per_second),
+        mfu=run.usual(lambda step: step.mfu),
+        peak_flops=start.peak_flops if start else None,
+        seconds_in_steps=sum(step.seconds for step in run.steps),
+        repeated_steps=len(run.repeated),
+        repeated_seconds=sum(step.seconds for step in run.repeated),
+        checkpoint_step=saved.step if saved else None,
+        checkpoint_bytes=saved.bytes if saved else None,
+        checkpoint=saved.path if saved else None,
+        goodput=account.share if account else None,
+        lost_seconds={cause: seconds for cause, seconds, _, _ in account.rows() if cause != "useful"} if account else {},
+        incidents=tuple(Incident(one.step, one.reason, one.detection, one.recovery) for one in found),
+        skipped_lines=run.skipped,
+    )

@@ -1,0 +1,174 @@
+"""Names that other trainers use for what a run file says: each with the key here, and what that key means.
+
+Only unknown keys and options are looked up, so a name in this table that a later version takes as a key of its own is never refused.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Meaning(NamedTuple):
+    """The key of a run file that a foreign name stands for, and what a user of that name should know. `key` is "" if there is none."""
+
+    key: str
+    note: str = ""
+
+    def way_out(self) -> str:
+        """Return what to write instead, as a sentence."""
+        return " ".join(filter(None, (f"Use {self.key}{': ' if self.note else '.'}" if self.key else "", self.note))).replace(
+            "  ", " "
+        )
+
+
+STEPS = "the number of updates."
+EPOCH = "the number of updates. An epoch has tokens / (train.global_batch x train.seq_len) steps; `megalith data inspect` counts tokens."
+BATCH = "sequences a step, over all ranks. plan.microbatch is how many a rank computes at once."
+MICROBATCH = "sequences that a data rank computes at once. train.global_batch is the whole batch."
+ACCUMULATION = (
+    "sequences a step, over all ranks. A data rank accumulates the gradients of global_batch / (plan.data x plan.microbatch) "
+    "microbatches."
+)
+RANKS = "the ranks of a run are plan.data x plan.context x plan.tensor x plan.pipeline. plan.data = N uses N ranks."
+WARMUP = 'the number of updates, or a share of all steps such as "2%".'
+ZERO = "what data ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights (as FSDP does)."
+FOLDER = "a folder made by `megalith data prepare`."
+
+_GROUPS: dict[str, tuple[str, str]] = {
+    # training
+    "max_steps num_steps train_steps training_steps total_steps train_iters max_iters num_iterations iterations iters": (
+        "train.steps",
+        STEPS,
+    ),
+    "epochs epoch num_epochs max_epochs num_train_epochs": ("train.steps", EPOCH),
+    "tokens max_tokens train_tokens total_tokens": (
+        "train.steps",
+        "the number of updates: tokens / (train.global_batch x train.seq_len).",
+    ),
+    "batch batch_size global_batch_size train_batch_size": ("train.global_batch", BATCH),
+    "gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps accumulate_grad_batches num_microbatches": (
+        "train.global_batch",
+        ACCUMULATION,
+    ),
+    "sequence_length seq_length max_seq_len max_seq_length block_size context_length max_length seqlen": (
+        "train.seq_len",
+        "tokens of a sequence. model.context is the longest that the model takes.",
+    ),
+    "dtype torch_dtype mixed_precision bf16 fp16 amp param_dtype": ("train.precision", '"bf16" or "fp32".'),
+    "random_seed": ("train.seed", ""),
+    "z_loss_weight zloss": ("train.z_loss", ""),
+    "pretrained init_from_checkpoint finetune_from load_weights": (
+        "train.init_from",
+        "a checkpoint whose weights a new run starts from; `megalith import` makes one of a Hugging Face folder.",
+    ),
+    "resume resume_from resume_from_checkpoint load_checkpoint": (
+        "",
+        "A run resumes when the same `megalith train` command is run again, or by `megalith resume RUN_DIR`.",
+    ),
+    # optimizer
+    "learning_rate max_lr peak_lr base_lr lr_max": ("optimizer.lr", "the highest learning rate."),
+    "scheduler lr_scheduler lr_scheduler_type lr_schedule lr_decay_style decay_style": ("optimizer.schedule", ""),
+    "warmup_steps num_warmup_steps lr_warmup_steps warmup_iters lr_warmup_iters warmup_ratio lr_warmup_fraction": (
+        "optimizer.warmup",
+        WARMUP,
+    ),
+    "adam_beta1": ("optimizer.beta1", ""),
+    "adam_beta2": ("optimizer.beta2", ""),
+    "betas adam_betas": ("optimizer.beta1", "and optimizer.beta2, one number each."),
+    "adam_eps adam_epsilon epsilon": ("optimizer.eps", ""),
+    "wd": ("optimizer.weight_decay", ""),
+    "max_grad_norm grad_clip clip_grad clip_grad_norm gradient_clipping gradient_clip_val max_norm": (
+        "optimizer.clip",
+        "the largest norm of the whole gradient.",
+    ),
+    "optim optimizer_name optimizer_type": ("optimizer.kind", ""),
+    # plan
+    "micro_batch_size micro_batch microbatch_size mbs local_batch_size per_device_batch_size per_device_train_batch_size "
+    "train_micro_batch_size_per_gpu": ("plan.microbatch", MICROBATCH),
+    "tp tp_size tp_degree tensor_parallel tensor_parallelism tensor_parallel_size tensor_parallel_degree "
+    "tensor_model_parallel_size": ("plan.tensor", "ranks that split each matrix product."),
+    "pp pp_size pp_degree pipeline_parallel pipeline_parallelism pipeline_parallel_size pipeline_parallel_degree "
+    "pipeline_model_parallel_size": ("plan.pipeline", "ranks that hold consecutive layers."),
+    "dp dp_size dp_degree ddp data_parallel data_parallelism data_parallel_size data_parallel_degree": (
+        "plan.data",
+        "ranks that read different sequences.",
+    ),
+    "cp cp_size cp_degree context_parallel context_parallelism context_parallel_size context_parallel_degree": (
+        "plan.context",
+        "ranks that split each sequence.",
+    ),
+    "ep ep_size ep_degree expert_parallel expert_parallelism expert_parallel_size expert_parallel_degree "
+    "expert_model_parallel_size": ("plan.expert", "ranks that share out the experts, taken from the others."),
+    "etp expert_tensor_parallel_size": ("plan.expert_tensor", "ranks that split each expert's matrix products."),
+    "sp sequence_parallel": ("plan.sequence", "true or false, with plan.tensor > 1."),
+    "fsdp zero_stage zero_level sharding_strategy": ("plan.zero", ZERO),
+    "hsdp dp_replicate num_replicas data_parallel_replicate_degree": (
+        "plan.replicate",
+        "groups of data ranks that hold a full copy each (HSDP).",
+    ),
+    "vpp virtual_stages virtual_pipeline_model_parallel_size num_model_chunks": ("plan.chunks", "stages of each pipeline rank."),
+    "gpus num_gpus n_gpus ngpus devices num_devices world_size nproc nproc_per_node ranks num_ranks nodes": ("plan.data", RANKS),
+    "gradient_checkpointing activation_checkpointing activation_checkpoint remat recompute_granularity ac": (
+        "plan.recompute",
+        '"none", "selective" or "full".',
+    ),
+    "torch_compile": ("plan.compile", ""),
+    # model
+    "hidden_size d_model n_embd embed_dim model_dim hidden_dim embedding_size": (
+        "model.dim",
+        "the width of the residual stream.",
+    ),
+    "num_hidden_layers num_layers n_layer n_layers": ("model.layers", ""),
+    "num_attention_heads n_head n_heads num_heads": ("model.heads", ""),
+    "num_key_value_heads n_kv_heads n_kv_head num_kv_heads num_query_groups": ("model.kv_heads", ""),
+    "intermediate_size ffn_hidden_size ffn_dim d_ff mlp_dim n_inner": ("model.ffn", "the width inside a block's MLP."),
+    "vocab_size padded_vocab_size n_vocab": ("model.vocab", ""),
+    "max_position_embeddings n_positions n_ctx": ("model.context", "the longest sequence that the model takes, in tokens."),
+    "tie_word_embeddings tie_embeddings tied_embeddings": ("model.tied", ""),
+    "rms_norm_eps layer_norm_eps layer_norm_epsilon": ("model.norm_eps", ""),
+    "rope_base rotary_base": ("model.rope_theta", ""),
+    "num_experts n_experts n_routed_experts num_local_experts": ("model.experts", ""),
+    "num_experts_per_tok moe_topk moe_router_topk router_topk": ("model.active", "experts that each token meets."),
+    "sliding_window": ("model.window", ""),
+    "model_type architecture arch": ("model.family", ""),
+    "model_name name_or_path model_name_or_path": ("model.preset", "the name of a model whose sizes are known."),
+    # data, checkpoints, logs
+    "dataset dataset_name dataset_path data_path data_dir train_data train_data_path": ("data.path", FOLDER),
+    "save_every save_steps save_interval checkpoint_every checkpoint_interval ckpt_interval": (
+        "checkpoint.every",
+        "steps between saves.",
+    ),
+    "save_total_limit keep_last max_to_keep": ("checkpoint.keep", ""),
+    "eval_every eval_steps eval_interval eval_freq val_check_interval": ("validation.every", "steps between validations."),
+    "eval_iters eval_samples limit_val_batches": ("validation.samples", "sequences of each domain."),
+    "output_dir out_dir run_dir save_dir checkpoint_dir": (
+        "",
+        "The folder of a run is named on the command line: --run-dir FOLDER. Without it, it is runs/NAME.",
+    ),
+    "logging_steps log_every log_interval log_freq": ("", "Every step is logged, in events.jsonl of the run folder."),
+    "run_name experiment experiment_name": ("name", "the run's name."),
+    # tables
+    "parallel parallelism distributed": ("plan", "the table that says how the work is split."),
+    "trainer": ("train", "the table of length, batch and precision."),
+    "eval evaluation val": ("validation", "the table that says how often held-out loss is measured."),
+}
+"""Names that mean the same -> the key here, and a note."""
+
+MEANINGS: dict[str, Meaning] = {name: Meaning(*found) for names, found in _GROUPS.items() for name in names.split()}
+"""Each foreign name -> what it means here."""
+
+MEANINGS_IN_MODEL: dict[str, Meaning] = {
+    name: Meaning("model.context", "the longest sequence that the model takes, in tokens.")
+    for name in ("max_seq_len", "max_seq_length", "seq_len", "sequence_length", "block_size", "context_length")
+}
+"""The same for names that mean another thing under [model]."""
+
+
+def meaning(word: str, *, table: str = "") -> Meaning | None:
+    """Return what a foreign name means under the table `table` of a run file; None for a name that is not known here."""
+    name = word.lower().replace("-", "_")
+    return (MEANINGS_IN_MODEL.get(name) if table == "model" else None) or MEANINGS.get(name)
+
+
+def keys() -> Iterator[str]:
+    """Yield every key of a run file that the tables name."""
+    yield from (each.key for each in (*MEANINGS.values(), *MEANINGS_IN_MODEL.values()) if each.key)

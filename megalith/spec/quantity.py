@@ -1,0 +1,27 @@
+"""Large numbers as people write them: 8k, 16M, 15T, 1.5e9."""
+
+import re
+from typing import NamedTuple
+
+
+class Thousand(NamedTuple):
+    """Marks a whole number of a run file that may be written as text such as "8k": K, M, G and T are powers of `base`."""
+
+    base: int
+
+
+def quantity(text: str, *, thousand: int = 1000) -> float | None:
+    """Return 15T, 300B, 1.5e9 or 4M as a number. K, M, B or G, and T count in powers of `thousand`; Ki, Mi, Gi and Ti in powers of 1024.
+    None for text that is no number above 0."""
+    found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(?:([KMGBT])(i)?)?", text.strip(), re.IGNORECASE)
+    if not found:
+        return None
+    number = float(found[1].replace(",", "").replace("_", ""))
+    power = {"": 0, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}[(found[2] or "").upper()]
+    return number * (1024 if found[3] else thousand) ** power or None
+
+
+def whole(text: str, mark: Thousand) -> int | None:
+    """Return "8k" or "1e5" as a whole number; None for text without such a letter or exponent, or that is no whole number."""
+    number = quantity(text, thousand=mark.base) if re.search(r"[a-zA-Z]", text) else None
+    return int(number) if number is not None and number == int(number) else None
