@@ -7,7 +7,7 @@ RUN := .venv/bin/
 WORKERS := -n 3 --dist worksteal
 export UV_PROJECT_ENVIRONMENT := .venv
 
-.PHONY: help setup quickstart test test-fast test-full test-oldest test-gpu test-engines engines check format bench guide-pictures browser test-browser watch-pictures clean
+.PHONY: help setup wheel quickstart test test-fast test-full test-oldest test-gpu test-engines engines check format bench guide-pictures browser test-browser watch-pictures clean
 
 help: ## Say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -24,11 +24,7 @@ setup: .venv/.ready ## Make the locked environment
 	@touch $@
 
 quickstart: setup ## Prepare real text, train a small Llama on 4 CPU ranks, let it write, make a report
-	$(RUN)megalith tokenizer train bundled:austen --vocab 4096 --out data/quickstart/tokenizer
-	$(RUN)megalith data prepare bundled:austen --tokenizer data/quickstart/tokenizer --validation 0.05 --out data/quickstart/tokens
-	$(RUN)megalith train recipes/quickstart.toml --run-dir runs/quickstart
-	$(RUN)megalith generate runs/quickstart --prompt "It was a truth" --tokens 80
-	$(RUN)megalith report runs/quickstart
+	$(RUN)megalith quickstart
 
 test: setup ## Run all tests but those of real engines and browsers
 	$(RUN)pytest $(WORKERS) -m "not engines and not browser"
@@ -68,6 +64,9 @@ check: setup ## Format, lint, types
 format: setup ## Format the code
 	$(RUN)ruff format .
 	$(RUN)ruff check --fix .
+
+wheel: setup ## Build dist/megalith-*.whl, which pip installs anywhere
+	$(RUN)python -m hatchling build -t wheel -d dist
 
 bench: setup ## Measure training speed beside plain Hugging Face transformers
 	$(RUN)python benchmarks/train_speed.py --peer

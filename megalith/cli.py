@@ -23,13 +23,17 @@ from megalith.commands import (
     data,
     doctor,
     dryrun,
+    evaluate,
     export,
     generate,
     import_,
+    init,
     key,
     launch,
+    models,
     parity,
     plan,
+    quickstart,
     report,
     simulate,
     tokenizer,
@@ -39,6 +43,9 @@ from megalith.commands import (
 from megalith.commands.output import lossy_output, readable_errors
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
+    "init": init.command,
+    "models": models.command,
+    "quickstart": quickstart.command,
     "check": check.command,
     "train": train.command,
     "resume": train.resume,
@@ -47,6 +54,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "parity": parity.command,
     "dryrun": dryrun.command,
     "generate": generate.command,
+    "eval": evaluate.command,
     "export": export.command,
     "import": import_.command,
     "report": report.command,
@@ -70,7 +78,7 @@ GROUPS = {
 }
 """A first word that several commands share -> its help."""
 
-LONG = frozenset({"train", "resume", "agent", "campaign"})
+LONG = frozenset({"train", "resume", "agent", "campaign", "quickstart"})
 """Commands whose work goes on when nobody can read their output any more. Others end then, as programs in a pipe do."""
 
 VERBS = {
@@ -82,6 +90,8 @@ VERBS = {
     "continue": "resume",
     "validate": "check",
     "lint": "check",
+    "evaluate": "eval",
+    "test": "eval",
     "sample": "generate",
     "infer": "generate",
     "inference": "generate",
@@ -92,6 +102,11 @@ VERBS = {
     "tokenize": "data prepare",
     "info": "doctor",
     "env": "doctor",
+    "new": "init",
+    "create": "init",
+    "config": "init",
+    "presets": "models",
+    "list": "models",
     "estimate": "plan",
     "dry-run": "dryrun",
 }
@@ -140,7 +155,7 @@ app = typer.Typer(
     cls=Group,
     name="megalith",
     help="Train large language models, from a laptop's CPU to a cluster: check, train, resume, generate, export.",
-    epilog="A first run: make quickstart. Help on a command: megalith COMMAND --help.",
+    epilog="A first run: megalith quickstart. Help on a command: megalith COMMAND --help.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

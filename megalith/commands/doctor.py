@@ -31,7 +31,7 @@ def command(
     ] = 0,
     as_json: Json = False,
 ) -> int:
-    """Check whether this machine is fit to train on: memory, disk, network, clock, GPUs, and whether it computes the same twice.
+    """Say what this machine is, and check whether it is fit to train on: memory, disk, network, clock, GPUs, the same results twice.
 
     GPUs are asked through nvidia-smi and DCGM where these are installed. Exit status 1 if anything fails; warnings do not count. Without
     a burn-in and --ranks no torch is needed. Under torchrun or srun, one process a GPU, all machines are checked, collectives and links
@@ -40,6 +40,7 @@ def command(
     Example:  megalith doctor --folder runs --burn-in 60 --ranks 8
     """
     from megalith.fleet import environment
+    from megalith.machine.describe import describe
     from megalith.machine.health import worst
 
     findings = doctor(folder, burn_in=burn_in, ranks=ranks)
@@ -48,9 +49,11 @@ def command(
     if place is None or place.rank == 0:
         if as_json:
             rows = [one.as_json() for one in findings]
-            print_json({"ok": verdict != "fail", "worst": verdict, "findings": rows})
+            print_json({"ok": verdict != "fail", "worst": verdict, "machine": describe().as_json(), "findings": rows})
         else:
-            Console(highlight=False).print(_table(findings))
+            console = Console(highlight=False)
+            console.print(_described(describe().rows()))
+            console.print(_table(findings))
             print(VERDICTS[verdict])
     return 1 if verdict == "fail" else 0
 
@@ -80,6 +83,16 @@ def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0) -> "list[Findi
     for device in burner.devices() if burn_in else ():
         own += [replace(one, check=f"{one.check}, {device}") for one in burner.burn_in(device, seconds=burn_in)]
     return own
+
+
+def _described(rows: Sequence[tuple[str, str]]) -> Table:
+    """Return a table of what the machine is."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    return table
 
 
 def _table(findings: "Sequence[Finding]") -> Table:

@@ -20,12 +20,21 @@ if TYPE_CHECKING:
 
 def whole(text: str) -> int:
     """Return 8192, 8k (8 x 1024), 1M (2^20) or 16e6 as a whole number above 0. Raises BadParameter."""
+    return _whole(text, 1024, "8192, or 8k (8 x 1024), 1M (2^20), 16e6")
+
+
+def number(text: str) -> int:
+    """Return 8000, 8k (8,000), 1M or 16e6 as a whole number above 0. Raises BadParameter."""
+    return _whole(text, 1000, "8000, or 8k (8,000), 1M, 16e6")
+
+
+def _whole(text: str, thousand: int, such: str) -> int:
     from megalith.spec.quantity import quantity  # specifications take 0.2 s to import
 
-    number = quantity(text, thousand=1024)
-    if number is None or number != int(number):
-        raise typer.BadParameter(f"{text!r} is no whole number above 0. Write 8192, or 8k (8 x 1024), 1M (2^20), 16e6.")
-    return int(number)
+    found = quantity(text, thousand=thousand)
+    if found is None or found != int(found):
+        raise typer.BadParameter(f"{text!r} is no whole number above 0. Write {such}.")
+    return int(found)
 
 
 Length = Annotated[int | None, typer.Option(parser=whole, metavar="TOKENS", help="Tokens of a sequence; 8k is 8 x 1024.")]
@@ -149,6 +158,8 @@ def _show(found: "Answer", broken: "Sequence[Price]", *, pareto: bool) -> None:
     console, narrow = Console(highlight=False, soft_wrap=True), Console(highlight=False)
     for line in (*found.asked.notes, plans.heading(found)):
         console.print(escape(line))
+    if answer := "" if pareto else plans.best(found):
+        console.print(f"[bold]{escape(answer)}[/]")
     narrow.print(plans.frontier(found.frontier) if pareto else plans.table(found.found.choices, found.own))
     console.print(escape(plans.legend(found)), style="dim")
     if trainings := plans.trainings(found):

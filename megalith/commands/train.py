@@ -4,7 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +17,7 @@ from megalith.commands.output import print_json
 
 if TYPE_CHECKING:
     from megalith.control.owner import Owner
+    from megalith.events import Event
     from megalith.fleet.environment import Place
     from megalith.report.live import Follow
     from megalith.spec.files import Resolved
@@ -31,6 +32,7 @@ class Trained:
 
     `report` is None where none could be written, and on all ranks but the first, which also have no message. `unshown`: sentences about
     what could not be shown, though nothing of it ended the run. `left`: sentences about copies of the state that stay on this machine.
+    `raised`: what the function that was given each event raised first.
     """
 
     run_dir: Path
@@ -39,6 +41,7 @@ class Trained:
     report: Path | None
     unshown: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    raised: Exception | None = None
 
 
 def command(
@@ -102,11 +105,19 @@ def _summarize(trained: Trained, page: Path, console: Console) -> None:
     print(f"report: {page}")
 
 
-def train(request: RunRequest, *, console: Console, profile: str | None = None, watch: bool = False) -> Trained:
+def train(
+    request: RunRequest,
+    *,
+    console: Console,
+    profile: str | None = None,
+    watch: bool = False,
+    on_event: "Callable[[Event], None] | None" = None,
+) -> Trained:
     """Train what a run file describes, or resume the run that its folder holds.
 
     Under torchrun or Slurm this process becomes its rank. Otherwise the ranks are started on this machine, and `console` shows their
-    progress. `profile` = "A:B" traces steps A to B - 1 with torch.profiler. `watch`: serve the live page too.
+    progress, and `on_event` gets each event soon after it is logged. `profile` = "A:B" traces steps A to B - 1 with torch.profiler.
+    `watch`: serve the live page too.
     Raises SpecErrors before anything starts, and InUseError before anything is written, if another process owns the run folder.
     """
     from megalith.commands import ranks, runs
@@ -132,11 +143,18 @@ def train(request: RunRequest, *, console: Console, profile: str | None = None, 
         if owner is None:
             assert place is not None
             return Trained(folder, ranks.join(resolved, folder, place, ranks.TRAIN, arguments), "", None)
-        return _followed(resolved, owner, place, arguments, console, watch=watch)
+        return _followed(resolved, owner, place, arguments, console, watch=watch, on_event=on_event)
 
 
 def _followed(
-    resolved: "Resolved", owner: "Owner", place: "Place | None", arguments: dict[str, Any], console: Console, *, watch: bool
+    resolved: "Resolved",
+    owner: "Owner",
+    place: "Place | None",
+    arguments: dict[str, Any],
+    console: Console,
+    *,
+    watch: bool,
+    on_event: "Callable[[Event], None] | None",
 ) -> Trained:
     """Train in the run folder that this process owns, while `console` shows how far it is, and the live page if it is to be served."""
     from megalith.commands import ranks
@@ -146,7 +164,7 @@ def _followed(
     folder = owner.run_dir
     with (
         Beside(folder, serves=watch) as beside,
-        Follow(folder, resolved.spec.train.steps, console, errors=place is not None) as follow,
+        Follow(folder, resolved.spec.train.steps, console, errors=place is not None, on_event=on_event) as follow,
     ):
 
         def tick() -> None:
@@ -171,13 +189,13 @@ def ended(folder: Path, code: int, message: str, follow: "Follow") -> Trained:
     page, why = report.report_if_any(folder)
     left = () if code in ORDERLY else tuple(clean.left_by(folder))
     live = f"the live line ended early: {follow.failed}" if follow.failed else ""
-    return Trained(folder, code, message, page, tuple(filter(None, (live, why))), left)
+    return Trained(folder, code, message, page, tuple(filter(None, (live, why))), left, follow.raised)
 
 
 def show(trained: Trained, *, as_json: bool) -> None:
     """Print how a training ended."""
     if as_json:
-        print_json({"ok": trained.code == 0} | asdict(trained) | _numbers(trained.run_dir))
+        print_json({"ok": trained.code == 0} | asdict(replace(trained, raised=None)) | _numbers(trained.run_dir))
     elif trained.message:
         Console(stderr=trained.code != 0, soft_wrap=True, highlight=False).print(escape(trained.message))
         print(f"run folder: {trained.run_dir}")

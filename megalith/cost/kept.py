@@ -20,7 +20,10 @@ def folder() -> Path | None:
     named = os.environ.get(CACHE)
     if named == "":
         return None
-    return Path(named) if named else Path.home() / ".cache" / "megalith"
+    try:
+        return Path(named) if named else Path.home() / ".cache" / "megalith"
+    except RuntimeError:  # nobody's: a user without a home
+        return None
 
 
 def file(kind: str, subject: Any) -> Path | None:
@@ -33,10 +36,10 @@ def file(kind: str, subject: Any) -> Path | None:
 
 
 def read(path: Path | None) -> Any:
-    """What the file holds; None where there is none, or it was cut off while it was written."""
-    if path is None or not path.exists():
+    """What the file holds; None where there is none, it cannot be read, or it was cut off while it was written."""
+    if path is None:
         return None
-    with suppress(ValueError):
+    with suppress(ValueError, OSError):
         return json.loads(path.read_text())
     return None
 

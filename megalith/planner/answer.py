@@ -328,7 +328,7 @@ def as_run(answered: Answer) -> str:
         name = dotted(leaf.path)
         kept = name in before and old.get(name) == leaf.value
         origins[name] = before[name] if kept else "megalith plan"
-    text = files.dump(Resolved(spec, origins))
+    text = files.dump(Resolved(spec, origins), brief=True)
     estimate = best.estimate
     head = (
         f"# {asked.run.model.name} on {asked.run.cluster}, as `megalith plan` lays it out: {short(plan)}, predicted "

@@ -9,12 +9,12 @@ from megalith.check import check
 from megalith.planner.candidates import splits
 from megalith.spec import cluster as clusters
 from megalith.spec import files
-from megalith.spec.cluster import ClusterSpec
+from megalith.spec.cluster import OWN, ClusterSpec
 from megalith.spec.files import Resolved
 from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PRECISIONS, TRAINED
 from megalith.spec.plan import Plan
-from megalith.spec.presets import presets
+from megalith.spec.presets import meant, presets
 from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.quantity import quantity
 from megalith.spec.run import RunSpec
@@ -25,6 +25,9 @@ DATA = "data/tokens"
 
 OPTIMAL = 20
 """Tokens a parameter of a compute-optimal training (Hoffmann et al. 2022, arXiv:2203.15556, table 3)."""
+
+LENGTH, BATCH_TOKENS = 8192, 4 * 2**20
+"""Tokens of a sequence at most, and of a step, if nobody said: what most large trainings begin with."""
 
 STEPS = 10_000
 """How long a run that is written is, if nobody said."""
@@ -97,8 +100,9 @@ def ask(question: Question) -> Asked:
     model = _model(question, spec, problems)
     cluster_name, cluster = _cluster(question, spec, problems)
     format_ = _format(question, spec, cluster, problems)
-    seq_len = _length(question, spec, problems)
+    seq_len, noted = _length(question, spec, model)
     batch, notes = _batch(question, spec, seq_len, problems)
+    notes = (*noted, *notes)
     tokens = None if question.forward_only else _tokens(question, spec, problems)
     if question.forward_only:
         problems += _not_of_prefill(question)
@@ -204,13 +208,25 @@ def _model(question: Question, spec: RunSpec | None, problems: list[Problem]) ->
                 _problem("--model", None, "is missing", "Name a preset, such as --model llama3.1-8b, or give a RUN.toml.")
             )
         return spec.model if spec else None
-    known = presets()
-    if question.model not in known:
-        nearest = near(question.model, known)
-        way_out = f"{f'Did you mean {nearest!r}? ' if nearest else ''}Known: {', '.join(PRECISIONS)}."
-        problems.append(_problem("--model", question.model, "no preset has this name", way_out))
+    try:
+        return named_model(question.model)
+    except SpecErrors as errors:
+        problems += errors.problems
         return None
-    return known[question.model].build()
+
+
+def named_model(name: str) -> Any:
+    """Return the flat spec of the preset that a name, or a unique shorter one such as "405b", stands for. Raises SpecErrors."""
+    known = presets()
+    found = [name] if name in known else meant(name)
+    if len(found) == 1:
+        return known[found[0]].build()
+    if found:
+        reason = f"may be {', '.join(found[:-1])} or {found[-1]}"
+        raise SpecErrors([_problem("--model", name, reason, f"Name one, such as --model {found[-1]}.")])
+    nearest = near(name, known)
+    way_out = f"{f'Did you mean {nearest!r}? ' if nearest else ''}`megalith models` lists all."
+    raise SpecErrors([_problem("--model", name, "no preset has this name", way_out)])
 
 
 def _cluster(question: Question, spec: RunSpec | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:
@@ -234,7 +250,7 @@ def _cluster(question: Question, spec: RunSpec | None, problems: list[Problem]) 
     if found.nodes > 1:
         needed["scale_out"] = found.scale_out
     if missing := [what for what, value in needed.items() if value is None]:
-        way_out = "Give a TOML file of a cluster whose accelerator has them: see clusters/own-accelerator.toml."
+        way_out = f"Measure them, and give them as a cluster file. {OWN}"
         problems.append(_problem("--cluster", name, f"nobody published {', '.join(missing)} of {device.name}", way_out))
     return name, found
 
@@ -255,11 +271,13 @@ def _format(question: Question, spec: RunSpec | None, cluster: ClusterSpec | Non
     return named
 
 
-def _length(question: Question, spec: RunSpec | None, problems: list[Problem]) -> int | None:
+def _length(question: Question, spec: RunSpec | None, model: Any) -> tuple[int | None, tuple[str, ...]]:
+    """Return the tokens of a sequence, and a note if nobody said it: the model's context, but at most what trainings mostly have."""
     length = question.seq_len or (spec.train.seq_len if spec else None)
-    if length is None and question.path is None:
-        problems.append(_problem("--seq-len", None, "is missing", "Say how long sequences are, such as --seq-len 8192."))
-    return length
+    if length is not None or model is None or question.path is not None:
+        return length, ()
+    length = min(model.context, LENGTH)
+    return length, (f"--seq-len was not said: {length:,}, of the model's context of {model.context:,}",)
 
 
 def _batch_key(question: Question) -> str:
@@ -279,10 +297,10 @@ def _batch(
         return None, ()
     if not text:
         batch = question.global_batch or (1 if question.forward_only else spec.train.global_batch if spec else None)
-        if batch is None and question.path is None:
-            way_out = "Say how many sequences a step has, such as --global-batch 1024, or --global-batch-tokens 4M."
-            problems.append(_problem("--global-batch", None, "is missing", way_out))
-        return batch, ()
+        if batch is not None or seq_len is None or question.path is not None:
+            return batch, ()
+        batch = max(1, BATCH_TOKENS // seq_len)
+        return batch, (f"--global-batch was not said: {batch:,} sequences, about {BATCH_TOKENS / 2**20:.0f}M tokens a step",)
     wanted = quantity(text, thousand=1024)
     if wanted is None:
         way_out = "Write 16M (16 x 2^20, as batches are counted), or 16e6."

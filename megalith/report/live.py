@@ -3,7 +3,7 @@
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,15 +27,27 @@ class Follow:
     step, then every `seconds` seconds, and for the last step when closed. `errors`: also show the errors that ranks log. A command that
     prints the cause of a failure at the end leaves them out: they would say it again, and those of ranks that lost a peer say nothing.
 
-    No method raises anything: what only shows must not end what trains. `failed` says why something was not shown.
+    No method raises anything: what only shows must not end what trains. `failed` says why something was not shown. `on_event` is called
+    with each event; `raised` is the first exception that it raised, after which it is called no more.
     """
 
-    def __init__(self, run_dir: Path, steps: int, console: Console, *, seconds: float = 10.0, errors: bool = True) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        steps: int,
+        console: Console,
+        *,
+        seconds: float = 10.0,
+        errors: bool = True,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
         self._path = epochs.newest(run_dir, events.FILE)
         self._steps, self._console, self._seconds, self._errors = steps, console, seconds, errors
         self._offset, self._inode = self._size(), 0
         self._away = False  # the log could not be read at the last call
         self.failed = ""
+        self.raised: Exception | None = None
+        self._on_event = on_event
         self._half = b""  # the beginning of a line whose end is not written yet
         self._step: Step | None = None
         self._validation: Validation | None = None
@@ -50,6 +62,7 @@ class Follow:
         """Read what was written since the last call and show it."""
         with self._whatever_happens():
             for event in self._new():
+                self._pass_on(event)
                 self._take(event)
             if self._step is None:
                 return
@@ -67,6 +80,14 @@ class Follow:
                 self._live = None
             elif self._new_to_say():
                 self._say()
+
+    def _pass_on(self, event: Event) -> None:
+        """Give an event to who asked for it."""
+        if self._on_event is not None and self.raised is None:
+            try:
+                self._on_event(event)
+            except Exception as error:  # of another's function: training goes on
+                self.raised = error
 
     @contextmanager
     def _whatever_happens(self) -> Iterator[None]:

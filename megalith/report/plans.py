@@ -21,8 +21,25 @@ def heading(found: Answer) -> str:
     tokens = train.seq_len * train.global_batch
     step = "of prompts" if asked.forward_only else "a step"
     sequences = f"{train.global_batch:,} sequence{'s' * (train.global_batch > 1)}"
-    where = f"{cluster.count:,} {cluster.accelerator.name} ({cluster.nodes:,} of {cluster.per_node})"
+    nodes = f"{cluster.nodes:,} node{'s' * (cluster.nodes > 1)} of {min(cluster.per_node, cluster.count)}"
+    where = f"{cluster.count:,} {cluster.accelerator.name} ({nodes})"
     return f"{asked.run.model.name} on {where}, {sequences} of {train.seq_len:,} = {tokens:,} tokens {step}, {asked.format}"
+
+
+def best(found: Answer) -> str:
+    """The answer in a line: the best layout, its speed and memory, and what the training comes to if its length is known."""
+    choice = found.found.best
+    if choice is None:
+        return ""
+    estimate = choice.estimate
+    memory = f"{estimate.memory.total / GIB:.1f} GiB" + (f" of {estimate.limit / GIB:.0f}" if estimate.limit else "")
+    speed = f"{amount(estimate.tokens_per_second * choice.plan.ranks)} tokens/s in all, {estimate.mfu:.1%} MFU"
+    said = [f"best: {short(choice.plan)}", speed, f"{memory} on the fullest device"]
+    if found.trainings:
+        one = found.trainings[0]
+        said.append(f"{one.days:,.1f} days for {amount(one.tokens)} tokens")
+        said += [f"${amount(one.dollars)}"] if one.dollars is not None else []
+    return ", ".join(said)
 
 
 def table(choices: Sequence[Choice], own: Choice | None = None) -> Table:

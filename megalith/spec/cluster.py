@@ -61,6 +61,26 @@ class ClusterSpec(Spec):
         return min(self.count, self.accelerator.scale_up_domain)
 
 
+ALIASES = {
+    "v100": "v100-32gb",
+    "a100": "a100-80gb",
+    "a100-sxm": "a100-80gb",
+    "a800": "a800-80gb",
+    "h100-80gb": "h100",
+    "h100-sxm": "h100",
+    "h200-sxm": "h200",
+    "gb200": "gb200-nvl72",
+    "gb300": "gb300-nvl72",
+    "tpuv4": "tpu-v4",
+    "tpuv5p": "tpu-v5p",
+    "tpuv6e": "tpu-v6e",
+    "trillium": "tpu-v6e",
+}
+"""What people call accelerators of the catalogue for short: of several sizes, the one that clusters mostly have."""
+
+OWN = 'Any other device can be described in a cluster file, as clusters/own-accelerator.toml of the sources does: cluster = "mine.toml".'
+
+
 @cache
 def catalogue() -> dict[str, Accelerator]:
     """Every known accelerator by name, in the order of accelerators.toml."""
@@ -104,11 +124,12 @@ def _cluster(values: dict[str, Any], accelerator: Accelerator) -> ClusterSpec:
 
 def _named(name: Any, *, key: str) -> Accelerator:
     known = catalogue()
-    if name in known:
-        return known[name]
-    nearest = near(str(name), known)
+    found = ALIASES.get(str(name).lower(), str(name).lower())
+    if found in known:
+        return known[found]
+    nearest = near(str(name), known, alike=0.7)
     way_out = f"Did you mean {nearest!r}? " if nearest else ""
-    raise SpecErrors([_problem(key, name, f"no accelerator is called {name!r}", f"{way_out}Known: {', '.join(known)}.")])
+    raise SpecErrors([_problem(key, name, f"no accelerator is called {name!r}", f"{way_out}Known: {', '.join(known)}. {OWN}")])
 
 
 def _read(path: Path) -> ClusterSpec:

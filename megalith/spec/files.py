@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from megalith.spec import renamed
-from megalith.spec.presets import presets
+from megalith.spec.presets import meant, presets
 from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.run import RunSpec
 from megalith.spec.toml import dotted, key, literal
@@ -123,24 +123,49 @@ def _lay_all(layers: Sequence[Layer], *, path: Path | None, saved: bool = False)
     return Reading(Resolved(found.spec, origins, path), [*failed, *old, *found.problems])
 
 
-def dump(resolved: Resolved) -> str:
-    """The whole run as TOML, each value with its origin beside it. `load` reads it back to an equal spec.
+def dump(resolved: Resolved, *, brief: bool = False) -> str:
+    """Return the whole run as TOML, each value with its origin beside it. `load` reads it back to an equal spec.
 
-    A value that is not set is written as "none".
+    A value that is not set is written as "none". `brief`: without the values that are defaults, and a model that is a preset by its name.
     """
     tables: dict[tuple[str, ...], list[Leaf]] = {}
-    for leaf in leaves(resolved.spec):
+    for leaf in telling(resolved.spec) if brief else leaves(resolved.spec):
         tables.setdefault(leaf.path[:-1], []).append(leaf)
     # the top level first, a table before the tables inside it: leaves come in the order of the fields
     first = [section for section in dict.fromkeys(path[:1] for path in tables) if section]
     order = [(), *(path for section in first for path in sorted((p for p in tables if p[:1] == section), key=len))]
-    text = ["# One run, in full: every value, and where it came from."]
+    text = [
+        "# One run: what is not here has its default." if brief else "# One run, in full: every value, and where it came from."
+    ]
     for path in order:
         text += ["", f"[{dotted(path)}]"] if path else []
-        rows = {f"{key(leaf.path[-1])} = {literal(leaf.value)}": resolved.provenance[dotted(leaf.path)] for leaf in tables[path]}
+        rows = {
+            f"{key(leaf.path[-1])} = {literal(leaf.value)}": resolved.provenance.get(dotted(leaf.path), "")
+            for leaf in tables[path]
+        }
         width = min(48, max(map(len, rows)))
-        text += [f"{row:<{width}}  # {_printable(origin)}" for row, origin in rows.items()]
+        text += [f"{row:<{width}}  # {_printable(origin)}" if origin else row for row, origin in rows.items()]
     return "\n".join(text) + "\n"
+
+
+def telling(spec: RunSpec) -> Iterator[Leaf]:
+    """Yield the values of a run that are not its defaults; a model that is a preset is one value."""
+    values = spec.model.model_dump()
+    kept = {name: values[name] for name, field in type(spec.model).model_fields.items() if field.is_required()}
+    usual = {leaf.path: leaf.value for leaf in leaves(type(spec.model).model_validate(kept))}
+    needed = {(name,) for name in kept} | {("family",)}
+    named = presets().get(spec.model.name)
+    if named is not None and named.build() == spec.model:
+        yield Leaf(("model", "preset"), spec.model.name)
+    else:
+        model = (leaf for leaf in leaves(spec.model) if leaf.path in needed or usual.get(leaf.path, ...) != leaf.value)
+        yield from (Leaf(("model", *leaf.path), leaf.value) for leaf in model)
+    least = {"model": values, "data": {"path": ""}, "train": {"steps": 1, "global_batch": 1, "seq_len": 1}}
+    plain = {leaf.path: leaf.value for leaf in leaves(RunSpec.model_validate(least))}
+    said = {("name",), ("data", "path"), ("train", "steps"), ("train", "global_batch"), ("train", "seq_len")}
+    for leaf in leaves(spec):
+        if leaf.path[0] != "model" and (leaf.path in said or plain.get(leaf.path, ...) != leaf.value):
+            yield leaf
 
 
 def spec_text(spec: RunSpec) -> str:
@@ -190,7 +215,8 @@ def _preset(layers: Sequence[Layer]) -> tuple[list[Layer], list[Problem]]:
         if isinstance(name, str) and name in presets():
             return [Layer({"model": presets()[name].values}, f"preset {name}")], []
         nearest = near(str(name), presets())
-        way_out = f"{f'Did you mean {literal(nearest)}? ' if nearest else ''}Known: {', '.join(presets())}."
+        fits = " or ".join(map(literal, [nearest] if nearest else meant(str(name))[:3]))
+        way_out = f"{f'Did you mean {fits}? ' if fits else ''}`megalith models` lists all."
         return [], [Problem("error", "model.preset", name, "no preset has this name", way_out, layer.source)]
     return [], []
 

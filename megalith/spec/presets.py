@@ -1,5 +1,6 @@
 """Named models: `[model] preset = "llama3-8b"` stands for a line of presets.toml."""
 
+import re
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,18 @@ class Preset:
     def build(self) -> Model:
         """The sizes as a spec of their family; its name is the preset's."""
         return read(self.values)
+
+
+def meant(word: str) -> list[str]:
+    """Return the presets that a shorter name may stand for: those whose names have all of its pieces, such as "7b" or "llama 8b"."""
+    pieces = [piece for piece in re.split(r"[-_ /]+", word.lower()) if piece]
+    names = {name: re.split(r"[-_]", name) for name in presets()}
+    return [name for name, parts in names.items() if pieces and all(_is_piece(piece, parts) for piece in pieces)]
+
+
+def _is_piece(piece: str, parts: list[str]) -> bool:
+    """Return True for a size such as "8b" that is a part, and for a word such as "llama" that a part begins with."""
+    return piece in parts if piece[0].isdigit() else any(part.startswith(piece) for part in parts)
 
 
 @cache

@@ -62,3 +62,12 @@ def test_programs_read_from_disk_are_those_that_were_built(tmp_path: Path, monke
         found.append(_program("zb-v", 4, 8, 2))
     assert found[0] == found[1] == _program.__wrapped__("zb-v", 4, 8, 2)  # pyright: ignore[reportFunctionMemberAccess]
     hash(found[1])
+
+
+def test_a_cache_that_can_be_neither_read_nor_written_ends_nothing(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(kept.CACHE, str(tmp_path / "file" / "below"))
+    path = kept.file("kind", 1)
+    kept.write(path, 3)
+    assert kept.read(path) is None
+    assert kept.read(tmp_path) is None  # a folder where a file is expected

@@ -122,7 +122,7 @@ def test_a_run_files_own_values_stay_as_they_were(tmp_path: Path):
         "h100:4",
     )
     assert "# file" in text
-    assert "# preset tiny" in text
+    assert 'preset = "tiny"' in text
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def test_lengths_of_a_what_if_count_in_powers_of_two():
 
 def test_every_mistake_is_said_at_once_with_the_nearest_name():
     found = wrong(model="tinny", cluster="h10:8", format="fp9", tokens="many", overrides=("plan.tensor=2",))
-    assert set(found) == {"--model", "cluster", "--format", "--seq-len", "--global-batch", "--tokens", "--set"}
+    assert set(found) == {"--model", "cluster", "--format", "--tokens", "--set"}
     assert "'tiny'" in found["--model"].way_out
     assert "'h100'" in found["cluster"].way_out
 
@@ -135,3 +135,26 @@ def test_two_trillion_parameters_take_what_is_said_of_them(monkeypatch):
     hours = flop / (0.4 * asked.cluster.accelerator.peak["bf16"]) / 3600
     assert hours == pytest.approx(3.4e8, rel=0.05)
     assert hours * 2.2 == pytest.approx(750e6, rel=0.05)
+
+
+def test_lengths_and_batches_that_nobody_said_are_what_trainings_mostly_have_and_noted():
+    asked = ask(Question(model="llama3.1-8b", cluster="h100:8"))
+    assert (asked.run.train.seq_len, asked.run.train.global_batch) == (8192, 512)
+    assert "--seq-len was not said: 8,192" in asked.notes[0] and "--global-batch was not said: 512" in asked.notes[1]
+    assert ask(Question(model="tiny", cluster="h100:8")).run.train.seq_len == 256
+
+
+def test_short_names_of_devices_and_models_are_understood_or_answered_with_what_they_may_be():
+    assert ask(Question(model="405b", cluster="A100:64")).cluster.accelerator.name == "a100-80gb"
+    assert ask(Question(model="405b", cluster="h100:64")).run.model.name == "llama3.1-405b"
+    several = wrong(model="7b", cluster="h100:8")["--model"]
+    assert "llama2-7b" in several.reason and several.way_out.startswith("Name one, such as --model ")
+    assert "megalith models" in wrong(model="zebra", cluster="h100:8")["--model"].way_out
+
+
+@pytest.mark.parametrize("cluster", ["rtx4090:8", "l40s:8", "mi300x:8", "t4:1", "cpu:4"])
+def test_a_device_that_nobody_described_is_told_the_cluster_file(cluster: str):
+    problems = wrong(model="tiny", cluster=cluster)
+    (problem,) = problems.values()
+    assert "clusters/own-accelerator.toml" in problem.way_out
+    assert "Did you mean" not in problem.way_out

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 CLUSTERS = sorted((ROOT / "clusters").glob("*.toml"))
-NEEDS_RANKS = {"train", "resume", "parity", "generate", "export", "import"}
+NEEDS_RANKS = {"train", "resume", "quickstart", "eval", "parity", "generate", "export", "import"}
 BLOCK = re.compile(r"(?:<!-- ([^\n]*?) -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
 
 

@@ -21,9 +21,11 @@ LAYERS = {
     "report": 9,
     "watch": 10,
     "commands": 11,
-    "cli": 12,
+    "api": 12, "cli": 12,
 }  # fmt: skip
 WITHOUT_TORCH = [
+    "megalith",
+    "megalith.api",
     "megalith.cli",
     "megalith.commands.runs",
     "megalith.commands.ranks",

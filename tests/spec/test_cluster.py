@@ -109,7 +109,7 @@ def test_interruptions_default_to_llama_3s():
     assert load("h100:16384").interruptions * 16384 * 54 * 24 == pytest.approx(419)
 
 
-@pytest.mark.parametrize(("text", "hint"), [("h10", "'h100'"), ("a100-80", "'a100-80gb'"), ("H200", "'h200'")])
+@pytest.mark.parametrize(("text", "hint"), [("h10", "'h100'"), ("a100-80", "'a100-80gb'"), ("H2000", "'h200'")])
 def test_an_unknown_name_is_refused_with_the_nearest(text: str, hint: str):
     with pytest.raises(SpecErrors, match=hint):
         load(text)

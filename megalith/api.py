@@ -1,0 +1,185 @@
+"""Megalith from Python: one run as a value that is loaded, changed, checked, planned, trained and read.
+
+`from megalith import Run`. It does what the commands do, through the same functions, and needs torch only where they do.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalith.commands.arguments import RunRequest
+
+if TYPE_CHECKING:
+    from megalith.commands.dryrun import Dried
+    from megalith.events import Event
+    from megalith.planner.answer import Answer
+    from megalith.report.summary import Summary
+    from megalith.spec.plan import Plan
+    from megalith.spec.problem import Problem
+    from megalith.spec.run import RunSpec
+    from megalith.train.evaluate import Score
+
+
+class TrainingError(RuntimeError):
+    """A training that did not finish. `code` is the exit status of `megalith train`; the message says why."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: a run file with settings over it, and the folder that it is kept in.
+
+    Runs are values: `set` returns another one. Nothing is read before a method needs it, so a faulty file is found by `check`.
+    """
+
+    request: RunRequest
+
+    @classmethod
+    def load(cls, file: str | Path, *, run_dir: str | Path | None = None) -> "Run":
+        """Return the run that a file describes. `run_dir`: the folder it is kept in (default: runs/NAME)."""
+        return cls(RunRequest(Path(file), (), Path(run_dir) if run_dir is not None else None))
+
+    @classmethod
+    def open(cls, run_dir: str | Path) -> "Run":
+        """Return the run that a run folder holds. Raises FileNotFoundError for a folder without one."""
+        return cls(RunRequest.in_folder(Path(run_dir)))
+
+    def set(self, values: Mapping[str, Any] | None = None, /, **tables: Mapping[str, Any]) -> "Run":
+        """Return the run with other values, by their keys: `run.set({"train.steps": 100})` or `run.set(train={"steps": 100})`."""
+        from megalith.spec.toml import literal
+
+        given = {**(values or {}), **{f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}}
+        settings = [f"{key}={literal(value)}" for key, value in given.items()]
+        return replace(self, request=replace(self.request, overrides=(*self.request.overrides, *settings)))
+
+    def in_folder(self, run_dir: str | Path) -> "Run":
+        """Return the run, kept in another folder."""
+        return replace(self, request=replace(self.request, run_dir=Path(run_dir)))
+
+    def with_plan(self, plan: "Plan") -> "Run":
+        """Return the run, split by another plan: one that `plan` found, perhaps."""
+        return self.set(plan={name: value for name, value in plan.model_dump(mode="json").items() if name != "state"})
+
+    @property
+    def spec(self) -> "RunSpec":
+        """Every value of the run. Raises SpecErrors, with all problems, for a file or settings that cannot be read as a run."""
+        from megalith.spec import files
+
+        request = self.request
+        return files.read(request.file, overrides=request.overrides, saved=request.saved).whole().spec
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder that the run is kept in."""
+        return self.request.run_dir or self.request.folder(self.spec)
+
+    def check(self, *, ranks: int | None = None, here: bool = False) -> "list[Problem]":
+        """Return everything that is wrong with the run, or unwise: errors first, then advice. `ranks`: those there will be. `here`: also
+        what this machine is short of, as errors."""
+        from megalith.commands import runs
+        from megalith.spec.problem import SpecErrors
+
+        try:
+            return runs.check(self.request, world=ranks, here="error" if here else None).problems
+        except SpecErrors as errors:
+            return errors.problems
+
+    def plan(self, cluster: str | None = None, *, top: int = 10, offload: bool = False) -> "Answer":
+        """Return the best layouts of the run on a cluster such as "h100:64" (default: the run's own): `.found.choices`, best first.
+
+        Without `offload` only those that the trainer runs. Raises SpecErrors."""
+        from megalith.planner import answer, asked
+
+        question = asked.Question(
+            path=self.request.file, cluster=cluster, overrides=tuple(self.request.overrides), offload=offload
+        )
+        return answer.answer(asked.ask(question), top=top)
+
+    def dry_run(self, *, rank: int = 0, world: int | None = None) -> "Dried":
+        """Return what one rank of the run would hold, send and compute in a step, without the other ranks. Raises SpecErrors."""
+        from megalith.commands.dryrun import dryrun
+
+        return dryrun(self.request, world=world, rank=rank)
+
+    def train(
+        self, on_event: "Callable[[Event], None] | None" = None, *, show: bool = False, profile: str | None = None
+    ) -> "Summary":
+        """Train the run, or go on with it from its newest checkpoint, and return what it came to.
+
+        Starts the ranks of this machine and waits for them; under torchrun or srun this process is one of the ranks. `on_event` gets each
+        event soon after it is logged, in this process. What it raises does not end the training: it is raised once that has ended. `show`:
+        print progress. `profile` = "A:B" traces steps A to B - 1. Call it from the main thread, which takes SIGINT and SIGTERM.
+
+        Raises SpecErrors before anything starts, InUseError if another process owns the folder, TrainingError if the run did not finish.
+        """
+        from rich.console import Console
+
+        from megalith.commands.train import train
+
+        trained = train(self.request, console=Console(quiet=not show), profile=profile, on_event=on_event)
+        if trained.code:
+            raise TrainingError(trained.message or f"ended with status {trained.code}", trained.code)
+        if trained.raised is not None:
+            raise trained.raised
+        return self.in_folder(trained.run_dir).summary()
+
+    def resume(self, on_event: "Callable[[Event], None] | None" = None, *, show: bool = False) -> "Summary":
+        """Go on with the run from its newest checkpoint. Raises FileNotFoundError where there is none; for the rest see `train`."""
+        from megalith.checkpoint.folder import committed, nothing_text, of_run
+
+        if not committed(of_run(self.run_dir)):
+            raise FileNotFoundError(nothing_text(self.run_dir))
+        return self.train(on_event, show=show)
+
+    def events(self) -> "Iterator[Event]":
+        """Yield the run's events in the order of their writing, each as a value of its type (`megalith.events`); also while it trains."""
+        from megalith import events
+
+        return iter(events.read(self.run_dir))
+
+    def summary(self) -> "Summary":
+        """Return what the run has come to so far, in numbers."""
+        from megalith.report import summary
+
+        return summary.of_folder(self.run_dir)
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write the run's report page (default: report.html in its folder) and return its path."""
+        from megalith.commands.report import report
+
+        return report(self.run_dir, out=Path(out) if out is not None else None)
+
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        tokens: int = 100,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        step: int | None = None,
+    ) -> str:
+        """Return what the trained model writes after `prompt`; temperature 0 takes the likeliest token each time."""
+        from megalith.train.generate import generate
+
+        return generate(
+            self.run_dir, prompt, tokens=tokens, step=step, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        )
+
+    def evaluate(self, texts: str | Sequence[str], *, step: int | None = None, seq_len: int | None = None) -> "Score":
+        """Return the trained model's loss on a text, or on several that are documents of their own."""
+        from megalith.train.evaluate import evaluate
+
+        documents = [texts] if isinstance(texts, str) else texts
+        return evaluate(self.run_dir, documents, step=step, seq_len=seq_len)
+
+    def export(self, out: str | Path, *, dtype: str = "fp32", step: int | None = None) -> Path:
+        """Write the trained weights as a folder that Hugging Face transformers loads, and return it."""
+        from megalith.commands.export import export
+
+        return export(self.run_dir, out=Path(out), dtype=dtype, step=step)

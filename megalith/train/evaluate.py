@@ -1,0 +1,76 @@
+"""The loss of a trained model on text of one's own: newest checkpoint, its tokenizer, one device."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint import folder
+from megalith.kernels.cross_entropy import Loss
+from megalith.models.batch import Batch
+from megalith.models.stage import Stage
+from megalith.train.generate import find_tokenizer, load_model
+from megalith.train.join import choose_device
+
+
+@dataclass(frozen=True)
+class Score:
+    """The mean loss over the tokens of some text, in nats a token. `tokens`: those that were predicted. `text_bytes`: the text's bytes in
+    UTF-8, which the loss in bits a byte is over, so that models of different tokenizers can be compared by it."""
+
+    step: int
+    loss: float
+    tokens: int
+    text_bytes: int
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The loss over all tokens in bits, over the bytes of the text."""
+        return self.loss * self.tokens / math.log(2) / self.text_bytes
+
+
+def evaluate(run_dir: Path, texts: Iterable[str], *, step: int | None = None, seq_len: int | None = None) -> Score:
+    """Return the loss of a run's newest weights (or those of `step`) on `texts`, each of which is a document.
+
+    The tokens of a document and its end are predicted but for the first, from those before it in windows of `seq_len` tokens (default: as
+    trained). Raises ValueError where no text has two tokens.
+    """
+    checkpoint = folder.find(run_dir if step is None else folder.of_run(run_dir) / folder.name(step))
+    manifest = folder.read_manifest(checkpoint)
+    spec = manifest.meta["spec"]
+    tokenizer = find_tokenizer(run_dir, spec.get("data", {}).get("path"))
+    model = load_model(checkpoint, device=choose_device("auto", 0, 1))
+    length = seq_len or int(spec.get("train", {}).get("seq_len", model.spec.context))
+    if not 0 < length <= model.spec.context:
+        raise ValueError(f"seq_len = {length} is not within the model's context of {model.spec.context} tokens. Use 1 to that.")
+    total, count, size = 0.0, 0, 0
+    for text in texts:
+        ids = [*map(int, tokenizer.encode(text)), tokenizer.end_of_text]
+        total += sum(window_losses(model, ids, length))
+        count += len(ids) - 1
+        size += len(text.encode())
+    if not count:
+        raise ValueError("the text has nothing to predict: it is empty. Give some text.")
+    return Score(manifest.step, total / count, count, size)
+
+
+@torch.no_grad()
+def window_losses(model: Stage, ids: Sequence[int], length: int) -> list[float]:
+    """Return the summed loss in nats of each window of `length` tokens; every token but the first is predicted once."""
+    device = next(model.parameters()).device
+    found = list[float]()
+    for start in range(0, len(ids) - 1, length):
+        part = torch.tensor(ids[start : start + length + 1], device=device)[None]
+        batch = Batch(part[:, :-1], targets=part[:, 1:])
+        loss = model(part[:, :-1], batch)
+        assert isinstance(loss, Loss) and isinstance(loss.nll, Tensor)
+        found.append(float(loss.nll))
+    return found
