@@ -20,6 +20,9 @@ def command(
     Example:  megalith import Llama-3.2-1B --from hf --out checkpoints/llama
     """
     one_of("--from", from_, "hf")
+    if not source.is_dir():
+        hub = f" A model of a hub is downloaded first: hf download {source} --local-dir FOLDER." if len(source.parts) == 2 else ""
+        raise FileNotFoundError(f"{source} does not exist here. Give a folder with config.json and safetensors.{hub}")
     from megalith.checkpoint import huggingface  # needs torch
 
     folder = huggingface.import_(source, out)

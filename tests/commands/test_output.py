@@ -114,3 +114,10 @@ def test_problems_fit_the_columns_that_are_asked_for(
     print_problems([LONG], as_json=False)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 6 and max(map(len, lines)) <= columns
+
+
+def test_a_name_of_a_hub_is_told_to_be_downloaded_first():
+    result = call("import", "Qwen/Qwen3-0.6B", "--out", "there")
+    assert result.exit_code == 1
+    assert "hf download Qwen/Qwen3-0.6B --local-dir FOLDER" in result.stderr
+    assert "hf download" not in call("import", "nowhere", "--out", "there").stderr
