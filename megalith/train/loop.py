@@ -91,7 +91,11 @@ class Loop:
         self.validator = validator
         self.guard = guard
         self._watchers = [*watchers, *([guard] if guard else [])]
-        healer = Healer(trainer, self._data(), checkpointer=checkpointer, guard=guard) if self.spec.stability.watch else None
+        healer = (
+            Healer(trainer, self._data(), checkpointer=checkpointer, guard=guard, beat=heartbeat.beat)
+            if self.spec.stability.watch
+            else None
+        )
         self._stepper = stepper_of(trainer, watchers=self._watchers, referee=guard, healer=healer)
         self._timed: dict[int, _Timed] = {}  # of the steps whose outcome is not known yet
         self._first = position.step

@@ -73,9 +73,19 @@ class _Past:
 class Healer:
     """Of one rank. All ranks make theirs together and call its methods in the same steps; it is a `step.Healer`."""
 
-    def __init__(self, trainer: Trainer, data: Data, *, checkpointer: Checkpointer, guard: Guard | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        data: Data,
+        *,
+        checkpointer: Checkpointer,
+        guard: Guard | None,
+        beat: Callable[[str, int], object] = lambda phase, step: None,
+    ) -> None:
+        """`beat` gives signs of life: a phase, and the step."""
         stability = trainer.spec.stability
         self.trainer, self.data, self.checkpointer, self.guard = trainer, data, checkpointer, guard
+        self._beat = beat
         self.memory: Memory | None = guard.memory if guard else None
         self._past = deque[_Past](maxlen=stability.window + 4 * stability.keep_every + stability.patience)
         self._sampled: SampleLosses | None = None
@@ -96,6 +106,7 @@ class Healer:
         history, spec = self.trainer.state.history, self.trainer.spec.stability
         found = Findings()
         self._put_back(step)
+        self._beat("diagnosis", step)
         last = next((past for past in reversed(self._past) if past.inside and past.factor is not None), None)
         if last is not None:
             seed_step(self.trainer, last.step)
@@ -199,6 +210,7 @@ class Healer:
         Raises Reported if the copy is damaged, which is reported."""
         state, spec = self.trainer.state, self.trainer.spec.stability
         began, updates, before, drawn = time.perf_counter(), state.updates, state.history, torch.get_rng_state()
+        self._beat("rewinding", step)
         position = self._restore(target, step)
         seconds = time.perf_counter() - began
         replayed = 0
@@ -246,6 +258,7 @@ class Healer:
         known = {past.step: past for past in self._past}
         for done, number in enumerate(range(first, step + 1), start=1):
             past = known[number]
+            self._beat("replay", step)
             self._put_back(number)
             extremes = PartExtremes(self.trainer) if number == self._damaged[0] else None
             totals = self._again(number)
