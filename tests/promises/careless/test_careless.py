@@ -68,6 +68,7 @@ def test_whatever_is_done_to_a_run_it_ends_as_it_would_or_says_why_not(
         tell(f"\nwhat is done to runs is drawn from MEGALITH_SEED={seed}")
         for agents, acts in zip(RUNS, draw(seed, RUNS, acts=10), strict=True):
             if broken := done(acts, agents=agents):
+                tell(f"{broken}\nlooking for up to {SHRINKING:.0f} s which of the acts suffice")
                 pytest.fail(_smallest(acts, agents, broken, done), pytrace=False)
         tell("\n".join(shares(hurts)))
         seed += 1
