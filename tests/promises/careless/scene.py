@@ -22,8 +22,9 @@ from tests.patience import PATIENCE
 MANY = 100_000
 """Steps that no run of these tests reaches: it is stopped once all has been done to it."""
 
-QUIET = 150.0
-"""Seconds without a step or a word after which a wait is one without a word. Longer than `fleet.wait_limit`, whose beginning is told."""
+QUIET = PATIENCE
+"""Seconds without a step or a word after which a wait is one without a word: far longer than `fleet.wait_limit`, whose beginning is told, and
+than a start on a machine that is too busy."""
 
 LEAVE = 5.0
 """Seconds that agents have to end once their run has, before their engine ends them."""

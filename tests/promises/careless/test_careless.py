@@ -43,7 +43,7 @@ def _asked() -> tuple[bool, list[Act]] | None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(4500 if FULL else 3 * PATIENCE)
+@pytest.mark.timeout(4500 + 3 * PATIENCE if FULL else 6 * PATIENCE)
 def test_whatever_is_done_to_a_run_it_ends_as_it_would_or_says_why_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
