@@ -23,7 +23,7 @@ MANY = 100_000
 """Steps that no run of these tests reaches: it is stopped once all has been done to it."""
 
 QUIET = PATIENCE
-"""Seconds without a step or a word after which a wait is one without a word: far longer than `fleet.wait_limit`, whose beginning is told, and
+"""Seconds without a step or a word after which a wait is one without a word: longer than `fleet.wait_limit`, whose beginning is told, and
 than a start on a machine that is too busy."""
 
 LEAVE = 5.0
