@@ -95,6 +95,7 @@ class Step(Event):
     memory: dict[str, int]
     experts: dict[str, float] = field(default_factory=dict)
     updates: int | None = None  # None in logs of earlier versions: as many as steps
+    scale: float | None = None  # the loss scale of fp16; None: the run has none
 
     @property
     def left_out(self) -> int:
@@ -104,7 +105,11 @@ class Step(Event):
 
 @dataclass(frozen=True)
 class Skipped(Event):
-    """A step whose update was left out; its samples are consumed. `left`: updates that the run may still leave out."""
+    """A step whose update was left out; its samples are consumed. `left`: updates that the run may still leave out.
+
+    Where gradients overflowed in fp16, `part` and `tensor` name the first in the order of backward whose gradient did, and the loss scale
+    went from `scale_before` to `scale_after`. Such a step does not count against `left`.
+    """
 
     kind: ClassVar[str] = "skipped"
     step: int
@@ -113,12 +118,18 @@ class Skipped(Event):
     seconds: float
     left: int
     spike: bool = False  # its numbers were finite, and far outside what they were
+    part: str = ""
+    tensor: str = ""
+    scale_before: float | None = None
+    scale_after: float | None = None
 
     @property
     def words(self) -> str:
         """The event in a sentence."""
         if self.spike:
             return f"the update of step {self.step} was left out: {self.reason}"
+        if self.scale_before is not None:
+            return f"the update of step {self.step} was left out: {self.reason}."
         return f"the update of step {self.step} was left out: {self.reason}. The run may leave out {self.left} more (stability.skips)."
 
 

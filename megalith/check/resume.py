@@ -21,6 +21,7 @@ MAY_CHANGE: dict[str, str] = {
     "data.copies": "the same",
     "train.steps": "a run may be made longer",
     "stability": "how a step whose numbers cannot be used is answered from now on",
+    "loss_scale": "how gradients that overflow are answered from now on",
     "train.device": "where the work happens",
     "validation": "looks at the weights and leaves them as they are",
     "checkpoint": "the same",

@@ -1,12 +1,43 @@
 """Rules about what is installed: the compiler, and packages that are extras."""
 
-from importlib.metadata import version
+import re
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, files, version
 from importlib.util import find_spec
 
-from megalith.check.case import Case, Found, error
+from megalith.check.case import Case, Found, advice, error
 
 COMPILES_COLLECTIVES = (2, 15)
 """The first PyTorch that is shown to compile blocks that are split among ranks to the right gradients; 2.11 was seen not to."""
+
+
+VOLTA = 7.0
+"""Compute capability of a V100. From PyTorch 2.11 on, of its builds only those for CUDA 12.6 have kernels for it (pytorch/pytorch
+RELEASE.md, "PyTorch CUDA Support Matrix"); CUDA 13 begins at 7.5."""
+VOLTA_CUDA = (12, 6)
+
+
+def torch_has_the_kernels(case: Case) -> Found:
+    """PyTorch's build has kernels for the cluster's devices."""
+    device, cuda = case.cluster.accelerator if case.cluster else None, cuda_of_torch()
+    if device is None or device.compute_capability != VOLTA or cuda is None or cuda <= VOLTA_CUDA:
+        return
+    reason = (
+        f"names {device.name}, compute capability {VOLTA}, and PyTorch {version('torch')} here is built for CUDA "
+        f"{'.'.join(map(str, cuda))}, without kernels for it: from 2.11 on, builds for CUDA 12.6 alone have them"
+    )
+    way_out = "Where it trains, install that build: pip install torch --index-url https://download.pytorch.org/whl/cu126."
+    yield advice("cluster", case.spec.cluster, reason, way_out)
+
+
+def cuda_of_torch() -> tuple[int, ...] | None:
+    """Return the CUDA version that the installed PyTorch is built for, read from disk; None if it has none."""
+    with suppress(PackageNotFoundError, OSError):
+        for path in files("torch") or ():
+            if path.as_posix() == "torch/version.py":
+                found = re.search(r"^cuda\b[^=]*=\s*'(\d+)\.(\d+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+                return None if found is None else (int(found[1]), int(found[2]))
+    return None
 
 
 def journeys_can_hide(case: Case) -> Found:

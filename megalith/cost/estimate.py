@@ -120,7 +120,7 @@ def estimate(
         flops=model_flops(workload, traced),
         tokens=workload.tokens,
         devices=workload.cluster.count,
-        peak=workload.cluster.accelerator.peak["bf16"],
+        peak=workload.cluster.accelerator.wide,
     )
 
 

@@ -29,7 +29,7 @@ def prefill(
         flops=_flops(workload, traced),
         tokens=workload.tokens,
         devices=workload.cluster.count,
-        peak=workload.cluster.accelerator.peak["bf16"],
+        peak=workload.cluster.accelerator.wide,
     )
 
 

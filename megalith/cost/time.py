@@ -97,14 +97,14 @@ def product_seconds(product: Product, setting: Setting, format: str) -> float:
     """
     device, accelerator = setting.device, setting.accelerator
     factors = PRECISIONS[format].factors if product.weight else BF16
-    peak = accelerator.peak.get(factors.rate) or accelerator.peak["bf16"]
+    peak = accelerator.peak.get(factors.rate) or accelerator.wide
     share = {4: device.quarter, 8: device.narrow}.get(factors.bits, device.wide)
     tiles = ceil(product.rows / TILE[0]) * ceil(product.columns / TILE[1]) * product.count
     filled = tiles / (tiles + device.idle * device.units)
     partial = min(1.0, product.rows / TILE[0]) * min(
         1.0, product.columns / TILE[1]
     )  # a tile that is not full costs as one that is
-    ramp = product.inner / (product.inner + device.ramp * peak / accelerator.peak["bf16"])
+    ramp = product.inner / (product.inner + device.ramp * peak / accelerator.wide)
     flops = 2.0 * product.rows * product.inner * product.columns * product.count
     numbers = product.rows * product.inner + product.inner * product.columns
     moved = product.count * (factors.width * numbers + 2 * product.rows * product.columns)
@@ -138,7 +138,7 @@ def core_seconds(core: Core, setting: Setting) -> float:
         core.queries + 256
     )  # blocks on the diagonal are computed whole, and short sequences fill few processors
     share *= FLASH[setting.workload.practice.flash]
-    return core.flops * causal / (setting.accelerator.peak["bf16"] * share * filled)
+    return core.flops * causal / (setting.accelerator.wide * share * filled)
 
 
 def line(axis: str, workload: Workload) -> Line:

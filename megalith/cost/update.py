@@ -88,7 +88,7 @@ def seconds(workload: Workload, setting: Setting, here: "Held") -> float:
     if found is None:
         return 0.0
     ranks = _ranks(workload)
-    iteration = max(found.work / ranks, work(*found.largest)) / (setting.accelerator.peak["bf16"] * setting.device.wide)
+    iteration = max(found.work / ranks, work(*found.largest)) / (setting.accelerator.wide * setting.device.wide)
     if ranks == 1:
         return iteration
     share = max(found.numbers / ranks, found.largest[0] * found.largest[1])

@@ -47,13 +47,20 @@ def kernel_for(q: Tensor, v: Tensor, softcap: float | None = None) -> Kernel:
     if pays(q):
         return blocked
     if q.device.type != "cuda":
-        return flash_cpu
+        return wide_cpu if q.dtype == torch.float16 else flash_cpu
     return flash_cuda if flash_takes(q, v) else chunked()
 
 
 def flash_takes(q: Tensor, v: Tensor) -> bool:
     """Whether such tensors have FlashAttention on CUDA."""
-    return q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and max(q.shape[-1], v.shape[-1]) <= 256
+    narrow = q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and max(q.shape[-1], v.shape[-1]) <= 256
+    return narrow and _has_flash(q.device)
+
+
+@lru_cache(maxsize=16)
+def _has_flash(device: torch.device) -> bool:
+    """True from Ampere on; a V100 has no FlashAttention. Where no GPU is at hand (a trace), one that has it is meant."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 # --- parts added up ---
@@ -207,6 +214,20 @@ def _cpu_backward(
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
 
 
+def _in_fp32(kernel: Kernel) -> Kernel:
+    """The kernel on factors in fp32, with results in fp32: parts are added up in it, and rounded once at the end."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        return kernel.forward(q.float(), k.float(), v.float(), causal, scale)
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return kernel.backward(grad.float(), q.float(), k.float(), v.float(), out.float(), lse, causal, scale)
+
+    return Kernel(forward, backward)
+
+
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
 
@@ -222,6 +243,7 @@ def _cuda_backward(
 
 FLASH_WIDTH = 8  # channels are a multiple of that on CUDA
 flash_cpu = _equal_channels(Kernel(_cpu_forward, _cpu_backward), 1)
+wide_cpu = _in_fp32(flash_cpu)  # for fp16, where torch's own takes eight times as long
 blocked = Kernel(blocked_attention, blocked_attention_backward)
 flash_cuda = _equal_channels(Kernel(_cuda_forward, _cuda_backward), FLASH_WIDTH)
 

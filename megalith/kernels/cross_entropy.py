@@ -55,6 +55,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    gradient_scale: float = 1.0,
     offset: int = 0,
     reduce: Reduce | None = None,
     chunk: int | None = None,
@@ -64,11 +65,12 @@ def cross_entropy(
     (so nothing is computed twice and nothing of size tokens x vocab is kept).
 
     With `reduce`, `weight` is this rank's rows [offset, offset + len(weight)) of the vocabulary (Megatron-LM, Shoeybi et al. 2019, §3).
-    `multiply` computes the three products with it.
+    `multiply` computes the three products with it. The gradients, not the losses, are multiplied by `gradient_scale`: they are narrow
+    from here on, and small ones would be lost.
     """
     held = 4 * weight.shape[0] * (1 if softcap is None else 2)  # bytes a row: its logits, and with a cap the slope at each
     rows = chunk or max(1, CHUNK_BYTES // held // TILE * TILE or CHUNK_BYTES // held)
-    terms = _Terms(scale, z_loss, logit_scale, softcap, offset, reduce, multiply)
+    terms = _Terms(scale, z_loss, logit_scale, softcap, gradient_scale, offset, reduce, multiply)
     objective, nll = _Chunked.apply(hidden, weight, targets, terms, rows)  # pyright: ignore[reportGeneralTypeIssues]
     return Loss(objective, nll)
 
@@ -78,6 +80,7 @@ class _Terms(NamedTuple):
     z_loss: float
     logit_scale: float
     softcap: float | None
+    gradient_scale: float
     offset: int
     reduce: Reduce | None
     multiply: Multiply
@@ -112,7 +115,7 @@ class _Chunked(torch.autograd.Function):
 
 def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, wants_grad: bool) -> tuple[Loss, Tensor]:
     """Losses of a few rows, and the gradient of their products with `weight` in the dtype of `hidden` (meaningless unless wanted)."""
-    scale, z_loss, logit_scale, softcap, offset, reduce, multiply = terms
+    scale, z_loss, logit_scale, softcap, gradient_scale, offset, reduce, multiply = terms
     logits = multiply.fprop(hidden, weight).float()
     if logit_scale != 1.0:
         logits *= logit_scale
@@ -138,6 +141,7 @@ def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, wants
     objective = nll + (logsumexp.square() * valid).sum() * (scale * z_loss)
     if not wants_grad:
         return Loss(objective, nll), exps
+    scale *= gradient_scale
     exps *= (valid * scale * (1 + 2 * z_loss * logsumexp) / total).unsqueeze(-1)
     exps.scatter_add_(-1, column, (-scale * valid * mine).unsqueeze(-1))
     if slope is not None:

@@ -1,8 +1,8 @@
-"""a b of matrices, in bf16 also on processors that have no instructions for it.
+"""a b of matrices, in bf16 also on processors that have no instructions for it, and in fp16 on every processor.
 
-There torch's bf16 products take many times as long as those in fp32 (benchmarks/parts.py). The same product is then made of the factors in
-fp32, which hold all that they say, and rounded once: what native instructions do as well. To whoever counts operations it is one product,
-with its result and nothing beside it.
+There torch's bf16 products take many times as long as those in fp32, and so do its fp16 products (benchmarks/parts.py). The same product
+is then made of the factors in fp32, which hold all that they say, and rounded once: what native instructions do as well. For fp16 this is
+the definition on a CPU. To whoever counts operations it is one product, with its result and nothing beside it.
 """
 
 import functools
@@ -25,9 +25,9 @@ def native() -> bool:
 
 def widened(a: Tensor) -> bool:
     """Whether products of `a` are made in fp32: not in a dry run, which has no processor, nor by a compiler, which has its own ways."""
-    if a.dtype != torch.bfloat16 or a.device.type != "cpu" or torch.compiler.is_compiling():
+    if a.dtype not in (torch.bfloat16, torch.float16) or a.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return type(a) in (Tensor, nn.Parameter) and not native()
+    return type(a) in (Tensor, nn.Parameter) and (a.dtype == torch.float16 or not native())
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -22,5 +22,6 @@ class Batch:
     ahead_targets: Tensor | None = None  # [depth, batch, seq]: the 2nd, 3rd, ... token after each, -100 where there is none
     loss_scale: float = 1.0  # 1 / valid targets of the *global* batch, so that losses and gradients simply add up
     z_loss: float = 0.0
+    gradient_scale: float = 1.0  # the power of two that every loss's gradient is multiplied by: the loss scale of fp16
     sequences: int = 1  # of the global batch: means over sequences or tokens that are known to be there divide by it
     rotary: tuple[tuple[Tensor, Tensor], ...] = ()  # cos and sin tables of the stage's distinct rotary embeddings

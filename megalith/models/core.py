@@ -66,6 +66,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tenso
     scale = float(channels**-0.5) if scale is None else scale
     if pays(q):
         return blocked_attention(q, k, v, True, scale)[0]
+    if q.device.type == "cpu" and q.dtype == torch.float16 and not torch.compiler.is_compiling():
+        here = ((0, q.shape[2]),)
+        rows = rows_of(here, here, batch=q.shape[0], pieces=None, window=None)
+        return attention(q, k, v, rows=rows, kernel=kernel_for(q, v), scale=scale)
     if q.shape[2] % WHOLE and flash_takes(q, v):
         return flash(q, k, v, scale)
     if channels != of_v and q.device.type == "cpu":  # its fused kernel wants them equal, and zeros change no score

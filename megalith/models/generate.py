@@ -31,7 +31,7 @@ class CachedCore(nn.Module):
         self.kept = keys, values
         q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
         kernel = kernel_for(q, values, self.core.softcap)
-        return kernel.forward(q, keys, values, False, self.core.scale_of(q))[0].transpose(1, 2)
+        return kernel.forward(q, keys, values, False, self.core.scale_of(q))[0].to(q.dtype).transpose(1, 2)
 
 
 @torch.no_grad()

@@ -39,6 +39,7 @@ class CrossEntropy(nn.Module):
             batch.targets.flatten(),
             scale=batch.loss_scale,
             z_loss=batch.z_loss,
+            gradient_scale=batch.gradient_scale,
             logit_scale=logit_scale,
             softcap=softcap,
             multiply=multiply,

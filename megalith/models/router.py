@@ -138,7 +138,7 @@ class Router(nn.Module):
         if torch.is_grad_enabled():
             objective = self._objective(logits, scores, choices, batch, sets)
             own = None if kept is None else sets.own(kept)
-            weights = _Attach.apply(weights, objective, self._counted(sets.own(choices), own), self)
+            weights = _Attach.apply(weights, objective, self._counted(sets.own(choices), own), self, batch.gradient_scale)
             assert isinstance(weights, Tensor)
         return Routing(choices, weights, kept, dealt)
 
@@ -316,15 +316,16 @@ class _Logits(torch.autograd.Function):
 
 
 class _Attach(torch.autograd.Function):
-    """`weights`, unchanged. Backward adds the gradient of `objective`, as if it were part of the loss, and the microbatch's counts."""
+    """`weights`, unchanged. Backward adds the gradient of `objective`, as if it were part of the loss, and the microbatch's counts.
+    `scale`: what gradients of losses are multiplied by."""
 
     @staticmethod
-    def forward(ctx, weights: Tensor, objective: Tensor | None, counts: Tensor, router: Router) -> Tensor:
+    def forward(ctx, weights: Tensor, objective: Tensor | None, counts: Tensor, router: Router, scale: float) -> Tensor:
         ctx.counts, ctx.router = counts, router
-        ctx.objective = None if objective is None else torch.ones_like(objective)
+        ctx.objective = None if objective is None else torch.full_like(objective, scale)
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.router.counts += ctx.counts
-        return grad, ctx.objective, None, None
+        return grad, ctx.objective, None, None, None

@@ -89,6 +89,10 @@ class Check(Protocol):
         """Make them right, or raise what forbids it. Called if they were wrong, with nothing under way."""
         ...
 
+    def batches(self, begun: Sequence[Batch]) -> Sequence[Batch]:
+        """Return what to begin again with once it is corrected: those that were `begun` with, perhaps with another loss scale."""
+        ...
+
 
 class Executor:
     """Interprets this rank's row of `program`. `stages` holds the stages the program places here."""
@@ -173,6 +177,7 @@ class Executor:
             runner.free()
         fresh = _Flight(flight.batches, marks=[("LOST", flight.marks[0][1], self.clock.mark())])
         self._mark("UNDO", check.correct, fresh)
+        fresh.batches = check.batches(flight.batches)
         return fresh
 
     @cached_property

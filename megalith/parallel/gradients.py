@@ -101,8 +101,11 @@ def scale(grads: Iterable[Tensor], factor: float) -> None:
         torch._foreach_mul_([local(grad) for grad in grads], factor)
 
 
-def where_not_finite(parameters: Mapping[str, nn.Parameter], *, world: dist.ProcessGroup) -> str:
-    """Name the parameters whose gradients hold NaN or infinite elements, and how many. Every rank of `world` calls this together."""
+def not_finite_elements(
+    parameters: Mapping[str, nn.Parameter], *, world: dist.ProcessGroup, forward: Iterable[str] = ()
+) -> dict[str, int]:
+    """Return how many NaN or infinite elements gradients hold on all ranks, of each that holds some. They come in the order of backward
+    if `forward` names the model's parameters in the order of forward, else by name. Every rank of `world` calls this together."""
     bad = {name: int((~_grad(p).isfinite()).sum()) for name, p in parameters.items() if p.grad is not None}
     everywhere: list[dict[str, int]] = [{} for _ in range(world.size())]
     dist.all_gather_object(everywhere, {name: count for name, count in bad.items() if count}, group=world)
@@ -110,7 +113,14 @@ def where_not_finite(parameters: Mapping[str, nn.Parameter], *, world: dist.Proc
     for found in everywhere:
         for name, count in found.items():
             total[name] = total.get(name, 0) + count
-    worst = ", ".join(f"{name} ({count} elements)" for name, count in sorted(total.items())[:5])
+    place = {name: -number for number, name in enumerate(forward)}
+    return {name: total[name] for name in sorted(total, key=lambda name: (place.get(name, 1), name))}
+
+
+def where_not_finite(parameters: Mapping[str, nn.Parameter], *, world: dist.ProcessGroup, forward: Iterable[str] = ()) -> str:
+    """Name the parameters whose gradients hold NaN or infinite elements, and how many. Arguments as of `not_finite_elements`."""
+    total = not_finite_elements(parameters, world=world, forward=forward)
+    worst = ", ".join(f"{name} ({count} elements)" for name, count in [*total.items()][:5])
     more = f" and {len(total) - 5} more" if len(total) > 5 else ""
     return f"gradients of {worst}{more}" if total else "no single gradient: the sum of their squares overflowed"
 

@@ -261,6 +261,7 @@ class VocabularyCrossEntropy(nn.Module):
             batch.targets.flatten(),
             scale=batch.loss_scale,
             z_loss=batch.z_loss,
+            gradient_scale=batch.gradient_scale,
             offset=self.split.rank * weight.shape[0],
             reduce=self.split.reduce,
             logit_scale=logit_scale,

@@ -46,7 +46,7 @@ class Answer:
     @property
     def convention(self) -> str:
         """The FLOPs that MFU counts, and the peak it divides by."""
-        return PREFILL if self.asked.forward_only else CONVENTION
+        return (PREFILL if self.asked.forward_only else CONVENTION).replace("bf16", self.asked.cluster.accelerator.half)
 
     @property
     def assumption(self) -> str:
@@ -69,7 +69,7 @@ class Answer:
             "cluster": {
                 "name": asked.run.cluster, "accelerator": cluster.accelerator.name, "count": cluster.count, "nodes": cluster.nodes,
                 "per_node": cluster.per_node, "price_per_hour": cluster.price_per_hour, "watts": cluster.accelerator.power,
-                "peak": cluster.accelerator.peak["bf16"], "memory": cluster.accelerator.memory,
+                "peak": cluster.accelerator.wide, "memory": cluster.accelerator.memory,
             },
             "seq_len": asked.run.train.seq_len,
             "global_batch": asked.run.train.global_batch,

@@ -244,7 +244,7 @@ def _cluster(question: Question, spec: RunSpec | None, problems: list[Problem]) 
         problems += errors.problems
         return name, None
     device = found.accelerator
-    needed: dict[str, Any] = {"peak.bf16": device.peak.get("bf16"), "memory_bandwidth": device.memory_bandwidth}
+    needed: dict[str, Any] = {"peak.bf16": device.peak.get(device.half), "memory_bandwidth": device.memory_bandwidth}
     if found.count > 1 and device.scale_up_domain > 1:
         needed["scale_up"] = device.scale_up
     if found.nodes > 1:

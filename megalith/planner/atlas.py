@@ -49,7 +49,7 @@ class Atlas:
         cluster, train = self.asked.cluster, self.asked.run.train
         return {
             "accelerator": cluster.accelerator.name, "title": cluster.accelerator.title, "per_node": cluster.per_node,
-            "memory": cluster.accelerator.memory, "peak": cluster.accelerator.peak["bf16"], "seq_len": train.seq_len,
+            "memory": cluster.accelerator.memory, "peak": cluster.accelerator.wide, "seq_len": train.seq_len,
             "global_batch": train.global_batch, "format": self.asked.format, "convention": CONVENTION, "assumption": SPARE,
             "spare": spare(), "models": self.models, "nodes": self.nodes,
             "notes": list(self.asked.notes), "squares": [square.to_json() for square in self.squares],

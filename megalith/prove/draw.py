@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from megalith.check import check
-from megalith.prove.parity import OPTIMIZER, clearly_routed
+from megalith.prove.parity import LOSS_SCALE, OPTIMIZER, clearly_routed
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.families import read
 from megalith.spec.numbers import PRECISIONS, TRAINED, Rounded
@@ -215,6 +215,7 @@ def _run(preset: str, precision: str, plan: Plan, kind: str) -> RunSpec:
             "data": {"path": "none"},
             "train": {"steps": 3, "global_batch": SAMPLES, "seq_len": 48, "precision": precision},
             "optimizer": OPTIMIZER | {"kind": kind},
+            "loss_scale": {"initial": LOSS_SCALE},
         }
     )
 

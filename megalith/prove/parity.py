@@ -31,7 +31,7 @@ from megalith.prove.verdict import judge
 from megalith.schedule.table import FILE
 from megalith.spec.families import Model
 from megalith.spec.numbers import PRECISIONS, Rounded
-from megalith.spec.run import RunSpec
+from megalith.spec.run import LossScaleSpec, RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.batches import Cut, indices, to_batch
 from megalith.train.join import choose_device, join
@@ -43,6 +43,9 @@ from megalith.train.tally import Accumulated, Totals
 OPTIMIZER = {"warmup": 0, "lr": 1e-4, "schedule": "constant", "eps": 1e-5, "iteration": "fp32"}
 """Of a run that is compared. By the usual eps of 1e-8, Adam turns rounding in a gradient near 0 into a step, which later gradients show;
 Muon's iteration in bf16 turns 1e-7 of a gradient into a hundredth of a step."""
+
+LOSS_SCALE = 1024
+"""Of a run that is compared, where it has a loss scale: gradients of small models with random weights neither overflow nor underflow."""
 
 
 class RandomText:
@@ -93,6 +96,7 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
                 }
             ),
             "optimizer": spec.optimizer.model_copy(update=OPTIMIZER),
+            "loss_scale": LossScaleSpec(initial=LOSS_SCALE),
         }
     )
 
@@ -160,6 +164,7 @@ def _reference_step(
     sets = [text.batch(range(first + i * rows, first + (i + 1) * rows)) for i in range(spec.microbatches)]
     valid = sum(int((samples.targets >= 0).sum()) for samples in sets)
     cut = Cut(spec.data.document_mask, head.ahead.depth if head.ahead else 0)
+    scale = gradient_scale_of(spec)
     total = 0.0
     with recording(stage) as routings:
         for samples in sets:
@@ -170,11 +175,12 @@ def _reference_step(
                 loss_scale=1 / valid,
                 z_loss=spec.train.z_loss,
                 sequences=spec.train.global_batch,
+                gradient_scale=scale,
             )
             loss = stage(batch.tokens, batch)
             loss.objective.backward()
             total += float(loss.nll)
-            grads = {name: _gradient(computes).float() for name, (computes, _) in faces.items()}
+            grads = {name: _gradient(computes).float() / scale for name, (computes, _) in faces.items()}
             for name, (computes, parameter) in faces.items():
                 computes.grad = None
                 parameter.grad = grads[name] if parameter.grad is None else parameter.grad + grads[name]
@@ -182,6 +188,11 @@ def _reference_step(
                 kept.microbatches.append({name: grad.to("cpu", copy=True) for name, grad in grads.items()})
     kept.routing.append({name: Routed.of(records) for name, records in routings.items()})
     return total
+
+
+def gradient_scale_of(spec: RunSpec) -> float:
+    """Return the loss scale of the first step, which is that of all of a run that is compared."""
+    return float(spec.loss_scale.initial) if PRECISIONS[spec.train.precision].scaled else 1.0
 
 
 def _gradient(parameter: Tensor) -> Tensor:

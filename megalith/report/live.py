@@ -186,6 +186,7 @@ class Follow:
         step = self._step
         words = [f"step {step.step}/{self._steps + step.left_out}", f"loss {step.loss:.4f}"]
         words += [self._validated(step)] if self._validation else []
+        words += [f"scale {step.scale:,.0f}"] if step.scale is not None else []
         words.append(f"{units.count(step.tokens_per_second)} tokens/s")
         words += [f"MFU {units.percent(step.mfu)}"] if step.mfu is not None else []
         left = self._left()

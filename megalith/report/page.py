@@ -4,13 +4,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import accumulate
-from math import isfinite
+from math import isfinite, log2
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from megalith.control import ledger
-from megalith.events import Holding, Problem, Step
+from megalith.events import Holding, Problem, Skipped, Step, of_kind
 from megalith.report import spikes, timeline, units
 from megalith.report.history import History, history
 from megalith.report.holding import who_holds_what
@@ -208,6 +208,10 @@ def _curves(run: History) -> str:
     if balance := [(s.step, s.experts["max_load"]) for s in run.steps if s.experts]:
         chart = line_chart(_curve("largest load over the mean", balance, 4), x_label="step", y_format=digits, from_zero=True)
         figures.append(_figure("Load of the busiest expert, of the mean, in the least even layer", chart))
+    if scales := [(x, log2(y)) for x, y in _points(run.steps, lambda step: step.scale)]:
+        chart = line_chart([Series("loss scale", scales, 5)], x_label="step", y_format=lambda y: f"2^{y:g}")
+        over = sum(each.scale_before is not None for each in of_kind(run.events, Skipped))
+        figures.append(_figure(f"Loss scale of fp16; {over:,} {'step' if over == 1 else 'steps'} overflowed", chart))
     figures.append(_figure("Gradient norm, before clipping", line_chart(norm, x_label="step", y_format=digits, from_zero=True)))
     figures.append(
         _figure("Learning rate", line_chart(rate, x_label="step", y_format=lambda y: f"{y:.2g}" if y else "0", from_zero=True))

@@ -135,7 +135,7 @@ def legend(found: Answer) -> str:
         f"t tensor, c context, p pipeline x chunks (1F1B, unless named), e expert x parts of each, d data, z ZeRO stage, r copies, "
         f"m microbatch.\n"
         f"again: computed twice. "
-        f"tok/s: a device. MFU: {found.convention} of {device.peak['bf16'] / 1e12:,.0f} TFLOP/s.\n"
+        f"tok/s: a device. MFU: {found.convention} of {device.wide / 1e12:,.0f} TFLOP/s.\n"
         f"GiB: fullest rank{limit}. bubble, exposed communication: shares of the step.\n"
         f"{search.looked_at:,} plans looked at, {search.too_large:,} too large{denied}. Predicted: {found.assumption}."
         f"{_offloaded(found)}{beaten(found)}"

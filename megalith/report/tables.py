@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megalith.events import Problem
+from megalith.events import Problem, Skipped, of_kind
 from megalith.report import spikes, units
 from megalith.report.history import History, history
 from megalith.report.summary import Summary, summarize
@@ -53,6 +53,9 @@ def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
         facts.append(("tokens a second", f"{units.count(found.tokens_per_second)} (median)"))
         facts.append(("MFU", _mfu(run, found)))
         facts.append(("time in steps", units.duration(found.seconds_in_steps)))
+    if run.steps and run.steps[-1].scale is not None:
+        over = sum(each.scale_before is not None for each in of_kind(run.events, Skipped))
+        facts.append(("loss scale", f"{run.steps[-1].scale:,.0f}, and {over:,} {'step' if over == 1 else 'steps'} overflowed"))
     if found.repeated_steps:
         facts.append(("done again", f"{found.repeated_steps} steps, {units.duration(found.repeated_seconds)}"))
     if told := spikes.counted(run.events):

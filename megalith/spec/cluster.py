@@ -33,7 +33,18 @@ class Accelerator(Spec):
     scale_out: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over the network, one direction")
     power: PositiveFloat | None = Field(default=None, description="watts it is designed for")
     price_per_hour: NonNegativeFloat | None = Field(default=None, description="US dollars; a default to replace by your own")
+    compute_capability: PositiveFloat | None = Field(default=None, description="NVIDIA's number of what it can do, such as 9.0")
     source: dict[str, str] = Field(description="where peak, memory, links, power and price come from")
+
+    @property
+    def half(self) -> Rate:
+        """The 16-bit format that its matrix units compute in: fp16 on a device without bf16 (V100)."""
+        return "fp16" if "bf16" not in self.peak and "fp16" in self.peak else "bf16"
+
+    @property
+    def wide(self) -> float:
+        """Dense FLOP/s in `half`. Raises KeyError if nobody published them."""
+        return self.peak[self.half]
 
 
 class ClusterSpec(Spec):

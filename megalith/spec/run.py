@@ -46,7 +46,7 @@ class TrainSpec(Spec):
     steps: Annotated[PositiveInt, Thousand(1000)]
     global_batch: Annotated[PositiveInt, Thousand(1024)] = Field(description="sequences a step, over all ranks")
     seq_len: Annotated[PositiveInt, Thousand(1024)]
-    precision: Trained = Field(default="bf16", description="bf16 keeps fp32 master weights, moments and reductions")
+    precision: Trained = Field(default="bf16", description="narrow ones keep fp32 master weights, moments and reductions")
     seed: NonNegativeInt = 0
     z_loss: NonNegativeFloat = Field(default=0.0, description="weight of mean(logsumexp^2), which keeps logits from drifting")
     init_from: str | None = Field(default=None, description="checkpoint folder whose weights the run starts from")
@@ -175,6 +175,19 @@ class StabilitySpec(Spec):
     lower_for: PositiveInt = Field(default=200, description="lower: updates that it lasts")
 
 
+class LossScaleSpec(Spec):
+    """The power of two that gradients are multiplied by while they are fp16 (`train.precision = "fp16"`)."""
+
+    initial: PositiveInt = Field(default=65_536, le=2**40, description="scale of the first step; a power of two, as is the floor")
+    growth_interval: PositiveInt = Field(default=1000, le=2**20, description="updates in a row after which it doubles")
+    hysteresis: PositiveInt = Field(
+        default=2, le=2**10, description="overflows since it last grew at which it is halved, and at each further one"
+    )
+    floor: PositiveInt = Field(
+        default=1, le=2**40, description="an overflow at this scale is no longer answered by a smaller one"
+    )
+
+
 class ValidationSpec(Spec):
     """Loss on the held-out part of each domain."""
 
@@ -228,6 +241,7 @@ class RunSpec(Spec):
     train: TrainSpec
     optimizer: OptimizerSpec = OptimizerSpec()
     stability: StabilitySpec = StabilitySpec()
+    loss_scale: LossScaleSpec = LossScaleSpec()
     validation: ValidationSpec = ValidationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     log: LogSpec = LogSpec()

@@ -19,9 +19,11 @@ from megalith.schedule.lower import lower
 from megalith.schedule.table import build
 from megalith.schedule.verify import problems
 from megalith.spec.model import ModelSpec
+from megalith.spec.numbers import PRECISIONS
 from megalith.spec.run import RunSpec
 from megalith.spec.sizes import model_parameters, tied_names
 from megalith.spec.treatment import treatments
+from megalith.train.loss_scale import Scale
 from megalith.train.optimizers.rates import learning_rate
 from megalith.train.optimizers.rule import Optimizer
 from megalith.train.optimizers.whole import Whole
@@ -81,6 +83,13 @@ class Trainer:
         with torch.no_grad():
             self.rule.update(self.state.parts(), number=self.state.updates, lr=self.lr)
         self.state.updates += 1
+        if self.state.scale is not None:
+            self.state.scale = self.state.scale.updated(self.spec.loss_scale)
+
+    @property
+    def gradient_scale(self) -> float:
+        """What gradients are multiplied by until they are added up."""
+        return 1.0 if self.state.scale is None else self.state.scale.value
 
 
 def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool = False) -> Trainer:
@@ -105,6 +114,7 @@ def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool 
     tied = set(tied_names(model).values()) if len(both_ends) > 1 else ()
     partly = shared(builder.by_name, tied=tied, groups=groups)
     treated = treatments(model, spec.optimizer)
+    scale = Scale.first(spec.loss_scale) if PRECISIONS[spec.train.precision].scaled else None
     return Trainer(
         spec=spec,
         model=model,
@@ -114,7 +124,7 @@ def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool 
         parameters=parameters,
         shared=partly,
         executor=Executor(program, runners, reducer=builder.reducer, groups=groups, hidden=hidden),
-        state=State(parameters, buffers, {name: each.slots for name, each in treated.items()}),
+        state=State(parameters, buffers, {name: each.slots for name, each in treated.items()}, scale),
         rule=Optimizer(spec.optimizer, treated, Whole.of(parameters, model_parameters(model), partly, groups)),
     )
 

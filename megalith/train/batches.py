@@ -45,7 +45,14 @@ class Cut:
 
 
 def to_batch(
-    samples: Samples, cut: Cut, *, device: torch.device, loss_scale: float, z_loss: float = 0.0, sequences: int = 1
+    samples: Samples,
+    cut: Cut,
+    *,
+    device: torch.device,
+    loss_scale: float,
+    z_loss: float = 0.0,
+    sequences: int = 1,
+    gradient_scale: float = 1.0,
 ) -> Batch:
     """A microbatch on the device. `sequences`: of the whole global batch."""
     several = cut.masked and any(len(row) > 1 for row in samples.pieces)
@@ -66,6 +73,7 @@ def to_batch(
         loss_scale=loss_scale,
         z_loss=z_loss,
         sequences=sequences,
+        gradient_scale=gradient_scale,
     )
 
 

@@ -9,9 +9,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megalith.spec.run import OptimizerSpec, StabilitySpec
+from megalith.spec.run import LossScaleSpec, OptimizerSpec, StabilitySpec
+from megalith.train.loss_scale import Scale
 from megalith.train.stability.history import Departure, History
 
+UNUSED = LossScaleSpec()
+"""Of a run without a loss scale."""
 _TINY = 1e-6  # keeps the clipped norm below its limit in spite of rounding, as torch.nn.utils.clip_grad_norm_ does
 
 
@@ -35,11 +38,23 @@ class Vitals:
     """Whether somebody can find out about a spike, and rewind."""
     sound: bool | None = None
     """Whether the batch before still has the loss it had, in a spike; None: nobody looked."""
+    scale: Scale | None = None
+    """The loss scale that the step was computed with, if it was."""
 
     @property
     def finite(self) -> bool:
         """True if loss and norm are."""
         return math.isfinite(self.norm) and math.isfinite(self.loss)
+
+    @property
+    def gradient_scale(self) -> float:
+        """What gradients were multiplied by."""
+        return 1.0 if self.scale is None else self.scale.value
+
+    @property
+    def overflowed(self) -> bool:
+        """True if gradients with a loss scale are not finite, and the loss is: a smaller scale may help."""
+        return self.scale is not None and math.isfinite(self.loss) and not math.isfinite(self.norm)
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,8 @@ class Skip:
 
     reason: str
     spike: bool = False
+    scale: Scale | None = None
+    """The loss scale of the next step, where gradients overflowed. Such a skip does not count against `stability.skips`."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +103,18 @@ class Stop:
 Decision = Update | Rerun | Skip | Rewind | Stop
 
 
-def decide(vitals: Vitals, *, optimizer: OptimizerSpec, stability: StabilitySpec, history: History | None = None) -> Decision:
+def decide(
+    vitals: Vitals,
+    *,
+    optimizer: OptimizerSpec,
+    stability: StabilitySpec,
+    history: History | None = None,
+    loss_scale: LossScaleSpec = UNUSED,
+) -> Decision:
     """Return what becomes of the update."""
     known = history or History()
     if not vitals.finite:
-        return _not_finite(vitals, stability, known)
+        return _overflow(vitals, loss_scale) or _not_finite(vitals, stability, known)
     clipped = 0 < optimizer.clip < vitals.norm
     update = Update(optimizer.clip / (vitals.norm + _TINY) if clipped else 1.0)
     return _spike(vitals, departures(vitals, stability, known), stability, known, update) or update
@@ -103,6 +127,8 @@ def departures(vitals: Vitals, stability: StabilitySpec, history: History) -> tu
 
 def known_after(decision: Decision, vitals: Vitals, *, stability: StabilitySpec, history: History) -> History:
     """Return what the run remembers once the decision is carried out; what a rewind adds only its copy knows (`History.rewound`)."""
+    if isinstance(decision, Skip) and decision.scale is not None:
+        return history  # an overflow is the scale's affair, no spike
     strayed = not vitals.finite or bool(departures(vitals, stability, history))
     known = history.strayed(vitals.step) if strayed else history.stayed()
     match decision:
@@ -110,16 +136,24 @@ def known_after(decision: Decision, vitals: Vitals, *, stability: StabilitySpec,
             until = vitals.updates + stability.lower_for
             known = replace(known, lowered=until, lowerings=known.lowerings + 1) if lowered else known
             return known.accepted(vitals.loss, vitals.norm, stability)
-        case Skip(_, spike=True):
+        case Skip(spike=True):
             return replace(known, left_out=known.left_out + 1)
         case _:
             return known
+
+
+def _overflow(vitals: Vitals, loss_scale: LossScaleSpec) -> Skip | None:
+    """Gradients that overflowed call for a smaller loss scale, while there is one."""
+    after = vitals.scale.overflowed(loss_scale) if vitals.overflowed and vitals.scale is not None else None
+    return None if after is None else Skip(f"the gradients overflowed at loss scale {vitals.gradient_scale:,.0f}", scale=after)
 
 
 def _not_finite(vitals: Vitals, stability: StabilitySpec, history: History) -> Decision:
     if vitals.repeatable and vitals.tries == 0:
         return Rerun()
     found = f"loss {vitals.loss}, gradient norm {vitals.norm}"
+    if vitals.overflowed:
+        found += f" at loss scale {vitals.gradient_scale:,.0f}, which is not above its floor (loss_scale.floor)"
     if stability.not_finite == "skip" and vitals.skipped < stability.skips:
         return Skip(found)
     if stability.not_finite == "skip":

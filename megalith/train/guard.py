@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalith.checkpoint.memory import Digest, Memory
+from megalith.checkpoint.memory import WORDS, Digest, Memory, digest
 from megalith.fleet import report as reports
 from megalith.fleet.report import Reported
 from megalith.fleet.seat import REPORTS, Seat
@@ -45,7 +45,7 @@ class Guard:
         self.probe = Probe(buckets_of(trainer))
         self.replicas = Replicas(trainer) if self.fleet.digest else None
         self._digest = Digest(trainer.state.shares().values())
-        self._digests: dict[int, int] = {}  # of the state after so many steps
+        self._digests: dict[int, int] = {}  # of the state after so many steps, without the loss scale
         self._good = 0  # states up to this step are known, or must be taken, to be right
         self._disk_failed = False
         every = self.fleet.verify_every
@@ -62,7 +62,7 @@ class Guard:
         if self.fleet.verify_every:  # a node that has just come holds no copy that was verified
             self._good = min(good for (good,) in table([self._good], self.trainer))
         if self.fleet.digest:
-            self._digests = {step: self._digest()}
+            self._digests = {step: self._without_scale(self._digest())}
         if self.memory:  # by all ranks, also those that have this very copy: their buddies may be new
             self.copy(step, samples)
 
@@ -93,10 +93,10 @@ class Guard:
             text = f"rank {rank}'s update of step {step + 1} is not what its copy and its gradients give"
             self._accuse(StateCorrupt(**self._here(step, rank), where="update"), text)
         if self.fleet.digest:
-            known = self._digest()
+            known = self._without_scale(self._digest())
             self._digests = {at: d for at, d in self._digests.items() if at >= step} | {step + 1: known}
             if self.replicas:
-                self.replicas.start(known)
+                self.replicas.start(self._whole(known))
 
     def skipped(self, trainer: Trainer, step: int) -> None:
         """The state must be what it was before the step; it is known by the next step's number from now on."""
@@ -104,7 +104,7 @@ class Guard:
             self.look(step)
             self._digests = {step: known, step + 1: known}
             if self.replicas:
-                self.replicas.start(known)
+                self.replicas.start(self._whole(known))
 
     def resting(self, trainer: Trainer, step: int) -> None:
         """No-op."""
@@ -115,9 +115,21 @@ class Guard:
         To be called as well before anything lasting is made of it: a checkpoint of an altered state would be whole by its own digests.
         """
         known = self._digests.get(step)
-        if known is not None and (found := self._digest()) != known:
+        if known is not None and (found := self._digest()) != (known := self._whole(known)):
             text = f"the state after {step} steps had the digest {known:016x}, and has {found:016x} now"
             self._accuse(StateCorrupt(**self._here(step, self.seat.rank), where="at rest"), text)
+
+    def _of_scale(self) -> int:
+        """What the loss scale adds to the digest: it changes in a step that is left out, when nothing else may. `State` keeps it as a
+        number as well, so that a tensor that was altered is found."""
+        scale = self.trainer.state.scale
+        return 0 if scale is None else digest([torch.tensor(scale, dtype=torch.float32)])
+
+    def _without_scale(self, whole: int) -> int:
+        return (whole - self._of_scale()) % WORDS
+
+    def _whole(self, known: int) -> int:
+        return (known + self._of_scale()) % WORDS
 
     def _verifies(self, step: int) -> bool:
         return self.fleet.verify_every > 0 and step % self.fleet.verify_every == 0
@@ -156,9 +168,9 @@ class Guard:
     def rewound(self, step: int) -> None:
         """Take the state as it is now, after `step` steps: that of a copy the run went back to."""
         if self.fleet.digest:
-            self._digests = {step: self._digest()}
+            self._digests = {step: self._without_scale(self._digest())}
             if self.replicas:
-                self.replicas.start(self._digests[step])
+                self.replicas.start(self._whole(self._digests[step]))
 
     def _origin(self) -> int | None:
         """The rank whose own gradients were not finite before they met others: of several, the one where a backward comes by first.
@@ -242,7 +254,8 @@ class Guard:
         assert self.memory is not None
         updates = self.trainer.state.updates
         told = self.trainer.state.history.dump() if self.memory.room else ""
-        known, to_disk = self._digests.get(step), self._due_on_disk(step)
+        digested, to_disk = self._digests.get(step), self._due_on_disk(step)
+        known = None if digested is None else self._whole(digested)
         self.memory.copy(step, samples, updates=updates, known=known, to_disk=to_disk, told=told, good=self._due_as_good(step))
         failed = self.memory.disk_error
         if bool(failed) != self._disk_failed:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 
@@ -221,8 +221,9 @@ class Loop:
 
     def _log_skip(self, done: Stepped, timed: _Timed) -> None:
         assert self.log is not None
-        left = self.spec.stability.skips - (self.trainer.state.skipped - self.trainer.state.history.left_out)
+        left, over = self.spec.stability.skips - self.trainer.state.unusable, done.overflow
         told = {"step": done.step + 1, "reason": done.skipped, "tokens": done.tokens, "seconds": timed.whole}
+        told |= {} if over is None else {"part": over.part, **asdict(over)}
         self.log.write(Skipped(**told, left=left, spike=done.outcome.spike))
 
     def _log_step(self, done: Stepped, timed: _Timed) -> None:
@@ -244,6 +245,7 @@ class Loop:
                 memory=done.memory,
                 experts=done.experts,
                 updates=done.updates,
+                scale=done.scale,
             )
         )
 

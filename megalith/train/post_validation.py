@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megalith.data.stream import Batch as Samples
+from megalith.models.batch import Batch
 from megalith.train.assemble import Trainer
 from megalith.train.decide import Decision, Rerun, Rewind, Update
 from megalith.train.stability.findings import Findings, lowered_event, spike_event
@@ -70,6 +71,7 @@ class Unchecked:
         self._gathering = Gathering(trainer, accumulated.executed, stop=stop)
         self._before = [tensor.clone() for tensor in trainer.state.changed()]
         self._routers_before = [buffer.clone() for buffer in trainer.state.buffers.values()]
+        self._scale_before = accumulated.scale
         tell(watchers, "before_update", trainer, step)
         trainer.update()
         self.updates = trainer.state.updates  # the next step is under way when this one is told of
@@ -85,7 +87,7 @@ class Unchecked:
         self.totals = self._gathering.wait()
         self.balance = Balance(self.trainer)  # awaited when the step is told, after a row in which all ranks get here
         who = {"referee": self._referee, "healer": self._healer}
-        self._vitals = vitals_of(self.trainer, self.totals, step=self.step, updates=self.updates - 1, **who)
+        self._vitals = vitals_of(self.trainer, self.totals, self._scale_before, step=self.step, updates=self.updates - 1, **who)
         self.decision = decision_of(self.trainer, self._vitals)
         right = self.decision == Update(1.0)
         if right:
@@ -99,6 +101,7 @@ class Unchecked:
         """Undo the update, then do what was decided. Raises gradients.NotFinite, or Undone if the step is to be computed again."""
         torch._foreach_copy_(self.trainer.state.changed(), self._before)
         self.trainer.state.updates -= 1
+        self.trainer.state.scale = self._scale_before
         if isinstance(self.decision, Rewind) and (self._healer is None or self._healer.target(self.decision.at_most) is None):
             self.decision = self.decision.otherwise
         if isinstance(self.decision, Update):
@@ -114,6 +117,11 @@ class Unchecked:
             raise Undone(Before(self.decision.reason, self.totals))
         more = {"totals": self.totals, "watchers": self.watchers, "healer": self._healer, "late": True}
         self.outcome = carry_out(self.trainer, self.decision, self._vitals, **more)
+
+    def batches(self, begun: Sequence[Batch]) -> Sequence[Batch]:
+        """See `Check`: with an update that is not made, the loss scale does not grow, or even shrinks."""
+        scale = self.trainer.gradient_scale
+        return [batch if batch.gradient_scale == scale else replace(batch, gradient_scale=scale) for batch in begun]
 
     def _remember(self) -> None:
         """Let the run's history know of an update."""

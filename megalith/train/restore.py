@@ -145,6 +145,7 @@ def restore(
         memory.forget_after(position.step)
     trainer.state.updates, trainer.state.skipped = position.updates, position.step - position.updates
     trainer.state.history = position.history
+    trainer.state.read_scale()
     return position
 
 

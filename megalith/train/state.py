@@ -10,18 +10,26 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from megalith.kernels.numbers import DTYPE
 from megalith.parallel.data import local
 from megalith.spec.state import GRADIENT, MASTER, Category, Slot, bytes_each
+from megalith.train.loss_scale import Scale
 from megalith.train.optimizers.rule import Part
 from megalith.train.stability.history import History
+
+SCALE = "loss_scale"
+"""Key of the loss scale and its counters: fp32 [4], the fields of `Scale`, the same on every rank."""
 
 
 class State:
     """This rank's shares, in the memory that training changes. A key is `SLOT.PARAMETER`, as in checkpoints and copies."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], slots: Mapping[str, Sequence[Slot]]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        slots: Mapping[str, Sequence[Slot]],
+        scale: Scale | None = None,
     ) -> None:
         """`buffers`: tensors that training changes besides parameters, such as routers' biases. `slots`: the tensors that the optimizer
-        keeps for each parameter; they begin as zeros."""
+        keeps for each parameter; they begin as zeros. `scale`: the first loss scale; None: the run has none."""
         self.parameters, self.buffers, self.slots = parameters, buffers, slots
         self.updates = 0
         """Updates made: what bias correction and the learning rate follow."""
@@ -29,12 +37,40 @@ class State:
         """Updates left out: steps tried are both together."""
         self.history = History()
         """Numbers of the last updates, and what is known of spikes: a part of the run's position."""
+        self.scaling: dict[str, Tensor] = {}
+        """The loss scale as checkpoints, copies and digests hold it; empty if the run has none."""
+        self._scale = scale
         self._weights = {name: local(parameter).detach() for name, parameter in parameters.items()}
         self._slots = tuple(dict.fromkeys(slot for name in self._weights for slot in slots[name]))
         self._kept = {
             slot.name: {name: _zeros(slot, share) for name, share in self._weights.items() if slot in slots[name]}
             for slot in self._slots
         }
+        if scale is not None:
+            device = next(iter(self._weights.values())).device
+            self.scaling[SCALE] = torch.tensor(scale, dtype=torch.float32, device=device)
+
+    @property
+    def scale(self) -> Scale | None:
+        """The loss scale of the next step; None: the run has none."""
+        return self._scale
+
+    @scale.setter
+    def scale(self, scale: Scale | None) -> None:
+        if scale is not None:
+            self.scaling[SCALE].copy_(torch.tensor(scale, dtype=torch.float32))
+        self._scale = scale
+
+    def read_scale(self) -> None:
+        """Take the loss scale from its tensor, which was loaded."""
+        if self.scaling:
+            self._scale = Scale(*map(int, self.scaling[SCALE].tolist()))
+
+    @property
+    def unusable(self) -> int:
+        """Updates left out that count against `stability.skips`: all but those of spikes, and of gradients that overflowed at some
+        loss scale."""
+        return self.skipped - self.history.left_out - (self._scale.overflows if self._scale is not None else 0)
 
     def parts(self) -> list[Part]:
         """Return every parameter's share on this rank, with its gradient. A share that is empty here may have none."""
@@ -55,12 +91,16 @@ class State:
             parameter.grad = None
 
     def shares(self, *categories: Category) -> dict[str, Tensor]:
-        """The shares as plain tensors, buffers among the weights. `categories`: of these alone."""
-        return {f"{slot.name}.{name}": share for slot, name, share, _ in self._walk(categories)}
+        """The shares as plain tensors, buffers among the weights. `categories`: of these alone, without the loss scale."""
+        return {f"{slot.name}.{name}": share for slot, name, share, _ in self._walk(categories)} | self._scaling_of(categories)
 
     def tensors(self, *categories: Category) -> dict[str, Tensor]:
         """The same as tensors of whole shapes that know how they are cut: what a checkpoint holds."""
-        return {f"{slot.name}.{name}": _like(slot, share, whole) for slot, name, share, whole in self._walk(categories)}
+        found = {f"{slot.name}.{name}": _like(slot, share, whole) for slot, name, share, whole in self._walk(categories)}
+        return found | self._scaling_of(categories)
+
+    def _scaling_of(self, categories: Sequence[Category]) -> dict[str, Tensor]:
+        return {} if categories else self.scaling
 
     def bytes(self) -> dict[str, int]:
         """Bytes of the shares, by category. Gradients are counted as they are when all are there; buffers are not counted."""

@@ -15,9 +15,11 @@ from megalith.models.batch import Batch
 from megalith.models.init import seed_of
 from megalith.parallel import gradients
 from megalith.parallel.execute import Check
+from megalith.spec.sizes import model_parameters
 from megalith.train.assemble import Trainer
 from megalith.train.batches import Cut, count_valid, to_batch
 from megalith.train.decide import Decision, Rerun, Rewind, Skip, Stop, Update, Vitals, decide, departures, known_after
+from megalith.train.loss_scale import Overflow, Scale
 from megalith.train.stability.findings import Findings, Reason, SpikeError, lowered_event, spike_event
 from megalith.train.tally import Accumulated, Balance, Gathering, Outcome, Stepped, Totals, stepped
 
@@ -159,7 +161,8 @@ def train_step(
         same = same_numbers(before.totals, computed.totals)
         heard = before.reason == "not finite" and REPORTS in os.environ
         findings = replace(findings, repeated=same, first=before.words, heard=heard)
-    known = vitals_of(trainer, computed.totals, step=step, before=before, referee=referee, healer=healer, sound=findings.sound)
+    who = {"before": before, "referee": referee, "healer": healer, "sound": findings.sound}
+    known = vitals_of(trainer, computed.totals, accumulated.scale, step=step, **who)
     decision = decision_of(trainer, known)
     if isinstance(decision, Rerun):
         again = {"step": step, "stop": stop, "watchers": watchers, "referee": referee, "healer": healer}
@@ -214,7 +217,8 @@ class Stepper:
 
 
 def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Check | None = None) -> Accumulated:
-    """Forwards, backwards and what adds their gradients up. `check`: of the weights it begins with, see Executor.run."""
+    """Forwards, backwards and what adds their gradients up, without their loss scale from then on. `check`: of the weights it begins
+    with, see Executor.run."""
     clock = trainer.executor.clock
     start = clock.mark()
     batches = to_batches(trainer, microbatches, valid=count_valid(microbatches, groups=trainer.groups))
@@ -222,7 +226,8 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
     executed = trainer.executor.run(batches, check=check)
     done = clock.mark()
     gradients.add_up(trainer.parameters, trainer.shared, trainer.groups)
-    return Accumulated(executed, batches, [("data", start, ready), ("communication", done, clock.mark())])
+    gradients.scale([p.grad for p in trainer.parameters.values() if p.grad is not None], 1 / trainer.gradient_scale)
+    return Accumulated(executed, batches, [("data", start, ready), ("communication", done, clock.mark())], trainer.state.scale)
 
 
 def to_batches(trainer: Trainer, microbatches: Sequence[Samples], *, valid: int) -> list[Batch]:
@@ -236,6 +241,7 @@ def to_batches(trainer: Trainer, microbatches: Sequence[Samples], *, valid: int)
             loss_scale=1 / valid,
             z_loss=spec.train.z_loss,
             sequences=spec.train.global_batch,
+            gradient_scale=trainer.gradient_scale,
         )
         for samples in microbatches
     ]
@@ -249,7 +255,7 @@ def compute(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, sto
 def conclude(trainer: Trainer, accumulated: Accumulated, *, step: int, stop: bool = False) -> Computed:
     """Wait for what all ranks know. Raises gradients.NotFinite."""
     computed = gathered(trainer, accumulated, stop=stop)
-    decision = decision_of(trainer, vitals_of(trainer, computed.totals, step=step))
+    decision = decision_of(trainer, vitals_of(trainer, computed.totals, accumulated.scale, step=step))
     if isinstance(decision, Skip | Stop):
         raise refusal(trainer, decision.reason, step=step)
     return computed
@@ -266,6 +272,7 @@ def gathered(trainer: Trainer, accumulated: Accumulated, *, stop: bool) -> Compu
 def vitals_of(
     trainer: Trainer,
     totals: Totals,
+    scale: Scale | None,
     *,
     step: int,
     before: Before | None = None,
@@ -274,24 +281,26 @@ def vitals_of(
     sound: bool | None = None,
     updates: int | None = None,
 ) -> Vitals:
-    """What all ranks know of a step, whose update is number `updates` (None: the next)."""
+    """What all ranks know of a step, whose update is number `updates` (None: the next), and which was computed with this loss scale."""
     state = trainer.state
     return Vitals(
         totals.loss,
         totals.norm,
         step=step,
         updates=state.updates if updates is None else updates,
-        skipped=state.skipped - state.history.left_out,
+        skipped=state.unusable,
         tries=int(before is not None),
         repeatable=referee is not None,
         attended=healer is not None,
         sound=sound,
+        scale=scale,
     )
 
 
 def decision_of(trainer: Trainer, vitals: Vitals) -> Decision:
     """What becomes of the update; the same on every rank."""
-    return decide(vitals, optimizer=trainer.spec.optimizer, stability=trainer.spec.stability, history=trainer.state.history)
+    spec, history = trainer.spec, trainer.state.history
+    return decide(vitals, optimizer=spec.optimizer, stability=spec.stability, history=history, loss_scale=spec.loss_scale)
 
 
 def remember(
@@ -333,18 +342,19 @@ def carry_out(
         decision = decision if target is not None else decision.otherwise
     more = {"totals": totals, "lr": trainer.lr, "healer": healer, "findings": findings or Findings()}
     found = remember(trainer, decision, vitals, **more)
-    skipped, spike, events = "", False, list[Event]()
+    skipped, spike, events, overflow = "", False, list[Event](), None
     match decision:
         case Update(factor, lowered):
             clipped_update(trainer, factor, step=step, watchers=watchers)
             trainer.take_in_loads()
             tell(watchers, "updated", trainer, step)
             events += [lowered_event(trainer.spec.stability, vitals)] if lowered else []
-        case Skip(skipped, spike):
-            where = (
-                "" if spike else f"; NaN or Inf in {gradients.where_not_finite(trainer.parameters, world=trainer.groups.world)}"
-            )
-            skipped += where
+        case Skip(skipped, spike, after):
+            if after is not None:
+                skipped, overflow = overflowed(trainer, skipped, after)
+                trainer.state.scale = after
+            elif not spike:
+                skipped += f"; NaN or Inf in {_where(trainer)}"
             trainer.drop()
             trainer.state.skipped += 1
             tell(watchers, "skipped", trainer, step)
@@ -366,18 +376,32 @@ def carry_out(
     tell(watchers, "resting", trainer, step)
     if found.tell or found.accident:
         events.insert(0, spike_event(vitals, decision, found))
-    return Outcome(skipped, spike, tuple(events))
+    return Outcome(skipped, spike, tuple(events), overflow)
+
+
+def overflowed(trainer: Trainer, reason: str, after: Scale) -> tuple[str, Overflow]:
+    """Look at gradients that overflowed: `reason` with names. `after`: the next step's loss scale. All ranks call it together."""
+    assert trainer.state.scale is not None
+    found = {"world": trainer.groups.world, "forward": model_parameters(trainer.model)}
+    tensor = next(iter(gradients.not_finite_elements(trainer.parameters, **found)), "")
+    overflow = Overflow(tensor, trainer.state.scale.value, after.value)
+    first = f"first in {overflow.part}, in the gradient of {tensor}" if tensor else "in their norm alone"
+    return f"{reason}, {first}; the scale of the next step is {after.value:,.0f}", overflow
+
+
+def _where(trainer: Trainer) -> str:
+    """The parameters whose gradients are not finite, in words. All ranks call it together."""
+    return gradients.where_not_finite(trainer.parameters, world=trainer.groups.world, forward=model_parameters(trainer.model))
 
 
 def refusal(trainer: Trainer, reason: str, *, step: int) -> gradients.NotFinite:
     """The error of a step that ends the run, which names the parameters. All ranks call it together."""
-    where = gradients.where_not_finite(trainer.parameters, world=trainer.groups.world)
-    return gradients.not_finite(step, reason=reason, where=where)
+    return gradients.not_finite(step, reason=reason, where=_where(trainer))
 
 
 def update(trainer: Trainer, computed: Computed, *, step: int, watchers: Sequence[Watcher] = ()) -> None:
     """Clip the gradients, update the weights, drop the gradients."""
-    vitals = vitals_of(trainer, computed.totals, step=step)
+    vitals = vitals_of(trainer, computed.totals, computed.accumulated.scale, step=step)
     carry_out(trainer, decision_of(trainer, vitals), vitals, totals=computed.totals, watchers=watchers)
 
 

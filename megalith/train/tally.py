@@ -15,6 +15,7 @@ from megalith.parallel import gradients
 from megalith.parallel.execute import Executed
 from megalith.spec.model import MoeSpec
 from megalith.train.assemble import Trainer
+from megalith.train.loss_scale import Overflow, Scale
 
 Mark = tuple[str, Any, Any]  # what, from when, to when
 
@@ -44,16 +45,18 @@ class Accumulated:
     executed: Executed
     batches: list[Batch]
     marks: list[Mark]
+    scale: Scale | None  # the loss scale that the gradients had until then
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of a step's update besides the update itself. `skipped`: why it was left out, if it was, and whether a spike was why;
-    `events`: what the log is told of spikes."""
+    `events`: what the log is told of spikes; `overflow`: what a smaller loss scale is to help."""
 
     skipped: str = ""
     spike: bool = False
     events: tuple[Event, ...] = ()
+    overflow: Overflow | None = None
 
 
 NO_OUTCOME = Outcome()
@@ -76,6 +79,12 @@ class Stepped:
     experts: dict[str, float]  # how even their load was in this step, in the layer where it was least so
     updates: int = 0  # updates made, this one among them
     outcome: Outcome = NO_OUTCOME
+    scale: float | None = None  # the loss scale that it was computed with, if any
+
+    @property
+    def overflow(self) -> Overflow | None:
+        """What overflowed, if that is why the update was left out."""
+        return self.outcome.overflow
 
     @property
     def skipped(self) -> str:
@@ -162,6 +171,7 @@ def stepped(
         stop=totals.stop,
         spans=_spans(trainer, accumulated),
         experts=experts,
+        scale=accumulated.scale and accumulated.scale.value,
     )
 
 

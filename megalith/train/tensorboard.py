@@ -63,4 +63,5 @@ def _curves(step: Step) -> dict[str, float | None]:
         "lr": step.lr,
         "tokens_per_second": step.tokens_per_second,
         "mfu": step.mfu,
+        "loss_scale": step.scale,
     }

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from megalith.check import check
+from megalith.check.software import cuda_of_torch
 from tests.check.runs import errors, spec
 
 
@@ -21,3 +23,16 @@ def test_an_extra_that_is_asked_for_must_be_installed(data: Path, monkeypatch: p
     assert not [p for p in check(spec("log.tensorboard=true")) if p.key == "log.tensorboard"]
     monkeypatch.setattr("megalith.check.software.find_spec", lambda name: None)
     assert [p.key for p in check(spec("log.tensorboard=true")) if p.severity == "error"] == ["log.tensorboard"]
+
+
+@pytest.mark.parametrize(("cuda", "said"), [((12, 6), False), ((12, 8), True), ((13, 2), True), (None, False)])
+def test_a_torch_without_kernels_for_a_v100_is_named(cuda: tuple[int, int] | None, said: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megalith.check.software.cuda_of_torch", lambda: cuda)
+    asked = check(spec("cluster=v100-32gb", "train.precision=fp16"), files=False)
+    reasons = [problem.reason for problem in asked if problem.key == "cluster"]
+    assert bool(reasons) == said and all("builds for CUDA 12.6 alone have them" in reason for reason in reasons)
+    assert not [p for p in check(spec("cluster=a100-80gb"), files=False) if p.key == "cluster"]
+
+
+def test_the_cuda_of_torch_is_read_from_disk():
+    assert cuda_of_torch() == (None if torch.version.cuda is None else tuple(map(int, torch.version.cuda.split(".")[:2])))

@@ -186,3 +186,22 @@ def test_short_sequences_and_other_dtypes_go_to_the_fused_kernel(seq, dtype, mon
     monkeypatch.setattr(blocks, "_fast_products", lambda: True)
     q = torch.randn(1, 4, seq, 8, dtype=dtype)
     assert not blocks.pays(q) and kernel_for(q, q) is flash_cpu
+
+
+@pytest.mark.parametrize("pieces", [None, ((30, 7), (37,))], ids=["whole", "documents"])
+@pytest.mark.parametrize("shape", [SHAPES["grouped"], SHAPES["latent"]], ids=["grouped", "latent"])
+def test_attention_in_fp16_is_rounded_once(shape, pieces):
+    """Scores are fp32 inside, where fp16 would move a probability by a hundredth. Output and gradients come within a rounding of fp64's."""
+    q, k, v, grad = (x.transpose(1, 2) for x in tensors(shape, dtype=torch.float16))
+    q = q * 20
+    core = CausalCore(scale=SCALE)
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        out = core(*inputs, Batch(torch.zeros(2, 37), pieces=pieces))
+        out.backward(grad.to(dtype))
+        return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+
+    for found, exact in zip(run(torch.float16), run(torch.float64), strict=True):
+        assert found.dtype == torch.float16
+        torch.testing.assert_close(found.double(), exact, rtol=2**-10, atol=2e-3 * float(exact.abs().max()))

@@ -1,4 +1,4 @@
-"""Products in bf16 where the processor has none."""
+"""Products in bf16 where the processor has none, and in fp16 on any."""
 
 import pytest
 import torch
@@ -67,3 +67,13 @@ def test_only_real_bf16_numbers_of_a_cpu_are_widened(monkeypatch: pytest.MonkeyP
     assert not widened(torch.empty(2, 2, dtype=torch.bfloat16, device="meta"))
     with FakeTensorMode():
         assert not widened(torch.empty(2, 2, dtype=torch.bfloat16))
+
+
+def test_an_fp16_product_is_that_of_its_factors_in_fp32_rounded_once(native: bool) -> None:
+    """Also where a sum of fp16 products would overflow on the way."""
+    a, b = (_random(*shape).half() for shape in ((7, 40), (40, 5)))
+    for one in (a, a * 1000):
+        assert torch.equal(product(one, b), (one.float() @ b.float()).half())
+    large = torch.tensor([[60_000.0, 60_000.0, -60_000.0]]).half()
+    assert float(product(large, torch.ones(3, 1).half())) == float(torch.tensor(60_000.0).half())
+    assert widened(a) and not widened(a.to("meta"))

@@ -60,6 +60,13 @@ def test_a_batch_is_said_once():
     assert set(wrong(**GOOD, global_batch_tokens="4K")) == {"--global-batch-tokens"}
 
 
+def test_a_device_without_bf16_is_planned_for_in_fp16():
+    v100 = {**GOOD, "cluster": "v100-32gb:8"}
+    assert set(wrong(**v100)) == {"--format"}
+    asked = ask(Question(**v100, format="fp16", out=True))
+    assert (asked.format, asked.run.train.precision, asked.cluster.accelerator.half) == ("fp16", "fp16", "fp16")
+
+
 def test_a_format_the_trainer_has_not_is_predicted_but_not_written():
     assert ask(Question(**GOOD, format="fp8")).format == "fp8"
     assert set(wrong(**GOOD, format="fp8", out=True)) == {"--format"}

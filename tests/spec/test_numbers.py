@@ -31,9 +31,9 @@ def test_the_catalogue_gives_rates_of_known_formats() -> None:
 
 
 def test_the_trainer_computes_in_what_parity_has_limits_for() -> None:
-    assert TRAINED == ("fp32", "bf16")
+    assert TRAINED == ("fp32", "bf16", "fp16")
     assert [name for name, precision in PRECISIONS.items() if precision.parity] == [*TRAINED]
-    with pytest.raises(ValidationError, match="'fp32' or 'bf16'"):
+    with pytest.raises(ValidationError, match="'fp32', 'bf16' or 'fp16'"):
         TypeAdapter(Trained).validate_python("fp8")
 
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.spec.run import OptimizerSpec, StabilitySpec
+from megalith.spec.run import LossScaleSpec, OptimizerSpec, StabilitySpec
 from megalith.train.decide import Decision, Rerun, Rewind, Skip, Stop, Update, Vitals, decide, known_after
+from megalith.train.loss_scale import Scale
 from megalith.train.stability.history import History
 
 STOP, SKIP = StabilitySpec(), StabilitySpec(not_finite="skip", skips=2)
@@ -103,3 +104,23 @@ def test_only_updates_make_the_band() -> None:
     assert left.losses == KNOWN.losses and left.left_out == 1
     lowered = known_after(Update(lowered=True), vitals, stability=LADDER, history=KNOWN)
     assert (lowered.lowered, lowered.lowerings) == (240, 1)
+
+
+@pytest.mark.parametrize("stability", [STOP, SKIP])
+def test_an_overflow_is_skipped_with_a_smaller_scale_until_that_is_at_its_floor(stability: StabilitySpec) -> None:
+    """However many updates the run has left out, and without a second try. A loss that is not finite is no matter of the scale."""
+    specs = {"optimizer": OptimizerSpec(), "stability": stability, "loss_scale": LossScaleSpec(hysteresis=1, floor=2)}
+    found = decide(Vitals(1.0, math.inf, skipped=9, repeatable=True, scale=Scale(3)), **specs)
+    assert isinstance(found, Skip) and found.scale == Scale(2, spent=1, overflows=1)
+    assert decide(Vitals(math.nan, math.nan, repeatable=True, scale=Scale(3)), **specs) == Rerun()
+    assert decide(Vitals(1.0, math.inf, repeatable=True, scale=Scale(1)), **specs) == Rerun()
+    last = decide(Vitals(1.0, math.inf, repeatable=True, tries=1, scale=Scale(1)), **specs)
+    assert isinstance(last, Stop if stability is STOP else Skip) and "floor" in last.reason
+    assert not isinstance(last, Skip) or last.scale is None
+
+
+def test_an_overflow_is_no_spike() -> None:
+    vitals = Vitals(3.0, math.inf, step=40, updates=40, attended=True, scale=Scale(3))
+    decision = decide(vitals, optimizer=OptimizerSpec(clip=0), stability=LADDER, history=KNOWN)
+    assert isinstance(decision, Skip) and decision.scale is not None
+    assert known_after(decision, vitals, stability=LADDER, history=KNOWN) == KNOWN

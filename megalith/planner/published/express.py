@@ -84,7 +84,7 @@ def measured_seconds(row: Row, workload: Workload) -> float | None:
     flops = row.number("tflops_per_gpu")
     hardware = row.text("tflops_kind") == "hardware"
     if flops is None and (share := row.number("mfu")) is not None:
-        flops = share * workload.cluster.accelerator.peak["bf16"] / 1e12
+        flops = share * workload.cluster.accelerator.wide / 1e12
     if flops is None:
         return None
     half = "halved" in row.text("flops_convention") or row.group in ("mbridge", "mbridge-cards", "mbridge-skills", "dsv3-gb200")

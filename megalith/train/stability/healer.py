@@ -211,6 +211,7 @@ class Healer:
         state, spec = self.trainer.state, self.trainer.spec.stability
         began, updates, before, drawn = time.perf_counter(), state.updates, state.history, torch.get_rng_state()
         self._beat("rewinding", step)
+        scale = state.scale
         position = self._restore(target, step)
         seconds = time.perf_counter() - began
         replayed = 0
@@ -221,6 +222,8 @@ class Healer:
             findings = replace(findings, replayed=result, moved=moved, compared=bool(sound and self._damaged[1]))
             self._restore(target, step)
         torch.set_rng_state(drawn)
+        if state.scale is not None and scale is not None:  # updates that were left out stay so
+            state.scale = state.scale._replace(overflows=scale.overflows)
         undone = updates - position.updates
         state.updates, state.skipped = position.updates, step + 1 - position.updates
         state.history = before.rewound(position.history, step=step, to=target.step, undone=undone)
@@ -238,9 +241,11 @@ class Healer:
                 label = self.memory.go_back(target.step, now=step + 1)
             except Damaged as error:
                 report_copy(CopyCorrupt, error.tier, error.step, error.slot, str(error))
+            self.trainer.state.read_scale()
             return Position(label.step, label.samples, label.updates, history_in(self.memory.told))
         loaded = self.checkpointer.load(self.trainer.state.tensors(), step=target.step)
         assert loaded is not None
+        self.trainer.state.read_scale()
         if self.memory is not None:
             self.memory.forget(after=target.step, before=step + 1)
         return position_in(loaded.meta)
