@@ -33,6 +33,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "copies": {"plan": {"data": 4, "zero": 3, "replicate": 2}},
     "tensor": {"plan": {"data": 2, "tensor": 2, "zero": 1}},
     "recomputed": {"plan": {"data": 2, "tensor": 2, "recompute": "full"}, "train": {"precision": "bf16"}},
+    "fp16": {"plan": {"data": 2, "tensor": 2, "zero": 2}, "train": {"precision": "fp16"}},
     "ring": {"plan": {"data": 2, "context": 2}},
     "gather": {"plan": {"context": 4, "context_method": "gather"}},
     "ulysses": {"plan": {"context": 2, "ulysses": 2, "data": 2, "zero": 3}},

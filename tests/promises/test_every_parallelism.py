@@ -14,7 +14,7 @@ from megalith.prove.prove import CPU, prove, recorded
 from tests.specs import tiny_run
 
 FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
-DRAWS = draw(300, seed=1) if FULL else draw(96, seed=0)
+DRAWS = draw(300, seed=1) if FULL else draw(110, seed=0)
 
 
 torch.set_num_threads(1)  # a forked child hangs in OpenMP if its parent ever used more than one thread
@@ -50,7 +50,7 @@ def test_every_pair_of_choices_is_shown_or_refused() -> None:
     assert set(uncovered(DRAWS)) == {
         *(("model dense", f"expert {value}") for value in AXES["expert"] if value != "1"),
         *((f"zero {stage}", "pipeline dualpipe") for stage in (2, 3)),
-        ("optimizer lion", "precision bf16"),
+        *(("optimizer lion", f"precision {name}") for name in ("bf16", "fp16")),
     }
 
 

@@ -4,8 +4,10 @@ from io import StringIO
 from rich.console import Console
 
 from megalith import events
+from megalith.report.live import Follow
+from megalith.report.page import write
 from megalith.report.tables import summary
-from tests.report.run_folder import start, write_run
+from tests.report.run_folder import start, step, write_run
 
 
 def printed(folder) -> str:
@@ -57,3 +59,22 @@ def test_lines_that_hold_no_event_are_counted(tmp_path):
     with (tmp_path / events.FILE).open("a") as log:
         log.write('["step", 41]\n{"type":"step","ti')
     assert "2 lines of the log that hold no event" in printed(tmp_path)
+
+
+def test_a_loss_scale_is_shown_with_the_steps_that_overflowed(tmp_path):
+    log, out = events.EventLog(tmp_path), StringIO()
+    follow = Follow(tmp_path, 4, Console(file=out, width=200))
+    log.write(start())
+    log.write(step(1, scale=1024.0))
+    names = {"part": "head", "tensor": "head.output.weight", "scale_before": 1024.0, "scale_after": 512.0}
+    log.write(events.Skipped(step=2, reason="the gradients overflowed", tokens=64, seconds=1.0, left=10, **names))
+    log.write(step(3, scale=512.0))
+    log.close()
+    follow.close()
+    assert "warning: the update of step 2 was left out: the gradients overflowed." in out.getvalue()
+    assert "scale 512" in out.getvalue()
+    assert "512, and 1 step overflowed" in printed(tmp_path)
+    page = write(tmp_path).read_text(encoding="utf-8")
+    assert "Loss scale of fp16; 1 step overflowed" in page and "2^" in page
+    (tmp_path / "bf16").mkdir()
+    assert "loss scale" not in printed(write_run(tmp_path / "bf16"))
