@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.memory import Memory
@@ -85,7 +85,7 @@ class Subnormals(TorchDispatchMode):
             not any(each.alias_info for each in func._schema.returns) and "empty" not in func.__name__
         )  # memory without numbers
         if fresh and torch._C._current_graph_task_id() != -1:
-            with torch.utils._python_dispatch._disable_current_modes():
+            with _disable_current_modes():
                 self.look(found)
         return found
 
@@ -95,7 +95,7 @@ def gradients(rank: int, spec: RunSpec) -> tuple[dict[str, Tensor], int]:
 
     def counted(*args: Any) -> Any:
         loss, grad = chunk(*args)
-        with torch.utils._python_dispatch._disable_current_modes():
+        with _disable_current_modes():
             seen.look(grad)
         return loss, grad
 
@@ -156,11 +156,11 @@ class Overflow:
     """Makes the gradient of TENSOR infinite in some steps, wherever it is kept and whenever it is computed."""
 
     def __init__(self, trainer: Trainer, *bad: int) -> None:
-        self.bad, self.now, add = bad, False, Weight.add
+        self.bad, self.now, watcher, add = bad, False, self, Weight.add
         kept = trainer.parameters.get(TENSOR)
 
-        def overflowing(weight: Weight, share: Tensor) -> None:
-            add(weight, share * torch.inf if self.now and weight.kept is kept else share)
+        def overflowing(self: Weight, share: Tensor) -> None:
+            add(self, share * torch.inf if watcher.now and self.kept is kept else share)
 
         Weight.add = overflowing  # for good: a rank is a process of its own
 
