@@ -72,7 +72,16 @@ def window(source: Source, size: int = WINDOW) -> Window | None:
 def causes(source: Source) -> list[Cause]:
     """Return what costs the run time, the dearest first; empty where nothing stands out. While it is asked often, what was found last
     stands for a hundred times as long as finding it took: a server must not take a core from who trains."""
-    if (known := source.causes) is not None and (known[0] == source.revision or time.monotonic() < known[1]):
+    known = source.causes
+    if source.served:  # `refresh` looks for them, in the thread that follows the run: a page must not wait
+        return known[2] if known else []
+    return refresh(source)
+
+
+def refresh(source: Source) -> list[Cause]:
+    """Return causes as `causes` does; look for them if it is time."""
+    known = source.causes
+    if known is not None and (known[0] == source.revision or time.monotonic() < known[1]):
         return known[2]
     began = time.monotonic()
     found = _find(source)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from megalith.watch import page, panels
+from megalith.watch import causes, page, panels
 from megalith.watch.source import Source
 
 CONNECTIONS, STREAMS = 48, 12  # open at once: all, and those that pages keep to hear of news
@@ -63,6 +63,8 @@ class Server:
         """`order`: what obeys orders, from pages that have the second token too; None: none is taken. Raises OSError if the port is
         taken."""
         self.sources, self._order = sources, order
+        for source in sources:
+            source.served = True
         self._token, self.second = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         self._socket = socket.create_server(("127.0.0.1", port), backlog=128)
         self.port = self._socket.getsockname()[1]
@@ -98,11 +100,27 @@ class Server:
                 while source.poll() and time.monotonic() - began < POLL_SECONDS:
                     busy = True
                 busy |= source.behind
+                if not source.behind and self._look_for_causes(source):
+                    busy = True
             if busy:
                 with self._news:
                     self._news.notify_all()
             if not any(source.behind for source in self.sources):
                 self._done.wait(POLL_SECONDS)
+
+    def _look_for_causes(self, source: Source) -> bool:
+        """Whether what makes steps long is known anew. Only this thread changes a source, so it needs no lock to read one."""
+        before = source.causes
+        try:
+            causes.refresh(source)
+        except Exception as error:  # whatever is wrong with a run's files: its page goes on without
+            source.causes = source.revision, time.monotonic() + causes.LONGEST, []
+            print(f"nothing can be said of what makes steps long: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if source.causes is not before:
+            source.revision += 1
+            source.causes = (source.revision, *source.causes[1:]) if source.causes else None
+            return True
+        return False
 
     def _accept(self) -> None:
         while not self._done.is_set():

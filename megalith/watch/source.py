@@ -84,6 +84,7 @@ class Source:
         self.causes: tuple[int, float, list[Any]] | None = (
             None  # of `watch.causes`: at which revision, until when, what was found
         )
+        self.served = False  # whether a server follows the run, and so looks for causes
         self._places: tuple[tuple[float, int], dict[str, NDArray[np.int64]]] | None = None
         self._predicts, self._asked = predicts, ""
         self._asking: threading.Thread | None = None

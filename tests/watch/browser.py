@@ -87,6 +87,22 @@ class Browser:
         self.call("Page.navigate", url=address)
         self.rest(wait)
 
+    def until(self, script: str, seconds: float = SECONDS) -> bool:
+        """Wait until an expression in the page is true; whether it became so."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.run(script):
+                return True
+            self.rest(0.3)
+        return False
+
+    def leave(self) -> None:
+        """Leave the page, and forget what it said and asked for."""
+        self.call("Page.navigate", url="about:blank")
+        self.rest(0.3)
+        self.said.clear()
+        self.asked.clear()
+
     def rest(self, seconds: float) -> None:
         """Let the page go on for a while."""
         end = time.monotonic() + seconds
