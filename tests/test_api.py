@@ -95,7 +95,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, *, code: ExitCode = ExitCode.FINISHED)
     def run(job: object, *, tick, owner, **_: object) -> Outcome:
         write_events(owner.run_dir)
         tick()
-        return Outcome(code, False, None, (), (), (), 1.0)
+        return Outcome(code, False, None, (), (), (), 1.0, report="rank 1 is lost" if code else "")
 
     monkeypatch.setattr(controller, "run_here", run)
 
@@ -129,7 +129,7 @@ def test_what_a_watcher_raises_ends_no_training_and_is_raised_at_the_end(monkeyp
 
 def test_a_training_that_does_not_finish_raises_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, code=ExitCode.LOST)
-    with pytest.raises(TrainingError) as caught:
+    with pytest.raises(TrainingError, match="rank 1 is lost") as caught:
         Run.load("run.toml").train()
     assert caught.value.code == ExitCode.LOST
 
