@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalith.commands.arguments import RunRequest
+from megalith.commands.shared.arguments import RunRequest
 
 if TYPE_CHECKING:
     from megalith.commands.dryrun import Dried
@@ -80,7 +80,7 @@ class Run:
     def check(self, *, ranks: int | None = None, here: bool = False) -> "list[Problem]":
         """Return everything that is wrong with the run, or unwise: errors first, then advice. `ranks`: those there will be. `here`: also
         what this machine is short of, as errors."""
-        from megalith.commands import runs
+        from megalith.commands.shared import runs
         from megalith.spec.problem import SpecErrors
 
         try:

@@ -40,7 +40,7 @@ from megalith.commands import (
     train,
     watch,
 )
-from megalith.commands.output import lossy_output, readable_errors
+from megalith.commands.shared.output import lossy_output, readable_errors
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
     "init": init.command,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.tensors import TORCH_DTYPES
-from megalith.fleet.copies import GOOD, PAGE, Buffer, Entry, Label, Layout, Whose, file_name
 from megalith.fleet.secure.key import Key
+from megalith.fleet.tiers.copies import GOOD, PAGE, Buffer, Entry, Label, Layout, Whose, file_name
 
 
 @dataclass

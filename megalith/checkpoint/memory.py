@@ -1,8 +1,8 @@
 """One rank's copies in its node's memory: written every few steps, sent to a buddy on another node, restored bit for bit.
 
-Nothing here is agreed on between ranks: each writes what it holds, in the form of `megalith.fleet.copies`, and whoever starts the next
-generation looks which steps are whole. A copy is made into a buffer that holds none that is still needed, so a rank may be killed at any
-moment. Buddies are as many slots apart as the fleet says; their copies travel while the next step is computed. (In-memory copies at a
+Nothing here is agreed on between ranks: each writes what it holds, in the form of `megalith.fleet.tiers.copies`, and whoever starts the
+next generation looks which steps are whole. A copy is made into a buffer that holds none that is still needed, so a rank may be killed at
+any moment. Buddies are as many slots apart as the fleet says; their copies travel while the next step is computed. (In-memory copies at a
 peer: GEMINI, Wang et al., SOSP 2023.)
 """
 
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megalith.checkpoint.buffers import Buffers, views, write_layout
 from megalith.checkpoint.tensors import DTYPES
-from megalith.fleet.copies import LABEL_BYTES, PAGE, VERIFIED, Buffer, Label, Layout, file_name, parse_name
 from megalith.fleet.seat import Seat, node_folder, ranks_of
 from megalith.fleet.secure import private
 from megalith.fleet.tiers import Source, Tier
+from megalith.fleet.tiers.copies import LABEL_BYTES, PAGE, VERIFIED, Buffer, Label, Layout, file_name, parse_name
 
 WORDS = 1 << 64
 ON_DISK = 3  # copies of a rank: where one writes the newest and another still the one before, the third is whole on all

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megalith.commands.arguments import Json, RunFile, RunRequest, Settings
+from megalith.commands.shared.arguments import Json, RunFile, RunRequest, Settings
 from megalith.commands.train import Trained, ended, show
 
 
@@ -38,7 +38,7 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     ValueError where nothing says how to meet the others, TimeoutError when too few of them come.
     """
     from megalith.check import node_ranks
-    from megalith.commands import ranks, runs
+    from megalith.commands.shared import ranks, runs
     from megalith.control.owner import hold
     from megalith.fleet import environment
     from megalith.report.live import Follow  # drawing, for the one process that people watch

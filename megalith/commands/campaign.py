@@ -14,8 +14,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megalith.commands.arguments import Json, RunFile, RunRequest, Settings
-from megalith.commands.output import counted, print_json
+from megalith.commands.shared.arguments import Json, RunFile, RunRequest, Settings
+from megalith.commands.shared.output import counted, print_json
 
 if TYPE_CHECKING:
     from megalith.rehearse.campaign import Ran
@@ -93,7 +93,7 @@ def campaign(
     Both runs lie in `out` (default: runs/NAME-campaign), which is emptied first. `aims`: speeds that are asked of it as well; None: none.
     Raises SpecErrors for a run that is not legal.
     """
-    from megalith.commands import runs
+    from megalith.commands.shared import runs
     from megalith.fleet import injection
     from megalith.machine import networks
     from megalith.rehearse import campaign as runner
@@ -139,9 +139,10 @@ def campaign(
 def _hurt(resolved: "Resolved", spec: "RunSpec", folder: Path, *, listed: Path, kinds: Collection[str], like: Path) -> "Ran":
     """Do the second run of a campaign: with the faults of a list, of these `kinds`. `like`: the first run. Its nodes have agents if some
     are to be killed."""
-    from megalith.commands import ranks
-    from megalith.fleet import local, roots
+    from megalith.commands.shared import ranks
+    from megalith.fleet import local
     from megalith.fleet.seat import node_folder
+    from megalith.fleet.tiers import roots
     from megalith.machine import networks
     from megalith.rehearse import campaign as runner
     from megalith.rehearse.crew import Crew

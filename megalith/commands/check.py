@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from megalith.commands.arguments import Json, RunFile, RunRequest, Settings
-from megalith.commands.output import BAD_SPECIFICATION, print_json, print_problems, problem_rows
+from megalith.commands.shared.arguments import Json, RunFile, RunRequest, Settings
+from megalith.commands.shared.output import BAD_SPECIFICATION, print_json, print_problems, problem_rows
 
 if TYPE_CHECKING:
     from megalith.planner.price import Price
@@ -39,7 +39,7 @@ def command(
 
     Example:  megalith check run.toml --set plan.tensor=4 --ranks 8
     """
-    from megalith.commands import runs  # specifications take 0.2 s to import
+    from megalith.commands.shared import runs  # specifications take 0.2 s to import
 
     request = RunRequest(run, settings or (), run_dir)
     checked = runs.check(request, world=ranks, here="error" if here else "advice")

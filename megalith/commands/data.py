@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megalith.commands.arguments import Json, Overwrite
-from megalith.commands.output import print_json
+from megalith.commands.shared.arguments import Json, Overwrite
+from megalith.commands.shared.output import print_json
 
 if TYPE_CHECKING:
     from megalith.data.manifest import Reading

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from megalith.commands.arguments import Json, RunFile, RunRequest, Settings
-from megalith.commands.output import BAD_SPECIFICATION, print_json, print_problems, problem_rows, write
+from megalith.commands.shared.arguments import Json, RunFile, RunRequest, Settings
+from megalith.commands.shared.output import BAD_SPECIFICATION, print_json, print_problems, problem_rows, write
 
 if TYPE_CHECKING:
     from megalith.cost.foreseen import Line
@@ -66,7 +66,7 @@ def dryrun(request: RunRequest, *, world: int | None = None, rank: int = 0) -> D
     `world` is the number of ranks there will be, to compare with the plan. Raises SpecErrors for a plan that is not legal and for a rank
     that the plan has not.
     """
-    from megalith.commands import runs
+    from megalith.commands.shared import runs
     from megalith.spec import cluster
     from megalith.spec.problem import Problem, SpecErrors
 

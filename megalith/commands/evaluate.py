@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megalith.commands.arguments import AtStep, Json, RunFolder
 from megalith.commands.data import Extensions, Field, Sources, Split, reading
-from megalith.commands.output import print_json
+from megalith.commands.shared.arguments import AtStep, Json, RunFolder
+from megalith.commands.shared.output import print_json
 
 if TYPE_CHECKING:
     from megalith.data.manifest import Reading

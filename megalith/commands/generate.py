@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from megalith.commands.arguments import AtStep, Json, RunFolder
-from megalith.commands.output import print_json
+from megalith.commands.shared.arguments import AtStep, Json, RunFolder
+from megalith.commands.shared.output import print_json
 
 
 def command(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megalith.commands.arguments import Json, Overwrite
-from megalith.commands.output import print_json, write
 from megalith.commands.plan import number, whole
+from megalith.commands.shared.arguments import Json, Overwrite
+from megalith.commands.shared.output import print_json, write
 
 if TYPE_CHECKING:
     from megalith.spec.run import RunSpec

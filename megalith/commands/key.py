@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from megalith.commands.arguments import Json
-from megalith.commands.output import print_json
+from megalith.commands.shared.arguments import Json
+from megalith.commands.shared.output import print_json
 
 
 def command(

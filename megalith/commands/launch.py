@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from megalith.commands.arguments import Json, Overwrite, RunFile, RunRequest, Settings, one_of
-from megalith.commands.output import print_json, print_problems, problem_rows, write
+from megalith.commands.shared.arguments import Json, Overwrite, RunFile, RunRequest, Settings, one_of
+from megalith.commands.shared.output import print_json, print_problems, problem_rows, write
 
 if TYPE_CHECKING:
     from megalith.fleet.engines import Artefact
@@ -97,7 +97,7 @@ def launch(request: RunRequest, *, engine: str, options: Mapping[str, Any] | Non
     Raises SpecErrors with everything that is wrong with the run, or with how it is to be launched. Data that is not here may be there:
     that is advice.
     """
-    from megalith.commands import runs
+    from megalith.commands.shared import runs
     from megalith.fleet import engines
     from megalith.spec.problem import SpecErrors
 

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megalith.commands.arguments import Json
-from megalith.commands.output import print_json
+from megalith.commands.shared.arguments import Json
+from megalith.commands.shared.output import print_json
 
 STATE_BYTES = 16
 """Bytes a parameter that training with AdamW keeps over all ranks: fp32 weights, gradients and two moments."""

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megalith.commands.arguments import Json, RunRequest, Settings
-from megalith.commands.output import counted, print_json, progress
+from megalith.commands.shared.arguments import Json, RunRequest, Settings
+from megalith.commands.shared.output import counted, print_json, progress
 
 
 def command(
@@ -67,7 +67,7 @@ def parity(request: RunRequest, *, steps: int = 3) -> dict[str, Any]:
     Ranks are started as by `train`; their folder is the request's (default: runs/NAME-parity). The run's data is not needed.
     Raises SpecErrors for a plan that is not legal, RuntimeError with the first cause when a rank fails.
     """
-    from megalith.commands import ranks, runs
+    from megalith.commands.shared import ranks, runs
     from megalith.fleet import environment
     from megalith.spec.problem import SpecErrors
 

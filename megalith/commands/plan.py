@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from megalith.commands.arguments import Json, Overwrite, Settings
-from megalith.commands.output import print_json, progress, write
+from megalith.commands.shared.arguments import Json, Overwrite, Settings
+from megalith.commands.shared.output import print_json, progress, write
 
 if TYPE_CHECKING:
     from megalith.planner.answer import Answer

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from megalith.commands.arguments import Json, Settings
-from megalith.commands.output import print_json
+from megalith.commands.shared.arguments import Json, Settings
+from megalith.commands.shared.output import print_json
 
 RECIPE = Path("recipes", "quickstart.toml")
 

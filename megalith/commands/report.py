@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megalith.commands.arguments import Json, RunFolder, RunRequest
-from megalith.commands.output import print_json
+from megalith.commands.shared.arguments import Json, RunFolder, RunRequest
+from megalith.commands.shared.output import print_json
 
 
 def command(

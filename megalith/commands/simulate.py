@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megalith.commands.arguments import Json, one_of
-from megalith.commands.output import counted, print_json, progress, write
+from megalith.commands.shared.arguments import Json, one_of
+from megalith.commands.shared.output import counted, print_json, progress, write
 
 if TYPE_CHECKING:
     from megalith.rehearse.prepare import Prepared, Wanted

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from megalith.commands.arguments import Json, Overwrite
 from megalith.commands.data import Extensions, Field, Sources, Split, reading
-from megalith.commands.output import print_json
+from megalith.commands.shared.arguments import Json, Overwrite
+from megalith.commands.shared.output import print_json
 
 
 def train(

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from megalith.commands.arguments import Json, RunFile, RunFolder, RunRequest, Settings
-from megalith.commands.output import print_json
+from megalith.commands.shared.arguments import Json, RunFile, RunFolder, RunRequest, Settings
+from megalith.commands.shared.output import print_json
 
 if TYPE_CHECKING:
     from megalith.control.owner import Owner
@@ -120,7 +120,7 @@ def train(
     `watch`: serve the live page too.
     Raises SpecErrors before anything starts, and InUseError before anything is written, if another process owns the run folder.
     """
-    from megalith.commands import ranks, runs
+    from megalith.commands.shared import ranks, runs
     from megalith.fleet import environment
 
     place = environment.find()
@@ -157,7 +157,7 @@ def _followed(
     on_event: "Callable[[Event], None] | None",
 ) -> Trained:
     """Train in the run folder that this process owns, while `console` shows how far it is, and the live page if it is to be served."""
-    from megalith.commands import ranks
+    from megalith.commands.shared import ranks
     from megalith.report.live import Follow  # drawing, for the one process that people watch
     from megalith.watch.beside import Beside
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megalith.commands.output import print_json
+from megalith.commands.shared.output import print_json
 
 if TYPE_CHECKING:
     from megalith.watch.source import Source

@@ -27,7 +27,7 @@ from megalith.control.stores import Stores, StoresAwayError
 from megalith.control.stragglers import Stragglers
 from megalith.control.watch import Watch
 from megalith.events import EventLog, Incident, Order, Problem, Recovery, RunFinished
-from megalith.fleet import commands, local, roots, signs
+from megalith.fleet import commands, local, signs
 from megalith.fleet.commands import Command
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.heartbeat import Beat
@@ -35,7 +35,7 @@ from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes
 from megalith.fleet.nodes import Generation, Nodes
 from megalith.fleet.signs import Sign
-from megalith.fleet.tiers import Copy
+from megalith.fleet.tiers import Copy, roots
 from megalith.spec.fleet import FleetSpec
 
 IDLE_SECONDS = 0.02

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from megalith.fleet import copies, roots
 from megalith.fleet.secure import key, private
+from megalith.fleet.tiers import copies, roots
 from megalith.spec.files import SPEC_FILE
 from megalith.spec.fleet import FleetSpec
 

@@ -135,7 +135,7 @@ def _lose_with_memory(one: Injection, seat: Seat) -> None:
 
 def _alter_copy(one: Injection, seat: Seat) -> None:
     """Flip a bit of each of this rank's own copies in its node's memory, then die: a buddy, or a slower tier, must help."""
-    from megalith.fleet import copies  # numpy, which only this needs
+    from megalith.fleet.tiers import copies  # numpy, which only this needs
 
     assert seat.folder is not None and seat.key is not None, "no copies are kept in memory"
     copies.corrupt_piece(seat.folder, key=seat.key, rank=seat.rank)

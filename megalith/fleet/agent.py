@@ -20,7 +20,6 @@ from megalith import disk
 from megalith.fleet import letters, signs
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
-from megalith.fleet.copies import Piece
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.letters import Unreadable
 from megalith.fleet.local import LocalNodes
@@ -28,6 +27,7 @@ from megalith.fleet.nodes import Generation
 from megalith.fleet.rank import heeded
 from megalith.fleet.rendezvous import Store
 from megalith.fleet.signs import HealthChecked, Preempted, Sign
+from megalith.fleet.tiers.copies import Piece
 
 POLL_SECONDS = 0.02
 STORAGE_SECONDS = 1.0  # between looks whether a full disk has room again, or a store is back

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import IO
 
 from megalith import disk, epochs
-from megalith.fleet import causes, copies, evidence, report, roots
+from megalith.fleet import causes, evidence, report
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
@@ -24,12 +24,12 @@ from megalith.fleet.job import Job
 from megalith.fleet.nodes import Generation, Look
 from megalith.fleet.processes import STARTS, Processes, method
 from megalith.fleet.rank import Assignment
-from megalith.fleet.roots import OWNER
 from megalith.fleet.seat import DISK, node_folder
 from megalith.fleet.secure import key, private
 from megalith.fleet.secure.key import Key
 from megalith.fleet.signs import HealthChecked, NodeJoined, NodesLost, Sign
-from megalith.fleet.tiers import Copy, Tier
+from megalith.fleet.tiers import Copy, Tier, copies, roots
+from megalith.fleet.tiers.roots import OWNER
 from megalith.machine import admission, link, networks
 from megalith.spec.fleet import FleetSpec
 

@@ -14,7 +14,6 @@ from megalith.fleet import letters, signs
 from megalith.fleet.agent import FAILURE, GENERATION, ORDER, PIECES
 from megalith.fleet.causes import Exit, Failure
 from megalith.fleet.commands import QuarantineCopy
-from megalith.fleet.copies import in_place, together
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Beat
 from megalith.fleet.job import Job
@@ -24,6 +23,7 @@ from megalith.fleet.rendezvous import RunStore
 from megalith.fleet.seat import ranks_of
 from megalith.fleet.signs import HealthChecked, NodeJoined, NodesLost, Sign
 from megalith.fleet.tiers import Copy
+from megalith.fleet.tiers.copies import in_place, together
 from megalith.spec.fleet import FleetSpec
 
 POLL_SECONDS = 0.02

@@ -31,18 +31,18 @@ from megalith.control.outcome import Outcome
 from megalith.control.owner import Owner
 from megalith.fleet import letters, rendezvous
 from megalith.fleet.agent import Agent
-from megalith.fleet.copies import held
 from megalith.fleet.environment import MEETING, Place
 from megalith.fleet.exit_codes import ORDERLY, ExitCode
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes
 from megalith.fleet.remote import RemoteNodes, node_logs
-from megalith.fleet.roots import disk_root, memory_root
 from megalith.fleet.secure import key
 from megalith.fleet.secure.key import Key
 from megalith.fleet.secure.messages import STRANGERS
 from megalith.fleet.secure.store_client import StoreClient, StoreGone
 from megalith.fleet.secure.store_server import is_loopback, listen
+from megalith.fleet.tiers.copies import held
+from megalith.fleet.tiers.roots import disk_root, memory_root
 from megalith.machine import admission, lifeline
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import RunSpec

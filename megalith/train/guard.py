@@ -2,7 +2,7 @@
 
 What it finds it reports as a sign (`megalith.fleet.signs`), and then ends the rank: what is to be done is for the fleet's policy to say.
 A step whose gradients are not finite is run again in place first. (Google's Gemini report and Meta's studies of silent corruption motivate
-the checks; the sums are our own choice, see `megalith.fleet.copies`.)
+the checks; the sums are our own choice, see `megalith.fleet.tiers.copies`.)
 """
 
 import os

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megalith.checkpoint.memory import Memory, digest, words
 from megalith.data.stream import Batch as Samples
-from megalith.fleet.copies import Entry
+from megalith.fleet.tiers.copies import Entry
 from megalith.parallel.data import Bucket, local
 from megalith.parallel.execute import Executor
 from megalith.parallel.groups import wait_for

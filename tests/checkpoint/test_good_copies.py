@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megalith.checkpoint.memory import Damaged, Memory
-from megalith.fleet import copies
 from megalith.fleet.seat import Seat, node_folder
+from megalith.fleet.tiers import copies
 from tests.keys import KEY
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from megalith.control import controller
 from megalith.control.outcome import Outcome
-from megalith.fleet import roots
-from megalith.fleet.copies import PAGE, Buffer, Label, Layout
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.job import Job
 from megalith.fleet.local import LocalNodes
 from megalith.fleet.seat import node_folder
 from megalith.fleet.secure import key
+from megalith.fleet.tiers import roots
+from megalith.fleet.tiers.copies import PAGE, Buffer, Label, Layout
 from megalith.spec.fleet import FleetSpec
 from tests.commands.calling import call
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megalith.commands import launch
-from megalith.commands.arguments import RunRequest
+from megalith.commands.shared.arguments import RunRequest
 from megalith.spec.problem import SpecErrors
 from tests.commands.calling import RUN, call
 

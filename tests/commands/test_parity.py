@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megalith.commands import parity
-from megalith.commands.arguments import RunRequest
+from megalith.commands.shared.arguments import RunRequest
 from megalith.control import supervisor
 from megalith.control.outcome import Outcome
 from megalith.fleet.exit_codes import ExitCode

@@ -13,9 +13,9 @@ from rich.console import Console
 from megalith import disk, events
 from megalith.checkpoint import folder as checkpoints
 from megalith.checkpoint.folder import Manifest
-from megalith.commands import ranks, runs
 from megalith.commands import train as training
-from megalith.commands.arguments import RunRequest
+from megalith.commands.shared import ranks, runs
+from megalith.commands.shared.arguments import RunRequest
 from megalith.control import owner, supervisor
 from megalith.control.owner import InUseError
 from megalith.events import of_kind, read

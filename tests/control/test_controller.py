@@ -23,7 +23,7 @@ from megalith.control.node_ledger import NodeRecord, note, read_nodes, standings
 from megalith.control.outcome import Outcome
 from megalith.control.seen import Seen
 from megalith.events import Incident, Problem, Recovery, RunFinished
-from megalith.fleet import injection, roots
+from megalith.fleet import injection
 from megalith.fleet.causes import Failure
 from megalith.fleet.commands import Restart
 from megalith.fleet.exit_codes import ExitCode
@@ -31,7 +31,7 @@ from megalith.fleet.injection import Injection
 from megalith.fleet.job import Job
 from megalith.fleet.nodes import Generation
 from megalith.fleet.signs import DataDamaged, HealthChecked, NodeJoined, Preempted, SaveFailed, SaveWorks, Started, Straggler
-from megalith.fleet.tiers import Copy, Tier
+from megalith.fleet.tiers import Copy, Tier, roots
 from megalith.spec.fleet import FleetSpec
 from tests.control.walk import checkpoints
 from tests.patience import PATIENCE

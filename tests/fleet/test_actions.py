@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megalith.fleet import actions, copies, hooks, injection
+from megalith.fleet import actions, hooks, injection
 from megalith.fleet.actions import ACTIONS, BALLAST, happen
 from megalith.fleet.hooks import Faults
 from megalith.fleet.injection import Injection
 from megalith.fleet.seat import Seat, node_folder
+from megalith.fleet.tiers import copies
 from megalith.machine import networks
 from megalith.rehearse.campaign import REPAIR_SECONDS, may_mount, mender, small_disk
 from tests.keys import KEY

@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from megalith.fleet import copies, roots
 from megalith.fleet.commands import QuarantineCopy
-from megalith.fleet.copies import PAGE, Buffer, Label, Layout
 from megalith.fleet.heartbeat import VARIABLE, Heartbeat
 from megalith.fleet.job import Job
 from megalith.fleet.local import HEARTBEATS, LocalNodes
 from megalith.fleet.nodes import Generation
-from megalith.fleet.roots import clear_disk, clear_memory, disk_root, memory_root
 from megalith.fleet.seat import Seat, node_folder
 from megalith.fleet.secure import key
 from megalith.fleet.signs import NodesLost
-from megalith.fleet.tiers import Copy, Tier
+from megalith.fleet.tiers import Copy, Tier, copies, roots
+from megalith.fleet.tiers.copies import PAGE, Buffer, Label, Layout
+from megalith.fleet.tiers.roots import clear_disk, clear_memory, disk_root, memory_root
 from megalith.spec.fleet import FleetSpec
 from tests.keys import KEY, OTHER_KEY
 

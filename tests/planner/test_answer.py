@@ -10,8 +10,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from megalith.cli import app
-from megalith.commands.arguments import RunRequest
-from megalith.commands.runs import check
+from megalith.commands.shared.arguments import RunRequest
+from megalith.commands.shared.runs import check
 from megalith.planner.answer import Answer, answer, as_run, frontier, short
 from megalith.planner.asked import Question, ask, vary
 from megalith.planner.candidates import offloaded

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megalith.checkpoint.folder import committed, find, read_manifest
-from megalith.commands.arguments import RunRequest
 from megalith.commands.campaign import Faultload, campaign
+from megalith.commands.shared.arguments import RunRequest
 from megalith.fleet import injection
 from megalith.fleet.injection import Injection
 from megalith.machine import networks

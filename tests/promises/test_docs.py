@@ -21,8 +21,8 @@ import typer
 from typer.testing import CliRunner
 
 from megalith.cli import app
-from megalith.commands.arguments import RunRequest
-from megalith.commands.runs import check
+from megalith.commands.shared.arguments import RunRequest
+from megalith.commands.shared.runs import check
 from megalith.fleet.exit_codes import MEANINGS
 from megalith.spec import files
 from megalith.spec.base import Spec

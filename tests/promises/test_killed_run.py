@@ -26,7 +26,7 @@ from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Beat, Heartbeat
 from megalith.fleet.injection import Injection
 from megalith.fleet.local import HEARTBEATS
-from megalith.fleet.roots import _family, copies_place
+from megalith.fleet.tiers.roots import _family, copies_place
 from megalith.rehearse.campaign import may_mount, small_disk
 from megalith.spec.run import RunSpec
 from megalith.train import loop

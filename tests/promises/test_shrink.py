@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megalith.commands.ranks import identity
+from megalith.commands.shared.ranks import identity
 from megalith.events import Event, Incident, Problem, RunStarted, Step, of_kind, read
-from megalith.fleet import injection, roots
+from megalith.fleet import injection
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.injection import Injection
 from megalith.fleet.seat import node_folder
+from megalith.fleet.tiers import roots
 from megalith.spec.files import load
 from tests.patience import PATIENCE
 from tests.runs import position, prepare_text, train

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.events import Event, Lowered, Rewound, Skipped, Spike, of_kind, read
-from megalith.fleet import copies
-from megalith.fleet.tiers import newest
+from megalith.fleet.tiers import copies, newest
 from megalith.prove.spikes import Ended, Fault
 from megalith.train.loop import Loop
 from megalith.train.restore import Position

@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 from megalith.checkpoint import memory as memory_module
 from megalith.checkpoint.memory import Damaged, Digest, Memory, digest
-from megalith.commands.ranks import checkpoints
+from megalith.commands.shared.ranks import checkpoints
 from megalith.control.controller import run_here
 from megalith.events import Recovery, of_kind, read
-from megalith.fleet import copies, injection
+from megalith.fleet import injection
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.injection import Injection
 from megalith.fleet.job import Job
 from megalith.fleet.seat import MEMORY, PLACEMENT, Seat, node_folder
-from megalith.fleet.tiers import Copy, Source, Tier, newest
+from megalith.fleet.tiers import Copy, Source, Tier, copies, newest
 from megalith.train.assemble import Trainer
 from megalith.train.step import train_step
 from tests.keys import GIVEN, KEY

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.commands import dryrun as command
-from megalith.commands.arguments import RunRequest
+from megalith.commands.shared.arguments import RunRequest
 from megalith.cost.foreseen import foresee, of_run
 from megalith.prove import fake
 from megalith.prove.fits import GIB, does_not_fit

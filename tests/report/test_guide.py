@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from megalith.check import check
-from megalith.commands import runs
-from megalith.commands.arguments import RunRequest
+from megalith.commands.shared import runs
+from megalith.commands.shared.arguments import RunRequest
 from megalith.report import guide
 from megalith.report.svg import standalone
 from megalith.schedule import SCHEDULES

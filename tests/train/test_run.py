@@ -17,7 +17,7 @@ import pytest
 import megalith.train.copies
 import megalith.train.run
 from megalith import epochs
-from megalith.commands import ranks
+from megalith.commands.shared import ranks
 from megalith.control import controller
 from megalith.control.outcome import Outcome
 from megalith.data.errors import AwayDataError
@@ -29,9 +29,9 @@ from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.injection import OWN_DATA, Injection
 from megalith.fleet.job import Job
 from megalith.fleet.report import Reported, collect
-from megalith.fleet.roots import _family, copies_place
 from megalith.fleet.seat import MEMORY, REPORTS
 from megalith.fleet.signs import NotThisRun, StoreAway
+from megalith.fleet.tiers.roots import _family, copies_place
 from megalith.spec import files
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.run import RunSpec

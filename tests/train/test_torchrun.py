@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 RANK = """
 import os, time
-from megalith.commands import ranks
+from megalith.commands.shared import ranks
 from megalith.fleet.environment import find
 ranks.end_with_torchrun(find())
 print(os.getpid(), flush=True)

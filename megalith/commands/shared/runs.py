@@ -11,7 +11,7 @@ from megalith.check import all_ranks, check_here, check_resume
 from megalith.check import check as find_problems
 from megalith.check.resume import check_checkpoint
 from megalith.checkpoint.folder import DamagedCheckpointError, committed, of_run, read_manifest
-from megalith.commands.arguments import RunRequest
+from megalith.commands.shared.arguments import RunRequest
 from megalith.machine import capacity
 from megalith.spec import files
 from megalith.spec.files import Resolved

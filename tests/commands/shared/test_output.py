@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megalith.commands import report, train
-from megalith.commands.output import print_json, print_problems
+from megalith.commands.shared.output import print_json, print_problems
 from megalith.spec.problem import Problem
 from tests.commands.calling import call
 

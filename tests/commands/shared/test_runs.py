@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megalith.commands.arguments import RunRequest
 from megalith.commands.dryrun import dryrun
 from megalith.commands.launch import launch
 from megalith.commands.parity import parity
-from megalith.commands.runs import check
+from megalith.commands.shared.arguments import RunRequest
+from megalith.commands.shared.runs import check
 from megalith.commands.train import train
 from megalith.spec.families.llama import Llama
 from megalith.spec.fleet import FleetSpec

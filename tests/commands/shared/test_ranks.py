@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megalith import sealed
-from megalith.commands import ranks
+from megalith.commands.shared import ranks
 from megalith.spec import files
 
 

@@ -5,11 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalith.fleet import copies
 from megalith.fleet.commands import QuarantineCopy
-from megalith.fleet.copies import PAGE, Buffer, Label, Layout, Whose
 from megalith.fleet.seat import node_folder
-from megalith.fleet.tiers import Copy, Tier, newest
+from megalith.fleet.tiers import Copy, Tier, copies, newest
+from megalith.fleet.tiers.copies import PAGE, Buffer, Label, Layout, Whose
 from tests.keys import KEY, OTHER_KEY
 
 WORLD = 4
