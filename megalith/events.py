@@ -105,11 +105,8 @@ class Step(Event):
 
 @dataclass(frozen=True)
 class Skipped(Event):
-    """A step whose update was left out; its samples are consumed. `left`: updates that the run may still leave out.
-
-    Where gradients overflowed in fp16, `part` and `tensor` name the first in the order of backward whose gradient did, and the loss scale
-    went from `scale_before` to `scale_after`. Such a step does not count against `left`.
-    """
+    """A step whose update was left out; its samples are consumed. `left`: updates that the run may still leave out. Where gradients
+    overflowed in fp16, `part` and `tensor` name the first one in the order of backward; such a step does not count against `left`."""
 
     kind: ClassVar[str] = "skipped"
     step: int

@@ -121,7 +121,7 @@ class Precision:
     products: str = "plain"
     """Name of the recipe of products with weights, a row of `parallel.precision.RECIPES`."""
     scaled: bool = False
-    """True if `compute` has too small a range for gradients, which are then multiplied by a loss scale (`train.loss_scale`)."""
+    """True if `compute` has too small a range for gradients, which are then multiplied by a loss scale (`train.stability.loss_scale`)."""
 
 
 PRECISIONS: Mapping[str, Precision] = {

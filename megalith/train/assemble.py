@@ -23,10 +23,10 @@ from megalith.spec.numbers import PRECISIONS
 from megalith.spec.run import RunSpec
 from megalith.spec.sizes import model_parameters, tied_names
 from megalith.spec.treatment import treatments
-from megalith.train.loss_scale import Scale
 from megalith.train.optimizers.rates import learning_rate
 from megalith.train.optimizers.rule import Optimizer
 from megalith.train.optimizers.whole import Whole
+from megalith.train.stability.loss_scale import Scale
 from megalith.train.state import State
 
 

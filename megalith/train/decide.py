@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megalith.spec.run import LossScaleSpec, OptimizerSpec, StabilitySpec
-from megalith.train.loss_scale import Scale
 from megalith.train.stability.history import Departure, History
+from megalith.train.stability.loss_scale import Scale
 
 UNUSED = LossScaleSpec()
 """Of a run without a loss scale."""

@@ -10,9 +10,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from megalith.kernels.numbers import DTYPE
 from megalith.parallel.data import local
 from megalith.spec.state import GRADIENT, MASTER, Category, Slot, bytes_each
-from megalith.train.loss_scale import Scale
 from megalith.train.optimizers.rule import Part
 from megalith.train.stability.history import History
+from megalith.train.stability.loss_scale import Scale
 
 SCALE = "loss_scale"
 """Key of the loss scale and its counters: fp32 [4], the fields of `Scale`, the same on every rank."""

@@ -19,8 +19,8 @@ from megalith.spec.sizes import model_parameters
 from megalith.train.assemble import Trainer
 from megalith.train.batches import Cut, count_valid, to_batch
 from megalith.train.decide import Decision, Rerun, Rewind, Skip, Stop, Update, Vitals, decide, departures, known_after
-from megalith.train.loss_scale import Overflow, Scale
 from megalith.train.stability.findings import Findings, Reason, SpikeError, lowered_event, spike_event
+from megalith.train.stability.loss_scale import Overflow, Scale
 from megalith.train.tally import Accumulated, Balance, Gathering, Outcome, Stepped, Totals, stepped
 
 Moment = Literal["before_step", "reduced", "before_update", "updated", "skipped", "resting"]

@@ -15,7 +15,7 @@ from megalith.parallel import gradients
 from megalith.parallel.execute import Executed
 from megalith.spec.model import MoeSpec
 from megalith.train.assemble import Trainer
-from megalith.train.loss_scale import Overflow, Scale
+from megalith.train.stability.loss_scale import Overflow, Scale
 
 Mark = tuple[str, Any, Any]  # what, from when, to when
 

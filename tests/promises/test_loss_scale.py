@@ -33,9 +33,9 @@ from megalith.train.assemble import Trainer
 from megalith.train.decide import Decision, Skip
 from megalith.train.guard import Guard
 from megalith.train.loop import Loop, stepper_of
-from megalith.train.loss_scale import Scale
 from megalith.train.peak import Yardstick
 from megalith.train.restore import restore
+from megalith.train.stability.loss_scale import Scale
 from megalith.train.step import Stepped, accumulate, seed_step, tell
 from megalith.train.stream import open_stream
 from tests.keys import KEY

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megalith.spec.run import LossScaleSpec, OptimizerSpec, StabilitySpec
 from megalith.train.decide import Decision, Rerun, Rewind, Skip, Stop, Update, Vitals, decide, known_after
-from megalith.train.loss_scale import Scale
 from megalith.train.stability.history import History
+from megalith.train.stability.loss_scale import Scale
 
 STOP, SKIP = StabilitySpec(), StabilitySpec(not_finite="skip", skips=2)
 BAD = (math.nan, math.inf, -math.inf)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.spec.run import LossScaleSpec
-from megalith.train.loss_scale import LARGEST, Overflow, Scale, exponent_of
+from megalith.train.stability.loss_scale import LARGEST, Overflow, Scale, exponent_of
 
 
 def test_it_doubles_after_so_many_updates_in_a_row() -> None:
