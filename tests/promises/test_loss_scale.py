@@ -181,7 +181,7 @@ def told_to_skip(*chosen: int) -> Iterator[None]:
 
     def told(vitals: Any, **specs: Any) -> Decision:
         decision = decide(vitals, **specs)
-        return Skip("told to", vitals.scale.overflowed(specs["loss_scale"])) if next(asked) in chosen else decision
+        return Skip("told to", scale=vitals.scale.overflowed(specs["loss_scale"])) if next(asked) in chosen else decision
 
     with mock.patch.object(steps, "decide", told):
         yield
