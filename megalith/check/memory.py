@@ -46,12 +46,10 @@ def recomputation_names_what_exists(case: Case) -> Found:
     if plan.recompute.startswith("every:") and int(plan.recompute.removeprefix("every:")) > case.spec.model.layers:
         reason = f"counts past the model's {case.spec.model.layers} blocks"
         yield error("plan.recompute", plan.recompute, reason, f"Use every:N with N <= {case.spec.model.layers}.")
-    yield from _segments_fit(case)
 
 
-def _segments_fit(case: Case) -> Found:
-    """Segments lie inside a stage. One that is as long as the stage keeps all of its blocks while it runs again, so it spares nothing
-    where one microbatch is in flight."""
+def segments_lie_in_a_stage(case: Case) -> Found:
+    """A segment of recomputation is no longer than the longest stage."""
     plan, blocks = case.plan, case.spec.model.layers
     if case.model is None or plan.recompute == AUTO or not (size := segment_size(plan.recompute, blocks=blocks)):
         return

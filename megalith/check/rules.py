@@ -111,6 +111,7 @@ RULES: tuple[Rule, ...] = (
     Rule("memory", memory.state_fits),
     Rule("memory", memory.optimizer_is_sharded),
     Rule("memory", memory.state_is_on_the_device),
+    Rule("memory", memory.segments_lie_in_a_stage),
     Rule("memory", memory.long_sequences_recompute),
     Rule("device", device.cluster_is_known),
     Rule("device", device.tensor_stays_on_fast_links),

@@ -59,7 +59,7 @@ AXES: Mapping[str, Mapping[str, dict[str, Any]]] = {
     "recompute": {
         "none": {},
         "selective": {"recompute": "selective", "recompute_parts": ("attend", "mlp.experts", "mlp.shared")},
-        **{policy: {"recompute": policy} for policy in ("full", "segments:2", "sqrt")},
+        **{policy: {"recompute": policy} for policy in ("full", "sqrt")},
     },
     "norm": {"known at once": {}, "known late": {"post_validation": True}},
     "optimizer": {kind: {"kind": kind} for kind in OPTIMIZERS},
