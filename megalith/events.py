@@ -78,7 +78,9 @@ class Step(Event):
 
     `breakdown` splits it: data, forward, backward, bubble (waiting for a neighbour in the pipeline), communication, optimizer, other.
     `memory` is the first rank's; `resident` the largest of all ranks. `experts`: of the layer where it is worst, the largest load over the
-    mean ("max_load"), the entropy of the loads (1: even), and the share of choices "dropped"; empty without experts.
+    mean ("max_load"), the entropy of the loads (1: even), and the share of choices "dropped"; empty without experts. `noise`: estimates of
+    the gradient's squared norm ("signal") and of the variance of one sequence's gradient ("noise"), and the gradient noise scale, which is
+    the ratio of their averages over recent steps, in sequences ("scale") and in "tokens"; empty where the plan shows none.
     """
 
     kind: ClassVar[str] = "step"
@@ -95,12 +97,36 @@ class Step(Event):
     memory: dict[str, int]
     experts: dict[str, float] = field(default_factory=dict)
     updates: int | None = None  # None in logs of earlier versions: as many as steps
+    noise: dict[str, float] = field(
+        default_factory=dict
+    )  # what the gradients say of their noise; empty: the plan does not show it
     scale: float | None = None  # the loss scale of fp16; None: the run has none
 
     @property
     def left_out(self) -> int:
         """Updates that the run has left out so far."""
         return 0 if self.updates is None else self.step - self.updates
+
+
+@dataclass(frozen=True)
+class PhaseBegan(Event):
+    """A phase of the run began: from sample `samples` on, with step `step`, batches and sequences are of these sizes, and domains have
+    these `weights` (empty: in proportion to their tokens). `number` counts a run's phases from 0."""
+
+    kind: ClassVar[str] = "phase"
+    step: int
+    samples: int
+    number: int
+    seq_len: int
+    global_batch: int
+    weights: dict[str, float]
+
+    @property
+    def words(self) -> str:
+        """The event in a sentence."""
+        mixture = ", ".join(f"{name} {share:g}" for name, share in self.weights.items())
+        what = f"{self.global_batch:,} sequences of {self.seq_len:,} tokens a step{f', weights {mixture}' if mixture else ''}"
+        return f"phase {self.number + 1} begins with step {self.step}, at sample {self.samples:,}: {what}"
 
 
 @dataclass(frozen=True)

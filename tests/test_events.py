@@ -81,7 +81,7 @@ def test_an_event_is_written_as_an_old_log_has_it() -> None:
         expected = line
         if isinstance(event, Step):
             experts = "" if event.experts else ',"experts":{}'
-            expected = line.removesuffix("}\n") + experts + ',"updates":null,"scale":null}\n'
+            expected = line.removesuffix("}\n") + experts + ',"updates":null,"noise":{},"scale":null}\n'
         assert json.dumps(dump(event), separators=(",", ":")) + "\n" == expected
 
 

@@ -9,7 +9,9 @@ from megalith.check.case import Case, Found, advice, error, next_multiple
 from megalith.data.errors import DataError
 from megalith.data.manifest import Domain, check_copies, check_sizes, check_tokenizer, read_manifest
 from megalith.spec.base import AbsentError
+from megalith.spec.phases import Phase, Phases
 from megalith.spec.problem import near
+from megalith.spec.quantity import Amount
 from megalith.spec.toml import key
 
 NAMED = 5
@@ -111,12 +113,14 @@ def validation_has_text(case: Case) -> Found:
 
 def data_is_not_worn_out(case: Case) -> Found:
     """Up to four passes over the data are nearly as good as new data (Muennighoff et al. 2023, arXiv:2305.16264)."""
-    train, available = case.spec.train, _tokens(case, "train")
-    if available == 0:
+    train, phases = case.spec.train, Phases.of(case.spec)
+    read = {name: each.train.tokens for phase in phases.all for name, each in _read_domains(case, phase).items()}
+    available = sum(read.values())
+    if case.manifest is not None and available == 0:
         yield error("data.path", case.spec.data.path, "holds no training tokens", "Prepare it again, from sources with text.")
-    elif available and (wanted := train.steps * train.global_batch * train.seq_len) > 4 * available:
+    elif available and (wanted := phases.tokens(phases.after(0, train.steps))) > 4 * available:
         reason = f"reads {wanted:,} tokens, {wanted / available:.1f} times the data's {available:,}; past 4 little is learnt"
-        way_out = f"Use steps <= {max(1, 4 * available // (train.global_batch * train.seq_len))}, or more data."
+        way_out = f"Use steps <= {max(1, phases.steps_to(Amount(4 * available + 1, 'tokens')) - 1)}, or more data."
         yield advice("train.steps", train.steps, reason, way_out)
 
 
@@ -125,8 +129,8 @@ def _tokens(case: Case, split: Literal["train", "validation"]) -> int | None:
     return None if case.manifest is None else sum(getattr(domain, split).tokens for domain in _read_domains(case).values())
 
 
-def _read_domains(case: Case) -> dict[str, Domain]:
-    """Those that the run reads."""
-    weights = case.spec.data.weights
+def _read_domains(case: Case, phase: Phase | None = None) -> dict[str, Domain]:
+    """Those that the run reads, in a phase or at its beginning."""
+    weights = case.spec.data.weights if phase is None else phase.weights
     domains = case.manifest.domains if case.manifest else {}
     return {name: domain for name, domain in domains.items() if weights is None or weights.get(name)}

@@ -1,12 +1,15 @@
 """What a run may change when it is resumed."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from pydantic import ValidationError
 
 from megalith.check.case import Found, error
+from megalith.spec.phases import DATA, RAMP, Phases
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
@@ -33,11 +36,18 @@ MAY_CHANGE: dict[str, str] = {
 
 
 def check_resume(
-    saved: RunSpec, asked: RunSpec, *, provenance: Mapping[str, str] | None = None, checkpoint: str = ""
+    saved: RunSpec,
+    asked: RunSpec,
+    *,
+    samples: int | None = None,
+    provenance: Mapping[str, str] | None = None,
+    checkpoint: str = "",
+    may: Collection[str] = (),
 ) -> list[Problem]:
     """What would make the run `asked` for another one than the `saved` run it is to go on with; empty when it may.
 
-    `checkpoint`: the one that says what was saved, where that is not the run folder's own file.
+    `samples`: those that are consumed; phases may change that begin there or later. None: none may. `checkpoint`: the one that says what
+    was saved, where that is not the run folder's own file. `may`: further keys that may differ.
     """
     before = {dotted(leaf.path): leaf.value for leaf in leaves(saved)}
     now = {dotted(leaf.path): leaf.value for leaf in leaves(asked)}
@@ -57,10 +67,28 @@ def check_resume(
     found = [
         error(name, now.get(name), reason.format(literal(before.get(name))), another if name == "optimizer.kind" else way_out)
         for name in changed
-        if not {name, name.partition(".")[0]} & set(MAY_CHANGE)
+        if not {name, name.partition(".")[0]} & {*MAY_CHANGE, *may, RAMP, DATA}
     ]
+    if not found:
+        found += _altered_phases(saved, asked, samples, way_out)
     found += other_sets(saved, asked.plan, "plan")
     return [replace(problem, source=(provenance or {}).get(problem.key, "")) for problem in found]
+
+
+def _altered_phases(saved: RunSpec, asked: RunSpec, samples: int | None, way_out: str) -> Found:
+    """Yield the first phase that has begun and would be another one."""
+    consumed = sys.maxsize if samples is None else samples
+    before, now = Phases.of(saved).begun(consumed), Phases.of(asked).begun(consumed)
+    for old, new in zip_longest(before, now):
+        if old is None or new is None or old.values != new.values:
+            keys = [key for phase in (new, old) if phase is not None for key in reversed(phase.keys)]
+            key = keys[0] if keys else DATA
+            far = "" if samples is None else f": {samples:,} samples are consumed"
+            was = f"with sample {old.first:,} a phase of {old.words} began{far}" if old else f"no phase began there{far}"
+            later = "" if samples is None else f" Phases that begin at sample {samples:,} or later may be added or changed."
+            asks = None if new is None else f"from sample {new.first:,} on {new.words}"
+            yield error(key, asks, f"{was}; it cannot be altered any more" if old else was, f"{way_out}{later}")
+            return
 
 
 def check_checkpoint(
@@ -78,7 +106,38 @@ def check_checkpoint(
         reason = f"holds no description of a run that this version can read ({why})"
         way_out = "Move it away, or start another run with --run-dir (train.init_from takes its weights)."
         return [error(checkpoint, None, reason, way_out)]
-    return check_resume(saved, asked, provenance=provenance, checkpoint=checkpoint)
+    samples = meta.get("position", {}).get("samples")
+    return check_resume(saved, asked, samples=samples, provenance=provenance, checkpoint=checkpoint)
+
+
+def check_branch(meta: Mapping[str, Any], asked: RunSpec) -> list[Problem]:
+    """What keeps the run `asked` for from being a branch of the run whose checkpoint says `meta` of itself; empty if nothing does.
+
+    A branch keeps all that its state and its data depend on. How its weights are updated from there on is its own."""
+    branch = asked.branch
+    assert branch is not None
+    found = meta.get("position", {})
+    there = {name: found.get(name) for name in ("updates", "samples")}
+    if there != {"updates": branch.updates, "samples": branch.samples}:
+        reason = (
+            f"was saved after {there['updates']} updates and {there['samples']} samples, and branch says {branch.updates} and "
+        )
+        way_out = "Begin the branch with megalith train --branch, which fills the table in."
+        return [error("branch.checkpoint", branch.checkpoint, f"{reason}{branch.samples}", way_out)]
+    try:
+        saved = RunSpec.model_validate(meta["spec"])
+    except (KeyError, ValidationError):
+        reason = "holds no description of a run that this version can read"
+        return [error("branch.checkpoint", branch.checkpoint, reason, "Give another.")]
+    own = {f"optimizer.{name}" for name in type(asked.optimizer).model_fields if name not in ("kind", "groups")}
+    may = {
+        *own,
+        "branch",
+        *(f"branch.{name}" for name in type(branch).model_fields),
+        "train.init_from",
+        "train.init_from_changes",
+    }
+    return check_resume(saved, asked, samples=branch.samples, checkpoint=branch.checkpoint, may=may)
 
 
 def other_sets(run: RunSpec, plan: Plan, name: str) -> Found:

@@ -1,6 +1,6 @@
 """The table of rules, and the check that applies it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from megalith.check import (
 )
 from megalith.check.case import Case, Found, error
 from megalith.spec.base import AbsentError
+from megalith.spec.phases import Phases, during
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
 
@@ -52,6 +53,7 @@ def check(
     """
     case = Case(spec, world, files, begun)
     found = [problem for rule in RULES for problem in _problems(rule, case)]
+    found += _of_later_phases(case, found)
     origins = provenance or {}
     return sorted((replace(p, source=origins.get(p.key, "")) for p in found), key=lambda p: p.severity != "error")
 
@@ -60,6 +62,34 @@ def _problems(rule: Rule, case: Case) -> Found:
     """Yield the problems that a rule finds before it reads a value that the spec lacks."""
     with suppress(AbsentError):
         yield from rule.find(case)
+
+
+OF_A_PHASE = frozenset(
+    ("model", "mesh", "pipeline", "memory", "fallback_can_be_run", "weighted_domains_exist", "weighted_domains_have_text")
+)
+"""Subjects, and single rules, that look at a step. The others look at a whole run."""
+
+SET_BY_PHASES = {"train.global_batch": "global_batch", "train.seq_len": "seq_len", "data.weights": "weights"}
+"""Keys that a phase may have set, and what it calls them."""
+
+
+def _of_later_phases(case: Case, known: Sequence[Problem]) -> list[Problem]:
+    """Return the problems that a run has in a later phase and not before, under the key of the phase that set the value."""
+    found = list[Problem]()
+    seen = {(problem.key, problem.reason) for problem in known}
+    with suppress(AbsentError):
+        for phase in Phases.of(case.spec).all[1:]:
+            part = replace(case, spec=during(case.spec, phase))
+            rules = (rule for rule in RULES if {rule.subject, rule.find.__name__} & OF_A_PHASE)
+            for problem in (problem for rule in rules for problem in _problems(rule, part)):
+                if (problem.key, problem.reason) in seen:
+                    continue
+                seen.add((problem.key, problem.reason))
+                begin, _, rest = problem.key.partition(".weights")
+                table = f"{begin}.weights" if rest or problem.key.endswith(".weights") else problem.key
+                name = phase.set_by.get(SET_BY_PHASES.get(table, ""), table) + (rest if table != problem.key else "")
+                found.append(replace(problem, key=name, reason=f"from sample {phase.first:,} on {problem.reason}"))
+    return found
 
 
 def fallback_can_be_run(case: Case) -> Found:
@@ -75,9 +105,18 @@ def fallback_can_be_run(case: Case) -> Found:
         reason = f"has {needed} ranks, and whole nodes of {each} ranks each must hold them, fewer than the run's {spec.nodes}"
         yield error("fleet.fallback", needed, reason, f"Use a plan of {each} to {ranks - each} ranks, a multiple of {each}.")
     alone = spec.model_copy(update={"fallback": None, "nodes": max(1, needed // each)})
-    for problem in check(case.spec.model_copy(update={"plan": spec.fallback, "fleet": alone}), files=False):
+    run = during(case.spec, Phases.of(case.spec).all[0])  # later phases have their turn
+    for problem in check(run.model_copy(update={"plan": spec.fallback, "fleet": alone}), files=False):
         if problem.severity == "error" and problem.key.startswith("plan"):
             yield replace(problem, key=f"fleet.fallback{problem.key.removeprefix('plan')}")
+        elif problem.severity == "error" and problem.key in SET_BY_PHASES and problem.reason not in _reasons(run):
+            yield replace(problem, reason=f"{problem.reason} in fleet.fallback")
+
+
+def _reasons(run: RunSpec) -> set[str]:
+    """Return what is wrong with a run under its own plan."""
+    alone = run.model_copy(update={"fleet": run.fleet.model_copy(update={"fallback": None})})
+    return {problem.reason for problem in check(alone, files=False)}
 
 
 RULES: tuple[Rule, ...] = (
@@ -138,5 +177,6 @@ RULES: tuple[Rule, ...] = (
     Rule("data", data.data_is_not_worn_out),
     Rule("fleet", fleet.disk_takes_copies),
     Rule("weights", weights.first_weights_fit),
+    Rule("weights", weights.branch_fits),
 )
 """Every rule. Problems of one severity come in this order."""

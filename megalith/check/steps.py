@@ -1,19 +1,28 @@
 """Rules about the length of a run."""
 
 from megalith.check.case import Case, Found, advice, error
+from megalith.spec.lengths import decay_updates
 
 
 def warmup_and_decay_fit(case: Case) -> Found:
     """Warm-up, and decay after it, end before the run does."""
-    steps, optimizer = case.spec.train.steps, case.spec.optimizer
+    steps, optimizer, branch = case.spec.train.steps, case.spec.optimizer, case.spec.branch
+    if branch is not None:  # whose schedule is the other run's
+        steps = branch.steps
     warmup = optimizer.warmup_updates(steps)
     if warmup > steps:
         reason = f"is longer than the run's train.steps = {steps}, which would never reach optimizer.lr"
         yield error("optimizer.warmup", optimizer.warmup, reason, f'Use warmup <= {steps}, or a share of the steps such as "2%".')
-    elif optimizer.schedule in ("wsd", "1-sqrt") and warmup + round(optimizer.decay * steps) > steps:
+    elif optimizer.schedule in ("wsd", "1-sqrt") and warmup + round(decay_updates(optimizer, steps)) > steps:
         reason = f"of {steps} steps overlaps the {warmup} of warm-up"
-        way_out = f"Use decay <= {1 - warmup / steps:.3g}, or less warm-up."
+        most = steps - warmup if optimizer.decay > 1 else f"{1 - warmup / steps:.3g}"
+        way_out = f"Use decay <= {most}, or less warm-up."
         yield error("optimizer.decay", optimizer.decay, reason, way_out)
+    if optimizer.decay > 1 and optimizer.decay % 1:
+        reason = "above 1 is a number of updates, and no whole one"
+        yield error(
+            "optimizer.decay", optimizer.decay, reason, f"Use {round(optimizer.decay)}, or a share of the updates up to 1."
+        )
 
 
 def long_runs_save(case: Case) -> Found:

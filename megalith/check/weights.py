@@ -1,4 +1,4 @@
-"""The rule about a checkpoint that gives a run its first weights."""
+"""Rules about a checkpoint that gives a run its first weights, or its whole state."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megalith.check.case import Case, Found, advice, error
+from megalith.check.resume import check_branch
 from megalith.checkpoint import folder as checkpoints
 from megalith.checkpoint.folder import Index
 from megalith.data.manifest import TOKENIZER_FILE, tokenizer_fingerprint
@@ -47,6 +48,28 @@ def first_weights_fit(case: Case) -> Found:
         return
     yield from _tokenizer(case, start, path, manifest.meta)
     yield from _model(case, start, index, manifest.meta)
+
+
+def branch_fits(case: Case) -> Found:
+    """A branch begins from a checkpoint of a run like it, and is longer than that run was then."""
+    branch, train = case.spec.branch, case.spec.train
+    if branch is None:
+        return
+    if train.init_from is not None:
+        reason = "gives a run its first weights, and branch its whole state"
+        yield error(KEY, train.init_from, reason, "Leave one of them out.")
+    if train.steps <= branch.updates:
+        reason = f"is not more than the {branch.updates} updates that the branch begins with: nothing is left to train"
+        yield error("train.steps", train.steps, reason, f"Use steps > {branch.updates}.")
+    if not case.files or case.begun:
+        return
+    try:
+        meta = checkpoints.read_manifest(Path(branch.checkpoint)).meta
+    except (OSError, checkpoints.DamagedCheckpointError) as fault:
+        reason = f"no checkpoint to begin from: {str(fault).rstrip('.')}"
+        yield error("branch.checkpoint", branch.checkpoint, reason, "Give another.")
+        return
+    yield from check_branch(meta, case.spec)
 
 
 def _tokenizer(case: Case, start: Path, path: Path, meta: Mapping[str, Any]) -> Found:

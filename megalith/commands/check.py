@@ -47,7 +47,8 @@ def command(
     priced = _prices(request) if price and not wrong else ()
     if as_json:
         prices = {"prices": [one.to_json() for one in priced]} if price else {}
-        updated = {} if wrong else {"updated": _treated_rows(checked.resolved.spec)}
+        spec = checked.resolved.spec
+        updated = {} if wrong else {"updated": _treated_rows(spec), "phases": _phase_rows(spec)}
         print_json({"ok": not wrong, "problems": problem_rows(checked.problems)} | prices | updated | checked.as_json())
         return BAD_SPECIFICATION if wrong else 0
     if show:
@@ -61,6 +62,7 @@ def command(
         _show_prices(priced)
     _show_treated(checked.resolved.spec)
     _show_legal(checked.resolved.spec)
+    _show_phases(checked.resolved.spec)
     return 0
 
 
@@ -111,3 +113,27 @@ def _show_legal(spec: "RunSpec") -> None:
         f"{spec.microbatches} microbatches a step, {spec.train.global_batch * spec.train.seq_len:,} tokens a step, "
         f"{spec.train.steps:,} steps"
     )
+
+
+def _phase_rows(spec: "RunSpec") -> list[dict[str, object]]:
+    """Return the phases that a run enters, as JSON objects; `steps` is how many of its steps are in each."""
+    from megalith.spec.phases import Phases
+
+    names = ("first", "step", "tokens", "seq_len", "global_batch", "weights")
+    spans = Phases.of(spec).spans(spec.train.steps)
+    return [{"steps": steps, **{name: getattr(phase, name) for name in names}} for phase, steps in spans]
+
+
+def _show_phases(spec: "RunSpec") -> None:
+    """Print the phases of a run, if it has several, and how much it reads in all."""
+    from megalith.spec.phases import Phases
+
+    phases = Phases.of(spec)
+    if len(phases.all) == 1:
+        return
+    for phase, steps in phases.spans(spec.train.steps):
+        print(f"from sample {phase.first:,}, step {phase.step + 1:,}: {phase.words}, for {steps:,} steps")
+    samples = phases.after(0, spec.train.steps)
+    print(f"in all {samples:,} samples, {phases.tokens(samples):,} tokens")
+    for late in phases.all[len(list(phases.spans(spec.train.steps))) :]:
+        print(f"not reached: a phase that begins with sample {late.first:,}, step {late.step + 1:,}")

@@ -25,6 +25,8 @@ class Dried:
     lines: "tuple[Line, ...]"
     limit: int | None
     problems: "list[Problem]"
+    phase: str = ""
+    """Which of the run's phases it is a step of; empty if there is one."""
 
 
 def command(
@@ -40,8 +42,8 @@ def command(
 ) -> int:
     """Be one rank of a run of any size, without the others, a GPU or data: what it holds, sends and computes in a step.
 
-    The trainer's own code runs, on tensors without data; beside what it counts stands what the planner's figures predict. Exit status
-    2 if it does not fit the cluster's device.
+    The trainer's own code runs, on tensors without data; beside what it counts stands what the planner's figures predict. Of a run with
+    phases it is a step of the one that is predicted to hold most. Exit status 2 if it does not fit the cluster's device.
 
     Example:  megalith dryrun recipes/llama3.1-405b-16k.toml --world 16384 --rank 8000
     """
@@ -52,7 +54,9 @@ def command(
         write(_drawn(dried, run.stem, draw), draw, overwrite=True)
     if as_json:
         rows, beside = problem_rows(dried.problems), [line.to_json() for line in dried.lines]
-        print_json({"ok": not rows, "problems": rows, "limit": dried.limit, "beside": beside} | asdict(dried.run))
+        print_json(
+            {"ok": not rows, "problems": rows, "limit": dried.limit, "beside": beside, "phase": dried.phase} | asdict(dried.run)
+        )
     else:
         _show(dried)
         if dried.problems:
@@ -82,11 +86,15 @@ def dryrun(request: RunRequest, *, world: int | None = None, rank: int = 0) -> D
     from megalith.planner.beside import beside
     from megalith.prove import dryrun as dry
     from megalith.prove import fits
+    from megalith.spec.phases import Phases, during
 
-    lines = foresee(of_run(spec), rank=rank)
-    run = dry.dryrun(spec, rank=rank)
-    problem = fits.does_not_fit(spec, run.counted.memory, limit) if limit else None
-    return Dried(run, beside(lines, run.counted), limit, [problem] if problem else [])
+    phases = [(foresee(of_run(during(spec, phase)), rank=rank), phase) for phase in Phases.of(spec).shapes]
+    foreseen, fullest = max(phases, key=lambda one: sum(one[0].memory.values()))
+    words = f"from sample {fullest.first:,} on, {fullest.words}" if len(phases) > 1 else ""
+    step = during(spec, fullest)
+    run = dry.dryrun(step, rank=rank)
+    problem = fits.does_not_fit(step, run.counted.memory, limit) if limit else None
+    return Dried(run, beside(foreseen, run.counted), limit, [problem] if problem else [], words)
 
 
 def _drawn(dried: Dried, name: str, out: Path) -> str:
@@ -105,6 +113,8 @@ def _show(dried: Dried) -> None:
 
     run, counted, console = dried.run, dried.run.counted, Console(highlight=False)
     console.print(tables.heading(run))
+    if dried.phase:
+        console.print(f"the fullest of the run's phases: {dried.phase}")
     lines = {line.name: line for line in dried.lines}
     console.print(tables.memory(counted.memory, lines, dried.limit), "", tables.traffic(lines), "", tables.work(lines), sep="\n")
     console.print(f"Other operations move {units.memory(counted.work.moved)}.")

@@ -164,6 +164,8 @@ def _show(found: "Answer", broken: "Sequence[Price]", *, pareto: bool) -> None:
     console.print(escape(plans.legend(found)), style="dim")
     if trainings := plans.trainings(found):
         console.print(escape(trainings))
+    if found.phases:
+        narrow.print("", plans.phases(found), sep="\n")
     if found.neighbours:
         narrow.print("", plans.reasons(found), sep="\n")
     if broken:

@@ -54,6 +54,16 @@ def command(
     watch: Annotated[
         bool, typer.Option("--watch", help="Also serve the live page of the run, in a process of its own: see megalith watch.")
     ] = False,
+    branch: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CHECKPOINT", help="Begin with the whole state of another run's checkpoint, and decay; needs --decay."
+        ),
+    ] = None,
+    decay: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="UPDATES", help="Updates over which a branch's learning rate falls to its lowest."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Train, or go on training: the same command resumes from the newest checkpoint.
@@ -64,9 +74,18 @@ def command(
 
     Example:  megalith train run.toml --set train.steps=1000 --run-dir runs/first
 
+    A decay of a run that goes on:  megalith train run.toml --branch runs/first --decay 2000 --run-dir runs/first-2000
+
     On two machines:  torchrun --nnodes 2 --nproc-per-node 8 -m megalith.cli train run.toml
     """
-    return _train_and_show(RunRequest(run, settings or (), run_dir), profile, watch=watch, as_json=as_json)
+    own = tuple(settings or ())
+    if (branch is None) != (decay is None):
+        raise typer.BadParameter("--branch CHECKPOINT and --decay UPDATES go together: from where, and over how many updates.")
+    if branch is not None and decay is not None:
+        from megalith.commands.branch import settings as of_branch  # specifications take 0.2 s to import
+
+        own = (*of_branch(branch, decay, run_dir), *own)
+    return _train_and_show(RunRequest(run, own, run_dir), profile, watch=watch, as_json=as_json)
 
 
 def resume(

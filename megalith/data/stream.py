@@ -1,18 +1,22 @@
-"""Prepared data as numbered samples: sample `i` is a pure function of (folder, seq_len, seed, weights, i).
+"""Prepared data as numbered samples: sample `i` is a pure function of (folder, seq_len, seed, weights, phases, i).
 
 - Which domain: `mixture` says it, and how many earlier samples came from that domain: the sample's number within it.
 - Which window: a domain's tokens are one long sequence, cut every `seq_len` tokens; window w reads tokens w * seq_len up to and
   including (w + 1) * seq_len, the last one as a target only. So every token but the domain's first is a target exactly once an
   epoch. The last window is filled up with end-of-text tokens that are nobody's target.
 - Which order: every epoch of a domain has its own permutation of its windows (`shuffle`).
+- Phases: mixture and sequence length may change at a sample. The pass over a domain that is under way goes on where it was: its windows,
+  put in a row in their order, are read on in pieces of the new length. So no token is left out of a pass or read twice in it, whatever
+  the lengths. The domain's next pass is cut to the new length.
 
 There is no state here. The caller holds one number, the samples consumed, and any number of ranks that divide the next
 samples among themselves see what one rank would see.
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -40,6 +44,7 @@ _WAYS_OUT = {
     "seq_len": "Set train.seq_len back",
     "seed": "Set train.seed back",
     "weights": "Set data.weights back",
+    "phases": "Set data.phases back as far as they had begun",
     "document_mask": "Set data.document_mask back",
 }
 
@@ -59,6 +64,40 @@ class Sample:
     positions: Ids
     pieces: tuple[int, ...]
     domain: str
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A change of the data from sample `first` on. `weights` as a Stream takes them; None: in proportion to tokens."""
+
+    first: int
+    seq_len: int
+    weights: Mapping[str, float] | None
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """How far a domain is: in pass `epoch` over it, which is cut in windows of `unit` tokens, `at` places of all its windows in a row are
+    read. Places are tokens, and what the last window is filled up with."""
+
+    epoch: int
+    unit: int
+    at: int
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """Samples from `first` on that are of one length, from one mixture."""
+
+    first: int
+    seq_len: int
+    mixture: Mixture
+    mixed: int
+    """Sample of the run that the mixture's sequence began with."""
+    before: tuple[int, ...]
+    """Samples of that sequence that came from each domain before this phase."""
+    passes: tuple[_Pass, ...]
+    """How far each domain is at its beginning."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +122,14 @@ class Stream:
         seq_len: int,
         seed: int = 0,
         weights: Mapping[str, float] | None = None,
+        phases: Sequence[Stretch] = (),
         document_mask: bool = True,
         copies: Sequence[Path | str] = (),
         tell: Callable[[Damage], None] = lambda damage: None,
     ) -> None:
         """`weights` gives every domain's share of the samples (they are scaled to add up to 1; 0 leaves a domain out); by
-        default shares are in proportion to tokens. The validation split is read in order, once, whatever the weights.
+        default shares are in proportion to tokens. The validation split is read in order, once, whatever the weights. `phases` are
+        changes of lengths and weights, in their order.
 
         `copies` are folders with the same data: what is damaged in one is read from the next, and `tell` hears of it once.
 
@@ -102,6 +143,9 @@ class Stream:
         check_tokenizer(self._folder, self._manifest)
         domains = self._manifest.domains
         problems = _problems(domains, split, seq_len, weights)
+        problems += [
+            text for each in phases for text in _problems(domains, split, each.seq_len, each.weights) if text not in problems
+        ]
         if problems:
             raise DataError.of(problems, title=f"{self._folder} cannot be read as asked")
         self.split: SplitName = split
@@ -116,8 +160,13 @@ class Stream:
         )
         self._windows = tuple(_windows(reader.tokens, seq_len) for reader in self._readers)
         self._firsts = np.cumsum([0, *self._windows])
-        self._mixture = Mixture([_default_weight(domains[name], weights, name) for name in self.domains])
         self._permutation = lru_cache(maxsize=4 * len(self.domains))(self._new_permutation)
+        fresh = tuple(_Pass(0, seq_len, 0) for _ in self.domains)
+        begin = _Phase(0, seq_len, self._mixture_of(weights), mixed=0, before=(0,) * len(fresh), passes=fresh)
+        self._phases = [begin]
+        for each in phases:
+            self._phases.append(self._following(self._phases[-1], each))
+        self._begins = [phase.first for phase in self._phases]
 
     @property
     def epoch_samples(self) -> dict[str, int]:
@@ -126,26 +175,33 @@ class Stream:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each domain's share of the training samples, as it is used (rounded to 1/65,536)."""
-        return dict(zip(self.domains, self._mixture.shares, strict=True))
+        """Each domain's share of the training samples in the first phase, as it is used (rounded to 1/65,536)."""
+        return self._shares(self._phases[0])
+
+    def _shares(self, phase: _Phase) -> dict[str, float]:
+        return dict(zip(self.domains, phase.mixture.shares, strict=True))
 
     def sample(self, index: int) -> Sample:
         """Sample `index`, from 0. Training has no end; validation ends (IndexError) after every domain's last window."""
-        domain, window = self._place(index)
-        reader, start = self._readers[domain], window * self.seq_len
-        ids = reader.read(start, min(start + self.seq_len + 1, reader.tokens))
-        real = len(ids) - 1  # positions that have a next token; fewer than seq_len only in a domain's last window
-        tokens = np.full(self.seq_len, self.end_of_text, np.int64)
-        targets = np.full(self.seq_len, NO_TARGET, np.int64)
-        tokens[:real], targets[:real] = ids[:-1], ids[1:]
-        positions = np.arange(self.seq_len)
-        pieces: tuple[int, ...] = (self.seq_len,)
+        domain, length, runs = self._place(index)
+        reader = self._readers[domain]
+        tokens = np.full(length, self.end_of_text, np.int64)
+        targets = np.full(length, NO_TARGET, np.int64)
+        positions = np.arange(length)
+        edges = {0, length}
+        for run in runs:
+            here = slice(run.at, run.at + run.count)
+            ids = reader.read(run.start, run.start + run.count + 1)
+            tokens[here], targets[here] = ids[:-1], ids[1:]
+            begins = reader.documents_between(run.start + 1, run.start + run.count + 1) - run.start + run.at
+            if self.document_mask:
+                targets[begins - 1] = NO_TARGET
+            edges |= {run.at, *begins.tolist(), here.stop}
+        pieces: tuple[int, ...] = (length,)
         if self.document_mask:
-            begins = reader.documents_between(start + 1, start + real + 1) - start
-            targets[begins - 1] = NO_TARGET
-            edges = np.array(sorted({0, *begins.tolist(), real, self.seq_len}))  # np.unique would import numpy.ma in every rank
-            lengths = np.diff(edges)
-            positions -= np.repeat(edges[:-1], lengths)
+            ends = np.array(sorted(edges))  # np.unique would import numpy.ma in every rank
+            lengths = np.diff(ends)
+            positions -= np.repeat(ends[:-1], lengths)
             pieces = tuple(lengths.tolist())
         return Sample(tokens, targets, positions, pieces, self.domains[domain])
 
@@ -167,18 +223,19 @@ class Stream:
 
     def bytes_of(self, index: int) -> tuple[Path, int, int]:
         """Where the first tokens of sample `index` lie: a shard of the folder, and its bytes from and to."""
-        domain, window = self._place(index)
-        reader, start = self._readers[domain], window * self.seq_len
-        return reader.bytes_of(start, min(start + self.seq_len + 1, reader.tokens))
+        domain, _, runs = self._place(index)
+        start, count = (runs[0].start, runs[0].count) if runs else (0, 1)
+        return self._readers[domain].bytes_of(start, start + count + 1)
 
     def valid_targets(self, indices: Iterable[int]) -> int:
         """Targets in samples `indices` that are not -100: what the loss of a global batch is divided by. Reads no tokens."""
         total = 0
         for index in indices:
-            domain, window = self._place(index)
-            reader, start = self._readers[domain], window * self.seq_len
-            real = min(self.seq_len, reader.tokens - 1 - start)
-            total += real - (len(reader.documents_between(start + 1, start + real + 1)) if self.document_mask else 0)
+            domain, _, runs = self._place(index)
+            between = self._readers[domain].documents_between
+            for run in runs:
+                begins = len(between(run.start + 1, run.start + run.count + 1)) if self.document_mask else 0
+                total += run.count - begins
         return total
 
     def validation_samples(self, domain: str, limit: int | None = None) -> range:
@@ -203,11 +260,17 @@ class Stream:
             "seed": self.seed,
             "weights": self.shares,
             "document_mask": self.document_mask,
-        }
+        } | (
+            {"phases": [[each.first, each.seq_len, self._shares(each)] for each in self._phases[1:]]} if self._begins[1:] else {}
+        )
 
-    def check_same(self, saved: Mapping[str, Any]) -> None:
-        """Raises DataError listing all that differs from a saved `fingerprint`: sample numbers would mean other samples."""
-        now = json.loads(json.dumps(self.fingerprint))
+    def check_same(self, saved: Mapping[str, Any], *, samples: int | None = None) -> None:
+        """Raises DataError listing all that differs from a saved `fingerprint`: sample numbers would mean other samples.
+
+        `samples`: those that are consumed; phases that had not begun may differ. None: all count.
+        """
+        now = _begun(json.loads(json.dumps(self.fingerprint)), samples)
+        saved = _begun(saved, samples)
         problems = [
             f"{key} was {saved.get(key, 'not saved')!r}, is now {value!r}. {_WAYS_OUT[key]}, or start a new run."
             for key, value in now.items()
@@ -220,21 +283,90 @@ class Stream:
         if problems:
             raise DataError.of(problems, title=f"{self._folder} does not give the samples this run began with")
 
-    def _place(self, index: int) -> tuple[int, int]:
-        """The domain (its number) and window of sample `index`."""
+    def _place(self, index: int) -> "tuple[int, int, list[_Run]]":
+        """The domain (its number) of sample `index`, the sample's length, and the runs of the domain's tokens in it."""
         if index < 0:
             raise IndexError(f"sample {index}: samples are numbered from 0")
         if self.split == "validation":
             if index >= self._firsts[-1]:
                 raise IndexError(f"sample {index} of {self._firsts[-1]} validation samples in {self._folder}")
             domain = int(np.searchsorted(self._firsts, index, side="right")) - 1
-            return domain, index - int(self._firsts[domain])
-        domain, earlier = self._mixture.place(index)
-        epoch, position = divmod(earlier, self._windows[domain])
-        return domain, self._permutation(domain, epoch)(position)
+            window = index - int(self._firsts[domain])
+            return domain, self.seq_len, self._runs(domain, [(window, 0, self.seq_len)], self.seq_len)
+        phase = self._phases[bisect_right(self._begins, index) - 1]
+        domain, earlier = phase.mixture.place(index - phase.mixed)
+        where = self._further(domain, phase.passes[domain], phase.seq_len, earlier - phase.before[domain])
+        return domain, phase.seq_len, self._runs(domain, self._pieces(domain, where, phase.seq_len), where.unit)
 
-    def _new_permutation(self, domain: int, epoch: int) -> Permutation:
-        return Permutation.of(self._windows[domain], self.seed, self.domains[domain], epoch)
+    def _pieces(self, domain: int, where: _Pass, seq_len: int) -> list[tuple[int, int, int]]:
+        """The next `seq_len` places of a pass, at most to its end: window, and places in it from and to."""
+        end = min(where.at + seq_len, self._places(domain, where))
+        order, found, at = self._permutation(domain, where.epoch, where.unit), list[tuple[int, int, int]](), where.at
+        while at < end:
+            number, begin = divmod(at, where.unit)
+            stop = min(where.unit, begin + end - at)
+            found.append((order(number), begin, stop))
+            at += stop - begin
+        return found
+
+    def _runs(self, domain: int, pieces: Sequence[tuple[int, int, int]], unit: int) -> "list[_Run]":
+        """The tokens that pieces of windows hold, without what a domain's last window is filled up with."""
+        found, at, last = list[_Run](), 0, self._readers[domain].tokens - 1
+        for window, begin, stop in pieces:
+            start = window * unit + begin
+            if count := max(0, min(stop - begin, last - start)):
+                found.append(_Run(at, start, count))
+            at += stop - begin
+        return found
+
+    def _places(self, domain: int, where: _Pass) -> int:
+        """Places of a whole pass."""
+        return _windows(self._readers[domain].tokens, where.unit) * where.unit
+
+    def _further(self, domain: int, where: _Pass, seq_len: int, samples: int) -> _Pass:
+        """How far a domain is after `samples` samples of `seq_len` more. The pass under way is read to its end, where a sample may be
+        shorter; those after it are cut to `seq_len`."""
+        left = -(-(self._places(domain, where) - where.at) // seq_len)
+        if samples < left:
+            return replace(where, at=where.at + samples * seq_len)
+        epochs, windows = divmod(samples - left, _windows(self._readers[domain].tokens, seq_len))
+        return _Pass(where.epoch + 1 + epochs, seq_len, windows * seq_len)
+
+    def _following(self, phase: _Phase, change: Stretch) -> _Phase:
+        """The phase after another."""
+        mixture, counts = self._mixture_of(change.weights), phase.mixture.counts(change.first - phase.mixed).tolist()
+        passes = list[_Pass]()
+        for domain, (where, count, before) in enumerate(zip(phase.passes, counts, phase.before, strict=True)):
+            now = self._further(domain, where, phase.seq_len, count - before) if count > before else where
+            passes.append(replace(now, unit=change.seq_len) if now.at == 0 else now)
+        same = mixture.shares == phase.mixture.shares
+        mixed, before = (phase.mixed, tuple(counts)) if same else (change.first, (0,) * len(counts))
+        return _Phase(change.first, change.seq_len, mixture, mixed, before, tuple(passes))
+
+    def _mixture_of(self, weights: Mapping[str, float] | None) -> Mixture:
+        domains = self._manifest.domains
+        return Mixture([_default_weight(domains[name], weights, name) for name in self.domains])
+
+    def _new_permutation(self, domain: int, epoch: int, unit: int) -> Permutation:
+        return Permutation.of(_windows(self._readers[domain].tokens, unit), self.seed, self.domains[domain], epoch)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """`count` tokens from `start` on of a domain, each with the next one, at place `at` of a sample."""
+
+    at: int
+    start: int
+    count: int
+
+
+def _begun(fingerprint: Mapping[str, Any], samples: int | None) -> Mapping[str, Any]:
+    """A fingerprint without the phases that begin once `samples` are consumed, or later."""
+    if samples is None or "phases" not in fingerprint:
+        return fingerprint
+    phases = [phase for phase in fingerprint["phases"] if phase[0] < samples]
+    rest = {name: value for name, value in fingerprint.items() if name != "phases"}
+    return rest | ({"phases": phases} if phases else {})
 
 
 def _windows(tokens: int, seq_len: int) -> int:

@@ -109,6 +109,7 @@ class Builder:
                 self.by_name[full] = weight = Weight(
                     parameter, places[parameter], self.dtypes, partial=parameter in self.split.partial
                 )
+                weight.shared = shared
                 if shared:
                     self._alone[full] = Bucket([weight])
                 else:

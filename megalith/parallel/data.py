@@ -82,6 +82,7 @@ class Weight:
         kept: Any = self._wrap(share).requires_grad_()
         kept._is_param = True  # nn.Parameter's mark; its constructor detaches, which is slow on a mesh of four axes: see `local`
         self.kept: nn.Parameter = kept
+        self.shared = False  # other modules of this rank compute with it too
         self.total: Tensor | None = None
         if dtypes.compute != computes.dtype:
             computes.data = computes.data.to(dtypes.compute)
@@ -148,6 +149,10 @@ Probe = Callable[[Sequence[Tensor]], bool]
 """Looks at a bucket's gradients before they are reduced, those of this rank alone, one by one or put together; False: they are dropped."""
 
 
+Observe = Callable[[Sequence[Tensor | None]], None]
+"""Looks at the gradients of a bucket's weights that are about to be reduced, in their order."""
+
+
 class Bucket:
     """The parameters of a part that lie on one mesh; they are gathered and reduced together."""
 
@@ -162,6 +167,7 @@ class Bucket:
         self.whole = True
         self._arriving: tuple[Any, Tensor] | None = None
         self.probe: Probe | None = None
+        self.observe: Observe | None = None
         self.free()  # what computes is made from what is kept, also when that is loaded later
 
     # --- weights ---
@@ -215,16 +221,20 @@ class Bucket:
         if not there:
             return None
         if self.size == 1 and self.copies.size() == 1:
-            if self._take_in(there):
+            if self._take_in(there, grads):
                 for weight, grad in zip(self.weights, grads, strict=True):
                     if grad is not None:
                         weight.add(grad)
             return None
         flat = self._together(grads)  # looked at while it is in the cache
-        return Reduction(self, flat) if self._take_in([flat]) else None
+        return Reduction(self, flat) if self._take_in([flat], grads) else None
 
-    def _take_in(self, grads: Sequence[Tensor]) -> bool:
-        return self.probe is None or self.probe(grads)
+    def _take_in(self, looked_at: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+        if self.probe is not None and not self.probe(looked_at):
+            return False
+        if self.observe is not None:
+            self.observe(grads)
+        return True
 
     def _together(self, grads: Sequence[Tensor | None]) -> Tensor:
         """All gradients, in the rows of the ranks that get them."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -100,20 +100,13 @@ class Executor:
     def __init__(
         self, program: Program, stages: Mapping[int, Runner], *, reducer: Reducer, groups: Groups, hidden: Hidden
     ) -> None:
-        self.program = program
         self.stages = stages
         self.reducer = reducer
         self.groups = groups
-        self.hidden = hidden
         self.rank = groups.coordinates["pipeline"]
         self.clock = Clock(hidden.device)
-        self._lanes = self._make_lanes()
-        self._last = {
-            action.stage: action.microbatch
-            for slot in program.rows[self.rank]
-            for action in parts(slot)
-            if action.kind in WEIGHT_GRADIENTS
-        }
+        self._lanes: dict[tuple[str, bool], dist.ProcessGroup] = {}
+        self.adopt(program, hidden)
         self._computations: Mapping[str, Callable[[Action, _Flight], Steps[None]]] = {
             "F": self._forward,
             "B": self._backward,
@@ -130,6 +123,19 @@ class Executor:
         }
         kinds = {action.kind for slot in program.rows[self.rank] for action in parts(slot)}
         assert kinds <= {*self._computations, *self._handlers}, f"no handler for {kinds - {*self._computations, *self._handlers}}"
+
+    def adopt(self, program: Program, hidden: Hidden) -> None:
+        """Go on with another program of the same stages, such as one of more microbatches, and with other activations. Between two steps,
+        and on all ranks together, which may have to meet in communicators that are not there yet."""
+        self.program, self.hidden = program, hidden
+        self._make_lanes()
+        self._last = {
+            action.stage: action.microbatch
+            for slot in program.rows[self.rank]
+            for action in parts(slot)
+            if action.kind in WEIGHT_GRADIENTS
+        }
+        self._unmet = unmet(program, self.rank)
 
     def run(self, batches: Sequence[Batch], *, check: Check | None = None) -> Executed:
         """Run the row once over `batches`, one a microbatch. Gradients are left on the parameters. If `check` finds the weights wrong,
@@ -179,10 +185,6 @@ class Executor:
         self._mark("UNDO", check.correct, fresh)
         fresh.batches = check.batches(flight.batches)
         return fresh
-
-    @cached_property
-    def _unmet(self) -> tuple[Action, ...]:
-        return unmet(self.program, self.rank)
 
     # --- computation ---
 
@@ -284,11 +286,13 @@ class Executor:
         """One number a message, so that gloo matches by name rather than by order (NCCL goes by order, which `lower` keeps)."""
         return ((microbatch * self.program.stages) + stage) * 2 + (carries == "B")
 
-    def _make_lanes(self) -> dict[tuple[str, bool], dist.ProcessGroup]:
+    def _make_lanes(self) -> None:
         """A communicator for each direction of activations and of gradients that the program uses, so that none waits for another."""
         messages = (a for row in self.program.rows for slot in row for a in parts(slot) if a.kind in MESSAGES)
         used = sorted({_lane(channel_of(message, self.program.schedule)) for message in messages})
-        return {lane: group_of(self.groups.world, self.groups.line, purpose=MESSAGES_ONLY) for lane in used}
+        for lane in used:
+            if lane not in self._lanes:
+                self._lanes[lane] = group_of(self.groups.world, self.groups.line, purpose=MESSAGES_ONLY)
 
 
 def _lane(channel: Channel) -> tuple[str, bool]:

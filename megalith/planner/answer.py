@@ -12,7 +12,8 @@ from megalith.cost.workload import Workload
 from megalith.planner.asked import DATA, STEPS, Asked
 from megalith.planner.candidates import Space, candidates
 from megalith.planner.explain import Neighbour, explain
-from megalith.planner.search import Choice, Found, Scorer, Training, assumed, search, training
+from megalith.planner.phases import InPhase, fits_all, in_phases, whole_training
+from megalith.planner.search import Choice, Found, Scorer, Training, assumed, search
 from megalith.schedule.table import kind
 from megalith.spec import files
 from megalith.spec.cluster import ClusterSpec, catalogue
@@ -42,6 +43,8 @@ class Answer:
     neighbours: tuple[Neighbour, ...]
     frontier: "tuple[Point, ...]" = ()
     what_ifs: "tuple[WhatIf, ...]" = ()
+    phases: tuple[InPhase, ...] = ()
+    """The best plan in each phase of the run, if it has several."""
 
     @property
     def convention(self) -> str:
@@ -85,6 +88,7 @@ class Answer:
             "neighbours": [one.to_json() for one in self.neighbours],
             "frontier": [one.to_json() | self._said(one.choice) for one in self.frontier],
             "what_ifs": [one.to_json() | self._said(one.choice) for one in self.what_ifs],
+            "phases": [one.to_json() for one in self.phases],
         }  # fmt: skip
 
     def _said(self, choice: Choice | None) -> dict[str, Any]:
@@ -112,23 +116,24 @@ def answer(
     if found.best is None:
         raise SpecErrors(_nothing(asked, found, scorer))
     tokens = asked.tokens
-    trainings = () if tokens is None else tuple(training(one, asked.cluster, tokens=tokens) for one in found.choices)
+    trainings = () if tokens is None else tuple(whole_training(one, asked, scorer) for one in found.choices)
     own = asked.own
     mine = None if own is None or not asked.legal(own) else Choice(own, scorer.estimate(workload_of(asked, own)))
     near = explain(workload_of(asked, found.best.plan), scorer) if why and not asked.forward_only else ()
     return Answer(
         asked, found, trainings, mine, tuple(one for one in near if asked.legal(one.plan)),
         frontier(asked, found) if pareto else (), tuple(_what_if(words, other) for words, other in what_ifs),
+        in_phases(asked, found.best.plan, scorer),
     )  # fmt: skip
 
 
 def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda done, total: None) -> Found:
     """The search that was asked for."""
-    train = asked.run.train
+    train, scorer = asked.run.train, scorer_of(asked)
     return search(
         asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=asked.format,
         optimizer=asked.run.optimizer.kind,
-        top=top, legal=asked.legal, scorer=scorer_of(asked), space=space_of(asked), tick=tick,
+        top=top, legal=lambda plan: asked.legal(plan) and fits_all(asked, plan, scorer), scorer=scorer, space=space_of(asked), tick=tick,
     )  # fmt: skip
 
 
@@ -209,7 +214,7 @@ class WhatIf:
 def _what_if(words: str, asked: Asked) -> WhatIf:
     best = find(asked, top=1).best
     known = best is not None and asked.tokens is not None
-    return WhatIf(words, best, training(best, asked.cluster, tokens=asked.tokens) if known else None)  # pyright: ignore[reportArgumentType]
+    return WhatIf(words, best, whole_training(best, asked, scorer_of(asked)) if known and best else None)
 
 
 def workload_of(asked: Asked, plan: Plan) -> Workload:
@@ -320,7 +325,7 @@ def as_run(answered: Answer) -> str:
     plan = best.plan
     if best.plan.recompute != "selective":
         plan = plan.model_copy(update={"recompute_parts": Plan().recompute_parts})
-    spec = asked.run.model_copy(update={"plan": plan})
+    spec = (asked.whole or asked.run).model_copy(update={"plan": plan})
     before = asked.resolved.provenance if asked.resolved else {}
     old = {dotted(leaf.path): leaf.value for leaf in leaves(asked.resolved.spec)} if asked.resolved else {}
     origins: dict[str, str] = {}

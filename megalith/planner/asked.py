@@ -13,10 +13,12 @@ from megalith.spec.cluster import OWN, ClusterSpec
 from megalith.spec.files import Resolved
 from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PRECISIONS, TRAINED
+from megalith.spec.phases import DATA as DATA_PHASES
+from megalith.spec.phases import RAMP, Phase, Phases, during
 from megalith.spec.plan import Plan
 from megalith.spec.presets import meant, presets
 from megalith.spec.problem import Problem, SpecErrors, near
-from megalith.spec.quantity import quantity
+from megalith.spec.quantity import Amount, quantity
 from megalith.spec.run import RunSpec
 from megalith.spec.sizes import count_active, count_blocks, count_model
 
@@ -71,6 +73,8 @@ class Asked:
     resolved: Resolved | None
     forward_only: bool = False
     offload: bool = True
+    whole: RunSpec | None = None
+    """The run with all its phases, if it has several; `run` is then one of the phase that reads most tokens."""
 
     @property
     def own(self) -> Plan | None:
@@ -83,8 +87,8 @@ class Asked:
 
     def refusals(self, plan: Plan) -> list[Problem]:
         """Why `megalith check` would not."""
-        found = check(self.run.model_copy(update={"plan": plan}), files=False)
-        mine = ("plan.", "cluster", "train.global_batch", "train.seq_len")
+        found = check((self.whole or self.run).model_copy(update={"plan": plan}), files=False)
+        mine = ("plan.", "cluster", "train.global_batch", "train.seq_len", RAMP, DATA_PHASES)
         denied = [problem for problem in found if problem.severity == "error" and problem.key.startswith(mine)]
         # what `plan.zero` is denied for is the state of training on the device, which a prefill has not, and a host's memory relieves
         passed = {"plan.zero"} if self.forward_only or plan.state.away else set[str]()
@@ -97,13 +101,18 @@ def ask(question: Question) -> Asked:
     problems: list[Problem] = []
     resolved = _loaded(question, problems)
     spec = resolved.spec if resolved else None
+    whole = spec if spec is not None and len(Phases.of(spec).all) > 1 else None
+    if whole is not None:
+        spec = during(whole, max(Phases.of(whole).spans(whole.train.steps), key=_tokens_of)[0])
+        if question.seq_len or question.global_batch or question.global_batch_tokens:
+            whole = None  # the question is another one than the file's
     model = _model(question, spec, problems)
     cluster_name, cluster = _cluster(question, spec, problems)
     format_ = _format(question, spec, cluster, problems)
     seq_len, noted = _length(question, spec, model)
     batch, notes = _batch(question, spec, seq_len, problems)
     notes = (*noted, *notes)
-    tokens = None if question.forward_only else _tokens(question, spec, problems)
+    tokens = None if question.forward_only else _tokens(question, spec, whole, problems)
     if question.forward_only:
         problems += _not_of_prefill(question)
     if model is not None and seq_len is not None:
@@ -117,8 +126,23 @@ def ask(question: Question) -> Asked:
     if question.compute_optimal:
         tokens, note = compute_optimal(built)
         notes = (*notes, note)
+    if whole is not None:
+        phases, length = (
+            Phases.of(whole),
+            {} if tokens is None else {"steps": Phases.of(whole).steps_to(Amount(round(tokens), "tokens"))},
+        )
+        precision = format_ if format_ in TRAINED else "bf16"
+        train = whole.train.model_copy(update=length | {"precision": precision})
+        whole = whole.model_copy(update={"model": model, "cluster": cluster_name, "train": train})
+        notes = (*notes, f"searched for the phase that reads most tokens; fits in all {len(phases.all)}")
     run = _run(spec, model, cluster_name, seq_len, batch, format_, tokens)
-    return Asked(run, built, cluster, format_, tokens, notes, resolved, question.forward_only, question.offload)
+    return Asked(run, built, cluster, format_, tokens, notes, resolved, question.forward_only, question.offload, whole)
+
+
+def _tokens_of(span: tuple[Phase, int]) -> int:
+    """The tokens that so many steps of a phase read."""
+    phase, steps = span
+    return steps * phase.global_batch * phase.seq_len
 
 
 def compute_optimal(model: ModelSpec) -> tuple[float, str]:
@@ -315,13 +339,16 @@ def _batch(
     )
 
 
-def _tokens(question: Question, spec: RunSpec | None, problems: list[Problem]) -> float | None:
+def _tokens(question: Question, spec: RunSpec | None, whole: RunSpec | None, problems: list[Problem]) -> float | None:
     if question.tokens is not None and question.compute_optimal:
         way_out = "Leave one of them out."
         problems.append(_problem("--tokens", question.tokens, "and --compute-optimal both say how long to train", way_out))
     if question.tokens is None:
         if spec is None:
             return None
+        if whole is not None:
+            phases = Phases.of(whole)
+            return float(phases.tokens(phases.after(0, whole.train.steps)))
         return float(
             spec.train.steps * (question.global_batch or spec.train.global_batch) * (question.seq_len or spec.train.seq_len)
         )

@@ -4,7 +4,7 @@ Most faults of combinations need two things to meet (Kuhn et al. 2004, "Software
 values of any two axes occurs finds most of them; further draws look for what needs three.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heapreplace
@@ -25,6 +25,9 @@ from megalith.spec.run import RunSpec
 MOST_RANKS = 8
 SAMPLES = 8
 """Of a global batch: a rank's are two microbatches, in a pipeline four, or two for four data ranks."""
+
+PHASES = ({"begin": SAMPLES, "global_batch": 2 * SAMPLES}, {"begin": 3 * SAMPLES, "global_batch": SAMPLES, "seq_len": 24})
+"""Each of three steps is of a phase of its own."""
 
 AXES: Mapping[str, Mapping[str, dict[str, Any]]] = {
     "model": {
@@ -62,6 +65,7 @@ AXES: Mapping[str, Mapping[str, dict[str, Any]]] = {
         **{policy: {"recompute": policy} for policy in ("full", "sqrt")},
     },
     "norm": {"known at once": {}, "known late": {"post_validation": True}},
+    "phases": {"none": {}, "a larger batch, then shorter sequences": {"phases": PHASES}},
     "optimizer": {kind: {"kind": kind} for kind in OPTIMIZERS},
     "precision": {name: {"precision": name} for name in TRAINED},
 }
@@ -69,7 +73,7 @@ AXES: Mapping[str, Mapping[str, dict[str, Any]]] = {
 PLAIN = ("1", "none", "known at once", "adamw", "fp32")
 """Values that ask for nothing, which goes without saying."""
 
-FIRST = dict.fromkeys(("shards", "copies", "tensor", "context", "pipeline", "expert"), 0.5) | {"precision": 0.9}
+FIRST = dict.fromkeys(("shards", "copies", "tensor", "context", "pipeline", "expert", "phases"), 0.5) | {"precision": 0.9}
 """How often an axis has its first value without a draw: axes of ranks, or hardly a combination would have few enough; the precision that
 shows most."""
 
@@ -196,23 +200,23 @@ def legal(choices: tuple[Choice, ...]) -> RunSpec | None:
     """The run of a combination, or None where it has too many ranks, `check` refuses it, or its optimizer would amplify the rounding of a
     narrow format."""
     asked = {key: value for axis, name in choices for key, value in AXES[axis][name].items()}
-    preset, precision, kind = asked.pop("preset"), asked.pop("precision"), asked.pop("kind")
+    preset, precision, kind, phases = (asked.pop(name, ()) for name in ("preset", "precision", "kind", "phases"))
     data = asked.get("data", 1) * asked.get("replicate", 1)
     microbatches = 4 if "pipeline" in asked else 2
     plan = Plan.model_validate(asked | {"data": data, "microbatch": max(1, SAMPLES // data // microbatches)})
     if plan.ranks > MOST_RANKS or (OPTIMIZERS[kind].amplifies and precision != "fp32"):
         return None
-    spec = _run(preset, precision, plan, kind)
+    spec = _run(preset, precision, plan, kind, phases)
     return None if any(problem.severity == "error" for problem in check(spec, files=False)) else spec
 
 
-def _run(preset: str, precision: str, plan: Plan, kind: str) -> RunSpec:
+def _run(preset: str, precision: str, plan: Plan, kind: str, phases: Sequence[Mapping[str, int]]) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": preset,
             "model": _small(preset, precision).model_dump(),
             "plan": plan.model_dump(),
-            "data": {"path": "none"},
+            "data": {"path": "none", "phases": phases},
             "train": {"steps": 3, "global_batch": SAMPLES, "seq_len": 48, "precision": precision},
             "optimizer": OPTIMIZER | {"kind": kind},
             "loss_scale": {"initial": LOSS_SCALE},
@@ -227,8 +231,8 @@ def _small(preset: str, precision: str) -> Any:
 
 
 def key_of(spec: RunSpec) -> Any:
-    """Return all that a run on one process depends on: the model, the precision, the optimizer, and the samples of a microbatch where
-    balance losses are over these, or where their gradients are compared one by one."""
+    """Return all that a run on one process depends on: the model, the precision, the optimizer, the phases, and the samples of a
+    microbatch where balance losses are over these, or where their gradients are compared one by one."""
     rounded = isinstance(PRECISIONS[spec.train.precision].parity, Rounded)
     sequences = spec.plan.set_sequences if rounded or spec.model.build().balances_microbatches else 0
-    return spec.model, spec.train.precision, spec.optimizer, sequences
+    return spec.model, spec.train.precision, spec.optimizer, spec.data.phases, sequences

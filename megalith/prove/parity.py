@@ -31,7 +31,8 @@ from megalith.prove.verdict import judge
 from megalith.schedule.table import FILE
 from megalith.spec.families import Model
 from megalith.spec.numbers import PRECISIONS, Rounded
-from megalith.spec.run import LossScaleSpec, RunSpec
+from megalith.spec.phases import Phases, during
+from megalith.spec.run import LossScaleSpec, RampSpec, RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.batches import Cut, indices, to_batch
 from megalith.train.join import choose_device, join
@@ -80,6 +81,7 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
     read = plan.schedule.startswith(FILE)  # from a file, for as many microbatches as the run has
     microbatches = spec.microbatches if read else min(spec.microbatches, 2 * plan.pipeline)
     microbatch = min(plan.microbatch, 2)
+    batch = plan.data * microbatch * microbatches
     unit = plan.tensor * plan.shards  # a weight is split by tensor ranks and then by data ranks
     return spec.model_copy(
         update={
@@ -91,14 +93,23 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
                 update={
                     "steps": steps,
                     "seq_len": _multiple(24, plan.tensor * plan.context * (2 if plan.context > 1 else 1)),
-                    "global_batch": plan.data * microbatch * microbatches,
+                    "global_batch": batch,
                     "init_from": None,
+                    "batch_ramp": _ramp(spec, batch),
                 }
             ),
+            "data": spec.data.model_copy(update={"phases": ()}),
             "optimizer": spec.optimizer.model_copy(update=OPTIMIZER),
+            "branch": None,
             "loss_scale": LossScaleSpec(initial=LOSS_SCALE),
         }
     )
+
+
+def _ramp(spec: RunSpec, batch: int) -> tuple[RampSpec, ...]:
+    """Return a ramp that doubles the batch after a step, for a run whose batch changes too."""
+    changes = len({phase.global_batch for phase in Phases.of(spec).all}) > 1
+    return (RampSpec(begin=batch, global_batch=2 * batch),) if changes else ()
 
 
 def clearly_routed(model: Model, precision: str) -> Model:
@@ -126,11 +137,13 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
     faces = {name: (p, parameters[name]) for name, p in computes.items()}
     for p in computes.values():
         p.data = p.data.to(Dtypes.of(spec.train.precision).compute)
-    text, kept = RandomText(spec), Recording()
+    kept, phases, samples = Recording(), Phases.of(spec), 0
     o = spec.optimizer
     advance = update_of(parameters, o, model)
     for step in range(spec.train.steps):
-        kept.losses.append(_reference_step(stage, faces, text, spec, step=step, device=device, kept=kept))
+        now = during(spec, phases.at(samples))
+        kept.losses.append(_reference_step(stage, faces, now, first=samples, device=device, kept=kept))
+        samples += now.train.global_batch
         grads = {name: _gradient(p).clone() for name, p in parameters.items()}
         norm = sum(float(grad.double().square().sum()) for grad in grads.values()) ** 0.5  # torch's norm drifts in a large tensor
         nn.utils.clip_grads_with_norm_(parameters.values(), o.clip or float("inf"), torch.tensor(norm))
@@ -151,15 +164,15 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
 def _reference_step(
     stage: Stage,
     faces: dict[str, tuple[nn.Parameter, nn.Parameter]],
-    text: RandomText,
     spec: RunSpec,
     *,
-    step: int,
+    first: int,
     device: torch.device,
     kept: Recording,
 ) -> float:
-    """Gradients of one step; its loss. `faces`: of each parameter what computes, and what is kept and gets the gradient, in fp32."""
-    first, head = step * spec.train.global_batch, stage.spec.head
+    """Gradients of the step that begins with sample `first`; its loss. `faces`: of each parameter what computes, and what is kept and gets
+    the gradient, in fp32."""
+    text, head = RandomText(spec), stage.spec.head
     rows = spec.plan.set_sequences
     sets = [text.batch(range(first + i * rows, first + (i + 1) * rows)) for i in range(spec.microbatches)]
     valid = sum(int((samples.targets >= 0).sum()) for samples in sets)
@@ -184,7 +197,7 @@ def _reference_step(
             for name, (computes, parameter) in faces.items():
                 computes.grad = None
                 parameter.grad = grads[name] if parameter.grad is None else parameter.grad + grads[name]
-            if step == 0:
+            if first == 0:
                 kept.microbatches.append({name: grad.to("cpu", copy=True) for name, grad in grads.items()})
     kept.routing.append({name: Routed.of(records) for name, records in routings.items()})
     return total
@@ -202,12 +215,18 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 def record(trainer: Trainer) -> Recording:
     """The run under its plan, all ranks together; what the whole model did is told on the first rank, others know their part."""
-    spec, kept, text = trainer.spec, Recording(), RandomText(trainer.spec)
+    spec, kept, phases, first = trainer.run, Recording(), Phases.of(trainer.run), 0
     totals: list[Totals] = []
     late: Unchecked | None = None
     for step in range(spec.train.steps):
-        numbers = indices(spec, first=step * spec.train.global_batch, data_rank=trainer.groups.coordinates["data"])
+        if phases.at(first).first == first > 0:
+            totals += _settled(late)
+            late = None
+            trainer.enter(phases.at(first))
+        text = RandomText(trainer.spec)
+        numbers = indices(trainer.spec, first=first, data_rank=trainer.groups.coordinates["data"])
         samples = [text.batch(part) for part in numbers]
+        first += trainer.spec.train.global_batch
         with ExitStack() as stack:
             routings = [stack.enter_context(recording(stage)) for stage in trainer.stages.values()]
             accumulated = accumulate(trainer, samples, check=late)
@@ -220,12 +239,18 @@ def record(trainer: Trainer) -> Recording:
             computed = conclude(trainer, accumulated, step=step)
             totals.append(computed.totals)
             update(trainer, computed, step=step)
-    if late:
-        late.settle()
-        totals.append(late.totals)
+    totals += _settled(late)
     kept.losses, kept.norms = [each.loss for each in totals], [each.norm for each in totals]
     kept.weights = _together({**trainer.parameters, **trainer.state.buffers}, trainer)
     return kept
+
+
+def _settled(late: Unchecked | None) -> list[Totals]:
+    """Check an update that was made before its norm was known, if there is one; what all ranks know of its step."""
+    if late is None:
+        return []
+    late.settle()
+    return [late.totals]
 
 
 def _all_routed(trainer: Trainer, accumulated: Accumulated, routings: list[dict[str, list[Record]]]) -> dict[str, Routed]:

@@ -15,6 +15,7 @@ from megalith.events import (
     Holding,
     Kind,
     Lowered,
+    PhaseBegan,
     Problem,
     Rewound,
     RunFinished,
@@ -34,7 +35,7 @@ class History:
     """The events of a run: all of them in the order of their writing, and by kind, oldest first.
 
     A resumed run goes back to a checkpoint: what it had recorded beyond it counts as `repeated`, and only what came after the
-    last return is in `steps`, `validations` and `samples`. `skipped`: lines of the log that hold no event.
+    last return is in `steps`, `validations`, `phases` and `samples`. `skipped`: lines of the log that hold no event.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -42,6 +43,7 @@ class History:
     steps: list[Step] = field(default_factory=list)
     repeated: list[Step] = field(default_factory=list)
     validations: list[Validation] = field(default_factory=list)
+    phases: list[PhaseBegan] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     spans: list[Spans] = field(default_factory=list)
     holdings: list[Holding] = field(default_factory=list)
@@ -75,6 +77,15 @@ class History:
     def total_steps(self) -> int | None:
         """Steps the run is to take."""
         return self.spec.get("train", {}).get("steps")
+
+    @property
+    def branch(self) -> str:
+        """Where the run came from, in words, if it is a branch of another; else empty."""
+        branch = self.spec.get("branch")
+        if not branch:
+            return ""
+        decay = f", decays over {branch['decay']:,} updates" if branch.get("decay") else ""
+        return f"{branch['checkpoint']}, after {branch['updates']:,} updates and {branch['samples']:,} samples{decay}"
 
     @property
     def state(self) -> str:
@@ -113,6 +124,7 @@ def gather(records: Iterable[Event]) -> History:
     starts: list[RunStarted] = []
     steps: dict[int, Step] = {}
     validations: dict[int, Validation] = {}
+    phases: dict[int, PhaseBegan] = {}
     samples: dict[int, Sample] = {}
     spans: dict[int, Spans] = {}
     holdings: dict[int, Holding] = {}
@@ -128,12 +140,15 @@ def gather(records: Iterable[Event]) -> History:
                 finished, moved = None, True
                 repeated += _pop_after(steps, record.resumed_step)
                 _pop_after(validations, record.resumed_step)
+                _pop_after(phases, record.resumed_step)
                 _pop_after(samples, record.resumed_step)
                 _pop_after(spans, record.resumed_step)
             case Step():
                 steps[record.step] = record
             case Validation():
                 validations[record.step] = record
+            case PhaseBegan():
+                phases[record.step] = record
             case Sample():
                 samples[record.step] = record
             case Spans():
@@ -161,6 +176,7 @@ def gather(records: Iterable[Event]) -> History:
         steps=_in_order(steps),
         repeated=repeated,
         validations=_in_order(validations),
+        phases=_in_order(phases),
         samples=_in_order(samples),
         spans=_in_order(spans),
         holdings=_in_order(holdings),

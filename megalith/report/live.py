@@ -13,7 +13,20 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from megalith import epochs, events
-from megalith.events import Event, Incident, Lowered, Problem, Recovery, Rewound, RunStarted, Skipped, Spike, Step, Validation
+from megalith.events import (
+    Event,
+    Incident,
+    Lowered,
+    PhaseBegan,
+    Problem,
+    Recovery,
+    Rewound,
+    RunStarted,
+    Skipped,
+    Spike,
+    Step,
+    Validation,
+)  # fmt: skip
 from megalith.report import units
 
 RECENT = 30
@@ -151,6 +164,8 @@ class Follow:
             case Recovery():
                 how = f"from {event.restored}" if event.restored else "in place"
                 self._print(Text.assemble(("going on", "green"), f" at step {event.step}, {how}"))
+            case PhaseBegan():
+                self._print(Text.assemble(("phase", "cyan"), f": {event.words}"))
             case Skipped() | Spike() | Rewound() | Lowered():
                 self._print(Text.assemble(("warning", "yellow"), f": {event.words}"))
             case Problem(severity="error") if not self._errors:
@@ -189,6 +204,7 @@ class Follow:
         words += [f"scale {step.scale:,.0f}"] if step.scale is not None else []
         words.append(f"{units.count(step.tokens_per_second)} tokens/s")
         words += [f"MFU {units.percent(step.mfu)}"] if step.mfu is not None else []
+        words += [f"noise scale {units.count(step.noise['tokens'])} tokens"] if "tokens" in step.noise else []
         left = self._left()
         words += [f"ETA {units.clock(left)}"] if left is not None else []
         return "  ".join(words)

@@ -14,6 +14,7 @@ from megalith.events import Holding, Problem, Skipped, Step, of_kind
 from megalith.report import spikes, timeline, units
 from megalith.report.history import History, history
 from megalith.report.holding import who_holds_what
+from megalith.report.phases import phase_table
 from megalith.report.signs import signs
 from megalith.report.style import PAGE
 from megalith.report.svg import Point, Series, line_chart, stacked_columns, stacked_rows
@@ -47,6 +48,7 @@ def render(run: History, *, folder: Path) -> str:
     sections: list[tuple[str, Callable[[], str]]] = [
         ("", lambda: _cards(run)),
         ("Loss", lambda: _curves(run)),
+        ("Phases", lambda: phase_table(run)),
         ("Speed", lambda: _speed(run)),
         ("Memory", lambda: _memory(run)),
         ("Who holds what", lambda: who_holds_what(run)),
@@ -85,6 +87,7 @@ def _said(run: History) -> str:
         words += [f"schedule {plan.schedule}"] if plan.pipeline > 1 else []
         words += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
         words += ["compiled"] if plan.compile else []
+    words += [f"branch of {run.branch}"] if run.branch else []
     words += [f"{k} {v}" for k, v in start.versions.items()]
     return escape(" · ".join(words))
 
@@ -212,6 +215,9 @@ def _curves(run: History) -> str:
         chart = line_chart([Series("loss scale", scales, 5)], x_label="step", y_format=lambda y: f"2^{y:g}")
         over = sum(each.scale_before is not None for each in of_kind(run.events, Skipped))
         figures.append(_figure(f"Loss scale of fp16; {over:,} {'step' if over == 1 else 'steps'} overflowed", chart))
+    if noise := [(s.step, s.noise["tokens"]) for s in run.steps if "tokens" in s.noise]:
+        chart = line_chart(_curve("noise scale", noise, 3), x_label="step", y_format=units.count, from_zero=True)
+        figures.append(_figure("Gradient noise scale (tokens), smoothed", chart))
     figures.append(_figure("Gradient norm, before clipping", line_chart(norm, x_label="step", y_format=digits, from_zero=True)))
     figures.append(
         _figure("Learning rate", line_chart(rate, x_label="step", y_format=lambda y: f"{y:.2g}" if y else "0", from_zero=True))

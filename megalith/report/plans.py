@@ -185,6 +185,18 @@ def trainings(found: Answer) -> str:
     return f"{amount(one.tokens)} tokens with the best: {', '.join(parts)}; no faults counted (megalith simulate counts them)"
 
 
+def phases(found: Answer) -> Table:
+    """The best plan in each phase of the run."""
+    drawn = _table("from sample", "a step", "steps", "step", "in all", "GiB")
+    for one in found.phases:
+        time, held = one.estimate.time.step, one.estimate.memory.total
+        drawn.add_row(
+            f"{one.phase.first:,}", f"{one.phase.global_batch:,} x {one.phase.seq_len:,}", f"{one.steps:,}", seconds(time),
+            f"{time * one.steps / 3600:,.1f} h", f"{held / GIB:.1f}",
+        )  # fmt: skip
+    return drawn
+
+
 def amount(value: float) -> str:
     """1.5T, 30.8M, 12,345."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):

@@ -9,6 +9,7 @@ from rich.text import Text
 from megalith.events import Problem, Skipped, of_kind
 from megalith.report import spikes, units
 from megalith.report.history import History, history
+from megalith.report.phases import noise_words
 from megalith.report.summary import Summary, summarize
 
 SHOWN = 5  # incidents in the summary; the report page has them all
@@ -41,9 +42,13 @@ def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
         facts.append(("ranks", f"{found.ranks} on {found.device}"))
         if plan:
             facts.append(("plan", f"data {plan.data} · tensor {plan.tensor} · pipeline {plan.pipeline} · ZeRO {plan.zero}"))
+        if came := run.branch:
+            facts.append(("branch of", came))
     if run.steps:
         facts.append(("steps", f"{found.step:,}" + (f" of {found.steps:,}" if found.steps else "")))
         facts.append(("training loss", f"{found.loss:.4f} (mean of the last {found.loss_steps})"))
+    if run.phases:
+        facts.append(("phase", run.phases[-1].words.partition(" ")[2]))
     if found.validation_loss is not None:
         domains = ", ".join(f"{name} {loss:.4f}" for name, loss in found.validation_domains.items())
         said = f"{found.validation_loss:.4f}" + (f" ({domains})" if len(found.validation_domains) > 1 else "")
@@ -52,6 +57,7 @@ def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
         facts.append(("tokens", f"{units.count(found.tokens)}"))
         facts.append(("tokens a second", f"{units.count(found.tokens_per_second)} (median)"))
         facts.append(("MFU", _mfu(run, found)))
+        facts.append(("noise scale", noise_words(run)))
         facts.append(("time in steps", units.duration(found.seconds_in_steps)))
     if run.steps and run.steps[-1].scale is not None:
         over = sum(each.scale_before is not None for each in of_kind(run.events, Skipped))

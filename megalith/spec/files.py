@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from megalith.spec import renamed
+from megalith.spec import lengths, renamed
 from megalith.spec.presets import meant, presets
 from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.run import RunSpec
@@ -118,6 +118,7 @@ def _lay_all(layers: Sequence[Layer], *, path: Path | None, saved: bool = False)
         return sources.get(name, "")
 
     old = [] if saved else list(renamed.take(tree, source))
+    lengths.convert(tree, sources)
     found = examine(tree, RunSpec, source=source, preset_failed=bool(failed))
     origins = {name: sources.get(name, "default") for name in (dotted(leaf.path) for leaf in leaves(found.spec))}
     return Reading(Resolved(found.spec, origins, path), [*failed, *old, *found.problems])

@@ -42,9 +42,14 @@ _GROUPS: dict[str, tuple[str, str]] = {
     "epochs epoch num_epochs max_epochs num_train_epochs": ("train.steps", EPOCH),
     "tokens max_tokens train_tokens total_tokens": (
         "train.steps",
-        "the number of updates: tokens / (train.global_batch x train.seq_len).",
+        'the number of updates, or a text such as "500M tokens".',
     ),
+    "train_samples": ("train.steps", 'the number of updates, or a text such as "2M samples".'),
     "batch batch_size global_batch_size train_batch_size": ("train.global_batch", BATCH),
+    "rampup_batch_size batch_size_rampup batch_size_schedule": (
+        "train.batch_ramp",
+        "changes of the global batch: tables with begin and global_batch. See docs/guide/batch.md.",
+    ),
     "gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps accumulate_grad_batches num_microbatches": (
         "train.global_batch",
         ACCUMULATION,

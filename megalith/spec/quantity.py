@@ -1,7 +1,10 @@
-"""Large numbers as people write them: 8k, 16M, 15T, 1.5e9."""
+"""Amounts as people write them: 8k, 16M, 15T, 1.5e9, "500M tokens"."""
 
 import re
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+UNITS = ("steps", "samples", "tokens")
 
 
 class Thousand(NamedTuple):
@@ -25,3 +28,21 @@ def whole(text: str, mark: Thousand) -> int | None:
     """Return "8k" or "1e5" as a whole number; None for text without such a letter or exponent, or that is no whole number."""
     number = quantity(text, thousand=mark.base) if re.search(r"[a-zA-Z]", text) else None
     return int(number) if number is not None and number == int(number) else None
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A length of training: a whole number of steps, samples or tokens."""
+
+    number: int
+    unit: str
+
+    @classmethod
+    def read(cls, value: Any) -> "Amount | None":
+        """Return the amount that a text such as "500M tokens" names; None for anything else."""
+        if not isinstance(value, str):
+            return None
+        number, _, unit = value.strip().rpartition(" ")
+        unit = unit.lower() if unit.lower().endswith("s") else f"{unit.lower()}s"
+        found = quantity(number)
+        return None if found is None or unit not in UNITS else cls(round(found), unit)

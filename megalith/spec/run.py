@@ -26,6 +26,28 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.quantity import Thousand
 
+Begin = Annotated[
+    NonNegativeInt,
+    Thousand(1000),
+    Field(description='samples consumed before it; or a text such as "20B tokens" or "5000 steps"'),
+]
+
+
+class PhaseSpec(Spec):
+    """A phase of the data: what changes from a sample on. What it does not name stays as it was."""
+
+    begin: Begin
+    weights: dict[str, NonNegativeFloat] | None = Field(default=None, description="share of each domain in the mixture")
+    seq_len: Annotated[PositiveInt | None, Thousand(1024)] = None
+    global_batch: Annotated[PositiveInt | None, Thousand(1024)] = None
+
+
+class RampSpec(Spec):
+    """A point of the batch ramp: the global batch from a sample on."""
+
+    begin: Begin
+    global_batch: Annotated[PositiveInt, Thousand(1024)]
+
 
 class DataSpec(Spec):
     """Prepared data (`megalith data prepare`) and how it is read."""
@@ -38,13 +60,21 @@ class DataSpec(Spec):
         default=None, description="share of each domain in the mixture; default: in proportion to its tokens"
     )
     document_mask: bool = Field(default=True, description="a token sees only its own document, and positions restart in each")
+    phases: tuple[PhaseSpec, ...] = Field(
+        default=(), description="changes of mixture, sequence length and batch: tables with begin, weights, seq_len, global_batch"
+    )
 
 
 class TrainSpec(Spec):
     """Length, batch and numerics."""
 
-    steps: Annotated[PositiveInt, Thousand(1000)]
+    steps: Annotated[PositiveInt, Thousand(1000)] = Field(
+        description='updates: a number, or a text such as "500M tokens" or "2M samples"'
+    )
     global_batch: Annotated[PositiveInt, Thousand(1024)] = Field(description="sequences a step, over all ranks")
+    batch_ramp: tuple[RampSpec, ...] = Field(
+        default=(), description="changes of the global batch: tables with begin and global_batch"
+    )
     seq_len: Annotated[PositiveInt, Thousand(1024)]
     precision: Trained = Field(default="bf16", description="narrow ones keep fp32 master weights, moments and reductions")
     seed: NonNegativeInt = 0
@@ -77,7 +107,7 @@ def _warmup(value: Any) -> int | str:
         if value >= 0:
             return value
         raise PydanticCustomError("greater_than_equal", "Input should be at least {ge}", {"ge": 0})
-    raise PydanticCustomError("updates_or_share", 'a whole number of updates is needed, or a share of the steps such as "2%"')
+    raise PydanticCustomError("updates_or_share", "a whole number of updates is needed, a share of the steps, or a length")
 
 
 class GroupSpec(Spec):
@@ -99,11 +129,13 @@ class OptimizerSpec(Spec):
     kind: str = Field(default="adamw", description="rule of update: a name from the table of optimizers")
     lr: PositiveFloat = 3e-4
     schedule: Literal["cosine", "linear", "wsd", "1-sqrt", "constant"] = "cosine"
-    warmup: Annotated[int | str, PlainValidator(_warmup)] = Field(
+    warmup: Annotated[int | str, PlainValidator(_warmup), Thousand(1000)] = Field(
         default="2%",
         description='updates of linear warm-up, or a share of train.steps such as "2%": the first has lr / warmup, the last lr',
     )
-    decay: NonNegativeFloat = Field(default=0.2, le=1.0, description="wsd, 1-sqrt: share of the steps that decay at the end")
+    decay: NonNegativeFloat = Field(
+        default=0.2, description="wsd, 1-sqrt: share of the updates that decay at the end; above 1, how many updates do"
+    )
     min_lr_ratio: NonNegativeFloat = Field(
         default=0.1,
         le=1.0,
@@ -188,6 +220,19 @@ class LossScaleSpec(Spec):
     )
 
 
+class BranchSpec(Spec):
+    """Where a run begins: the whole state of another run, as one of its checkpoints holds it. `megalith train --branch` fills it in."""
+
+    checkpoint: str = Field(description="folder of the checkpoint")
+    updates: NonNegativeInt = Field(description="updates made when it was saved")
+    samples: NonNegativeInt = Field(description="samples consumed when it was saved")
+    steps: PositiveInt = Field(description="train.steps of the run that saved it, which its schedule is over")
+    decay: NonNegativeInt = Field(
+        default=0, description="updates over which the learning rate falls to its lowest; 0: the schedule goes on"
+    )
+    skip: NonNegativeInt = Field(default=0, description="samples passed over")
+
+
 class ValidationSpec(Spec):
     """Loss on the held-out part of each domain."""
 
@@ -240,6 +285,7 @@ class RunSpec(Spec):
     data: DataSpec
     train: TrainSpec
     optimizer: OptimizerSpec = OptimizerSpec()
+    branch: BranchSpec | None = None
     stability: StabilitySpec = StabilitySpec()
     loss_scale: LossScaleSpec = LossScaleSpec()
     validation: ValidationSpec = ValidationSpec()

@@ -60,7 +60,7 @@ WRITE: dict[str, str] = {
     "less_than_equal": "Use {le:g} or less",
     "string_pattern_mismatch": "Write one of the known forms",
     "literal_error": "Choose one of them",
-    "updates_or_share": 'Write 100 or "2%"',
+    "updates_or_share": 'Write 100, "2%" or "1B tokens"',
 }
 """The way out by the type of error."""
 
@@ -139,6 +139,9 @@ def _with_nones(spec: type[Spec], tree: Tree) -> Tree:
         mark = next((each for each in field.metadata if isinstance(each, Thousand)), None)
         if mark and isinstance(value, str):
             return whole(value, mark) or value
+        if isinstance(value, list):
+            kinds = [kind for each in get_args(field.annotation) for kind in kinds_of(each)]
+            return [_with_nones(kinds[0], each) if kinds and isinstance(each, dict) else each for each in value]
         nested = _chosen(kinds_of(field.annotation), value)
         return _with_nones(nested, value) if nested and isinstance(value, dict) else value
 

@@ -15,14 +15,16 @@ from megalith.parallel.execute import Executor, Hidden
 from megalith.parallel.gradients import Shared, shared
 from megalith.parallel.groups import Groups
 from megalith.parallel.passes import Runner
-from megalith.schedule.lower import lower
+from megalith.schedule.lower import Program, lower
 from megalith.schedule.table import build
 from megalith.schedule.verify import problems
 from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PRECISIONS
+from megalith.spec.phases import Phase, Phases, during
 from megalith.spec.run import RunSpec
 from megalith.spec.sizes import model_parameters, tied_names
 from megalith.spec.treatment import treatments
+from megalith.train.noise import NoiseMeter
 from megalith.train.optimizers.rates import learning_rate
 from megalith.train.optimizers.rule import Optimizer
 from megalith.train.optimizers.whole import Whole
@@ -30,11 +32,12 @@ from megalith.train.stability.loss_scale import Scale
 from megalith.train.state import State
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trainer:
-    """All that one rank trains with."""
+    """All that one rank trains with. Only `enter` changes it."""
 
-    spec: RunSpec
+    run: RunSpec
+    spec: RunSpec  # the run as it is during the phase that is trained
     model: ModelSpec
     groups: Groups
     device: torch.device
@@ -44,6 +47,15 @@ class Trainer:
     executor: Executor
     state: State
     rule: Optimizer
+    noise: NoiseMeter
+
+    def enter(self, phase: Phase) -> None:
+        """Train a phase of the run from now on: between two steps, when nothing is left to check, on all ranks together. Modules, state
+        and groups stay, so nothing is compiled again but what meets tensors of another shape."""
+        spec = during(self.run, phase)
+        if spec.microbatches != self.spec.microbatches or spec.train.seq_len != self.spec.train.seq_len:
+            self.executor.adopt(program_of(spec, self.groups), hidden_of(spec, self.device))
+        self.spec = spec
 
     @property
     def stages(self) -> dict[int, Stage]:
@@ -75,8 +87,9 @@ class Trainer:
     @property
     def lr(self) -> float:
         """The learning rate of the next update."""
-        rate = learning_rate(self.state.updates, spec=self.spec.optimizer, steps=self.spec.train.steps)
-        return rate * self.spec.stability.lower_by if self.state.updates < self.state.history.lowered else rate
+        spec = self.spec
+        rate = learning_rate(self.state.updates, spec=spec.optimizer, steps=spec.train.steps, branch=spec.branch)
+        return rate * spec.stability.lower_by if self.state.updates < self.state.history.lowered else rate
 
     def update(self) -> None:
         """Update all weights from their gradients, which stay."""
@@ -97,25 +110,24 @@ def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool 
 
     Raises RuntimeError if the schedule's program has a fault (found before anything is sent).
     """
+    whole, spec = spec, during(spec, Phases.of(spec).all[0])
     model, plan = spec.model.build(), spec.plan
-    schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=spec.microbatches, chunks=plan.chunks)
-    program = lower(schedule, plan.zero)
-    if groups.rank == 0 and (faults := problems(program)):  # the same on every rank, and seconds of work for a large program
-        raise RuntimeError("the pipeline program is wrong:\n" + "\n".join(faults))
+    program = program_of(spec, groups)
+    schedule = program.schedule
     bounds = plan.bounds(len(model.blocks))
     seed = None if load else spec.train.seed
     builder = Builder(model, plan=plan, groups=groups, precision=spec.train.precision, device=device, seed=seed)
     runners = {stage: builder.build(*bounds[stage]) for stage in schedule.stages_of(groups.coordinates["pipeline"])}
     parameters = {name: weight.kept for name, weight in builder.by_name.items()}
     buffers = {name: tensor for runner in runners.values() for name, tensor in runner.stage.lasting_buffers().items()}
-    split = plan.context * (plan.tensor if plan.sequence else 1)
-    hidden = Hidden((plan.microbatch, spec.train.seq_len // split, model.dim), Dtypes.of(spec.train.precision).compute, device)
     both_ends = {schedule.rank_of(stage, 0) for stage in (0, schedule.stages - 1)} if schedule.mirrored is None else {0}
     tied = set(tied_names(model).values()) if len(both_ends) > 1 else ()
     partly = shared(builder.by_name, tied=tied, groups=groups)
+    buckets = dict.fromkeys(bucket for runner in runners.values() for used in runner.buckets for bucket in used)
     treated = treatments(model, spec.optimizer)
     scale = Scale.first(spec.loss_scale) if PRECISIONS[spec.train.precision].scaled else None
     return Trainer(
+        run=whole,
         spec=spec,
         model=model,
         groups=groups,
@@ -123,10 +135,28 @@ def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool 
         runners=runners,
         parameters=parameters,
         shared=partly,
-        executor=Executor(program, runners, reducer=builder.reducer, groups=groups, hidden=hidden),
+        executor=Executor(program, runners, reducer=builder.reducer, groups=groups, hidden=hidden_of(spec, device)),
         state=State(parameters, buffers, {name: each.slots for name, each in treated.items()}, scale),
         rule=Optimizer(spec.optimizer, treated, Whole.of(parameters, model_parameters(model), partly, groups)),
+        noise=NoiseMeter(builder.by_name, buckets, partly, groups, spec),
     )
+
+
+def program_of(spec: RunSpec, groups: Groups) -> Program:
+    """Return the program of a step. Raises RuntimeError if it has a fault."""
+    plan = spec.plan
+    program = lower(build(plan.schedule, ranks=plan.pipeline, microbatches=spec.microbatches, chunks=plan.chunks), plan.zero)
+    if groups.rank == 0 and (faults := problems(program)):  # the same on every rank, and seconds of work for a large program
+        raise RuntimeError("the pipeline program is wrong:\n" + "\n".join(faults))
+    return program
+
+
+def hidden_of(spec: RunSpec, device: torch.device) -> Hidden:
+    """Return the shape of what one stage gives the next."""
+    plan = spec.plan
+    split = plan.context * (plan.tensor if plan.sequence else 1)
+    shape = plan.microbatch, spec.train.seq_len // split, spec.model.build().dim
+    return Hidden(shape, Dtypes.of(spec.train.precision).compute, device)
 
 
 def mesh_groups(spec: RunSpec, device: torch.device, world: dist.ProcessGroup | None = None) -> Groups:

@@ -8,16 +8,18 @@ import torch.distributed as dist
 
 from megalith.checkpoint.checkpointer import Checkpointer, Failed, Saved
 from megalith.data.stream import Stream
-from megalith.events import Checkpoint, EventLog, Problem, Skipped, Spans, Step, Validation
+from megalith.events import Checkpoint, EventLog, PhaseBegan, Problem, Skipped, Spans, Step, Validation
 from megalith.fleet import hooks
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.heartbeat import Heartbeat, Measured
 from megalith.fleet.report import report
 from megalith.fleet.signs import SaveFailed, SaveWorks
 from megalith.fleet.tiers import Tier
+from megalith.spec.noise import SMOOTHED
+from megalith.spec.phases import Phase, Phases
 from megalith.train.assemble import Trainer
 from megalith.train.guard import Guard
-from megalith.train.peak import Yardstick
+from megalith.train.peak import Yardstick, counted_flops
 from megalith.train.post_validation import LateStepper
 from megalith.train.restore import Position, meta, read_indices, read_numbers, read_step
 from megalith.train.stability.healer import Data, Healer
@@ -87,7 +89,8 @@ class Loop:
     ) -> None:
         self.trainer, self.stream, self.checkpointer, self.position = trainer, stream, checkpointer, position
         self.yardstick, self.log, self.heartbeat = yardstick, log, heartbeat
-        self.spec = trainer.spec
+        self.spec, self.phases = trainer.run, Phases.of(trainer.run)
+        self._phase: Phase | None = None
         self.validator = validator
         self.guard = guard
         self._watchers = [*watchers, *([guard] if guard else [])]
@@ -99,22 +102,24 @@ class Loop:
         self._stepper = stepper_of(trainer, watchers=self._watchers, referee=guard, healer=healer)
         self._timed: dict[int, _Timed] = {}  # of the steps whose outcome is not known yet
         self._first = position.step
+        self._noise = (0.0, 0.0)  # moving averages of the gradients' signal and noise
         self._compute = 0.0  # seconds of this rank's own work in the last step
         self._newest: _Timed | None = None  # of the newest step whose outcome is known
         self._measured: Measured | None = None  # the newest step whose seconds are known
         self._save_failed = False
 
     def _data(self) -> Data:
-        """What this rank reads in any step."""
-        here = self.trainer.groups.coordinates["data"]
+        """What this rank reads in any step since it began."""
+        here, begin = self.trainer.groups.coordinates["data"], self.position
 
         def place(number: int) -> str:
             return f"{self.stream.sample(number).domain} in {self.stream.bytes_of(number)[0].name}"
 
         return Data(
-            read=lambda step: read_step(self.stream, self.spec, self.position, step, here),
-            mine=lambda step: read_indices(self.spec, self.position, step, here),
-            numbers=lambda step: read_numbers(self.spec, self.position, step),
+            read=lambda step: read_step(self.stream, self.spec, begin, step, here),
+            mine=lambda step: read_indices(self.spec, begin, step, here),
+            numbers=lambda step: read_numbers(self.spec, begin, step),
+            phase=lambda step: self.phases.at(read_numbers(self.spec, begin, step).start),
             place=place,
         )
 
@@ -169,8 +174,9 @@ class Loop:
 
     def _one_step(self, stop: bool) -> bool:
         """Train one step; True if all ranks are to stop now."""
+        ended = self._enter_phase()
         began, worked, step = time.perf_counter(), time.thread_time(), self.step
-        self.heartbeat.beat("step", step, compute=self._compute, measured=self._measured)
+        self.heartbeat.beat(self._doing, step, compute=self._compute, measured=self._measured)
         tell(self._watchers, "before_step", self.trainer, step)
         seed_step(self.trainer, step)
         here = self.trainer.groups.coordinates["data"]
@@ -181,7 +187,7 @@ class Loop:
         settled = self._stepper.step(microbatches, step=step, stop=stop)
         self._advance(step + 1)
         self._timed[step] = _Timed(read, time.perf_counter() - began)
-        stopping = self._learn(settled)
+        stopping = self._learn(settled) or ended
         if self.trainer.device.type == "cpu":  # its time, not the clock's: waits within a forward are those for the slow rank
             self._compute = time.thread_time() - worked
         if settled:
@@ -194,9 +200,36 @@ class Loop:
         breakdown = _went_to(done, self._newest)
         return Measured(done.step, float(done.memory["peak"]), breakdown | {"own": self._compute})
 
+    def _enter_phase(self) -> bool:
+        """Train the phase that the next step is in; True if all ranks are to stop, as the step says that a new phase waited for."""
+        phase = self.phases.at(self.position.samples)
+        stopping = False if phase is self._phase else self._learn(self._stepper.settle())
+        state = self.trainer.state
+        state.history = state.history.of_text(self.phases.texts[phase.number])  # also after a rewind into another phase
+        if phase is self._phase:
+            return False
+        if self._phase is not None and phase.seq_len != self._phase.seq_len:  # noise is a sequence's
+            self._noise = (0.0, 0.0)
+        self.trainer.enter(phase)
+        if self.yardstick.folder is not None:
+            self.yardstick = replace(self.yardstick, flops_per_token=counted_flops(self.trainer, self.yardstick.folder))
+        if self.log and len(self.phases.all) > 1 and (self._phase or phase.first == self.position.samples):
+            about = {"seq_len": phase.seq_len, "global_batch": phase.global_batch, "weights": phase.weights or {}}
+            self.log.write(PhaseBegan(step=self.step + 1, samples=self.position.samples, number=phase.number, **about))
+        self._phase = phase
+        return stopping
+
+    @property
+    def _doing(self) -> str:
+        """What a heartbeat says of a step: steps of another shape take another time."""
+        first, now = self.phases.all[0], self.trainer.spec.train
+        if (now.seq_len, now.global_batch) == (first.seq_len, first.global_batch):
+            return "step"
+        return f"step of {now.global_batch} x {now.seq_len}"
+
     def _advance(self, step: int) -> None:
         """Stand at `step`: its samples are consumed, whether its update was made or left out."""
-        samples = self.position.samples + self.spec.train.global_batch
+        samples = self.position.samples + self.trainer.spec.train.global_batch
         self.position = Position(step, samples, self.trainer.state.updates, self.trainer.state.history)
 
     def _drawn(self, step: int) -> bool:
@@ -237,7 +270,7 @@ class Loop:
                 grad_norm=done.grad_norm,
                 lr=done.lr,
                 tokens=done.tokens,
-                tokens_seen=(self.position.samples - later * self.spec.train.global_batch) * self.spec.train.seq_len,
+                tokens_seen=self.phases.tokens(self.position.samples - later * self.trainer.spec.train.global_batch),
                 seconds=timed.whole,
                 tokens_per_second=rate,
                 mfu=self.yardstick.flops_per_token * rate / self.yardstick.peak if self.yardstick.peak else None,
@@ -245,9 +278,21 @@ class Loop:
                 memory=done.memory,
                 experts=done.experts,
                 updates=done.updates,
+                noise=self._noise_of(done),
                 scale=done.scale,
             )
         )
+
+    def _noise_of(self, done: Stepped) -> dict[str, float]:
+        """What a step's event says of the noise of its gradients; empty where the plan does not show it."""
+        if done.noise is None:
+            return {}
+        signal, noise = (SMOOTHED * old + (1 - SMOOTHED) * new for old, new in zip(self._noise, done.noise, strict=True))
+        self._noise = signal, noise
+        scale = (
+            {"scale": noise / signal, "tokens": noise / signal * self.trainer.spec.train.seq_len} if signal > 0 < noise else {}
+        )
+        return {**done.noise._asdict(), **scale}
 
     def _draw(self, done: Stepped) -> None:
         """Log when the ranks of the first pipeline did what."""

@@ -23,18 +23,21 @@ class Yardstick:
     flops_per_token: float
     peak: float | None
     source: str
+    folder: Path | None = None
+    """Where counts are kept."""
 
 
 def yardstick_of(trainer: Trainer, folder: Path) -> Yardstick:
     """What MFU is measured with. The peak is from the catalogue, or measured on a CPU; never guessed."""
     spec, device = trainer.spec, trainer.device
-    work = _counted_flops(trainer, folder / "ranks")
+    work = counted_flops(trainer, folder / "ranks")
     precision, ranks = spec.train.precision, trainer.groups.world.size()
     peak = catalogue_peak(spec.cluster, torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", precision)
     if peak.rate is None and device.type == "cpu":
         rate = _measured_peak(trainer, folder / "ranks" / f"peak-{precision}-{ranks}")
-        return Yardstick(work, rate, f"measured with {precision} matrix products on all ranks at once{peak.instead}")
-    return Yardstick(work, peak.rate and peak.rate * ranks, f"{peak.source}{peak.instead}")
+        source = f"measured with {precision} matrix products on all ranks at once{peak.instead}"
+        return Yardstick(work, rate, source, folder / "ranks")
+    return Yardstick(work, peak.rate and peak.rate * ranks, f"{peak.source}{peak.instead}", folder / "ranks")
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,9 @@ def catalogue_peak(asked: str, device: str, precision: str) -> Peak:
     return Peak(found.peak[rate], f"{found.title}, dense {rate}", instead)
 
 
-def _counted_flops(trainer: Trainer, kept: Path) -> float:
-    """FLOP a token, counted at the run's first start and kept: counting takes longer than the rest of a start after a fault."""
+def counted_flops(trainer: Trainer, kept: Path) -> float:
+    """FLOP a token in the phase that is trained, counted once in a run and kept: counting takes longer than the rest of a start after a
+    fault."""
     seq_len = trainer.spec.train.seq_len
     of = hashlib.sha256(f"{seq_len} {trainer.model.model_dump_json()}".encode()).hexdigest()[:12]
     path = kept / f"flops-{of}"

@@ -113,6 +113,8 @@ class Recomputer:
         valid = count_valid(samples, groups=trainer.groups)  # of all together: a rotation changes nothing
         count = self.executor.program.microbatches
         chosen = [samples[(step + i) % len(samples)] for i in range(count)] if count < len(samples) else samples
+        if self.executor.hidden != trainer.executor.hidden:  # the run is in another phase
+            self.executor.adopt(self.executor.program, trainer.executor.hidden)
         with self._aside():
             self.executor.run(to_batches(trainer, chosen, valid=valid))
             return int(self.probe.digest()), self.probe.finite()

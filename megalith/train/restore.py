@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megalith.check.resume import check_checkpoint
+from megalith.check.resume import check_branch, check_checkpoint
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.folder import AwayError, DamagedCheckpointError
 from megalith.checkpoint.load import Loaded, load
@@ -25,6 +25,7 @@ from megalith.fleet.signs import CopyAway, CopyCorrupt
 from megalith.fleet.tiers import Source, Tier
 from megalith.spec.forward import other_rows
 from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.phases import Phases, during
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.batches import indices
@@ -73,14 +74,16 @@ def _random_state() -> str:
 
 
 def read_step(stream: Stream, spec: RunSpec, position: Position, step: int, data_rank: int) -> list[Samples]:
-    """The microbatches of a data rank in any step of a run that stands at `position`."""
+    """The microbatches of a data rank in a step of a run that stood at `position` in that step or before."""
     return [stream.batch(part) for part in read_indices(spec, position, step, data_rank)]
 
 
 def read_numbers(spec: RunSpec, position: Position, step: int) -> range:
-    """The numbers of the samples of a step, of all data ranks, in a run that stands at `position`."""
-    first = position.samples + (step - position.step) * spec.train.global_batch
-    return range(first, first + spec.train.global_batch)
+    """The numbers of the samples of a step, of all data ranks, in a run that stood at `position` in that step or before."""
+    assert step >= position.step, f"step {step} is before {position}"
+    phases = Phases.of(spec)
+    first = phases.after(position.samples, step - position.step)
+    return range(first, first + phases.at(first).global_batch)
 
 
 def first_sample(spec: RunSpec, position: Position, step: int, data_rank: int) -> int:
@@ -90,7 +93,8 @@ def first_sample(spec: RunSpec, position: Position, step: int, data_rank: int) -
 
 def read_indices(spec: RunSpec, position: Position, step: int, data_rank: int) -> list[range]:
     """The numbers of the samples of each of a data rank's microbatches in a step."""
-    return indices(spec, first=read_numbers(spec, position, step).start, data_rank=data_rank)
+    first = read_numbers(spec, position, step).start
+    return indices(during(spec, Phases.of(spec).at(first)), first=first, data_rank=data_rank)
 
 
 def restore(
@@ -140,7 +144,7 @@ def restore(
             )
             if seat.rank == 0 and (text := _left_behind(loaded, trainer.spec.optimizer.kind)):
                 warn(text)
-        position = Position()
+        position = _from_branch(trainer, stream, group, warn) if trainer.run.branch else Position()
     if memory is not None:
         memory.forget_after(position.step)
     trainer.state.updates, trainer.state.skipped = position.updates, position.step - position.updates
@@ -179,11 +183,27 @@ def _left_behind(loaded: Loaded, kind: str) -> str:
 
 
 def _from_store(trainer: Trainer, checkpointer: Checkpointer, stream: Stream, *, step: int | None) -> Position | None:
-    loaded = checkpointer.load(trainer.state.tensors(), step=step, accept=partial(_accept, trainer.spec))
+    loaded = checkpointer.load(trainer.state.tensors(), step=step, accept=partial(_accept, trainer.run))
     if loaded is None:
         return None
-    stream.check_same(loaded.meta["data"])
-    return position_in(loaded.meta)
+    position = position_in(loaded.meta)
+    stream.check_same(loaded.meta["data"], samples=position.samples)
+    return position
+
+
+def _from_branch(trainer: Trainer, stream: Stream, group: dist.ProcessGroup | None, warn: Callable[[str], None]) -> Position:
+    """Load the whole state of the run that this one is a branch of. Raises OtherRunError for a checkpoint that is not as the run says."""
+    branch = trainer.run.branch
+    assert branch is not None
+
+    def accept(path: Path, meta: Mapping[str, Any]) -> None:
+        if problems := check_branch(meta, trainer.run):
+            raise OtherRunError("\n".join(map(str, problems)))
+
+    loaded = load(Path(branch.checkpoint), trainer.state.tensors(), group=group, accept=accept, warn=warn)
+    position = position_in(loaded.meta)
+    stream.check_same(loaded.meta["data"], samples=position.samples)
+    return replace(position, samples=position.samples + branch.skip)
 
 
 def report_copy(sign: type[CopyCorrupt | CopyAway], tier: Tier, step: int, slot: int | None, error: str) -> NoReturn:

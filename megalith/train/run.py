@@ -288,7 +288,7 @@ def holding_of(trainer: Trainer) -> Holding:
 
 def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: EventLog | None) -> None:
     """Tell the log who runs what."""
-    spec, groups, mine = trainer.spec, trainer.groups, holding_of(trainer)
+    spec, groups, mine = trainer.run, trainer.groups, holding_of(trainer)
     everyone: list[Any] | None = [None] * groups.world.size() if groups.rank == 0 else None
     dist.gather_object(mine, everyone, group=groups.world, group_dst=0)
     if not log or everyone is None:

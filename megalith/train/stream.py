@@ -1,23 +1,32 @@
 """The data of a run, opened the way its ranks read it."""
 
 import time
+from itertools import pairwise
 from typing import Literal
 
-from megalith.data.stream import Stream
+from megalith.data.stream import Stream, Stretch
 from megalith.data.whole import Damage
 from megalith.fleet.report import report
 from megalith.fleet.signs import DataDamaged
+from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
 
 
 def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
-    """The run's data."""
+    """The run's data. Held-out text is cut alike in all phases, so that its loss can be compared."""
+    phases = Phases.of(spec).all
+    changes = [
+        Stretch(now.first, now.seq_len, now.weights)
+        for before, now in pairwise(phases)
+        if (before.seq_len, before.weights) != (now.seq_len, now.weights)
+    ]
     return Stream(
         spec.data.path,
         split=split,
-        seq_len=spec.train.seq_len,
+        seq_len=phases[0].seq_len,
         seed=spec.train.seed,
-        weights=spec.data.weights,
+        weights=phases[0].weights,
+        phases=changes if split == "train" else (),
         document_mask=spec.data.document_mask,
         copies=spec.data.copies,
         tell=_tell_of_damage,

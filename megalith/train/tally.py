@@ -1,6 +1,7 @@
 """What is known of a step: totals over all ranks, how even the load of the experts was, and what there is to tell of it."""
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,9 @@ from megalith.models.batch import Batch
 from megalith.parallel import gradients
 from megalith.parallel.execute import Executed
 from megalith.spec.model import MoeSpec
+from megalith.spec.noise import Noise
 from megalith.train.assemble import Trainer
+from megalith.train.noise import noise_of
 from megalith.train.stability.loss_scale import Overflow, Scale
 
 Mark = tuple[str, Any, Any]  # what, from when, to when
@@ -31,6 +34,8 @@ class Totals:
     loss: float
     stop: bool
     resident: int
+    apart: float = 0.0  # squares of the gradients that `trainer.noise` looks at, before they are added up over data ranks
+    together: float = 0.0  # and after
 
     @property
     def norm(self) -> float:
@@ -80,6 +85,7 @@ class Stepped:
     updates: int = 0  # updates made, this one among them
     outcome: Outcome = NO_OUTCOME
     scale: float | None = None  # the loss scale that it was computed with, if any
+    noise: Noise | None = None  # what the step's gradients say of their noise, where they can
 
     @property
     def overflow(self) -> Overflow | None:
@@ -97,10 +103,14 @@ class Gathering:
 
     def __init__(self, trainer: Trainer, executed: Executed, *, stop: bool) -> None:
         names = gradients.counted(trainer.parameters, trainer.shared, trainer.groups)
-        squares = gradients.sum_of_squares(p.grad for n in names if (p := trainer.parameters[n]).grad is not None)
+        squares = gradients.sum_of_squares(_graded(trainer, names))
         loss = executed.nll.double() * (trainer.groups.coordinates["tensor"] == 0)  # tensor ranks all have the whole loss
         other = torch.tensor([float(stop), float(resident_bytes())], dtype=torch.float64, device=trainer.device)
-        self._mine = torch.cat((torch.stack((squares.to(trainer.device), loss)), other))
+        seen = trainer.noise
+        together = squares if seen.all else gradients.sum_of_squares(_graded(trainer, (n for n in names if n in seen.names)))
+        apart = seen.take(trainer.device) / trainer.gradient_scale**2  # seen before the loss scale was taken out
+        noise = torch.stack((apart, together.to(trainer.device)))
+        self._mine = torch.cat((torch.stack((squares.to(trainer.device), loss)), other, noise))
         self._everyone = self._mine.new_empty(trainer.groups.world.size() * len(self._mine))
         self._work: Any = dist.all_gather_into_tensor(self._everyone, self._mine, group=trainer.groups.world, async_op=True)
         self._copied: Any = None
@@ -124,7 +134,14 @@ class Gathering:
             loss=float(table[:, 1].sum()),
             stop=bool(table[:, 2].any()),
             resident=int(table[:, 3].max()),
+            apart=float(table[:, 4].sum()),
+            together=float(table[:, 5].sum()),
         )
+
+
+def _graded(trainer: Trainer, names: Iterable[str]) -> Iterator[Tensor]:
+    """The gradients of some parameters, where they have any."""
+    return (grad for name in names if (grad := trainer.parameters[name].grad) is not None)
 
 
 class Balance:
@@ -172,6 +189,7 @@ def stepped(
         spans=_spans(trainer, accumulated),
         experts=experts,
         scale=accumulated.scale and accumulated.scale.value,
+        noise=noise_of(spec, small=totals.apart, large=totals.together),
     )
 
 

@@ -11,15 +11,18 @@ from megalith.data.stream import Stream
 from megalith.parallel.execute import Executor
 from megalith.schedule.forward_only import forward_only
 from megalith.schedule.lower import lower
-from megalith.train.assemble import Trainer
+from megalith.train.assemble import Trainer, hidden_of
 from megalith.train.batches import Cut, count_valid, indices, to_batch
 
 
 class Validator:
-    """Runs forwards alone on the same stages. Built by all ranks together, since it has message lanes of its own."""
+    """Runs forwards alone on the same stages. Built by all ranks together, since it has message lanes of its own. Held-out text is cut to
+    `train.seq_len` in all phases of a run."""
 
     def __init__(self, trainer: Trainer, stream: Stream) -> None:
         plan = trainer.spec.plan
+        length = trainer.spec.train.model_copy(update={"seq_len": stream.seq_len})
+        hidden = hidden_of(trainer.spec.model_copy(update={"train": length}), trainer.device)
         self.trainer = trainer
         self.stream = stream
         self.samples = {name: stream.validation_samples(name, trainer.spec.validation.samples) for name in stream.domains}
@@ -28,9 +31,7 @@ class Validator:
         self.microbatches = max(1, -(-most // rows))
         executor = trainer.executor
         program = lower(forward_only(executor.program.schedule, self.microbatches), plan.zero)
-        self.executor = Executor(
-            program, trainer.runners, reducer=executor.reducer, groups=trainer.groups, hidden=executor.hidden
-        )
+        self.executor = Executor(program, trainer.runners, reducer=executor.reducer, groups=trainer.groups, hidden=hidden)
 
     @torch.no_grad()
     def run(self) -> tuple[float, dict[str, float]]:

@@ -32,7 +32,7 @@ def _domain_epoch(stream: Stream, domain: str, epoch: int) -> list[Sample]:
     """All samples of one epoch of one domain, in the order in which they come."""
     size, found, index = stream.epoch_samples[domain], [], 0
     while len(found) < (epoch + 1) * size:
-        if stream.domains[stream._mixture.place(index)[0]] == domain:
+        if stream.domains[stream._phases[0].mixture.place(index)[0]] == domain:
             found.append(stream.sample(index))
         index += 1
     return found[epoch * size :]

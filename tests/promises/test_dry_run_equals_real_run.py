@@ -70,7 +70,7 @@ def test_messages_are_the_same_calls_and_bytes(both: Both) -> None:
 
 def test_state_is_the_same_bytes(both: Both) -> None:
     spec, pairs = both
-    totals = 4 * 8 * (1 + spec.plan.ranks)  # of the step, gathered: gloo's own thread may let go of them a moment after it
+    totals = 6 * 8 * (1 + spec.plan.ranks)  # of the step, gathered: gloo's own thread may let go of them a moment after it
     for run, alone in pairs:
         assert (alone.parameters, alone.state, alone.parts) == (run.parameters, run.state, run.parts)
         for category in ("weights", "optimizer"):

@@ -233,7 +233,7 @@ def test_a_value_that_is_not_there_cannot_be_read(run: Path):
         ("optimizer.lr=fast", "a number is needed"),
         ("optimizer.lr=nan", "a finite number is needed"),
         ("optimizer.beta1=1.0", "it must be less than 1"),
-        ("optimizer.decay=2", "it must be at most 1"),
+        ("optimizer.min_lr_ratio=2", "it must be at most 1"),
         ("optimizer.warmup=-1", "it must be at least 0"),
         ("plan.compile=maybe", "true or false is needed"),
         ("name=1", 'text is needed, in "quotes"'),

@@ -134,7 +134,7 @@ def differences(resolved: Resolved, folder: Path) -> list[Problem]:
         return []
     if (folder / files.FILE).is_file():
         saved = files.read(folder / files.FILE, saved=True).resolved.spec  # its cluster's file need not be there any more
-        if found := check_resume(saved, resolved.spec, provenance=resolved.provenance):
+        if found := check_resume(saved, resolved.spec, samples=_consumed(checkpoints), provenance=resolved.provenance):
             return found
     for path in checkpoints:
         with suppress(DamagedCheckpointError):  # it is not used, and whoever loads the others says so
@@ -142,3 +142,11 @@ def differences(resolved: Resolved, folder: Path) -> list[Problem]:
             if found := check_checkpoint(name, read_manifest(path).meta, resolved.spec, provenance=resolved.provenance):
                 return found
     return []
+
+
+def _consumed(checkpoints: Sequence[Path]) -> int | None:
+    """Return the samples that a run has consumed by its newest checkpoint; None where none can be read."""
+    for path in checkpoints:  # the newest first
+        with suppress(DamagedCheckpointError, KeyError):
+            return int(read_manifest(path).meta["position"]["samples"])
+    return None

@@ -2,12 +2,17 @@
 
 import math
 
-from megalith.spec.run import OptimizerSpec
+from megalith.spec.lengths import decay_updates
+from megalith.spec.run import BranchSpec, OptimizerSpec
 
 
-def learning_rate(update: int, *, spec: OptimizerSpec, steps: int) -> float:
+def learning_rate(update: int, *, spec: OptimizerSpec, steps: int, branch: BranchSpec | None = None) -> float:
     """The rate of update `update` (0 is the first) of `steps`: linear warm-up, then the schedule down to `min_lr_ratio * lr` at the last
-    one. The first update of the warm-up already has lr / warmup, as in torchtitan; in Megatron-LM and transformers it has 0."""
+    one. The first update of the warm-up already has lr / warmup, as in torchtitan; in Megatron-LM and transformers it has 0.
+
+    A run that is a `branch` follows the schedule of the run that it comes from; from its first update on it decays instead, if it is to."""
+    if branch is not None:
+        return _branched(update, branch, spec)
     warmup = spec.warmup_updates(steps)
     if update < warmup:
         return spec.lr * (update + 1) / warmup
@@ -26,6 +31,18 @@ def learning_rate(update: int, *, spec: OptimizerSpec, steps: int) -> float:
             return low + (spec.lr - low) * (1 - math.sqrt(1 - _left(update, spec=spec, steps=steps)))
 
 
+def _branched(update: int, branch: BranchSpec, spec: OptimizerSpec) -> float:
+    """Return the rate of an update of a branch: from the rate that its first update would have, down to the lowest at the last update of
+    the decay, on a line, or by 1 - sqrt if that is the schedule's way."""
+    begins = branch.updates if branch.decay else update
+    start = learning_rate(min(begins, update, branch.steps - 1), spec=spec, steps=branch.steps)
+    if update < branch.updates or not branch.decay:
+        return start
+    left = max(0, branch.updates + branch.decay - 1 - update) / branch.decay
+    low = spec.lr * spec.min_lr_ratio
+    return low + (start - low) * (1 - math.sqrt(1 - left) if spec.schedule == "1-sqrt" else left)
+
+
 def _left(update: int, *, spec: OptimizerSpec, steps: int) -> float:
     """The share of the decay at the end of a run that is still to come."""
-    return min(1.0, (steps - 1 - update) / max(1.0, spec.decay * steps))
+    return min(1.0, (steps - 1 - update) / max(1.0, decay_updates(spec, steps)))

@@ -25,6 +25,7 @@ from megalith.fleet.signs import CopyCorrupt
 from megalith.fleet.tiers import Tier
 from megalith.parallel import gradients
 from megalith.schedule.action import parts
+from megalith.spec.phases import Phase
 from megalith.train.assemble import Trainer
 from megalith.train.decide import Decision, Rewind, Update
 from megalith.train.guard import Guard
@@ -40,12 +41,14 @@ RECENT = 8  # steps before a spike in which a change of the learning rate may be
 
 @dataclass(frozen=True)
 class Data:
-    """What the run reads. `read`: this rank's microbatches of a step. `mine`: the numbers of their samples. `numbers`: of all samples of a
-    step. `place`: the domain of a sample, and the file it begins in."""
+    """What the run reads, in steps since this rank began. `read`: this rank's microbatches of a step. `mine`: the numbers of their samples.
+    `numbers`: of all samples of a step. `phase`: the phase of the run that a step is in. `place`: the domain of a sample, and the file it
+    begins in."""
 
     read: Callable[[int], list[Samples]]
     mine: Callable[[int], Sequence[range]]
     numbers: Callable[[int], range]
+    phase: Callable[[int], Phase]
     place: Callable[[int], str]
 
 
@@ -119,6 +122,7 @@ class Healer:
             words = f"the samples of step {last.step + 1} have loss {now.loss:.4g} now, and had {last.loss:.4g}"
             found = replace(found, sound=sound, batch_before=words)
             self._put_back(step)
+            self.trainer.enter(self.data.phase(step))
         if not self.trainer.spec.plan.compile:
             self._sampled = SampleLosses(self.trainer)
         return found
@@ -179,7 +183,8 @@ class Healer:
             seed_step(self.trainer, step)
 
     def _again(self, step: int) -> Totals:
-        """The totals of a step, computed with the weights as they are; its gradients stay."""
+        """The totals of a step, computed with the weights as they are; its gradients stay. The trainer stays in the step's phase."""
+        self.trainer.enter(self.data.phase(step))
         accumulated = accumulate(self.trainer, self.data.read(step))
         return Gathering(self.trainer, accumulated.executed, stop=False).wait()
 
@@ -221,6 +226,7 @@ class Healer:
             moved = first_moved(sound, self._damaged[1], self.trainer.model.part_names)
             findings = replace(findings, replayed=result, moved=moved, compared=bool(sound and self._damaged[1]))
             self._restore(target, step)
+            self.trainer.enter(self.data.phase(step))
         torch.set_rng_state(drawn)
         if state.scale is not None and scale is not None:  # updates that were left out stay so
             state.scale = state.scale._replace(overflows=scale.overflows)
@@ -229,7 +235,7 @@ class Healer:
         state.history = before.rewound(position.history, step=step, to=target.step, undone=undone)
         if self.guard is not None:
             self.guard.rewound(step + 1)
-        dropped = range(self.data.numbers(target.step).start, self.data.numbers(step).stop)
+        dropped = range(position.samples, self.data.numbers(step).stop)
         left = spec.rewinds - len(state.history.rewinds)
         said = {"undone": undone, "first": dropped.start, "last": dropped.stop - 1, "tier": target.tier.value}
         return Rewound(step=step + 1, to=target.step, **said, seconds=seconds, replayed=replayed, left=left), findings

@@ -60,6 +60,8 @@ class History:
     lowered: int = -1
     """The update from which the learning rate is whole again; -1: it never was lowered."""
     lowerings: int = 0
+    text: int = 0
+    """The phase of the run with which text of the kind began that the numbers are of (`Phases.texts`)."""
 
     @classmethod
     def load(cls, record: Mapping[str, Any]) -> "History":
@@ -91,6 +93,10 @@ class History:
     def may_go_back_to(self, step: int) -> bool:
         """False for a copy that a rewind has left behind."""
         return not any(to < step < at for at, to in self.rewinds)
+
+    def of_text(self, text: int) -> "History":
+        """Before a step that reads text of this kind: numbers of another kind make no band for it."""
+        return self if text == self.text else replace(self, losses=(), norms=(), text=text)
 
     def accepted(self, loss: float, norm: float, spec: StabilitySpec) -> "History":
         """With the numbers of an update that was made."""

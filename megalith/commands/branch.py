@@ -1,0 +1,50 @@
+"""The table of a run that begins from another run's checkpoint, as `megalith train --branch` fills it in. No torch."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megalith.checkpoint.folder import DamagedCheckpointError, find_complete
+from megalith.spec import files
+from megalith.spec.problem import Problem, SpecErrors
+from megalith.spec.toml import literal
+
+
+def settings(checkpoint: Path, decay: int, folder: Path | None) -> tuple[str, ...]:
+    """Return the settings of a branch from a checkpoint (its folder, or a run's: its newest) that decays over `decay` updates.
+
+    `folder`: of the branch. If it holds such a branch already, its settings are taken from there: the other run may have newer checkpoints,
+    or that one no more. Raises SpecErrors if there is no such checkpoint.
+    """
+    if begun := _begun(checkpoint, decay, folder):
+        return begun
+    try:
+        path, manifest = find_complete(checkpoint)
+        position, saved = manifest.meta["position"], manifest.meta["spec"]
+    except (OSError, KeyError, DamagedCheckpointError) as fault:
+        reason = f"is no checkpoint to begin from: {str(fault).rstrip('.')}"
+        way_out = "Give the folder of a checkpoint, such as runs/first/checkpoints/step-00000100."
+        raise SpecErrors([Problem("error", "--branch", str(checkpoint), reason, way_out, "command line")]) from fault
+    updates = position.get("updates", position["step"])
+    values = {"checkpoint": str(path.resolve()), "updates": updates, "samples": position["samples"], "decay": decay}
+    return _written({**values, "steps": _steps_of(saved)}, updates + decay)
+
+
+def _steps_of(saved: dict[str, Any]) -> int:
+    """Return the length that a run's schedule is over; that of a branch's is the first run's."""
+    return (saved.get("branch") or {}).get("steps") or saved["train"]["steps"]
+
+
+def _begun(checkpoint: Path, decay: int, folder: Path | None) -> tuple[str, ...]:
+    """Return the settings of the branch that a folder holds, if it is the one that was asked for; else none."""
+    with suppress(OSError, SpecErrors):
+        if folder is not None:
+            spec = files.read(folder / files.FILE, saved=True).resolved.spec
+            branch = spec.branch
+            if branch is not None and branch.decay == decay and Path(branch.checkpoint).is_relative_to(checkpoint.resolve()):
+                return _written(branch.model_dump(), branch.updates + decay)
+    return ()
+
+
+def _written(values: dict[str, Any], steps: int) -> tuple[str, ...]:
+    return (*(f"branch.{name}={literal(value)}" for name, value in values.items()), f"train.steps={steps}")

@@ -1,0 +1,69 @@
+"""A plan over all phases of a run: does it fit in each, and what do they take together?
+
+The search looks for the plan that is best in the phase that reads most tokens. It must fit, and be legal, in all of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megalith.cost.estimate import Estimate
+from megalith.cost.workload import Workload
+from megalith.planner.asked import Asked
+from megalith.planner.search import Choice, Scorer, Training, assumed, training
+from megalith.spec.phases import Phase, Phases
+from megalith.spec.plan import Plan
+
+
+@dataclass(frozen=True)
+class InPhase:
+    """A plan in one phase of a run, and how many of the run's steps are in it."""
+
+    phase: Phase
+    steps: int
+    estimate: Estimate
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("first", "step", "seq_len", "global_batch")
+        time, memory = self.estimate.time.step, self.estimate.memory.total
+        return {name: getattr(self.phase, name) for name in names} | {
+            "steps": self.steps, "seconds": time * self.steps, "step_seconds": time, "memory": memory, "fits": self.estimate.fits,
+        }  # fmt: skip
+
+
+def workload_in(asked: Asked, plan: Plan, phase: Phase) -> Workload:
+    """Return a step of a phase under a plan."""
+    kind = asked.run.optimizer.kind
+    return Workload(asked.model, plan, asked.cluster, phase.seq_len, phase.global_batch, asked.format, assumed(plan), kind)
+
+
+def fits_all(asked: Asked, plan: Plan, scorer: Scorer) -> bool:
+    """Return True if the plan fits in every phase but the one that is searched for, in which only what fits is found."""
+    if asked.whole is None:
+        return True
+    workloads = (workload_in(asked, plan, phase) for phase in Phases.of(asked.whole).shapes)
+    return all(scorer.fits(each, scorer.memory(each)) for each in workloads)
+
+
+def in_phases(asked: Asked, plan: Plan, scorer: Scorer) -> tuple[InPhase, ...]:
+    """Return the plan in each phase that the run enters; none for a run of one phase."""
+    if asked.whole is None:
+        return ()
+    spans = Phases.of(asked.whole).spans(asked.whole.train.steps)
+    return tuple(InPhase(phase, steps, scorer.estimate(workload_in(asked, plan, phase))) for phase, steps in spans)
+
+
+def whole_training(choice: Choice, asked: Asked, scorer: Scorer) -> Training:
+    """Return what the whole training takes: the sum over its phases. Raises AssertionError if no length is known."""
+    assert asked.tokens is not None
+    found = list(_trainings(choice, asked, scorer))
+    if not found:
+        return training(choice, asked.cluster, tokens=asked.tokens)
+    sums = {name: [getattr(one, name) for one in found] for name in vars(found[0])}
+    return replace(found[0], **{name: None if None in each else sum(each) for name, each in sums.items()})
+
+
+def _trainings(choice: Choice, asked: Asked, scorer: Scorer) -> Iterator[Training]:
+    for one in in_phases(asked, choice.plan, scorer):
+        tokens = one.steps * one.phase.global_batch * one.phase.seq_len
+        yield training(Choice(choice.plan, one.estimate), asked.cluster, tokens=tokens)

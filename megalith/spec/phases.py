@@ -1,0 +1,182 @@
+"""The phases of a run: a pure function from the samples consumed to mixture, sequence length and global batch.
+
+`train.batch_ramp` and `data.phases` are points: each sets what it names from a sample on, and the last point that names a value sets it.
+A step's samples are all read alike, so a phase begins with the first step that begins at its point or after it. Every number here follows
+from the run file alone: any plan, and any resumed run, finds the same. No torch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from megalith.spec.quantity import Amount
+from megalith.spec.run import RunSpec
+
+RAMP, DATA = "train.batch_ramp", "data.phases"
+"""Where the points of a run file are."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What changes from a sample on. `begin`: an amount of training, or a number of samples."""
+
+    key: str
+    begin: int | Amount
+    changes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps that are alike in mixture, sequence length and global batch."""
+
+    number: int
+    first: int
+    """Samples before it."""
+    step: int
+    """Steps before it, in a run that passes over no samples."""
+    tokens: int
+    """Tokens before it."""
+    seq_len: int
+    global_batch: int
+    weights: dict[str, float] | None
+    keys: tuple[str, ...] = field(default=(), compare=False)
+    """The points of the run file that it begins with."""
+    set_by: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Which key of the run file set each value that is not the beginning's."""
+
+    @property
+    def values(self) -> tuple[int, int, int, dict[str, float] | None]:
+        """From which sample on it sets what."""
+        return self.first, self.seq_len, self.global_batch, self.weights
+
+    @property
+    def words(self) -> str:
+        """What its steps read."""
+        mixture = "" if self.weights is None else ", " + ", ".join(f"{name} {share:g}" for name, share in self.weights.items())
+        return f"{self.global_batch:,} sequences of {self.seq_len:,} tokens a step{mixture}"
+
+
+@dataclass(frozen=True)
+class Phases:
+    """All phases of a run, in their order."""
+
+    all: tuple[Phase, ...]
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> "Phases":
+        """The phases of a run."""
+        train, data = spec.train, spec.data
+        points = [
+            Point(f"{RAMP}[{i}]", each.begin, {"global_batch": each.global_batch}) for i, each in enumerate(train.batch_ramp)
+        ]
+        for i, each in enumerate(data.phases):
+            named = {name: value for name in ("seq_len", "global_batch", "weights") if (value := getattr(each, name)) is not None}
+            points.append(Point(f"{DATA}[{i}]", each.begin, named))
+        return cls.walk(Phase(0, 0, 0, 0, train.seq_len, train.global_batch, data.weights), points)
+
+    @classmethod
+    def walk(cls, start: Phase, points: Sequence[Point]) -> "Phases":
+        """The phases that follow from the values of a run's beginning and its points."""
+        found, left = [start], list(points)
+        while left:
+            now = found[-1]
+            sample, which = min((_sample(point.begin, now), number) for number, point in enumerate(left))
+            point = left.pop(which)
+            steps = max(0, -(-(sample - now.first) // now.global_batch))
+            named = {name: f"{point.key}.{name}" for name in point.changes}
+            changes = {**point.changes, "keys": (point.key,), "set_by": {**now.set_by, **named}}
+            if steps == 0:
+                found[-1] = replace(now, **changes | {"keys": (*now.keys, point.key)})
+            else:
+                found.append(replace(_after(now, steps), number=len(found), **changes))
+        return cls(tuple(found))
+
+    def at(self, samples: int) -> Phase:
+        """The phase of the step that begins when so many samples are consumed."""
+        return next(phase for phase in reversed(self.all) if phase.first <= samples)
+
+    @cached_property
+    def shapes(self) -> tuple[Phase, ...]:
+        """The first phase of each shape of a step: sequence length and batch."""
+        return tuple({(phase.seq_len, phase.global_batch): phase for phase in reversed(self.all)}.values())[::-1]
+
+    @cached_property
+    def texts(self) -> tuple[int, ...]:
+        """Of each phase, the first one since which losses can be compared: mixture and sequence length are the same, and no batch is smaller
+        than the one before."""
+        found = [0]
+        for before, now in pairwise(self.all):
+            alike = (before.seq_len, before.weights) == (now.seq_len, now.weights) and before.global_batch <= now.global_batch
+            found.append(found[-1] if alike else now.number)
+        return tuple(found)
+
+    def begun(self, samples: int) -> tuple[Phase, ...]:
+        """The phases that have begun when so many samples are consumed."""
+        return tuple(phase for phase in self.all if phase.number == 0 or phase.first < samples)
+
+    def after(self, samples: int, steps: int) -> int:
+        """Return the samples consumed `steps` steps after `samples` were."""
+        while steps > 0:
+            phase = self.at(samples)
+            following = self._next(phase)
+            room = steps if following is None else min(steps, -(-(following.first - samples) // phase.global_batch))
+            samples, steps = samples + room * phase.global_batch, steps - room
+        return samples
+
+    def tokens(self, samples: int) -> int:
+        """Return the tokens in the first `samples` samples."""
+        phase = self.at(samples)
+        return phase.tokens + (samples - phase.first) * phase.seq_len
+
+    def steps_to(self, amount: Amount) -> int:
+        """Return the steps until at least so much is consumed; at least 1."""
+        phase = next(
+            each
+            for each in self.all
+            if (following := self._next(each)) is None or _measure(following, amount.unit) >= amount.number
+        )
+        each = {"steps": 1, "samples": phase.global_batch, "tokens": phase.global_batch * phase.seq_len}[amount.unit]
+        return max(1, phase.step - (-(amount.number - _measure(phase, amount.unit)) // each))
+
+    def spans(self, steps: int) -> Iterator[tuple[Phase, int]]:
+        """Each phase that a run of `steps` steps enters, and how many of them are in it."""
+        for phase in self.all:
+            following = self._next(phase)
+            end = steps if following is None else min(steps, following.step)
+            if end > phase.step:
+                yield phase, end - phase.step
+
+    def _next(self, phase: Phase) -> Phase | None:
+        return self.all[phase.number + 1] if phase.number + 1 < len(self.all) else None
+
+
+def during(spec: RunSpec, phase: Phase) -> RunSpec:
+    """Return the run as it is during a phase: one of a single phase, with that one's mixture, sequence length and batch."""
+    train = spec.train.model_copy(update={"seq_len": phase.seq_len, "global_batch": phase.global_batch, "batch_ramp": ()})
+    data = spec.data.model_copy(update={"weights": phase.weights, "phases": ()})
+    return spec.model_copy(update={"train": train, "data": data})
+
+
+def _after(phase: Phase, steps: int) -> Phase:
+    """Return the phase as it stands after so many of its steps."""
+    samples = steps * phase.global_batch
+    return replace(
+        phase, first=phase.first + samples, step=phase.step + steps, tokens=phase.tokens + samples * phase.seq_len, keys=()
+    )
+
+
+def _sample(begin: int | Amount, phase: Phase) -> int:
+    """Return the samples consumed at a point that lies in a phase or after it, if that phase does not end before."""
+    if isinstance(begin, int):
+        return begin
+    gap = begin.number - _measure(phase, begin.unit)
+    if begin.unit == "steps":
+        return phase.first + gap * phase.global_batch
+    return phase.first + (gap if begin.unit == "samples" else -(-gap // phase.seq_len))
+
+
+def _measure(phase: Phase, unit: str) -> int:
+    """Return what is consumed before a phase."""
+    return {"steps": phase.step, "samples": phase.first, "tokens": phase.tokens}[unit]

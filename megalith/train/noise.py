@@ -1,0 +1,70 @@
+"""Squared norms of gradients before they are added up over data ranks: what the gradient noise scale needs, for one pass over them."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate
+
+from megalith.parallel.data import Bucket, Weight, local
+from megalith.parallel.gradients import ROW, Shared
+from megalith.parallel.groups import Groups
+from megalith.spec.noise import Noise, estimate, parts
+from megalith.spec.run import RunSpec
+
+
+class NoiseMeter:
+    """Looks at the gradients of the weights that each data rank has a whole gradient of: not those of experts, which have tokens of all
+    ranks, nor those that tensor ranks or the ends of a pipeline add up later."""
+
+    def __init__(
+        self, weights: dict[str, Weight], buckets: Iterable[Bucket], shared: Shared, groups: Groups, spec: RunSpec
+    ) -> None:
+        later = {*shared.partial, *shared.tied}
+        self.names = frozenset(
+            name for name, weight in weights.items() if weight.mesh == groups.state and name not in later and not weight.shared
+        )
+        self.all = len(self.names) == len(weights)
+        self._squares: list[Tensor] = []
+        if parts(spec.plan, 2) == 1:
+            self.all = True  # nothing is asked of it
+            return
+        mine = {weights[name] for name in self.names}
+        for bucket in buckets:
+            counted = [weight in mine and _counts(weight, groups) for weight in bucket.weights]
+            if any(counted):
+                bucket.observe = partial(self._see, counted)
+
+    def _see(self, counted: Sequence[bool], grads: Sequence[Tensor | None]) -> None:
+        for wanted, grad in zip(counted, grads, strict=True):
+            if wanted and grad is not None:
+                self._squares.append(_square(grad))
+
+    def take(self, device: torch.device) -> Tensor:
+        """Return the sum of the squares since the last call, an fp64 scalar."""
+        squares, self._squares = self._squares, []
+        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def noise_of(spec: RunSpec, *, small: float, large: float) -> Noise | None:
+    """Return the estimates of a step from the sum of squared norms before the reduction and the squared norm after it; None where the plan
+    shows none. Each part's gradient is that of its share of the step's loss: times the number of parts it is one over its own sequences."""
+    count, batch = parts(spec.plan, spec.microbatches), spec.train.global_batch
+    return None if count == 1 else estimate(small=count * small, large=large, part=batch / count, batch=batch)
+
+
+def _counts(weight: Weight, groups: Groups) -> bool:
+    """Is this the first of the tensor ranks that hold the same gradient?"""
+    (split,) = weight.kept.placements[2:]  # pyright: ignore[reportAttributeAccessIssue]
+    return not isinstance(split, Replicate) or groups.coordinates["tensor"] == 0
+
+
+def _square(grad: Tensor) -> Tensor:
+    """The sum of an fp32 gradient's squares, fp64; rows are added up in fp64, as `gradients.sum_of_squares` says why."""
+    flat = local(grad).reshape(-1)
+    whole, rest = flat.split([flat.numel() // ROW * ROW, flat.numel() % ROW])
+    norms = [
+        torch.linalg.vector_norm(part.view(shape), dim=1) for part, shape in ((whole, (-1, ROW)), (rest, (1, -1))) if part.numel()
+    ]
+    return torch.cat(norms).double().square().sum() if norms else flat.new_zeros((), dtype=torch.float64)

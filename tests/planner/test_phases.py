@@ -1,0 +1,57 @@
+"""A plan for a run with phases fits in all of them, and takes the sum of their times."""
+
+from pathlib import Path
+
+import pytest
+
+from megalith.planner.answer import answer, as_run
+from megalith.planner.asked import Question, ask
+from megalith.spec import files
+
+RUN = """
+cluster = "h100:8"
+[model]
+preset = "llama3.2-1b"
+[data]
+path = "none"
+[[data.phases]]
+begin = "4000 steps"
+seq_len = 32768
+global_batch = 16
+[train]
+steps = 5000
+global_batch = 64
+seq_len = 4096
+batch_ramp = [{ begin = "1000 steps", global_batch = 128 }]
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def test_it_fits_in_all_phases_and_takes_the_sum_of_their_times(run: Path):
+    found = answer(ask(Question(path=run, offload=False)), top=2)
+    assert [(one.phase.global_batch, one.phase.seq_len, one.steps) for one in found.phases] == [
+        (64, 4096, 1000),
+        (128, 4096, 3000),
+        (16, 32768, 1000),
+    ]
+    assert all(one.estimate.fits for one in found.phases)
+    seconds = sum(one.steps * one.estimate.time.step for one in found.phases)
+    assert found.trainings[0].days == pytest.approx(seconds / 86_400)
+    assert found.trainings[0].steps == 5000 and found.asked.tokens == 4096 * (64_000 + 384_000) + 16_000 * 32768
+    best = found.found.best
+    assert best is not None and best.plan.data * best.plan.microbatch <= 16, "the least batch of all phases divides"
+    assert found.to_json()["phases"][2]["memory"] > found.to_json()["phases"][1]["memory"]
+    path = run.with_name("planned.toml")
+    path.write_text(as_run(found))
+    assert files.load(path).spec.data.phases == files.load(run).spec.data.phases
+
+
+def test_a_question_about_another_batch_is_of_one_phase(run: Path):
+    asked = ask(Question(path=run, global_batch=256))
+    assert asked.whole is None and asked.run.train.global_batch == 256
