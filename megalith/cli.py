@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from megalith import __version__
 from megalith.commands import (
+    advise,
     agent,
     campaign,
     check,
@@ -65,6 +66,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "doctor": doctor.command,
     "clean": clean.command,
     "launch": launch.command,
+    "advise batch": advise.batch,
     "data prepare": data.prepare,
     "data inspect": data.inspect,
     "data verify": data.verify,
@@ -73,12 +75,13 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
 """As it is typed -> a function with typer's annotations: its docstring is the help, its result the exit status (None: 0)."""
 
 GROUPS = {
+    "advise": "Measure on a run's own state what its description should be.",
     "data": "Prepare text for training, and look at what was prepared.",
     "tokenizer": "Make tokenizers.",
 }
 """A first word that several commands share -> its help."""
 
-LONG = frozenset({"train", "resume", "agent", "campaign", "quickstart"})
+LONG = frozenset({"train", "resume", "agent", "campaign", "quickstart", "advise batch"})
 """Commands whose work goes on when nobody can read their output any more. Others end then, as programs in a pipe do."""
 
 VERBS = {

@@ -104,8 +104,8 @@ class Phases:
 
     @cached_property
     def texts(self) -> tuple[int, ...]:
-        """Of each phase, the first one since which losses can be compared: mixture and sequence length are the same, and no batch is smaller
-        than the one before."""
+        """For each phase, the first one since which losses can be compared: mixture and sequence length are the same, and no batch is
+        smaller than the one before."""
         found = [0]
         for before, now in pairwise(self.all):
             alike = (before.seq_len, before.weights) == (now.seq_len, now.weights) and before.global_batch <= now.global_batch

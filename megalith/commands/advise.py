@@ -1,0 +1,161 @@
+"""`megalith advise`: measure on a run's own state what its description should be."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from megalith.commands.arguments import AtStep, Json, RunFolder, one_of
+from megalith.commands.output import print_json, write
+
+if TYPE_CHECKING:
+    from megalith.planner.batch import Advice, Trial
+
+Train = Callable[["Trial", Path], int]
+"""Trains a trial in a run folder; its exit status."""
+
+
+@dataclass(frozen=True)
+class Advised:
+    """What was advised, where the branches lie, and the run's own gradient noise scale in sequences, if its log has one."""
+
+    advice: "Advice"
+    folder: Path
+    step: int
+    noise_scale: float | None
+
+
+def batch(
+    run_dir: RunFolder,
+    step: AtStep = None,
+    factors: Annotated[str, typer.Option(help="Batches to try, as factors of the run's at that step.")] = "0.5,1,2,4",
+    steps: Annotated[int, typer.Option(min=1, help="Length of a branch, in steps of the run's batch.")] = 64,
+    replicas: Annotated[int, typer.Option(min=1, help="Branches of each batch, each further on in the data.")] = 3,
+    scale: Annotated[str, typer.Option(help="The learning rate grows with the batch: root, linear or none.")] = "root",
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Share of the loss by which a larger batch may be worse.")] = 0.005,
+    out: Annotated[Path | None, typer.Option(help="Where the branches' run folders go. Default: RUN_DIR/advise-batch.")] = None,
+    draw: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the losses over the batch.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Measure the critical batch size: branches from a checkpoint train on the same samples with other batches.
+
+    Each branch begins with the whole state of the run. Where a larger batch ends with a worse loss, its tokens teach less. The loss is that
+    on held-out text if the run validates, else that of the last half of the samples. A branch that is finished is not trained again.
+
+    Example:  megalith advise batch runs/first --step 2000 --steps 100
+    """
+    one_of("--scale", scale, "root", "linear", "none")
+    try:
+        tried = sorted({1.0, *map(float, factors.split(","))})
+    except ValueError:
+        raise typer.BadParameter(f"--factors {factors!r} is no list of numbers. Write --factors 0.5,1,2,4.") from None
+    found = advise(
+        run_dir, step=step, factors=tried, steps=steps, replicas=replicas, scale=scale, tolerance=tolerance, out=out,
+        train=_trainer(Console(stderr=as_json)),
+    )  # fmt: skip
+    if draw is not None:
+        from megalith.report import advice as pictures  # drawing
+
+        write(pictures.picture(found.advice), draw, overwrite=True)
+    if as_json:
+        where = {"folder": str(found.folder), "step": found.step, "noise_scale": found.noise_scale}
+        print_json({"ok": True} | found.advice.to_json() | where)
+    else:
+        _show(found)
+    return 0
+
+
+def advise(
+    run_dir: Path,
+    *,
+    step: int | None,
+    factors: list[float],
+    steps: int,
+    replicas: int,
+    scale: Any,
+    tolerance: float,
+    out: Path | None,
+    train: Train,
+) -> Advised:
+    """Train all branches that are not finished, and judge their losses. Raises SpecErrors where the run has no such checkpoint, or a
+    branch is not legal, before any of them starts; RuntimeError where one fails."""
+    from megalith.check import check
+    from megalith.checkpoint.folder import find_complete, name, of_run
+    from megalith.planner.batch import judge, trials
+    from megalith.spec import files
+    from megalith.spec.phases import Phases
+    from megalith.spec.problem import Problem, SpecErrors
+
+    spec = files.read(run_dir / files.FILE, saved=True).whole().spec
+    path, manifest = find_complete(run_dir if step is None else of_run(run_dir) / name(step))
+    position = manifest.meta["position"]
+    folder = (out or run_dir / "advise-batch") / path.name
+    where: dict[str, Any] = {"checkpoint": str(path.resolve()), "updates": position["updates"], "samples": position["samples"]}
+    try:
+        wanted = list(trials(spec, **where, steps=steps, factors=factors, replicas=replicas, scaling=scale))
+    except ValueError as fault:
+        reason, _, way_out = str(fault).partition(". ")
+        raise SpecErrors([Problem("error", "--factors", factors, reason, way_out, "command line")]) from fault
+    if wrong := [problem for trial in wanted for problem in check(trial.spec) if problem.severity == "error"]:
+        raise SpecErrors(list(dict.fromkeys(wrong)))
+    losses: dict[float, list[float]] = {factor: [] for factor in factors}
+    for trial in wanted:
+        losses[trial.factor].append(_loss(trial, folder / trial.name, train))
+    phase = Phases.of(spec).at(position["samples"])
+    advice = judge(losses, batch=phase.global_batch, seq_len=phase.seq_len, tolerance=tolerance)
+    return Advised(advice, folder, manifest.step, _noise_scale(run_dir, manifest.step))
+
+
+def _loss(trial: "Trial", folder: Path, train: Train) -> float:
+    """Return the loss that a trial ends with; train it first if it is not finished."""
+    from megalith.report.history import history
+
+    if history(folder).state != "finished" and train(trial, folder):
+        raise RuntimeError(f"{folder} did not finish: megalith report {folder} says why")
+    found = history(folder)
+    if found.validations:
+        return found.validations[-1].loss
+    late = found.steps[len(found.steps) // 2 :]
+    return sum(one.loss * one.tokens for one in late) / sum(one.tokens for one in late)
+
+
+def _noise_scale(run_dir: Path, step: int) -> float | None:
+    from megalith.report.history import history
+
+    known = [one.noise["scale"] for one in history(run_dir).steps if one.step <= step and "scale" in one.noise]
+    return known[-1] if known else None
+
+
+def _trainer(console: Console) -> Train:
+    """Return what trains a trial on this machine, as `megalith train` does."""
+
+    def run(trial: "Trial", folder: Path) -> int:
+        from megalith.commands.arguments import RunRequest
+        from megalith.commands.train import train
+        from megalith.spec import files
+        from megalith.spec.files import Resolved
+        from megalith.spec.toml import dotted
+        from megalith.spec.validate import leaves
+
+        origins = {dotted(leaf.path): "megalith advise batch" for leaf in leaves(trial.spec)}
+        file = folder.with_suffix(".toml")
+        write(files.dump(Resolved(trial.spec, origins)), file, overwrite=True)
+        console.print(f"{trial.name}: {trial.factor:g} times the batch")
+        return train(RunRequest(file, (), folder), console=console).code
+
+    return run
+
+
+def _show(found: Advised) -> None:
+    """Print the table and the advice."""
+    from megalith.report import advice as tables  # drawing
+
+    console = Console(highlight=False)
+    console.print(tables.table(found.advice))
+    console.print(found.advice.words)
+    if found.noise_scale is not None:
+        console.print(f"The gradient noise scale at step {found.step:,} was {found.noise_scale:,.3g} sequences.")
+    console.print(f"branches: {found.folder}")

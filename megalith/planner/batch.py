@@ -1,0 +1,172 @@
+"""The critical batch size by its definition: the largest batch whose loss after the same tokens is no worse. No torch.
+
+From one checkpoint, branches train on the same samples with a half, once, twice, four times the batch (Merrill et al. 2025,
+arXiv:2505.23971). Where a branch of a larger batch ends with a worse loss, a token has begun to teach less. Replicas of all branches begin
+further on in the data, so that the spread over samples shows.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import mean, stdev
+from typing import Any, Literal
+
+from megalith.spec.phases import Phases
+from megalith.spec.run import BranchSpec, RampSpec, RunSpec
+
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Student's t for 95 % on both sides, by degrees of freedom from 1; beyond the last, 2 serves."""
+
+Scaling = Literal["root", "linear", "none"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One branch: its batch, as a factor of the run's, which replica it is of, and the run that it is."""
+
+    factor: float
+    replica: int
+    spec: RunSpec
+
+    @property
+    def name(self) -> str:
+        """A name for its folder."""
+        return f"batch-{self.spec.train.batch_ramp[-1].global_batch}-replica-{self.replica}"
+
+
+def rate_factor(factor: float, scaling: Scaling) -> float:
+    """Return by how much the learning rate grows with the batch."""
+    return {"root": factor**0.5, "linear": factor, "none": 1.0}[scaling]
+
+
+def trials(
+    spec: RunSpec,
+    *,
+    checkpoint: str,
+    updates: int,
+    samples: int,
+    steps: int,
+    factors: Sequence[float],
+    replicas: int,
+    scaling: Scaling,
+) -> Iterator[Trial]:
+    """Yield the branches from a checkpoint of a run, each as long as `steps` steps of the run's batch.
+
+    Raises ValueError for a batch that is no whole number, or does not read the same samples as the others in whole steps.
+    """
+    phases = Phases.of(spec)
+    now = phases.at(samples)
+    length = steps * now.global_batch
+    kept = {key for phase in phases.all[: now.number + 1] for key in phase.keys}
+    ramp = tuple(point for i, point in enumerate(spec.train.batch_ramp) if f"train.batch_ramp[{i}]" in kept)
+    data = tuple(phase for i, phase in enumerate(spec.data.phases) if f"data.phases[{i}]" in kept)
+    for replica in range(replicas):
+        for factor in factors:
+            batch = now.global_batch * factor
+            if batch != int(batch) or length % int(batch):
+                raise ValueError(
+                    f"{factor:g} times the batch of {now.global_batch} does not divide the {length} samples of a branch, which are "
+                    f"{steps} steps of it. Use --steps {math.lcm(*(math.ceil(each) for each in factors))}, say, or other --factors."
+                )
+            skip = replica * length
+            branch = BranchSpec(
+                checkpoint=checkpoint, updates=updates, samples=samples, steps=_schedule(spec), decay=0, skip=skip
+            )
+            point = RampSpec(begin=samples + skip, global_batch=int(batch))
+            train = {
+                "steps": updates + length // int(batch),
+                "batch_ramp": (*ramp, point),
+                "init_from": None,
+                "init_from_changes": (),
+            }
+            tables: dict[str, dict[str, Any]] = {
+                "train": train,
+                "data": {"phases": data},
+                "optimizer": {"lr": spec.optimizer.lr * rate_factor(factor, scaling)},
+                "validation": {"every": 10**9 if spec.validation.every else 0},  # at the end alone
+                "checkpoint": {"every": 0, "keep": 1},
+                "log": {"tensorboard": False},
+            }
+            changed = {name: getattr(spec, name).model_copy(update=values) for name, values in tables.items()}
+            yield Trial(factor, replica, spec.model_copy(update={**changed, "branch": branch}))
+
+
+def _schedule(spec: RunSpec) -> int:
+    return spec.branch.steps if spec.branch else spec.train.steps
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of one batch size: the mean loss of its branches, by how much that is above the run's own batch (paired by replica), with
+    the half of its 95 % interval (None: one replica), and the verdict."""
+
+    factor: float
+    batch: int
+    tokens: int
+    loss: float
+    excess: float
+    error: float | None
+    verdict: Literal["as good", "worse", "not decided"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The batch sizes in their order, and up to which the loss after the same tokens is as good as at the run's own."""
+
+    rows: tuple[Judged, ...]
+    tolerance: float
+    critical: int | None
+    """Sequences a step; None: not even the run's own is known to be as good as half of it, or nothing was decided."""
+    begins: int | None
+    """The smallest batch above it whose loss is worse; None: none that was tried is."""
+
+    @property
+    def words(self) -> str:
+        """The advice in a sentence."""
+        if self.critical is None:
+            return "Nothing is decided: use more --replicas or --steps."
+        own = next(row.batch for row in self.rows if row.factor == 1)
+        if self.begins is None and self.critical <= own:
+            return f"No batch above the run's own {own} sequences is decided: use more --replicas or --steps."
+        if self.begins is None:
+            return f"Up to {self.critical} sequences a step, the largest batch decided, the loss after as many tokens is as good."
+        return (
+            f"The loss per token begins to suffer between {self.critical} and {self.begins} sequences a step: "
+            f"{self.critical} is the largest batch that is as good."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, by name."""
+        return asdict(self) | {"words": self.words}
+
+
+def judge(losses: Mapping[float, Sequence[float]], *, batch: int, seq_len: int, tolerance: float) -> Advice:
+    """Return the advice from the losses of each factor's replicas, in the order of replicas. `batch`: the run's own, in sequences; factor 1
+    must be there. A loss is worse if it is above the one of the run's batch by more than `tolerance` of it, also at the near end of its
+    interval; as good if it is not even at the far end."""
+    own = losses[1.0]
+    rows = list[Judged]()
+    for factor in sorted(losses):
+        gaps = [loss - mine for loss, mine in zip(losses[factor], own, strict=True)]
+        excess, limit = mean(gaps), tolerance * mean(own)
+        error = _half_width(gaps) if len(gaps) > 1 else None
+        verdict = "worse" if excess - (error or 0.0) > limit else "as good" if excess + (error or 0.0) <= limit else "not decided"
+        size = round(batch * factor)
+        rows.append(Judged(factor, size, size * seq_len, mean(losses[factor]), excess, error, verdict))
+    critical, begins = None, None
+    for row in rows:
+        if row.verdict == "as good":
+            critical = row.batch
+        elif row.verdict == "worse" and row.factor > 1:
+            begins = row.batch
+            break
+    assert all(before.factor < after.factor for before, after in pairwise(rows))
+    return Advice(tuple(rows), tolerance, critical, begins)
+
+
+def _half_width(gaps: Sequence[float]) -> float:
+    """Return half of the 95 % interval of a mean."""
+    freedom = len(gaps) - 1
+    t = T_95[freedom - 1] if freedom <= len(T_95) else 2.0
+    return t * stdev(gaps) / len(gaps) ** 0.5

@@ -1,0 +1,36 @@
+"""What branches of other batches came to, as a table and as a picture."""
+
+import math
+
+from rich.table import Table
+
+from megalith.planner.batch import Advice
+from megalith.report import units
+from megalith.report.svg import Series, line_chart
+
+
+def table(advice: Advice) -> Table:
+    """Return a row for each batch: its loss after the same tokens, beside that of the run's own batch."""
+    drawn = Table(
+        "batch", "tokens a step", "loss", "above its own", "+-", "verdict", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    for row in advice.rows:
+        error = "-" if row.error is None or row.factor == 1 else f"{row.error:.4f}"
+        excess, verdict = ("-", "the run's own") if row.factor == 1 else (f"{row.excess:+.4f}", row.verdict)
+        drawn.add_row(f"{row.batch:,} (x{row.factor:g})", units.count(row.tokens), f"{row.loss:.4f}", excess, error, verdict)
+    return drawn
+
+
+def picture(advice: Advice) -> str:
+    """Draw the loss above that of the run's own batch over the doublings of it, with the ends of its 95 % interval; a line marks what is
+    tolerated."""
+    points = [(math.log2(row.factor), row.excess, row.error or 0.0) for row in advice.rows]
+    limit = advice.tolerance * next(row.loss for row in advice.rows if row.factor == 1)
+    series = [
+        Series("loss above that of the run's batch", [(x, y) for x, y, _ in points], 0, dots=True),
+        Series("95 % interval", [(x, y + e) for x, y, e in points], 7),
+        Series("", [(x, y - e) for x, y, e in points], 7, faint=True),
+    ]
+    marks = [(math.log2(row.factor), f"{row.batch:,}") for row in advice.rows]
+    label = "doublings of the run's batch; sequences a step above"
+    return line_chart(series, x_label=label, y_format=lambda y: f"{y:.3g}", level=limit, marks=marks)
