@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megalith.events import Event, Lowered, Rewound, Skipped, Spike, of_kind, read
 from megalith.fleet.tiers import copies, newest
 from megalith.prove.spikes import Ended, Fault
+from megalith.spec.run import RampSpec
 from megalith.train.loop import Loop
 from megalith.train.restore import Position
 from megalith.train.stability import healer as healers
@@ -171,3 +172,18 @@ def test_history_goes_with_a_checkpoint_to_another_plan(data: str, tmp_path: Pat
     assert more.position.history.rewinds == ended.position.history.rewinds == ((rewound.step, rewound.to),)
     assert more.position.samples == ended.position.samples + 3 * BATCH
     assert min(more.read) >= ended.position.samples
+
+
+@pytest.mark.parametrize("plan", [{}, {"pipeline": 2, "schedule": "zb-h2", "post_validation": True}], ids=str)
+def test_a_rewind_goes_back_into_an_earlier_phase(data: str, tmp_path: Path, plan: dict[str, Any]) -> None:
+    """A spike in the first step of a phase with a larger batch: steps of the phase before are computed again as they were."""
+    spec = spiky_run(data, plan=plan, answers=("rewind",), margin=3)
+    ramp = (RampSpec(begin=32 * BATCH, global_batch=2 * BATCH),)
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"batch_ramp": ramp})})
+    ended, told = train(tmp_path, spec, (), 31)
+    (rewound,) = of_kind(told, Rewound)
+    assert rewound.step == 33 and rewound.to <= 29 and rewound.undone == 32 - rewound.to
+    assert (rewound.first, rewound.last) == (rewound.to * BATCH, 34 * BATCH - 1)
+    assert rewound.replayed == 33 - rewound.to, "every step before the wrong weight gave its numbers again"
+    steps = 60 + 33 - rewound.to
+    assert ended.position == Position(step=steps, samples=(2 * steps - 32) * BATCH, updates=60)

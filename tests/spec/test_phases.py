@@ -10,6 +10,7 @@ from megalith.spec.phases import Phase, Phases, Point, during
 from megalith.spec.problem import SpecErrors
 from megalith.spec.quantity import Amount
 from megalith.train.optimizers.rates import learning_rate
+from megalith.train.restore import Position, read_numbers
 
 MODEL = {"dim": 32, "layers": 1, "heads": 2, "vocab": 64, "family": "llama", "ffn": 64}
 
@@ -104,3 +105,35 @@ def test_what_is_no_length_is_refused_by_name(text):
         load({"steps": text})
     (problem,) = refused.value.problems
     assert problem.key == "train.steps" and "500M tokens" in problem.way_out
+
+
+def test_losses_are_compared_while_the_text_stays_and_the_batch_does_not_fall():
+    ramp = [{"begin": 40, "global_batch": 8}, {"begin": 400, "global_batch": 2}]
+    spec = load({"batch_ramp": ramp}, {"phases": [{"begin": 80, "seq_len": 32}, {"begin": 160, "weights": {"a": 1.0}}]}).spec
+    assert Phases.of(spec).texts == (0, 0, 2, 3, 4)
+
+
+def test_numbers_with_letters_are_read_in_points_too():
+    ramp = [{"begin": "16M tokens", "global_batch": "1k"}]
+    found = load(
+        {"steps": "100M tokens", "seq_len": "8k", "batch_ramp": ramp}, {"phases": [{"begin": "4k", "seq_len": "16k"}]}
+    ).spec
+    assert (found.train.batch_ramp[0].begin, found.train.batch_ramp[0].global_batch) == (
+        1956,
+        1024,
+    )  # the first step of 4 that begins there or later
+    assert (found.data.phases[0].begin, found.data.phases[0].seq_len) == (4000, 16384)
+    assert Phases.of(found).all[0].seq_len == 8192
+
+
+def test_a_share_and_a_length_of_warmup_both_stand():
+    assert load({}, None, {"warmup": "2%"}).spec.optimizer.warmup == "2%"
+    assert load({}, None, {"warmup": "2%"}).spec.optimizer.warmup_updates(100) == 2
+    assert load({}, None, {"warmup": "2_560 tokens"}).spec.optimizer.warmup == 10
+    assert load({}, None, {"warmup": "2k"}).spec.optimizer.warmup == 2000
+
+
+def test_any_step_since_a_position_is_found_through_phases():
+    spec = load({"batch_ramp": [{"begin": 40, "global_batch": 8}]}).spec
+    begin = Position(step=12, samples=36, updates=9)  # three updates of it were left out by a rewind, or passed over
+    assert [read_numbers(spec, begin, step) for step in (12, 13, 15)] == [range(36, 40), range(40, 48), range(56, 64)]

@@ -85,3 +85,11 @@ def test_it_comes_back_from_text_that_fits_into_its_room(
         known = known.accepted(loss, norm, SPEC)
     assert History.load(json.loads(known.dump())) == History.load(asdict(known)) == known
     assert len(known.dump()) <= room(SPEC)
+
+
+def test_numbers_of_other_text_make_no_band() -> None:
+    known = steady()
+    assert known.departures(300.0, 1.0, SPEC) and known.of_text(0) is known
+    changed = known.of_text(2)
+    assert not changed.departures(300.0, 1.0, SPEC)
+    assert changed.of_text(2) is changed and History.load(json.loads(changed.dump())) == changed
