@@ -185,7 +185,7 @@ def matmul_peak(a: argparse.Namespace) -> float:
     """FLOP/s of large matrix products in this precision, on all cores or the GPU."""
     import torch
 
-    from megalith.train.peak import matmul_rate
+    from megalith.train.measure.peak import matmul_rate
 
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[a.precision]
     return matmul_rate(dtype, torch.device(a.device), seconds=3.0, size=2048 if a.device == "cpu" else 8192)

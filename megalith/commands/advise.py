@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from megalith.commands.arguments import AtStep, Json, RunFolder, one_of
-from megalith.commands.output import print_json, write
+from megalith.commands.shared.arguments import AtStep, Json, RunFolder, one_of
+from megalith.commands.shared.output import print_json, write
 
 if TYPE_CHECKING:
     from megalith.planner.batch import Advice, Trial
@@ -133,7 +133,7 @@ def _trainer(console: Console) -> Train:
     """Return what trains a trial on this machine, as `megalith train` does."""
 
     def run(trial: "Trial", folder: Path) -> int:
-        from megalith.commands.arguments import RunRequest
+        from megalith.commands.shared.arguments import RunRequest
         from megalith.commands.train import train
         from megalith.spec import files
         from megalith.spec.files import Resolved

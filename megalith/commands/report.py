@@ -70,7 +70,7 @@ def _folder_for_pages(run_dir: Path) -> Path:
 
 def _trace(run_dir: Path, out: Path) -> Path:
     """Write a run's pipeline, predicted and measured, as a trace for Perfetto, and return the file."""
-    from megalith.report import history, page  # drawing
+    from megalith.report import history, predicted  # drawing
 
-    out.write_text(json.dumps(page.trace(history.history(run_dir))), encoding="utf-8")
+    out.write_text(json.dumps(predicted.trace(history.history(run_dir))), encoding="utf-8")
     return out

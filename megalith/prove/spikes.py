@@ -24,7 +24,7 @@ from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.copies import GOOD_COPIES
 from megalith.train.guard import Guard
 from megalith.train.loop import Loop
-from megalith.train.peak import Yardstick
+from megalith.train.measure.peak import Yardstick
 from megalith.train.restore import Position, read_step, restore
 from megalith.train.stability.history import room
 from megalith.train.step import Watcher

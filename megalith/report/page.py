@@ -15,11 +15,10 @@ from megalith.report import spikes, timeline, units
 from megalith.report.history import History, history
 from megalith.report.holding import who_holds_what
 from megalith.report.phases import phase_table
+from megalith.report.predicted import predict
 from megalith.report.signs import signs
 from megalith.report.style import PAGE
 from megalith.report.svg import Point, Series, line_chart, stacked_columns, stacked_rows
-from megalith.schedule import Timeline, build, lower, simulate
-from megalith.schedule.action import Action, Slot, parts
 
 FILE = "report.html"
 
@@ -27,9 +26,6 @@ BREAKDOWN: Mapping[str, int] = {
     "forward": 0, "backward": 1, "optimizer": 2, "communication": 3, "data": 4, "checkpoint": 5, "validation": 7, "bubble": 6, "other": 5
 }  # fmt: skip
 """Parts of a step -> colour, in the order they are stacked."""
-
-MOST_BARS = 4000
-"""Bars a drawing holds: beyond it, fewer microbatches are drawn."""
 
 
 def write(run_dir: Path, path: Path | None = None) -> Path:
@@ -324,50 +320,6 @@ def _pipeline(run: History) -> str:
             notes.append(f"Predicted {units.duration(foreseen.end)}, measured {units.duration(seen)}: gap {gap * 100:+.1f} %.")
     notes.append("Numbers are microbatches; paler bars are later chunks of the same rank.")
     return _figures(_figure(" ".join(notes), timeline.draw(groups, plan.pipeline), wide=True))
-
-
-def predict(run: History) -> tuple[Timeline, str, int]:
-    """The simulated timeline of the plan's schedule, what its costs stand on, and for how many microbatches it is.
-
-    Costs are the measured means of each computation of each stage; without recorded spans, the run's mean forward and backward
-    time shared among microbatches and chunks; without these, 1 and 2.
-    """
-    plan, microbatches = run.plan, run.microbatches
-    assert plan is not None, "predict needs a recorded plan"
-    assert microbatches, "predict needs a recorded batch"
-    while plan.stages * microbatches * 2 > MOST_BARS and microbatches > plan.pipeline:
-        microbatches = max(microbatches // 2, plan.pipeline)
-    schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=microbatches, chunks=plan.chunks)
-    means = timeline.mean_seconds(recorded.spans for recorded in run.spans)
-    steps = [step.breakdown for step in run.steps if step.breakdown.get("forward")]
-    if {(kind, stage) for kind in "FB" for stage in range(plan.stages)} <= set(means):
-        table, basis = means, "the mean time of each stage's forward and backward"
-    elif steps:
-        each = {"F": "forward", "B": "backward"}
-        share = {
-            kind: mean(step.get(name, 0.0) for step in steps) / (run.microbatches or 1) / plan.chunks
-            for kind, name in each.items()
-        }
-        table = {(kind, stage): seconds for kind, seconds in share.items() for stage in range(plan.stages)}
-        basis = "the run's mean forward and backward time"
-    else:
-        table = {(kind, stage): seconds for kind, seconds in (("F", 1.0), ("B", 2.0)) for stage in range(plan.stages)}
-        basis = "a forward of 1 s and a backward of 2 s (nothing measured)"
-
-    def cost(slot: Slot) -> float:
-        return sum(table.get((action.kind, action.stage), 0.0) for action in parts(slot) if isinstance(action, Action))
-
-    return simulate(lower(schedule, plan.zero), cost), basis, microbatches
-
-
-def trace(run: History) -> dict[str, Any]:
-    """The pipeline's timelines for Perfetto, as they are drawn: predicted, and every step whose spans were recorded."""
-    groups: dict[str, Timeline | Sequence[timeline.Bar]] = {}
-    if run.plan is not None and run.microbatches:
-        foreseen, basis, _ = predict(run)
-        groups[f"predicted from {basis}"] = foreseen
-        groups |= {f"measured in step {one.step}": timeline.measured(one.spans, run.plan.pipeline) for one in run.spans}
-    return timeline.chrome_trace(groups)
 
 
 def _spikes(run: History) -> str:

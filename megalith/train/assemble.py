@@ -24,7 +24,7 @@ from megalith.spec.phases import Phase, Phases, during
 from megalith.spec.run import RunSpec
 from megalith.spec.sizes import model_parameters, tied_names
 from megalith.spec.treatment import treatments
-from megalith.train.noise import NoiseMeter
+from megalith.train.measure.noise import NoiseMeter
 from megalith.train.optimizers.rates import learning_rate
 from megalith.train.optimizers.rule import Optimizer
 from megalith.train.optimizers.whole import Whole

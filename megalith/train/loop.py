@@ -19,7 +19,7 @@ from megalith.spec.noise import SMOOTHED
 from megalith.spec.phases import Phase, Phases
 from megalith.train.assemble import Trainer
 from megalith.train.guard import Guard
-from megalith.train.peak import Yardstick, counted_flops
+from megalith.train.measure.peak import Yardstick, counted_flops
 from megalith.train.post_validation import LateStepper
 from megalith.train.restore import Position, meta, read_indices, read_numbers, read_step
 from megalith.train.stability.healer import Data, Healer

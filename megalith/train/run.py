@@ -45,8 +45,8 @@ from megalith.train.copies import copies_of
 from megalith.train.guard import Guard
 from megalith.train.join import choose_device, join, keep_memory
 from megalith.train.loop import Loop
-from megalith.train.peak import Yardstick, yardstick_of
-from megalith.train.profiler import Profile, idle_profile
+from megalith.train.measure.peak import Yardstick, yardstick_of
+from megalith.train.measure.profiler import Profile, idle_profile
 from megalith.train.restore import OtherRunError, first_sample, read_step, restore
 from megalith.train.stream import open_stream
 from megalith.train.validate import Validator
@@ -177,7 +177,7 @@ def _epoch(world: dist.ProcessGroup) -> int:
 def _open_log(spec: RunSpec, folder: Path, epoch: int) -> EventLog:
     if not spec.log.tensorboard:
         return EventLog(folder, epoch=epoch)
-    from megalith.train.tensorboard import BoardLog  # an extra that takes seconds to import
+    from megalith.train.measure.tensorboard import BoardLog  # an extra that takes seconds to import
 
     return BoardLog(folder, epoch=epoch)
 

@@ -17,7 +17,7 @@ from megalith.parallel.execute import Executed
 from megalith.spec.model import MoeSpec
 from megalith.spec.noise import Noise
 from megalith.train.assemble import Trainer
-from megalith.train.noise import noise_of
+from megalith.train.measure.noise import noise_of
 from megalith.train.stability.loss_scale import Overflow, Scale
 
 Mark = tuple[str, Any, Any]  # what, from when, to when

@@ -11,7 +11,7 @@ from megalith.prove.parity import record, reference
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.join import choose_device
-from megalith.train.peak import matmul_rate
+from megalith.train.measure.peak import matmul_rate
 from megalith.train.post_validation import Stepper
 from megalith.train.step import Stepped, train_step
 from tests.parallel.running import microbatches

@@ -33,7 +33,7 @@ from megalith.train.assemble import Trainer
 from megalith.train.decide import Decision, Skip
 from megalith.train.guard import Guard
 from megalith.train.loop import Loop, stepper_of
-from megalith.train.peak import Yardstick
+from megalith.train.measure.peak import Yardstick
 from megalith.train.restore import restore
 from megalith.train.stability.loss_scale import Scale
 from megalith.train.step import Stepped, accumulate, seed_step, tell

@@ -20,7 +20,7 @@ from megalith.parallel.gradients import NotFinite
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
 from megalith.train.loop import Loop, stepper_of
-from megalith.train.peak import Yardstick
+from megalith.train.measure.peak import Yardstick
 from megalith.train.restore import Position, restore
 from megalith.train.step import tell
 from megalith.train.stream import open_stream

@@ -7,7 +7,8 @@ import pytest
 
 from megalith import events
 from megalith.report.history import history
-from megalith.report.page import flat, predict, smoothed, write
+from megalith.report.page import flat, smoothed, write
+from megalith.report.predicted import predict
 from megalith.spec.plan import Plan
 from tests.report.run_folder import holdings, spans, start, step, write_run
 

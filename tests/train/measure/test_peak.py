@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megalith.spec import cluster
-from megalith.train import peak
-from megalith.train.peak import catalogue_peak, matmul_rate
+from megalith.train.measure import peak
+from megalith.train.measure.peak import catalogue_peak, matmul_rate
 
 V100, H100 = "Tesla V100-SXM2-32GB", "NVIDIA H100 80GB HBM3"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalith.train.profiler import Profile, idle_profile
+from megalith.train.measure.profiler import Profile, idle_profile
 
 
 def traced(folder: Path, asked: str, *, done: int = 0, steps: int = 6) -> dict[str, int]:

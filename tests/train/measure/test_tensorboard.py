@@ -10,7 +10,7 @@ pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
 
 
 def test_what_tensorboard_cannot_write_costs_its_files_alone(tmp_path: Path) -> None:
-    from megalith.train.tensorboard import BoardLog  # imports the extra
+    from megalith.train.measure.tensorboard import BoardLog  # imports the extra
 
     (tmp_path / "tensorboard").write_text("a file, where a folder is needed")
     log = BoardLog(tmp_path)
@@ -24,7 +24,7 @@ def test_what_tensorboard_cannot_write_costs_its_files_alone(tmp_path: Path) -> 
 def test_what_tensorboard_shows_is_what_the_event_log_says(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # an extra
 
-    from megalith.train.tensorboard import BoardLog  # imports the extra
+    from megalith.train.measure.tensorboard import BoardLog  # imports the extra
 
     log = BoardLog(tmp_path)
     rest = {"grad_norm": 2.0, "lr": 0.1, "tokens": 8, "seconds": 1.0, "tokens_per_second": 8.0, "mfu": None, "memory": {}}

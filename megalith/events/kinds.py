@@ -1,25 +1,8 @@
-"""What happened in a run: an append-only JSON-lines file of typed events, the only thing reports read about it.
+"""The kinds of events. Times are seconds, memory is bytes, rates are per second."""
 
-Every line is `{"type": ..., "time": seconds since the epoch, ...fields}`. Times are seconds, memory is bytes, rates are per second.
-
-Logs of other versions can be read. A field that a log lacks gets its default, else the neutral value of its type: None, NaN, 0, "",
-an empty list or dict. A field that this version does not know is kept in `Event.extra`, and an event of an unknown kind is an `Unknown`.
-"""
-
-import json
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
-from functools import partial
-from pathlib import Path
-from types import NoneType
-from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
-
-from megalith import disk, epochs
-from megalith.tagged import Family
-
-FILE = "events.jsonl"
-MOST_WAITING = 10_000  # events that wait for a disk with room, or a store; the oldest are lost beyond that
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
@@ -29,9 +12,6 @@ class Event:
     kind: ClassVar[str] = ""
     time: float = field(default_factory=time.time, kw_only=True)
     extra: dict[str, Any] = field(default_factory=dict, kw_only=True)
-
-
-Kind = TypeVar("Kind", bound=Event)
 
 
 @dataclass(frozen=True)
@@ -328,149 +308,3 @@ class RunFinished(Event):
     kind: ClassVar[str] = "run_finished"
     reason: str
     step: int
-
-
-_NEUTRAL: dict[Any, Callable[[], object]] = {
-    NoneType: lambda: None,
-    float: partial(float, "nan"),
-    int: int,
-    str: str,
-    list: list,
-    dict: dict,
-}
-_MISSING = object()
-_KINDS = Family(Event, key="type").classes
-
-_Reading = tuple[str, frozenset[type], Callable[[], object]]
-"""How a field is read: its name, the types that JSON may have for it, and what makes its value if it is missing."""
-
-
-def _reading(one: Field[Any], hint: Any) -> _Reading:
-    types = [get_origin(each) or each for each in (get_args(hint) if NoneType in get_args(hint) else (hint,))]
-    if one.default is not MISSING:
-        missing: Callable[[], object] = lambda: one.default  # noqa: E731
-    elif one.default_factory is not MISSING:
-        missing = one.default_factory
-    else:
-        missing = _NEUTRAL[NoneType if NoneType in types else types[0]]
-    return one.name, frozenset((*types, int) if float in types else types), missing  # JSON may write a whole float as an integer
-
-
-def _readings(kind: type[Event]) -> tuple[_Reading, ...]:
-    hints = get_type_hints(kind)
-    return tuple(_reading(one, hints[one.name]) for one in fields(kind) if one.name != "extra")
-
-
-_READINGS = {kind: _readings(kind) for kind in (Unknown, *_KINDS.values())}
-_NAMES = {kind: frozenset(("type", *(name for name, _, _ in readings))) for kind, readings in _READINGS.items()}
-
-
-def load(record: dict[str, Any]) -> Event | None:
-    """Return the event that a line's JSON object holds; None if it has no type or no time, or a field of another type than the class.
-
-    Types are checked one level deep. A log has a line for every step, so speed matters: pydantic takes five times as long, and the
-    `__init__` of a frozen dataclass twice as long.
-    """
-    tag = record.get("type")
-    if not isinstance(tag, str) or "time" not in record:
-        return None
-    kind = _KINDS.get(tag, Unknown)
-    event = object.__new__(kind)
-    values = event.__dict__
-    for name, types, missing in _READINGS[kind]:
-        value = record.get(name, _MISSING)
-        if value.__class__ not in types:
-            if value is not _MISSING:
-                return None
-            value = missing()
-        values[name] = value
-    names = _NAMES[kind]
-    values["extra"] = {} if record.keys() <= names else {name: value for name, value in record.items() if name not in names}
-    return event
-
-
-def dump(event: Event) -> dict[str, Any]:
-    """Return an event as the JSON object of its line."""
-    record = asdict(event)
-    extra = record.pop("extra")
-    return {"type": event.kind, **record, **extra}  # an Unknown has its own type among its fields
-
-
-def parse(line: str) -> Event | None:
-    """Return the event in a line of a log; None for a torn line, or one that holds no event."""
-    record = disk.parse(line)
-    return None if record is None else load(record)
-
-
-class EventLog:
-    """Appends events to a run folder's log. Each event is one write, so a reader never sees half a line for long, and the ranks and who
-    watches them may write to one log. What a full disk has no room for, or a store that is away cannot take, waits. A log that is deleted
-    while it is written begins anew, with a note and the newest `RunStarted`, without which no report could be made of what follows."""
-
-    def __init__(self, run_dir: Path, *, epoch: int | None = None) -> None:
-        """`epoch`: its owner's (`megalith.epochs`); None: the newest."""
-        run_dir.mkdir(parents=True, exist_ok=True)
-        path = epochs.newest(run_dir, FILE) if epoch is None else run_dir / epochs.name(FILE, epoch)
-        self._opening: list[Event] = []  # the newest start, and who held what in it
-        self._step = 0  # the newest step that was written
-        self._journal = disk.Journal(path, most=MOST_WAITING, renewed=self._begin_anew)
-
-    def write(self, event: Event) -> None:
-        """Append one event, now or with a later one."""
-        match event:
-            case RunStarted():
-                self._opening, self._step = list[Event]([event]), event.resumed_step
-            case Holding():
-                self._opening.append(event)
-        self._journal.write(_line(event))
-        if isinstance(event, Step):
-            self._step = event.step
-
-    def _begin_anew(self, made: bool) -> Iterator[bytes]:
-        """Lines that a log which lost all it held begins with. One of its writers makes the file, and leaves the note."""
-        if made:
-            words = f"{FILE} was removed, or emptied, while the run went on: what it held is lost, and it begins anew here"
-            yield _line(Problem("warning", words))
-        for event in self._opening:
-            fresh = replace(event, time=time.time())
-            yield _line(replace(fresh, resumed_step=self._step) if isinstance(fresh, RunStarted) else fresh)
-
-    def close(self) -> None:
-        """Write what still waits, and say so if it cannot be written to the last."""
-        self._journal.close()
-
-
-def _line(event: Event) -> bytes:
-    return json.dumps(dump(event), separators=(",", ":")).encode() + b"\n"
-
-
-class Reader:
-    """The events of a run, oldest first; each iteration reads the log of the newest epoch again.
-
-    Reading raises nothing for a line that is torn (the writer died in it, or the disk was full) or holds no event: the line is skipped.
-    `skipped` counts these lines in the newest iteration.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self.skipped = 0
-
-    def __iter__(self) -> Iterator[Event]:
-        self.skipped = 0
-        for line in disk.lines(epochs.newest(self._run_dir, FILE)):
-            event = parse(line)
-            if event is None:
-                self.skipped += 1
-            else:
-                yield event
-
-
-def read(run_dir: Path) -> Reader:
-    """Return a reader of the events in a run folder; it has none if the folder has no log. Iteration raises OSError if the log is there
-    but cannot be read."""
-    return Reader(run_dir)
-
-
-def of_kind(events: Iterable[Event], kind: type[Kind]) -> list[Kind]:
-    """Return the events of one class, in their order."""
-    return [event for event in events if isinstance(event, kind)]

@@ -1,0 +1,65 @@
+"""What happened in a run: an append-only JSON-lines file of typed events, the only thing reports read about it.
+
+Every line is `{"type": ..., "time": seconds since the epoch, ...fields}`. Times are seconds, memory is bytes, rates are per second.
+
+Logs of other versions can be read. A field that a log lacks gets its default, else the neutral value of its type: None, NaN, 0, "",
+an empty list or dict. A field that this version does not know is kept in `Event.extra`, and an event of an unknown kind is an `Unknown`.
+"""
+
+from megalith.events.kinds import (
+    Checkpoint,
+    Event,
+    Holding,
+    Incident,
+    Lowered,
+    Order,
+    PhaseBegan,
+    Problem,
+    Recovery,
+    Rewound,
+    RunFinished,
+    RunStarted,
+    Sample,
+    Skipped,
+    Span,
+    Spans,
+    Spike,
+    Step,
+    Unknown,
+    Validation,
+)
+from megalith.events.log import FILE, MOST_WAITING, EventLog, Kind, Reader, of_kind, read
+from megalith.events.text import dump, load, parse
+
+__all__ = [
+    "FILE",
+    "MOST_WAITING",
+    "Checkpoint",
+    "Event",
+    "EventLog",
+    "Holding",
+    "Incident",
+    "Kind",
+    "Lowered",
+    "Order",
+    "PhaseBegan",
+    "Problem",
+    "Reader",
+    "Recovery",
+    "Rewound",
+    "RunFinished",
+    "RunStarted",
+    "Sample",
+    "Skipped",
+    "Span",
+    "Spans",
+    "Spike",
+    "Step",
+    "Unknown",
+    "Validation",
+    "dump",
+    "load",
+    "of_kind",
+    "parse",
+    "read",
+]

@@ -1,0 +1,91 @@
+"""A run's log of events: one JSON object a line, appended only."""
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from megalith import disk, epochs
+from megalith.events.kinds import Event, Holding, Problem, RunStarted, Step
+from megalith.events.text import dump, parse
+
+FILE = "events.jsonl"
+MOST_WAITING = 10_000  # events that wait for a disk with room, or a store; the oldest are lost beyond that
+
+Kind = TypeVar("Kind", bound=Event)
+
+
+class EventLog:
+    """Appends events to a run folder's log. Each event is one write, so a reader never sees half a line for long, and the ranks and who
+    watches them may write to one log. What a full disk has no room for, or a store that is away cannot take, waits. A log that is deleted
+    while it is written begins anew, with a note and the newest `RunStarted`, without which no report could be made of what follows."""
+
+    def __init__(self, run_dir: Path, *, epoch: int | None = None) -> None:
+        """`epoch`: its owner's (`megalith.epochs`); None: the newest."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = epochs.newest(run_dir, FILE) if epoch is None else run_dir / epochs.name(FILE, epoch)
+        self._opening: list[Event] = []  # the newest start, and who held what in it
+        self._step = 0  # the newest step that was written
+        self._journal = disk.Journal(path, most=MOST_WAITING, renewed=self._begin_anew)
+
+    def write(self, event: Event) -> None:
+        """Append one event, now or with a later one."""
+        match event:
+            case RunStarted():
+                self._opening, self._step = list[Event]([event]), event.resumed_step
+            case Holding():
+                self._opening.append(event)
+        self._journal.write(_line(event))
+        if isinstance(event, Step):
+            self._step = event.step
+
+    def _begin_anew(self, made: bool) -> Iterator[bytes]:
+        """Lines that a log which lost all it held begins with. One of its writers makes the file, and leaves the note."""
+        if made:
+            words = f"{FILE} was removed, or emptied, while the run went on: what it held is lost, and it begins anew here"
+            yield _line(Problem("warning", words))
+        for event in self._opening:
+            fresh = replace(event, time=time.time())
+            yield _line(replace(fresh, resumed_step=self._step) if isinstance(fresh, RunStarted) else fresh)
+
+    def close(self) -> None:
+        """Write what still waits, and say so if it cannot be written to the last."""
+        self._journal.close()
+
+
+def _line(event: Event) -> bytes:
+    return json.dumps(dump(event), separators=(",", ":")).encode() + b"\n"
+
+
+class Reader:
+    """The events of a run, oldest first; each iteration reads the log of the newest epoch again.
+
+    Reading raises nothing for a line that is torn (the writer died in it, or the disk was full) or holds no event: the line is skipped.
+    `skipped` counts these lines in the newest iteration.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self.skipped = 0
+
+    def __iter__(self) -> Iterator[Event]:
+        self.skipped = 0
+        for line in disk.lines(epochs.newest(self._run_dir, FILE)):
+            event = parse(line)
+            if event is None:
+                self.skipped += 1
+            else:
+                yield event
+
+
+def read(run_dir: Path) -> Reader:
+    """Return a reader of the events in a run folder; it has none if the folder has no log. Iteration raises OSError if the log is there
+    but cannot be read."""
+    return Reader(run_dir)
+
+
+def of_kind(events: Iterable[Event], kind: type[Kind]) -> list[Kind]:
+    """Return the events of one class, in their order."""
+    return [event for event in events if isinstance(event, kind)]
