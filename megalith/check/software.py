@@ -2,8 +2,9 @@
 
 import re
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, files, version
+from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
 from megalith.check.case import Case, Found, advice, error
 
@@ -19,8 +20,8 @@ VOLTA_CUDA = (12, 6)
 
 def torch_has_the_kernels(case: Case) -> Found:
     """PyTorch's build has kernels for the cluster's devices."""
-    device, cuda = case.cluster.accelerator if case.cluster else None, cuda_of_torch()
-    if device is None or device.compute_capability != VOLTA or cuda is None or cuda <= VOLTA_CUDA:
+    device = case.cluster.accelerator if case.cluster else None
+    if device is None or device.compute_capability != VOLTA or (cuda := cuda_of_torch()) is None or cuda <= VOLTA_CUDA:
         return
     reason = (
         f"names {device.name}, compute capability {VOLTA}, and PyTorch {version('torch')} here is built for CUDA "
@@ -32,11 +33,13 @@ def torch_has_the_kernels(case: Case) -> Found:
 
 def cuda_of_torch() -> tuple[int, ...] | None:
     """Return the CUDA version that the installed PyTorch is built for, read from disk; None if it has none."""
-    with suppress(PackageNotFoundError, OSError):
-        for path in files("torch") or ():
-            if path.as_posix() == "torch/version.py":
-                found = re.search(r"^cuda\b[^=]*=\s*'(\d+)\.(\d+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-                return None if found is None else (int(found[1]), int(found[2]))
+    found = find_spec("torch")  # imports nothing
+    if found is None or found.origin is None:
+        return None
+    with suppress(OSError):
+        text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+        if numbers := re.search(r"^cuda\b[^=]*=\s*'(\d+)\.(\d+)", text, re.MULTILINE):
+            return int(numbers[1]), int(numbers[2])
     return None
 
 

@@ -281,7 +281,8 @@ def _suggestion(fault: _Fault) -> str | None:
     word, inside = str(fault.path[-1]), fault.path[0] == "model"
     neighbours = [*(fault.table.model_fields if fault.table else ()), *(["preset"] if inside else [])]
     parts = re.split(r"[_\-.]", word.lower())
-    nearest = max((name for name in neighbours if name in parts), key=len, default=None) or near(word, neighbours)
+    slip = near(word, neighbours, alike=ALIKE)  # nearly the same word is a better guess than a part of it
+    nearest = slip or max((name for name in neighbours if name in parts), key=len, default=None) or near(word, neighbours)
     if nearest:
         return dotted((*fault.path[:-1], nearest))
     others = (
