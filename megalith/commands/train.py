@@ -78,7 +78,7 @@ def command(
 
     On two machines:  torchrun --nnodes 2 --nproc-per-node 8 -m megalith.cli train run.toml
     """
-    own = tuple(settings or ())
+    own = settings or ()
     if (branch is None) != (decay is None):
         raise typer.BadParameter("--branch CHECKPOINT and --decay UPDATES go together: from where, and over how many updates.")
     if branch is not None and decay is not None:

@@ -303,7 +303,7 @@ def _read(run: Path) -> dict[str, Any]:
 
 POINTS: dict[str, Callable[[Owner], None]] = {
     "event": lambda own: _log(own, "late", stop_at=(disk, "append")),
-    "event of a log that is opened late": lambda own: _log(own, "late", stop_at=(events.json, "dumps")),
+    "event of a log that is opened late": lambda own: _log(own, "late", stop_at=(events.log.json, "dumps")),
     "tensors": lambda own: _save(own, 20, stop_at=(storage.tensors, "write")),
     "manifest": lambda own: _save(own, 20, stop_at=(storage.files, "write_manifest")),
     "commit": lambda own: _save(own, 20, stop_at=(storage.files, "commit")),
