@@ -25,6 +25,7 @@ from megalith.control.node_ledger import NodeRecord
 from megalith.control.owner import InUseError, LeaseError, Owner, TakenError, hold
 from megalith.control.policy import State
 from megalith.events import EventLog, Problem
+from megalith.events import log as event_log
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.job import Job
 from megalith.spec.fleet import FleetSpec
@@ -303,7 +304,7 @@ def _read(run: Path) -> dict[str, Any]:
 
 POINTS: dict[str, Callable[[Owner], None]] = {
     "event": lambda own: _log(own, "late", stop_at=(disk, "append")),
-    "event of a log that is opened late": lambda own: _log(own, "late", stop_at=(events.log.json, "dumps")),
+    "event of a log that is opened late": lambda own: _log(own, "late", stop_at=(event_log.json, "dumps")),
     "tensors": lambda own: _save(own, 20, stop_at=(storage.tensors, "write")),
     "manifest": lambda own: _save(own, 20, stop_at=(storage.files, "write_manifest")),
     "commit": lambda own: _save(own, 20, stop_at=(storage.files, "commit")),
