@@ -7,6 +7,7 @@ import pytest
 
 from megalith import events, pyramid
 from megalith.events import RunStarted, Step, of_kind
+from megalith.events import log as event_log
 from megalith.watch import index
 from megalith.watch.index import Index, numbers
 from megalith.watch.source import Source
@@ -61,7 +62,7 @@ def test_a_live_log_is_followed_and_half_a_line_waits(tmp_path: Path) -> None:
     log.write(start())
     source = _source(tmp_path)
     assert source.last_step() is None
-    line = events._line(step(1))
+    line = event_log._line(step(1))
     with (tmp_path / events.FILE).open("ab") as file:
         file.write(line[:30])
         file.flush()
