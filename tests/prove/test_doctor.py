@@ -144,7 +144,8 @@ def test_a_device_that_raises_fails_its_burn_in(monkeypatch: pytest.MonkeyPatch)
 def test_a_burn_in_of_its_own_process_tells_the_fleet() -> None:
     """The command that a fleet runs before a node returns."""
     findings = burnt(command_of_burn_in(0.1, "cpu"), seconds=PATIENCE)
-    assert [(one.check, one.verdict) for one in findings] == [("burn-in float32, cpu", "ok"), ("burn-in bfloat16, cpu", "ok")]
+    dtypes = ("float32", "bfloat16", "float16")
+    assert [(one.check, one.verdict) for one in findings] == [(f"burn-in {dtype}, cpu", "ok") for dtype in dtypes]
 
 
 @pytest.mark.slow
