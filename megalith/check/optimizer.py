@@ -8,7 +8,7 @@ from megalith.spec.numbers import NUMBERS
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.problem import near
 from megalith.spec.sizes import Parameter, model_parameters
-from megalith.spec.treatment import summary
+from megalith.spec.treatment import kinds, summary
 
 
 def groups_match(case: Case) -> Found:
@@ -48,6 +48,8 @@ def matrices_fit(case: Case) -> Found:
 def _whole(case: Case) -> Iterator[Parameter]:
     """Yield the parameters whose matrices an update needs whole."""
     assert case.model is not None
+    if not any(OPTIMIZERS[kind].unit == "matrix" for kind in kinds(case.spec.optimizer)):
+        return  # a search asks this of many plans
     for row in summary(case.model, case.spec.optimizer):
         if OPTIMIZERS[row.treatment.kind].unit == "matrix":
             yield from row.parameters

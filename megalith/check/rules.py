@@ -174,6 +174,7 @@ RULES: tuple[Rule, ...] = (
     Rule("data", data.weighted_domains_have_text),
     Rule("data", data.validation_has_text),
     Rule("software", software.tensorboard_is_there),
+    Rule("software", software.alerts_can_be_sent),
     Rule("data", data.data_is_not_worn_out),
     Rule("fleet", fleet.disk_takes_copies),
     Rule("weights", weights.first_weights_fit),

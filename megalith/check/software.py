@@ -1,12 +1,16 @@
 """Rules about what is installed: the compiler, and packages that are extras."""
 
+import os
 import re
+import shlex
+import shutil
 from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 from megalith.check.case import Case, Found, advice, error
+from megalith.spec.alerts import ENVIRONMENT, address_of
 
 COMPILES_COLLECTIVES = (2, 15)
 """The first PyTorch that is shown to compile blocks that are split among ranks to the right gradients; 2.11 was seen not to."""
@@ -70,3 +74,24 @@ def tensorboard_is_there(case: Case) -> Found:
     if case.files and case.spec.log.tensorboard and find_spec("tensorboard") is None:
         way_out = 'Install the extra "tensorboard" (uv sync --extra tensorboard), or set log.tensorboard = false.'
         yield error("log.tensorboard", True, "the package tensorboard is not installed", way_out)
+
+
+def alerts_can_be_sent(case: Case) -> Found:
+    """An address is one, and what sends alerts is there on this machine."""
+    alerts = case.spec.alerts
+    if alerts.post is not None and not alerts.post.startswith(ENVIRONMENT):
+        try:
+            address_of(alerts.post, {})
+        except ValueError as error_:
+            yield error("alerts.post", alerts.post, str(error_), "Write https://..., or env:NAME for an address in a variable.")
+    elif alerts.post is not None and case.files:
+        try:
+            address_of(alerts.post, os.environ)
+        except ValueError as error_:
+            yield advice("alerts.post", alerts.post, f"{error_} on this machine", "Set the variable where the run is started.")
+    if case.files and alerts.run:
+        with suppress(ValueError):  # quotes that do not end: the shell says it
+            program = (shlex.split(alerts.run) or [""])[0]
+            if program and program.isprintable() and "=" not in program and shutil.which(program) is None:
+                way_out = "Install it, or write the path of a program."
+                yield advice("alerts.run", alerts.run, f"no program {program} is found on this machine", way_out)

@@ -182,7 +182,7 @@ def _followed(
 
     folder = owner.run_dir
     with (
-        Beside(folder, serves=watch) as beside,
+        Beside(folder, serves=watch, alerts=resolved.spec.alerts) as beside,
         Follow(folder, resolved.spec.train.steps, console, errors=place is not None, on_event=on_event) as follow,
     ):
 

@@ -1,5 +1,7 @@
 """`megalith watch`: the live page of runs, in a browser of this machine, as a file, or as JSON."""
 
+import contextlib
+import os
 import signal
 import time
 from collections.abc import Mapping
@@ -11,6 +13,7 @@ import typer
 from megalith.commands.shared.output import print_json
 
 if TYPE_CHECKING:
+    from megalith.spec.alerts import AlertsSpec
     from megalith.watch.source import Source
 
 
@@ -20,6 +23,17 @@ def command(
     act: Annotated[
         bool, typer.Option("--act", help="Also print an address from which orders may be given: save now, stop, take a node out.")
     ] = False,
+    alerts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN.toml",
+            help="Send alerts too, as this run file says. `megalith train` does so by itself.",
+            allow_dash=True,
+        ),
+    ] = None,
+    page: Annotated[
+        bool, typer.Option("--page/--no-page", help="With --no-page: send alerts alone, until all runs have ended.")
+    ] = True,
     out: Annotated[Path | None, typer.Option(help="Write the page as it is now to this file, and end.")] = None,
     as_json: Annotated[
         str | None, typer.Option("--json", metavar="PANEL", help="Print the data of one panel as one JSON object, and end.")
@@ -42,12 +56,17 @@ def command(
 
     if as_json is not None and as_json not in panels.PANELS:
         raise typer.BadParameter(f"--json {as_json!r} is no panel. Use one of {', '.join(panels.PANELS)}.")
+    if not page and alerts is None:
+        raise typer.BadParameter("--no-page shows nothing. Give the run file with [alerts] too: --alerts RUN.toml.")
+    rules = None if alerts is None else _rules(alerts)
     sources = [Source(folder) for folder in runs]
     try:
         if as_json is not None or out is not None:
             _at_once(sources, as_json, out, {key: value for key, _, value in (pair.partition("=") for pair in ask or ())})
+        elif not page and rules is not None:
+            _follow(sources, rules, told=str(alerts) == "-")
         else:
-            _serve(sources, port, act=act)
+            _serve(sources, port, act=act, rules=rules)
     finally:
         for source in sources:
             source.close()
@@ -81,13 +100,39 @@ def _order(source: "Source", wanted: Mapping[str, Any]) -> str:
     return "Ordered. The run's controller takes it within a second of a step, and says so under incidents."
 
 
-def _serve(sources: "list[Source]", port: int, *, act: bool) -> None:
+def _rules(file: Path) -> "AlertsSpec":
+    """Return the alerts of a run file; from "-", as the training command passes them on. Those that a run folder holds are not taken: its
+    files may be anybody's, and alerts run commands. Raises ValueError where the file asks for none."""
+    from megalith.spec.alerts import AlertsSpec
+    from megalith.spec.files import load
+
+    if str(file) == "-":
+        line = b""
+        while not line.endswith(b"\n") and (one := os.read(0, 1)):  # what follows is waited for, so nothing may be read ahead
+            line += one
+        return AlertsSpec.model_validate_json(line)
+    found = load(file).spec.alerts
+    if not (found.run or found.post):
+        raise ValueError(f"{file} sends no alerts. Set run = COMMAND or post = ADDRESS in its table [alerts].")
+    return found
+
+
+def _follow(sources: "list[Source]", rules: "AlertsSpec", *, told: bool) -> None:
+    """Send alerts until all runs have ended, or the training command has; or until Ctrl-C or SIGTERM."""
+    from megalith.watch import follower
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        follower.follow(sources, rules, parent=0 if told else None)
+
+
+def _serve(sources: "list[Source]", port: int, *, act: bool, rules: "AlertsSpec | None") -> None:
     """Serve until Ctrl-C or SIGTERM."""
     from megalith.watch.server import Server
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-    server = Server(sources, port=port, order=_order if act else None)
+    server = Server(sources, port=port, order=_order if act else None, rules=rules)
     server.start()
     print(f"watching {', '.join(source.name for source in sources)}: {server.address}", flush=True)
     print("Who has this address may look; on another machine, first: ssh -L "

@@ -95,18 +95,18 @@ class Workload:
         """As many of them as show what all do (`schedule.enough`)."""
         return enough(self.plan.schedule, ranks=self.plan.pipeline, microbatches=self.microbatches)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Bytes of a weight on the device."""
         return int(PRECISIONS[self.format].compute.width)
 
-    @property
+    @cached_property
     def moment_bytes(self) -> float:
         """Bytes that the optimizer keeps for a parameter beside its own copy of it."""
         own = self.practice.moment_bytes
         return bytes_each(OPTIMIZERS[self.optimizer].slots) if own is None else own
 
-    @property
+    @cached_property
     def state_bytes(self) -> float:
         """Bytes of all that the optimizer keeps for a parameter: its own copy of it too, where weights are narrower than that."""
         return self.moment_bytes + (self.practice.master_bytes if self.width < 4 else 0)

@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from megalith.spec.alerts import AlertsSpec
 from megalith.spec.base import Spec
 from megalith.spec.families import Model
 from megalith.spec.fleet import FleetSpec
@@ -291,6 +292,7 @@ class RunSpec(Spec):
     validation: ValidationSpec = ValidationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     log: LogSpec = LogSpec()
+    alerts: AlertsSpec = AlertsSpec()
     launch: LaunchSpec = LaunchSpec()
     fleet: FleetSpec = Field(default=FleetSpec(), validate_default=True)
 

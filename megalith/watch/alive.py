@@ -2,33 +2,28 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
-from megalith.events import RunFinished, Skipped
-from megalith.report import units
-from megalith.watch import causes
+from megalith.watch import signs
+from megalith.watch.signs import Health, Say
 from megalith.watch.source import Source
 
 RECENT = 200  # steps that what is usual stands on
 SILENT, QUIET = 20.0, 10.0  # times the usual time from step to step, and seconds: the longer of the two is silence
-SPIKE = 6.0  # times the usual difference of the loss from its recent median
-LATER = 30  # steps after a start in which a slow step says nothing
-
-Health = Literal["good", "warn", "bad"]
 HEALTHS: tuple[Health, ...] = get_args(Health)
 
 
 @dataclass
 class Alive:
-    """`health` is the worst of `says`, each a level and a sentence. Times are seconds, `age` since the newest event. `checkpoint`: steps
+    """`health` is the worst of `says`, the worst first. Times are seconds, `age` since the newest event. `checkpoint`: steps
     to the next save. `dollars` and `kilowatt_hours` are of the devices by their catalogue, since the first start; None: not known."""
 
     state: str
     health: Health
     phase: str
-    says: list[tuple[Health, str]]
+    says: list[Say]
     step: int | None = None
     total: int | None = None
     age: float | None = None
@@ -58,7 +53,7 @@ class Alive:
 
 def alive(source: Source) -> Alive:
     """Return how a run is now."""
-    recent = source.recent(["loss", "seconds", "tokens_per_second", "mfu", "tokens_seen"], RECENT)
+    recent = source.recent(["loss", "seconds", "tokens_per_second", "mfu", "tokens_seen", "entropy", "max_load"], RECENT)
     found = Alive(_state(source), "good", "", [], age=source.age(), starts=len(source.starts), incidents=len(source.incidents))
     found.behind, found.total = source.behind, source.setting("train", "steps")
     step = source.last_step()
@@ -70,10 +65,9 @@ def alive(source: Source) -> Alive:
         found.goodput, found.goodput_of = account[0].share, account[1]
     _money(found, source)
     found.phase, between = _phase(found, source, recent)
-    found.limit = None if found.state != "running" else max(QUIET, SILENT * between)
-    _judge(found, source, recent)
-    found.says.sort(key=lambda one: -HEALTHS.index(one[0]))
-    found.health = HEALTHS[max((HEALTHS.index(level) for level, _ in found.says), default=0)]
+    found.limit = None if found.state != "running" else source.alerts.silent or max(QUIET, SILENT * between)
+    found.says = sorted(signs.judge(found, source, recent), key=lambda one: -HEALTHS.index(one.level))
+    found.health = found.says[0].level
     return found
 
 
@@ -134,62 +128,3 @@ def _phase(found: Alive, source: Source, recent: dict[str, Any]) -> tuple[str, f
     if source.start is not None and source.start.time > last_step:
         return "starting", max(between, 6.0)
     return "training", between
-
-
-def _judge(found: Alive, source: Source, recent: dict[str, Any]) -> None:
-    """Say what is wrong, the worst first."""
-    say = lambda level, words: found.says.append((level, words))  # noqa: E731
-    end = source.finished
-    if isinstance(end, RunFinished) and end.reason in ("failed", "lost"):
-        last = next(
-            (one.message for one in reversed(source.problems) if not isinstance(one, Skipped) and one.severity == "error"), ""
-        )
-        say("bad", f"The run has ended: {end.reason}." + (f" {last.partition(chr(10))[0]}" if last else ""))
-    if found.state == "running" and found.age is not None and found.limit is not None and found.age > found.limit:
-        say(
-            "bad",
-            f"Silent for {units.duration(found.age)}: nothing was logged, and {units.duration(found.limit)} is long for this run.",
-        )
-    if found.phase == "recovering":
-        one = source.incidents[-1]
-        say("warn", f"Recovering from incident {one.incident}: {one.reason.partition(chr(10))[0]}")
-    if found.step is None:
-        return
-    _judge_numbers(found, source, recent)
-    for one in causes.causes(source) if found.state == "running" else []:
-        if one.kind in ("slow rank", "slow node"):
-            say("warn", f"{one.words}. Without it a step would take {units.percent(one.gain)} less.")
-    if (free := source.free()) is not None and source.checkpoints and free < 2 * source.checkpoints[-1].bytes:
-        say("bad", f"The disk has {units.memory(free)} left, less than two checkpoints take.")
-    if not found.says:
-        say(
-            "good",
-            {
-                "running": "The run is well.",
-                "finished": "The run has finished.",
-                "stopped": "The run was stopped in order; the same command goes on.",
-            }.get(found.state, found.state),
-        )
-
-
-def _judge_numbers(found: Alive, source: Source, recent: dict[str, Any]) -> None:
-    """What the newest steps of this generation say."""
-    loss, number = recent["loss"], len(recent["loss"])
-    if number and not math.isfinite(loss[-1]):
-        found.says.append(("bad", f"The loss of step {found.step} is not finite."))
-    elif number > LATER:
-        middle = float(np.nanmedian(loss[-100:-1]))
-        spread = 1.4826 * float(np.nanmedian(np.abs(loss[-100:-1] - middle)))
-        if loss[-1] > middle + max(SPIKE * spread, 0.05 * abs(middle)):
-            found.says.append(("warn", f"The loss spikes: {loss[-1]:.4f}, where {middle:.4f} is usual."))
-    rate = recent["tokens_per_second"]
-    if found.state == "running" and number > 2 * LATER:
-        usual, now = float(np.nanmedian(rate[LATER:])), float(np.nanmedian(rate[-10:]))
-        if now < 0.8 * usual:
-            found.says.append(("warn", f"Slower than usual: {units.count(now)} tokens/s, where {units.count(usual)} is usual."))
-    if found.predicted and found.seconds and found.seconds > 1.25 * found.predicted and found.state == "running":
-        words = f"A step takes {units.duration(found.seconds)}, {found.seconds / found.predicted:.2f} times what was predicted."
-        found.says.append(("warn", words))
-    late = [one for one in source.problems if isinstance(one, Skipped) and found.step is not None and one.step > found.step - 100]
-    if late:
-        found.says.append(("warn", f"{len(late)} of the last 100 updates were left out: {late[-1].reason}"))

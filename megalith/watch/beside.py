@@ -1,4 +1,5 @@
-"""What a training command does for those who watch: keeps the index of its log, and starts the page's server as a process of its own."""
+"""What a training command does for those who watch: keeps the index of its log, and starts the page's server and what sends alerts, each as
+a process of its own."""
 
 import contextlib
 import os
@@ -8,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from megalith.machine import lifeline
+from megalith.spec.alerts import AlertsSpec
 from megalith.watch import index
 
 LEAVE_SECONDS = 2.0  # that the server has to end
@@ -16,9 +18,11 @@ LEAVE_SECONDS = 2.0  # that the server has to end
 class Beside:
     """Is called often by the process that follows a run. No method raises anything: what only shows must not end what trains."""
 
-    def __init__(self, run_dir: Path, *, serves: bool) -> None:
-        """`serves`: start the server, once the run's folder says what runs in it."""
+    def __init__(self, run_dir: Path, *, serves: bool, alerts: AlertsSpec | None = None) -> None:
+        """`serves`: start the server, once the run's folder says what runs in it. `alerts`: send these."""
         self._run_dir, self._serves = run_dir, serves
+        self._alerts = alerts if alerts is not None and (alerts.run or alerts.post) else None
+        self._alerting: subprocess.Popen[bytes] | None = None
         self._index: index.Index | None = None
         self._server: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(Exception):
@@ -29,9 +33,13 @@ class Beside:
         with contextlib.suppress(Exception):
             if self._index is not None:
                 self._index.poll()
-            if self._serves and (self._run_dir / "run.toml").exists():
-                self._serves = False
-                self._server = self._start()
+            if (self._serves or self._alerts) and (self._run_dir / "run.toml").exists():
+                serves, alerts = self._serves, self._alerts
+                self._serves, self._alerts = False, None
+                if alerts is not None:
+                    self._alerting = self._start_alerts(alerts)
+                if serves:
+                    self._server = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
         """The server says its address on stderr. A Ctrl-C is not for it: it ends with this process."""
@@ -41,6 +49,15 @@ class Beside:
             command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), preexec_fn=with_this, start_new_session=True
         )
 
+    def _start_alerts(self, alerts: AlertsSpec) -> "subprocess.Popen[bytes]":
+        """It outlives this process, to say that it is gone: the end of its input tells it."""
+        command = [sys.executable, "-m", "megalith.cli", "watch", str(self._run_dir), "--no-page", "--alerts", "-"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+        assert process.stdin is not None
+        process.stdin.write(alerts.model_dump_json().encode() + b"\n")
+        process.stdin.flush()
+        return process
+
     def __enter__(self) -> "Beside":
         return self
 
@@ -49,6 +66,8 @@ class Beside:
         with contextlib.suppress(Exception):
             if self._index is not None:
                 self._index.close()
+            if self._alerting is not None and self._alerting.stdin is not None:
+                self._alerting.stdin.close()  # it ends when what it has to send is sent
             if self._server is not None:
                 self._server.terminate()
                 self._server.wait(LEAVE_SECONDS)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.control import times
-from megalith.events import RunStarted, Skipped
+from megalith.events import Problem, RunStarted
 from megalith.report import units
 from megalith.watch import causes
 from megalith.watch.alive import alive
@@ -74,7 +74,7 @@ def loss(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def marks(source: Source) -> list[dict[str, Any]]:
-    """Return what happened at which step: starts anew, incidents, updates that were left out."""
+    """Return what happened at which step: starts anew, incidents, phases, spikes and what was done about them."""
     found = []
     for before, start in zip([None, *source.starts], source.starts, strict=False):
         if before is not None:
@@ -83,7 +83,8 @@ def marks(source: Source) -> list[dict[str, Any]]:
                 {"step": start.resumed_step, "kind": "start", "words": f"started again from step {start.resumed_step}{plan}"}
             )
     found += [{"step": one.step, "kind": "incident", "words": one.reason} for one in source.incidents]
-    found += [{"step": one.step, "kind": "skipped", "words": one.words} for one in source.problems if isinstance(one, Skipped)]
+    found += [{"step": one.step, "kind": one.kind, "words": one.words} for one in source.problems if not isinstance(one, Problem)]
+    found += [{"step": one.step, "kind": one.kind, "words": one.words} for one in source.phases]
     return sorted(found, key=lambda one: one["step"])[-SHOWN:]
 
 
@@ -254,9 +255,9 @@ def incidents(source: Source, asked: Asked) -> dict[str, Any]:
             }
         )  # fmt: skip
     problems = [
-        {"time": one.time, "severity": "warning", "message": one.words, "rank": None}
-        if isinstance(one, Skipped)
-        else {"time": one.time, "severity": one.severity, "message": one.message, "rank": one.rank}
+        {"time": one.time, "severity": one.severity, "message": one.message, "rank": one.rank}
+        if isinstance(one, Problem)
+        else {"time": one.time, "severity": "warning", "message": one.words, "rank": None}
         for one in list(source.problems)[-SHOWN:]
     ]
     account = source.goodput()

@@ -7,6 +7,7 @@ its head. It has HEAD_SECONDS to be said and SEND_SECONDS to be taken, at most C
 import contextlib
 import hmac
 import json
+import math
 import secrets
 import socket
 import sys
@@ -18,13 +19,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from megalith.spec.alerts import AlertsSpec
 from megalith.watch import causes, page, panels
+from megalith.watch.alerts import Alerts
 from megalith.watch.source import Source
 
 CONNECTIONS, STREAMS = 48, 12  # open at once: all, and those that pages keep to hear of news
 HEAD_SECONDS, SEND_SECONDS = 5.0, 10.0
 HEAD_BYTES, BODY_BYTES = 16 << 10, 4 << 10
 POLL_SECONDS = 0.5  # between looks at the logs
+ALERT_SECONDS = 2.0  # between looks for what must be told
 BEAT_SECONDS = 10.0  # at most between two words of a stream, so that a closed one is noticed
 STREAM_SECONDS = 3600.0  # that a stream lasts; a page opens the next by itself
 
@@ -59,16 +63,20 @@ class _Refused(Exception):  # noqa: N818  # it is an answer
 class Server:
     """The page of some runs. `address` is what to open; who has it may look. Threads are daemons: they end with the process."""
 
-    def __init__(self, sources: Sequence[Source], *, port: int = 0, order: Order | None = None) -> None:
-        """`order`: what obeys orders, from pages that have the second token too; None: none is taken. Raises OSError if the port is
-        taken."""
+    def __init__(
+        self, sources: Sequence[Source], *, port: int = 0, order: Order | None = None, rules: AlertsSpec | None = None
+    ) -> None:
+        """`order`: what obeys orders, from pages that have the second token too; None: none is taken. `rules`: alerts that are sent. Raises
+        OSError if the port is taken."""
         self.sources, self._order = sources, order
+        self._alerts = [] if rules is None else [Alerts(source, rules) for source in sources]
         for source in sources:
             source.served = True
         self._token, self.second = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         self._socket = socket.create_server(("127.0.0.1", port), backlog=128)
         self.port = self._socket.getsockname()[1]
         self._open, self._streams = threading.BoundedSemaphore(CONNECTIONS), threading.BoundedSemaphore(STREAMS)
+        self._looked = -math.inf
         self._news, self._done = threading.Condition(), threading.Event()
 
     @property
@@ -102,11 +110,21 @@ class Server:
                 busy |= source.behind
                 if not source.behind and self._look_for_causes(source):
                     busy = True
+            self._alert()
             if busy:
                 with self._news:
                     self._news.notify_all()
             if not any(source.behind for source in self.sources):
                 self._done.wait(POLL_SECONDS)
+
+    def _alert(self) -> None:
+        """Send what is new, if it is time."""
+        if not self._alerts or time.monotonic() < self._looked + ALERT_SECONDS:
+            return
+        self._looked = time.monotonic()
+        for alerts in self._alerts:
+            for alert in alerts.look(self._looked):
+                print(f"alert: {alert.text}", file=sys.stderr, flush=True)
 
     def _look_for_causes(self, source: Source) -> bool:
         """Whether what makes steps long is known anew. Only this thread changes a source, so it needs no lock to read one."""

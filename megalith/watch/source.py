@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from megalith import epochs, events, pyramid
 from megalith.control import ledger, times
@@ -23,22 +24,30 @@ from megalith.events import (
     Event,
     Holding,
     Incident,
+    Lowered,
     Order,
+    PhaseBegan,
     Problem,
     Recovery,
+    Rewound,
     RunFinished,
     RunStarted,
     Sample,
     Skipped,
     Spans,
+    Spike,
     Validation,
 )
 from megalith.fleet.seat import slot_of
 from megalith.mesh import Mesh
 from megalith.pyramid import View
 from megalith.report.history import plan_of
+from megalith.spec.alerts import AlertsSpec
 from megalith.spec.plan import Plan
 from megalith.watch import index, predict
+
+Answer = Skipped | Spike | Rewound | Lowered
+"""A spike, and what the run did about it, or about an update that could not be made."""
 
 KEPT = 2000  # events of a kind that are held; the newest count
 SPANS = 8  # drawings of the pipeline that are held
@@ -62,7 +71,8 @@ class Source:
         self.spans: deque[Spans] = deque(maxlen=SPANS)
         self.incidents: deque[Incident] = deque(maxlen=KEPT)
         self.recoveries: dict[int, Recovery] = {}
-        self.problems: deque[Problem | Skipped] = deque(maxlen=KEPT)
+        self.problems: deque[Problem | Answer] = deque(maxlen=KEPT)
+        self.phases: deque[PhaseBegan] = deque(maxlen=KEPT)  # but the first
         self.holdings: dict[int, Holding] = {}
         self.finished: RunFinished | None = None
         self.last_time = 0.0  # of the newest event
@@ -84,6 +94,7 @@ class Source:
         self.causes: tuple[int, float, list[Any]] | None = (
             None  # of `watch.causes`: at which revision, until when, what was found
         )
+        self.rules: AlertsSpec | None = None  # those that whoever follows the run was given
         self.served = False  # whether a server follows the run, and so looks for causes
         self._places: tuple[tuple[float, int], dict[str, NDArray[np.int64]]] | None = None
         self._predicts, self._asked = predicts, ""
@@ -147,11 +158,13 @@ class Source:
                 self.incidents.append(event)
             case Recovery():
                 self.recoveries[event.incident] = event
-            case Problem() | Skipped():
+            case Problem() | Skipped() | Spike() | Rewound() | Lowered():
                 self.problems.append(event)
             case Order():
                 words = f"ordered: {event.what} {event.node}".rstrip() + f": {event.answer}"
                 self.problems.append(Problem("warning", words, time=event.time))
+            case PhaseBegan():
+                self.phases.extend([event] if event.number else [])
             case Holding():
                 self.holdings[event.rank] = event
             case RunFinished():
@@ -181,6 +194,15 @@ class Source:
     @property
     def plan(self) -> Plan | None:
         return plan_of(self.start) if self.start else None
+
+    @property
+    def alerts(self) -> AlertsSpec:
+        """From where on something is a sign: as `rules` say, else the run's description, else the defaults."""
+        if self.rules is not None:
+            return self.rules
+        with contextlib.suppress(ValidationError):
+            return AlertsSpec.model_validate(self.spec.get("alerts") or {})
+        return AlertsSpec()
 
     def setting(self, table: str, key: str) -> Any:
         """A value of the run file; None where it is not said."""

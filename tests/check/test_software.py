@@ -36,3 +36,16 @@ def test_a_torch_without_kernels_for_a_v100_is_named(cuda: tuple[int, int] | Non
 
 def test_the_cuda_of_torch_is_read_from_disk():
     assert cuda_of_torch() == (None if torch.version.cuda is None else tuple(map(int, torch.version.cuda.split(".")[:2])))
+
+
+def test_alerts_that_could_not_be_sent(monkeypatch: pytest.MonkeyPatch):
+    asked = ("alerts.post=ftp://example.org/x", "alerts.run=no-such-program --now")
+    found = {p.key: p for p in check(spec(*asked)) if p.key.startswith("alerts")}
+    assert found["alerts.post"].severity == "error" and "no http or https address" in found["alerts.post"].reason
+    assert found["alerts.run"].severity == "advice" and "no program no-such-program" in found["alerts.run"].reason
+    monkeypatch.delenv("CHAT", raising=False)
+    asked = ("alerts.post=env:CHAT", "alerts.run=cat > /dev/null")
+    (problem,) = (p for p in check(spec(*asked)) if p.key.startswith("alerts"))
+    assert (problem.key, problem.severity) == ("alerts.post", "advice") and "CHAT" in problem.reason
+    monkeypatch.setenv("CHAT", "https://example.org/hook")
+    assert not [p for p in check(spec(*asked)) if p.key.startswith("alerts")]

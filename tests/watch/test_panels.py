@@ -76,7 +76,7 @@ def test_a_folder_in_which_nothing_has_started_yet(tmp_path: Path) -> None:
 def test_a_run_that_is_well(tmp_path: Path) -> None:
     alive = panels.panel(_live(tmp_path), "alive")
     assert (alive["state"], alive["health"], alive["phase"]) == ("running", "good", "training")
-    assert [words for _, words in alive["says"]] == ["The run is well."]
+    assert [words for _, words, *_ in alive["says"]] == ["The run is well."]
     assert alive["left"] == 0 and alive["age"] < 5
 
 
@@ -104,7 +104,7 @@ def test_throughput_that_falls(tmp_path: Path) -> None:
         log.write(step(81 + i, tokens_per_second=4000.0, time=time.time()))
     source.poll()
     assert "Slower than usual: 4k tokens/s, where 8.19k is usual." in [
-        words for _, words in panels.panel(source, "alive")["says"]
+        words for _, words, *_ in panels.panel(source, "alive")["says"]
     ]
 
 
@@ -165,7 +165,7 @@ def test_the_heatmap_shows_and_the_causes_name_the_slow_rank(tmp_path: Path) -> 
     assert slowest["rows"][0]["ranks"] == [1]
     cause = panels.panel(source, "what-if")["causes"][0]
     assert (cause["kind"], cause["who"]) == ("slow rank", (1,)) and cause["seconds"] > 0
-    assert any("rank 1" in words for _, words in panels.panel(source, "alive")["says"])
+    assert any("rank 1" in words for _, words, *_ in panels.panel(source, "alive")["says"])
     assert panels.panel(source, "memory")["rows"][0]["peak"] == pytest.approx(2.0**30, rel=0.02)
 
 

@@ -184,7 +184,7 @@ def identity(spec: RunSpec) -> str:
     only if their identity is its own."""
     data = Path(spec.data.path) / manifest.FILE
     samples = sealed.digest(data.read_bytes()) if data.is_file() else ""
-    return spec.model_dump_json(exclude={"fleet", "launch", "log", "validation", "checkpoint", "name"}) + samples
+    return spec.model_dump_json(exclude={"fleet", "launch", "log", "alerts", "validation", "checkpoint", "name"}) + samples
 
 
 def checkpoints(folder: Path) -> tuple[Copy, ...]:

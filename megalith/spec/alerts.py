@@ -1,0 +1,57 @@
+"""When a person is told about a run, and how."""
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+from urllib.parse import urlsplit
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from megalith.spec.base import Spec
+
+Sign = Literal["ended", "silent", "loss", "slow", "memory", "experts", "disk", "finished"]
+"""What may be wrong with a run, or over."""
+
+ENVIRONMENT = "env:"
+
+SIGNS: tuple[Sign, ...] = get_args(Sign)
+
+
+class AlertsSpec(Spec):
+    """Which signs are sent to a person, and from where on they are signs. The live page uses the same limits."""
+
+    run: str | None = Field(default=None, description="shell command; it gets the alert as a JSON object on its standard input")
+    post: str | None = Field(
+        default=None, description="address that gets the alert as JSON by HTTP; `env:NAME` takes it from an environment variable"
+    )
+    on: tuple[Sign, ...] = Field(
+        default=("ended", "silent", "loss", "slow", "memory", "experts", "disk"), description="signs that are sent"
+    )
+    silent: NonNegativeFloat = Field(
+        default=0.0, description="seconds without an event; 0: 20 times the usual time between steps, 10 s at least"
+    )
+    slower: NonNegativeFloat = Field(
+        default=0.8, lt=1.0, description="share of the usual tokens per second below which a run is slow"
+    )
+    predicted: float = Field(default=1.25, gt=1.0, description="times the predicted step time above which a run is slow")
+    memory: PositiveFloat = Field(default=0.95, le=1.0, description="share of the device's memory above which a peak is a sign")
+    experts: NonNegativeFloat = Field(
+        default=0.5, lt=1.0, description="evenness of the experts' load (1: even) below which they collapse"
+    )
+    disk: NonNegativeFloat = Field(default=2.0, description="checkpoints that the run folder's disk must have room for")
+    again: NonNegativeFloat = Field(
+        default=3600.0, description="seconds before the same sign is sent again, once it was gone for a minute"
+    )
+
+
+def address_of(target: str, environment: Mapping[str, str]) -> str:
+    """Return the address that `alerts.post` names. Raises ValueError for what is none; the address is no part of the message, for whoever
+    knows it may post there."""
+    address, what = target, "alerts.post"
+    if target.startswith(ENVIRONMENT):
+        name = target.removeprefix(ENVIRONMENT)
+        address, what = environment.get(name, ""), f"the environment variable {name}, which alerts.post names,"
+        if not address:
+            raise ValueError(f"{what} is not set")
+    if urlsplit(address).scheme not in ("http", "https") or not urlsplit(address).hostname:
+        raise ValueError(f"{what} is no http or https address")
+    return address

@@ -1,0 +1,151 @@
+"""Tells a person when something is wrong with a run, by a command or an address that the run file names. Follows the run's log in a process
+of its own, as the page does: no rank waits for anybody's answer."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from megalith.spec.alerts import AlertsSpec, address_of
+from megalith.watch.alive import Alive, alive
+from megalith.watch.signs import Say
+from megalith.watch.source import Source
+
+GONE = 60.0  # seconds that a sign must have been gone before it counts as a new one
+COMMAND_SECONDS, POST_SECONDS = 60.0, 10.0  # that a delivery may take
+TRIES = (0.0, 2.0, 10.0)  # seconds waited before each try to post
+LOST = Say(
+    "bad", "The command that trained is gone, and said nothing: was it killed?", "ended", "no event says how the run ended"
+)
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One message. `text` is the whole of it in one line, under the name that most chat services read."""
+
+    text: str
+    run: str
+    folder: str
+    sign: str
+    words: str
+    cause: str
+    step: int | None
+    time: float
+
+
+Deliver = Callable[[Alert], None]
+
+
+class Alerts:
+    """The alerts of one run: which signs show now, and which were sent."""
+
+    def __init__(self, source: Source, rules: AlertsSpec, deliver: Deliver | None = None) -> None:
+        """`deliver`: what sends an alert; None: the command and the address of `rules`, each in a thread."""
+        self._source, self._rules = source, rules
+        source.rules = rules
+        self._threads: list[threading.Thread] = []
+        self._deliver = deliver or self._start
+        self._sent: dict[str, float] = {}
+        self._seen: dict[str, float] = {}
+
+    def look(self, now: float) -> list[Alert]:
+        """Send what is new, and return it. `now`: seconds of a clock that never goes back."""
+        if self._source.behind:
+            return []
+        try:
+            with self._source.lock:
+                found = alive(self._source)
+        except Exception as error:  # whatever is wrong with a run's files: what follows the run goes on
+            found = Alive(
+                "unknown", "bad", "", [Say("bad", f"Its files cannot be read: {error or type(error).__name__}", "silent")]
+            )
+        return [alert for say in found.says if (alert := self._judge(say, found.step, now))]
+
+    def lost(self, now: float) -> list[Alert]:
+        """Send that the training command is gone, unless an end was sent, or the log has one."""
+        if self._source.finished is not None:
+            return self.look(now)
+        return [alert for alert in [self._judge(LOST, self._source.last_step(), now)] if alert]
+
+    def _judge(self, say: Say, step: int | None, now: float) -> Alert | None:
+        if say.sign not in self._rules.on:
+            return None
+        seen = self._seen.get(say.sign, -1e18)
+        self._seen[say.sign] = now
+        sent = self._sent.get(say.sign)
+        if sent is not None and (now - seen < GONE or now - sent < self._rules.again):
+            return None
+        self._sent[say.sign] = now
+        name = self._source.name
+        cause = f" Cause: {say.cause}" if say.cause and say.cause not in say.words else ""
+        text = f"{name}{'' if step is None else f', step {step}'}: {say.words}{cause}"
+        alert = Alert(text, name, str(self._source.run_dir.resolve()), say.sign, say.words, say.cause, step, time.time())
+        self._deliver(alert)
+        return alert
+
+    def _start(self, alert: Alert) -> None:
+        for way, target in ((run, self._rules.run), (post, self._rules.post)):
+            if target:
+                thread = threading.Thread(target=_said, args=(way, target, alert), daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def close(self, seconds: float = COMMAND_SECONDS) -> None:
+        """Wait until what is being sent is sent, `seconds` at most."""
+        end = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+def _said(way: Callable[[str, Alert], None], target: str, alert: Alert) -> None:
+    """An alert that cannot be sent is printed with the reason: it must not end what follows the run."""
+    try:
+        way(target, alert)
+    except Exception as error:
+        print(f"alert not sent: {error or type(error).__name__}. It says: {alert.text}", file=sys.stderr, flush=True)
+
+
+def run(command: str, alert: Alert) -> None:
+    """Run a shell command with the alert as JSON on its input. Raises RuntimeError if it fails, subprocess.TimeoutExpired if it hangs."""
+    given = json.dumps(asdict(alert)) + "\n"
+    done = subprocess.run(command, shell=True, input=given, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                          timeout=COMMAND_SECONDS, check=False, start_new_session=True)  # fmt: skip
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        raise RuntimeError(f"alerts.run = {command!r} ended with status {done.returncode}{': ' if last else ''}{last}")
+
+
+class _Stays(urllib.request.HTTPRedirectHandler):
+    """The address that the user gave, and no other."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def post(target: str, alert: Alert) -> None:
+    """Post the alert as JSON to an address, or to the one that an environment variable holds. Follows no redirection.
+
+    Raises ValueError for what is no address, RuntimeError when nobody took it."""
+    address = address_of(target, os.environ)
+    body = json.dumps(asdict(alert)).encode()
+    request = urllib.request.Request(address, data=body, headers={"Content-Type": "application/json"}, method="POST")
+    opener = urllib.request.build_opener(_Stays)
+    host, reason = urlsplit(address).hostname, ""
+    for wait in TRIES:
+        time.sleep(wait)
+        try:
+            with opener.open(request, timeout=POST_SECONDS):
+                return
+        except urllib.error.HTTPError as error:
+            reason = f"{host} answered {error.code} {error.reason}"
+        except OSError as error:
+            reason = f"{host} cannot be reached: {getattr(error, 'reason', error)}"
+    raise RuntimeError(f"alerts.post: {reason}")

@@ -1,0 +1,51 @@
+"""Follows runs for alerts alone, until they end or whoever started this ends."""
+
+import select
+import sys
+import time
+from collections.abc import Sequence
+
+from megalith.spec.alerts import AlertsSpec
+from megalith.watch import causes
+from megalith.watch.alerts import Alerts
+from megalith.watch.source import Source
+
+EVERY = 2.0  # seconds between looks
+LEAVE = 10.0  # seconds that the log has to say how the run ended, once its command is gone
+
+
+def look_at(source: Source, alerts: Alerts) -> None:
+    """Read what a run's log has got, and send what it shows. A file that cannot be read now is read the next time."""
+    while source.poll():
+        pass
+    causes.refresh(source)
+    for alert in alerts.look(time.monotonic()):
+        print(f"alert: {alert.text}", file=sys.stderr, flush=True)
+
+
+def follow(sources: Sequence[Source], rules: AlertsSpec, *, parent: int | None) -> None:
+    """Send alerts of the runs. `parent`: a file that ends when the training command does; None: until a signal comes, or all have ended."""
+    alerts = [Alerts(source, rules) for source in sources]
+    pairs = list(zip(sources, alerts, strict=True))
+    while True:
+        for source, one in pairs:
+            look_at(source, one)
+        if parent is None:
+            if all(source.finished is not None for source in sources):
+                break
+            time.sleep(EVERY)
+        elif select.select([parent], [], [], EVERY)[0]:
+            _end(pairs)
+            break
+    for one in alerts:
+        one.close()
+
+
+def _end(pairs: Sequence[tuple[Source, Alerts]]) -> None:
+    end = time.monotonic() + LEAVE
+    for source, alerts in pairs:
+        while source.finished is None and time.monotonic() < end:
+            source.poll()
+            time.sleep(0.1)
+        for alert in alerts.lost(time.monotonic()):
+            print(f"alert: {alert.text}", file=sys.stderr, flush=True)

@@ -1,0 +1,146 @@
+"""What is wrong with a run, in words, each with its likely cause: for the card of the live page and for alerts."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from megalith.control import times
+from megalith.events import Skipped, Spike
+from megalith.report import units
+from megalith.spec.alerts import Sign
+from megalith.watch import causes
+from megalith.watch.source import Source
+
+if TYPE_CHECKING:
+    from megalith.watch.alive import Alive
+
+SPIKE = 6.0  # times the usual difference of the loss from its recent median
+LATER = 30  # steps after a start in which a slow step says nothing
+STANDING = 20  # steps over which experts' loads are looked at
+
+Health = Literal["good", "warn", "bad"]
+Recent = dict[str, Any]
+"""Numbers of the newest steps of this generation, by name."""
+
+
+class Say(NamedTuple):
+    """A sentence about a run. `sign`: what alerts know it as, empty where none is sent. `cause`: what is likely behind it, if known."""
+
+    level: Health
+    words: str
+    sign: Sign | Literal[""] = ""
+    cause: str = ""
+
+
+ENDED = {
+    "running": "The run is well.",
+    "finished": "The run has finished.",
+    "stopped": "The run was stopped in order; the same command goes on.",
+}
+
+
+def judge(found: "Alive", source: Source, recent: Recent) -> list[Say]:
+    """Return all that is to be said of a run; at least one sentence."""
+    says = [*_of_the_end(found, source), *_of_silence(found, source)]
+    if found.step is not None:
+        says += [*_of_loss(found, source, recent), *_of_pace(found, source, recent), *_of_experts(found, source, recent)]
+        says += [*_of_memory(found, source), *_of_disk(source)]
+        late = [one for one in source.problems if isinstance(one, Skipped) and one.step > found.step - 100]
+        if late:
+            says.append(Say("warn", f"{len(late)} of the last 100 updates were left out: {late[-1].reason}"))
+    return says or [Say("good", ENDED.get(found.state, found.state), "finished" if found.state == "finished" else "")]
+
+
+def _of_the_end(found: "Alive", source: Source) -> Iterator[Say]:
+    if found.state in ("failed", "lost"):
+        last = next((one for one in reversed(source.problems) if getattr(one, "severity", "") == "error"), None)
+        cause = getattr(last, "message", "").partition("\n")[0]
+        yield Say("bad", f"The run has ended: {found.state}." + (f" {cause}" if cause else ""), "ended", cause)
+    if found.phase == "recovering":
+        one = source.incidents[-1]
+        yield Say("warn", f"Recovering from incident {one.incident}: {one.reason.partition(chr(10))[0]}")
+
+
+def _of_silence(found: "Alive", source: Source) -> Iterator[Say]:
+    if found.state != "running" or found.age is None or found.limit is None or found.age <= found.limit:
+        return
+    words = f"Silent for {units.duration(found.age)}: nothing was logged, and {units.duration(found.limit)} is long for this run."
+    cause = f"last seen {found.phase}"
+    if found.phase == "recovering":
+        cause += f" from incident {source.incidents[-1].incident}: {source.incidents[-1].reason.partition(chr(10))[0]}"
+    yield Say("bad", words, "silent", cause)
+
+
+def _of_loss(found: "Alive", source: Source, recent: Recent) -> Iterator[Say]:
+    """The newest loss beside those before it in this generation; the run's own watch knows more of a cause."""
+    loss, number = recent["loss"], len(recent["loss"])
+    spike = next((one for one in reversed(source.problems) if isinstance(one, Spike)), None)
+    cause = spike.words if spike is not None and found.step is not None and spike.step > found.step - 10 else ""
+    if number and not math.isfinite(loss[-1]):
+        yield Say("bad", f"The loss of step {found.step} is not finite.", "loss", cause)
+    elif number > LATER:
+        middle = float(np.nanmedian(loss[-100:-1]))
+        spread = 1.4826 * float(np.nanmedian(np.abs(loss[-100:-1] - middle)))
+        if loss[-1] > middle + max(SPIKE * spread, 0.05 * abs(middle)):
+            yield Say("warn", f"The loss spikes: {loss[-1]:.4f}, where {middle:.4f} is usual.", "loss", cause)
+
+
+def _of_pace(found: "Alive", source: Source, recent: Recent) -> Iterator[Say]:
+    if found.state != "running":
+        return
+    known = causes.causes(source)
+    cause = f"{known[0].words}. {known[0].change}" if known else ""
+    rate, number = recent["tokens_per_second"], len(recent["tokens_per_second"])
+    if number > 2 * LATER:
+        usual, now = float(np.nanmedian(rate[LATER:])), float(np.nanmedian(rate[-10:]))
+        if now < source.alerts.slower * usual:
+            words = f"Slower than usual: {units.count(now)} tokens/s, where {units.count(usual)} is usual."
+            yield Say("warn", words, "slow", cause)
+    if found.predicted and found.seconds and number > LATER and found.seconds > source.alerts.predicted * found.predicted:
+        times_longer = f"{found.seconds / found.predicted:.2f} times what was predicted"
+        yield Say("warn", f"A step takes {units.duration(found.seconds)}, {times_longer}.", "slow", cause)
+    for one in known:
+        if one.kind in ("slow rank", "slow node"):
+            words = f"{one.words}. Without it a step would take {units.percent(one.gain)} less."
+            yield Say("warn", words, "slow", one.change)
+
+
+def _of_experts(found: "Alive", source: Source, recent: Recent) -> Iterator[Say]:
+    even = recent["entropy"][-STANDING:]
+    if found.state != "running" or len(even) < STANDING or not np.isfinite(even).all():
+        return
+    middle = float(np.median(even))
+    if middle < source.alerts.experts:
+        load = float(np.median(recent["max_load"][-STANDING:]))
+        words = f"The experts collapse: the evenness of their load is {middle:.2f} in the worst layer (1: even)."
+        yield Say("bad", words, "experts", f"the busiest expert has {load:.1f} times the mean load")
+
+
+def _of_memory(found: "Alive", source: Source) -> Iterator[Say]:
+    """The fullest rank at the newest step, beside its device."""
+    limit = (source.predicted or {}).get("limit")
+    span = source.times_span()
+    if found.state != "running" or not limit or span is None:
+        return
+    view, world = source.ranks("memory", first=span[1], most=1)
+    if not len(view) or world != source.world:
+        return
+    peaks = times.decode(view.high[-1]) * float(view.bases[-1, 1])
+    if not np.isfinite(peaks).any():
+        return
+    rank = int(np.nanargmax(peaks))
+    if peaks[rank] > source.alerts.memory * limit:
+        words = f"Memory is nearly full: rank {rank} peaked at {units.memory(peaks[rank])} of {units.memory(limit)}."
+        usual = float(np.nanmedian(peaks))
+        yield Say("warn", words, "memory", f"the median rank peaked at {units.memory(usual)}")
+
+
+def _of_disk(source: Source) -> Iterator[Say]:
+    free = source.free()
+    if free is None or not source.checkpoints or free >= source.alerts.disk * source.checkpoints[-1].bytes:
+        return
+    size = units.memory(source.checkpoints[-1].bytes)
+    words = f"The disk has {units.memory(free)} left, less than {source.alerts.disk:g} checkpoints take."
+    yield Say("bad", words, "disk", f"a checkpoint takes {size}")

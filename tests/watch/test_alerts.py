@@ -1,0 +1,219 @@
+"""A person is told what is wrong, why, and once."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith import events
+from megalith.control.times import Times
+from megalith.fleet.heartbeat import KINDS, Beat
+from megalith.spec.alerts import AlertsSpec
+from megalith.watch.alerts import Alert, Alerts, post, run
+from megalith.watch.signs import Say
+from megalith.watch.source import Source
+from tests.report.run_folder import start, step
+
+ALL = AlertsSpec(run="true", on=("ended", "silent", "loss", "slow", "memory", "experts", "disk", "finished"))
+
+
+def _live(folder: Path, *, age: float = 0.2, steps: int = 80, **changes: Any) -> Source:
+    log, now = events.EventLog(folder), time.time() - age
+    begun = start()
+    object.__setattr__(begun, "time", now - steps - 5)
+    for event in (begun, *(step(i, seconds=1.0, time=now - steps + i, **changes) for i in range(1, steps + 1))):
+        log.write(event)
+    log.close()
+    source = Source(folder, predicts=False)
+    while source.poll():
+        pass
+    source.poll()
+    return source
+
+
+def _looked(source: Source, rules: AlertsSpec = ALL) -> list[Alert]:
+    return Alerts(source, rules, lambda _: None).look(time.monotonic())
+
+
+def _more(folder: Path, source: Source, *written: events.Event) -> None:
+    log = events.EventLog(folder)
+    for event in written:
+        log.write(event)
+    log.close()
+    source.poll()
+
+
+def test_nothing_is_sent_of_a_run_that_is_well(tmp_path: Path) -> None:
+    assert _looked(_live(tmp_path)) == []
+
+
+def test_silence_says_what_the_run_did_last(tmp_path: Path) -> None:
+    (alert,) = _looked(_live(tmp_path, age=500.0))
+    assert alert.sign == "silent" and alert.step == 80 and "last seen training" in alert.cause
+    assert alert.text.startswith("first light, step 80: Silent for 8 min")
+    assert _looked(_live(tmp_path / "more", age=500.0), ALL.model_copy(update={"silent": 1000.0})) == []
+
+
+def test_a_spike_says_its_likely_cause(tmp_path: Path) -> None:
+    source = _live(tmp_path, loss=3.0)
+    spike = events.Spike(81, 4.5, 2.0, {"loss": 3.2}, "none", [{"cause": "data", "evidence": "sample 7 has loss 11"}])
+    _more(tmp_path, source, step(81, loss=4.5, seconds=1.0, time=time.time()), spike)
+    (alert,) = _looked(source)
+    assert alert.sign == "loss" and "likely cause: data (sample 7 has loss 11)" in alert.cause
+
+
+def test_throughput_memory_experts_disk_and_prediction(tmp_path: Path) -> None:
+    source = _live(tmp_path)
+    _more(tmp_path, source, *(step(81 + i, tokens_per_second=4000.0, seconds=1.0, time=time.time()) for i in range(12)))
+    assert [one.sign for one in _looked(source)] == ["slow"]
+    assert _looked(source, ALL.model_copy(update={"slower": 0.4})) == []
+    source.predicted = {"time": {"step": 0.7}}
+    assert "1.43 times what was predicted" in _looked(source, ALL.model_copy(update={"slower": 0.4}))[0].words
+    even = {"experts": {"entropy": 0.3, "max_load": 6.0, "dropped": 0.0}}
+    (alert,) = _looked(_live(tmp_path / "experts", **even))
+    assert alert.sign == "experts" and "evenness of their load is 0.30" in alert.words and "6.0 times" in alert.cause
+    full = _live(tmp_path / "disk")
+    _more(tmp_path / "disk", full, events.Checkpoint(80, "x", 2**60, 1.0, 0.0))
+    assert [one.sign for one in _looked(full)] == ["disk"]
+
+
+def test_memory_is_compared_with_the_device(tmp_path: Path) -> None:
+    source = _live(tmp_path)
+    kept = Times(tmp_path, 4)
+    for number in range(70, 81):
+        own = (0.5,) * len(KINDS)
+        kept.note([Beat(number + 1, 1.0, number, True, "step", 0.5, number, float((r + 1) << 30), own) for r in range(4)])
+    kept.close()
+    source.predicted = {"limit": 4 << 30}
+    (alert,) = _looked(source)
+    assert alert.sign == "memory" and "rank 3" in alert.words
+    source.predicted = {"limit": 8 << 30}
+    assert _looked(source) == []
+
+
+def test_an_end_is_told_with_its_error_and_a_good_one_if_asked_for(tmp_path: Path) -> None:
+    source = _live(tmp_path)
+    _more(tmp_path, source, events.Problem("error", "rank 3 was killed <9>\nmore"), events.RunFinished("failed", 80))
+    (alert,) = _looked(source)
+    assert alert.sign == "ended" and alert.cause == "rank 3 was killed <9>"
+    other = _live(tmp_path / "good")
+    _more(tmp_path / "good", other, events.RunFinished("finished", 80))
+    assert [one.sign for one in _looked(other)] == ["finished"]
+    assert _looked(other, AlertsSpec(run="true")) == []
+
+
+def test_the_same_sign_is_sent_once_until_it_was_gone(tmp_path: Path) -> None:
+    source = _live(tmp_path, age=500.0)
+    alerts = Alerts(source, ALL, lambda _: None)
+    assert len(alerts.look(0.0)) == 1
+    assert [alerts.look(float(now)) for now in range(2, 8000, 30)] == [[]] * 267, "it lasts"
+    source.last_time = time.time()
+    assert alerts.look(8000.0) == []
+    source.last_time -= 500.0
+    assert len(alerts.look(8200.0)) == 1, "it was gone for a minute, and the last one is more than an hour old"
+
+
+def test_generations_are_not_compared(tmp_path: Path) -> None:
+    source = _live(tmp_path, loss=3.0)
+    more = [step(81 + i, loss=3.6, tokens_per_second=3000.0, seconds=1.0, time=time.time()) for i in range(40)]
+    _more(tmp_path, source, events.RunStarted(**{**vars(start(80)), "time": time.time()}), *more)
+    assert _looked(source) == []
+
+
+ALERT = Alert("a <b> $(touch x) `c`", "a", "/f", "loss", "words", "cause", 3, 1.0)
+
+
+def test_a_command_gets_json_and_no_word_of_it_is_run(tmp_path: Path) -> None:
+    run(f"cat > {tmp_path}/got", ALERT)
+    assert json.loads((tmp_path / "got").read_text()) == vars(ALERT)
+    with pytest.raises(RuntimeError, match=r"alerts.run = 'echo no >&2; exit 3' ended with status 3: no"):
+        run("echo no >&2; exit 3", ALERT)
+
+
+@pytest.fixture
+def receiver() -> Iterator[tuple[str, list[Any]]]:
+    """A server on loopback; its answer is in the path."""
+    got: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            status = int(self.path.strip("/") or 200)
+            self.send_response(status)
+            if status == 302:
+                self.send_header("Location", "/200")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", got
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_address_gets_json_and_may_be_a_secret(receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, got = receiver
+    monkeypatch.setattr("megalith.watch.alerts.TRIES", (0.0, 0.0))
+    monkeypatch.setenv("WHERE", address)
+    post("env:WHERE", ALERT)
+    assert got == [vars(ALERT)]
+    with pytest.raises(RuntimeError, match=r"127.0.0.1 answered 302"):
+        post(f"{address}/302", ALERT)
+    with pytest.raises(RuntimeError, match=r"127.0.0.1 answered 500") as failed:
+        post(f"{address}/500", ALERT)
+    assert len(got) == 5 and "/500" not in str(failed.value), "tried again; the address is not told"
+    with pytest.raises(ValueError, match="NOWHERE"):
+        post("env:NOWHERE", ALERT)
+    with pytest.raises(ValueError, match="no http or https address"):
+        post("file:///etc/passwd", ALERT)
+
+
+def test_the_follower_tells_that_its_command_is_gone(tmp_path: Path) -> None:
+    """As the training command starts it; its end, or a kill of it, closes the pipe."""
+    run_dir = tmp_path / "run"
+    _live(run_dir).close()
+    rules = AlertsSpec(run=f"cat >> {tmp_path}/got")
+    command = [sys.executable, "-m", "megalith.cli", "watch", str(run_dir), "--no-page", "--alerts", "-"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.write(rules.model_dump_json() + "\n")
+        process.stdin.close()
+        said = process.stderr.read()
+        assert process.wait(60) == 0
+    (line,) = (tmp_path / "got").read_text().splitlines()
+    assert json.loads(line)["sign"] == "ended" and "was it killed?" in said
+
+
+def test_alerts_of_a_run_file_and_none_of_a_folder(tmp_path: Path) -> None:
+    """A folder may be anybody's: a command that it names is not run."""
+    run_dir = tmp_path / "run"
+    source = _live(run_dir, age=500.0)
+    source.spec["alerts"] = {"run": f"touch {tmp_path}/ran"}
+    assert source.alerts.run, "the page knows it"
+    command = [sys.executable, "-m", "megalith.cli", "watch", str(run_dir), "--no-page"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and not (tmp_path / "ran").exists()
+    command = [sys.executable, "-m", "megalith.cli", "watch", str(run_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        time.sleep(3)
+        process.send_signal(signal.SIGTERM)
+    assert not (tmp_path / "ran").exists() and [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_cause_is_not_said_twice(tmp_path: Path) -> None:
+    source = _live(tmp_path)
+    alerts = Alerts(source, ALL, lambda _: None)
+    alert = alerts._judge(Say("bad", "It is over: x", "ended", "x"), None, 0.0)
+    assert alert is not None and alert.text.count("x") == 1
