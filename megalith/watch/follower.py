@@ -10,7 +10,7 @@ from megalith.watch import causes
 from megalith.watch.alerts import Alerts
 from megalith.watch.source import Source
 
-EVERY = 2.0  # seconds between looks
+EVERY = 5.0  # seconds between looks
 LEAVE = 10.0  # seconds that the log has to say how the run ended, once its command is gone
 
 
