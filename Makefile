@@ -7,9 +7,9 @@ RUN := .venv/bin/
 WORKERS := -n 3 --dist worksteal
 export UV_PROJECT_ENVIRONMENT := .venv
 
-.PHONY: help setup wheel quickstart test test-fast test-full test-oldest test-gpu test-engines engines check format bench guide-pictures browser test-browser watch-pictures clean
+.PHONY: help setup wheel quickstart test test-fast test-full test-oldest test-gpu test-engines engines check format bench guide-pictures browser test-browser watch-pictures readme-picture clean
 
-help: ## Say what can be made
+help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 setup: .venv/.ready ## Make the locked environment
@@ -23,7 +23,7 @@ setup: .venv/.ready ## Make the locked environment
 	$(RUN)python -m compileall -q megalith
 	@touch $@
 
-quickstart: setup ## Prepare real text, train a small Llama on 4 CPU ranks, let it write, make a report
+quickstart: setup ## Prepare real text, train a small Llama on 4 CPU ranks, generate text, write a report
 	$(RUN)megalith quickstart
 
 test: setup ## Run all tests but those of real engines and browsers
@@ -35,7 +35,7 @@ test-engines: setup ## Run those: machines as network namespaces or behind agent
 test-fast: setup ## Run the tests of an inner loop (two minutes on two cores)
 	$(RUN)pytest $(WORKERS) -m "not slow and not engines and not browser" --ignore tests/promises
 
-test-full: setup ## Prove 300 combinations of parallelisms rather than 80, dry-run large recipes in full, hurt runs for an hour (hours on a small machine)
+test-full: setup ## Prove 300 combinations of parallelisms rather than 110, dry-run large recipes in full, hurt runs for an hour (hours on a small machine)
 	MEGALITH_FULL=1 $(RUN)pytest tests/promises/test_every_parallelism.py tests/prove/test_dryrun.py tests/promises/careless
 
 engines: setup ## Install the engines that tests can run for real: Ray in .ray; Slurm and iproute2 (for machines as namespaces) from Debian, as root
@@ -76,6 +76,9 @@ guide-pictures: setup ## Draw the pictures of docs/guide/parallelism.md again
 
 watch-pictures: setup ## Take the pictures of docs/guide/watching.md again (make browser installs what it needs)
 	$(RUN)python -m tests.watch.pictures
+
+readme-picture: setup ## Take the picture of README.md again (make browser installs what it needs)
+	$(RUN)python -m tests.report.pictures
 
 clean: ## Remove what was made, but runs and data
 	rm -rf .venv .uv .ray .oldest .pytest_cache .ruff_cache dist

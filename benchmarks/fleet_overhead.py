@@ -1,4 +1,4 @@
-"""What guarding a run costs when nothing breaks: steps of the quickstart model with everything off, and with copies and digests, in turn.
+"""Cost of guarding a run when nothing breaks: steps of the quickstart model with everything off, and with copies and digests, in turn.
 
     python benchmarks/fleet_overhead.py --rounds 12 --json
 
@@ -42,7 +42,7 @@ from megalith.train.step import tell, train_step
 
 
 class Taken(NamedTuple):
-    """What a block of steps took: seconds on the slowest rank, processor seconds on all ranks, and those of them spent in guards."""
+    """Cost of a block of steps: seconds on the slowest rank, processor seconds on all ranks, and those of them spent in guards."""
 
     seconds: float
     work: float
@@ -192,7 +192,7 @@ def main() -> None:
 
 
 def _cost(found: list[Taken], off: list[Taken]) -> dict[str, float]:
-    """What a way takes more than `off` in the same round, and what part of its processor time is the guard's: medians over the rounds."""
+    """Return the extra time over `off` in the same round, and the guard's part of its processor time: medians over the rounds."""
     pairs = list(zip(found, off, strict=True))
     return {
         "time": statistics.median(mine.seconds / base.seconds - 1 for mine, base in pairs),

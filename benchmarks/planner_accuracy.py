@@ -83,7 +83,8 @@ def _ranks(values: list[float]) -> list[float]:
 
 
 def correlations(results: list[Result]) -> dict[str, dict[str, Any]]:
-    """Of each model, device, sequence and precision that a group measured in four layouts or more: the rank correlation of tokens/s."""
+    """Return the rank correlation of tokens/s for each model, device, sequence and precision that a group measured in four layouts or
+    more."""
     sets: dict[tuple[str, ...], list[Result]] = defaultdict(list)
     for result in results:
         if result.seconds is not None:

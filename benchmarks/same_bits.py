@@ -1,4 +1,4 @@
-"""Whether training still computes the same bits as at an older commit.
+"""Check that training still computes the same bits as at an older commit.
 
     python benchmarks/same_bits.py 689ccd2
     python benchmarks/same_bits.py HEAD --only recompute --steps 2
@@ -40,7 +40,7 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "expert, expert tensor": ("cpu-expert-tensor", ()),
     "multi-token, pipeline, context": ("cpu-multi-token", ("train.precision=bf16",)),
 }
-"""What a recipe covers -> its file in recipes/ of the older commit, which both trees can read, and what is changed of it."""
+"""Subject of a recipe -> its file in recipes/ of the older commit, which both trees can read, and the settings changed."""
 
 COMMON = ("train.global_batch=8", "train.seq_len=64", "optimizer.warmup=2", "launch.threads=1", "checkpoint.every=1")
 COMMON += ("checkpoint.asynchronous=false",)  # a save that is still being written would make the next one be left out

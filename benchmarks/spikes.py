@@ -1,4 +1,4 @@
-"""What spikes do to a run with and without answers, and whether clean runs are let be.
+"""Effect of spikes on a run with and without responses, and false alarms on clean runs.
 
     python benchmarks/spikes.py --file spikes.json
     python benchmarks/spikes.py --file spikes.json --alarms 5000
@@ -63,7 +63,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of a run."""
+    """Result of a run."""
 
     name: str
     validation: float

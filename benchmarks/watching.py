@@ -1,4 +1,4 @@
-"""What watching for spikes costs: steps of a small model with `stability.watch` off and on, in turn, on the same rank.
+"""Cost of watching for spikes: steps of a small model with `stability.watch` off and on, in turn, on the same rank.
 
     python benchmarks/watching.py --rounds 20 --json
 

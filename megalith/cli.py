@@ -72,7 +72,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "data verify": data.verify,
     "tokenizer train": tokenizer.train,
 }
-"""As it is typed -> a function with typer's annotations: its docstring is the help, its result the exit status (None: 0)."""
+"""Command as typed -> a function with typer's annotations. Its docstring is the help, its result the exit status (None: 0)."""
 
 GROUPS = {
     "advise": "Measure on a run's own state what its description should be.",

@@ -1,4 +1,4 @@
-"""What is done without where a disk has no room, or a store is away: a run's notes about itself must not end it."""
+"""Handling of disks that are full and stores that are away: a run's own notes must not end it."""
 
 import contextlib
 import errno
@@ -32,17 +32,17 @@ AWAY = UNAVAILABLE | {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}
 
 
 def is_unavailable(error: BaseException) -> bool:
-    """Whether storage is to blame, and not the program: it has no room, or is away. Either may pass."""
+    """True if storage is to blame, and not the program: it is full, or away. Either may pass."""
     return isinstance(error, OSError) and error.errno in UNAVAILABLE
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether a path that was used before cannot be used now, for a reason that may pass."""
+    """True if a path that was used before cannot be used now, for a reason that may pass."""
     return isinstance(error, OSError) and error.errno in AWAY
 
 
 def leads_to(path: Path, inode: int) -> bool:
-    """Whether a path is that of a file which was opened before. Where nobody can tell, it is."""
+    """True if a path is that of a file which was opened before. If nobody can tell, it counts as such."""
     try:
         return path.stat().st_ino == inode
     except OSError as error:
@@ -178,7 +178,7 @@ class Journal:
         return file
 
     def _is_replaced(self, file: int) -> bool:
-        """Whether the open file was deleted, replaced or cut off. While its folder is away nobody knows, and it stays open."""
+        """True if the open file was deleted, replaced or truncated. While its folder is away nobody knows, and it stays open."""
         mine = os.fstat(file)
         try:
             there = self._path.stat()
@@ -233,7 +233,7 @@ def if_available(path: Path | None = None) -> Iterator[None]:
             raise
         if path is not None and path not in _UNAVAILABLE:
             _UNAVAILABLE.add(path)
-            print(f"{path} cannot be written ({error.strerror}): going on without it", file=sys.stderr, flush=True)
+            print(f"{path} cannot be written ({error.strerror}): continuing without it", file=sys.stderr, flush=True)
 
 
 _UNAVAILABLE: set[Path | None] = set()

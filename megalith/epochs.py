@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 VARIABLE = "MEGALITH_EPOCH"
-"""Where ranks find their owner's epoch in the environment; absent: 0."""
+"""Environment variable with the owner's epoch; absent: 0."""
 
 COPIED = ("events.jsonl", "nodes.jsonl", "ranks/fleet.json")
 MOVED = ("checkpoints",)

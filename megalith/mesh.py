@@ -73,7 +73,7 @@ class Mesh:
         return shift if self.data % shift == 0 and shift < self.data else 0
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """What `rank` computes: its place on each WORK axis."""
+        """Return the place of `rank` on each WORK axis: what it computes."""
         assert 0 <= rank < self.ranks, (rank, self)
         return _places(rank, WORK, self.work)
 
@@ -86,7 +86,7 @@ class Mesh:
         return self._place(self.coordinates(rank)["pipeline"])[0]
 
     def state_coordinates(self, rank: int) -> dict[str, int]:
-        """Which part of the dense state `rank` keeps: its place on each STATE axis."""
+        """Return the place of `rank` on each STATE axis: its part of the dense state."""
         here = self.coordinates(rank)
         place, side = self._place(here["pipeline"])
         shards = self.state[2]
@@ -96,8 +96,8 @@ class Mesh:
         return dict(zip(STATE, (place, *divmod(holder, shards), here["tensor"]), strict=True))
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:
-        """Which part of the experts' state `rank` keeps: its place on each EXPERTS axis. Ranks of one `expert` line are neighbours in
-        the order of work, on one pipeline rank."""
+        """Return the place of `rank` on each EXPERTS axis: its part of the experts' state. Ranks of one `expert` line are neighbours in the
+        order of work, on one pipeline rank."""
         here = self.coordinates(rank)
         place, side = self._place(here["pipeline"])
         _, _, shards, expert, expert_tensor = self.experts

@@ -26,8 +26,8 @@ def read(path: Path, sealed: Mapping[str, str]) -> bytes:
     before, now = sealed.get(str(path.resolve())), digest(content)
     if before not in (None, now):
         raise AlteredError(
-            f"{path} was changed while this run goes on: its sha256 was {before[:12]}... when the command began, and is {now[:12]}... "
-            "now. No rank is started with it. Put it back and start the same command again, or start the command that you mean"
+            f"{path} was changed while this run was in progress: its sha256 was {before[:12]}... when the command began, and is now "
+            f"{now[:12]}... No rank is started with it. Put it back and start the same command again, or start the command that you mean"
         )
     return content
 

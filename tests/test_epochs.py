@@ -77,7 +77,7 @@ def test_whoever_dies_while_an_epoch_begins_is_followed_by_one_that_does_the_res
 
 
 def test_a_folder_that_nothing_was_saved_in_yet_is_there_all_the_same(tmp_path: Path) -> None:
-    """What the earlier owner saves later is then not the newest."""
+    """A later save of the earlier owner is then not the newest."""
     begin(tmp_path, 1)
     assert _seen(tmp_path) == ["checkpoints-1"]
 

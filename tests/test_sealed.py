@@ -14,7 +14,7 @@ def test_a_file_that_changed_is_named_and_what_is_not_sealed_may_change(tmp_path
     other.write_bytes(b"two")
     assert (read(kept, sealed), read(other, sealed)) == (b"one", b"two")
     kept.write_bytes(b"on")
-    with pytest.raises(AlteredError, match=f"{kept} was changed while this run goes on"):
+    with pytest.raises(AlteredError, match=f"{kept} was changed while this run was in progress"):
         check(sealed)
     kept.write_bytes(b"one")
     check(sealed)

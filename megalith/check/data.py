@@ -130,7 +130,7 @@ def _tokens(case: Case, split: Literal["train", "validation"]) -> int | None:
 
 
 def _read_domains(case: Case, phase: Phase | None = None) -> dict[str, Domain]:
-    """Those that the run reads, in a phase or at its beginning."""
+    """The domains that the run reads in `phase`, or at its beginning."""
     weights = case.spec.data.weights if phase is None else phase.weights
     domains = case.manifest.domains if case.manifest else {}
     return {name: domain for name, domain in domains.items() if weights is None or weights.get(name)}

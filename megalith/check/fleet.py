@@ -35,7 +35,7 @@ def verification_has_a_replica(case: Case) -> Found:
 
 
 def verification_repeats_bits(case: Case) -> Found:
-    """What is computed again must give the same bits. Attention in half precision on a GPU adds gradients up in no fixed order."""
+    """Verification needs reproducible bits. On a GPU, half-precision attention adds up gradients in no fixed order."""
     train, fleet, cluster = case.spec.train, case.spec.fleet, case.cluster
     compute = PRECISIONS[train.precision].compute
     gpu = train.device == "cuda" or (cluster is not None and cluster.accelerator.name != "cpu" and train.device == "auto")

@@ -1,4 +1,4 @@
-"""What one machine is short of for a run: devices, memory, processors. The run itself is not wrong: it may be for other machines."""
+"""Shortages of one machine for a run: devices, memory, processors. The run itself is not wrong: it may be for other machines."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress

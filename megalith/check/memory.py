@@ -122,7 +122,7 @@ def state_bytes(case: Case, plan: Plan) -> int:
 
 
 def total_state_bytes(case: Case, plan: Plan) -> int:
-    """What all ranks together hold of the whole model's state. The embedding and the head are on one stage each."""
+    """Return the bytes of the whole model's state over all ranks. The embedding and the head are on one stage each."""
     assert case.model is not None
     whole, blocks = count_model(case.model), case.parameters
     ends = Count(whole.dense - blocks.dense, whole.experts - blocks.experts)

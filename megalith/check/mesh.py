@@ -134,7 +134,7 @@ def batch_divides(case: Case) -> Found:
 
 
 def _split_sizes(case: Case) -> dict[tuple[str, str], int]:
-    """What tensor parallelism splits, and where it is: (name, part) -> size."""
+    """Map each size that tensor parallelism splits, by (name, part), to its value."""
     assert case.model is not None
     sizes = {("vocab", "embedding, head"): case.model.embedding.vocab}
     if case.model.embedding.positions is not None:

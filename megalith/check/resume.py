@@ -1,4 +1,4 @@
-"""What a run may change when it is resumed."""
+"""Changes that a run file may have when its run is resumed."""
 
 import sys
 from collections.abc import Collection, Mapping
@@ -33,7 +33,7 @@ MAY_CHANGE: dict[str, str] = {
     "launch": "ranks and their limits",
     "fleet": "how faults are met",
 }
-"""What may differ when a run is resumed, and why: keys, or whole tables."""
+"""Keys, or whole tables, that may differ when a run is resumed, and why."""
 
 
 def check_resume(
@@ -45,7 +45,7 @@ def check_resume(
     checkpoint: str = "",
     may: Collection[str] = (),
 ) -> list[Problem]:
-    """What would make the run `asked` for another one than the `saved` run it is to go on with; empty when it may.
+    """Return the changes that would make the run `asked` another run than the `saved` one; empty if it may resume.
 
     `samples`: those that are consumed; phases may change that begin there or later. None: none may. `checkpoint`: the one that says what
     was saved, where that is not the run folder's own file. `may`: further keys that may differ.
@@ -95,7 +95,7 @@ def _altered_phases(saved: RunSpec, asked: RunSpec, samples: int | None, way_out
 def check_checkpoint(
     checkpoint: str, meta: Mapping[str, Any], asked: RunSpec, *, provenance: Mapping[str, str] | None = None
 ) -> list[Problem]:
-    """What makes a checkpoint that says `meta` of itself another run's than the one `asked` for; empty when that may go on from it."""
+    """Return the reasons why the run `asked` cannot resume from a checkpoint with this `meta`, which is another run's; empty if it can."""
     try:
         saved = RunSpec.model_validate(meta["spec"])
     except (KeyError, ValidationError) as fault:
@@ -112,7 +112,7 @@ def check_checkpoint(
 
 
 def check_branch(meta: Mapping[str, Any], asked: RunSpec) -> list[Problem]:
-    """What keeps the run `asked` for from being a branch of the run whose checkpoint says `meta` of itself; empty if nothing does.
+    """Return the reasons why the run `asked` cannot branch from the run whose checkpoint has this `meta`; empty if it can.
 
     A branch keeps all that its state and its data depend on. How its weights are updated from there on is its own."""
     branch = asked.branch

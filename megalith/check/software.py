@@ -48,7 +48,7 @@ def cuda_of_torch() -> tuple[int, ...] | None:
 
 
 def journeys_can_hide(case: Case) -> Found:
-    """What travels in pieces is started and awaited between products, which a compiler would have to see through."""
+    """Overlapped transfers are started and awaited between products. A compiler would have to see through that."""
     plan = case.plan
     if plan.overlap_tensor > 1 and plan.compile:
         reason = "with compile = true, whose blocks are compiled whole"

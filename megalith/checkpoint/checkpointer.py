@@ -43,7 +43,7 @@ class Failed:
     seconds: float
     wait_seconds: float
     parted: bool = False
-    """As `storage.Written.parted`."""
+    """See `storage.Written.parted`."""
 
 
 Outcome = Saved | Failed
@@ -147,7 +147,7 @@ class Checkpointer:
         return self.poll()
 
     def holds(self, step: int) -> bool:
-        """Whether there is a committed checkpoint of `step`, damaged or not."""
+        """True if there is a committed checkpoint of `step`, damaged or not."""
         name = files.name(step)
         return self._party.tell(self._party.leads and any(path.name == name for path in files.committed(self.folder)))
 
@@ -183,7 +183,7 @@ class Checkpointer:
             raise
 
     def _may_hold_any(self) -> bool:
-        """Whether there is a committed checkpoint. A folder that cannot be read may hold one: loading then says so on all ranks."""
+        """True if there may be a committed checkpoint. An unreadable folder may hold one: loading then reports it on all ranks."""
         try:
             return bool(files.committed(self.folder))
         except OSError:
@@ -229,7 +229,8 @@ class Checkpointer:
         return work
 
     def _failed(self, error: BaseException) -> Written:
-        """What a transport raises is a RuntimeError; what ranks met with themselves they have told each other."""
+        """Turn an error into a result. A transport raises RuntimeError; errors that the ranks met themselves are known to all ranks
+        already."""
         return Written(error=describe_error(error), parted=self._party.group is not None and isinstance(error, RuntimeError))
 
     def _write(self, mine: dict[str, Share], writer: FolderWriter) -> Written:

@@ -74,8 +74,8 @@ Index = dict[str, Entry]
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of. `order` counts commits, so that a run sent back to an older step goes on from what it saved
-    since, and not from what it saved before at a later step."""
+    """The files of a checkpoint. `order` counts commits, so that a run that was rewound resumes from what it saved since, not from what it
+    saved before at a later step."""
 
     step: int
     order: int
@@ -89,7 +89,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` found: shape and dtype of every tensor, the meta it was saved with, and what is wrong with it."""
+    """Result of `describe`: shape and dtype of every tensor, the saved meta, and the problems found."""
 
     path: Path
     step: int
@@ -157,7 +157,7 @@ def read_index(path: Path, manifest: Manifest) -> Index:
 
 
 def check_file(path: Path, file: str, expected: FileDigest | None) -> str | None:
-    """What is wrong with one file of the checkpoint `path`; None if it is as it was written. Reads it once, in small pieces.
+    """Return the problem of one file of the checkpoint `path`; None if it is as it was written. Reads the file once, in small pieces.
 
     Raises OSError if it is there and cannot be read.
     """
@@ -188,7 +188,7 @@ def verify(path: Path) -> list[str]:
 
 
 def describe(path: Path, *, check: bool = True) -> Description:
-    """What is in the checkpoint `path` (or in the newest one under it); `check` verifies the digests too.
+    """Describe the checkpoint `path` (or the newest one under it); `check` verifies the digests too.
 
     Raises FileNotFoundError if there is none, DamagedCheckpointError if manifest or index cannot be read.
     """

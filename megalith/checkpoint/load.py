@@ -26,7 +26,7 @@ class MismatchError(ValueError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded: from where, its step, the meta it was saved with, and the names of all tensors that are there."""
+    """Result of a load: its source, its step, the saved meta, and the names of all tensors in the checkpoint."""
 
     path: Path
     step: int
@@ -148,7 +148,7 @@ class _Opened:
 
 
 def _verify(path: Path, manifest: files.Manifest, party: Party) -> list[str]:
-    """What is wrong with the files, agreed by all ranks; each file is read by one of them, bytes spread evenly.
+    """Return the problems of the files, agreed by all ranks. Each file is read by one rank, bytes spread evenly.
 
     Raises AwayError, on every rank, if one of them cannot read its files.
     """

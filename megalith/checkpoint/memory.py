@@ -87,7 +87,7 @@ class Digest:
 
 
 def layout_of(state: Mapping[str, Tensor], *, told: int = 0) -> Layout:
-    """Where the tensors of a state, the state of the CPU's random numbers, and `told` bytes of text lie in a payload."""
+    """Lay out a payload: the tensors of a state, the state of the CPU's random numbers, and `told` bytes of text."""
     tensors = {**state, RNG: torch.get_rng_state(), TOLD: torch.empty(told, dtype=torch.uint8)}
     return Layout.of((n, DTYPES[t.dtype], tuple(t.shape), t.numel() * t.element_size()) for n, t in tensors.items())
 

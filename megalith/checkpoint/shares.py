@@ -1,4 +1,5 @@
-"""What each rank holds of each tensor, as boxes of the whole tensor: the language in which any plan's state meets any other's."""
+"""The share of each tensor that each rank holds, as boxes of the whole tensor. The state of any plan meets that of any other in these
+terms."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ def _layout(tensor: Tensor) -> str:
 
 
 def owners(held: Sequence[Sequence[Held]]) -> tuple[list[set[Place]], list[str]]:
-    """Which rank writes which box, each box once, bytes spread evenly; and all that does not fit together, as text.
+    """Assign each box to one rank that writes it, bytes spread evenly; also return the contradictions, as text.
 
     `held[rank]` is what each rank holds. Replicas of a box go to the holder with the least to write so far, largest boxes first.
     """

@@ -69,7 +69,7 @@ def _write_item(held: Held) -> WriteItem:
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank, or in the end all of them, did; carried to all ranks as a value, because exceptions do not always travel."""
+    """Result of a write by one rank or by all, passed between ranks as a value, because not every exception can be sent."""
 
     path: Path | None = None
     bytes: int = 0
@@ -176,7 +176,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _index(metadata: Metadata, written: Sequence[WriteResult]) -> files.Index:
-    """Where every box of every tensor was written."""
+    """Return the location of every box of every tensor."""
     where = {(item.index.fqn, tuple(item.index.offset or ())): item.storage_data[1] for item in written}
     index: files.Index = {}
     for key, entry in metadata.state_dict_metadata.items():
@@ -236,7 +236,7 @@ class FolderReader(StorageReader):
         return True
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What torch.distributed.checkpoint must know of the tensors; made from `index.json`, never from a pickle."""
+        """Return the metadata that torch.distributed.checkpoint needs, built from `index.json`, never from a pickle."""
         return Metadata(
             {
                 key: TensorStorageMetadata(
@@ -281,7 +281,7 @@ def box(tensor: Tensor, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
 
 
 def save_alone(shares: dict[str, Share], writer: FolderWriter) -> Metadata:
-    """What `torch.distributed.checkpoint.save` does, in one process; that one warns if there are no process groups."""
+    """Do what `torch.distributed.checkpoint.save` does, in one process. (Torch's function warns if there are no process groups.)"""
     planner = SharesToWrite()
     planner.set_up_planner(shares, is_coordinator=True)  # type: ignore[arg-type]
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
@@ -291,7 +291,7 @@ def save_alone(shares: dict[str, Share], writer: FolderWriter) -> Metadata:
 
 
 def load_alone(shares: dict[str, Share], reader: FolderReader) -> None:
-    """What `torch.distributed.checkpoint.load` does, in one process."""
+    """Do what `torch.distributed.checkpoint.load` does, in one process."""
     planner = SharesToRead()
     planner.set_up_planner(shares, reader.read_metadata(), is_coordinator=True)
     reader.read_data(planner.create_local_plan(), planner)

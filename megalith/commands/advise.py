@@ -20,7 +20,7 @@ Train = Callable[["Trial", Path], int]
 
 @dataclass(frozen=True)
 class Advised:
-    """What was advised, where the branches lie, and the run's own gradient noise scale in sequences, if its log has one."""
+    """The advice, the folder of the branches, and the run's own gradient noise scale in sequences, if its log has one."""
 
     advice: "Advice"
     folder: Path
@@ -33,17 +33,19 @@ def batch(
     step: AtStep = None,
     factors: Annotated[str, typer.Option(help="Batches to try, as factors of the run's at that step.")] = "0.5,1,2,4",
     steps: Annotated[int, typer.Option(min=1, help="Length of a branch, in steps of the run's batch.")] = 64,
-    replicas: Annotated[int, typer.Option(min=1, help="Branches of each batch, each further on in the data.")] = 3,
-    scale: Annotated[str, typer.Option(help="The learning rate grows with the batch: root, linear or none.")] = "root",
-    tolerance: Annotated[float, typer.Option(min=0.0, help="Share of the loss by which a larger batch may be worse.")] = 0.005,
-    out: Annotated[Path | None, typer.Option(help="Where the branches' run folders go. Default: RUN_DIR/advise-batch.")] = None,
-    draw: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the losses over the batch.")] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Branches of each batch size; each starts further on in the data.")] = 3,
+    scale: Annotated[str, typer.Option(help="Scaling of the learning rate with the batch: root, linear or none.")] = "root",
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Relative loss increase that a larger batch may have.")] = 0.005,
+    out: Annotated[Path | None, typer.Option(help="Folder of the branches' run folders. Default: RUN_DIR/advise-batch.")] = None,
+    draw: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw the losses over the batch size into this file.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
-    """Measure the critical batch size: branches from a checkpoint train on the same samples with other batches.
+    """Measure the critical batch size by training branches from a checkpoint on the same samples with other batches.
 
-    Each branch begins with the whole state of the run. Where a larger batch ends with a worse loss, its tokens teach less. The loss is that
-    on held-out text if the run validates, else that of the last half of the samples. A branch that is finished is not trained again.
+    Each branch begins with the whole state of the run. If a larger batch ends with a worse loss, its tokens teach less. The loss is that
+    on held-out text if the run validates, else that of the last half of the samples. Finished branches are not trained again.
 
     Example:  megalith advise batch runs/first --step 2000 --steps 100
     """

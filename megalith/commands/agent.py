@@ -1,4 +1,4 @@
-"""`megalith agent`: be one machine of a run on many."""
+"""`megalith agent`: run one machine of a multi-node run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,16 +13,14 @@ from megalith.commands.train import Trained, ended, show
 def command(
     run: RunFile,
     settings: Settings = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Where the run is kept, the same on all machines. Default: runs/NAME.")
-    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run folder, the same on all machines. Default: runs/NAME.")] = None,
     machine: Annotated[str | None, typer.Option(help="This machine's name in the run. Default: its host name.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Be one machine of a run on many: torchrun or srun starts one such process a node, which starts the ranks itself.
+    """Run one machine of a multi-node run. torchrun or srun starts one such process a node, which starts the ranks itself.
 
-    fleet.nodes machines train; fleet.spares more wait warm, and one takes the place of a machine that is lost. The engine's first process
-    directs the run. MEGALITH_MEETING=tcp://HOST:PORT lets a machine join a run that goes on.
+    fleet.nodes machines train; fleet.spares more wait warm, and one replaces a machine that is lost. The engine's first process
+    directs the run. MEGALITH_MEETING=tcp://HOST:PORT lets a machine join a run in progress.
 
     Example:  torchrun --nnodes 3 --nproc-per-node 1 -m megalith.cli agent run.toml --set fleet.nodes=2 --set fleet.spares=1
     """
@@ -32,7 +30,7 @@ def command(
 
 
 def agent(request: RunRequest, *, console: Console, machine: str | None = None) -> Trained:
-    """Be one machine of a run on many, under the name `machine` (default: the machine's own): with ranks of its own, or warm as a spare.
+    """Run one machine of a multi-node run, named `machine` (default: its own name): with ranks of its own, or warm as a spare.
 
     The process that the engine calls the first also directs the run, and shows its progress on `console`. Raises the errors of `train`,
     ValueError where nothing says how to meet the others, TimeoutError when too few of them come.

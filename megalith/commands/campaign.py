@@ -39,32 +39,32 @@ class Faultload:
 def command(
     run: RunFile,
     count: Annotated[int, typer.Option("--faults", min=1, help="Faults, in the mix of Llama 3's table.")] = 24,
-    seed: Annotated[int, typer.Option(help="Of the list of faults; the same seed gives the same list.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the list of faults; the same seed gives the same list.")] = 0,
     settings: Settings = None,
-    out: Annotated[Path | None, typer.Option(help="Where both runs go; emptied first. Default: runs/NAME-campaign.")] = None,
-    supervisor_kills: Annotated[int, typer.Option(min=0, help="Besides, kill the supervisor itself so often.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder of both runs; emptied first. Default: runs/NAME-campaign.")] = None,
+    supervisor_kills: Annotated[int, typer.Option(min=0, help="Also kill the supervisor this many times.")] = 0,
     agent_kills: Annotated[
         int,
-        typer.Option(min=0, help="Give each node an agent of its own, as on many machines, and kill so many of these besides."),
+        typer.Option(min=0, help="Give each node an agent of its own, as on many machines, and kill this many of them."),
     ] = 0,
     median: Annotated[
-        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Not passed if recovery takes longer in the median.")
+        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Fail if the median recovery takes longer.")
     ] = None,
     most: Annotated[
-        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Not passed if it takes longer at the 99th percentile.")
+        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Fail if the 99th percentile of recoveries takes longer.")
     ] = None,
-    minutes: Annotated[float | None, typer.Option(min=0.0, help="Not passed if both runs take longer.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="Fail if both runs together take longer.")] = None,
     silence: Annotated[
-        float | None, typer.Option(min=0.0, metavar="TIMES", help="Not passed if a hang lasts longer, in times of its limit.")
+        float | None, typer.Option(min=0.0, metavar="TIMES", help="Fail if a hang lasts longer than this multiple of its limit.")
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Hurt a run on purpose, and show that it ends as if nothing had happened.
+    """Inject faults into a run, and show that it ends as if there had been none.
 
     Trains twice, about three steps a fault: without faults, and with processes killed and stopped, bits flipped, connections torn, nodes
-    and checkpoints lost. Passed, if no person was needed, the end state is equal bit for bit, no sample was lost or repeated, hangs had
-    the limits that the run's pace gives, and the right rank was blamed. Exit status 1 if not. Speeds are about the machine as well: they
-    are held against it only if --median, --most, --minutes or --silence ask for them.
+    and checkpoints lost. Passes if no person was needed, the end state is equal bit for bit, no sample was lost or repeated, hangs had
+    the limits that the run's pace gives, and the right rank was blamed; otherwise the exit status is 1. Speed depends on the machine too:
+    it counts only with --median, --most, --minutes or --silence.
 
     Example:  megalith campaign run.toml --faults 24 --seed 1 --set fleet.nodes=2 --set fleet.spares=1
     """

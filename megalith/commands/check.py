@@ -19,20 +19,16 @@ if TYPE_CHECKING:
 def command(
     run: RunFile,
     settings: Settings = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks there will be, to compare with the plan.")] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Where the run is kept: one that is there goes on. Default: runs/NAME.")
-    ] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the whole run: every value and where it came from.")] = False,
+    ranks: Annotated[int | None, typer.Option(help="Number of ranks, to compare with the plan.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run folder; an existing run is resumed. Default: runs/NAME.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print every value of the run and where it came from.")] = False,
     price: Annotated[
-        bool, typer.Option("--price", help="And what each broken rule of the plan costs on the run's cluster, predicted.")
+        bool, typer.Option("--price", help="Also predict what each broken rule of the plan costs on the run's cluster.")
     ] = False,
-    here: Annotated[
-        bool, typer.Option("--here", help="Make what this machine is short of for the run an error, as `train` does.")
-    ] = False,
+    here: Annotated[bool, typer.Option("--here", help="Report what this machine lacks as errors, as `train` does.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Find everything that is wrong with a run, or unwise, before anything starts.
+    """Report everything wrong or unwise in a run, before anything starts.
 
     Needs no GPU and no torch. What this machine lacks (GPUs, memory, processors) is advice: the run may be for other machines.
     Exit status 2 if there are errors.

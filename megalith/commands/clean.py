@@ -19,19 +19,19 @@ def command(
         list[Path] | None,
         typer.Argument(metavar="RUN_DIR", help="Run folders. Default: all of this user.", show_default=False),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Clear without asking.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     disk: Annotated[
         list[Path] | None,
         typer.Option("--disk", metavar="FOLDER", help="A folder that `fleet.disk` named in a run. May be repeated."),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """List what ended runs left in this machine's memory and on its disks, and clear it.
+    """List and remove what ended runs left in this machine's memory and on its disks.
 
-    A run copies its state into /dev/shm, and to fleet.disk if it is told to, so that it recovers in seconds. A run that finished, or was
-    stopped and saved, leaves nothing. One that ended otherwise leaves its copies: the same command goes on from them, and they take
-    memory until it does. Clear them if no command is to go on: steps since the newest checkpoint are lost then. Copies of runs that go
-    on are never touched, nor are checkpoints.
+    A run copies its state into /dev/shm, and to fleet.disk if set, so that it recovers in seconds. A run that finished, or that stopped and
+    saved, leaves nothing. Any other end leaves the copies: the same command resumes from them, and they take memory until then. Remove
+    them if the run will not be resumed: steps since the newest checkpoint are lost then. Checkpoints, and copies of running runs, are
+    never touched.
 
     Example:  megalith clean runs/first --yes
     """
@@ -61,7 +61,7 @@ def left_by(run_dir: Path) -> list[str]:
 
     ended = [one for one in leftovers.find(run_dir=run_dir) if one.state == "ended"]
     return [
-        f"left in {one.where}: {_describe(one)}. The same command goes on from it; `megalith clean {run_dir}` clears it"
+        f"left in {one.where}: {_describe(one)}. The same command resumes from it; `megalith clean {run_dir}` clears it"
         for one in ended
     ]
 
@@ -93,7 +93,7 @@ def _size(found: "list[Leftover]") -> str:
 
 
 def _checkpoint(one: "Leftover") -> str:
-    """What a run has saved apart from its copies."""
+    """Describe what a run has saved apart from its copies."""
     from megalith import epochs
     from megalith.checkpoint.folder import FOLDER, latest, read_manifest
 

@@ -20,10 +20,12 @@ Sources = Annotated[
 ]
 Split = Annotated[
     str | None,
-    typer.Option(help="Where plain text is cut into documents: blank, line, file, heading:REGEX or delimiter:REGEX."),
+    typer.Option(help="How plain text is split into documents: blank, line, file, heading:REGEX or delimiter:REGEX."),
 ]
 Field = Annotated[str, typer.Option(help="JSON lines: the field that holds the text.")]
-Extensions = Annotated[list[str] | None, typer.Option("--extension", help="Folders: only files that end so. May be repeated.")]
+Extensions = Annotated[
+    list[str] | None, typer.Option("--extension", help="In folders, read only files with this ending. May be repeated.")
+]
 
 
 def prepare(
@@ -34,13 +36,13 @@ def prepare(
     field: Field = "text",
     extensions: Extensions = None,
     validation: Annotated[float, typer.Option(min=0.0, max=0.99, help="Share of each domain's documents to hold out.")] = 0.01,
-    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a shard.")] = 100_000_000,
-    seed: Annotated[int, typer.Option(help="Chooses the held-out documents.")] = 0,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens per shard.")] = 100_000_000,
+    seed: Annotated[int, typer.Option(help="Seed that chooses the held-out documents.")] = 0,
     end_of_text: Annotated[str | None, typer.Option(help="The token that ends a document.")] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Turn text into shards of tokens. Each source, or DOMAIN=PATH, is a domain that a run can weigh.
+    """Tokenize text into shards. Each source, or DOMAIN=PATH, is a domain that a run can weight.
 
     Example:  megalith data prepare novels=texts/ code=src/ --tokenizer data/tokenizer --out data/mixed
     """
@@ -61,7 +63,7 @@ def prepare(
 
 def inspect(
     folder: Folder,
-    samples: Annotated[int, typer.Option(min=0, help="Documents of each domain to show the beginning of.")] = 3,
+    samples: Annotated[int, typer.Option(min=0, help="Number of documents of each domain to preview.")] = 3,
     as_json: Json = False,
 ) -> None:
     """Show what prepared data holds: tokens, documents and their lengths, by domain.
@@ -75,7 +77,7 @@ def inspect(
 
 
 def verify(folder: Folder, as_json: Json = False) -> None:
-    """Read all prepared data again and compare it with its digests; a damaged file is named.
+    """Read prepared data and compare it with its digests; name damaged files.
 
     Example:  megalith data verify data/austen
     """

@@ -21,21 +21,21 @@ VERDICTS = {"ok": "fit to train on", "warn": "fit to train on, with warnings", "
 
 
 def command(
-    folder: Annotated[Path, typer.Option(help="Where runs will write.")] = Path(),
+    folder: Annotated[Path, typer.Option(help="Folder that runs will write to.")] = Path(),
     burn_in: Annotated[
-        float, typer.Option(min=0.0, metavar="SECONDS", help="Compute that long for each data type, on every GPU; 0: not at all.")
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Burn-in time for each data type, on every GPU; 0: none.")
     ] = 1.0,
     ranks: Annotated[
         int,
-        typer.Option(min=0, help="Check collectives and links among so many processes: by NCCL with a GPU for each, else gloo."),
+        typer.Option(min=0, help="Check collectives and links among this many processes: NCCL with a GPU for each, else gloo."),
     ] = 0,
     as_json: Json = False,
 ) -> int:
-    """Say what this machine is, and check whether it is fit to train on: memory, disk, network, clock, GPUs, the same results twice.
+    """Describe this machine, and check whether it is fit to train: memory, disk, network, clock, GPUs, reproducible results.
 
-    GPUs are asked through nvidia-smi and DCGM where these are installed. Exit status 1 if anything fails; warnings do not count. Without
-    a burn-in and --ranks no torch is needed. Under torchrun or srun, one process a GPU, all machines are checked, collectives and links
-    among all ranks as well; the first process says what was found.
+    GPUs are queried through nvidia-smi and DCGM if these are installed. Exit status 1 if anything fails; warnings do not count. Without
+    a burn-in and --ranks no torch is needed. Under torchrun or srun, with one process a GPU, all machines are checked, and also collectives
+    and links among all ranks; the first process prints the findings.
 
     Example:  megalith doctor --folder runs --burn-in 60 --ranks 8
     """
@@ -61,9 +61,9 @@ def command(
 def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0) -> "list[Finding]":
     """Check whether this machine is fit to train on; `folder` is where a run would write.
 
-    `burn_in`: seconds of matrix products on every GPU, or the processor without one, for each data type; 0: none. `ranks`: have so many
-    processes of this machine check collectives and the links between them; 0: none, and without a burn-in either no torch. A process that
-    a launcher started as a rank checks them with its other ranks, and all give the findings of all machines.
+    `burn_in`: seconds of matrix products on every GPU, or the processor without one, for each data type; 0: none. `ranks`: number of
+    processes of this machine that check collectives and the links between them; 0: none, and without a burn-in either no torch. A process
+    that a launcher started as a rank checks them with its other ranks, and all return the findings of all machines.
     """
     from megalith.fleet import environment
     from megalith.machine import gpus, health

@@ -11,39 +11,41 @@ from megalith.commands.shared.arguments import Json, RunFile, RunRequest, Settin
 from megalith.commands.shared.output import BAD_SPECIFICATION, print_json, print_problems, problem_rows, write
 
 if TYPE_CHECKING:
-    from megalith.cost.foreseen import Line
+    from megalith.cost.foreseen import Comparison
     from megalith.prove.dryrun import DryRun
     from megalith.spec.problem import Problem
 
 
 @dataclass(frozen=True)
 class Dried:
-    """What one rank of a run would hold, send and compute, beside what the planner's figures predict of it. `limit`: bytes of the
-    cluster's device, None where not known."""
+    """Count of what one rank of a run holds, sends and computes, beside the planner's prediction. `limit`: bytes of the cluster's device,
+    None if unknown."""
 
     run: "DryRun"
-    lines: "tuple[Line, ...]"
+    lines: "tuple[Comparison, ...]"
     limit: int | None
     problems: "list[Problem]"
     phase: str = ""
-    """Which of the run's phases it is a step of; empty if there is one."""
+    """The phase of the run that the step belongs to; empty if there is only one."""
 
 
 def command(
     run: RunFile,
     settings: Settings = None,
-    world: Annotated[int | None, typer.Option(min=1, help="Ranks there will be, to compare with the plan.")] = None,
-    rank: Annotated[int, typer.Option(min=0, help="The rank to be.")] = 0,
+    world: Annotated[int | None, typer.Option(min=1, help="Number of ranks, to compare with the plan.")] = None,
+    rank: Annotated[int, typer.Option(min=0, help="The rank to run.")] = 0,
     draw: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw memory over the step by category: .svg, or .html with all tables as a page."),
+        typer.Option(
+            metavar="FILE", help="Draw memory over the step by category into this file: .svg, or .html with all tables."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Be one rank of a run of any size, without the others, a GPU or data: what it holds, sends and computes in a step.
+    """Run one rank of a run of any size, without the others, a GPU or data: count what it holds, sends and computes in a step.
 
-    The trainer's own code runs, on tensors without data; beside what it counts stands what the planner's figures predict. Of a run with
-    phases it is a step of the one that is predicted to hold most. Exit status 2 if it does not fit the cluster's device.
+    The trainer's own code runs on tensors without data. The planner's prediction is shown beside each count. In a run with phases, the
+    step is one of the phase with the highest predicted memory. Exit status 2 if the rank does not fit the cluster's device.
 
     Example:  megalith dryrun recipes/llama3.1-405b-16k.toml --world 16384 --rank 8000
     """

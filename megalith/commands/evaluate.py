@@ -21,7 +21,7 @@ def command(
     split: Split = None,
     field: Field = "text",
     extensions: Extensions = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a window. Default: as trained.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a window. Default: the length trained with.")] = None,
     step: AtStep = None,
     as_json: Json = False,
 ) -> None:

@@ -13,11 +13,11 @@ def command(
     run_dir: RunFolder,
     out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
     to: Annotated[str, typer.Option(help="Format: hf (Hugging Face transformers).")] = "hf",
-    dtype: Annotated[str, typer.Option(help="Numbers: fp32 (as trained, nothing lost) or bf16 (half the size).")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="Number format: fp32 (as trained, lossless) or bf16 (half the size).")] = "fp32",
     step: AtStep = None,
     as_json: Json = False,
 ) -> None:
-    """Write a run's weights for other programs.
+    """Write a run's weights in a format of other programs.
 
     Example:  megalith export runs/first --to hf --out exported
     """

@@ -15,7 +15,7 @@ def command(
     from_: Annotated[str, typer.Option("--from", help="Format: hf (Hugging Face transformers).")] = "hf",
     as_json: Json = False,
 ) -> None:
-    """Make a checkpoint of other programs' weights; a run starts from it with train.init_from.
+    """Convert another program's weights into a checkpoint; a run starts from it with train.init_from.
 
     Example:  megalith import Llama-3.2-1B --from hf --out checkpoints/llama
     """

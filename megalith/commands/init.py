@@ -31,7 +31,7 @@ LOCAL_LENGTH, LOCAL_BATCH, LOCAL_STEPS = 512, 32, 1000
 
 @dataclass(frozen=True)
 class Wish:
-    """What a new run is to be; None: as it is usual on the cluster, or on this machine without one."""
+    """The wishes for a new run. None: the usual value on the cluster, or on this machine without one."""
 
     model: str
     data: str = "data/tokens"
@@ -46,7 +46,7 @@ def command(
     model: Annotated[str | None, typer.Option(help="A model by name, such as llama3.1-8b; `megalith models` lists them.")] = None,
     data: Annotated[str | None, typer.Option(metavar="FOLDER", help="Prepared data. Default: data/tokens.")] = None,
     cluster: Annotated[str | None, typer.Option(help="h100:8 and the like, or a cluster file. Default: this machine.")] = None,
-    steps: Annotated[int | None, typer.Option(parser=number, metavar="STEPS", help="Updates of the whole run.")] = None,
+    steps: Annotated[int | None, typer.Option(parser=number, metavar="STEPS", help="Steps of the whole run.")] = None,
     global_batch: Annotated[int | None, typer.Option(parser=whole, metavar="SEQUENCES", help="Sequences a step.")] = None,
     seq_len: Annotated[
         int | None, typer.Option(parser=whole, metavar="TOKENS", help="Tokens of a sequence; 8k is 8 x 1024.")
@@ -54,9 +54,9 @@ def command(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Write a run file with the keys that matter, each with what it means. Asks for what no option says, on a terminal.
+    """Write a run file with the keys that matter and their meaning. On a terminal, ask for what no option gives.
 
-    With --cluster the work is split as `megalith plan` predicts to be best. Without it the run is for this machine.
+    With --cluster, use the best layout that `megalith plan` predicts. Without it, the run is for this machine.
 
     Example:  megalith init mine.toml --model llama3.1-8b --cluster h100:8 --data data/tokens
     """

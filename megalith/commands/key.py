@@ -13,9 +13,9 @@ def command(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run folder, on storage that all its machines share.")],
     as_json: Json = False,
 ) -> int:
-    """Make a run's key, once: a file in its run folder that only you can read. Agents on several machines need one.
+    """Create a run's key, once: a file in its run folder that only you can read. Agents on several machines need one.
 
-    A key that is there stays. MEGALITH_KEY, or a file that MEGALITH_KEY_FILE names, takes its place where it is set.
+    An existing key is kept. MEGALITH_KEY, or the file in MEGALITH_KEY_FILE, takes precedence if it is set.
 
     Example:  megalith key runs/first
     """

@@ -24,32 +24,34 @@ def command(
     run: RunFile,
     engine: Annotated[str, typer.Option(help="slurm, k8s, ray, torchrun or local.", show_default=False)],
     settings: Settings = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept, on the machines. Default: runs/NAME.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes. Default: what the run's cluster needs.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Or the ranks of each node.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="Default: one a rank, if the run is for GPUs.")] = None,
-    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Processors of each node to ask for.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run folder on the machines. Default: runs/NAME.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes. Default: as many as the run's cluster needs.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on each node, instead of --nodes.")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=0, help="GPUs of each node. Default: one a rank if the run is for GPUs.")
+    ] = None,
+    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Processors to request on each node.")] = None,
     hours: Annotated[
         float | None, typer.Option(min=0.0, help="slurm: time limit; before it ends the run saves and queues.")
     ] = None,
-    partition: Annotated[str | None, typer.Option(help="slurm: where to queue.")] = None,
-    account: Annotated[str | None, typer.Option(help="slurm: who pays.")] = None,
+    partition: Annotated[str | None, typer.Option(help="slurm: partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="slurm: account.")] = None,
     image: Annotated[str | None, typer.Option(help="k8s: container image with Megalith.")] = None,
-    namespace: Annotated[str | None, typer.Option(help="k8s: where the JobSet is made.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="k8s: namespace of the JobSet.")] = None,
     volume: Annotated[str | None, typer.Option(help="k8s: a claim that all pods mount at /shared.")] = None,
     workdir: Annotated[str | None, typer.Option(help="Folder on the machines that paths are relative to.")] = None,
-    restarts: Annotated[int | None, typer.Option(min=0, help="Of the whole job, by the engine. Default: 20.")] = None,
+    restarts: Annotated[int | None, typer.Option(min=0, help="Restarts of the whole job by the engine. Default: 20.")] = None,
     grace: Annotated[int | None, typer.Option(min=1, help="Seconds to save before the end. Default: 300.")] = None,
     environment: Annotated[list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="May be repeated.")] = None,
-    show: Annotated[bool, typer.Option("--print", help="Print what would be written. So without --out.")] = False,
+    show: Annotated[bool, typer.Option("--print", help="Print instead of writing; the default without --out.")] = False,
     out: Annotated[str | None, typer.Option(metavar="PATH", help="Write it to this file, or into this folder.")] = None,
     submit: Annotated[
-        bool, typer.Option("--submit", help="Hand it to the engine; written to the run folder if --out is not given.")
+        bool, typer.Option("--submit", help="Submit it to the engine; written to the run folder if --out is not given.")
     ] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> int:
-    """Write what an engine needs to start a run: a batch script, a JobSet, a job. Only --submit starts it.
+    """Print what an engine needs to start a run: a batch script, a JobSet, a job. Only --submit starts it.
 
     The run is checked first; exit status 2 if it, or how it is launched, is wrong.
 

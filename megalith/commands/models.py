@@ -34,13 +34,13 @@ class ModelRow:
 def command(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[WORD...]", help="Only those with all these words: llama 8b.", show_default=False),
+        typer.Argument(metavar="[WORD...]", help="Show only models with all these words, such as llama 8b.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """List the models that have a name: sizes, what training keeps of them in memory, and where the numbers come from.
+    """List the model presets: sizes, memory of their training state, and sources.
 
-    A run file uses one by [model] preset = "NAME", `megalith plan` and `megalith init` by --model NAME.
+    A run file names one with [model] preset = "NAME"; `megalith plan` and `megalith init` with --model NAME.
 
     Example:  megalith models llama 8b
     """

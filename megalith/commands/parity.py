@@ -18,25 +18,27 @@ from megalith.commands.shared.output import counted, print_json, progress
 
 def command(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run whose plan is shown.", show_default=False)
+        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run whose plan is tested.", show_default=False)
     ] = None,
     settings: Settings = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps to compare. Default: 3.", show_default=False)] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the ranks' logs go. Default: runs/NAME-parity.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the ranks' logs. Default: runs/NAME-parity.")] = None,
     random: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Instead of a run: N combinations drawn at random.", show_default=False)
+        int | None,
+        typer.Option(metavar="N", min=1, help="Instead of a run: test N combinations drawn at random.", show_default=False),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of the draws; the same seed draws the same. Default: 0.", show_default=False)
+        int | None,
+        typer.Option(help="Seed of --random; the same seed draws the same combinations. Default: 0.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Show that a plan changes nothing: a small model of the run's shape, trained under its plan and in one process, compared.
+    """Show that a plan changes nothing: train a small model of the run's shape under the plan and in one process, and compare.
 
-    Compares losses, gradients, gradient norm and weights over several steps, in the run's precision. In bf16, the plan's run and the one
-    process are both measured from one process in fp32. Needs no data. Exit status 1 on any gap.
+    Compares losses, gradients, gradient norm and weights over several steps, in the run's precision. In bf16, the distance of both from
+    one process in fp32 is compared. Needs no data. Exit status 1 on any gap.
 
-    With --random, combinations of models, data, context, tensor, pipeline and expert parallelism and recomputation, on up to 8 ranks.
+    With --random, draws combinations of models, data, context, tensor, pipeline and expert parallelism and recomputation, on up to 8 ranks.
 
     Example:  megalith parity run.toml --set plan.tensor=2
 

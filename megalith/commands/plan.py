@@ -40,38 +40,38 @@ def _whole(text: str, thousand: int, such: str) -> int:
 Length = Annotated[int | None, typer.Option(parser=whole, metavar="TOKENS", help="Tokens of a sequence; 8k is 8 x 1024.")]
 Batch = Annotated[int | None, typer.Option(parser=whole, metavar="SEQUENCES", help="Sequences a step.")]
 BatchTokens = Annotated[
-    str | None, typer.Option(metavar="TOKENS", help="Or tokens a step, to whole sequences: 16M is 16 x 2^20, 16e6 is exact.")
+    str | None, typer.Option(metavar="TOKENS", help="Tokens a step, rounded to whole sequences: 16M is 16 x 2^20, 16e6 exact.")
 ]
-ComputeOptimal = Annotated[
-    bool, typer.Option("--compute-optimal", help="Or as many tokens as Chinchilla's rule says: 20 a parameter.")
-]
+ComputeOptimal = Annotated[bool, typer.Option("--compute-optimal", help="Set --tokens by Chinchilla's rule: 20 a parameter.")]
 Format = Annotated[
     str | None, typer.Option(help="bf16, fp16, fp32, or predicted only: fp8, mxfp8, fp4. Default: the run's, or bf16.")
 ]
 Pareto = Annotated[
     bool,
-    typer.Option(
-        "--pareto", help="Instead: layouts, also on fewer devices, that nothing beats in time, cost and memory at once."
-    ),
+    typer.Option("--pareto", help="Show the Pareto frontier of time, cost and memory instead, also on fewer devices."),
 ]
 WhatIf = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY=VALUE",
-        help="And the best layout if one thing were otherwise: accelerator, cluster, scale_out, scale_up (GB/s), seq_len, "
+        help="Also show the best layout with one change: accelerator, cluster, scale_out, scale_up (GB/s), seq_len, "
         "global_batch, global_batch_tokens, format. May be repeated.",
     ),
 ]
 ForwardOnly = Annotated[
-    bool, typer.Option("--forward-only", help="No training, but the prefill of long prompts; 1 sequence, if nothing is said.")
+    bool, typer.Option("--forward-only", help="Plan the prefill of long prompts instead of training; 1 sequence by default.")
 ]
 Offload = Annotated[
     bool,
-    typer.Option(help="Also layouts with some of the optimizer's state in host memory: predicted only, the trainer has none."),
+    typer.Option(
+        help="Also show layouts with some of the optimizer's state in host memory: predicted only, the trainer has none."
+    ),
 ]
 Atlas = Annotated[
     bool,
-    typer.Option("--atlas", help="Instead: a map of the best layouts by model (--model A,B,...) and nodes, up to the cluster's."),
+    typer.Option(
+        "--atlas", help="Show a map of the best layouts instead, by model (--model A,B,...) and nodes, up to the cluster's."
+    ),
 ]
 Out = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the best layout as a run to this file (.toml); the map (.html).")
@@ -86,11 +86,13 @@ def command(
     seq_len: Length = None,
     global_batch: Batch = None,
     global_batch_tokens: BatchTokens = None,
-    tokens: Annotated[str | None, typer.Option(help="Of the whole training, such as 15T: for days, dollars and energy.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens of the whole training, such as 15T: for days, dollars and energy.")
+    ] = None,
     compute_optimal: ComputeOptimal = False,
     format: Format = None,
-    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
-    explain: Annotated[bool, typer.Option("--explain", help="What each neighbour of the best layout would cost.")] = False,
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 10,
+    explain: Annotated[bool, typer.Option("--explain", help="Show what each neighbour of the best layout would cost.")] = False,
     pareto: Pareto = False,
     what_if: WhatIf = None,
     forward_only: ForwardOnly = False,
@@ -100,9 +102,9 @@ def command(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Predict the best layouts of a model on a cluster: speed, memory, what waits and what is exposed. Options override RUN.toml.
+    """Predict the best layouts of a model on a cluster: speed, memory, idle time, exposed communication. Options override RUN.toml.
 
-    Needs no GPU; torch only for shapes that were not predicted before. How far off it is: docs/planner.md.
+    Needs no GPU, and torch only for shapes not predicted before. Errors of the predictions: docs/planner.md.
 
     Example:  megalith plan --model llama3.1-405b --cluster h100:16384 --seq-len 8192 --global-batch 2048 --tokens 15T
     """

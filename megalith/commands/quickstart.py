@@ -19,10 +19,10 @@ def command(
     run_dir: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("runs/quickstart"),
     as_json: Json = False,
 ) -> int:
-    """Train a small Llama on six novels of Jane Austen, let it write, and make a report: three minutes on two cores.
+    """Train a small Llama on six novels of Jane Austen, generate text, and write a report: three minutes on two cores.
 
-    Everything goes below the current directory: data/quickstart and runs/quickstart. Each command is printed before it runs. Run again,
-    it goes on where it was stopped.
+    Writes below the current directory: data/quickstart and runs/quickstart. Prints each command before it runs. Run it again to resume
+    where it was stopped.
 
     Example:  megalith quickstart --set train.steps=600
     """

@@ -25,7 +25,7 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a run in short, and write its report.html again, from the files in its folder; also while it trains.
+    """Summarize a run and write its report.html, from the files in its folder; also while it trains.
 
     Example:  megalith report runs/first --trace
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ScenarioRun = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[RUN.toml]", help="A run: its fleet table, checkpoints, state, step and cluster.", show_default=False
+        metavar="[RUN.toml]", help="Take the fleet table, checkpoints, state, step and cluster from this run.", show_default=False
     ),
 ]
 ScenarioSettings = Annotated[
@@ -33,33 +33,29 @@ ScenarioSettings = Annotated[
     ),
 ]
 Cluster = Annotated[str | None, typer.Option(help="h100:16384 and the like, or a TOML file of a cluster.", show_default=False)]
-Campaign = Annotated[
-    Path | None, typer.Option(help="Instead: a campaign's folder, whose faults are played again.", show_default=False)
-]
+Campaign = Annotated[Path | None, typer.Option(help="Replay the faults of a campaign instead; its folder.", show_default=False)]
 Latencies = Annotated[
     Path | None,
     typer.Option(
-        metavar="FOLDER", help="Of a campaign, or a run with faults: what its log says recovery takes, instead of --profile."
+        metavar="FOLDER", help="Take recovery times from the log of this campaign, or run with faults, instead of --profile."
     ),
 ]
-Days = Annotated[float | None, typer.Option(help="How long the run takes. Default: 30.", show_default=False)]
-Seeds = Annotated[int, typer.Option(min=1, help="How often it is played, each time with other faults.")]
-Spares = Annotated[
-    int | None, typer.Option(help="Nodes of a site besides those that train. Default: one for every 128.", show_default=False)
-]
+Days = Annotated[float | None, typer.Option(help="Length of the run. Default: 30.", show_default=False)]
+Seeds = Annotated[int, typer.Option(min=1, help="Number of simulations, each with other faults.")]
+Spares = Annotated[int | None, typer.Option(help="Spare nodes of a site. Default: one for every 128.", show_default=False)]
 CheckpointEvery = Annotated[
     float | None,
     typer.Option(
-        metavar="MINUTES", help="Between checkpoints in the shared store. Default: the run's, or 30.", show_default=False
+        metavar="MINUTES", help="Time between checkpoints in the shared store. Default: the run's, or 30.", show_default=False
     ),
 ]
 Profile = Annotated[
-    str | None, typer.Option(help="How fast recovery is assumed to be: cold, warm or memory. Default: warm.", show_default=False)
+    str | None, typer.Option(help="Assumed speed of recovery: cold, warm or memory. Default: warm.", show_default=False)
 ]
 Sites = Annotated[
-    int | None, typer.Option(help="Share the nodes out among so many sites, joined by outer steps.", show_default=False)
+    int | None, typer.Option(help="Divide the nodes among this many sites, joined by outer steps.", show_default=False)
 ]
-SweepOver = Annotated[str | None, typer.Option(help="Try out a range: intervals (between checkpoints) or spares.")]
+SweepOver = Annotated[str | None, typer.Option(help="Try a range: intervals (between checkpoints) or spares.")]
 Out = Annotated[Path | None, typer.Option(help="Draw the result into this file (.svg).")]
 
 
@@ -79,9 +75,9 @@ def command(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Play a long run on a large cluster through, with the faults that such clusters have, and say where its time goes.
+    """Simulate a long run on a large cluster with the faults that such clusters have, and show where its time goes.
 
-    Needs no GPU; torch only to predict a step of RUN.toml that was not predicted before (--set step_seconds=12 says it).
+    Needs no GPU, and torch only to predict a step of RUN.toml not predicted before (or give it: --set step_seconds=12).
 
     Keys of --set: step_seconds, state_bytes and storage (bytes/s of the store, for the time that checkpoints take), planned (stops a day),
     outer (wait, skip), outer_every and outer_seconds (between sites), interruptions (a device-hour), fleet.KEY as in a run file,

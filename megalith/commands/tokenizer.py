@@ -13,7 +13,7 @@ from megalith.commands.shared.output import print_json
 
 def train(
     sources: Sources,
-    vocab: Annotated[int, typer.Option(help="Tokens, such as 4096 for a few megabytes of text.", show_default=False)],
+    vocab: Annotated[int, typer.Option(help="Vocabulary size, such as 4096 for a few megabytes of text.", show_default=False)],
     out: Annotated[Path, typer.Option(help="The folder to write tokenizer.json to.", show_default=False)],
     split: Split = None,
     field: Field = "text",
@@ -22,7 +22,7 @@ def train(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Learn a byte-level BPE vocabulary from text.
+    """Train a byte-level BPE tokenizer.
 
     Example:  megalith tokenizer train bundled:austen --vocab 4096 --out data/tokenizer
     """

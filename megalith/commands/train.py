@@ -47,17 +47,16 @@ class Trained:
 def command(
     run: RunFile,
     settings: Settings = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Where the run is kept; one that is there goes on. Default: runs/NAME.")
-    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run folder; an existing run is resumed. Default: runs/NAME.")] = None,
     profile: Profile = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Also serve the live page of the run, in a process of its own: see megalith watch.")
+        bool, typer.Option("--watch", help="Also serve the live page of the run, from a separate process: see megalith watch.")
     ] = False,
     branch: Annotated[
         Path | None,
         typer.Option(
-            metavar="CHECKPOINT", help="Begin with the whole state of another run's checkpoint, and decay; needs --decay."
+            metavar="CHECKPOINT",
+            help="Begin with the whole state of another run's checkpoint, and decay the learning rate; needs --decay.",
         ),
     ] = None,
     decay: Annotated[
@@ -66,7 +65,7 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Train, or go on training: the same command resumes from the newest checkpoint.
+    """Train, or resume: the same command continues from the newest checkpoint.
 
     Starts the ranks of this machine itself; under torchrun or srun this process is one of the ranks.
 
@@ -74,7 +73,7 @@ def command(
 
     Example:  megalith train run.toml --set train.steps=1000 --run-dir runs/first
 
-    A decay of a run that goes on:  megalith train run.toml --branch runs/first --decay 2000 --run-dir runs/first-2000
+    Decay a copy of a run in progress:  megalith train run.toml --branch runs/first --decay 2000 --run-dir runs/first-2000
 
     On two machines:  torchrun --nnodes 2 --nproc-per-node 8 -m megalith.cli train run.toml
     """
@@ -94,7 +93,7 @@ def resume(
     profile: Profile = None,
     as_json: Json = False,
 ) -> int:
-    """Go on training the run in a folder, from its newest checkpoint. `megalith train` with the same run file does the same.
+    """Resume the run in a folder from its newest checkpoint. `megalith train` with the same run file does the same.
 
     Example:  megalith resume runs/first --set train.steps=2000
     """

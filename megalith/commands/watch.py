@@ -21,7 +21,7 @@ def command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs.", show_default=False)],
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1. Default: a free one.")] = 0,
     act: Annotated[
-        bool, typer.Option("--act", help="Also print an address from which orders may be given: save now, stop, take a node out.")
+        bool, typer.Option("--act", help="Also print an address that accepts orders: save now, stop, take a node out.")
     ] = False,
     alerts: Annotated[
         Path | None,
@@ -40,7 +40,7 @@ def command(
     ] = None,
     ask: Annotated[
         list[str] | None,
-        typer.Option("--ask", metavar="KEY=VALUE", help="What to ask of the panel, such as row=memory. May be repeated."),
+        typer.Option("--ask", metavar="KEY=VALUE", help="Parameter of the panel, such as row=memory. May be repeated."),
     ] = None,
 ) -> None:
     """Show runs live on one page: whether they are well, what was predicted and what happens, every rank, and which one is to blame.

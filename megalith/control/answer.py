@@ -54,7 +54,7 @@ class Answer:
         self._say(f"{again}: stop now{self._loss(min((step for step in begun if step >= 0), default=-1))}")
 
     def _loss(self, done: int) -> str:
-        """What a stop in the middle of the step after `done` steps would lose."""
+        """Describe the work that a stop in the middle of the step after `done` steps would lose."""
         if done < 0:
             return ""
         source = None

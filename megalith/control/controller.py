@@ -201,7 +201,7 @@ class Controller:
             self._outcome = without_ranks(self._stop_code, report=self._report)
 
     def _turn(self) -> None:
-        """What is to be done at every turn of a loop."""
+        """Do the periodic work of every loop."""
         self._tick()
         for order in self._orders.take() if self._done >= 0 or self._state.waiting else ():  # ranks that start cannot save yet
             self._take_now_or_later(Seen(order, order.time, {}))
@@ -220,7 +220,7 @@ class Controller:
 
     @property
     def _now(self) -> Job:
-        """What the ranks of this generation do."""
+        """The job that the ranks of this generation run."""
         return self._job.now(shrunk=self._shrunk)
 
     @property
@@ -238,7 +238,7 @@ class Controller:
         return self._end_now
 
     def _take_now_or_later(self, seen: Seen) -> None:
-        """What starts the ranks again is decided once they have ended: until then they go on, and the copies of now are overwritten."""
+        """Handle signs. Restarts are decided once the ranks have ended: until then they continue, and overwrite the current copies."""
         decision = policy.decide(self._state, seen.sign, fleet=self._fleet)
         if any(isinstance(command, Start | commands.Wait) for command in decision.commands):
             self._seen.append(seen)
@@ -284,8 +284,8 @@ class Controller:
     # After a generation
 
     def _after(self, watch: Watch, outcome: Outcome) -> list[Seen]:
-        """What the end of a generation was a sign of. Nodes that are gone explain the rest; then what ranks reported; then ends.
-        What else was heard while it ended, such as a node that is well again, explains nothing, and is told before."""
+        """Return the signs that explain the end of a generation: nodes that are gone explain the rest, then reports of ranks, then exits.
+        Other events of that time, such as a node that is well again, explain nothing and come first."""
         late = [Seen(sign, sign.time, {}) for sign in watch.late_signs if not _is_ours(sign, watch)]
         ended_by = [*self._seen, *(one for one in late if ends(one.sign))]
         news = [one for one in late if not ends(one.sign)]
@@ -348,8 +348,8 @@ class Controller:
         return (*self._nodes.survey(self._state.placement), *self._checkpoints())
 
     def _checkpoints(self) -> tuple[Copy, ...]:
-        """Those in the store. One that cannot be read, or shows none where there were some, is away: what there was is there. Raises its
-        OSError where none were ever listed."""
+        """List the checkpoints in the shared store. An unreadable or suddenly empty store is treated as temporarily unavailable: the last
+        listing stays valid. Raises its OSError if nothing was ever listed."""
         try:
             self._listed = self._store() or self._listed or ()
         except OSError as error:
@@ -413,7 +413,7 @@ class Controller:
 
 
 def _is_ours(sign: Sign, watch: Watch | None) -> bool:
-    """Whether a rank tells of a signal by which we asked it to stop ourselves."""
+    """True if a rank reports a signal by which we asked it to stop ourselves."""
     return isinstance(sign, signs.Preempted) and sign.rank is not None and watch is not None and watch.stopping
 
 

@@ -1,4 +1,4 @@
-"""Where a run's time went, and what each incident cost. Read from events only: no clock of its own.
+"""Account of a run's time, and of the cost of each incident. Reads events only: it has no clock of its own.
 
 Every moment between a run's first and last event has exactly one cause, so the causes add up to the wall time. Names follow the
 goodput measurement of Google's ml-goodput library, with detection and recovery apart.
@@ -31,7 +31,7 @@ from megalith.fleet.signs import Straggler
 
 
 class Cause(StrEnum):
-    """What a moment was spent on. Where two could claim it, the later in this list has it."""
+    """Use of a moment. If two causes claim it, the later one in this list has it."""
 
     OTHER = "other"
     USEFUL = "useful"
@@ -341,7 +341,7 @@ def _timeline(incident: Incident, end: Recovery | None, events: Sequence[Event])
             words = _words(event)
             told += [(event.time, words)] if words else []
     if end:
-        told.append((end.time, f"going on at step {end.step}"))
+        told.append((end.time, f"resumed at step {end.step}"))
     return tuple(sorted(told, key=lambda entry: entry[0]))
 
 

@@ -1,4 +1,4 @@
-"""What runs hold outside their folders: copies of their state in this machine's shared memory, and on its disks."""
+"""Leftovers of runs outside their folders: copies of their state in this machine's shared memory, and on its disks."""
 
 import contextlib
 import fcntl
@@ -58,7 +58,7 @@ def _in(place: Path, where: Literal["memory", "disk"]) -> list[Leftover]:
 
 
 def _look(path: Path, where: Literal["memory", "disk"]) -> Leftover | None:
-    """What a folder holds; None if it is no folder of copies of this user's."""
+    """Describe the contents of a folder; None if it is no folder of copies of this user's."""
     try:
         with _opened(path) as file:
             owner = json.load(file)
@@ -108,7 +108,7 @@ def _newest(path: Path, run: Path) -> int | None:
 
 
 def _disk_of(run: Path) -> Path | None:
-    """Where a run keeps copies on disk, as its folder says."""
+    """Return the disk folder of a run's copies, as its run folder names it."""
     try:
         return Path(json.loads((run / SPEC_FILE).read_text(encoding="utf-8"))["fleet"]["disk"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""What a controller remembers over its own end: the policy's state in the run folder, and the ledger of nodes."""
+"""State that a controller keeps beyond its own end: the policy's state in the run folder, and the ledger of nodes."""
 
 import json
 import time
@@ -34,7 +34,7 @@ class Memory:
 
     @cached_property
     def _place(self) -> disk.Place:
-        """Where the ledger lies, as it was when this was first asked for."""
+        """Location of the ledger, as it was when this was first asked for."""
         return disk.Place(self._ledger.parent)
 
     def recall(self, there: tuple[str, ...]) -> State:
@@ -52,7 +52,7 @@ class Memory:
         return replace(old, stopped=False, fruitless=0, waiting=False, leaving=(), least=fresh.least)
 
     def _fresh(self, there: tuple[str, ...]) -> State:
-        """What the ledger knows of the nodes that are there: one that was out, or has had too many faults lately, is not used yet."""
+        """Return the ledger's state of the nodes present. A node that was out, or that has had too many faults lately, is not used yet."""
         fleet, known = self.fleet, node_ledger.standings(node_ledger.read_nodes(self._ledger))
         since = time.time() - fleet.lemon_hours * policy.HOUR
         faults = {node: known[node].faults_since(since) for node in there if node in known}

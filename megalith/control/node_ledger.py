@@ -25,8 +25,8 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known of a node. `quarantined` since when, None: it may be used. `faults` are (time, detail) since it last passed a check,
-    oldest first."""
+    """Status of a node. `quarantined` since when, None: it may be used. `faults` are (time, detail) since it last passed a check, oldest
+    first."""
 
     node: str
     faults: tuple[tuple[float, str], ...] = ()
@@ -52,7 +52,7 @@ def read_nodes(path: Path) -> list[NodeRecord]:
 
 
 def standings(records: Iterable[NodeRecord]) -> dict[str, Standing]:
-    """What the records say of each node, in the order in which nodes first appear."""
+    """Return the status of each node from the records, in the order in which nodes first appear."""
     found: dict[str, Standing] = {}
     for record in records:
         old = found.get(record.node, Standing(record.node))
@@ -71,7 +71,7 @@ def standings(records: Iterable[NodeRecord]) -> dict[str, Standing]:
 
 
 def node_changes(before: State, after: State, *, time: float, reason: str, run: str) -> list[NodeRecord]:
-    """What a decision of the policy means for nodes: `standings` of all of them says what the state does."""
+    """Return the records that bring the ledger from `before` to `after`: `standings` of all of them equals the state."""
     found = []
     for node, times in after.faults.items():
         if times and times[-1:] != before.faults.get(node, ())[-1:]:

@@ -34,7 +34,7 @@ def write(run_dir: Path, what: str, node: str = "") -> Path:
 
 
 class Orders:
-    """Those that a run's controller has not taken yet."""
+    """The orders that a run's controller has not taken yet."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER

@@ -60,7 +60,7 @@ class Outcome:
         return [_cut(self.report), *(error[1:] if said else error), *_place(cause)]
 
     def _led_to(self) -> list[str]:
-        """What became of the other ranks, in one line."""
+        """Summarize the fate of the other ranks, in one line."""
         said = []
         failed = sorted({failure.rank for failure in self.consequences if failure.rank is not None})
         if failed:
@@ -75,9 +75,9 @@ class Outcome:
 
 _PEACEFUL: dict[int, str] = {
     ExitCode.FINISHED: "finished",
-    ExitCode.STOPPED: "stopped as asked, state saved: the same command goes on from there",
-    ExitCode.INTERRUPTED: "interrupted twice and ended at once: the same command goes on from the newest copy of the state",
-    ExitCode.TERMINATED: "stopped as asked while no ranks could save: the same command goes on from the newest copy of the state there is",
+    ExitCode.STOPPED: "stopped as asked, state saved: the same command resumes from there",
+    ExitCode.INTERRUPTED: "interrupted twice and ended at once: the same command resumes from the newest copy of the state",
+    ExitCode.TERMINATED: "stopped as asked while no ranks could save: the same command resumes from the newest copy of the state",
 }
 
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)$', re.MULTILINE)
@@ -101,7 +101,7 @@ def _error(cause: Failure) -> list[str]:
 
 
 def _place(cause: Failure) -> list[str]:
-    """Where a cause was raised, or the evidence that matters most: the innermost calls of a stack, the last lines of an output."""
+    """Show where a cause was raised, or the evidence that matters most: the innermost calls of a stack, the last lines of an output."""
     frames = [frame for frame in _FRAME.finditer(cause.traceback) if not _LIBRARY.search(frame["path"])]
     if cause.error and frames:
         code = cause.traceback[frames[-1].end() :].lstrip("\n").partition("\n")[0].strip()

@@ -1,4 +1,4 @@
-"""Who owns a run folder: one command at a time writes to it, and whoever comes second is told who that is.
+"""Ownership of a run folder: one command at a time writes to it, and a second one is told who owns it.
 
 On a file system of this machine a lock says so, and goes with its process. Where others see the folder too, a lock may not reach them:
 there an owner has a lease, which it renews. Owners leave numbered claims in `ranks/owners/`, each made at one stroke:
@@ -234,7 +234,7 @@ def owned(run_dir: Path, owner: Owner | None) -> contextlib.AbstractContextManag
 
 
 def flock_serves(folder: Path) -> bool:
-    """Whether a folder is on a file system of this machine alone, so that a lock keeps out everybody who can see it."""
+    """True if a folder is on a file system of this machine alone, so that a lock keeps out everybody who can see it."""
     path = folder.resolve()
     mounted = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
     nearest = next((mounted[parent] for parent in (path, *path.parents) if parent in mounted), "")
@@ -242,7 +242,7 @@ def flock_serves(folder: Path) -> bool:
 
 
 def place() -> str:
-    """Where this process counts: the machine, since it was started, and the count of its processes, of which a container has its own."""
+    """Identify the scope of this process's number: the machine, its boot, and the PID namespace (a container has its own)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -332,7 +332,7 @@ class _Claims:
         part.replace(self._path(claim, "beat"))
 
     def last_beat(self, claim: Claim) -> str:
-        """What an owner last wrote to show that it lives, empty if nothing."""
+        """Return what an owner last wrote to show that it is alive; empty if nothing."""
         try:
             return self._path(claim, "beat").read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -343,7 +343,7 @@ class _Claims:
         self._path(claim, "left").touch()
 
     def left(self, claim: Claim) -> bool:
-        """Whether an owner has ended."""
+        """True if an owner has ended."""
         return self._path(claim, "left").exists()
 
     def _path(self, claim: Claim, ending: str = "json") -> Path:
@@ -364,7 +364,7 @@ def _lock(run_dir: Path) -> Iterator[None]:
 
 
 def _locked_by(run_dir: Path, lock: str) -> str:
-    """Who holds the lock: the newest claim says more than the lock itself, which may be of an earlier version."""
+    """Return the holder of the lock. The newest claim is more precise than the lock itself, which may be of an earlier version."""
     process = Path(lock).read_text(encoding="utf-8").strip()
     newest = _Claims(run_dir).newest()
     return newest.who if newest is not None and str(newest.process) == process else process or "(unknown)"

@@ -25,7 +25,7 @@ class Limits:
         """A generation starts, which restores `source`."""
 
     def note(self, beats: Sequence[Beat]) -> None:
-        """What the ranks said last."""
+        """Record the newest beats of the ranks."""
 
     def of_start(self) -> float:
         """Seconds from the first beat of a generation until all its ranks are ready."""

@@ -1,4 +1,4 @@
-"""What a controller has seen: signs with their evidence, what they mean for the generation that runs, and what its end was a sign of."""
+"""Record of a controller: signs with their evidence, their meaning for the running generation, and the reason for its end."""
 
 import time
 from collections.abc import Sequence

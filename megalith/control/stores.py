@@ -46,7 +46,8 @@ class Stores:
                 print(words, file=sys.stderr, flush=True)
             if time.monotonic() - since >= limit:
                 raise StoresAwayError(
-                    f"{path} could not be used for fleet.wait_limit = {limit:g} s: {why}. The same command goes on once it can be used"
+                    f"{path} could not be used for fleet.wait_limit = {limit:g} s: {why}. The same command resumes the run "
+                    "once it can be used"
                 )
             if not pause():
                 return False

@@ -53,7 +53,7 @@ class Times:
         self._written = -1
 
     def note(self, beats: Sequence[Beat]) -> None:
-        """What the ranks said last."""
+        """Record the newest beats of the ranks."""
         news = False
         for rank, beat in enumerate(beats):
             if beat.count != self._counts[rank]:

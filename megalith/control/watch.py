@@ -88,7 +88,7 @@ class Watch:
 
     @property
     def stopping(self) -> bool:
-        """Whether the ranks were asked to stop."""
+        """True if the ranks were asked to stop."""
         return self._stopping
 
     @property
@@ -112,7 +112,7 @@ class Watch:
         return self._outcome()
 
     def _hear(self) -> list[Sign]:
-        """What happened; ends are noted, signs are given."""
+        """Collect events: record ends, return signs."""
         signs: list[Sign] = []
         for what in self._nodes.wait(POLL_SECONDS):
             if isinstance(what, Exit | Failure):
@@ -136,7 +136,7 @@ class Watch:
             self._failed_at = self._watched
 
     def _is_request(self, end: Exit) -> bool:
-        """Whether a rank was ended by our request to stop: it had not set a handler yet, so there was nothing to save."""
+        """True if a rank was ended by our request to stop: it had not set a handler yet, so there was nothing to save."""
         return self._stopping and end.code == -signal.SIGTERM
 
     def _look_at_beats(self) -> None:
@@ -151,7 +151,7 @@ class Watch:
             self._ready_at = self._beat_at = self._watched
 
     def _must_end(self) -> bool:
-        """Whether what still runs must be ended now."""
+        """True if the remaining ranks must be ended now."""
         if self._pass_on_requests():
             return True
         if self._failed_at is not None:
@@ -202,7 +202,7 @@ class Watch:
         return (running if self._is_over(limit, self._watched - self._beat_at) else []), limit
 
     def _is_over(self, limit: float, silence: float) -> bool:
-        """Whether a silence is too long, and not because ranks that could go on get no processor: looked at twice, half a limit apart."""
+        """True if a silence is too long, and not because runnable ranks get no processor: checked twice, half a limit apart."""
         if silence < limit / 2:
             self._queued = None
             return False
@@ -267,7 +267,7 @@ class Watch:
         ]
 
     def _standing(self, rank: int, limit: float, look: Look, behind: str) -> str:
-        """What a late rank failed to do, and where it stands. `behind`: in its collectives."""
+        """Describe what a late rank failed to do, and where it is. `behind`: in its collectives."""
         if self._ready_at is None:
             missed = f"was not ready within {limit:g} s"
         else:

@@ -14,7 +14,7 @@ from megalith.spec.cluster import Accelerator
 
 @dataclass(frozen=True)
 class Device:
-    """What a generation of devices reaches of its printed figures."""
+    """Achieved share of a device generation's printed figures."""
 
     units: int
     """Processors that compute tiles of a matrix product side by side (streaming multiprocessors)."""
@@ -48,7 +48,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a generation of software adds."""
+    """Overheads of a generation of software."""
 
     host: float
     """Seconds an x86 host takes to start an operation; it works ahead of the device, so the slower of the two counts."""
@@ -84,7 +84,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Host:
-    """What starts the devices' operations, where it is no x86 server."""
+    """The host that launches the devices' operations, if it is no x86 server."""
 
     slower: float
     """How many times as long as an x86 server it takes for that."""

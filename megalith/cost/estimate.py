@@ -49,7 +49,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is predicted of one workload."""
+    """Prediction for one workload."""
 
     time: Time
     memory: Memory
@@ -57,7 +57,7 @@ class Estimate:
     limit: float | None
     """Bytes of the device; None where nobody published them."""
     flops: float
-    """Of a step, all ranks, attention in full, nothing counted twice for recomputation (PaLM's convention)."""
+    """FLOPs of a step on all ranks: attention in full, recomputation not counted (PaLM's convention)."""
     tokens: int
     devices: int
     peak: float
@@ -191,7 +191,7 @@ def step_time(workload: Workload, setting: Setting, traced: Parts, spent: PartTi
 
 
 def busy_seconds(workload: Workload, traced: Parts, spent: PartTimes) -> float:
-    """What the slowest rank computes in a step: less than any step takes."""
+    """Return the seconds that the slowest rank computes in a step: a lower bound of the step."""
     ranks = dict.fromkeys(shares(workload, traced).held)
     return max(stage_time(here, spent, sides=workload.plan.sides).whole.total for here in ranks) * workload.microbatches
 
@@ -237,7 +237,7 @@ def _idle(name: str, ranks: int, microbatches: int, chunks: int, backward: float
 
 
 def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Held, stage: StageTime) -> float:
-    """What gathers and reductions add to a step of one rank."""
+    """Return the seconds that gathers and reductions add to a step of one rank."""
     plan, practice = workload.plan, workload.practice
     if workload.frozen or plan.holders == 1:
         return 0.0
@@ -312,7 +312,7 @@ def model_flops(workload: Workload, traced: Parts) -> float:
 
 @lru_cache(1 << 14)
 def _forward_flops(traced: Parts) -> float:
-    """Of one rank and one microbatch."""
+    """Return the FLOPs of one rank and one microbatch."""
     counts = Counter(traced.kinds)
     blocks = sum(times * traced.blocks[kind].flops("F") for kind, times in counts.items())
     head = traced.head.flops() / 3  # a chunked loss forms the gradients in forward

@@ -1,5 +1,4 @@
-"""What travels between ranks in the midst of a part's computation, written down instead of sent: the tensors have the shapes that the
-exchange would give them."""
+"""Communication inside a part's computation, recorded instead of sent: the tensors get the shapes that the exchange would give them."""
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from megalith.parallel.tensor import Split
 
 
 class _Resize(torch.autograd.Function):
-    """What a collective at a boundary does to shapes: `dim` 1 becomes `forward` times as long, and back in backward."""
+    """Effect of a boundary collective on shapes: `dim` 1 becomes `forward` times as long, and returns to its length in backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, longer: int, recorder: Recorder, kinds: tuple[Exchanged, Exchanged], regather: bool) -> Tensor:
@@ -51,7 +50,7 @@ def split(part: nn.Module, recorder: Recorder, layout: Layout) -> None:
         if isinstance(module, Moe):
             share_experts(module.experts, (0, layout.expert), (0, layout.expert_tensor))
             module.exchange = away = Away(recorder, layout)
-            module.sets = Shares(away.shares)
+            module.sets = EvenShare(away.shares)
             module.router.register_forward_pre_hook(
                 lambda _, args: (Border.apply(args[0], recorder, "attention", "router"), *args[1:])
             )
@@ -151,8 +150,8 @@ class Border(torch.autograd.Function):
         return grad, None, None, None
 
 
-class Shares(OneProcess):
-    """The sets of a rank that sends one of so many equal shares of the tokens it has to their experts."""
+class EvenShare(OneProcess):
+    """Token sets of a rank that dispatches one of `shares` equal shares of its tokens."""
 
     def __init__(self, shares: int) -> None:
         self.shares = shares

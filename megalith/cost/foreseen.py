@@ -1,5 +1,5 @@
-"""What a dry run of one rank would count, foreseen from the traced parts and the program the rank runs: bytes held by category, calls
-and bytes of collectives by axis, FLOPs. Named as `prove.meter` names what it counted. No torch unless a part must be traced."""
+"""Prediction of what a dry run of one rank would count, from the traced parts and the rank's program: bytes held by category, calls and
+bytes of collectives by axis, FLOPs. Names are those of `prove.meter`. No torch unless a part must be traced."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ DOES: dict[str, tuple[Phase, ...]] = {"F": ("F",), "B": ("I", "W"), "I": ("I",),
 """Computation of a schedule -> phases of a profile."""
 
 SUM_BYTES = 4
-"""Of a number in a reduction of gradients: sums are kept in fp32."""
+"""Bytes of a number in a reduction of gradients: sums are kept in fp32."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Foreseen:
 
 
 @dataclass(frozen=True)
-class Line:
+class Comparison:
     """One figure: "memory.weights", "traffic.tensor.all-gather.bytes", "work.products". None: not foreseen."""
 
     name: str
@@ -91,7 +91,7 @@ class _Here:
 
 
 def foresee(workload: Workload, *, rank: int, figures: Calibration | None = None) -> Foreseen:
-    """What `rank` of the workload's plan holds, sends and computes in a step."""
+    """Predict what `rank` of the workload's plan holds, sends and computes in a step."""
     traced = parts(workload)
     place = Mesh.of(workload.plan).coordinates(rank)["pipeline"]
     here = _here(workload, traced, place)
@@ -258,7 +258,7 @@ Sent = tuple[str, str, int, float]
 
 
 def _exchanges(workload: Workload, here: _Here) -> Iterator[Sent]:
-    """What modules send in the midst of their computation."""
+    """Yield the messages that modules send inside their computation."""
     for stage, times in _times(here).items():
         for profile in here.stages[stage]:
             for one in profile.exchanges:

@@ -1,4 +1,4 @@
-"""What was worked out once, kept on disk between runs for as long as the code that did it stays the same. No torch."""
+"""Cache on disk of computed results, valid as long as the code that computed them stays the same. No torch."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def folder() -> Path | None:
-    """Where: $MEGALITH_CACHE, or ~/.cache/megalith; None where that is empty: nowhere."""
+    """Return the cache folder: $MEGALITH_CACHE, or ~/.cache/megalith; None (no cache) if the variable is empty."""
     named = os.environ.get(CACHE)
     if named == "":
         return None
@@ -36,7 +36,7 @@ def file(kind: str, subject: Any) -> Path | None:
 
 
 def read(path: Path | None) -> Any:
-    """What the file holds; None where there is none, it cannot be read, or it was cut off while it was written."""
+    """Return the file's value; None if there is no file, it cannot be read, or its writing was cut off."""
     if path is None:
         return None
     with suppress(ValueError, OSError):

@@ -32,16 +32,16 @@ class Memory:
     logits: float
     reserve: float
     non_torch: float
-    """What torch does not report as allocated: the device's context, communicators, buffers of the experts' exchange, and the room in
-    graphs' own pools that is free when it is measured."""
+    """Bytes that torch does not report as allocated: the device's context, communicators, buffers of the experts' exchange, and free memory
+    in the pools of graphs."""
     rank: int
-    """Which pipeline rank this is of."""
+    """The pipeline rank that this is for."""
     host: float = 0.0
     """Bytes in the memory of its host, which are not in `total`."""
 
     @property
     def allocated(self) -> float:
-        """What torch reports as its peak."""
+        """Bytes that torch reports as its peak."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.working + self.logits + self.reserve
 
     @property
@@ -68,7 +68,7 @@ PerChunk = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Held:
-    """What a pipeline rank has of the model: equal for ranks whose parts take the same."""
+    """The parts of a pipeline rank; equal for ranks whose parts take the same memory."""
 
     chunks: tuple[Chunk, ...]
     embedding: bool
@@ -84,7 +84,7 @@ class Held:
 
     @cached_property
     def blocks(self) -> Chunk:
-        """Of all chunks."""
+        """The blocks of all chunks."""
         return tuple(run for chunk in self.chunks for run in chunk)
 
 
@@ -207,7 +207,7 @@ def updated(workload: Workload, held: Numbers) -> float:
 
 
 class _Own(NamedTuple):
-    """What a pipeline rank's parts take, before a plan shares it out."""
+    """Memory of a pipeline rank's parts, before a plan shards it."""
 
     largest: float
     """Numbers of its largest block."""

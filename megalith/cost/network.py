@@ -22,7 +22,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Wires:
-    """What joins the devices, at the rates collectives really reach (bytes/s out of a device)."""
+    """Links between devices, at the rates that collectives really reach (bytes/s out of a device)."""
 
     domain: int
     fast: float

@@ -19,7 +19,7 @@ from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
 from megalith.spec.plan import recomputed, segment_size
 
 VERSION = 3
-"""Of the figures: a change in what is counted makes old files worthless."""
+"""Version of the figures: a change in what is counted invalidates old files."""
 
 TRACED = (
     "models/*.py",
@@ -85,14 +85,14 @@ class Parts:
 
 
 class Key(NamedTuple):
-    """What a part's figures depend on."""
+    """Everything that a part's figures depend on."""
 
     kind: Literal["embedding", "head", "block"]
     model: ModelSpec
     block: BlockSpec | None
     layout: Layout
     folder: str | None
-    """Where traces are kept: what was traced for one folder is kept in another as well."""
+    """Folder of the traces: a trace made for one folder is kept in another as well."""
 
 
 def parts(workload: Workload) -> Parts:
@@ -143,7 +143,7 @@ def _every_key(workload: Workload) -> list[Key]:
 
 
 def _once(keys: list[Key]) -> Iterable[Key]:
-    """Of values that stand there many times each one, told by identity: comparing whole specs takes long."""
+    """Yield each of many repeated values once, by identity: comparing whole specs takes long."""
     return {id(key): key for key in keys}.values()
 
 
@@ -222,7 +222,7 @@ def _bases(key: Key) -> tuple[Key, ...]:
 
 
 def _read(key: Key) -> Profile | None:
-    """What is known already."""
+    """Return the cached profile, if there is one."""
     found = _known.get(key)
     if found is None and (value := kept.read(_path(key))) is not None:
         found = _known[key] = Profile.from_json(value)

@@ -96,7 +96,7 @@ def _stage(here: Held, spent: PartTimes) -> Spent:
 
 
 def _flops(workload: Workload, traced: Parts) -> float:
-    """Of all ranks and sequences."""
+    """Return the FLOPs of all ranks and sequences."""
     plan = workload.plan
     known: dict[int, float] = {}
     for block in traced.blocks:

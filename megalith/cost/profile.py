@@ -1,4 +1,4 @@
-"""What one part of a model costs a rank for one microbatch: a value, with no torch, kept on disk between runs."""
+"""Cost of one part of a model for one microbatch on a rank: a value without torch, cached on disk."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
@@ -98,7 +98,7 @@ class Profile:
     routed: dict[Phase, int]
     """and the operations of the router, and of what puts rows in the order of their experts."""
     saved: float
-    """What forward leaves in memory for backward."""
+    """Bytes that forward leaves in memory for backward."""
     working: float
     """Largest sum of temporary tensors at any moment of backward, without what is saved."""
     weights: int
@@ -180,7 +180,7 @@ def _further(one: Any, other: Any, times: int) -> Any:
 
 @dataclass(frozen=True)
 class Layout:
-    """What of a plan and of the software changes a part's figures on a rank: the key of a trace, beside the part itself."""
+    """The properties of plan and software that change a part's figures on a rank: the key of a trace, beside the part itself."""
 
     microbatch: int
     seq_len: int
@@ -194,8 +194,8 @@ class Layout:
     """`none`, `full`, or the names of the recomputed parts with commas."""
     attention: Literal["fused", "plain"] = "fused"
     regather: bool = False
-    """As Megatron-LM splits products: their input is kept as a share and gathered again for the weights' gradients (Korthikanti et al.
-    2022), and a bias that follows a sum over ranks is added by the kernel that adds the residual."""
+    """Split products like Megatron-LM: keep the input as a share and gather it again for the weight gradients (Korthikanti et al. 2022);
+    the kernel that adds the residual also adds a bias that follows a sum over ranks."""
     fused: bool = True
     """Activation and gate are one kernel; an expert's products of one input are one product."""
     rotary: bool = True

@@ -1,5 +1,5 @@
-"""What reaches torch's dispatcher while shapes alone go through a part of a model, written down: operations, bytes moved, and the bytes of
-the storages that are alive."""
+"""Recorder of the operations that reach torch's dispatcher while fake tensors run through a part of a model: operations, bytes moved, and
+bytes of live storages."""
 
 import weakref
 from collections import Counter
@@ -50,7 +50,7 @@ TWELVE_BITS = 1.5
 
 
 Region = Literal["attention", "router", "experts"]
-"""Of a block: between dispatch and return are the experts; before them the router, and what puts rows in their order."""
+"""Region of a block: the experts are between dispatch and combine; the router and the permutation come before them."""
 
 
 class Recorder(TorchDispatchMode):
@@ -222,7 +222,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _at_once(name: str, args: Sequence[Any]) -> Tensor | None:
-    """What a plain operation gives, where all is of one type and in order: to find that by torch's own rules takes half of a trace."""
+    """Return the output of a plain operation on contiguous tensors of one dtype. Torch's own rules for it take half of a trace."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     first = tensors[0]
     if not first.dtype.is_floating_point and not (first.dtype == torch.int64 and name in WHOLE):

@@ -17,7 +17,7 @@ TILE = (128, 128)
 """Rows and columns of a product one processor computes at a time, in the usual large kernels."""
 
 FLASH = {1: 0.5, 2: 1.0}
-"""What the generations of fused attention reach, over the second."""
+"""Efficiency of each generation of fused attention, relative to the second."""
 
 CONVERSION = {"none": 0.0, "tensor": 6.0, "block": 4.0}
 """Bytes moved to convert one number of a factor, by what shares a scale. A tensor is read twice, for its largest value and to be converted;
@@ -276,7 +276,7 @@ def _started(profile: Profile, phases: tuple[Phase, ...], setting: Setting, form
 
 @dataclass
 class _Starts:
-    """What a host starts: operations, and further kernels that are launched within them."""
+    """Launches by a host: operations, and further kernels launched within them."""
 
     operations: int = 0
     launches: int = 0

@@ -1,5 +1,4 @@
-"""What an update takes beyond one pass over what a rank keeps: moments of those parameters that another rule updates, whole matrices, and
-their messages. No torch."""
+"""Cost of an update beyond one pass over the state: moments with another rule, whole matrices, and their messages. No torch."""
 
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple

@@ -1,4 +1,4 @@
-"""What is to be predicted: one step of one model under one plan on one cluster, and the software that runs it. No torch."""
+"""The subject of a prediction: one step of one model under one plan on one cluster, and the software that runs it. No torch."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +20,7 @@ class Practice:
     """How the software runs a plan, where that changes time or memory. Each field is a fact about a program, never a fitted number."""
 
     generation: str = "fused"
-    """Which row of the calibration holds its overheads: see `calibration.toml`."""
+    """Row of the calibration with its overheads: see `calibration.toml`."""
     attention: Literal["fused", "plain"] = "fused"
     """`plain` writes the scores to memory (before FlashAttention)."""
     flash: Literal[1, 2] = 2
@@ -35,7 +35,7 @@ class Practice:
     """Logits of all tokens are there at once, in fp32 with copies (`copied`: torch's own) or in place (`whole`: Megatron-LM's), or in
     16 bits with their gradient in their place (`fused`); or of a few rows at a time (`chunked`: this project's own trainer)."""
     gathers: Literal["block", "module", "rank"] = "block"
-    """What ZeRO 3 makes whole at a time: a block and the next one, or a module of a block (DeepSpeed). ZeRO 1 by `rank`: each sends
+    """Unit that ZeRO 3 gathers at a time: a block and the next one, or a module of a block (DeepSpeed). ZeRO 1 by `rank`: each rank sends
     what it updated to all others, one after the other, before the next step (InternEvo)."""
     overlap_data: bool = True
     """Gradients are reduced, and weights gathered, beside the computation."""
@@ -63,8 +63,8 @@ class Practice:
     causal_half: bool = True
     """The attention kernel skips what the causal mask hides."""
     sparing: bool = False
-    """What experts' activations read is kept for backward in the products' narrow format too, and what attention gives once, in 12 bits,
-    for itself and for the product that follows (DeepSeek-V3, arXiv:2412.19437, section 3.3.3)."""
+    """Keep the inputs of the experts' activations for backward in the products' low precision too, and the output of attention once, in 12
+    bits, for itself and for the next product (DeepSeek-V3, arXiv:2412.19437, section 3.3.3)."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Workload:
 
     @property
     def enough(self) -> int:
-        """As many of them as show what all do (`schedule.enough`)."""
+        """The smallest number of microbatches with the same steady state as the full count (`schedule.enough`)."""
         return enough(self.plan.schedule, ranks=self.plan.pipeline, microbatches=self.microbatches)
 
     @cached_property
@@ -124,7 +124,7 @@ class Workload:
 
     @cached_property
     def layout(self) -> Layout:
-        """What of the workload changes a part's figures."""
+        """The properties of the workload that change a part's figures."""
         plan, practice = self.plan, self.practice
         recompute = plan.recompute
         if recompute == "selective":

@@ -1,4 +1,4 @@
-"""What goes wrong with data and can be mended by the person who reads the message."""
+"""Errors of data that the reader of the message can fix."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -56,7 +56,7 @@ class Found:
     passed: Mapping[Path, str]
 
     def left_out(self) -> tuple[LeftOut, ...]:
-        """What was left out, by reason, for the manifest."""
+        """The files left out, by reason, for the manifest."""
         reasons: dict[str, list[Path]] = {}
         for path, reason in sorted({**self.unread, **self.passed}.items()):
             reasons.setdefault(reason, []).append(path.relative_to(self.root))
@@ -98,7 +98,7 @@ def files(root: Path, reading: Reading) -> Iterator[Path]:
 
 
 def _walk(root: Path, reading: Reading) -> Iterator[tuple[Path, str]]:
-    """What lies in a folder, and why it is passed over, or ""."""
+    """Yield the files of a folder, each with the reason to skip it, or ""."""
     for folder, folders, names in os.walk(root, onerror=_refuse_unlisted):
         entered: list[str] = []
         for name in sorted(folders):
@@ -142,17 +142,17 @@ def refuse_special(path: Path) -> None:
 
 
 def is_binary(path: Path, head: bytes) -> bool:
-    """Whether a file in a folder is no text, by its ending or its first bytes once unpacked."""
+    """True if a file in a folder is no text, by its ending or its first bytes once unpacked."""
     return is_named_binary(path) or b"\0" in head
 
 
 def is_named_binary(path: Path) -> bool:
-    """Whether a file's ending is that of a format which is no text, compressed or not."""
+    """True if a file's ending is that of a binary format, compressed or not."""
     return path.name.lower().removesuffix(ending(path, COMPRESSED)).endswith(_BINARY)
 
 
 def is_json_lines(path: Path, *, in_folder: bool) -> bool:
-    """Whether each line of a file is an object; among a folder's files, .json is configuration."""
+    """True if each line of a file is an object; among a folder's files, .json is configuration."""
     endings = JSON_LINES if in_folder else (*JSON_LINES, ".json")
     return path.name.removesuffix(ending(path, COMPRESSED)).endswith(endings)
 
@@ -230,7 +230,7 @@ def _zstandard(raw: IO[bytes], path: Path) -> IO[bytes]:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether a library says that compressed bytes are not whole; bz2 and gzip say it as OSError without an error number."""
+    """True if a library reports that compressed bytes are damaged; bz2 and gzip raise OSError without an error number."""
     named = isinstance(error, (lzma.LZMAError, zlib.error, EOFError)) or type(error).__name__ == "ZstdError"
     return named or (isinstance(error, OSError) and error.errno is None)
 

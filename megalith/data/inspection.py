@@ -1,4 +1,4 @@
-"""What a prepared folder holds, and whether it is still what was prepared."""
+"""Inspection of a prepared folder: its contents, and whether it is still as it was prepared."""
 
 import contextlib
 from pathlib import Path
@@ -105,7 +105,7 @@ def verify(folder: Path | str, *, progress: bool = False) -> Manifest:
 
 
 def _has_right_sums(folder: Path, shard: Shard) -> bool:
-    """Whether a shard's sums are those of its blocks; they are written if there are none and the folder can be written to."""
+    """True if a shard's sums are those of its blocks. Missing sums are written if the folder is writable."""
     sums, path = Sums(), folder / sums_file(shard)
     with (folder / shard.file).open("rb") as file:
         while piece := file.read(1 << 22):

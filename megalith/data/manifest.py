@@ -1,4 +1,4 @@
-"""What a prepared folder holds: `manifest.json`, written last, and the checks that need no more than it.
+"""Manifest of a prepared folder: `manifest.json`, written last, and the checks that need no other file.
 
 Equal sources, tokenizer and options give a manifest equal byte for byte: it holds no time, machine or path. So its digest
 says which data a run saw.
@@ -40,7 +40,7 @@ class Reading(Spec):
         "delimiter:REGEX (a line between documents); default: blank, and chapters for the bundled novels",
     )
     minimum: NonNegativeInt = Field(
-        default=2000, description="plain text, blank and heading: a document goes on until it has this many characters"
+        default=2000, description="plain text, blank and heading: minimum length of a document in characters"
     )
     extensions: tuple[str, ...] | None = Field(
         default=None, description="folders: only files whose names end so, such as .py; default: every file that holds UTF-8 text"
@@ -62,7 +62,7 @@ class Options(Spec):
 
 
 class LeftOut(Spec):
-    """What a source's folder holds and was not read, for one reason: how many, by ending (the commonest), and the first names."""
+    """Files of a source's folder that were skipped for one reason: how many, by ending (the commonest), and the first names."""
 
     reason: str
     count: PositiveInt
@@ -151,7 +151,7 @@ class Manifest(Spec):
             yield from split.shards
 
     def text(self) -> str:
-        """What is written to `manifest.json`."""
+        """The text of `manifest.json`."""
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
 
     @property

@@ -1,4 +1,4 @@
-"""Which domain a sample comes from: a fixed sequence in which every domain always has its share.
+"""The domain of each sample: a fixed sequence in which every domain always has its share.
 
 Shares are rounded to 1/65,536, so the sequence repeats after at most that many samples; one period is laid out so that after
 any number n of samples, each domain with share w has had between n w - 1 and n w + 1 of them (Tijdeman 1980, "The chairman

@@ -111,7 +111,7 @@ def _check_out(out: Path) -> None:
 
 
 def _record(sources: Sequence[Source], reading: Reading, shown: Bars) -> tuple[tuple[SourceRecord, ...], Unread]:
-    """What the sources hold now, and their files that are not read; reading them once more is cheap beside tokenizing them.
+    """Return the current contents of the sources, and their skipped files. Reading them once more is cheap beside tokenizing them.
 
     Raises DataError for a source that holds what another one holds.
     """
@@ -344,6 +344,6 @@ def _write_last(last: _Document, train: SplitWriter, validation: SplitWriter, op
 
 
 def _held_out(options: Options, domain: str, number: int) -> bool:
-    """Whether the hash takes this document; never the first, so that a domain always has something to train on."""
+    """True if the hash selects this document; never the first, so that a domain always has something to train on."""
     digest = hashlib.blake2b(f"{options.seed}/{domain}/{number}".encode(), digest_size=8).digest()
     return number > 0 and int.from_bytes(digest, "little") < options.validation * 2**64

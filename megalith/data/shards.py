@@ -119,13 +119,13 @@ class SplitReader:
         return np.concatenate(pieces).astype(np.int64) if len(pieces) > 1 else pieces[0].astype(np.int64)
 
     def bytes_of(self, start: int, stop: int) -> tuple[Path, int, int]:
-        """Where the first of tokens start to stop lie: a shard, and its bytes from and to."""
+        """Locate the first of tokens start to stop: a shard, and its bytes from and to."""
         shard, _, low, high = self._overlaps(start, stop)[0]
         width = int(shard.dtype[4:]) // 8
         return self._files.folder_of(shard), low * width, high * width
 
     def documents_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Where documents begin, of those that begin in start to stop, int64 [documents]."""
+        """Return the starts of the documents that begin in start to stop, int64 [documents]."""
         found: list[npt.NDArray[np.int64]] = []
         for shard, begin, low, high in self._overlaps(start, stop):
             offsets = self._files.offsets(shard)[:-1]

@@ -25,7 +25,7 @@ class Permutation:
         return cls(size, tuple(int.from_bytes(digest[8 * n : 8 * n + 8], "little") for n in range(_ROUNDS)))
 
     def __call__(self, position: int) -> int:
-        """Where `position` goes."""
+        """Return the new place of `position`."""
         assert 0 <= position < self.size, (position, self.size)
         bits = max(self.size - 1, 1).bit_length()
         low_bits = (bits + 1) // 2

@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders and the bundled novels, read as a stream of documents.
+"""Sources of text: files, folders and the bundled novels, read as a stream of documents.
 
 | source | a document is |
 |---|---|
@@ -47,7 +47,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What the manifest calls it: its last path component, so that a manifest does not depend on where data lies."""
+        """Name in the manifest: the last path component, so that a manifest does not depend on where data lies."""
         return self.path if self.path == bundled.AUSTEN else Path(self.path).resolve().name
 
 
@@ -140,7 +140,7 @@ def size(source: Source, reading: Reading) -> int:
 def record(
     source: Source, reading: Reading, advance: Advance = lambda _: None, seen: MutableMapping[str, Path] | None = None
 ) -> tuple[SourceRecord, Found | None]:
-    """What a source holds now: names, sizes and contents of its files, reduced to one digest, and which of them are read.
+    """Return the current state of a source (names, sizes and contents of its files, reduced to one digest), and its files to read.
 
     `seen`: digest -> file of the sources before this one, to which its files are added. A file with the same bytes as one of them is
     not read. Raises DataError where no file is left to read.
@@ -324,7 +324,7 @@ def _blocks(lines: Iterable[str], how: str, minimum: int) -> Iterator[Sequence[s
 
 
 def _boundary(how: str, minimum: int) -> tuple[Callable[[str], bool], bool, int]:
-    """What makes a line end the document before it, whether that line is kept, and the characters a document needs first."""
+    """Return the test for a line that ends the document before it, whether that line is kept, and the characters a document needs first."""
     name, _, argument = how.partition(":")
     if how == "blank":
         return (lambda line: not line.strip()), True, minimum

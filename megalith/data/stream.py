@@ -222,7 +222,7 @@ class Stream:
         return [shard.file for shard in self._manifest.shards() if not (self._folder / sums_file(shard)).exists()]
 
     def bytes_of(self, index: int) -> tuple[Path, int, int]:
-        """Where the first tokens of sample `index` lie: a shard of the folder, and its bytes from and to."""
+        """Locate the first tokens of sample `index`: a shard of the folder, and its bytes from and to."""
         domain, _, runs = self._place(index)
         start, count = (runs[0].start, runs[0].count) if runs else (0, 1)
         return self._readers[domain].bytes_of(start, start + count + 1)
@@ -251,7 +251,7 @@ class Stream:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What the samples depend on, as JSON holds it: store it with a checkpoint, give it to `check_same` on resume."""
+        """Return everything that the samples depend on, as JSON: store it with a checkpoint, give it to `check_same` on resume."""
         return {
             "manifest": self._manifest.sha256,
             "tokenizer": self._manifest.tokenizer.fingerprint,

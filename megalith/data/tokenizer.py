@@ -74,7 +74,7 @@ class Tokenizer:
 
     @property
     def record(self) -> TokenizerRecord:
-        """What the manifest of prepared data says about it."""
+        """Return the tokenizer's record for the manifest of prepared data."""
         return TokenizerRecord(
             fingerprint=self.fingerprint,
             vocab_size=self.vocab_size,

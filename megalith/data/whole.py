@@ -58,7 +58,7 @@ class Sums:
                 self._open = self._sum = 0
 
     def file_content(self) -> bytes:
-        """What `x.sum` holds."""
+        """Contents of `x.sum`."""
         sums = [*self._done, self._sum] if self._open else self._done
         return np.array(sums, "<u4").tobytes()
 
@@ -94,11 +94,11 @@ class Files:
         return self._index(shard.index, shard.index_sha256)
 
     def folder_of(self, shard: Shard) -> Path:
-        """Where a shard is looked for first."""
+        """Return the folder in which a shard is looked for first."""
         return self._folders[0] / shard.file
 
     def _from_first(self, name: str, read: Callable[[Path], Any]) -> Any:
-        """What the first folder gives whose copy is right. Raises AwayDataError if there is none, and one cannot be reached."""
+        """Return the result from the first folder whose copy is right. Raises AwayDataError if there is none, and one cannot be reached."""
         wrong: list[str] = []
         away: Path | None = None
         for folder in self._folders:
@@ -153,11 +153,11 @@ class Files:
 
 
 class _WrongError(Exception):
-    """What is wrong with a copy of a file."""
+    """A copy of a file is damaged; the message says how."""
 
 
 def _is_away(folder: Path, error: Exception) -> bool:
-    """Whether a prepared folder cannot be reached. A file that is missing beside its manifest is damage."""
+    """True if a prepared folder cannot be reached. A file that is missing beside its manifest is damage."""
     if isinstance(error, FileNotFoundError):
         return not (folder / FILE).exists()
     return disk.is_away(error)

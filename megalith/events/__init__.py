@@ -1,4 +1,4 @@
-"""What happened in a run: an append-only JSON-lines file of typed events, the only thing reports read about it.
+"""Log of a run: an append-only JSON-lines file of typed events, the only thing reports read about it.
 
 Every line is `{"type": ..., "time": seconds since the epoch, ...fields}`. Times are seconds, memory is bytes, rates are per second.
 

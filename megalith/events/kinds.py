@@ -40,7 +40,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True)
 class Holding(Event):
-    """Who holds what: one rank's place on the mesh, its parts, and the bytes of its share."""
+    """One rank's place on the mesh, its parts, and the bytes of its share."""
 
     kind: ClassVar[str] = "holding"
     rank: int
@@ -212,7 +212,7 @@ Span = tuple[int, str, float, float]
 
 @dataclass(frozen=True)
 class Spans(Event):
-    """What each pipeline rank did when, in one step."""
+    """Actions of each pipeline rank in one step, with their times."""
 
     kind: ClassVar[str] = "spans"
     step: int

@@ -1,4 +1,4 @@
-"""What a fault on purpose does to the process, the connections and the files of its rank.
+"""Effects of an injected fault on the process, the connections and the files of its rank.
 
 Every fault is real: a process is killed, a bit flips, sockets are shut down, a file is cut off. Faults of tensors are `train.inject`'s.
 """
@@ -38,7 +38,7 @@ def _send(number: int) -> Callable[[Injection, Seat], None]:
 
 
 def _never_return(one: Injection, seat: Seat) -> None:
-    """As a kernel that never ends: the process lives, its other threads answer, and it is in no collective that others are not in too."""
+    """Hang like a kernel that never ends: the process lives and its other threads answer, but it joins no collective alone."""
     while True:
         time.sleep(3600)  # a handled signal cuts a sleep short for its handler alone
 
@@ -68,7 +68,7 @@ def _unplug(one: Injection, seat: Seat) -> None:
 
 
 def _lose_memory(seat: Seat, nodes: Sequence[str]) -> None:
-    """What nodes held in memory is gone; the nodes are there (again), empty."""
+    """Delete what nodes held in memory. The nodes are present again, empty."""
     if seat.memory is None:
         return
     for node in dict.fromkeys(nodes):
@@ -78,7 +78,7 @@ def _lose_memory(seat: Seat, nodes: Sequence[str]) -> None:
 
 
 def _lose_disk(seat: Seat, node: str) -> None:
-    """What a node held on its disk is gone."""
+    """Delete what a node held on its disk."""
     if seat.disk is not None:
         shutil.rmtree(node_folder(seat.disk, node), ignore_errors=True)
 
@@ -160,7 +160,7 @@ def make_room(*, but: int | None) -> None:
 
 
 def _kill_agent(one: Injection, seat: Seat) -> None:
-    """Of the process that keeps this node's ranks: they all go with it, and nobody is left to say so."""
+    """Kill the process that keeps this node's ranks: they all die with it, and nobody is left to report it."""
     assert seat.agent is not None, "no process keeps this rank"
     os.kill(seat.agent, signal.SIGKILL)
     time.sleep(60)  # it takes this process along

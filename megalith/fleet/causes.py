@@ -28,7 +28,7 @@ SECONDARY_TEXTS = re.compile(
     r"|collective operation timeout|failed to recv, got 0 bytes|recvValue failed",
     re.IGNORECASE,
 )
-"""What the errors of ranks that lost a peer say."""
+"""Error messages of ranks that lost a peer."""
 
 DEVICE_FAULTS = re.compile(
     r"uncorrectable ECC error"  # cudaErrorECCUncorrectable
@@ -37,7 +37,7 @@ DEVICE_FAULTS = re.compile(
     r"|GPU is lost|fallen off the bus",  # NVML_ERROR_GPU_IS_LOST, and what it means
     re.IGNORECASE,
 )
-"""What errors say that are the device's, by the descriptions in NVIDIA's CUDA Runtime and NVML references.
+"""Error messages that blame the device, by the descriptions in NVIDIA's CUDA Runtime and NVML references.
 
 Not among them, since the same descriptions name a program's mistakes as the common cause: an unspecified launch failure, a hardware stack
 error, an illegal memory access. NCCL's ncclUnhandledCudaError only says that CUDA failed, and its text quotes what CUDA said.
@@ -54,7 +54,7 @@ class Exit:
 
     @property
     def orderly(self) -> bool:
-        """Whether the rank ended as agreed with the others."""
+        """True if the rank ended as agreed with the others."""
         return self.code in ORDERLY
 
 
@@ -79,7 +79,7 @@ class Failure:
 
     @property
     def name(self) -> str:
-        """What failed, for a sentence."""
+        """Name of what failed, for a sentence."""
         return "the fork server" if self.rank is None else f"rank {self.rank}"
 
 
@@ -109,12 +109,12 @@ def signal_name(number: int) -> str:
 
 
 def is_device_fault(text: str) -> bool:
-    """Whether an error is a device's own."""
+    """True if an error is a device's own."""
     return DEVICE_FAULTS.search(text) is not None
 
 
 def is_secondary(type_name: str, text: str) -> bool:
-    """Whether an error only says that another rank went away."""
+    """True if an error only says that another rank went away."""
     if is_device_fault(text):  # communication fails of it, too
         return False
     return type_name.rpartition(".")[2] in SECONDARY_TYPES or SECONDARY_TEXTS.search(text) is not None
@@ -139,7 +139,7 @@ def read_error(path: Path) -> RankError | None:
 
 
 def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phase: str, oom_kills: int) -> Failure:
-    """What a rank's abnormal end means.
+    """Classify a rank's abnormal end.
 
     `output` is what it printed, `phase` its last heartbeat's, `oom_kills` how many processes the kernel's out-of-memory killer
     ended meanwhile.
@@ -172,5 +172,5 @@ def first(failures: Iterable[Failure]) -> Failure | None:
 
 
 def conclusive(failures: Sequence[Failure]) -> bool:
-    """Whether a first cause is among them already, so that nothing better is to be waited for."""
+    """True if a first cause is among them already, so that waiting brings nothing better."""
     return any(not failure.secondary for failure in failures)

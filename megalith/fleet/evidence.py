@@ -1,4 +1,4 @@
-"""What a rank leaves behind: the end of its output, the stacks it wrote when asked, the kernel's view of its process."""
+"""Evidence that a rank leaves behind: the end of its output, the stacks it wrote on request, the kernel's view of its process."""
 
 import contextlib
 import re
@@ -54,7 +54,7 @@ def output(log: Path, generation: str) -> str:
 
 
 def is_stopped(process: int | None) -> bool:
-    """Whether the kernel says that a process is stopped (SIGSTOP, or a debugger)."""
+    """True if the kernel says that a process is stopped (SIGSTOP, or a debugger)."""
     if process is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""What a run's exit status means, and whether running the same command again makes sense. The only table of them."""
+"""Meaning of a run's exit status, and whether running the same command again makes sense. The only table of them."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -32,7 +32,7 @@ MEANINGS: dict[ExitCode, Meaning] = {
     ExitCode.LOST: Meaning(
         "a process was killed or stopped answering, or storage did; the newest checkpoint is intact", retry=True
     ),
-    ExitCode.STOPPED: Meaning("a signal asked to stop and the state was saved; the same command goes on", retry=True),
+    ExitCode.STOPPED: Meaning("a signal asked to stop and the state was saved; the same command resumes the run", retry=True),
     ExitCode.REPORTED: Meaning(
         "a rank found something wrong and said what (`ranks/reports`, events of kind `incident`)", retry=True
     ),
@@ -47,5 +47,5 @@ ORDERLY = frozenset({ExitCode.FINISHED, ExitCode.STOPPED})
 
 
 def retryable(code: int) -> bool:
-    """Whether a scheduler may run the same command again; a code that is not in the table (a program's own) says no."""
+    """True if a scheduler may run the same command again; False for a code that is not in the table (a program's own)."""
     return code in MEANINGS and MEANINGS[ExitCode(code)].retry

@@ -20,7 +20,7 @@ SLOT_BYTES = 128  # fixed and padded: a slot may gain fields without moving the 
 _PHASE_BYTES = 32
 
 KINDS = ("own", "forward", "backward", "communication", "bubble", "data", "optimizer", "other")
-"""What a rank's seconds in a step went to. "own" is its own work without any waiting for others; the rest adds up to the step."""
+"""Kinds of a rank's seconds in a step. "own" is its own work without any waiting for others; the rest adds up to the step."""
 
 _BASE = f"<Qdqd?{_PHASE_BYTES}s"  # count, wall-clock seconds, step, compute seconds, ready, phase
 _LAYOUT = struct.Struct(f"{_BASE}qf{len(KINDS)}f")  # and of the last step that was measured: its number, bytes, seconds by kind
@@ -31,7 +31,7 @@ _USED = _LAYOUT.size + _CHECKSUM.size
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last said. `count` beats so far (0: none), `time` seconds since the epoch, `step` -1 before the first step.
+    """Newest heartbeat of a rank. `count` beats so far (0: none), `time` seconds since the epoch, `step` -1 before the first step.
 
     `ready` is whether the rank ever reached phase `ready`, whatever its phase is now. `compute`: seconds of its own work in the step
     before, without any waiting for others; 0: not known. `measured` is the newest step whose `seconds` by kind (KINDS) and `memory`, the
@@ -56,7 +56,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rank knows of one step: its number, the bytes it holds at most, and its seconds by kind (KINDS)."""
+    """Measurements of one step on a rank: its number, the most bytes held, and its seconds by kind (KINDS)."""
 
     step: int
     memory: float
@@ -108,7 +108,7 @@ class Heartbeat:
         return cls.open(Path(environment[VARIABLE]), int(environment["RANK"]))
 
     def read(self) -> Beat:
-        """What this rank last wrote."""
+        """Return this rank's newest beat."""
         return _unpack(self._memory[self._offset : self._offset + _USED]) or Beat()
 
     def beat(self, phase: str, step: int = -1, *, compute: float = 0.0, measured: Measured | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What to run on the ranks: an entry, its arguments, limits."""
+"""Description of what the ranks run: an entry, its arguments, limits."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Job:
-    """What to run on the ranks of a run.
+    """Work of the ranks of a run.
 
     `entry` is "module:function", called on each rank as `function(**arguments)`; `arguments` must survive JSON. `preload` are
     modules imported once, before the ranks are forked. Every rank must beat phase `ready`
@@ -35,12 +35,12 @@ class Job:
     burn_in_timeout: float = 120.0
 
     def now(self, *, shrunk: bool) -> "Job":
-        """What is started: this, or its fallback."""
+        """Return the job to start: this one, or its fallback."""
         assert not shrunk or self.fallback is not None, "shrunk without a fallback"
         return self.fallback if shrunk and self.fallback is not None else self
 
     def problems(self) -> list[str]:
-        """What is wrong with it; empty when it can be started."""
+        """Return the problems of the job; empty when it can be started."""
         found = []
         if not re.fullmatch(r"[\w.]+:\w+", self.entry):
             found.append(f'entry {self.entry!r} does not name a function. Write "module:function"')

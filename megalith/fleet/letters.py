@@ -59,7 +59,7 @@ class Letters:
         self._store.set(f"{self._name}/{self._written}", json.dumps(letter))
 
     def pending(self) -> bool:
-        """Whether the last letter put has not been taken."""
+        """True if the last letter put has not been taken."""
         return self._store.check([f"{self._name}/{self._written}"])
 
     def take(self) -> list[dict[str, Any]]:
@@ -77,17 +77,17 @@ class Letters:
 
 
 def orders(store: Store, member: int, unreadable: Unreadable | None = None) -> Letters:
-    """What the controller wants of an agent."""
+    """The controller's orders to an agent."""
     return Letters(store, f"orders/{member}", unreadable)
 
 
 def answers(store: Store, member: int, unreadable: Unreadable | None = None) -> Letters:
-    """What an agent has to say."""
+    """The agent's answers."""
     return Letters(store, f"answers/{member}", unreadable)
 
 
 def beat_key(member: int) -> str:
-    """Where an agent shows that it is alive, and the signs of life of its ranks."""
+    """Key of an agent's heartbeat, and of its ranks' signs of life."""
     return f"beat/{member}"
 
 
@@ -97,7 +97,7 @@ def expelled_key(member: int) -> str:
 
 
 def member_key(member: int) -> str:
-    """Who joined as the so manyth."""
+    """Key of the member with this number, in order of joining."""
     return f"member/{member}"
 
 
@@ -107,7 +107,7 @@ def refuse(store: Store, name: str, why: str) -> None:
 
 
 def refused_key(number: int) -> str:
-    """Which node may not join, and why."""
+    """Key of a node that may not join, with the reason."""
     return f"refused/{number}"
 
 

@@ -96,7 +96,7 @@ class LocalNodes:
 
     @property
     def memory(self) -> Path | None:
-        """Where copies are kept in memory: another folder than it was if somebody has taken that one."""
+        """Folder of the copies in memory: another one than before if somebody else has taken that one."""
         return self._memory
 
     def _make_memory(self, memory: Path, names: Sequence[str]) -> None:
@@ -316,8 +316,8 @@ class LocalNodes:
         threading.Thread(target=judge, name=f"check-{node}", daemon=True).start()
 
     def _measure(self, node: str) -> str:
-        """What is wrong with a node; empty when it may return. Of several nodes rehearsed on one machine none has processors of its own:
-        there is no burn-in, which would take them from the ranks."""
+        """Return the problems of a node; empty when it may return. Nodes rehearsed on one machine have no processors of their own, so they
+        have no burn-in, which would slow the ranks."""
         if wrong := _unreachable(node):
             return wrong
         burn_in = self._job.burn_in if len(self._names) == 1 else ()

@@ -1,4 +1,4 @@
-"""What whoever directs a run needs of the machines it runs on: the same few words for one machine and for many."""
+"""Interface of the machines to the process that directs a run: the same for one machine and for many."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Look:
-    """What a rank shows when it is asked: the stack of its main thread, "" when it does not answer, and where it stands.
+    """A rank's answer to a request: the stack of its main thread, "" when it does not answer, and its progress.
 
     `begun`: collectives it has begun in each of its groups, `recorded` the last of them in words; empty when it does not say.
     """
@@ -63,8 +63,8 @@ class Nodes(Protocol):
         ...
 
     def wait(self, seconds: float) -> list[Exit | Failure | Sign]:
-        """What happened, waiting at most `seconds`: orderly ends, wrong ends with their cause, reports of ranks, and nodes that came,
-        went or were checked."""
+        """Wait at most `seconds` for events: orderly exits, failures with their cause, reports of ranks, and nodes that came, left or were
+        checked."""
         ...
 
     def running(self) -> frozenset[int]:
@@ -89,11 +89,11 @@ class Nodes(Protocol):
         ...
 
     def unstarted(self) -> Failure:
-        """What is known of a start from which no rank came in time."""
+        """Describe a start from which no rank arrived in time."""
         ...
 
     def log(self, rank: int) -> Path:
-        """Where a rank's output is."""
+        """Path of a rank's output."""
         ...
 
     def survey(self, placement: Sequence[str]) -> tuple[Copy, ...]:

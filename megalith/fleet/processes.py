@@ -24,7 +24,7 @@ REAP_SECONDS = 1.0  # that the fork server may take to report a rank's end which
 
 
 def readable(file: IO[bytes] | int, *, seconds: float) -> bool:
-    """Whether there is something to read, or an end, within `seconds`. Unlike select(), poll() takes descriptors above 1,023 too."""
+    """True if there is something to read, or an end, within `seconds`. Unlike select(), poll() takes descriptors above 1,023 too."""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
@@ -39,7 +39,7 @@ class Processes(Protocol):
 
     @property
     def fit(self) -> bool:
-        """Whether another generation can be started from here, at once."""
+        """True if another generation can be started from here at once."""
         ...
 
     def running(self) -> dict[int, int]:
@@ -47,7 +47,7 @@ class Processes(Protocol):
         ...
 
     def wait(self, seconds: float) -> list[Exit | Failure]:
-        """What happened, waiting at most `seconds`: ends of ranks, and failures of what starts them."""
+        """Wait at most `seconds` for events: exits of ranks, and failures of the process that starts them."""
         ...
 
     def send(self, number: int, ranks: Iterable[int]) -> None:
@@ -88,7 +88,7 @@ class Handle:
                 signal.pidfd_send_signal(self._descriptor, number)
 
     def alive(self) -> bool:
-        """Whether the process has not ended yet."""
+        """True if the process has not ended yet."""
         if not self.gone and self._descriptor is not None:
             self.gone = readable(self._descriptor, seconds=0)
         elif not self.gone:
@@ -205,7 +205,7 @@ class ForkServer:
                 return None
 
     def _is_stuck(self) -> bool:
-        """Whether ranks have ended and the server does not say so: it is stopped, or hangs."""
+        """True if ranks have ended and the server does not report it: it is stopped, or hangs."""
         if all(self._handles[rank].alive() for rank in self.running()):
             self._unreported_since = None
             return False

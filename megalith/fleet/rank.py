@@ -69,7 +69,7 @@ class Assignment:
 
     @property
     def folder(self) -> Path:
-        """Where the ranks' logs, errors and store lie."""
+        """Folder of the ranks' logs, errors and store."""
         return Path(self.own)
 
     @property
@@ -79,7 +79,7 @@ class Assignment:
 
     @property
     def reports(self) -> Path:
-        """Where ranks put what they have seen."""
+        """Folder of the ranks' reports."""
         return self.folder / "reports"
 
     @property
@@ -93,7 +93,7 @@ class Assignment:
         return self.folder / f"rank-{rank}.error.json"
 
     def variables(self, rank: int) -> dict[str, str]:
-        """What the environment of `rank` says besides what it inherits."""
+        """Return the environment variables of `rank` besides those it inherits."""
         fixed = {
             "RANK": rank,
             "WORLD_SIZE": self.ranks,

@@ -166,7 +166,7 @@ class RemoteNodes:
         return found
 
     def _understand(self, member: Member, letter: dict[str, Any]) -> Exit | Failure | Sign | None:
-        """What an agent said; None if it is about ranks that are no more."""
+        """Decode an agent's message; None if it is about ranks that no longer exist."""
         if "sign" not in letter and letter["generation"] not in (self._generation.name, ""):
             return None
         match letter:
@@ -229,7 +229,7 @@ class RemoteNodes:
         return [member for name, member in self._members.items() if name in names]
 
     def _holders(self, ranks: Iterable[int]) -> list[tuple[Member, list[int]]]:
-        """Which agents have some of these ranks, and which."""
+        """Return the agents that have some of these ranks, each with its ranks."""
         wanted = set(ranks)
         found = [(member, sorted(wanted & self._ranks_on(member.name))) for member in self._members.values()]
         return [(member, mine) for member, mine in found if mine]
@@ -331,5 +331,5 @@ class RemoteNodes:
 
 
 def node_logs(run_dir: Path, node: str) -> Path:
-    """Where the agent of a node and its ranks write."""
+    """Folder of the logs of a node's agent and ranks."""
     return run_dir / "ranks" / f"node-{node}"

@@ -12,7 +12,7 @@ POLL_SECONDS = 0.02
 
 
 class Store(Protocol):
-    """What is asked of a store; torch's stores have it. `get` waits for the key, as long as the store's own time limit is."""
+    """Interface of a store; torch's stores have it. `get` waits for the key, up to the store's own time limit."""
 
     def set(self, key: str, value: str, /) -> None:
         """Write."""
@@ -23,7 +23,7 @@ class Store(Protocol):
         ...
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all of these are there."""
+        """True if all of these keys are set."""
         ...
 
     def add(self, key: str, amount: int, /) -> int:
@@ -36,7 +36,7 @@ class Store(Protocol):
 
 
 class RunStore(Store, Protocol):
-    """What the processes of a run with agents ask of theirs (`secure.store_client`)."""
+    """Interface of the store that the processes of a run with agents share (`secure.store_client`)."""
 
     def delete_prefix(self, prefix: str, /) -> None:
         """Remove all keys that begin so."""

@@ -1,4 +1,4 @@
-"""What a rank tells whoever started it: signs of faults that only the rank can see.
+"""Reports of a rank to its parent: signs of faults that only the rank can see.
 
 A report is a file of its own, written whole and then renamed, so that it is there once it can be seen and survives its writer.
 """

@@ -1,4 +1,4 @@
-"""Where a rank sits: its slot, the node that fills it, and where that node keeps copies. Light: every rank imports it first."""
+"""Place of a rank: its slot, the node that fills it, and that node's folder of copies. Light: every rank imports it first."""
 
 import os
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class Seat:
 
     @property
     def folder(self) -> Path | None:
-        """Where this rank's node keeps copies."""
+        """Folder in which this rank's node keeps copies."""
         return self.memory and node_folder(self.memory, self.node)
 
 
@@ -70,5 +70,5 @@ def ranks_of(slot: int, *, world: int, slots: int) -> range:
 
 
 def node_folder(memory: Path, node: str) -> Path:
-    """Where a node keeps copies."""
+    """Folder in which a node keeps copies."""
     return memory / f"node-{node}"

@@ -36,7 +36,7 @@ class NotPristineError(RuntimeError):
 
 
 def impurities() -> list[str]:
-    """What makes a fork of this process unsafe; empty when nothing does."""
+    """Return the reasons why a fork of this process is unsafe; empty when it is safe."""
     found = []
     tasks = Path("/proc/self/task")
     threads = len(list(tasks.iterdir())) if tasks.exists() else 1

@@ -1,4 +1,4 @@
-"""What was seen to go wrong (or right again): the evidence that the policy decides on. Plain values that survive JSON.
+"""Observations of faults and recoveries: the evidence that the policy decides on. Plain values that survive JSON.
 
 Every sign has `time` (seconds since the epoch, or of the simulation) and `step` (the step being run: as many are done). A `slot` is a
 place in the mesh that one node fills with its ranks; a `node` is the machine that fills it now.
@@ -91,7 +91,7 @@ class Nonfinite(Sign):
 
 
 NUMERICS = "Lower optimizer.lr, lengthen optimizer.warmup, or set train.z_loss."
-"""What helps against numbers that are not finite on any replica."""
+"""Advice against numbers that are not finite on any replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +205,7 @@ class DataDamaged(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class NotThisRun(Sign):
-    """What a rank was to go on with is not this run's: a file that changed since the command began, or another run's checkpoint."""
+    """A rank was to resume from a file that is not this run's: it changed since the command began, or it is another run's checkpoint."""
 
     kind: ClassVar[str] = "not_this_run"
     error: str
@@ -230,7 +230,7 @@ class NodeJoined(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class HealthChecked(Sign):
-    """What `megalith doctor` said of a node; `text`: what failed. `there` False: nobody could ask it, since it is gone."""
+    """Result of `megalith doctor` on a node; `text`: the failed checks. `there` False: the node is gone."""
 
     kind: ClassVar[str] = "health_checked"
     node: str
@@ -263,7 +263,7 @@ _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?|/[^\s'\"]+")
 
 
 def signature(text: str) -> str:
-    """What like failures have in common: the text without numbers, addresses and paths."""
+    """Return the common part of like failures: the text without numbers, addresses and paths."""
     return _VARYING.sub("#", text.strip().partition("\n")[0])[:200]
 
 

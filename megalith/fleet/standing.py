@@ -28,7 +28,7 @@ def read(log: str) -> tuple[dict[str, int], tuple[str, ...]]:
 
 
 def without(log: str) -> str:
-    """What a rank wrote besides its answers."""
+    """Return a rank's output without its answers."""
     return "\n".join(text for text in log.split("\n") if not text.startswith(PREFIX))
 
 

@@ -52,7 +52,7 @@ def kernel_for(q: Tensor, v: Tensor, softcap: float | None = None) -> Kernel:
 
 
 def flash_takes(q: Tensor, v: Tensor) -> bool:
-    """Whether such tensors have FlashAttention on CUDA."""
+    """True if FlashAttention on CUDA takes such tensors."""
     narrow = q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and max(q.shape[-1], v.shape[-1]) <= 256
     return narrow and _has_flash(q.device)
 
@@ -96,7 +96,7 @@ class Running(NamedTuple):
 
 
 def zeros_for(x: Tensor) -> Tensor:
-    """Where gradients of x [batch, heads, seq, channels] are added up."""
+    """Return a buffer for the sum of the gradients of x [batch, heads, seq, channels]."""
     batch, heads, seq, channels = x.shape
     return x.new_zeros(batch, seq, heads, channels, dtype=work_dtype(x.dtype)).transpose(1, 2)
 
@@ -266,7 +266,7 @@ def flash_packed(q: Tensor, k: Tensor, v: Tensor, pieces: tuple[tuple[int, ...],
 
 @lru_cache(maxsize=16)  # every layer asks the same
 def _ends(pieces: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Where each piece ends, from 0 on, in all rows one after the other."""
+    """Return the end of each piece, starting at 0, over all rows one after the other."""
     return torch.tensor([0, *accumulate(chain.from_iterable(pieces))], dtype=torch.int32).to(device, non_blocking=True)
 
 
@@ -278,7 +278,7 @@ def chunked(softcap: float | None = None, rows: int = ROWS) -> Kernel:
     """
 
     def scores(q: Tensor, k: Tensor, part: slice, causal: bool, scale: float) -> Tensor:
-        """Of some queries, capped, -inf where unseen: [batch, kv_heads, group, rows, keys]."""
+        """Return the scores of some queries, capped, -inf where unseen: [batch, kv_heads, group, rows, keys]."""
         heads = k.shape[1]
         some = q[:, :, part].unflatten(1, (heads, -1)).to(work_dtype(q.dtype))
         found = some @ k[:, :, None].to(some.dtype).mT * scale

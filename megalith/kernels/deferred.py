@@ -41,8 +41,8 @@ def deferring(queue: Queue) -> Iterator[None]:
 
 
 def weight_gradient(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
-    """What a Function's backward returns for `weight`: the gradient, or None where it was put off. `gradient` may run later, without
-    autograd, and must not need anything that backward frees. `weight` is the leaf whose `.grad` it adds to."""
+    """Return the gradient of `weight` for a Function's backward, or None if it was deferred. `gradient` may run later, without autograd,
+    and must not need anything that backward frees. `weight` is the leaf whose `.grad` it adds to."""
     if _queue is None or not weight.is_leaf:
         return gradient()
     _queue.waiting.append((weight, gradient))

@@ -102,7 +102,7 @@ def _numbers(element: Element) -> tuple[float, ...]:
 
 
 def _beyond(element: Element, fraction: float) -> float:
-    """What a code above the largest number's stands for: E5M2 has an infinity, E4M3 has not."""
+    """Value of a code above the largest number's: E5M2 has an infinity, E4M3 has none."""
     return float("inf") if element is E5M2 and fraction == 0 else float("nan")
 
 

@@ -1,4 +1,4 @@
-"""Which keys which queries see, cut into whole rectangles and triangles. Pure arithmetic on positions: no mask is ever made.
+"""Visible keys of each query, cut into whole rectangles and triangles. Pure arithmetic on positions: no mask is ever made.
 
 A token sees itself and the tokens of its document before it, or the last `window` of them. What a set of queries sees of a set of keys
 is then a staircase, and a staircase is made of rectangles and triangles, which attention kernels compute at full speed.
@@ -54,7 +54,7 @@ class _Spot(NamedTuple):
 def rows_of(
     queries: Runs, keys: Runs, *, batch: int, pieces: Sequence[tuple[int, ...]] | None = None, window: int | None = None
 ) -> tuple[Rows, ...]:
-    """What rows of queries at the positions `queries` see of keys at `keys`; neighbouring rows cut alike stand together.
+    """Return the visible keys at `keys` of rows of queries at the positions `queries`; neighbouring rows cut alike stand together.
 
     `pieces` are the lengths of the documents of each whole row, None: each row is one document.
     """
@@ -70,7 +70,7 @@ def rows_of(
 
 @lru_cache(maxsize=4096)  # every layer asks the same
 def visible(queries: Runs, keys: Runs, lengths: tuple[int, ...] | None = None, window: int | None = None) -> tuple[Pair, ...]:
-    """What queries at the positions `queries` see of keys at `keys`, in one row of documents of these `lengths`."""
+    """Return the visible keys at `keys` of the queries at `queries`, in one row of documents of these `lengths`."""
     whole = max(end for _, end in (*queries, *keys))
     ends = list(accumulate(lengths)) if lengths else [whole]
     assert ends[-1] >= whole, (lengths, whole)

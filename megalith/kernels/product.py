@@ -19,12 +19,12 @@ _LIBRARY.impl("mm.out", lambda a, b, *, out: out.copy_(a.float() @ b.float()), "
 
 @functools.cache
 def native() -> bool:
-    """Whether this machine's processor multiplies bf16 numbers."""
+    """True if this machine's processor multiplies bf16 numbers."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) if torch.backends.mkldnn.is_available() else False
 
 
 def widened(a: Tensor) -> bool:
-    """Whether products of `a` are made in fp32: not in a dry run, which has no processor, nor by a compiler, which has its own ways."""
+    """True if products of `a` are computed in fp32: not for fake tensors, and not under torch.compile, which picks its own kernels."""
     if a.dtype not in (torch.bfloat16, torch.float16) or a.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return type(a) in (Tensor, nn.Parameter) and (a.dtype == torch.float16 or not native())

@@ -31,7 +31,7 @@ Share = Callable[[Tensor], Tensor]
 """Maxima (fp32) of the blocks here -> those over all ranks that hold a part of these blocks. In place."""
 
 ALL = 0
-"""As a block's size: as many as there are."""
+"""Block size that stands for the whole dimension."""
 
 
 @dataclass(frozen=True)

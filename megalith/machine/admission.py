@@ -23,7 +23,7 @@ FIRST_PAUSE, LAST_PAUSE = 1.0, 10.0  # seconds between checks of a machine that 
 
 
 def before_start(folder: Path, *, needs: Needs = LEAST) -> list[Finding]:
-    """What a machine is asked before ranks are first started on it, in a tenth of a second. `folder` is where the run will write.
+    """Check a machine before ranks are first started on it, in a tenth of a second. `folder` is where the run will write.
 
     What is measured by time never fails here: a machine may be busy, and still be sound.
     """
@@ -74,8 +74,8 @@ def await_fitness(folder: Path, *, seconds: float, tell: Callable[[str], None]) 
 
 
 def before_return(folder: Path, *, burn_in: Sequence[str] = (), seconds: float = 120.0) -> list[Finding]:
-    """What a node that was taken out must pass: the doctor's checks, its GPUs', and `burn_in`, a command that says findings as JSON
-    within `seconds`."""
+    """Check a node that was taken out, before it returns: the doctor's checks, its GPUs', and `burn_in`, a command that prints findings as
+    JSON within `seconds`."""
     found = [*health.doctor(folder), *gpus.doctor()]
     return [*found, *(burnt(burn_in, seconds=seconds) if burn_in else [])]
 
@@ -108,7 +108,7 @@ def burn_in(seconds: float, device: str) -> tuple[str, ...]:
 
 
 def failures(found: Iterable[Finding]) -> str:
-    """What failed, in words; empty when nothing did."""
+    """List the failed checks in words; empty when none failed."""
     return "; ".join(f"{one.check}: {one.value} (limit: {one.limit}). {one.way_out}" for one in found if one.verdict == "fail")
 
 

@@ -1,4 +1,4 @@
-"""What this machine has to train with: processors, memory, GPUs. No torch, and nothing that a later fork would suffer from."""
+"""Resources of this machine for training: processors, memory, GPUs. No torch, and nothing that a later fork would suffer from."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ DRIVER_NOT_LOADED, NO_PERMISSION = 9, 4  # of nvml.h
 
 @dataclass(frozen=True)
 class Machine:
-    """What one machine has. `memory_of` names what grants the memory: the machine, or a control group."""
+    """Resources of one machine. `memory_of` names what grants the memory: the machine, or a control group."""
 
     processors: int
     memory: float

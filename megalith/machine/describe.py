@@ -1,4 +1,4 @@
-"""What this machine is: processor, memory, GPUs, and the software that trains on them. No torch, and nothing is measured."""
+"""Description of this machine: processor, memory, GPUs, and the software that trains on them. No torch, and no measurements."""
 
 import os
 import platform
@@ -21,7 +21,7 @@ QUERY = "name,memory.total,compute_cap,driver_version"
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuModel:
     """One GPU, as nvidia-smi describes it. `memory` is in bytes; `bf16`: its tensor cores take bf16."""
 
     name: str
@@ -41,15 +41,15 @@ class Description:
     """The installed version, with the CUDA version that it was built for behind the plus sign."""
     processor: str
     processors: int
-    """Those that this process may run on."""
+    """Processors that this process may run on."""
     processor_bf16: bool | None
     memory: float | None
     memory_of: str
     shared_memory: float | None
     gpu_count: int | None
     """GPUs that a process started now may use; None where only a GPU runtime can tell."""
-    gpus: tuple[Gpu, ...]
-    """Those of the machine, if nvidia-smi describes them; CUDA_VISIBLE_DEVICES does not hide them here."""
+    gpus: tuple[GpuModel, ...]
+    """GPUs of the machine, if nvidia-smi describes them; CUDA_VISIBLE_DEVICES does not hide them here."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the description as a JSON object."""
@@ -118,20 +118,20 @@ def processor(proc: Path = capacity.PROC) -> tuple[str, bool | None]:
     return name, any(flag in flags for flag in BF16_FLAGS) if flags else None
 
 
-def read_gpus(text: str) -> list[Gpu]:
+def read_gpus(text: str) -> list[GpuModel]:
     """Return the GPUs that `nvidia-smi --query-gpu` printed as CSV without units; lines that are none are left out."""
-    found = list[Gpu]()
+    found = list[GpuModel]()
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         try:
             name, memory, capability, driver = cells
-            found.append(Gpu(name, float(memory) * 2**20, float(capability) >= AMPERE, driver))
+            found.append(GpuModel(name, float(memory) * 2**20, float(capability) >= AMPERE, driver))
         except ValueError:
             continue
     return found
 
 
-def _gpus() -> list[Gpu]:
+def _gpus() -> list[GpuModel]:
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]

@@ -1,4 +1,4 @@
-"""What the GPUs of this machine say of themselves: `nvidia-smi`, the kernel's log and DCGM, where there are such. Nothing where not.
+"""Health of this machine's GPUs from `nvidia-smi`, the kernel's log and DCGM, as far as they are installed.
 
 The programs are asked, pure functions read and judge what they say. None needs torch. All findings are `health.Finding`s.
 """
@@ -69,8 +69,8 @@ def _up() -> float:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What `nvidia-smi -q -x` says of one GPU. Counts are None where the device does not count (no ECC); the driver's names for what
-    slows it down now are in `slowed`."""
+    """State of one GPU from `nvidia-smi -q -x`. Counts are None if the device does not count (no ECC); `slowed` has the driver's names for
+    what slows it down now."""
 
     name: str
     place: str
@@ -85,7 +85,7 @@ class Gpu:
 
 
 def smi(code: int, text: str) -> list[Finding]:
-    """What `nvidia-smi -q -x` found, from its status and its words."""
+    """Judge the status and output of `nvidia-smi -q -x`."""
     name, limit = "GPUs", "nvidia-smi answers"
     try:
         gpus = read(text) if code == 0 else None
@@ -151,7 +151,7 @@ def _slowed(gpu: ElementTree.Element) -> Iterator[str]:
 
 
 def judge(gpu: Gpu, number: int) -> list[Finding]:
-    """What is to be said of one GPU: its memory's errors, what was replaced in it, and its heat."""
+    """Judge one GPU: its memory errors, replaced rows, and temperature."""
     return [
         _judge_errors(gpu, f"ECC, GPU {number}"),
         _judge_spoilt(gpu, f"spoilt memory, GPU {number}"),
@@ -210,7 +210,7 @@ def xids(log: str, *, up: float) -> Finding:
 
 
 def diagnosis(code: int, text: str) -> Finding:
-    """What `dcgmi diag -r 1 -j` came to. Its releases 2 to 4 name the outermost object differently."""
+    """Judge the result of `dcgmi diag -r 1 -j`. Its releases 2 to 4 name the outermost object differently."""
     check, limit = "DCGM", "no test of `dcgmi diag -r 1` fails"
     tests = _tests(text)
     if tests is None:

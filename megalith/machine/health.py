@@ -26,7 +26,7 @@ _ORDER: dict[Verdict, int] = {"ok": 0, "warn": 1, "fail": 2}
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. `value` and `limit` in words with their unit; `way_out` is empty when all is well."""
+    """Result of one check. `value` and `limit` in words with their unit; `way_out` is empty when all is well."""
 
     check: str
     verdict: Verdict
@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run asks of a machine, in bytes, bytes/s and numbers. The defaults are what any run needs."""
+    """Needs of a run from a machine, in bytes, bytes/s and numbers. The defaults are what any run needs."""
 
     memory: float = 2 * GIB
     disk: float = 2 * GIB
@@ -111,7 +111,7 @@ def _available() -> float:
 
 
 def _left_in_group(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """What the control group (version 2) still grants; infinite without a limit."""
+    """Return the memory that the control group (version 2) still grants; infinite without a limit."""
     try:
         most, used = ((root / f"memory.{name}").read_text(encoding="utf-8").strip() for name in ("max", "current"))
     except OSError:
@@ -141,7 +141,7 @@ def _existing(folder: Path) -> Path:
 
 
 def writable(folder: Path) -> Finding:
-    """Whether a file can be made where the run will write."""
+    """Check that a file can be made where the run will write."""
     try:
         path = _existing(folder) / f".doctor-{os.getpid()}"
         path.write_bytes(b"here")
@@ -196,7 +196,7 @@ def descriptors(limit: int) -> Finding:
 
 
 def clock(limit: float, *, seconds: float = 0.2, now: Callable[[], float] = time.time) -> Finding:
-    """Whether the wall clock runs as the steady one does: one that jumps makes timelines lie."""
+    """Check that the wall clock runs like the monotonic one: a clock that jumps makes timelines wrong."""
     wall, steady = now(), time.monotonic()
     time.sleep(seconds)
     off = abs((now() - wall) - (time.monotonic() - steady))
@@ -206,7 +206,7 @@ def clock(limit: float, *, seconds: float = 0.2, now: Callable[[], float] = time
 
 
 def clock_synchronised() -> Finding:
-    """Whether the kernel says that something keeps the clock right: several nodes' times are compared."""
+    """Check that the kernel reports a synchronised clock: the times of several nodes are compared."""
     name, limit = "clock synchronised", "kept by NTP or PTP"
     status = _clock_status()
     if status is None:

@@ -1,4 +1,4 @@
-"""Whether a network interface is up, as the kernel knows it: asked, or heard at once when it changes (netlink, see rtnetlink(7))."""
+"""State of a network interface, as the kernel knows it: on request, or at once when it changes (netlink, see rtnetlink(7))."""
 
 import fcntl
 import os
@@ -24,13 +24,13 @@ def named(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def flags(name: str) -> int:
-    """What the kernel says of an interface. Raises OSError where there is none."""
+    """Return the kernel's flags of an interface. Raises OSError if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         return _REQUEST.unpack(fcntl.ioctl(asking, _GET_FLAGS, _REQUEST.pack(name.encode(), 0)))[1] & 0xFFFF
 
 
 def is_up(name: str) -> bool:
-    """Whether an interface is there, up, and has a carrier."""
+    """True if an interface exists, is up, and has a carrier."""
     try:
         return _runs(flags(name))
     except OSError:

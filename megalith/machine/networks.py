@@ -37,7 +37,7 @@ class Network:
         _ip("-n", self.namespace(node), "link", "set", INTERFACE, "up" if connected else "down")
 
     def is_connected(self, node: str) -> bool:
-        """Whether a node's interface is up."""
+        """True if a node's interface is up."""
         return bool(_ip("-n", self.namespace(node), "link", "show", INTERFACE, "up"))
 
 

@@ -1,4 +1,4 @@
-"""What every part of a model may read about the tokens it works on."""
+"""Facts about the tokens at work that every part of a model may read."""
 
 from dataclasses import dataclass
 

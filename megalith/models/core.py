@@ -47,7 +47,7 @@ class CausalCore(nn.Module):
 
     @torch.compiler.disable  # which pairs there are differs from batch to batch
     def _attend_pairs(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces | None, scale: float) -> Tensor:
-        """What torch's fused kernels do not offer: bands of a window, and capped scores."""
+        """Compute attention that torch's fused kernels do not offer: bands of a window, and capped scores."""
         if self.softcap is None and self.window is not None and pieces is not None and self.window >= max(map(max, pieces)):
             return attend_pieces(q, k, v, pieces, scale)  # pyright: ignore[reportCallIssue]
         here = ((0, q.shape[2]),)
@@ -55,7 +55,7 @@ class CausalCore(nn.Module):
         return attention(q, k, v, rows=rows, kernel=kernel_for(q, v, self.softcap), scale=scale)
 
     def scale_of(self, q: Tensor) -> float:
-        """What scores of q [..., channels] are multiplied by."""
+        """Return the factor of the scores of q [..., channels]."""
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 

@@ -1,4 +1,4 @@
-"""What a token costs to train on, counted from the operations the modules really run."""
+"""Training cost of a token, counted from the operations the modules really run."""
 
 import torch
 from torch import Tensor

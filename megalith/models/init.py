@@ -25,7 +25,7 @@ def seed_of(seed: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class Held:
-    """Which of a layer's experts there are, from `first`, and which part of each: `part` of `parts` along `dim` of its matrix."""
+    """The experts of a layer that a rank holds, from `first`, and its part of each: `part` of `parts` along `dim` of its matrix."""
 
     first: int
     dim: int = 0

@@ -48,8 +48,7 @@ class GatedNorm(nn.Module):
 
 
 class Rates(nn.Module):
-    """What a head has of its own: the log of its state's rate of decay, the bias of its step sizes, and how much of its input passes by
-    the state."""
+    """Parameters of a head: the log of its state's decay rate, the bias of its step sizes, and how much of its input bypasses the state."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -151,8 +150,8 @@ def ssd(
 
 
 def _pass_on(states: Tensor, kept: Tensor) -> Tensor:
-    """What each chunk begins with: the chunks' own `states` [batch chunks groups heads channels state] added up, of which each chunk
-    leaves `kept` [batch chunks groups heads]."""
+    """Return the initial state of each chunk: the chunks' own `states` [batch chunks groups heads channels state] added up, of which each
+    chunk leaves `kept` [batch chunks groups heads]."""
     held, found = torch.zeros_like(states[:, 0]), []
     for number in range(states.shape[1]):
         found.append(held)
@@ -174,7 +173,7 @@ def _where(mask: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _work(x: Tensor) -> torch.dtype:
-    """Of sums over many tokens: fp32 at least."""
+    """Return the dtype of sums over many tokens: fp32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

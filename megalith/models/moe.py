@@ -60,7 +60,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one microbatch's rows need to find their experts: `rows` this rank sends, `sizes` of the experts' parts of what arrives."""
+    """Routing data of one microbatch's rows: `rows` this rank sends, `sizes` of the experts' parts of what arrives."""
 
     rows: int
     sizes: Sizes
@@ -70,7 +70,7 @@ class Exchange(Protocol):
     """How tokens reach the experts and come back."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """Of [batch, seq, ...], the tokens that this rank sends to the experts. Differentiable."""
+        """Select the tokens of [batch, seq, ...] that this rank sends to the experts. Differentiable."""
         ...
 
     def leave(self, x: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class Moe(nn.Module):
         return out if common is None else out + common
 
     def route(self, x: Tensor, batch: Batch) -> Routing:
-        """Where the tokens of x [batch, seq, dim] go."""
+        """Route the tokens of x [batch, seq, dim]."""
         return self.router(x, batch, self.sets)
 
     def spread(self, x: Tensor, routing: Routing) -> tuple[Tensor, Deal]:
@@ -189,7 +189,7 @@ class Moe(nn.Module):
         return self.exchange.enter(x).flatten(0, 1), self.exchange.enter(routing.weights).flatten(0, 1)
 
     def deal(self, routing: Routing, weights: Tensor) -> Deal:
-        """Where those go."""
+        """Assign the routed tokens to rows of experts."""
         choices = self.sets.own(routing.choices)
         batch, seq, active = choices.shape
         choices = choices.flatten(0, 1)  # [tokens, active]
@@ -226,6 +226,6 @@ class Moe(nn.Module):
         self.router.end_of_step(counts)
 
     def metrics(self) -> dict[str, float]:
-        """Of the last step's global batch: "max_load" (largest over mean), "entropy" of the loads (1: even), and the fraction of
-        choices "dropped". Empty before the first."""
+        """Return statistics of the last step's global batch: "max_load" (largest over mean), "entropy" of the loads (1: even), and the
+        fraction of choices "dropped". Empty before the first step."""
         return self.router.metrics()

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with which weights, and what keeps their load even."""
+"""Router: the experts of a token, their weights, and the balance of their load."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from megalith.spec.model import RouterSpec
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of [batch, seq] go: `active` of the experts each, best first."""
+    """Destinations of the tokens of [batch, seq]: `active` experts each, best first."""
 
     choices: Tensor  # [batch, seq, active], numbers of experts
     weights: Tensor  # [batch, seq, active], fp32, differentiable; carries the balance losses
@@ -47,7 +47,7 @@ class Sets(Protocol):
         ...
 
     def own(self, choices: Tensor) -> Tensor:
-        """Of [batch, seq, ...], the tokens that no other rank counts."""
+        """Select the tokens of [batch, seq, ...] that no other rank counts."""
         ...
 
 
@@ -230,7 +230,7 @@ class Router(nn.Module):
         return counts.scatter_add_(1, choices, torch.ones_like(choices))
 
     def _counted(self, choices: Tensor, kept: Tensor | None) -> Tensor:
-        """What these tokens add to `counts`."""
+        """Return the counts that these tokens add to `counts`."""
         dropped = choices.new_zeros(1) if kept is None else (~kept).sum().view(1)
         return torch.cat((self._count(choices.flatten().unsqueeze(0))[0], dropped))
 

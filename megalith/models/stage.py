@@ -72,7 +72,7 @@ class Stage(nn.Module):
         return {tied.get(name, name): parameter for name, parameter in self.named_parameters()}
 
     def lasting_buffers(self) -> dict[str, Tensor]:
-        """What training changes besides parameters, and a checkpoint holds: routers' loads and biases."""
+        """Buffers that training changes besides parameters, and that a checkpoint holds: loads and biases of routers."""
         return {name: t for name, t in self.state_dict(keep_vars=True).items() if not isinstance(t, nn.Parameter)}
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor | Loss:

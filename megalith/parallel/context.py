@@ -152,7 +152,7 @@ def split_context(part: nn.Module, groups: ContextGroups) -> None:
 
 
 class ContextCore(nn.Module):
-    """What `CausalCore` computes, of this rank's part of each sequence (`take`)."""
+    """Context-parallel counterpart of `CausalCore` for this rank's part of each sequence (`take`)."""
 
     def __init__(self, causal: CausalCore, groups: ContextGroups) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class ContextCore(nn.Module):
 
 @dataclass(frozen=True)
 class _Seen:
-    """What the rank's queries see of any ranks' keys."""
+    """The keys of any rank that this rank's queries see."""
 
     parts: list[Runs]
     rank: int
@@ -196,11 +196,11 @@ class _Seen:
     window: int | None
 
     def of(self, rank: int) -> tuple[Rows, ...]:
-        """Of the keys of one rank."""
+        """Return the visible keys of one rank."""
         return self._of(self.parts[rank])
 
     def of_all(self) -> tuple[Rows, ...]:
-        """Of all keys, in the order of their positions."""
+        """Return the visible keys of all ranks, in the order of their positions."""
         return self._of(((0, max(end for runs in self.parts for _, end in runs)),))
 
     def _of(self, keys: Runs) -> tuple[Rows, ...]:

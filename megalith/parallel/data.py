@@ -37,14 +37,15 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter's shares lie: mesh axes (copies, shards, then those that split it for computing), and how the latter split it."""
+    """Location of a parameter's shares: mesh axes (copies, shards, then those that split it for computing), and how the latter split it."""
 
     mesh: DeviceMesh
     split: tuple[Placement, ...]
     dim: int = 0  # along which the shards cut it
 
     def placements(self) -> tuple[Placement, ...]:
-        """Of the kept DTensor. Shards cut what the axes to their right left them: along the same dimension that is a strided shard."""
+        """Placements of the sharded (master) DTensor. The shard axis splits what the axes to its right leave: along the same dimension that
+        is a strided shard."""
         parts = [self.mesh.size(2 + axis) for axis, p in enumerate(self.split) if isinstance(p, Shard) and p.dim == self.dim]
         factor = prod(parts)
         shard = _StridedShard(self.dim, split_factor=factor) if factor > 1 else Shard(self.dim)

@@ -26,7 +26,7 @@ Key = tuple[int, int]  # stage, microbatch
 
 @dataclass(frozen=True)
 class Hidden:
-    """What travels between stages: activations one way, their gradients the other."""
+    """Tensors that stages send each other: activations one way, their gradients the other."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Hidden:
 
 @dataclass
 class _Flight:
-    """What one step holds between its actions."""
+    """State that one step holds between its actions."""
 
     batches: Sequence[Batch]
     graphs: dict[Key, list[Kept]] = field(default_factory=dict)  # what a forward left for its backward
@@ -223,7 +223,7 @@ class Executor:
             flight.arrived["F", action.stage + 1, key[1]] = out  # here for the next stage, or for `_send`
 
     def _gradient(self, action: Action, flight: _Flight) -> Tensor | None:
-        """Of the stage's output; the last stage's is the objective."""
+        """Return the gradient of the stage's output; on the last stage, that of the objective."""
         return None if action.stage == self.program.stages - 1 else flight.arrived.pop(("B", *_key(action)))
 
     def _hand_back(self, action: Action, grad: Tensor | None, flight: _Flight) -> None:
@@ -300,12 +300,12 @@ def _lane(channel: Channel) -> tuple[str, bool]:
 
 
 def _reads(action: Action) -> str:
-    """What a computation reads: activations or gradients."""
+    """Return the input of a computation: activations or gradients."""
     return "F" if action.kind == "F" else "B"
 
 
 def _target(send: Action) -> tuple[str, int, int]:
-    """What a send carries, by the name its receiver has for it."""
+    """Return the tensor that a send carries, by the name its receiver has for it."""
     stage, microbatch = _key(send)
     carries = send.kind[-1]
     return carries, stage + 1 if carries == "F" else stage - 1, microbatch

@@ -68,7 +68,7 @@ def share_experts(experts: Experts, by_expert: tuple[int, int], by_width: tuple[
 
 
 def held_of(weight: Tensor, place: Place) -> Held:
-    """Which experts a weight that `split_experts` made is of, and which part of each."""
+    """Return the experts, and the part of each, of a weight that `split_experts` made."""
     _, by_width = place.split
     assert isinstance(by_width, Shard)
     first = place.mesh.get_local_rank(2) * weight.shape[0]
@@ -157,7 +157,7 @@ def _total(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class Travel(Traffic):
-    """What travels between this rank and the others of its expert line."""
+    """Token exchange between this rank and the others of its expert line."""
 
     send: list[int]  # rows to each rank
     receive: list[int]  # rows from each

@@ -22,7 +22,7 @@ class NotFinite(ArithmeticError):  # noqa: N818  # it says what was found
 
 @dataclass(frozen=True)
 class Shared:
-    """Which parameters other ranks hold too, beyond what their DTensors say."""
+    """Parameters that other ranks hold too, beyond what their DTensors say."""
 
     partial: tuple[str, ...]  # whole on every tensor rank, each with only a part of the gradient
     tied: tuple[str, ...]  # on the first and on the last pipeline rank
@@ -62,7 +62,7 @@ def counted(parameters: Mapping[str, nn.Parameter], shares: Shared, groups: Grou
 
 
 def _first_holder(parameter: nn.Parameter) -> bool:
-    """Of the ranks that hold the same share, is this the first?"""
+    """True if this is the first of the ranks that hold the same share."""
     kept = parameter
     assert isinstance(kept, DTensor)
     place = kept.device_mesh.get_coordinate()

@@ -32,7 +32,7 @@ def finish(steps: Steps[T]) -> T:
 
 
 class Graph(Protocol):
-    """What one part's forward left for its backward."""
+    """The autograd graph that one part's forward left for its backward."""
 
     @property
     def differentiable(self) -> bool:
@@ -45,7 +45,7 @@ class Graph(Protocol):
 
 
 class Inlet:
-    """Where a tensor enters a graph, and its gradient leaves."""
+    """Entry of a tensor into a graph, and exit of its gradient."""
 
     def __init__(self) -> None:
         self._grad: Tensor | None = None
@@ -89,14 +89,15 @@ class Piece:
         return bool(self.inlets)
 
     def gradients(self, grads: Sequence[Tensor | None], queue: Queue | None) -> list[Tensor | None]:
-        """Those of the inputs, from those of the outputs. None: an output that was not used; of a single output, a scalar's own 1."""
+        """Return the gradients of the inputs from those of the outputs. None: an output that was not used; of a single output, a scalar's
+        own 1."""
         asked = [(out, grad) for out, grad in zip(self.outs, grads, strict=True) if grad is not None or len(grads) == 1]
         with deferring(queue) if queue is not None else nullcontext():
             torch.autograd.backward([out for out, _ in asked], [grad for _, grad in asked])
         return [inlet.take() for inlet in self.inlets]
 
     def backward(self, grad: Tensor | None, queue: Queue | None) -> Steps[Tensor | None]:
-        """Of a piece that is a whole part: see `Graph`."""
+        """Run the backward of a piece that is a whole part: see `Graph`."""
         found = self.gradients([grad], queue)
         yield from ()
         return found[0] if found else None
@@ -136,6 +137,6 @@ class Replay:
         return outs
 
     def gradients(self, grads: Sequence[Tensor | None], queue: Queue | None) -> list[Tensor | None]:
-        """As of a piece."""
+        """Return the gradients of the inputs: see the method of a piece."""
         assert self._piece is not None
         return self._piece.gradients(grads, queue)

@@ -71,7 +71,7 @@ class Groups:
 
     @cached_property
     def coordinates(self) -> Coordinates:
-        """What this rank computes: its place on each axis of work."""
+        """Place of this rank on each axis of work: what it computes."""
         return self.mesh.coordinates(self.rank)
 
     @property

@@ -35,7 +35,7 @@ ADDS: dict[Any, Callable[[Tensor], Tensor]] = {
     ReduceOp.MAX: lambda parts: parts.amax(0),
     ReduceOp.MIN: lambda parts: parts.amin(0),
 }
-"""Of the parts of all ranks, [ranks, numbers]."""
+"""Reductions of the parts of all ranks, [ranks, numbers]."""
 
 CAN_ADD = hasattr(ReduceOp, "unbox")
 """torch 2.11 does not tell a kernel which operator is meant: there only gathers take one round."""
@@ -146,7 +146,7 @@ def _exchange(backend: Any, arriving: Tensor, leaving: Tensor, timeout: int) -> 
 
 
 def _options(options: Any, timeout: int, async_op: bool = True) -> Any:
-    """As torch's own kernel sets them; -1: the group's time-out."""
+    """Set the options like torch's own kernel; -1: the group's time-out."""
     if timeout >= 0:
         options.timeout = timedelta(milliseconds=timeout)
     options.asyncOp = async_op

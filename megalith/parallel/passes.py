@@ -27,13 +27,13 @@ class Segment:
 
 
 Kept: TypeAlias = Graph | Segment
-"""What forward left for the backward of a part, or of a segment."""
+"""State that forward left for the backward of a part, or of a segment."""
 
 
 @dataclass
 class Rest:
-    """What the first half of a part's backward left for the second: weight gradients put off, those that were made already and wait for
-    them, or the whole backward of a part whose input needs no gradient."""
+    """State that the first half of a part's backward left for the second: deferred weight gradients, finished ones that wait for them, or
+    the whole backward of a part whose input needs no gradient."""
 
     queue: Queue
     late: tuple[Graph, Tensor | None] | None = None

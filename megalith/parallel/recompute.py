@@ -14,26 +14,26 @@ SEAMS = {"attend": "attend", "mlp.experts": "mlp.run", "mlp.shared": "mlp.common
 """Parts of a block that are no modules, or more than one: the methods that compute them."""
 
 
-class Again:
-    """A function that keeps only what it is given, and runs again in backward."""
+class Checkpointed:
+    """A function under activation checkpointing: it saves only its inputs, and runs again in backward."""
 
-    def __init__(self, once: Callable[..., Any]) -> None:
-        self.once = once
+    def __init__(self, unwrapped: Callable[..., Any]) -> None:
+        self.unwrapped = unwrapped
 
     def __call__(self, *args: Any) -> Any:
         # RNG state is not kept: nothing in a forward draws random numbers
-        return checkpoint(self.once, *args, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(self.unwrapped, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def runs_again(module: nn.Module, name: str = "forward") -> bool:
-    """Does this method of a module run again in backward?"""
-    return isinstance(vars(module).get(name), Again)
+def is_checkpointed(module: nn.Module, name: str = "forward") -> bool:
+    """True if this method of a module runs again in backward."""
+    return isinstance(vars(module).get(name), Checkpointed)
 
 
-def once(module: nn.Module, name: str) -> Callable[..., Any]:
-    """The method itself, for who sees to its running again."""
+def unwrapped(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Return the method without checkpointing, for a caller that recomputes it in its own way."""
     method = getattr(module, name)
-    return method.once if isinstance(method, Again) else method
+    return method.unwrapped if isinstance(method, Checkpointed) else method
 
 
 def apply_recompute(block: nn.Module, number: int, *, blocks: int, plan: Plan) -> None:
@@ -43,7 +43,7 @@ def apply_recompute(block: nn.Module, number: int, *, blocks: int, plan: Plan) -
         for name in plan.recompute_parts:
             _run_again(block, name)
     elif recomputed(number, blocks=blocks, policy=plan.recompute):
-        block.forward = Again(block.forward)
+        block.forward = Checkpointed(block.forward)
 
 
 def _run_again(block: nn.Module, name: str) -> None:
@@ -54,10 +54,10 @@ def _run_again(block: nn.Module, name: str) -> None:
         owner, _, method = SEAMS[name].rpartition(".")
         module = block.get_submodule(owner)
         if isinstance(module, Block | Moe):
-            setattr(module, method, Again(getattr(module, method)))
+            setattr(module, method, Checkpointed(getattr(module, method)))
         elif name == "mlp.shared":  # a block without experts: all tokens share all of it
-            module.forward = Again(module.forward)
+            module.forward = Checkpointed(module.forward)
         return
     owner, _, child = name.rpartition(".")
     part = getattr(block.get_submodule(owner), child)
-    part.forward = Again(part.forward)
+    part.forward = Checkpointed(part.forward)

@@ -100,7 +100,8 @@ gather_sequence, scatter_sequence = conjugates(gather, _scatter_sum)
 """[batch, seq / n, ...] -> [batch, seq, ...], and partial sums [batch, seq, ...] -> this rank's share of the total."""
 
 copy, add_up = conjugates(lambda x, group: x.view_as(x), _sum)
-"""What is the same on all ranks, whose gradients are partial; and partial sums -> the total on all ranks, whose gradient they share."""
+"""`copy`: the input is the same on all ranks, its gradients are partial. `add_up`: partial sums become the total on all ranks, which share
+its gradient."""
 
 
 # --- weights ---

@@ -22,7 +22,7 @@ from megalith.models.batch import Batch
 from megalith.models.block import Block
 from megalith.models.moe import Deal, Here, Moe, Pending
 from megalith.parallel.graph import Graph, Piece, Replay, Steps, record
-from megalith.parallel.recompute import once, runs_again
+from megalith.parallel.recompute import is_checkpointed, unwrapped
 
 
 def travels(part: nn.Module) -> TypeGuard[Block]:
@@ -42,13 +42,13 @@ class Lines:
 
     @property
     def deal(self) -> Deal:
-        """Where tokens go; its weights are data."""
+        """Destinations of the tokens; their weights are data."""
         assert self._deal is not None
         return self._deal
 
     def attend(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x with attention added; what the MLP takes; of that, the tokens that this rank sends; their weights."""
-        residual, normal = once(self.block, "attend")(x, self.batch)
+        residual, normal = unwrapped(self.block, "attend")(x, self.batch)
         routing = self.moe.route(normal, self.batch)
         own, weights = self.moe.enter(normal, routing)
         if self._deal is None:  # other ranks are asked once
@@ -57,12 +57,12 @@ class Lines:
 
     def common(self, normal: Tensor) -> tuple[Tensor, ...]:
         """The shared expert's part, if there is one."""
-        made = once(self.moe, "common")(normal)
+        made = unwrapped(self.moe, "common")(normal)
         return () if made is None else (made,)
 
     def experts(self, rows: Tensor) -> tuple[Tensor]:
         """The experts on the rows that arrived."""
-        return (once(self.moe, "run")(rows, self.deal),)
+        return (unwrapped(self.moe, "run")(rows, self.deal),)
 
     def join(self, residual: Tensor, tokens: Tensor, *common: Tensor) -> tuple[Tensor]:
         """The block's output from the tokens' sums."""
@@ -72,7 +72,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Again:
-    """Which lines run again in backward, from what they were given; `rows`: these travel to their experts again."""
+    """Lines that run again in backward, from their saved inputs; `rows`: these are dispatched to their experts again."""
 
     attend: bool
     common: bool
@@ -81,13 +81,13 @@ class Again:
 
     @classmethod
     def of(cls, lines: Lines) -> "Again":
-        """As `parallel.recompute` marked the block."""
+        """Return the choice that `parallel.recompute` marked on the block."""
         block, moe = lines.block, lines.moe
-        mixture = runs_again(block) or runs_again(moe)
+        mixture = is_checkpointed(block) or is_checkpointed(moe)
         return cls(
-            attend=runs_again(block) or runs_again(block, "attend"),
-            common=mixture or runs_again(moe, "common"),
-            experts=mixture or runs_again(moe, "run"),
+            attend=is_checkpointed(block) or is_checkpointed(block, "attend"),
+            common=mixture or is_checkpointed(moe, "common"),
+            experts=mixture or is_checkpointed(moe, "run"),
             rows=mixture,
         )
 

@@ -27,14 +27,14 @@ from megalith.spec.validate import leaves
 PREFILL = "FLOPs of forward, attention without what the causal mask hides, over the bf16 peak"
 
 CONVENTION = "model FLOPs with attention counted in full, none twice for recomputation, over the bf16 peak"
-"""What MFU means here (PaLM's, Chowdhery et al. 2022, appendix B)."""
+"""Definition of MFU here (PaLM's, Chowdhery et al. 2022, appendix B)."""
 
 SPARE = "runs as tuned recipes with Transformer Engine do; see docs/planner.md for how far off predictions are"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found. `own` is the run file's plan, predicted likewise; `trainings` belong to `found.choices`, where a length is known."""
+    """Result of a search. `own` is the run file's plan, predicted alike; `trainings` belong to `found.choices`, if a length is known."""
 
     asked: Asked
     found: Found
@@ -138,14 +138,14 @@ def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda do
 
 
 def space_of(asked: Asked) -> Space:
-    """What may be chosen from."""
+    """Return the search space."""
     if asked.forward_only:
         return Space.of_prefill()
     return Space() if asked.offload else Space(offload=())
 
 
 def scorer_of(asked: Asked) -> Scorer:
-    """What predicts the plans that were asked for."""
+    """Return the scorer of the requested plans."""
     return Scorer(calibration(), forward_only=asked.forward_only)
 
 
@@ -156,11 +156,11 @@ class Point:
     devices: int
     choice: Choice
     dollars: float | None
-    """Of a billion tokens; None where no price is known."""
+    """Cost of a billion tokens; None if no price is known."""
 
     @property
     def device_hours(self) -> float:
-        """Of a billion tokens."""
+        """Device hours of a billion tokens."""
         return self.devices * self.choice.estimate.time.step / self.choice.estimate.tokens * 1e9 / 3600
 
     def to_json(self) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:
 
 
 def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str:
-    """What would make it fit: more devices, larger ones, less to keep."""
+    """List changes that would make it fit: more devices, larger ones, less to keep."""
     ways = []
     cluster, batch = asked.cluster, asked.run.train.global_batch
     for times in (2, 4, 8, 16, 32, 64):

@@ -1,4 +1,4 @@
-"""What a plan is wanted for, from a run file or from a few words: every mistake in it is found at once. No torch."""
+"""Request for a plan, from a run file or from a few words: every mistake in it is found at once. No torch."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -23,7 +23,7 @@ from megalith.spec.run import RunSpec
 from megalith.spec.sizes import count_active, count_blocks, count_model
 
 DATA = "data/tokens"
-"""Where a run that is written says its data is, if nobody said."""
+"""Data path of a written run file, if none was given."""
 
 OPTIMAL = 20
 """Tokens a parameter of a compute-optimal training (Hoffmann et al. 2022, arXiv:2203.15556, table 3)."""
@@ -47,7 +47,7 @@ class Question:
     global_batch_tokens: str | None = None
     tokens: str | None = None
     compute_optimal: bool = False
-    """As many tokens as Chinchilla's rule says."""
+    """Train on as many tokens as Chinchilla's rule says."""
     format: str | None = None
     forward_only: bool = False
     """No training, but the prefill of long prompts."""
@@ -67,9 +67,9 @@ class Asked:
     cluster: ClusterSpec
     format: str
     tokens: float | None
-    """Of the whole training; None where nobody said."""
+    """Tokens of the whole training; None if unknown."""
     notes: tuple[str, ...]
-    """What was rounded, or taken for granted."""
+    """Notes on values that were rounded or assumed."""
     resolved: Resolved | None
     forward_only: bool = False
     offload: bool = True
@@ -173,7 +173,7 @@ def _not_of_prefill(question: Question) -> list[Problem]:
 
 
 LINKS = {"scale_out": "bytes/s out of a device over the network", "scale_up": "... over the fast links"}
-"""What a what-if may say of the fabric, in GB/s one way."""
+"""Keys of the fabric in a what-if, in GB/s one way."""
 
 
 def vary(question: Question, change: str) -> Asked:
@@ -359,7 +359,7 @@ def _tokens(question: Question, spec: RunSpec | None, whole: RunSpec | None, pro
 
 
 def _sizes_wrong(model: Any, seq_len: int) -> list[Problem]:
-    """What is wrong with the model, or with so long sequences of it, whatever the plan."""
+    """Return the problems of the model, or of sequences of this length, whatever the plan."""
     run = _run(None, model, "local", seq_len, 1, "bf16", None)
     found = [
         one for one in check(run, files=False) if one.severity == "error" and one.key.startswith(("model.", "train.seq_len"))

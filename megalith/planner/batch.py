@@ -98,8 +98,8 @@ def _schedule(spec: RunSpec) -> int:
 
 @dataclass(frozen=True)
 class Judged:
-    """What became of one batch size: the mean loss of its branches, by how much that is above the run's own batch (paired by replica), with
-    the half of its 95 % interval (None: one replica), and the verdict."""
+    """Judgement of one batch size: the mean loss of its branches, its excess over the run's own batch (paired by replica), with half of its
+    95 % interval (None: one replica), and the verdict."""
 
     factor: float
     batch: int

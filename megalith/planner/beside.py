@@ -1,23 +1,26 @@
-"""What was foreseen of a rank beside what its dry run counted, line by line under the names both have. No torch."""
+"""Comparison of a rank's prediction with its dry run, line by line under the names both have. No torch."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megalith.cost.foreseen import Foreseen, Line
+from megalith.cost.foreseen import Comparison, Foreseen
 
 if TYPE_CHECKING:
     from megalith.prove.dryrun import Counted
 
 
-def beside(foreseen: Foreseen, counted: "Counted") -> tuple[Line, ...]:
+def beside(foreseen: Foreseen, counted: "Counted") -> tuple[Comparison, ...]:
     """Every figure that was counted, and those foreseen that were not seen at all (counted: 0)."""
-    memory = [Line(f"memory.{name}", foreseen.memory[name], size) for name, size in counted.memory.peak.items()]
-    memory.append(Line("memory.all", sum(foreseen.memory.values()), sum(counted.memory.peak.values())))
-    work = [Line(f"work.{name}", getattr(foreseen.work, name), getattr(counted.work, name)) for name in ("products", "attention")]
+    memory = [Comparison(f"memory.{name}", foreseen.memory[name], size) for name, size in counted.memory.peak.items()]
+    memory.append(Comparison("memory.all", sum(foreseen.memory.values()), sum(counted.memory.peak.values())))
+    work = [
+        Comparison(f"work.{name}", getattr(foreseen.work, name), getattr(counted.work, name))
+        for name in ("products", "attention")
+    ]
     return (*memory, *_traffic(foreseen, counted), *work)
 
 
-def _traffic(foreseen: Foreseen, counted: "Counted") -> Iterator[Line]:
+def _traffic(foreseen: Foreseen, counted: "Counted") -> Iterator[Comparison]:
     """Axes with the very same ranks are one group to the dry run ("world / shards"), so what is foreseen of either counts there."""
     left = list(foreseen.traffic)
     for row in counted.traffic:
@@ -25,7 +28,7 @@ def _traffic(foreseen: Foreseen, counted: "Counted") -> Iterator[Line]:
         left = [one for one in left if one not in mine]
         for what in ("calls", "bytes"):
             expected = sum(getattr(one, what) for one in mine) if mine else None
-            yield Line(f"traffic.{row.axis}.{row.kind}.{what}", expected, getattr(row, what))
+            yield Comparison(f"traffic.{row.axis}.{row.kind}.{what}", expected, getattr(row, what))
     for one in left:
         for what in ("calls", "bytes"):
-            yield Line(f"traffic.{one.axis}.{one.kind}.{what}", getattr(one, what), 0)
+            yield Comparison(f"traffic.{one.axis}.{one.kind}.{what}", getattr(one, what), 0)

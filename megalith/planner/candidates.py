@@ -38,7 +38,7 @@ def suited(names: Iterable[str], model: ModelSpec) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Space:
-    """What a search may choose from."""
+    """Choices of a search."""
 
     policies: tuple[tuple[str, tuple[str, ...]], ...] = POLICIES
     microbatches: tuple[int, ...] = MICROBATCHES
@@ -181,7 +181,7 @@ class Share(NamedTuple):
 
 
 def _shares(cluster: ClusterSpec, data: int, context: int, stride: int, pipeline: int, space: Space) -> list[Share]:
-    """What a search may choose from."""
+    """Return the shares that a search may choose from."""
     if data * context == 1:
         return [Share(0, 1)]
     found = [Share(zero, 1) for zero in space.zero if zero < 2 or pipeline == 1]

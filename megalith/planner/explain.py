@@ -20,7 +20,7 @@ class Neighbour:
     """Such as "tensor 8 -> 4"."""
     plan: Plan
     seconds: float
-    """Of the step, over the plan's own: above 0 is slower."""
+    """Seconds of the step, minus the plan's own: above 0 is slower."""
     memory: float
     """Bytes of the fullest rank, over the plan's own."""
     fits: bool

@@ -20,7 +20,7 @@ from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
 
 Unit = Literal["TFLOP/s", "hardware TFLOP/s", "tokens/s", "% MFU", "GPU-hours a trillion tokens", "s"]
-"""Of a device, but for the last two. `hardware` counts what is computed again in backward, by the source's own formula."""
+"""Unit of a figure, a device except for the last two. `hardware` counts recomputation, by the source's own formula."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Replayed:
 
     @property
     def figure(self) -> float:
-        """What the source would have printed."""
+        """The figure that the source would have printed."""
         return UNITS[self.named.unit](self.workload, self.estimate)
 
     @property
     def error(self) -> float:
-        """Of the figure, over the published one."""
+        """Error of the figure, over the published one."""
         return self.figure / self.named.published - 1
 
 

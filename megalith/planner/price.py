@@ -1,5 +1,5 @@
-"""What breaking the field's rules costs on a cluster: each piece of advice beside the plan that follows it. No torch unless a part must
-be traced."""
+"""Price of breaking the field's rules on a cluster: each piece of advice beside the plan that follows it. No torch unless a part must be
+traced."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Price:
     fits: bool
     """Would the other plan?"""
     dollars: float | None
-    """Of the whole training; None where no price is known."""
+    """Cost of the whole training; None if no price is known."""
 
     @property
     def verdict(self) -> str:
@@ -55,11 +55,11 @@ class Price:
 
 
 Followed = Iterator[tuple[str, Plan]]
-"""What is changed, in words, and the plan then."""
+"""Changes in words, each with the resulting plan."""
 
 
 def _fewer_tensor_ranks(plan: Plan, asked: Asked) -> Followed:
-    """What tensor ranks give up goes to data, or to the pipeline."""
+    """Give the tensor ranks to data, or to the pipeline."""
     fast = asked.cluster.accelerator.scale_up_domain
     times = -(-plan.tensor // fast)
     if plan.tensor % times == 0:
@@ -119,7 +119,7 @@ def prices(asked: Asked, plan: Plan) -> tuple[Price, ...]:
 
 
 def of_answer(answered: Answer) -> tuple[Price, ...]:
-    """Those of the run file's own plan, or, without one, of the best that was found."""
+    """Return the prices of the run file's own plan, or, without one, of the best plan found."""
     subject = answered.own or answered.found.best
     if subject is None or answered.asked.forward_only:
         return ()

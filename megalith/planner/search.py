@@ -43,7 +43,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Training:
-    """What a whole training takes."""
+    """Cost of a whole training."""
 
     tokens: float
     steps: int
@@ -62,11 +62,11 @@ class Found:
 
     choices: tuple[Choice, ...]
     pareto: tuple[Choice, ...]
-    """Those than which none is both faster and leaves more memory free."""
+    """Pareto frontier of step time and free memory."""
     looked_at: int
     too_large: int
     closest: Choice | None
-    """Where nothing fits: what is least too large."""
+    """The plan that is least too large, if nothing fits."""
     refused: int = 0
     """Plans as fast as those shown that `legal` denied."""
     offloaded: int = 0
@@ -221,7 +221,7 @@ def _first_legal(
 
 
 def pareto(ranked: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Of choices in order of time, those that need less memory than every faster one."""
+    """Return those choices, in order of time, that need less memory than every faster one."""
     found: list[Choice] = []
     least = float("inf")
     for choice in ranked:
@@ -240,35 +240,35 @@ class Scorer:
         self._times: dict[tuple[Any, ...], PartTimes] = {}
 
     def prepare(self, workloads: Sequence[Workload], tick: Callable[[int, int], None]) -> None:
-        """As `cost.parts.prepare`."""
+        """See `cost.parts.prepare`."""
         prepare({self._key(workload): workload for workload in workloads}.values(), tick)
 
     def parts(self, workload: Workload) -> Parts:
-        """As `cost.parts.parts`."""
+        """See `cost.parts.parts`."""
         key = self._key(workload)
         if key not in self._parts:
             self._parts[key] = parts(workload)
         return self._parts[key]
 
     def memory(self, workload: Workload) -> Memory:
-        """As `cost.memory.memory`."""
+        """See `cost.memory.memory`."""
         if self.forward_only:
             return prefill_memory(workload, self.parts(workload), self.figures)
         return memory(workload, self.parts(workload), self.figures.generations[workload.practice.generation])
 
     def fits(self, workload: Workload, held: Memory) -> bool:
-        """As `cost.memory.fits`."""
+        """See `cost.memory.fits`."""
         return fits(workload, held, self.figures.generations[workload.practice.generation])
 
     def estimate(self, workload: Workload, held: Memory | None = None) -> Estimate:
-        """As `cost.estimate.estimate`. `held`, where it is known already, saves work."""
+        """See `cost.estimate.estimate`. `held`, if it is known already, saves work."""
         traced = self.parts(workload)
         if self.forward_only:
             return prefill(workload, self.figures, traced, self._part_times(workload, traced))
         return estimate(workload, self.figures, traced, held or self.memory(workload), self._part_times(workload, traced))
 
     def busy(self, workload: Workload) -> float:
-        """As `cost.estimate.busy_seconds`: soon known."""
+        """See `cost.estimate.busy_seconds`: quick to compute."""
         traced = self.parts(workload)
         return busy_seconds(workload, traced, self._part_times(workload, traced))
 

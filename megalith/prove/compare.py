@@ -1,4 +1,4 @@
-"""What a run did, step by step, and how far two runs are apart that differ in the order of sums alone."""
+"""Recording of a run, step by step, and the distance of two runs that differ in the order of sums alone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ Gap = tuple[float, str]
 
 @dataclass(frozen=True)
 class Routed:
-    """Where a router sent every token of a global batch, and by how much the choice was clear."""
+    """Destination of every token of a global batch by one router, and how clear the choice was."""
 
     choices: Tensor  # [samples, seq, active], ascending
     margins: Tensor  # [samples, seq]
@@ -34,7 +34,7 @@ class Routed:
 
 @dataclass
 class Recording:
-    """What a run did, step by step; tensors whole, by their name in the model."""
+    """Recording of a run, step by step; tensors whole, by their name in the model."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -69,8 +69,8 @@ def ties(expected: Recording, found: Recording, *, tie: float) -> int:
 
 
 def moved_tokens(expected: Recording, found: Recording, *, tie: float) -> Iterator[tuple[Tensor, Tensor, str]]:
-    """Of each router and step: which tokens went elsewhere, and where the choice was clear, by more than `tie`. After the first tie,
-    later steps differ anyway: they are left out."""
+    """Yield for each router and step the tokens that went elsewhere, and those whose choice was clear, by more than `tie`. After the first
+    tie, later steps differ anyway: they are left out."""
     for step, (theirs, ours) in enumerate(zip(expected.routing, found.routing, strict=True)):
         moves = []
         for name, routed in theirs.items():

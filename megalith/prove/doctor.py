@@ -74,7 +74,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def devices(wanted: str = "auto") -> list[str]:
-    """What there is to burn in: every GPU, or the processor where there is none or it is the one `wanted`."""
+    """Return the devices to burn in: every GPU, or the processor if there is none or it is the one `wanted`."""
     gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
     return [f"cuda:{number}" for number in range(gpus)] or ["cpu"]
 
@@ -136,7 +136,7 @@ def _speed(size: int, seconds: float, world: int) -> Finding:
 
 @dataclass(frozen=True)
 class Link:
-    """What came from one rank to the next: bytes a second in the best of several rounds, and elements that were not what was sent."""
+    """Throughput from one rank to the next: bytes a second in the best of several rounds, and elements that arrived altered."""
 
     source: int
     target: int
@@ -213,7 +213,7 @@ def _judge_links(name: str, found: Sequence[Link]) -> Finding:
 
 
 def _check_ranks(rank: int, wanted: str, local_world: int) -> list[Finding]:
-    """What each of some ranks of this machine does; they have met by gloo."""
+    """Run the checks of one of some ranks of this machine; they have met by gloo."""
     device, group = choose_device(wanted, rank, local_world), dist.group.WORLD
     if device.type == "cuda":
         group = dist.new_group(list(range(local_world)), backend="nccl", device_id=device)

@@ -24,7 +24,7 @@ from megalith.spec.run import RunSpec
 
 MOST_RANKS = 8
 SAMPLES = 8
-"""Of a global batch: a rank's are two microbatches, in a pipeline four, or two for four data ranks."""
+"""Samples of a global batch: a rank's are two microbatches, in a pipeline four, or two for four data ranks."""
 
 PHASES = ({"begin": SAMPLES, "global_batch": 2 * SAMPLES}, {"begin": 3 * SAMPLES, "global_batch": SAMPLES, "seq_len": 24})
 """Each of three steps is of a phase of its own."""
@@ -78,7 +78,7 @@ FIRST = dict.fromkeys(("shards", "copies", "tensor", "context", "pipeline", "exp
 shows most."""
 
 EFFORT = {"tiny": 1.0, "mixtral-8x7b": 1.2, "deepseek-tiny": 1.5}
-"""What a step of each model takes, softened as that of ranks is."""
+"""Relative cost of a step of each model, softened like the cost of ranks."""
 
 Choice = tuple[str, str]  # axis and value
 Pair = frozenset[Choice]
@@ -130,7 +130,8 @@ def draw(count: int, seed: int) -> list[Draw]:
 
 
 def _cover(pool: list[Draw], count: int) -> list[int]:
-    """Which of a pool show all pairs that it has, as far as `count` reaches: each time the one that shows most new pairs for its effort.
+    """Choose draws of a pool that show all pairs it has, as far as `count` reaches: each time the one that shows most new pairs for its
+    effort.
 
     That only becomes less as others are chosen, so what was found earlier is a bound, and few are looked at again (Minoux 1978).
     """

@@ -40,7 +40,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a rank of a world would do, and what finding out took here."""
+    """Dry run of one rank of a world, and what it took here."""
 
     world: int
     rank: int

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 ANSWER = 4.0
-"""What every number read from a fake tensor is. Finite, as losses are, and above the usual limit of a gradient norm, so that clipping
-is part of the step."""
+"""Value of every number read from a fake tensor. Finite, as losses are, and above the usual limit of a gradient norm, so that clipping is
+part of the step."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a rank does, counted where operations reach torch's dispatcher: bytes held by category, collectives by axis, FLOPs by kind.
+"""Meter of a rank, where operations reach torch's dispatcher: bytes held by category, collectives by axis, FLOPs by kind.
 
 The same meter counts a real run and a dry one, since both come by here. What a kernel allocates inside itself is not seen.
 """
@@ -288,13 +288,14 @@ class Meter(TorchDispatchMode):
 
 
 def product_flops(first: Tensor, second: Tensor, *, grouped: bool = False) -> int:
-    """Of [.., m, k] by [.., k, n]; grouped: each row of `first` meets one of the matrices, or each k one of the products."""
+    """Return the FLOPs of [.., m, k] by [.., k, n]; grouped: each row of `first` meets one of the matrices, or each k one product."""
     batch = first.shape[0] if first.dim() == 3 and not grouped else 1
     return 2 * batch * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
 
 def attention_flops(q: Tensor, k: Tensor, v: Tensor, products: int, *, causal: bool) -> int:
-    """Of [batch, heads, seq, channels]: half of `products` run over q's channels and half over v's, rounded up to q's."""
+    """Return the FLOPs of attention on [batch, heads, seq, channels]: half of `products` run over q's channels and half over v's, rounded
+    up to q's."""
     batch, heads, queries, channels = q.shape
     keys = k.shape[2]
     pairs = queries * (queries + 1) // 2 + queries * (keys - queries) if causal and keys >= queries else queries * keys
@@ -303,8 +304,8 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor, products: int, *, causal: b
 
 
 class Axes:
-    """Which axis a process group is: by name where the mesh has one, else by its ranks. Axes that are one and the same group, as happens
-    where one of them has all ranks, are named together: "world / shards"."""
+    """Axis of a process group: by name if the mesh has one, else by its ranks. Axes that are the same group, as happens if one of them has
+    all ranks, are named together: "world / shards"."""
 
     def __init__(self, groups: Groups) -> None:
         self._world, self._line = groups.world, list(groups.line)

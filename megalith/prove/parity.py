@@ -42,11 +42,11 @@ from megalith.train.step import accumulate, conclude, update
 from megalith.train.tally import Accumulated, Totals
 
 OPTIMIZER = {"warmup": 0, "lr": 1e-4, "schedule": "constant", "eps": 1e-5, "iteration": "fp32"}
-"""Of a run that is compared. By the usual eps of 1e-8, Adam turns rounding in a gradient near 0 into a step, which later gradients show;
-Muon's iteration in bf16 turns 1e-7 of a gradient into a hundredth of a step."""
+"""Optimizer of a compared run. With the usual eps of 1e-8, Adam turns rounding in a gradient near 0 into a step, which later gradients
+show; Muon's iteration in bf16 turns 1e-7 of a gradient into a hundredth of a step."""
 
 LOSS_SCALE = 1024
-"""Of a run that is compared, where it has a loss scale: gradients of small models with random weights neither overflow nor underflow."""
+"""Loss scale of a compared run, if it has one: gradients of small models with random weights neither overflow nor underflow."""
 
 
 class RandomText:
@@ -254,7 +254,7 @@ def _settled(late: Unchecked | None) -> list[Totals]:
 
 
 def _all_routed(trainer: Trainer, accumulated: Accumulated, routings: list[dict[str, list[Record]]]) -> dict[str, Routed]:
-    """Where every token of the step went, put together on the first rank."""
+    """Collect the destination of every token of the step on the first rank."""
     moes, here = trainer.routers(), trainer.groups.coordinates["data"]
     spec, order = trainer.spec, [id(batch.tokens) for batch in accumulated.batches]
     rows = indices(spec, first=0, data_rank=here)

@@ -28,7 +28,7 @@ Outcome = Literal["equal", "tie", "NOT equal", "failed"]
 
 @dataclass(frozen=True)
 class Proof:
-    """What came of one combination. `tokens_tied`: tokens sent to other experts where the choice was too close to call. `error`: why the
+    """Result of one combination. `tokens_tied`: tokens sent to other experts because the choice was too close to call. `error`: why the
     ranks did not finish; then there are no rows."""
 
     draw: Draw
@@ -74,7 +74,7 @@ def _known(spec: RunSpec, references: dict[Any, Recording]) -> Recording:
 
 
 def recorded(spec: RunSpec) -> Recording:
-    """What a small run does under its plan, on ranks forked from this process.
+    """Record a small run under its plan, on ranks forked from this process.
 
     Raises RuntimeError or TimeoutError if they do not finish.
     """

@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong from step `step` on (0 is the first), for `lasts` steps of "poison" and "rate".
+    """Fault that starts at step `step` (0 is the first) and lasts `lasts` steps for "poison" and "rate".
 
     `strength`: the share of tokens that are random; the factor of the learning rate; the bit of an fp32 number that flips (30: the
     largest of the exponent). `place` in 0..1 picks the number. A flipped gradient is that of one computation, and comes once.

@@ -78,7 +78,7 @@ def not_before(*, checkpoint_every: int) -> dict[str, int]:
 
 
 def aimed(fleet: FleetSpec, *, checkpoint_every: int, kinds: Collection[str]) -> dict[str, str]:
-    """Of the kinds that come, those that come at chosen steps alone, and what that means for the others."""
+    """Return the kinds to come that hit chosen steps only, each with its meaning for the others."""
     every = fleet.verify_every
     found = {"full": f"when a checkpoint is due, every {ordinal(checkpoint_every)} step"}
     if every == 1:
@@ -98,7 +98,7 @@ def ordinal(number: int) -> str:
 
 
 def may_mount() -> bool:
-    """Whether this process may mount a file system."""
+    """True if this process may mount a file system."""
     refused = contextlib.suppress(OSError, subprocess.CalledProcessError)
     with tempfile.TemporaryDirectory() as folder, refused, small_disk(Path(folder), size=1 << 20):
         return True
@@ -127,7 +127,7 @@ def _unmount(folder: Path) -> None:
 
 
 def may_copy(data: Path) -> bool:
-    """Whether prepared data is small enough to be copied."""
+    """True if prepared data is small enough to be copied."""
     return sum(path.stat().st_size for path in data.iterdir()) <= MOST_COPIED
 
 
@@ -148,13 +148,13 @@ def clear(folder: Path) -> None:
 
 
 def disk_of(run: Path, *, like: Path, small: bool) -> contextlib.AbstractContextManager[None]:
-    """Where a run's checkpoints go: where they always do, or to a `small` disk that has room for three times those of the run `like`."""
+    """Choose the disk of a run's checkpoints: the usual one, or a `small` disk that has room for three times those of the run `like`."""
     held = sum(path.stat().st_size for path in (like / CHECKPOINTS).rglob("*") if path.is_file())
     return small_disk(run / CHECKPOINTS, size=3 * held + (1 << 20)) if small else contextlib.nullcontext()
 
 
 def mender(injections: Path, network: Network | None) -> Callable[[], None]:
-    """What brings interfaces up again, a while after they were taken down."""
+    """Return a function that brings interfaces up again, a while after they were taken down."""
     left = {one.number for one in injection.load(injections) if one.kind == "interface"}
 
     def mend() -> None:

@@ -1,4 +1,4 @@
-"""What can be said of checkpoints and faults on paper: exponential faults, one tier, no waiting. The simulator must agree where this holds.
+"""Closed forms for checkpoints and faults: exponential faults, one tier, no waiting. The simulator must agree where this holds.
 
 Times in seconds. `mtbf`: mean time between faults of the whole machine; `interval`: work between two saves; `stall`: how long a save
 stops the work; `restart`: from a fault to working again.

@@ -54,7 +54,7 @@ class Crew:
                 self._running[name] = begin(arguments, variables | {MEETING: f"tcp://{HOST}:{self.port}"})
 
     def _is_repaired(self, name: str, code: int) -> bool:
-        """Whether a machine has been gone for long enough."""
+        """True if a machine has been gone for long enough."""
         if name not in self._gone:
             self._gone[name] = time.monotonic()
             self.unexplained += code != -signal.SIGKILL

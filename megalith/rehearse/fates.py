@@ -1,4 +1,4 @@
-"""What became of each fault of a campaign, matched with the incidents in the run's event log, and incidents that no fault explains.
+"""Fate of each fault of a campaign, matched with the incidents in the run's event log, and incidents that no fault explains.
 
 What is told apart rather than counted as the best case:
 - a fault whose incident is another's (`Fate.hidden`): the run went on, but nobody was seen to find this one. Nobody is credited for blame
@@ -40,7 +40,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "agent": ("nodes_lost",),
     "supervisor": (),
 }
-"""As what each kind is to be seen."""
+"""The sign or signs that each kind of fault should be reported as."""
 
 _OfRank = signs.RankFailed | signs.Hang | signs.Nonfinite | signs.StateCorrupt | signs.Straggler | signs.Preempted
 """Signs that name a rank and its node."""
@@ -48,7 +48,7 @@ _OfRank = signs.RankFailed | signs.Hang | signs.Nonfinite | signs.StateCorrupt |
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one fault. Seconds; None: not known. `blamed` None: nobody is to be blamed.
+    """Fate of one fault. Seconds; None: not known. `blamed` None: nobody is to be blamed.
 
     `interrupted`: the supervisor was killed before the run went on, which the next one's start is counted for.
     `among`: its node was named, and others with it. `hidden`: the incident is another fault's: it has another cause than this kind is
@@ -78,7 +78,7 @@ class Fate:
 
     @property
     def judged(self) -> bool | None:
-        """Whether the right rank was blamed; None: nobody is to be, or it was for another fault of the same incident."""
+        """True if the right rank was blamed; None: nobody is to be, or it was for another fault of the same incident."""
         return None if self.hidden and self.blamed else self.blamed
 
 
@@ -103,7 +103,7 @@ def fates_of(
     *,
     restarts: Sequence[float] = (),
 ) -> list[Fate]:
-    """What became of each fault: the first incident after it that it can have been; else the first at all, by which it was hidden, but for
+    """Match each fault with the first incident after it that it can have caused; else with the first at all, which hid it, except for
     faults that had the run to themselves. `restarts`: seconds that each start of a killed supervisor took, in their order."""
     incidents = of_kind(events, Incident)
     ends = {recovery.incident: recovery.time for recovery in of_kind(events, Recovery)}
@@ -154,12 +154,12 @@ def _went_on(events: Sequence[Event], *, after: float) -> float | None:
 
 
 def _nearest(like: Sequence[Incident], after: Sequence[Incident]) -> Incident | None:
-    """Of the incidents after a fault, the first of its kind, unless others came long before it."""
+    """Return the first incident of its kind after a fault, unless others came long before it."""
     return like[0] if like and after.index(like[0]) <= 2 else None
 
 
 def _is_right(incident: Incident, together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> bool:
-    """Whether an incident names one of the ranks that its faults befell, or the node of one."""
+    """True if an incident names one of the ranks that its faults befell, or the node of one."""
     rank = _rank(incident)
     if rank is not None:
         return rank in {rank for one in together for rank in one.ranks}
@@ -167,7 +167,7 @@ def _is_right(incident: Incident, together: Sequence[Injection], came: Mapping[i
 
 
 def _is_hidden(incident: Incident, one: Injection, together: Sequence[Injection], came: Mapping[int, tuple[float, str]]) -> bool:
-    """Whether an incident is that of another fault: of another cause, or one that it names where several share it."""
+    """True if an incident belongs to another fault: it has another cause, or names another one where several share it."""
     if incident.cause not in EXPECTED[one.kind]:
         return True
     others = [other for other in together if other is not one and incident.cause in EXPECTED[other.kind]]
@@ -219,7 +219,8 @@ def false_alarms(fates: Sequence[Fate], events: Sequence[Event]) -> Iterator[Fal
 
 
 def _is_explained(incident: Incident, fates: Sequence[Fate]) -> bool:
-    """Whether an incident is what a fault was seen as, or follows from one: a damaged copy is met later, a slow rank told of twice."""
+    """True if an incident is the expected sign of a fault, or follows from one: a damaged copy is found later, a slow rank is reported
+    twice."""
     if any(fate.incident == incident.incident for fate in fates):
         return True
     kinds = {"copy_corrupt": ("checkpoint", "altered", "copy"), "straggler": ("slow",), "save_failed": ("full",)}

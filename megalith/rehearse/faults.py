@@ -55,7 +55,7 @@ KINDS: dict[str, Kind] = {
     "agent": Kind("agent of a node killed", "step"),
     "supervisor": Kind("supervisor killed", "step", blames=False),
 }
-"""What can be done to a run on one machine."""
+"""Faults that can be injected into a run on one machine."""
 
 MIX: tuple[tuple[str, str, float], ...] = (
     ("faulty GPU", "kill", 74 / 148),
@@ -182,7 +182,7 @@ _RESTARTING = (*_CRASHES, *_HANGS, "sockets", "weight", "moment", "node", "two",
 
 
 def _may_overlap(before: Injection, one: Injection) -> bool:
-    """Whether both can be told apart when they come in one step: on other ranks, both ends of a process."""
+    """True if both can be told apart when they come in one step: on other ranks, both end a process."""
     return not set(before.ranks) & set(one.ranks) and before.kind in _CRASHES and one.kind in (*_CRASHES, *_HANGS)
 
 

@@ -38,7 +38,7 @@ class Hang:
 
     @property
     def late(self) -> bool:
-        """Whether it took longer than looking does."""
+        """True if it took longer than the observation interval."""
         return self.silence > self.limit + ALLOWED_SECONDS
 
 
@@ -100,7 +100,7 @@ def summary(hangs: Sequence[Hang]) -> Hangs:
 
 
 def problems(hangs: Sequence[Hang], *, fleet: FleetSpec) -> list[str]:
-    """What no machine explains."""
+    """Return the problems that no machine explains."""
     found = []
     for hang in hangs:
         name = f"hang (incident {hang.incident})"

@@ -221,7 +221,7 @@ def _problems(fates: Sequence[Fate], ran: Ran) -> list[str]:
 
 
 def _steps(events: Sequence[Event]) -> dict[int, tuple[float, float, int]]:
-    """What each step that counts computed: loss, norm of the gradients, tokens seen. A start goes back to where it resumed."""
+    """Return loss, gradient norm and tokens seen of each step that counts. A start goes back to where it resumed."""
     counted: dict[int, tuple[float, float, int]] = {}
     for event in events:
         if isinstance(event, RunStarted):

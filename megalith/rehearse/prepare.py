@@ -1,4 +1,4 @@
-"""What is to be simulated, from the words of the command line, a run file and a campaign's log: every mistake in them is found at once."""
+"""Input of a simulation, from the command line, a run file and a campaign's log: every mistake in them is found at once."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -100,7 +100,7 @@ def prepare(
 
 
 def _sorted(wanted: Wanted, problems: list[Problem]) -> tuple[list[Layer], list[str]]:
-    """What concerns the simulation, and what is the run file's; [fleet] is the run file's where there is one."""
+    """Split the settings into those of the simulation and those of the run file; [fleet] is the run file's if there is one."""
     own: list[Layer] = []
     others: list[str] = []
     for key, value in (wanted.options or {}).items():
@@ -136,7 +136,7 @@ def _ineffective(fleet: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _spec(layers: Sequence[Layer], problems: list[Problem]) -> SimulationSpec:
-    """What was said of the simulation, without what is wrong, so that the rest can be looked at as well."""
+    """Return the valid settings of the simulation, so that the rest can be checked as well."""
     tree: dict[str, Any] = {}
     for layer in layers:
         files.lay(tree, layer.values, source=layer.source, sources={})
@@ -167,7 +167,7 @@ def _cluster(wanted: Wanted, run: Resolved | None, problems: list[Problem]) -> t
     if name is None:
         if run is not None or wanted.run is None:
             problems.append(
-                _problem("--cluster", None, "is missing", "Say what is to be simulated, such as --cluster h100:16384.")
+                _problem("--cluster", None, "is missing", "Name the cluster to simulate, such as --cluster h100:16384.")
             )
         return "", None
     try:
@@ -198,7 +198,7 @@ def _measured(wanted: Wanted, spec: SimulationSpec, problems: list[Problem]) -> 
 
 
 def _contradictions(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec | None) -> Iterator[Problem]:
-    """What is wrong with values together."""
+    """Yield the contradictions between values."""
     if cluster is not None and spec.sites > cluster.nodes:
         reason = f"the cluster has {cluster.nodes} nodes to share out"
         yield _problem("sites", spec.sites, reason, f"Use 1 to {cluster.nodes}.")
@@ -225,7 +225,7 @@ def _too_large(cluster: ClusterSpec, spec: SimulationSpec, spares: int) -> Itera
         way_out = f"Use at most {MOST_NODES * cluster.per_node:,} devices."
         yield _problem("--cluster", cluster.count, f"{cluster.nodes:,} nodes are too many to simulate", way_out)
     if spares > MOST_NODES:
-        yield _problem("fleet.spares", spares, "so many are too many to simulate", f"Use at most {MOST_NODES:,}.")
+        yield _problem("fleet.spares", spares, "too many to simulate", f"Use at most {MOST_NODES:,}.")
     own, years = cluster.reliability, spec.days / 365.25
     rates = {
         "interruptions": (cluster.interruptions, 24 * spec.days * cluster.count, "faults"),

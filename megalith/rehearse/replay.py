@@ -43,15 +43,14 @@ LOST = ("node", "interface", "agent")
 CHECK_SECONDS = 1.0  # that a node's health check takes on one machine
 
 _UNSEEN = replace(PROFILES["memory"], restore=dict.fromkeys(PROFILES["memory"].restore, 0.0))
-"""What the log does not say: a campaign's state is small, so any tier is as fast as those that were seen."""
+"""Latencies that the log does not show: a campaign's state is small, so any tier is as fast as those that were seen."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a campaign's log says, in seconds. `step`: one that is not the first of a start; `overhead` is the share that comes on top of
-    it, between steps. `first`: what the first step after a recovery takes more. `partial`: between the last step that was done and a
-    fault. `failed`: of a start that ended in another fault. `slow`: what a straggler costs until it is decided on.
-    """
+    """Latencies of a campaign's log, in seconds. `step`: one that is not the first of a start; `overhead` is the additional share between
+    steps. `first`: extra time of the first step after a recovery. `partial`: between the last finished step and a fault. `failed`: of a
+    start that ended in another fault. `slow`: cost of a straggler until the decision about it."""
 
     step: float
     overhead: float
@@ -152,7 +151,7 @@ def measured(records: Sequence[Event]) -> Figures:
 
 
 def _first_steps(records: Sequence[Event]) -> Iterator[tuple[float, float]]:
-    """Of each start after a fault: when it was seen to have recovered, and when its first step was done."""
+    """Yield for each start after a fault the time of its recovery, and that of its first step."""
     for i, record in enumerate(records):
         if isinstance(record, RunStarted):
             here = list(takewhile(lambda one: not isinstance(one, RunStarted), records[i + 1 :]))
@@ -248,7 +247,8 @@ class _Hurt(Site):
             self._await_next()
 
     def _copies(self, *, saved: bool = False) -> tuple[Copy, ...]:
-        """As in any run, but for the checkpoints: those that could be written, and what was saved when a node was taken away."""
+        """Return the copies of a usual run, except for checkpoints: those that could be written, and those saved when a node was taken
+        away."""
         step, others = self._step(), [copy for copy in super()._copies() if copy.tier is not Tier.STORE]
         self.saved = {at for at in self.saved if at <= step} | ({step} if saved else set())
         written = int((self.progress - self.plan.latencies.write) / self.plan.step_seconds)
@@ -337,6 +337,6 @@ class _Hurt(Site):
         self._decide(signs.DataDamaged(shard="", error=f"fault {one.number}", other_copy="a copy", **self._when()))
 
     def _kill_supervisor(self, one: Injection) -> None:
-        """The same command goes on from memory; the time in which nobody was there is not the run's."""
+        """The same command resumes from memory; the time in which nobody was there is not the run's."""
         self._stand_still()
         self._decide(signs.Started(**self._when()), spending=Spent.PERSON)

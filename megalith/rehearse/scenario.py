@@ -13,7 +13,7 @@ DAY, HOUR, YEAR = 86_400.0, 3_600.0, 365.25 * 86_400.0
 
 
 class Spent(StrEnum):
-    """What a moment of a simulated run went to; they add up to the wall time."""
+    """Use of a moment of a simulated run; the uses add up to the wall time."""
 
     USEFUL = "useful"
     CHECKPOINT = "checkpoint"
@@ -30,7 +30,7 @@ class Spent(StrEnum):
 
 @dataclass(frozen=True)
 class Outage:
-    """What takes `nodes` neighbouring nodes at once: `rate` a second for each such group, away for `hours` in the mean."""
+    """Outage of `nodes` neighbouring nodes at once: `rate` a second for each such group, away for `hours` in the mean."""
 
     name: str
     nodes: int
@@ -40,7 +40,7 @@ class Outage:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated. `nodes` in the mesh of each site; `fleet.spares` come on top. Rates are per node-hour, times in seconds.
+    """Subject of a simulation. `nodes` in the mesh of each site; `fleet.spares` come on top. Rates are per node-hour, times in seconds.
 
     `store_every`: seconds of work between checkpoints in the shared store. `planned`: planned stops a day. `sites`: each trains on its
     own between outer synchronisations, every `outer_every` seconds of work, which take `outer_seconds`; `outer` = "wait": all wait for
@@ -92,7 +92,7 @@ def scenario(
     sites: int = 1,
     **rest: Any,
 ) -> Scenario:
-    """What a cluster's specification says of faults, as a scenario; its devices are shared out among the sites.
+    """Turn a cluster's specification of faults into a scenario; its devices are divided among the sites.
 
     `planned`: with the planned stops of the cluster's fault table. Raises ValueError with everything that is wrong.
     """

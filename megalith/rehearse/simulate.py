@@ -171,7 +171,7 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _joined(plan: Scenario, sites: Sequence["Site"], alone: dict[Spent, float]) -> dict[Spent, float]:
-    """What is left of each site's own useful time when rounds of all sites must meet.
+    """Return what is left of each site's own useful time when rounds of all sites must meet.
 
     "skip" costs a site only the synchronisation. "wait" makes each round as long as its slowest site's; faults have no memory, so the
     time that the others stand still does not change when the next one comes.

@@ -20,7 +20,7 @@ from megalith.fleet.signs import Sign
 from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier
 from megalith.rehearse.arrivals import Fault, arrivals, planned_stops
 from megalith.rehearse.scenario import DAY, HOUR, Scenario, Spent
-from megalith.rehearse.tally import Fate, Tally
+from megalith.rehearse.tally import Effect, Tally
 
 STORE_KEEP = 3  # checkpoints in the shared store
 LIMIT = 2_000_000  # events of one life: more mean that the run never gets anywhere
@@ -72,7 +72,7 @@ class Site:
             )
         self._advance(self.horizon)
         for _, _, fault in self.wrong:
-            self.tally.settle(fault, Fate.UNSEEN)
+            self.tally.settle(fault, Effect.UNSEEN)
         self.seconds[Spent.USEFUL] += self.progress
         self._note_curve()
         return self
@@ -146,8 +146,8 @@ class Site:
             self.broken |= dict.fromkeys(names, self.now + fault.hours * HOUR)
         if idle:
             self._decide(self._lost(names), fault=fault)
-            if self.tally.fates[fault] is not Fate.RESTARTED:
-                self.tally.settle(fault, Fate.IDLE)
+            if self.tally.fates[fault] is not Effect.RESTARTED:
+                self.tally.settle(fault, Effect.IDLE)
         else:
             self._break(fault, names, slots[0])
 
@@ -176,7 +176,7 @@ class Site:
     def _see(self, sign: Sign, fault: Fault) -> None:
         """Decide about a fault, unless another one has ended the run meanwhile."""
         self._decide(sign, fault=fault)
-        self.tally.settle(fault, Fate.TOGETHER, if_open=True)
+        self.tally.settle(fault, Effect.TOGETHER, if_open=True)
 
     def _when(self) -> dict[str, Any]:
         return {"time": self.now, "step": self._step()}
@@ -204,7 +204,7 @@ class Site:
         factor = plan.reliability.slow_factor
         seen = plan.fleet.straggler_steps * plan.step_seconds * factor
         until = max(seen, replacing * factor / (factor - 1)) if factor > 1 else seen
-        self.tally.settle(fault, Fate.SLOWED)
+        self.tally.settle(fault, Effect.SLOWED)
         self._at(until, lambda: self._report_slow(fault, node, slot, replacing))
         self._at(fault.hours * HOUR, lambda: self.slow.pop(node, None))
 
@@ -230,7 +230,7 @@ class Site:
         """Wrong gradients are seen at the next verification, if there is one; until then every step is in vain."""
         every = self.plan.fleet.verify_every * self.plan.step_seconds
         if not every:
-            self.tally.settle(fault, Fate.UNSEEN)
+            self.tally.settle(fault, Effect.UNSEEN)
             return
         good = self.progress // every * every
         self.wrong.append((node, good, fault))
@@ -241,7 +241,7 @@ class Site:
             return
         self.wrong.remove((node, good, fault))
         if node not in self.state.placement:
-            self.tally.settle(fault, Fate.TOGETHER)
+            self.tally.settle(fault, Effect.TOGETHER)
             return
         self.broken[node] = self.now + fault.hours * HOUR
         step = int(good // self.plan.step_seconds)
@@ -272,7 +272,7 @@ class Site:
         return int(self.progress / self.plan.step_seconds + 1e-9)
 
     def _copies(self, *, saved: bool = False) -> tuple[Copy, ...]:
-        """What lies in the tiers while the ranks run: a function of how far they are. `saved`: all of it, in the store as well."""
+        """Return the copies in the tiers while the ranks run: a function of their progress. `saved`: all of it, in the store as well."""
         plan, fleet, step = self.plan, self.plan.fleet, self._step()
         base = self.state.restored.step
         found = []
@@ -373,7 +373,7 @@ class Site:
             ).state
 
     def _go_back(self, source: Source) -> None:
-        """What was done since `source` is lost."""
+        """Discard the work done since `source`."""
         self._stand_still()
         self.tally.restored[source.tier.value if source.tier else "the beginning"] += 1
         at = min(self.progress, source.step * self.plan.step_seconds) if source != BEGINNING else 0.0
@@ -381,7 +381,7 @@ class Site:
         self.progress = at
         for _, good, fault in self.wrong:
             if good >= at:
-                self.tally.settle(fault, Fate.TOGETHER)
+                self.tally.settle(fault, Effect.TOGETHER)
         self.wrong = [one for one in self.wrong if one[1] < at]
         self.slow = {node: since for node, since in self.slow.items() if node in self.state.placement}
         self._note_curve()

@@ -10,8 +10,8 @@ from megalith.fleet.signs import Sign
 from megalith.rehearse.arrivals import Fault
 
 
-class Fate(StrEnum):
-    """What a fault did to the run. Each fault has one, so the counts add up to the number of faults."""
+class Effect(StrEnum):
+    """Effect of a fault. Each fault has one, so the counts add up to the number of faults."""
 
     RESTARTED = "restarted the ranks"
     SHORT = "left the run short of nodes"
@@ -53,7 +53,7 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self.fates: dict[Fault, Fate] = {}
+        self.fates: dict[Fault, Effect] = {}
         self.restarts: Counter[Why] = Counter()
         self.restored: Counter[str] = Counter()
         self.stops = self.ended = 0
@@ -76,11 +76,11 @@ class Tally:
 
     def count(self, fault: Fault) -> None:
         """Count a fault whose fate is open yet."""
-        self.fates[fault] = Fate.OPEN
+        self.fates[fault] = Effect.OPEN
 
-    def settle(self, fault: Fault, fate: Fate, *, if_open: bool = False) -> None:
+    def settle(self, fault: Fault, fate: Effect, *, if_open: bool = False) -> None:
         """Set the fate of a fault; `if_open`: only if it has none yet."""
-        if not if_open or self.fates[fault] is Fate.OPEN:
+        if not if_open or self.fates[fault] is Effect.OPEN:
             self.fates[fault] = fate
 
     def leaves(self, fault: Fault) -> None:
@@ -97,23 +97,23 @@ class Tally:
             match order:
                 case Grow():
                     self.restarts[Why.GROWN] += 1
-                    self._over(fault, Fate.TOGETHER)
+                    self._over(fault, Effect.TOGETHER)
                 case Restart() | Shrink():
                     self.restarts[Why.FAULT if fault else _WHY.get(type(sign), Why.PLANNED)] += 1
-                    self._over(fault, Fate.RESTARTED)
+                    self._over(fault, Effect.RESTARTED)
                 case Wait():
-                    self._over(fault, Fate.SHORT)
+                    self._over(fault, Effect.SHORT)
                 case Stop():
-                    self._over(fault, Fate.STOPPED)
+                    self._over(fault, Effect.STOPPED)
                 case RerunStep() | SkipTier() if fault:
-                    self.settle(fault, Fate.IN_PLACE)
+                    self.settle(fault, Effect.IN_PLACE)
                 case _:
                     pass
 
-    def _over(self, fault: Fault | None, fate: Fate) -> None:
+    def _over(self, fault: Fault | None, fate: Effect) -> None:
         """Settle a fault, and with it those whose nodes left at the same time."""
         for other in self._leaving:
-            self.settle(other, Fate.TOGETHER)
+            self.settle(other, Effect.TOGETHER)
         self._leaving.clear()
         if fault:
             self.settle(fault, fate)

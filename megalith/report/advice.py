@@ -1,4 +1,4 @@
-"""What branches of other batches came to, as a table and as a picture."""
+"""Results of branches with other batches, as a table and as a picture."""
 
 import math
 

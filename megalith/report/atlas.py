@@ -56,7 +56,7 @@ def _limit(found: Atlas) -> str:
 
 
 Said = tuple[float, str]
-"""What colours a square, and what it says in large letters."""
+"""Colour value of a square, and its text in large letters."""
 
 
 def _mfu(best: Choice, found: Atlas) -> Said:

@@ -11,14 +11,14 @@ from megalith.report import svg, units
 from megalith.report.style import PAGE
 
 if TYPE_CHECKING:
-    from megalith.cost.foreseen import Line
+    from megalith.cost.foreseen import Comparison
     from megalith.prove.dryrun import DryRun
     from megalith.prove.meter import Memory
     from megalith.spec.problem import Problem
 
 
 def heading(run: "DryRun") -> str:
-    """Which rank this is, and what it has of the model."""
+    """Return the rank's place, and its part of the model."""
     counted = run.counted
     place = ", ".join(f"{axis} {at}" for axis, at in counted.coordinates.items())
     return (
@@ -26,7 +26,7 @@ def heading(run: "DryRun") -> str:
     )
 
 
-def memory(held: "Memory", lines: Mapping[str, "Line"], limit: int | None) -> Table:
+def memory(held: "Memory", lines: Mapping[str, "Comparison"], limit: int | None) -> Table:
     """Bytes by category; the column at the peak adds up."""
     table = _table("memory", "at the peak", "predicted", "gap", "at most", "between steps")
     for name in held.peak:
@@ -48,7 +48,9 @@ def course(moments: Sequence[Mapping[str, int]]) -> str:
     return svg.standalone(_course(moments))
 
 
-def page(name: str, run: "DryRun", lines: Mapping[str, "Line"], limit: int | None, problems: "Iterable[Problem]" = ()) -> str:
+def page(
+    name: str, run: "DryRun", lines: Mapping[str, "Comparison"], limit: int | None, problems: "Iterable[Problem]" = ()
+) -> str:
     """The dry run of run `name` as one HTML page that needs nothing else: memory over the step by category, and every table."""
     wrong = "".join(
         f'<li class="{one.severity}"><b>{one.severity}</b><span>{escape(one.reason)} {escape(one.way_out)}</span></li>'
@@ -94,7 +96,7 @@ def _course(moments: Sequence[Mapping[str, int]]) -> str:
     )
 
 
-def traffic(lines: Mapping[str, "Line"]) -> Table:
+def traffic(lines: Mapping[str, "Comparison"]) -> Table:
     """Collectives and messages by axis."""
     table = _table("axis", "collective", "calls", "predicted", "bytes", "predicted", "gap")
     table.columns[1].justify = "left"
@@ -108,7 +110,7 @@ def traffic(lines: Mapping[str, "Line"]) -> Table:
     return table
 
 
-def work(lines: Mapping[str, "Line"]) -> Table:
+def work(lines: Mapping[str, "Comparison"]) -> Table:
     """FLOPs by kind."""
     table = _table("FLOPs", "dry run", "predicted", "gap")
     for name in ("products", "attention"):
@@ -127,7 +129,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _sides(row: "Line") -> Sequence[str]:
+def _sides(row: "Comparison") -> Sequence[str]:
     """Counted, predicted, gap: in bytes."""
     return units.memory(row.counted), units.memory(row.foreseen), gap(row.gap)
 

@@ -1,4 +1,4 @@
-"""Where a run's time went, measured or simulated, as self-contained pictures."""
+"""Use of a run's time, measured or simulated, as self-contained pictures."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING

@@ -32,7 +32,7 @@ def schedule(name: str) -> str:
 
 
 def placements() -> str:
-    """Which of eight stages a rank holds, for the three placements that schedules use."""
+    """Draw which of eight stages a rank holds, for the three placements that schedules use."""
     kinds = {
         "interleaved, 2 chunks": ("interleaved", 4, 2),
         "a V (zb-v, dualpipev)": ("zb-v", 4, 2),
@@ -76,7 +76,7 @@ def hsdp() -> str:
 
 
 def tensor() -> str:
-    """What four tensor ranks have of a layer: its eight heads, its channels, and the tokens of a norm."""
+    """Draw the share of a layer on four tensor ranks: eight heads, channels, and the tokens of a norm."""
     ranks, heads, tokens = 4, 8, 16
     shown = {"attention's heads": heads, "the MLP's channels": 16, "vocabulary rows": 32, "tokens, in norms": tokens}
     rows = [
@@ -115,7 +115,7 @@ def context() -> str:
 
 
 def experts() -> str:
-    """Which of eight experts each of eight ranks holds, expert 4 x expert_tensor 2, beside the part of the work it does outside them."""
+    """Draw which of eight experts each of eight ranks holds, expert 4 x expert_tensor 2, beside its part of the work outside them."""
     plan = Plan(data=2, tensor=2, context=2, expert=4, expert_tensor=2)
     mesh, shown = Mesh.of(plan), 8
     cells = []
@@ -169,7 +169,7 @@ def recompute() -> str:
 
 
 def ahead() -> str:
-    """What the head and one further block see and predict at each of four positions."""
+    """Draw what the head and one MTP block see and predict at each of four positions."""
     rows = [
         [
             Cell(

@@ -80,7 +80,7 @@ class History:
 
     @property
     def branch(self) -> str:
-        """Where the run came from, in words, if it is a branch of another; else empty."""
+        """Return the origin of the run, in words, if it is a branch of another; else empty."""
         branch = self.spec.get("branch")
         if not branch:
             return ""

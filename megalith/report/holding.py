@@ -1,4 +1,4 @@
-"""Who holds what: each rank's place on the mesh, the parts of the model it has and what its share of them weighs."""
+"""Table of each rank's place on the mesh, its parts of the model, and the size of its share."""
 
 import re
 from collections.abc import Iterable, Sequence

@@ -130,7 +130,7 @@ class Follow:
         except OSError as error:
             if not self._away and (self._inode or not isinstance(error, FileNotFoundError)):
                 self._away = True
-                words = f"{self._path} cannot be read ({error.strerror}): the run goes on, and is shown again once it can be"
+                words = f"{self._path} cannot be read ({error.strerror}): training continues, and is shown again once the file can be read"
                 self._print(Text.assemble(("warning", "yellow"), f": {words}"))
             return []
         self._away = False
@@ -163,7 +163,7 @@ class Follow:
                 self._print(Text.assemble(("incident", "yellow"), f" at step {event.step}: {self._said_of(event)}"))
             case Recovery():
                 how = f"from {event.restored}" if event.restored else "in place"
-                self._print(Text.assemble(("going on", "green"), f" at step {event.step}, {how}"))
+                self._print(Text.assemble(("resumed", "green"), f" at step {event.step}, {how}"))
             case PhaseBegan():
                 self._print(Text.assemble(("phase", "cyan"), f": {event.words}"))
             case Skipped() | Spike() | Rewound() | Lowered():

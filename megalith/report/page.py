@@ -134,13 +134,13 @@ def _lost(run: History) -> str:
 
 
 def _signs(run: History) -> str:
-    """What suggests another plan."""
+    """Render signs that suggest another plan."""
     found = "".join(f'<li class="warning"><b>sign</b><span>{escape(sign)}</span></li>' for sign in signs(run))
     return f'<ul class="problems">{found}</ul>' if found else ""
 
 
 def _problems(run: History) -> str:
-    """What a person should know, the newest first, equal ones together."""
+    """Render the messages for a person, the newest first, equal ones together."""
     if not run.problems:
         return ""
     counted: dict[tuple[str, str], list[Problem]] = {}
@@ -263,7 +263,7 @@ def _buckets(values: Sequence[tuple[int, Mapping[str, float]]], *, most: int) ->
 
 
 def _memory(run: History) -> str:
-    """What each rank's share takes by category, and what was used over time."""
+    """Render each rank's share of memory by category, and the memory used over time."""
     figures: list[str] = []
     if run.holdings:
         chart = stacked_rows(_shares(run.holdings), {"weights": 0, "gradients": 1, "optimizer state": 2}, form=units.memory)
@@ -329,7 +329,7 @@ def _spikes(run: History) -> str:
 
 
 def _faults(run: History) -> str:
-    """Where every second went, and each incident from its beginning to its end; nothing while nothing went wrong."""
+    """Render the use of every second, and each incident from beginning to end; nothing while nothing went wrong."""
     found = ledger.post_mortems(run.events)
     if not found:
         return ""

@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def heading(found: Answer) -> str:
-    """What was asked, in a line."""
+    """Summarize the request in a line."""
     asked, cluster, train = found.asked, found.asked.cluster, found.asked.run.train
     tokens = train.seq_len * train.global_batch
     step = "of prompts" if asked.forward_only else "a step"
@@ -109,7 +109,7 @@ def _table(*columns: str) -> Table:
 
 
 def _again(plan: Plan) -> str:
-    """What is computed again in backward."""
+    """Describe the recomputation of a plan."""
     return {"none": "-", "selective": "+".join(plan.recompute_parts)}.get(plan.recompute, plan.recompute)
 
 
@@ -127,7 +127,7 @@ def seconds(value: float) -> str:
 
 
 def legend(found: Answer) -> str:
-    """What the columns mean."""
+    """Explain the columns."""
     device, search = found.asked.cluster.accelerator, found.found
     limit = f", of {device.memory / GIB:.1f}; plans leave {spare():.0%} free" if device.memory else ""
     denied = f", {search.refused:,} denied by `megalith check`" if search.refused else ""
@@ -206,7 +206,7 @@ def amount(value: float) -> str:
 
 
 def reasons(found: Answer) -> Table:
-    """What each neighbour of the best plan would cost."""
+    """Tabulate the cost of each neighbour of the best plan."""
     step = found.found.choices[0].estimate.time.step
     drawn = Table("one change", "step", "GiB", "", "what grows", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in drawn.columns[1:3]:

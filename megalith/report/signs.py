@@ -22,7 +22,7 @@ MOST = 0.5
 
 
 def signs(run: History) -> list[str]:
-    """What a person should look at; empty if nothing was seen."""
+    """Return what a person should look at; empty if nothing was seen."""
     return [*_tensor(run), *_taking_turns(run), *_experts(run)]
 
 

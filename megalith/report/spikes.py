@@ -1,4 +1,4 @@
-"""What the log says of spikes: a row for each, and how many answers there were."""
+"""Spikes in the log: a row for each, and the number of responses."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a run came to, in numbers: what tables show and `--json` prints."""
+"""Summary of a run in numbers: the values of tables and of `--json`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,7 @@ class Summary:
     goodput: float | None
     """The share of the time that was useful; None before any incident."""
     lost_seconds: dict[str, float]
-    """What the rest of the time went to."""
+    """Uses of the remaining time."""
     incidents: tuple[Incident, ...]
     skipped_lines: int
     """Lines of the log that hold no event."""

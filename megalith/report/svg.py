@@ -39,7 +39,7 @@ svg .box{fill:var(--soft);stroke:var(--line)}
 svg .soft{fill:var(--soft)}
 svg .bar:hover{opacity:.8}
 """ + "".join(f"svg .c{i}{{stroke:var(--c{i})}}svg .f{i}{{fill:var(--c{i})}}\n" for i in range(11))
-"""What the classes look like; a page includes it once, a stand-alone picture through `standalone`."""
+"""Style of the classes; a page includes it once, a stand-alone picture through `standalone`."""
 
 
 @dataclass(frozen=True)

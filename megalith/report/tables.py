@@ -1,4 +1,4 @@
-"""What a run came to, as tables for the terminal."""
+"""Tables that summarize a run for the terminal."""
 
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
 
 
 def _faults(found: Summary) -> list[tuple[str, str]]:
-    """Where the time went, once something has gone wrong; the newest incidents, with whom they blame and what they cost."""
+    """Return the use of time, once something has gone wrong; the newest incidents, with blame and cost."""
     if not found.incidents:
         return []
     lost = ", ".join(f"{cause} {units.duration(seconds)}" for cause, seconds in found.lost_seconds.items())

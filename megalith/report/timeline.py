@@ -1,4 +1,4 @@
-"""Who did what when, drawn: a predicted timeline and a measured one on the same axis, and the same as a trace for Perfetto."""
+"""Timelines, drawn: a predicted and a measured one on the same axis, and the same as a trace for Perfetto."""
 
 import re
 from collections import defaultdict

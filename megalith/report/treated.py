@@ -1,4 +1,4 @@
-"""Which parameters an optimizer updates in which way, as a table."""
+"""Table of an optimizer's rule for each parameter."""
 
 from collections.abc import Sequence
 

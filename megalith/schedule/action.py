@@ -1,4 +1,4 @@
-"""What a rank does, and in which order: actions, rows of them, and the schedule they make. Data only, with a text form.
+"""Actions of a rank, in order: actions, rows of them, and the schedule they make. Data only, with a text form.
 
 Stages are global numbers (0 .. stages-1), microbatches are numbers within one step. As text an action is stage, kind, microbatch:
 `0F3`, `7W0`, `1RECV_F0`, `2GATHER` (a stage's weights belong to no microbatch), and two computations that share a slot are
@@ -146,7 +146,7 @@ class Schedule:
 
     @cached_property
     def accumulates_in_order(self) -> bool:
-        """Whether every stage adds up its gradients in the order of the microbatches: such schedules give the same bits.
+        """True if every stage adds up its gradients in the order of the microbatches: such schedules give the same bits.
 
         Some weights get their gradient in I and some in W, so both halves must be in order, and a full backward among them. Two
         copies of a stage add up apart before they add to each other, which is another order.

@@ -51,7 +51,7 @@ def read(text: str) -> Schedule:
 
 @dataclass
 class _Draft:
-    """What has been read of a file so far, and what is wrong with it."""
+    """State of a reader: what it has read of a file so far, and its problems."""
 
     name: str = "file"
     numbers: dict[str, int] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class _Draft:
 
 
 def _misfits(draft: _Draft) -> Iterator[str]:
-    """What does not agree between the parts of a file whose lines are right."""
+    """Yield the contradictions between the parts of a file whose lines are right."""
     ranks = len(draft.rows)
     numbers: Mapping[str, int] = draft.numbers
     missing = [key for key in ("stages", "microbatches") if key not in numbers]

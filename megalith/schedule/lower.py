@@ -29,7 +29,7 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What each pipeline rank does in one step, communication included.
+    """Actions of each pipeline rank in one step, communication included.
 
     `rows[r]` holds the slots of pipeline rank r in order.
 
@@ -78,7 +78,7 @@ class Program:
 PARTNERS: Mapping[Kind, tuple[Kind, int]] = MappingProxyType(
     {"SEND_F": ("RECV_F", +1), "RECV_F": ("SEND_F", -1), "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", +1)}
 )
-"""What stands at the other end of a message, and how many stages on."""
+"""Partner of each message, and its distance in stages."""
 
 
 def partner(message: Action) -> Action:
@@ -148,7 +148,7 @@ def lower(schedule: Schedule, zero: int, *, ahead: int = 1) -> Program:
 
 
 def ends(schedule: Schedule, rank: int, zero: int) -> tuple[Row, Row]:
-    """What a rank of a bidirectional schedule begins with (gathers) and ends with (reductions, if it makes gradients at all)."""
+    """Return the gathers that a rank of a bidirectional schedule begins with, and the reductions it ends with (if it makes gradients)."""
     stages = schedule.stages_of(rank)
     trains = any(action.kind in WEIGHT_GRADIENTS for row in schedule.rows for action in computations(row))
     gathers = tuple(Action("GATHER", stage) for stage in stages if zero > 0)

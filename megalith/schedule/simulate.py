@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each of `ranks` ranks does when. `transfers` are messages under way, on the sender's rank, beside the computations."""
+    """Times of the actions of each of `ranks` ranks. `transfers` are messages in flight, on the sender's rank, beside the computations."""
 
     ranks: int
     spans: tuple[Span, ...]
@@ -73,14 +73,14 @@ class Timeline:
 
     @cached_property
     def rows(self) -> tuple[tuple[Span, ...], ...]:
-        """What each rank did, in order."""
+        """Actions of each rank, in order."""
         found: list[list[Span]] = [[] for _ in range(self.ranks)]
         for span in self.spans:
             found[span.rank].append(span)
         return tuple(map(tuple, found))
 
     def row(self, rank: int) -> tuple[Span, ...]:
-        """What one rank did, in order."""
+        """Return the actions of one rank, in order."""
         return self.rows[rank]
 
 
@@ -112,7 +112,7 @@ def simulate(program: Program, seconds: Seconds, transfer: float | Callable[[Act
 
 
 def blocked(program: Program) -> list[Wait]:
-    """Where ranks stand still for ever when the program runs; empty if it runs to its end."""
+    """Return where ranks wait for ever when the program runs; empty if it runs to its end."""
     return _Machine(program, lambda _: 0.0, lambda _: 0.0).run()
 
 
@@ -138,7 +138,7 @@ def in_flight(schedule: Schedule) -> list[int]:
 
 
 def _held(row: Row, saved: Sequence[float], waiting: Sequence[float]) -> list[float]:
-    """What each computation of a row adds to memory; in an overlap both are there before either is freed."""
+    """Return what each computation of a row adds to memory; in an overlap both are present before either is freed."""
 
     def change(action: Action) -> float:
         stage = action.stage
@@ -239,7 +239,7 @@ class _Machine:
         return None
 
     def _inputs(self, action: Action) -> list[Action]:
-        """What a computation uses: a receive from another rank or computations of its own."""
+        """Return the inputs of a computation: a receive from another rank or computations of its own."""
         kind, stage, i = action
         if kind == "W":
             return [Action("I", stage, i)]

@@ -27,7 +27,7 @@ Idle: TypeAlias = Callable[[int, int, int, float], float | None]
 """(ranks, microbatches, chunks, backward) -> how long a rank idles in a step"""
 
 FILE = "file:"
-"""What the name of a schedule from a file begins with."""
+"""Prefix of the name of a schedule from a file."""
 
 
 def _fixed(schedule: Callable[[int, int], Schedule]) -> Builder:

@@ -1,4 +1,4 @@
-"""What is wrong with a program, found before anything runs: a missing send is a line of text here, and a hang there."""
+"""Problems of a program, found before anything runs: a missing send is a line of text here, and a hang at run time."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator

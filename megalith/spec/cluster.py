@@ -1,4 +1,4 @@
-"""What a run runs on: accelerators with sourced figures, and clusters of them."""
+"""Hardware of a run: accelerators with sourced figures, and clusters of them."""
 
 import tomllib
 from functools import cache
@@ -87,7 +87,7 @@ ALIASES = {
     "tpuv6e": "tpu-v6e",
     "trillium": "tpu-v6e",
 }
-"""What people call accelerators of the catalogue for short: of several sizes, the one that clusters mostly have."""
+"""Short names of accelerators in the catalogue: of several sizes, the one that most clusters have."""
 
 OWN = 'Any other device can be described in a cluster file, as clusters/own-accelerator.toml of the sources does: cluster = "mine.toml".'
 

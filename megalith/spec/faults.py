@@ -12,10 +12,10 @@ from megalith.spec.base import Spec
 Shows = Literal[
     "crash", "bug", "hang", "node lost", "preemption", "straggler", "corrupt state", "not finite", "wrong gradient", "full disk"
 ]
-"""What a run sees of a fault: a rank's process dies; its program raises; nobody goes on; and so on."""
+"""Symptom of a fault in a run: a rank's process dies; its program raises; nobody makes progress; and so on."""
 
 Repair = Literal["none", "reboot", "part", "node", "maintenance"]
-"""What brings the node back: nothing is broken; a reset or a reboot; a part is replaced; the whole node is; its maintenance ends."""
+"""Repair of a node: nothing is broken; a reset or a reboot; a part is replaced; the whole node is; its maintenance ends."""
 
 
 class FaultCause(Spec):

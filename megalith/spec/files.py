@@ -39,7 +39,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read, and what is wrong with it. Values that are faulty are not in the spec: reading one raises AbsentError."""
+    """Result of reading: a spec and its problems. Values that are faulty are not in the spec: reading one raises AbsentError."""
 
     resolved: Resolved
     problems: list[Problem]
@@ -254,7 +254,7 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def read_setting(text: str) -> Layer:
-    """What `--set TEXT` says: "a.b=VALUE", a TOML value or else a word. Raises SpecErrors."""
+    """Parse `--set TEXT`: "a.b=VALUE", a TOML value or else a word. Raises SpecErrors."""
     name, equals, value = (part.strip() for part in text.partition("="))
 
     def problem(reason: str, way_out: str) -> SpecErrors:

@@ -20,14 +20,14 @@ class FleetSpec(Spec):
     )
     spares: NonNegativeInt = Field(default=0, description="warm nodes outside the mesh that take a lost node's place")
     no_spare: Literal["wait", "shrink", "stop"] = Field(
-        default="wait", description="when a node is gone and no spare is left; shrink: go on under `fallback`, not bitwise"
+        default="wait", description="when a node is gone and no spare is left; shrink: continue under `fallback`, not bitwise"
     )
     wait_limit: PositiveFloat = Field(
         default=3600.0,
-        description="seconds to wait for a node; then shrink if there is a fallback, else stop (exit status 71); to try the run's "
-        "last checkpoint again while there is no room for it; and to try to read one that is away",
+        description="seconds to wait for a node; then shrink if there is a fallback, else stop (exit status 71); also for space "
+        "for the run's last checkpoint, and for one that is away",
     )
-    fallback: Plan | None = Field(default=None, description="plan to go on with when too few nodes are left")
+    fallback: Plan | None = Field(default=None, description="plan to continue with when too few nodes are left")
     memory_every: NonNegativeInt = Field(
         default=1, description="steps between copies of the state into the node's shared memory; 0: none"
     )
@@ -43,13 +43,13 @@ class FleetSpec(Spec):
     digest: bool = Field(default=True, description="digest the state after each update and before the next: finds flips at rest")
     verify_every: NonNegativeInt = Field(
         default=0,
-        description="steps between recomputations of another replica's microbatch and of the buddy's update: what errs from then on is "
-        "found within so many steps, what errs once in one of these steps alone; 0: never",
+        description="steps between recomputations of another replica's microbatch and of the buddy's update. A persistent fault is "
+        "detected within this many steps, a one-off fault only in a verified step; 0: never",
     )
     verify: Literal["one", "all"] = Field(
         default="one",
-        description="microbatches recomputed then, apart from the step: an error that comes once is never found; all: every one, compared "
-        "with the step itself: it is found if its step is verified, one time in verify_every, always only with 1",
+        description="microbatches recomputed then. one: apart from the step, which never detects a one-off error; all: every one, "
+        "compared with the step itself, which detects it if its step is verified (always, if verify_every is 1)",
     )
     hang_factor: PositiveFloat = Field(default=3.0, description="a step may take this many times the rolling 99th percentile")
     hang_floor: PositiveFloat = Field(default=1.0, description="seconds without progress that are never called a hang")
@@ -82,7 +82,7 @@ class FleetSpec(Spec):
 
     @property
     def looks_before_start(self) -> bool:
-        """Whether a machine is looked at before ranks first start there."""
+        """True if a machine is checked before ranks first start there."""
         return self.recover and self.check == "start"
 
     @property

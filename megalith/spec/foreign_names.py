@@ -102,7 +102,7 @@ _GROUPS: dict[str, tuple[str, str]] = {
         "ranks that split each sequence.",
     ),
     "ep ep_size ep_degree expert_parallel expert_parallelism expert_parallel_size expert_parallel_degree "
-    "expert_model_parallel_size": ("plan.expert", "ranks that share out the experts, taken from the others."),
+    "expert_model_parallel_size": ("plan.expert", "ranks that divide the experts, taken from the others."),
     "etp expert_tensor_parallel_size": ("plan.expert_tensor", "ranks that split each expert's matrix products."),
     "sp sequence_parallel": ("plan.sequence", "true or false, with plan.tensor > 1."),
     "fsdp zero_stage zero_level sharding_strategy": ("plan.zero", ZERO),

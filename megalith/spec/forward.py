@@ -1,4 +1,4 @@
-"""Which values of a model its forward pass depends on, and how two models differ in them.
+"""The values of a model that its forward pass depends on, and how two models differ in them.
 
 Weights mean something only in the forward pass that they were trained with. A run that starts from other weights (`train.init_from`)
 therefore needs the same values, except for differences that it names (`train.init_from_changes`).

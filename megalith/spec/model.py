@@ -1,4 +1,4 @@
-"""What a model is: an embedding, a tuple of blocks, a head. Each part says all its sizes, so a pipeline stage is a slice."""
+"""Model: an embedding, a tuple of blocks, a head. Each part states all its sizes, so a pipeline stage is a slice."""
 
 from typing import Literal, Self
 
@@ -100,7 +100,7 @@ class MlpSpec(Spec):
 
 
 class RouterSpec(Spec):
-    """Which experts a token goes to, with which weights, and how the load is kept even.
+    """Router: the experts of a token, their weights, and the balance of the load.
 
     `set`s of tokens, over which load is measured, are fixed by the run, never by the plan: "sequence", "batch" (microbatch i of all
     data ranks; how many sequences that is, the plan decides that a run begins with, and no later one may change) or "global" (the

@@ -20,7 +20,7 @@ class Number:
     rate: str
     """Entry of `Accelerator.peak` that gives the rate of its matrix products."""
     scale: Literal["none", "tensor", "block"] = "none"
-    """What shares a scale."""
+    """Unit that shares a scale."""
     block: int = 0
     """Numbers in a block that shares a scale."""
     scale_bits: int = 0

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 from megalith.spec.state import GRADIENT, MASTER, Slot, bytes_each
 
 Unit = Literal["element", "tensor", "matrix"]
-"""What one value of an update depends on: its own element alone, a norm of its whole tensor, or its whole matrix."""
+"""Dependency of one value of an update: its own element alone, a norm of its whole tensor, or its whole matrix."""
 
 
 class Kind(NamedTuple):
@@ -15,7 +15,7 @@ class Kind(NamedTuple):
     rule: str
     """`module:Class` of the rule that updates weights (`train.optimizers.rule.Rule`); imported by the ranks that train."""
     slots: tuple[Slot, ...]
-    """What it keeps for each parameter between two updates."""
+    """Tensors that it keeps for each parameter between two updates."""
     unit: Unit = "element"
     passes: float = 1.0
     """How often an update reads and writes what it changes."""

@@ -15,12 +15,12 @@ from megalith.spec.quantity import Amount
 from megalith.spec.run import RunSpec
 
 RAMP, DATA = "train.batch_ramp", "data.phases"
-"""Where the points of a run file are."""
+"""Keys of the run file that hold the points."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """What changes from a sample on. `begin`: an amount of training, or a number of samples."""
+    """Changes that begin at a sample. `begin`: an amount of training, or a number of samples."""
 
     key: str
     begin: int | Amount
@@ -44,7 +44,7 @@ class Phase:
     keys: tuple[str, ...] = field(default=(), compare=False)
     """The points of the run file that it begins with."""
     set_by: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Which key of the run file set each value that is not the beginning's."""
+    """Key of the run file that set each value that is not the beginning's."""
 
     @property
     def values(self) -> tuple[int, int, int, dict[str, float] | None]:
@@ -53,7 +53,7 @@ class Phase:
 
     @property
     def words(self) -> str:
-        """What its steps read."""
+        """Describe what its steps read."""
         mixture = "" if self.weights is None else ", " + ", ".join(f"{name} {share:g}" for name, share in self.weights.items())
         return f"{self.global_batch:,} sequences of {self.seq_len:,} tokens a step{mixture}"
 

@@ -22,7 +22,7 @@ Recompute = Annotated[
 
 
 class StateSpec(Spec):
-    """Where a rank keeps what training goes on from: on its device, in its host's memory, or on its host's disk."""
+    """Location of the training state of a rank: on its device, in its host's memory, or on its host's disk."""
 
     optimizer: Place = Field(
         default="device",
@@ -60,9 +60,7 @@ class Plan(Spec):
     ulysses: PositiveInt = Field(
         default=1, description="of the context ranks, how many exchange heads for sequence instead; context: all of them"
     )
-    expert: PositiveInt = Field(
-        default=1, description="ranks that share out the experts; taken from data, context and tensor ranks"
-    )
+    expert: PositiveInt = Field(default=1, description="ranks that divide the experts; taken from data, context and tensor ranks")
     expert_tensor: PositiveInt = Field(default=1, description="ranks that split each expert's matrix products")
     pipeline: PositiveInt = Field(default=1, description="ranks that hold consecutive runs of layers")
     schedule: str = Field(default="1f1b", description="pipeline schedule: a name from the schedule table")

@@ -1,4 +1,4 @@
-"""What is wrong with a specification, said so that a person can act on it: value, reason, way out."""
+"""Problem of a specification, worded so that a person can act on it: value, reason, way out."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -179,16 +179,16 @@ class OptimizerSpec(Spec):
 
 
 ANSWERS = ("skip", "rewind", "lower", "stop")
-"""What a run may do about a spike, mildest first."""
+"""Responses to a spike, mildest first."""
 
 
 class StabilitySpec(Spec):
     """How a run answers a step whose numbers cannot be used, or are far outside what they were."""
 
     not_finite: Literal["stop", "skip"] = Field(
-        default="stop", description="loss or gradients that are NaN or infinite: end the run, or leave the update out and go on"
+        default="stop", description="loss or gradients that are NaN or infinite: end the run, or skip the update"
     )
-    skips: PositiveInt = Field(default=10, description="updates that a run may leave out in all; one more ends it")
+    skips: PositiveInt = Field(default=10, description="updates that a run may skip in all; one more ends it")
     watch: bool = Field(default=True, description="warn when the loss or the gradient norm leaves its band")
     window: int = Field(default=64, ge=8, le=1024, description="updates whose numbers make the bands: the newest ones")
     width: PositiveFloat = Field(
@@ -196,9 +196,9 @@ class StabilitySpec(Spec):
         description="where a band ends: standard deviations above the newest 16, of logarithms, from the median change of an update",
     )
     answers: tuple[Literal["skip", "rewind", "lower", "stop"], ...] = Field(
-        default=(), description="what a run does about a spike, mildest first; empty: it warns alone"
+        default=(), description="responses to a spike, mildest first; empty: only warn"
     )
-    patience: PositiveInt = Field(default=12, description="skip: updates left out in one spike before the next answer")
+    patience: PositiveInt = Field(default=12, description="skip: updates skipped in one spike before the next response")
     rewinds: PositiveInt = Field(default=5, description="rewind, lower: times that a run may do so")
     margin: NonNegativeInt = Field(
         default=2, description="rewind: steps that a good copy is older than the first number outside its band"
@@ -222,14 +222,14 @@ class LossScaleSpec(Spec):
 
 
 class BranchSpec(Spec):
-    """Where a run begins: the whole state of another run, as one of its checkpoints holds it. `megalith train --branch` fills it in."""
+    """Origin of a branch: the whole state of another run, from one of its checkpoints. `megalith train --branch` fills it in."""
 
     checkpoint: str = Field(description="folder of the checkpoint")
     updates: NonNegativeInt = Field(description="updates made when it was saved")
     samples: NonNegativeInt = Field(description="samples consumed when it was saved")
     steps: PositiveInt = Field(description="train.steps of the run that saved it, which its schedule is over")
     decay: NonNegativeInt = Field(
-        default=0, description="updates over which the learning rate falls to its lowest; 0: the schedule goes on"
+        default=0, description="updates over which the learning rate falls to its lowest; 0: the schedule continues"
     )
     skip: NonNegativeInt = Field(default=0, description="samples passed over")
 
@@ -250,7 +250,7 @@ class CheckpointSpec(Spec):
 
 
 class LogSpec(Spec):
-    """What is written besides the event log."""
+    """Output besides the event log."""
 
     tensorboard: bool = Field(default=False, description="also write a TensorBoard log (needs the extra `tensorboard`)")
 

@@ -1,4 +1,4 @@
-"""What a long run is simulated under, besides its cluster: every key of `megalith simulate --set KEY=VALUE`."""
+"""Conditions of a simulated long run, besides its cluster: every key of `megalith simulate --set KEY=VALUE`."""
 
 from typing import Literal
 

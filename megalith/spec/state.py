@@ -1,4 +1,4 @@
-"""What a rank keeps for a parameter: in which number format, where, and cut how. The only arithmetic of bytes a parameter. No torch."""
+"""Tensors that a rank keeps for a parameter: number format, place, and cut. The only arithmetic of bytes a parameter. No torch."""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
@@ -24,7 +24,7 @@ class Slot(NamedTuple):
     zero: int = 1
     """The ZeRO stage from which data ranks share it out (Rajbhandari et al. 2019, arXiv:1910.02054)."""
     lasting: bool = True
-    """Whether training goes on from it: it is in checkpoints, copies and digests."""
+    """True if training resumes from it: it is in checkpoints, copies and digests."""
 
     def shape_of(self, parameter: Sequence[int]) -> tuple[int, ...]:
         """The slot's shape for a parameter of this shape."""
@@ -59,7 +59,7 @@ def bytes_each(slots: Iterable[Slot]) -> float:
 
 
 def lasting(slots: Iterable[Slot]) -> tuple[Slot, ...]:
-    """Those that training goes on from: what a checkpoint holds and an update changes."""
+    """Return the slots that training resumes from: what a checkpoint holds and an update changes."""
     return tuple(slot for slot in slots if slot.lasting)
 
 

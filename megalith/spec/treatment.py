@@ -24,7 +24,7 @@ class Treatment(NamedTuple):
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """What is kept for the parameter between two updates."""
+        """Tensors kept for the parameter between two updates."""
         return OPTIMIZERS[self.kind].slots
 
 

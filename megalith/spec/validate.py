@@ -158,7 +158,7 @@ def kinds_of(annotation: Any) -> list[type[Spec]]:
 
 
 def _chosen(kinds: list[type[Spec]], value: Any) -> type[Spec] | None:
-    """Which of them `value` is meant to be, by its family or kind; None if it names none of them."""
+    """Return the kind that `value` is meant to be, by its family or kind; None if it names none of them."""
     if len(kinds) < 2:
         return kinds[0] if kinds else None
     if "family" in kinds[0].model_fields:
@@ -203,7 +203,7 @@ def _follows(fault: _Fault, meant: Collection[str], *, preset_failed: bool) -> b
 
 
 def _sound(spec: type[S], given: Tree, *, wrong: Collection[str], meant: Collection[str], path: tuple[str, ...] = ()) -> S:
-    """What is right of a table. Keys in doubt (`meant`, or of a table that is) are left out where they are not given."""
+    """Return the valid part of a table. Keys in doubt (`meant`, or of a table that is) are left out if they are not given."""
     kept: Tree = {}
     absent: list[str] = []
     for name, field in spec.model_fields.items():

@@ -66,17 +66,17 @@ class Host:
 
     @cached_property
     def memory(self) -> Path:
-        """Where this node keeps copies of the state."""
+        """Folder in which this node keeps copies of the state."""
         return memory_root(self.job.run_dir, f"{self.identity} {self.name}")
 
     @cached_property
     def disk(self) -> Path | None:
-        """Where it keeps copies on its disk; None: it does not."""
+        """Folder on disk in which this node keeps copies; None: none."""
         return disk_root(self.job.run_dir, f"{self.identity} {self.name}", self.fleet)
 
 
 def directs(place: Place | None) -> bool:
-    """Whether the process in this place directs the run: the engine's first, unless it joins a run that goes on."""
+    """True if the process in this place directs the run: the engine's first, unless it joins a run in progress."""
     return MEETING not in os.environ and place is not None and place.rank == 0
 
 
@@ -89,7 +89,7 @@ def serve_node(host: Host, place: Place | None) -> int:
     if place is None:
         raise ValueError(
             f"nothing says where this node meets the others. Start it with torchrun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and "
-            f"MASTER_PORT (rank 0 directs the run), or {MEETING}=tcp://HOST:PORT to join one that goes on"
+            f"MASTER_PORT (rank 0 directs the run), or {MEETING}=tcp://HOST:PORT to join one in progress"
         )
     _take_key(host, place.store, alone=place.world == 1)
     os.environ[MEETING] = meeting = _agree(place, "", seconds=host.job.start_timeout)  # should this process have to begin anew
@@ -110,12 +110,12 @@ def _take_key(host: Host, address: str, *, alone: bool = False) -> Key:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether "SCHEME://HOST:PORT" says that all who meet there are on one machine. Names are not looked up: machines may differ."""
+    """True if all who meet at "SCHEME://HOST:PORT" are on one machine. Names are not looked up: machines may differ."""
     return is_loopback(address.partition("://")[2].rpartition(":")[0].strip("[]"))
 
 
 def _agree(place: Place, meeting: str, *, seconds: float) -> str:
-    """Where all meet. An engine's own store only serves to say so: what earlier starts left in it must not be met."""
+    """Agree on the rendezvous address. The engine's own store only serves to announce it: keys from earlier starts must not be read."""
     if not place.engine_serves:
         return place.store
     store = dist.PrefixStore("megalith", tcp_store(place.store, serves=False, timeout=timedelta(seconds=seconds)))
@@ -289,7 +289,7 @@ def _serve(host: Host, meeting: str, *, order: int, cut_off: Callable[[str], NoR
 
 
 def _is_fit(host: Host, store: rendezvous.Store, *, seconds: float) -> bool:
-    """Whether this machine may join; one that is not fit says so here and to the controller, and has `seconds` to become it."""
+    """True if this machine may join. An unfit machine reports that here and to the controller, and has `seconds` to become fit."""
 
     def tell(why: str) -> None:
         print(f"this node ({host.name}) is not fit to join: {why}. {admission.ANYWAY}", file=sys.stderr, flush=True)

@@ -101,7 +101,7 @@ class Trainer:
 
     @property
     def gradient_scale(self) -> float:
-        """What gradients are multiplied by until they are added up."""
+        """Factor of the gradients until they are added up."""
         return 1.0 if self.state.scale is None else self.state.scale.value
 
 

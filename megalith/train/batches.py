@@ -1,4 +1,4 @@
-"""Which samples a rank computes in a step, and how they become microbatches."""
+"""Samples that a rank computes in a step, and their cut into microbatches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def indices(spec: RunSpec, *, first: int, data_rank: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Cut:
-    """What of a sample a rank gets to see, and what the model wants to know of it."""
+    """A rank's part of a sample, and the facts about it that the model reads."""
 
     masked: bool = False  # tokens see their own document only; otherwise rows are single documents
     ahead: int = 0  # further tokens that the model predicts

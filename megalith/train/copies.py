@@ -21,7 +21,8 @@ GOOD_COPIES = 2  # kept to go back to: one may be too young for a spike, and a s
 
 
 def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Memory | None:
-    """Where this rank's copies go; None: nowhere. All ranks of `group` call it together, and go without if one has no room for them."""
+    """Open the memory for this rank's copies; None: no copies. All ranks of `group` call it together, and go without if one has no room for
+    them."""
     spec, seat = trainer.spec, Seat.find()
     if seat.memory is None or not spec.fleet.memory_every:
         return None

@@ -1,4 +1,4 @@
-"""What becomes of a step's update: one pure decision from numbers that all ranks have, so that all ranks decide alike.
+"""Decision about a step's update: a pure function of numbers that all ranks have, so that all ranks decide alike.
 
 The plain step and post-validation both ask `decide` and carry out what it says. Clipping is a factor; numbers that are not finite are
 computed again, left out, or end the run; a spike is answered by the ladder of `stability.answers`. Each reason is a function from vitals
@@ -14,13 +14,13 @@ from megalith.train.stability.history import Departure, History
 from megalith.train.stability.loss_scale import Scale
 
 UNUSED = LossScaleSpec()
-"""Of a run without a loss scale."""
+"""Default of a run without a loss scale."""
 _TINY = 1e-6  # keeps the clipped norm below its limit in spite of rounding, as torch.nn.utils.clip_grad_norm_ does
 
 
 @dataclass(frozen=True)
 class Vitals:
-    """What all ranks know of a step before its update."""
+    """Numbers that all ranks know of a step before its update."""
 
     loss: float
     norm: float
@@ -33,11 +33,11 @@ class Vitals:
     tries: int = 0
     """How often this step was computed before, with numbers that were not finite or outside their bands."""
     repeatable: bool = False
-    """Whether somebody can compute the step again from the state it began with."""
+    """True if the step can be computed again from the state it began with."""
     attended: bool = False
-    """Whether somebody can find out about a spike, and rewind."""
+    """True if a healer is present, which can examine a spike and rewind."""
     sound: bool | None = None
-    """Whether the batch before still has the loss it had, in a spike; None: nobody looked."""
+    """True if the batch before still has the loss it had, in a spike; None: not examined."""
     scale: Scale | None = None
     """The loss scale that the step was computed with, if it was."""
 
@@ -48,7 +48,7 @@ class Vitals:
 
     @property
     def gradient_scale(self) -> float:
-        """What gradients were multiplied by."""
+        """Factor of the gradients."""
         return 1.0 if self.scale is None else self.scale.value
 
     @property

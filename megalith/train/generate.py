@@ -52,7 +52,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
 ) -> str:
-    """What the model writes after `prompt`, up to `tokens` tokens or the end of the text; also added to the run's events.
+    """Generate text after `prompt`, up to `tokens` tokens or the end of the text; also add it to the run's events.
 
     An empty prompt begins a new document. Raises ValueError where prompt and tokens are more than the model's context.
     """

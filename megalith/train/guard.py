@@ -33,7 +33,7 @@ Report = Callable[[Sign], None]
 
 
 class Guard:
-    """Of one rank. All ranks make theirs together and call its methods at the same steps; it is a `Watcher`.
+    """Per-rank state checker, a `Watcher`. Construction and every method are collective.
 
     `read` gives the samples of other data ranks. `memory`: where copies go, None: nowhere.
     """
@@ -69,7 +69,7 @@ class Guard:
     # --- the moments of a step ---
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """What was seen of the last step's gradients is over."""
+        """Discard the observations of the last step's gradients."""
         self.probe.next()
         self.probe.digests = self._verifies(step) and self.fleet.verify == "all"
 
@@ -88,7 +88,7 @@ class Guard:
             self.updates.begin(step)
 
     def updated(self, trainer: Trainer, step: int) -> None:
-        """What the update must have made; what is to be found when it rests no longer."""
+        """Verify the update, then record the digest expected before the next one."""
         if self.updates and self._verifies(step) and (rank := self.updates.check(step)) is not None:
             text = f"rank {rank}'s update of step {step + 1} is not what its copy and its gradients give"
             self._accuse(StateCorrupt(**self._here(step, rank), where="update"), text)
@@ -120,8 +120,8 @@ class Guard:
             self._accuse(StateCorrupt(**self._here(step, self.seat.rank), where="at rest"), text)
 
     def _of_scale(self) -> int:
-        """What the loss scale adds to the digest: it changes in a step that is left out, when nothing else may. `State` keeps it as a
-        number as well, so that a tensor that was altered is found."""
+        """Return the loss scale's part of the digest. It changes in a skipped step, when nothing else may. `State` keeps it as a number as
+        well, so that an altered tensor is detected."""
         scale = self.trainer.state.scale
         return 0 if scale is None else digest([torch.tensor(scale, dtype=torch.float32)])
 
@@ -194,7 +194,7 @@ class Guard:
         self._together(sign, str(error), reporter=origin or 0)
 
     def _elsewhere(self, step: int, origin: int) -> str:
-        """What the replica that computes `origin`'s samples gets."""
+        """Return the result of the replica that computes `origin`'s samples."""
         shift, mesh = self.recomputer.shift, self.trainer.groups.mesh
         if not shift:
             return "nobody to ask"
@@ -220,12 +220,12 @@ class Guard:
         return {"time": time.time(), "step": step, "slot": self.seat.slot_of(rank), "node": self.seat.node_of(rank), "rank": rank}
 
     def _accuse(self, sign: Sign, text: str) -> None:
-        """Of what this rank alone knows."""
+        """Report what this rank alone knows."""
         self.report(sign)
         raise Reported(text)
 
     def _together(self, sign: Sign, text: str, *, reporter: int) -> None:
-        """Of what all ranks know: one tells, and none ends before it has."""
+        """Report what all ranks know: one of them reports, and none ends before it has."""
         if self.seat.rank == reporter:
             self.report(sign)
         dist.barrier(group=self.trainer.groups.world)
@@ -303,7 +303,7 @@ class Replicas:
             self._work = dist.all_gather_into_tensor(self._everyone, own, group=self.world, async_op=True)
 
     def wait(self) -> list[Split]:
-        """Who does not hold what its replicas hold."""
+        """Return the ranks whose state differs from their replicas'."""
         if self._work is None:
             return []
         self._work.wait()

@@ -24,7 +24,7 @@ SLOW_SECONDS, SLOW_STEPS = 0.15, 3.0  # a slow rank works so much longer a step,
 
 
 def watcher(*, reads: Reads) -> "Injector | None":
-    """What brings this rank its faults; None where none are to come."""
+    """Return the injector of this rank's faults; None if none are planned."""
     found = hooks.find()
     return Injector(found, reads) if found is not None else None
 
@@ -74,7 +74,7 @@ class Injector:
                 flip(trainer, one)
 
     def _spoiler(self, one: Injection) -> Callable[[Tensor], Tensor]:
-        """What becomes of one parameter's gradient on the way to its reduction."""
+        """Return a function that alters one parameter's gradient on its way to the reduction."""
         came: list[int] = []
 
         def spoil(grad: Tensor) -> Tensor:

@@ -34,13 +34,13 @@ SPANS_EVERY = 100  # steps between drawings of the pipeline in the log
 
 
 class NotSavedError(RuntimeError):
-    """The state that a run ends with could not be saved. Copies in memory stay, and the same command goes on from them."""
+    """The state that a run ends with could not be saved. Copies in memory stay, and the same command resumes from them."""
 
     exit_code = ExitCode.LOST
 
 
 def nothing_left(done: int, *, steps: int) -> str:
-    """What a run does that is to be no longer than it is."""
+    """Warning for a run that has already reached train.steps."""
     return (
         f"{done} steps are done and train.steps = {steps}: nothing is left to train. "
         f"Set train.steps above {done} to go on, or start another run with --run-dir."
@@ -109,7 +109,7 @@ class Loop:
         self._save_failed = False
 
     def _data(self) -> Data:
-        """What this rank reads in any step since it began."""
+        """Return what this rank reads in any step since it began."""
         here, begin = self.trainer.groups.coordinates["data"], self.position
 
         def place(number: int) -> str:
@@ -195,7 +195,7 @@ class Loop:
         return stopping
 
     def _measure(self, done: Stepped) -> Measured:
-        """What this rank tells of a step with its next beat."""
+        """Return the measurements for this rank's next beat."""
         assert self._newest is not None
         breakdown = _went_to(done, self._newest)
         return Measured(done.step, float(done.memory["peak"]), breakdown | {"own": self._compute})
@@ -221,7 +221,7 @@ class Loop:
 
     @property
     def _doing(self) -> str:
-        """What a heartbeat says of a step: steps of another shape take another time."""
+        """Name the step's phase for the heartbeat: steps of another shape take another time."""
         first, now = self.phases.all[0], self.trainer.spec.train
         if (now.seq_len, now.global_batch) == (first.seq_len, first.global_batch):
             return "step"
@@ -284,7 +284,7 @@ class Loop:
         )
 
     def _noise_of(self, done: Stepped) -> dict[str, float]:
-        """What a step's event says of the noise of its gradients; empty where the plan does not show it."""
+        """Return the gradient noise of a step for its event; empty if the plan does not show it."""
         if done.noise is None:
             return {}
         signal, noise = (SMOOTHED * old + (1 - SMOOTHED) * new for old, new in zip(self._noise, done.noise, strict=True))
@@ -346,7 +346,7 @@ class Loop:
         self.checkpointer.save(self.step, state, told, asynchronous=asynchronous, check=self._look)
 
     def _settled(self) -> Position:
-        """Where the run stands, now that it is known whether the last update holds."""
+        """Return the position, now that it is known whether the last update holds."""
         return replace(self.position, updates=self.trainer.state.updates, history=self.trainer.state.history)
 
     def _look(self) -> None:

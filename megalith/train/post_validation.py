@@ -201,7 +201,7 @@ class LateStepper(Stepper):
         return train_step(self.trainer, done.microbatches, step=done.unchecked.step, **how, before=before)
 
     def _tell(self) -> list[Stepped]:
-        """Of the step before, which is checked."""
+        """Return the step before, which is validated now."""
         if self._open is None:
             return []
         done, self._open = self._open, None

@@ -35,7 +35,7 @@ Read = Callable[[int, int], Sequence[Samples]]
 
 
 class Probe:
-    """What this rank's gradients are before they are reduced: their digest, and whether they are finite."""
+    """Digest of this rank's gradients before their reduction, and whether they are finite."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.digests = False

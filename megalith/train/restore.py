@@ -1,4 +1,4 @@
-"""Where a run stands: its first step, its newest checkpoint, copies in the nodes' memory, or other weights to start from."""
+"""Start of a run: its first step, its newest checkpoint, copies in the nodes' memory, or other weights."""
 
 import hashlib
 import json
@@ -53,7 +53,7 @@ class Position:
 
 
 def meta(position: Position, *, spec: RunSpec, stream: Stream) -> dict[str, Any]:
-    """What a checkpoint says besides its tensors."""
+    """Return the contents of a checkpoint besides its tensors."""
     return {
         "position": {name: value for name, value in asdict(position).items() if name != "history"},
         "history": asdict(position.history),
@@ -154,12 +154,12 @@ def restore(
 
 
 def history_in(told: str) -> History:
-    """What is known of spikes in a copy that says `told` of itself."""
+    """Return the history of spikes in a copy with the text `told`."""
     return History.load(json.loads(told)) if told else History()
 
 
 def position_in(meta: Mapping[str, Any]) -> Position:
-    """Where a run stands that goes on from a checkpoint which says `meta` of itself. Those of earlier versions know of no spikes."""
+    """Return the position of a run that resumes from a checkpoint with this `meta`. Checkpoints of earlier versions know of no spikes."""
     known = meta.get("history")
     return Position(**meta["position"], history=History() if known is None else History.load(known))
 

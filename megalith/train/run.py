@@ -150,7 +150,7 @@ def _last_words(error: Exception, folder: Path, log: EventLog | None, *, rank: i
 
 
 def _watch_link() -> None:
-    """Where ranks are told by which interface they communicate, the first one of each node tells of it when it goes down."""
+    """Watch the network interface of the ranks, if it is known. The first rank of each node reports when it goes down."""
     name, seat = link.named(), Seat.find()
     if (
         name is None
@@ -273,7 +273,7 @@ def prepare(
 
 
 def holding_of(trainer: Trainer) -> Holding:
-    """What this rank holds of the model, and the bytes of its state."""
+    """Describe this rank's part of the model, and the bytes of its state."""
     sizes = trainer.state.bytes()
     return Holding(
         rank=trainer.groups.rank,

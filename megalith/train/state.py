@@ -1,4 +1,4 @@
-"""What this rank keeps for its parameters between two steps: the tensors of the state table (`spec.state`), by slot and by parameter."""
+"""Tensors that this rank keeps for its parameters between two steps: those of the state table (`spec.state`), by slot and by parameter."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

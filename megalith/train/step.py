@@ -281,7 +281,7 @@ def vitals_of(
     sound: bool | None = None,
     updates: int | None = None,
 ) -> Vitals:
-    """What all ranks know of a step, whose update is number `updates` (None: the next), and which was computed with this loss scale."""
+    """Return the numbers that all ranks know of a step with update number `updates` (None: the next), computed with this loss scale."""
     state = trainer.state
     return Vitals(
         totals.loss,
@@ -298,7 +298,7 @@ def vitals_of(
 
 
 def decision_of(trainer: Trainer, vitals: Vitals) -> Decision:
-    """What becomes of the update; the same on every rank."""
+    """Decide about the update; the same on every rank."""
     spec, history = trainer.spec, trainer.state.history
     return decide(vitals, optimizer=spec.optimizer, stability=spec.stability, history=history, loss_scale=spec.loss_scale)
 

@@ -88,7 +88,7 @@ class RunStore(dist.Store):
         return self._client.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these are there."""
+        """True if all of these keys are set."""
         return self._client.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

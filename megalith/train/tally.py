@@ -1,4 +1,4 @@
-"""What is known of a step: totals over all ranks, how even the load of the experts was, and what there is to tell of it."""
+"""Totals of a step over all ranks, balance of the experts' load, and the summary for the log."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -55,8 +55,8 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step's update besides the update itself. `skipped`: why it was left out, if it was, and whether a spike was why;
-    `events`: what the log is told of spikes; `overflow`: what a smaller loss scale is to help."""
+    """Result of a step besides its update. `skipped`: why it was skipped, if it was, and whether a spike was why; `events`: events about
+    spikes; `overflow`: the reason for a smaller loss scale."""
 
     skipped: str = ""
     spike: bool = False
@@ -69,7 +69,7 @@ NO_OUTCOME = Outcome()
 
 @dataclass(frozen=True)
 class Stepped:
-    """What one step did. Sums are over all ranks; `seconds` and `breakdown` are this rank's."""
+    """Result of one step. Sums are over all ranks; `seconds` and `breakdown` are this rank's."""
 
     step: int  # 0 is the first
     loss: float
@@ -89,7 +89,7 @@ class Stepped:
 
     @property
     def overflow(self) -> Overflow | None:
-        """What overflowed, if that is why the update was left out."""
+        """The overflow, if the update was skipped for one."""
         return self.outcome.overflow
 
     @property
@@ -174,7 +174,7 @@ def stepped(
     lr: float,
     seconds: float,
 ) -> Stepped:
-    """What there is to tell of a step whose work on this rank is done."""
+    """Summary of a finished step."""
     spec, executed = trainer.spec, accumulated.executed
     return Stepped(
         step=step,

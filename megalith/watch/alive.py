@@ -1,4 +1,4 @@
-"""Whether a run is well, in one look: what it does, how far it is, what is wrong."""
+"""Health of a run at a glance: what it does, how far it is, what is wrong."""
 
 import math
 from dataclasses import dataclass, field
@@ -117,7 +117,7 @@ def _money(found: Alive, source: Source) -> None:
 
 
 def _phase(found: Alive, source: Source, recent: dict[str, Any]) -> tuple[str, float]:
-    """What the ranks do now, as the log says it, and the usual seconds between two events meanwhile."""
+    """Return what the ranks are doing, according to the log, and the usual seconds between two events meanwhile."""
     each = np.diff(recent["time"])
     between = float(np.median(each)) if len(each) else 1.0
     if found.state != "running":

@@ -1,5 +1,5 @@
-"""What a training command does for those who watch: keeps the index of its log, and starts the page's server and what sends alerts, each as
-a process of its own."""
+"""Support of a training command for watchers: it keeps the index of its log, and starts the page's server and the sender of alerts,
+each as a process of its own."""
 
 import contextlib
 import os

@@ -215,7 +215,7 @@ def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iter
 
 
 def _of_step(source: Source) -> Iterator[Cause]:
-    """What the first rank's own account of its steps, and the log, say."""
+    """Yield causes from the first rank's own account of its steps, and from the log."""
     names = ["seconds", "data", "communication", "bubble", "other"]
     recent = source.recent(names, WINDOW)
     if len(recent["seconds"]) < ENOUGH:

@@ -1,5 +1,5 @@
-"""What a run's log says, kept so that a log of ten million steps need not be read: the numbers of steps as a pyramid, all other events in
-a file of their own. The process that trains keeps it in the run folder; who watches adds what is newer in a folder of its own."""
+"""Index of a run's log, so that a log of ten million steps need not be read: the numbers of steps as a pyramid, all other events in a file
+of their own. The training process keeps it in the run folder; a watcher adds newer lines in a folder of its own."""
 
 import json
 import math

@@ -122,7 +122,7 @@ def _why(source: Source) -> str:
 
 
 def rank_heatmap(source: Source, asked: Asked) -> dict[str, Any]:
-    """What each rank's seconds of a kind were, step by step: codes of `control.times`, rows of ranks by columns of steps, in base 64.
+    """Return each rank's seconds of a kind, step by step: codes of `control.times`, rows of ranks by columns of steps, in base 64.
 
     Asked: `row` (a kind of seconds, or "memory"), `sort` (rank, node, stage, data, slowest), `against` (stage: over the median of the ranks
     with the same part of the model; all), `from`, `to`, `columns`, `rows`.
@@ -189,12 +189,12 @@ def _grouped(cells: NDArray[np.uint8], rows: int) -> tuple[NDArray[np.uint8], li
 
 
 def _place(ranks: NDArray[np.int64], places: Mapping[str, NDArray[np.int64]]) -> dict[str, int]:
-    """Where the ranks of a row are, on axes where all are at the same place."""
+    """Return the place of a row's ranks on those axes where all are at the same place."""
     return {axis: int(at[ranks[0]]) for axis, at in places.items() if len(ranks) == 1 or (at[ranks] == at[ranks[0]]).all()}
 
 
 def what_if(source: Source, asked: Asked) -> dict[str, Any]:
-    """What makes steps long, who is to blame, what it costs and what to change; the dearest first."""
+    """Explain long steps: the rank to blame, the cost and the remedy; the most expensive first."""
     seconds = source.recent(["seconds"], causes.WINDOW)["seconds"]
     step = float(np.nanmedian(seconds)) if len(seconds) else None
     found = causes.causes(source)
@@ -242,7 +242,7 @@ def experts(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def incidents(source: Source, asked: Asked) -> dict[str, Any]:
-    """What went wrong, what was decided and what it cost; warnings and errors; nodes that are out, and spares."""
+    """Return incidents, decisions and their cost; warnings and errors; nodes that are out, and spares."""
     rows = []
     for one in list(source.incidents)[-SHOWN:]:
         end = source.recoveries.get(one.incident)
@@ -278,7 +278,7 @@ def samples(source: Source, asked: Asked) -> dict[str, Any]:
 
 
 def run(source: Source, asked: Asked) -> dict[str, Any]:
-    """What runs where: name, folder, model, machine, plan, versions, every value of the description and where it came from."""
+    """Describe the run: name, folder, model, machine, plan, versions, every value of the description and its source."""
     start, plan = source.start, source.plan
     return {
         "name": source.name,

@@ -1,4 +1,4 @@
-"""What the planner predicts of a run, computed in a process of its own: tracing a part takes torch and seconds, which a server must not
+"""The planner's prediction for a run, computed in a process of its own: tracing a part takes torch and seconds, which a server must not
 spend. `python -m megalith.watch.predict RUN_DIR` prints it as one JSON object."""
 
 import json

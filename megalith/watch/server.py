@@ -81,7 +81,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """What to open in a browser of this machine."""
+        """Address of the page in a browser of this machine."""
         return f"http://127.0.0.1:{self.port}/{self._token}/"
 
     @property
@@ -127,7 +127,7 @@ class Server:
                 print(f"alert: {alert.text}", file=sys.stderr, flush=True)
 
     def _look_for_causes(self, source: Source) -> bool:
-        """Whether what makes steps long is known anew. Only this thread changes a source, so it needs no lock to read one."""
+        """True if the causes of long steps are new. Only this thread changes a source, so it needs no lock to read one."""
         before = source.causes
         try:
             causes.refresh(source)

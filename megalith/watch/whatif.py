@@ -1,5 +1,5 @@
-"""What a step would take if something were as fast as the median: a step replayed by the simulator of its schedule, with each rank's
-measured own work (the what-if analysis of Lin et al. 2025, arXiv:2505.05713, section 3)."""
+"""A step with something as fast as the median: replayed by the simulator of its schedule, with each rank's measured own work (the what-if
+analysis of Lin et al. 2025, arXiv:2505.05713, section 3)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

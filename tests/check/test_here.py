@@ -1,4 +1,4 @@
-"""What one machine is short of for a run."""
+"""Shortages of one machine for a run."""
 
 import pytest
 

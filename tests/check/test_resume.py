@@ -1,4 +1,4 @@
-"""What a resumed run may change."""
+"""Changes that a resumed run may have."""
 
 from megalith.check import check_resume
 from megalith.check.resume import MAY_CHANGE

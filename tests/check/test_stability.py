@@ -1,4 +1,4 @@
-"""What a run does about spikes."""
+"""Rules about responses to spikes."""
 
 import pytest
 

@@ -34,7 +34,7 @@ def values(seed: int = 0) -> State:
 
 
 def zeros() -> State:
-    """As `values`, of zeros: what is loaded into."""
+    """Like `values`, but zeros: the destination of a load."""
     return {key: torch.zeros_like(value) for key, value in values().items()}
 
 

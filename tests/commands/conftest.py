@@ -54,7 +54,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[supervisor.Job]:
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What a rank's entry was called with, in place of the real one, which needs torch."""
+    """The arguments of a rank's entry, in place of the real one, which needs torch."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setitem(sys.modules, "megalith.train.run", SimpleNamespace(main=lambda **arguments: calls.append(arguments)))
     return calls

@@ -1,4 +1,4 @@
-"""What engines are given, as it is written and printed."""
+"""Input of engines, as it is written and printed."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What training starts, refuses, resumes and prints."""
+"""Training: what it starts, refuses, resumes and prints."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""What is said to a request to stop."""
+"""Answers to a request to stop."""
 
 import errno
 import os

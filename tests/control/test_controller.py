@@ -328,7 +328,7 @@ def test_a_file_that_changed_while_the_run_is_held_ends_it_before_any_rank_start
     kept.write_text("{ }")
     outcome = controller.run()
     assert outcome.code == ExitCode.FAILED
-    assert f"{kept} was changed while this run goes on" in outcome.message()
+    assert f"{kept} was changed while this run was in progress" in outcome.message()
     assert f"{kept} was changed" in _told(tmp_path)[-1]
     assert [event.reason for event in events.of_kind(events.read(tmp_path), RunFinished)] == ["failed"]
 

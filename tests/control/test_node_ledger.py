@@ -1,4 +1,4 @@
-"""What the ledger says of a node."""
+"""Status of nodes in the ledger."""
 
 from pathlib import Path
 from random import Random

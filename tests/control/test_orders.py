@@ -82,7 +82,7 @@ def _answers(folder: Path) -> list[str]:
 def test_a_run_that_is_to_save_goes_on_to_the_same_end(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert _run(folder, lambda: orders.write(folder, "save")).code == ExitCode.FINISHED
-    assert _answers(folder) == ["a person orders the state to be saved: the ranks save, and go on from there"]
+    assert _answers(folder) == ["a person orders the state to be saved: the ranks save, and resume from there"]
     for rank in range(RANKS):
         total = rank
         for step in range(STEPS):

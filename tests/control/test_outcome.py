@@ -119,9 +119,9 @@ def test_the_file_of_an_incident_holds_every_traceback_whole(tmp_path: Path):
     ("code", "said"),
     [
         (ExitCode.FINISHED, "finished"),
-        (ExitCode.STOPPED, "the same command goes on from there"),
-        (ExitCode.INTERRUPTED, "the same command goes on from the newest copy of the state"),
-        (ExitCode.TERMINATED, "the same command goes on from the newest copy of the state"),
+        (ExitCode.STOPPED, "the same command resumes from there"),
+        (ExitCode.INTERRUPTED, "the same command resumes from the newest copy of the state"),
+        (ExitCode.TERMINATED, "the same command resumes from the newest copy of the state"),
     ],
 )
 def test_an_end_without_a_failure_says_what_became_of_the_state(code, said):

@@ -1,4 +1,4 @@
-"""Who owns a run folder: by a lock on one machine, by a lease where others see the folder too."""
+"""Ownership of a run folder: by a lock on one machine, by a lease where others see the folder too."""
 
 import os
 import shutil
@@ -104,7 +104,7 @@ def test_which_file_systems_are_of_one_machine(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def leased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a file system that other machines see too."""
+    """Use leases, as on a file system that other machines see too."""
     monkeypatch.setattr(owner, "flock_serves", lambda folder: False)
     monkeypatch.setattr(owner, "POLL_SECONDS", 0.01)
 

@@ -67,7 +67,7 @@ def test_a_start_may_take_thrice_the_longest_one_so_far():
 
 
 def test_a_start_is_measured_by_those_that_read_from_as_slow_a_tier():
-    """What memory takes says nothing of what a store does: of the first start from it only the fixed limit is known."""
+    """Times of memory predict nothing about a store: for the first start from it only the fixed limit is known."""
     pace = Pace(120.0, 600.0, FLEET)
     memory, mixed = Source(3, Tier.MEMORY), Source(3, Tier.MEMORY, elsewhere=((1, Tier.STORE),))
     _steps(pace, first=3, count=3, seconds=0.1, source=memory, ready=4.0)

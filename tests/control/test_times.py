@@ -1,4 +1,4 @@
-"""What each rank's seconds went to is kept from the beats alone."""
+"""Each rank's seconds are kept from the beats alone."""
 
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_written_costs_the_record_alone(tmp_path: Path, 
     times.note(_beats(0))
     times.note(_beats(1))
     times.close()
-    assert "going on without it" in capfd.readouterr().err
+    assert "continuing without it" in capfd.readouterr().err
 
 
 def test_rows_lie_one_after_the_other() -> None:

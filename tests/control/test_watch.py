@@ -20,7 +20,7 @@ LIMIT = 10.0
 
 
 def _seconds_until_a_hang(monkeypatch: pytest.MonkeyPatch, queued: Callable[[float], float], beats: list[Beat]) -> float:
-    """Of two ranks that say nothing any more. `queued`: seconds they waited for a processor until then."""
+    """Return the seconds until two silent ranks are called hung. `queued`: seconds they waited for a processor until then."""
     clock, running = SimpleNamespace(now=0.0), {0, 1}
 
     def wait(seconds: float) -> list[Any]:
@@ -62,7 +62,7 @@ def test_ranks_that_wait_for_a_processor_do_not_hang_until_they_wait_for_somethi
 def _seconds_until_the_rest_is_ended(
     monkeypatch: pytest.MonkeyPatch, failures: list[tuple[float, Failure]]
 ) -> tuple[float, Outcome]:
-    """Of three ranks, of which some fail at their times. The outcome, too."""
+    """Return the seconds until the rest of three ranks is ended, some of which fail at their times, and the outcome."""
     clock, running, left = SimpleNamespace(now=0.0), {0, 1, 2}, list(failures)
 
     def wait(seconds: float) -> list[Any]:

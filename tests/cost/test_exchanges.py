@@ -83,7 +83,7 @@ Sends = Counter[tuple[str, str, str, float]]
 
 
 class Found(NamedTuple):
-    """What is known of a part on a rank."""
+    """A part on a rank."""
 
     shapes: dict[str, tuple[int, ...]]
     profile: Profile

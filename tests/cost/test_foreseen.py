@@ -1,8 +1,8 @@
-"""What is foreseen of a rank is what its dry run counts: exactly, where nothing is left to kernels, and but for padding of shares."""
+"""Predictions of a rank equal its dry run: exactly, unless left to kernels, and except for padding of shares."""
 
 import pytest
 
-from megalith.cost.foreseen import Line, foresee, of_run
+from megalith.cost.foreseen import Comparison, foresee, of_run
 from megalith.planner.beside import beside
 from megalith.spec.run import RunSpec
 from tests.prove.dry import dry
@@ -27,30 +27,30 @@ RUNS = {
 
 
 @pytest.fixture(scope="module", params=RUNS)
-def lines(request: pytest.FixtureRequest) -> dict[str, Line]:
+def lines(request: pytest.FixtureRequest) -> dict[str, Comparison]:
     spec: RunSpec = RUNS[request.param]
     return {line.name: line for line in beside(foresee(of_run(spec), rank=1), dry(spec, 1))}
 
 
-def test_products_and_attention_are_the_same_flops(lines: dict[str, Line]) -> None:
+def test_products_and_attention_are_the_same_flops(lines: dict[str, Comparison]) -> None:
     assert lines["work.products"].gap == 0
     assert lines["work.attention"].gap == pytest.approx(0)
 
 
-def test_weights_gradients_and_messages_are_the_same_bytes(lines: dict[str, Line]) -> None:
-    """Those of the tensor axis but for a few numbers a token of the loss."""
+def test_weights_gradients_and_messages_are_the_same_bytes(lines: dict[str, Comparison]) -> None:
+    """On the tensor axis, except for a few numbers a token of the loss."""
     found = {name: line for name, line in lines.items() if name.endswith(".bytes") and line.counted > 4096}
     assert found
     for name, line in found.items():
         assert line.gap == pytest.approx(0, abs=0.005), (name, line)
 
 
-def test_state_is_near_what_is_counted(lines: dict[str, Line]) -> None:
+def test_state_is_near_what_is_counted(lines: dict[str, Comparison]) -> None:
     assert lines["memory.optimizer"].gap == pytest.approx(0, abs=0.02)
     assert lines["memory.weights"].gap == pytest.approx(0, abs=0.3)  # which parts are whole depends on the moment of the peak
 
 
-def test_gradients_are_those_of_the_stages_that_are_in_backward(lines: dict[str, Line]) -> None:
+def test_gradients_are_those_of_the_stages_that_are_in_backward(lines: dict[str, Comparison]) -> None:
     """Within a block: how far the one in backward has come, the moment of the peak says."""
     line = lines["memory.gradients"]
     block = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32)
@@ -68,6 +68,6 @@ def test_weights_of_blocks_that_predict_further_tokens_are_kept_and_travel() -> 
 
 
 def test_a_gap_is_a_share_of_what_was_counted() -> None:
-    assert Line("memory.weights", 110.0, 100.0).gap == pytest.approx(0.1)
-    assert Line("memory.weights", None, 100.0).gap is None
-    assert Line("traffic.pipeline.send.bytes", 5.0, 0).gap is None
+    assert Comparison("memory.weights", 110.0, 100.0).gap == pytest.approx(0.1)
+    assert Comparison("memory.weights", None, 100.0).gap is None
+    assert Comparison("traffic.pipeline.send.bytes", 5.0, 0).gap is None

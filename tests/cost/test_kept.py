@@ -1,4 +1,4 @@
-"""What a function gave is kept on disk until the code that it stands on changes."""
+"""A function's result is kept on disk until the code under it changes."""
 
 from pathlib import Path
 from typing import Any

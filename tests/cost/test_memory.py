@@ -59,7 +59,7 @@ STATES = [
 @pytest.mark.parametrize("sizes", STATES, ids=str)
 @pytest.mark.parametrize("model", [dense(2), mixture(2)], ids=["dense", "experts"])
 def test_a_rank_s_share_of_the_state_is_the_one_that_the_trainer_keeps(model, sizes):
-    """What `parallel.apply` builds on a fake world: whole weights below ZeRO 3, and the shares that the optimizer updates."""
+    """Compare with what `parallel.apply` builds on a fake world: whole weights below ZeRO 3, and the shares that the optimizer updates."""
     plan = Plan(**{**sizes, "expert": sizes.get("expert", 1) if isinstance(model.blocks[0].mlp, MoeSpec) else 1})
     with groups_of(plan.ranks, rank=0):
         groups, meta = Groups.build(Mesh.of(plan), device="cpu"), torch.device("meta")
@@ -94,7 +94,7 @@ def test_a_rank_of_uneven_chunks_keeps_what_its_schedule_says():
 
 
 DENSE_FIRST = mixture(14).model_copy(update={"blocks": dense(3).blocks + mixture(11).blocks})
-"""As DeepSeek-V3: the first blocks have no experts, and are smaller."""
+"""Like DeepSeek-V3: the first blocks have no experts, and are smaller."""
 
 SPLIT = [
     Plan(pipeline=8),
@@ -145,7 +145,7 @@ def test_a_rank_holds_the_weights_that_its_stage_has(head: dict[str, Any], pipel
 
 
 def test_a_schedule_from_a_file_is_its_own_number_of_microbatches(tmp_path: Path):
-    """Which is neither taken for another, nor built for another."""
+    """It is neither taken for another one, nor built for another one."""
     written = schedules.build("1f1b", ranks=4, microbatches=13)
     (tmp_path / "mine.txt").write_text(schedules.dump(written))
     plans = [Plan(pipeline=4, schedule=name) for name in (f"file:{tmp_path / 'mine.txt'}", "1f1b")]

@@ -93,7 +93,7 @@ PLANS = [
     Plan(microbatch=micro, tensor=tensor, recompute=recompute)
     for micro in (1, 2, 3, 4, 8) for tensor in (1, 2) for recompute in ("none", "full", "every:2")
 ]  # fmt: skip
-"""Of more than MANY parts: several processes trace them."""
+"""More than MANY parts: several processes trace them."""
 
 
 def test_many_parts_traced_by_several_processes_are_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_what_ran_before_the_host_knew_the_numbers_does_not_hide_the_start_of_th
 
 
 def started(model, phases=("F", "I", "W"), *, format="bf16", operation=1.0, launch=0.0, **practice) -> float:
-    """What the host starts for a block: operations, or, with other weights, the kernels launched within them."""
+    """Return the launches of a block: operations, or, with other weights, the kernels launched within them."""
     load = workload(model, Plan(), practice=Practice(**practice))
     setting = Setting.of(load, FIGURES)
     counting = replace(setting, generation=replace(setting.generation, host=operation, launch=launch))
@@ -72,7 +72,7 @@ def test_scales_in_blocks_are_further_kernels_where_nothing_fuses_them():
 
 
 def test_a_loop_over_experts_is_one_operation_whose_kernels_are_launched():
-    """Of eight experts seven are launched within each operation: two products in forward, four in backward."""
+    """Seven of eight experts are launched within each operation: two products in forward, four in backward."""
     assert started(mixture(experts=8)) == started(mixture(experts=2))
     assert started(mixture(experts=8), operation=0.0, launch=1.0) == 6 * 7
     assert started(mixture(experts=8), operation=0.0, launch=1.0, grouped=True) == 0

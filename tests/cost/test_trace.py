@@ -223,7 +223,7 @@ def test_mamba_is_split_by_its_groups():
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_trace_is_the_same_each_time(recompute: str):
-    """What is known of a tensor that is gone is not taken for one that came to lie where it lay."""
+    """A tensor that is gone is not mistaken for one that later lies at the same address."""
     layout = changed(tensor=2, recompute=recompute, regather=True, kept=1, expert=2)
     model = mixture(1, 16, hidden=512)
     assert len({trace_block(model, 0, layout).saved for _ in range(40)}) == 1

@@ -1,4 +1,4 @@
-"""What several findings share."""
+"""Fixtures that several findings share."""
 
 from pathlib import Path
 

@@ -33,7 +33,7 @@ class IncomparableError(Exception):
 
 @dataclass(frozen=True)
 class Said:
-    """What a command answered."""
+    """Answer of a command."""
 
     status: int
     stdout: str
@@ -76,7 +76,7 @@ class Running:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
+        """Output so far."""
         return self._output.read_text(encoding="utf-8", errors="replace")
 
     @property

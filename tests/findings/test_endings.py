@@ -65,7 +65,7 @@ def test_c10_the_documented_table_is_what_its_command_prints(tmp_path: Path) -> 
 
 
 def test_c10_a_picture_tells_its_parts_apart_and_says_what_it_shows(tmp_path: Path) -> None:
-    """Where a run waits for nodes and for a person both, and is planned and stopped."""
+    """The run waits for nodes and for a person, and is planned and stopped."""
     asked = ["--spares", "0", "--set", "fleet.no_spare=stop", "--set", "planned=1", "--out", "goodput.svg"]
     assert megalith(*LARGE, *asked, at=tmp_path).status == 0
     space = "{http://www.w3.org/2000/svg}"
@@ -149,7 +149,7 @@ def test_c2_a_run_folder_that_is_away_for_a_while_ends_no_run(run: Endless, tmp_
 
 
 def test_c3_emptied_shared_memory_restarts_nobody(run: Endless) -> None:
-    """As when a user logs out (RemoveIPC), or by a cleaner of temporary files."""
+    """A logout (RemoveIPC) or a cleaner of temporary files does this."""
     kept = {Path(one.path).parents[1] for rank in run.command.ranks() for one in rank.memory_maps() if "/own-" in one.path}
     assert kept, "the state is copied to shared memory"
     for folder in kept:

@@ -230,7 +230,7 @@ def test_a15_a_checkpoint_whose_manifest_is_gone_is_named(at: Path) -> None:
 
 
 def test_a8_under_another_launcher_a_folder_has_one_owner_too(at: Path) -> None:
-    """As torchrun starts them: nothing locked the folder."""
+    """The processes start like under torchrun: nothing locked the folder."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     words = ["train", "run.toml", "--run-dir", "launched", "--set", "train.steps=100000"]
     with contextlib.ExitStack() as stack:

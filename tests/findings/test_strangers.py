@@ -19,7 +19,7 @@ AGENTS = ["--set", "fleet.nodes=2", "--set", "plan.data=2"]
 
 @pytest.fixture(scope="module")
 def port() -> int:
-    """Where the agents meet."""
+    """Port of the agents' store."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
@@ -60,7 +60,7 @@ def test_b2_copies_in_shared_memory_are_nobody_elses(agents: list[Running]) -> N
 
 
 def _open_to_others(mapped: set[Path]) -> set[str]:
-    """Which of these files in shared memory, and of the folders above them, others may read or write."""
+    """Return those files in shared memory, and folders above them, that others may read or write."""
     kept = {
         path for file in mapped for path in (file, *file.parents) if path.parts[:3] == ("/", "dev", "shm") and len(path.parts) > 3
     }

@@ -100,7 +100,7 @@ def beats(run_dir: Path, *, ranks: int) -> list[tuple[str, int]]:
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """True if a process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""What the ranks of these tests do. No torch but where it is named, so that they start in milliseconds."""
+"""Entries of the ranks in these tests. No torch unless it is named, so that they start in milliseconds."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""What each kind of fault does to a process, its connections and its files."""
+"""Effects of each kind of fault on a process, its connections and its files."""
 
 import faulthandler
 import os
@@ -69,7 +69,7 @@ def _befall(kind: str, seat: Seat, *, step: int = 4) -> int:
 
 
 def _held(seat: Seat, *, disk: bool = False) -> dict[str, list[bool]]:
-    """Which nodes hold copies in memory, or on disk, and whether they are intact."""
+    """Return the nodes that hold copies in memory, or on disk, and whether they are intact."""
     root = seat.disk if disk else seat.memory
     assert root is not None
     found = {node: [p.intact for p in copies.pieces(node_folder(root, node), key=KEY)] for node in seat.placement}

@@ -1,4 +1,4 @@
-"""What runs leave in shared memory, and who clears it away."""
+"""Leftovers of runs in shared memory, and their removal."""
 
 import os
 import shutil
@@ -166,7 +166,7 @@ def test_a_disk_that_cannot_be_written_to_keeps_no_node_from_joining(shared: Pat
 
 
 def _planted(run: Path) -> Path:
-    """What somebody made who foresaw the name of a run's folder: everybody may write to it."""
+    """Make a folder that an attacker who predicted the name of a run's folder would make: everybody may write to it."""
     folder = memory_root(run, "identity")
     folder.mkdir()
     folder.chmod(0o777)
@@ -273,7 +273,7 @@ def test_ranks_get_the_key_from_their_environment_and_no_file_holds_it(
 def test_memory_that_somebody_removes_is_made_anew_and_loses_no_node(
     shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a cleaner of temporary files does, or systemd when its user logs out. A rehearsed node without its own folder is lost."""
+    """A cleaner of temporary files does this, or systemd when its user logs out. A rehearsed node without its own folder is lost."""
     for names, removed, lost in (("0",), "", ()), (("0",), "node-0", ()), (("0", "1"), "", ()), (("0", "1"), "node-1", ("1",)):
         run = tmp_path / f"run-{len(names)}{removed}"
         memory = roots.memory_root(run, "spec")

@@ -1,4 +1,4 @@
-"""What a rank makes of its entry's end."""
+"""A rank's exit, from the end of its entry."""
 
 import json
 import os

@@ -192,7 +192,7 @@ def test_an_agent_without_room_to_start_ranks_waits_for_some_and_takes_orders_me
 
 
 def test_no_start_is_ordered_while_the_run_folder_is_full(tmp_path: Path) -> None:
-    """Who directs waits for room, as it does where the nodes are of its own machine."""
+    """The controller waits for space, as it does when the nodes are of its own machine."""
     store = Dictionary()
     nodes = RemoteNodes(store, Job("nobody:calls", {}, ranks=1, run_dir=tmp_path), FleetSpec())
     letters.orders(store, store.add(letters.JOINED, 1))

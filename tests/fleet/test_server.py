@@ -1,4 +1,4 @@
-"""What the fork server refuses: it must stay fit to be forked."""
+"""Refusals of the fork server: it must stay safe to fork."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a computation allocates, seen operation by operation."""
+"""Allocations of a computation, operation by operation."""
 
 from typing import Any
 

@@ -65,7 +65,7 @@ def test_the_plain_finish_is_its_definition_and_stays_within_the_cap():
 
 
 def test_a_weight_used_several_times_gets_the_sum_of_its_gradients():
-    """As multi-token prediction uses it: one output, several losses with different factors."""
+    """Multi-token prediction uses it like this: one output, several losses with different factors."""
     hidden, weight, targets = inputs()
     shared, single = weight.clone().requires_grad_(), torch.zeros_like(weight)
     total = torch.zeros(())

@@ -1,4 +1,4 @@
-"""Who may start, and who may come back."""
+"""Admission of machines: at the start, and on return."""
 
 import errno
 import json
@@ -170,7 +170,7 @@ def test_a_check_that_breaks_off_is_one_that_was_not_passed(tmp_path: Path, monk
 
 
 def test_a_run_folder_whose_store_is_away_fails_and_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits to be fit may yet see it come back."""
+    """A node that waits to be fit may yet see the store come back."""
 
     present = Path.stat
 

@@ -1,4 +1,4 @@
-"""What a machine has to train with."""
+"""Resources of a machine for training."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a machine is, told without torch."""
+"""Description of a machine, without torch."""
 
 import sys
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.machine.describe import Gpu, describe, processor, read_gpus
+from megalith.machine.describe import GpuModel, describe, processor, read_gpus
 
 X86 = "processor\t: 0\nmodel name\t: Intel(R) Xeon(R) Platinum 8481C\nflags\t\t: fpu avx2{}\n\nprocessor\t: 1\n"
 
@@ -22,12 +22,12 @@ def test_a_system_that_does_not_say_is_not_guessed(tmp_path: Path) -> None:
 
 
 def test_gpus_are_read_as_nvidia_smi_prints_them() -> None:
-    h100 = Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, True, "550.54")
+    h100 = GpuModel("NVIDIA H100 80GB HBM3", 81559 * 2**20, True, "550.54")
     text = (
         "NVIDIA H100 80GB HBM3, 81559, 9.0, 550.54\n" * 2
         + "Tesla V100-SXM2-32GB, 32768, 7.0, 550.54\nNo devices\n[N/A], x, y, z\n"
     )
-    assert read_gpus(text) == [h100, h100, Gpu("Tesla V100-SXM2-32GB", 2**35, False, "550.54")]
+    assert read_gpus(text) == [h100, h100, GpuModel("Tesla V100-SXM2-32GB", 2**35, False, "550.54")]
 
 
 def test_this_machine_is_described_in_rows_that_name_everything() -> None:
@@ -38,5 +38,5 @@ def test_this_machine_is_described_in_rows_that_name_everything() -> None:
     assert found.processors >= 1 and found.torch is not None
     assert "none found" in dict(replace(found, gpu_count=0, gpus=()).rows())["GPUs"]
     assert "unknown" in dict(replace(found, gpu_count=None, gpus=()).rows())["GPUs"]
-    two = replace(found, gpu_count=2, gpus=(Gpu("H100", 2**36, True, "1"),) * 2).rows()
+    two = replace(found, gpu_count=2, gpus=(GpuModel("H100", 2**36, True, "1"),) * 2).rows()
     assert two[-2:] == [("GPUs", "2 usable"), ("", "2 x H100, 64.0 GiB, bf16, driver 1")]

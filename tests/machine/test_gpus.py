@@ -1,4 +1,4 @@
-"""What GPUs say is read and judged right. The samples are written by hand after the programs' documented layouts, not recorded."""
+"""Output of GPU tools is read and judged right. The samples are written by hand after the programs' documented layouts, not recorded."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the system says this process holds, and what it ever held."""
+"""Memory that this process holds, and ever held, according to the system."""
 
 from megalith.machine.resident import most_resident_bytes, resident_bytes
 from tests.ranks import run_ranks

@@ -303,7 +303,7 @@ def test_without_data_tokens_are_dealt_and_nothing_is_asked(name: str) -> None:
 
 
 def test_steps_run_as_graphs_of_their_own_give_the_same_gradients() -> None:
-    """As an executor runs them: tensors cut at each step, gradients carried by hand."""
+    """An executor runs them like this: tensors cut at each step, gradients carried by hand."""
     moe, plain, x = build(V3), build(V3), tokens()
     grad = torch.randn(ROWS, SEQ, DIM)
     plain(x, batch()).backward(grad)

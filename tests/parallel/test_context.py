@@ -314,7 +314,7 @@ def test_gathering_keeps_no_more_than_a_ring_though_it_needs_more_for_a_moment()
 
 
 def order(rank: int, ranks: int) -> list[str]:
-    """What a rank does in a ring's forward, in order."""
+    """Return the actions of a rank in a ring's forward, in order."""
     events: list[str] = []
     pass_on = Line.pass_on
 

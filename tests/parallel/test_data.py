@@ -1,4 +1,4 @@
-"""What data parallelism sends is what the Program says, so often; a promise counts the bytes."""
+"""Data parallelism sends what the Program says, as often; a promise counts the bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -84,7 +84,7 @@ def tokens() -> tuple[Tensor, Tensor]:
 
 
 class Share:
-    """Which tokens of the whole batch a rank works on."""
+    """The tokens of the whole batch that a rank works on."""
 
     def __init__(self, groups: Groups, plan: Plan) -> None:
         here = groups.coordinates

@@ -83,5 +83,5 @@ def _made(rank: int, mesh: Mesh) -> int:
 
 
 def test_an_axis_of_all_ranks_is_the_group_they_met_in():
-    """Of seven axes two have all ranks and need no group of their own; there are six groups beside those of axes."""
+    """Two of seven axes have all ranks and need no group of their own; there are six groups beside those of axes."""
     assert run_ranks(_made, 2, Mesh(data=2)) == [11, 11]

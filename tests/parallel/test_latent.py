@@ -27,7 +27,7 @@ def _spec(plan: dict[str, Any], *, tied: bool) -> RunSpec:
 
 
 def _train(rank: int, spec: RunSpec) -> tuple[Recording, list[set[str]]]:
-    """What the run did; of each stage here, which names of the head are one parameter with the embedding."""
+    """Return the recording of the run and, for each stage here, the names of the head that are one parameter with the embedding."""
     trainer, same = trainer_of(spec), []
     for stage in trainer.stages.values():
         names = dict(stage.named_parameters(remove_duplicate=False))

@@ -126,7 +126,7 @@ class Watched:
 
 
 def _watch(rank: int, pieces: int, sequence: bool) -> tuple[list[bool], list[bool]]:
-    """Of each journey of a block's forward and of its backward, whether a product was computed meanwhile."""
+    """Return for each dispatch of a block's forward, and of its backward, whether a product was computed meanwhile."""
     groups = Groups.build(Mesh(tensor=2), device="cpu")
     block, batch = _block(llama(layers=1), Split(groups.tensor, sequence=sequence, pieces=pieces))
     share = SEQ // 2 if sequence else SEQ

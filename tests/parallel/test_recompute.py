@@ -94,7 +94,7 @@ def test_only_the_named_blocks_run_their_mlp_again(name):
 
 @pytest.mark.parametrize("part", check.PARTS)
 def test_every_part_that_check_knows_can_run_again(part):
-    """Of a block without experts, all tokens share the MLP."""
+    """In a block without experts, all tokens share the MLP."""
     plan = Plan(recompute="selective", recompute_parts=(part,))
     loss, grads = gradients(under(plan), batch())
     expected_loss, expected = gradients(under(PLANS["none"]), batch())

@@ -1,4 +1,4 @@
-"""What is gathered in forward is summed and scattered in backward: each function's backward is its adjoint."""
+"""A gather in forward is a sum and scatter in backward: each function's backward is its adjoint."""
 
 from typing import Any
 

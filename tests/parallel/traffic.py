@@ -1,4 +1,4 @@
-"""What ranks send each other, seen call by call."""
+"""Messages between ranks, call by call."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -84,8 +84,8 @@ def _rows_for_others(given: Mapping[str, Any], ranks: tuple[int, ...]) -> int:
 
 
 def axis_of(ranks: tuple[int, ...], mesh: Mesh, rank: int) -> str:
-    """What the ranks of a group differ in: axes of work, or else of the dense state, or else of the experts'. Of ranks that are but a
-    part of an axis, every so manieth: "context by 2"."""
+    """Return the axis along which the ranks of a group differ: an axis of work, or else of the dense state, or else of the experts'. If
+    they are only every n-th rank of an axis: "context by 2"."""
     views = (
         ("", WORK, mesh.coordinates),
         ("state ", STATE, mesh.state_coordinates),

@@ -127,7 +127,7 @@ def test_a_run_files_own_values_stay_as_they_were(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def tight(cache) -> Answer:
-    """Of a model whose moments a device cannot hold, and its host can."""
+    """Answer for a model whose moments a device cannot hold, but its host can."""
     return answer(ask(Question(**TIGHT)), top=2, why=True)
 
 
@@ -201,7 +201,7 @@ def test_the_command_prints_a_table_or_json(answered: Answer, tmp_path: Path):
 
 
 def test_fewer_devices_are_on_the_frontier_where_they_are_cheaper_or_hold_less():
-    """Of a model that is larger than what communicators take."""
+    """The model is larger than what communicators take."""
     answered = answer(ask(Question(**(WORDS | {"model": "llama3.2-1b", "cluster": "h100:8", "global_batch": 64}))), top=5)
     points = frontier(answered.asked, answered.found)
     best, price = answered.found.best, answered.asked.cluster.price_per_hour

@@ -92,7 +92,7 @@ def _ranks(plan: dict[str, Any]) -> int:
 
 
 def _saved(plans: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """What each plan trained and saved."""
+    """Train each plan and return its checkpoint."""
     for number, plan in enumerate(plans):
         run_ranks(_train_and_save, _ranks(plan), plan, folder / f"plan-{number}", 0, False)
     return [folder / f"plan-{number}" for number in range(len(plans))]
@@ -123,7 +123,7 @@ def test_experts_and_their_routers_too(second: int, experts_saved: list[Path], t
 
 
 def _loaded(plan: dict[str, Any], sources: list[Path], out: Path) -> list[dict[str, Tensor]]:
-    """What `plan` loads of each source, which is what was saved there."""
+    """Load each source under `plan` and return what was loaded."""
     run_ranks(_load_and_save, _ranks(plan), plan, sources, out)
     states = [read_full(source) for source in sources]
     for source, state in zip(sources, states, strict=True):

@@ -76,7 +76,7 @@ RUNS: dict[str, RunSpec] = {
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank sent in one step."""
+    """Messages of one rank in one step."""
 
     found: Bytes  # of floats as weights, gradients and activations are
     rest: Fraction  # bytes of all else
@@ -101,7 +101,7 @@ def _world(name: str) -> list[Sent]:
 
 
 def sent(name: str) -> list[Bytes]:
-    """What each rank of a run sent in its second step; all else that it sends is counts and totals."""
+    """Return the messages of each rank in the second step of a run; all others are counts and totals."""
     assert all(mine.rest < NUMBERS for mine in _world(name))
     return [mine.found for mine in _world(name)]
 
@@ -121,7 +121,7 @@ def parameters(spec: RunSpec, *, stages: Iterable[int] | None = None, experts: b
 
 
 def others(n: int) -> Fraction:
-    """What of a tensor the other n - 1 of n ranks have."""
+    """Return the share of a tensor that the other n - 1 of n ranks have."""
     return 1 - Fraction(1, n)
 
 
@@ -238,7 +238,7 @@ def rows(m: int, e: int) -> Fraction:
 
 @pytest.mark.parametrize(("name", "zero"), [("experts, 2", 1), ("experts, zero 3", 3)])
 def test_tokens_travel_to_their_experts_and_the_copies_of_an_expert_add_up_apart(name, zero):
-    """Of 4 data ranks 2 share out the experts: each expert has 2 copies, each dense weight 4."""
+    """Two of 4 data ranks divide the experts: each expert has 2 copies, each dense weight 4."""
     spec, m, e, n = RUNS[name], 2, 2, 4
     dense = zero_bytes(zero, m, parameters(spec), n=n, axis="data")
     experts = zero_bytes(zero, m, Fraction(parameters(spec, experts=True), e), n=n // e, axis="experts shards")

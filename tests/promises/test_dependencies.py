@@ -1,4 +1,4 @@
-"""What is installed with the package is what it imports."""
+"""The package installs the dependencies that it imports, and no others."""
 
 import ast
 import re

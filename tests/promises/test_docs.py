@@ -154,7 +154,7 @@ def test_runs_that_are_shown_are_legal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a reader stands: recipes and clusters at hand, and a run that was trained."""
+    """A reader's folder: recipes and clusters at hand, and a trained run."""
     for name in ("recipes", "clusters"):
         shutil.copytree(ROOT / name, tmp_path / name)
     monkeypatch.chdir(tmp_path)
@@ -325,10 +325,11 @@ def test_toml_that_is_shown_is_toml(page: Path) -> None:
             tomllib.loads(block.text)
 
 
-def test_the_readme_links_to_every_promise() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    missing = [path.name for path in (ROOT / "tests/promises").glob("test_*.py") if f"tests/promises/{path.name}" not in readme]
+def test_every_promise_stands_in_the_list_that_the_readme_links_to() -> None:
+    promises = (ROOT / "docs/promises.md").read_text(encoding="utf-8")
+    missing = [path.name for path in (ROOT / "tests/promises").glob("test_*.py") if f"tests/promises/{path.name}" not in promises]
     assert not missing
+    assert "](docs/promises.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_index_of_decisions_is_complete() -> None:

@@ -46,7 +46,7 @@ def test_rounding_sends_no_token_elsewhere_that_has_a_clear_choice(preset: str, 
 
 
 def test_every_pair_of_choices_is_shown_or_refused() -> None:
-    """What no draw shows cannot be drawn: `check` refuses it whatever else is chosen."""
+    """A pair that no draw shows cannot be drawn: `check` refuses it whatever else is chosen."""
     assert set(uncovered(DRAWS)) == {
         *(("model dense", f"expert {value}") for value in AXES["expert"] if value != "1"),
         *((f"zero {stage}", "pipeline dualpipe") for stage in (2, 3)),

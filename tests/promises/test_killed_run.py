@@ -266,7 +266,7 @@ def test_megalith_train_itself_goes_on_after_kill_9(command: list[str], never_ki
     code, said = _start(command, folder, listed).wait(PATIENCE), (tmp_path / "said").read_text()
     assert code == ExitCode.FINISHED, said
     assert "rank 1 on 0: killed by SIGKILL" in said
-    assert "going on at step" in said
+    assert "resumed at step" in said
     assert_same_bits(final_state(never_killed), final_state(folder))
 
 

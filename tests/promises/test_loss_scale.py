@@ -110,7 +110,7 @@ ONE = {"global_batch": 1, "seq_len": 6, "seed": 1}
 
 @pytest.mark.parametrize(("exponent", "exact"), [(15, True), (4, False)])
 def test_twice_the_scale_gives_the_same_bits_where_nothing_underflows(exponent: int, exact: bool) -> None:
-    """Where gradients are subnormal, they lose bits; with a larger scale they lose fewer."""
+    """Subnormal gradients lose bits; with a larger scale they lose fewer."""
     runs = [fp16({}, scale={"initial": 2**k}, train=ONE, model=SMALL) for k in (exponent, exponent + 1)]
     (one, few), (other, fewer) = (run_ranks(gradients, 1, spec)[0] for spec in runs)
     assert all(bool(grad.isfinite().all()) for grad in (*one.values(), *other.values()))

@@ -1,4 +1,4 @@
-"""What a person reads when a run fails, recovers or is stopped: the cause first, once, in ten lines; no error after a success."""
+"""Messages when a run fails, recovers or is stopped: the cause first, once, in ten lines; no error after a success."""
 
 import os
 import re
@@ -35,7 +35,7 @@ launch = {{ threads = 1, start_timeout = 600.0 }}
 fleet = {{ hang_floor = 600.0, straggler_steps = 1_000 }}
 """
 LOST_PEER = re.compile(r"gloo|connection (closed|reset)|exception raised from|frame #", re.IGNORECASE)
-"""What ranks that lost a peer say of it."""
+"""Messages of ranks that lost a peer."""
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -72,8 +72,8 @@ def _said(process: "subprocess.Popen[str]") -> list[str]:
 
 
 def _block(said: list[str]) -> list[str]:
-    """What follows the last line that tells of the run as it went on."""
-    last = max(i for i, line in enumerate(said) if re.match(r"step \d+/|incident at|going on at|warning", line))
+    """Return the lines after the last line about the running training."""
+    last = max(i for i, line in enumerate(said) if re.match(r"step \d+/|incident at|resumed at|warning", line))
     return said[last + 1 :]
 
 

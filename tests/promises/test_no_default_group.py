@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2] / "megalith"
 ROOMS = ("train", "parallel", "prove", "checkpoint")
 MODULES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 TAKES_RANKS = {"new_group": "ranks"}
-"""What is called for some ranks rather than in a group -> the parameter that says which."""
+"""Functions called for some ranks rather than in a group -> the parameter that names the ranks."""
 ENDS = {"destroy_process_group"}
-"""Of a process as a whole."""
+"""Functions that concern a whole process."""
 KNOW_IT = {
     "parallel/groups.py",  # where none is named it is all ranks that train
     "train/join.py",  # has just made it

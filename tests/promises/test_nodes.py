@@ -59,7 +59,7 @@ class Run:
         return machine.start([sys.executable, *self.agent(machine)], log=self.log, environment=environment)
 
     def said(self, words: str) -> str:
-        """What follows these words in what the processes print."""
+        """Return the text after these words in the output of the processes."""
         return self.log.read_text().partition(words)[2]
 
     def await_event(self, kind: type[Kind], fits: Callable[[Kind], bool] = lambda event: True) -> Kind:

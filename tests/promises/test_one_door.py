@@ -75,7 +75,7 @@ def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @dataclass
 class Seen:
-    """What a rank multiplied, and where."""
+    """Products of a rank, and their callers."""
 
     names: set[str]  # of its matrices
     through: dict[str, set[str]] = field(
@@ -136,7 +136,7 @@ class Witness(TorchDispatchMode):
 
 
 def _recipe_product() -> str | None:
-    """Which of the recipe's products is being computed, if any: whose lines these are, the call stack knows."""
+    """Return the product of the recipe that is being computed, if any: the call stack shows whose lines these are."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name in ("fprop", "dgrad", "wgrad") and isinstance(frame.f_locals.get("self"), Rounded):
@@ -244,7 +244,7 @@ def test_under_every_kind_of_rank_too(preset: str, plan: dict[str, Any]) -> None
 
 
 def test_the_list_of_what_stays_outside_has_nothing_else() -> None:
-    """Of every class on it there is a module that keeps matrices, or that multiplies something else."""
+    """Every class on the list has a module that keeps matrices, or that multiplies something else."""
     found: set[str] = set()
     for preset in SMALL.values():
         spec = run_of(preset, {})

@@ -83,8 +83,8 @@ def _executor(rank: int, program: Program, groups: Groups) -> Executor:
 
 
 def _steps(rank: int) -> tuple[dict[str, Marks], float]:
-    """What the rank did when, in a step of each schedule, and the share of the time that it waited for a processor. The schedules run side
-    by side, in threads that begin one after the other, so that not all wake at once."""
+    """Return the rank's actions and times in a step of each schedule, and the share of the time that it waited for a processor. The
+    schedules run side by side, in threads that begin one after the other, so that not all wake at once."""
     with suppress(AttributeError, OSError):  # where it may: to be woken at once, however busy the machine is
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     groups = Groups.build(Mesh(pipeline=RANKS), device="cpu")
@@ -121,8 +121,8 @@ def predicted(name: str) -> Timeline:
 
 @cache
 def measured() -> dict[str, tuple[Timeline, float]]:
-    """Of each schedule the step that idled least, with the share of its time that a rank waited for a processor: a busy machine can only
-    add to the idle time, and is tried again."""
+    """Return for each schedule the step that idled least, with the share of its time that a rank waited for a processor: a busy machine can
+    only add to the idle time, and is tried again."""
     best: dict[str, tuple[Timeline, float]] = {}
     for _ in range(TRIES):
         found = run_ranks(_steps, RANKS)

@@ -118,7 +118,8 @@ BAD = 3
 
 
 def _poisoned(rank: int, plan: dict[str, Any], between: bool) -> tuple[str, list[str]]:
-    """What is raised for a NaN in step BAD, and the names that are not what they were before it. `between`: found between two steps."""
+    """Return the error raised for a NaN in step BAD, and the names whose values differ from those before it. `between`: found between two
+    steps."""
     trainer = trainer_of(_spec(plan, clip=0.0, late=True))
     stepper = stepper_of(trainer)
     for step in range(BAD):

@@ -62,7 +62,7 @@ def test_lines_of_others_a_lost_log_and_an_output_without_room_end_no_run(
 def test_a_run_whose_reader_has_gone_recovers_from_faults_and_ends_as_it_would(
     command: list[str], unhurt: Path, tmp_path: Path
 ) -> None:
-    """As in `megalith train ... | head`, and a log that becomes a folder while a rank is killed."""
+    """The command is `megalith train ... | head`, and its log becomes a folder while a rank is killed."""
     folder = tmp_path / "run"
     process = subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     await_step(4, folder, process)

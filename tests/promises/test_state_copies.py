@@ -313,7 +313,7 @@ def test_a_run_whose_memory_is_all_gone_goes_on_from_its_disks(tmp_path: Path) -
 
 
 def test_a_digest_that_is_taken_again_and_again_is_that_of_the_tensors_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any shape, also when they are altered in place, or moved; and of tensors on a device nothing is made elsewhere."""
+    """The tensors have any shape, are altered in place, or moved; for tensors on a device nothing is computed elsewhere."""
     odd, turned = torch.randn(7), torch.randn(6, 4).t()
     holder = torch.nn.Parameter(torch.randn(8, 3))
     tensors = [holder, odd, turned, torch.randn(0), torch.randn(5)[1:], torch.arange(6)]

@@ -39,7 +39,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Commands:
-    """What was typed for a run, in processes whose files everybody could read and write by default."""
+    """Commands of a run, in processes whose files everybody could read and write by default."""
 
     def __init__(self, folder: Path, *, steps: str) -> None:
         self.folder, self.run_file, self.log = folder / "run", folder / "run.toml", folder / "log"
@@ -90,7 +90,7 @@ def _memories(run_dir: Path) -> list[Path]:
 
 
 def _six_lines(port: int) -> None:
-    """What anybody can write who has read where the agents' words lie."""
+    """Write what anybody can who knows the agents' keys in the store."""
     with contextlib.suppress(Exception):
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
         for member in range(1, store.add("joined", 0) + 1):

@@ -1,4 +1,4 @@
-"""What was trained here computes the same in transformers, and what comes from there trains on."""
+"""A model that was trained here computes the same in transformers, and one that comes from there trains on."""
 
 from pathlib import Path
 

@@ -172,7 +172,7 @@ def test_copies_and_digests_hold_its_state(tmp_path: Path) -> None:
 
 
 def _verified(rank: int, root: Path, flips: bool) -> list[str]:
-    """What the guard reports of an update repeated from the copy, with one bit of a velocity wrong after it if `flips`."""
+    """Return the guard's reports about an update repeated from the copy, with one bit of a velocity wrong after it if `flips`."""
     trainer = trainer_of(run({"data": 2, "zero": 1}, fleet={"digest": True, "memory_every": 1, "verify_every": 1}))
     seat, signs = Seat(rank, 2, ("n0", "n1"), root, key=KEY), list[Any]()
     memory = Memory(trainer.state.shares(), seat=seat, pinned=True)

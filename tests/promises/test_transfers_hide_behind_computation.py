@@ -98,7 +98,7 @@ def one_after_the_other(program: Program) -> Program:
 
 
 def partners(program: Program, rank: int) -> dict[str, str]:
-    """What each action that shares a slot shares it with."""
+    """Map each action that shares a slot to the other one."""
     slots = (slot for slot in program.rows[rank] if isinstance(slot, Overlap))
     return dict(chain.from_iterable(((str(s.first), str(s.second)), (str(s.second), str(s.first))) for s in slots))
 
@@ -163,7 +163,7 @@ def _both(rank: int) -> tuple[Seen, Seen]:
 
 @cache
 def steps() -> list[tuple[Seen, Seen]]:
-    """Of each rank, a step with overlaps and one without."""
+    """Return for each rank a step with overlaps and one without."""
     return run_ranks(_both, 4)
 
 

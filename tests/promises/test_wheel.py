@@ -1,4 +1,4 @@
-"""What `pip install` of the wheel gives: a first run from text to a report, outside the repository and without it."""
+"""The wheel, installed by pip: a first run from text to a report, outside the repository and without it."""
 
 import os
 import subprocess

@@ -17,12 +17,12 @@ torch.set_num_threads(1)
 
 
 def dry(spec: RunSpec, rank: int) -> Counted:
-    """What rank `rank` counts without the others. Raises RuntimeError with the child's traceback."""
+    """Return the counts of rank `rank` without the others. Raises RuntimeError with the child's traceback."""
     return in_a_child(lambda: dryrun.dryrun(spec, rank=rank).counted)
 
 
 def real(spec: RunSpec) -> list[Counted]:
-    """What all ranks count when they run."""
+    """Return the counts of all ranks in a real run."""
     return run_ranks(_count, spec.plan.ranks, spec)
 
 
@@ -31,7 +31,7 @@ def _count(rank: int, spec: RunSpec) -> Counted:
 
 
 def in_a_child(function: Callable[[], Any]) -> Any:
-    """What `function` gives in a process forked from this one. Raises RuntimeError with its traceback.
+    """Call `function` in a process forked from this one. Raises RuntimeError with its traceback.
 
     A backward of fake tensors starts a thread, after which a process and those forked from it can run no other backward.
     """

@@ -280,7 +280,7 @@ def test_what_is_shown_to_fit_is_also_predicted_to(one: Shown, monkeypatch: pyte
 
 
 LOCKED_TORCH = torch.__version__.startswith("2.15")
-"""What is shown was counted with it; older ones hold some of what their operations need a little longer."""
+"""The docs' numbers were counted with this version; older ones hold some inputs of their operations a little longer."""
 
 FEWER = ("train.global_batch=64",)  # eight microbatches a data rank: as many as Mixtral's first rank ever holds
 TAKEN = (

@@ -1,4 +1,4 @@
-"""Which faults a campaign can inject into a run, and what it leaves of those it starts."""
+"""Faults that a campaign can inject into a run, and leftovers of those it starts."""
 
 import os
 import signal

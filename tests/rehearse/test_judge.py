@@ -1,4 +1,4 @@
-"""What a campaign concludes from two event logs, without processes."""
+"""Conclusions of a campaign from two event logs, without processes."""
 
 from dataclasses import replace
 from pathlib import Path

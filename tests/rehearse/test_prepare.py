@@ -1,4 +1,4 @@
-"""What `megalith simulate` is told, through the command line: each setting reaches what is played, and every mistake is said at once."""
+"""Settings of `megalith simulate`, through the command line: each reaches the simulation, and every mistake is reported at once."""
 
 import json
 import re
@@ -30,7 +30,7 @@ fleet = { spares = 3, memory_every = 5, buddy = "next" }
 
 
 def _simulated(*arguments: str, days: float = 5) -> dict[str, Any]:
-    """What is printed for programs."""
+    """Return the JSON output."""
     result = CliRunner().invoke(app, ["simulate", *arguments, "--days", f"{days:g}", "--seeds", "1", "--json"])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)

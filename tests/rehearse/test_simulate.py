@@ -24,7 +24,7 @@ NOTHING = dict.fromkeys(("memory", "buddy", "disk", "store"), 0.0)
 
 
 def _plain(mtbf: float, **rest: Any) -> Scenario:
-    """What the closed form describes: one tier, faults without memory, a constant restart."""
+    """The scenario of the closed form: one tier, faults without memory, a constant restart."""
     latencies = Latencies(restart=300.0, restore=NOTHING, stall={**NOTHING, "store": 30.0}, crash=0.0)
     fields: dict[str, Any] = {"days": 50.0, "causes": (BUG,), "latencies": latencies, "fleet": PATIENT, "step_seconds": 1.0}
     return Scenario(**{"name": "plain", "nodes": 64, "devices_per_node": 8, "faults": HOUR / mtbf / 64} | fields | rest)

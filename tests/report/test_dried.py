@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megalith.cost.foreseen import Line
+from megalith.cost.foreseen import Comparison
 from megalith.prove.dryrun import Counted, DryRun
 from megalith.prove.meter import CATEGORIES, Memory, Work
 from megalith.report.dried import COLOURS, course, gap, page
@@ -58,7 +58,7 @@ def test_the_page_has_the_picture_every_table_and_what_does_not_fit() -> None:
         "work.products": 5,
         "work.attention": 2,
     }
-    lines = {name: Line(name, 1.1 * value, value) for name, value in figures.items()}
+    lines = {name: Comparison(name, 1.1 * value, value) for name, value in figures.items()}
     problem = Problem("error", "plan", None, "does not fit <80 GiB", "Use more devices.")
     reader = Reader()
     reader.feed(page("first & last", DryRun(8, 3, counted, 1.0, 1), lines, 80 * 2**30, [problem]))

@@ -1,4 +1,4 @@
-"""What a run's page and summary say once something has gone wrong."""
+"""A run's page and summary once something has gone wrong."""
 
 from io import StringIO
 from pathlib import Path

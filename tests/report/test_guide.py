@@ -66,7 +66,7 @@ def _kind(reason: str) -> str:
 
 
 def test_no_plan_is_refused_for_a_reason_that_the_guide_does_not_list() -> None:
-    """Of plans drawn from small numbers, most of which do not go together."""
+    """The plans are drawn from small numbers, most of which do not go together."""
     random, listed = Random(0), {_kind(reason) for _, _, reason in REFUSED}
     axes = ("data", "replicate", "tensor", "context", "ulysses", "expert", "expert_tensor", "pipeline", "microbatch")
     for _ in range(400):

@@ -130,7 +130,7 @@ def test_a_log_that_goes_away_or_is_removed_is_followed_again_once_it_is_back(tm
         assert follow.failed == ""
     log.close()
     assert re.findall(r"step (\d)/9", text(shown)) == ["1", "2", "3"]
-    assert text(shown).count("cannot be read (No such file or directory): the run goes on") == 1
+    assert text(shown).count("cannot be read (No such file or directory): training continues") == 1
 
 
 def test_a_console_that_fails_ends_no_run(tmp_path, log):

@@ -1,4 +1,4 @@
-"""What a run came to, in numbers."""
+"""Summary of a run in numbers."""
 
 import json
 from pathlib import Path

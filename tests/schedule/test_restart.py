@@ -1,4 +1,4 @@
-"""What of a row may be run twice, and which messages are completed in between."""
+"""Part of a row that may run twice, and messages completed in between."""
 
 from collections import defaultdict, deque
 
@@ -14,7 +14,7 @@ from tests.schedule.test_lower import schedules
 
 
 def _first_try(program: Program) -> Program:
-    """What the ranks do before they begin again."""
+    """Return the actions of the ranks before they begin again."""
     rows = tuple((*head(row), *unmet(program, rank)) for rank, row in enumerate(program.rows))
     return Program(program.schedule, program.zero, rows)
 
@@ -55,7 +55,8 @@ def test_the_first_try_ends(case):
 @given(schedules())
 @settings(deadline=None, max_examples=150)
 def test_it_ends_also_where_each_communicator_does_one_message_after_another(case):
-    """As NCCL does: a message is done when both its ranks have come to it, and each rank's next one on that communicator waits for it."""
+    """NCCL works like this: a message is done when both its ranks have come to it, and each rank's next one on that communicator waits for
+    it."""
     program = _first_try(lower(*case))
     queues = defaultdict(deque)  # (rank, lane) -> its messages, named by their sends
     for rank, row in enumerate(program.rows):

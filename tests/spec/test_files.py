@@ -42,7 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def problems(text: str, *overrides: str) -> dict[str, Problem]:
-    """What is wrong with a run file, by key."""
+    """Return the problems of a run file, by key."""
     Path("wrong.toml").write_text(text)
     with pytest.raises(SpecErrors) as caught:
         load("wrong.toml", overrides=overrides)
@@ -183,7 +183,7 @@ def test_a_misspelt_preset_is_the_only_problem_it_makes(run: Path, size: str):
 
 
 def sound(text: str, *overrides: str) -> set[str]:
-    """What is read of a run file that has faults."""
+    """Return the valid part of a run file that has faults."""
     Path("wrong.toml").write_text(text)
     reading = files.read("wrong.toml", overrides=overrides)
     assert reading.problems

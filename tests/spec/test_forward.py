@@ -1,4 +1,4 @@
-"""Which values of a model its forward pass depends on."""
+"""Values of a model that its forward pass depends on."""
 
 from collections.abc import Iterator
 from typing import Any, get_args

@@ -1,4 +1,4 @@
-"""Which blocks a plan recomputes."""
+"""Blocks that a plan recomputes."""
 
 import pytest
 

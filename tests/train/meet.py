@@ -1,4 +1,4 @@
-"""What torchrun starts in a test: meet, compute together, and in the first life lose a rank. `python -m tests.train.meet FOLDER`."""
+"""Program for torchrun in a test: meet, compute together, and in the first life lose a rank. `python -m tests.train.meet FOLDER`."""
 
 import os
 import signal

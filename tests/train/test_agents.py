@@ -1,4 +1,4 @@
-"""What an agent must know before it can join a run."""
+"""Facts that an agent must know before it can join a run."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What one rank trains with."""
+"""The trainer of one rank."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def test_the_state_is_weights_and_moments_by_their_names_with_global_shapes():
 
 
 def _moves(rank: int) -> bool:
-    """What `state` gives is the training state itself, so loading into it is enough."""
+    """`state` returns the training state itself, so loading into it is enough."""
     trainer = trainer_of(tiny_run())
     for tensor in trainer.state.tensors().values():
         tensor.fill_(0.25)

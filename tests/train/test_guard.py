@@ -1,4 +1,4 @@
-"""What a rank finds out about its own state and gradients, whom it blames, and that it does not where the check is off."""
+"""Findings of a rank about its own state and gradients, its blame, and its silence where the check is off."""
 
 from collections.abc import Callable
 from functools import partial
@@ -86,7 +86,7 @@ def spoil(trainer: Trainer, amount: float, *, times: int, after: int = 0) -> Non
 
 
 class Outcome:
-    """Of one rank: what it reported, why it ended, and the bits it ended with."""
+    """Outcome of one rank: its reports, its reason to end, and its final bits."""
 
     def __init__(self, signs: list[Sign], ended: str, bits: dict[str, torch.Tensor]) -> None:
         self.signs, self.ended, self.bits = signs, ended, bits

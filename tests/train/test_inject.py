@@ -1,4 +1,4 @@
-"""What the faults of tensors and computations do to one rank, and that they do no more."""
+"""Effects of faults of tensors and computations on one rank, and nothing else."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run tells the fleet of its saves."""
+"""Reports of a run's saves to the fleet."""
 
 import pytest
 

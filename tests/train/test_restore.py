@@ -1,4 +1,4 @@
-"""Where a run begins: at its first step, at its newest checkpoint, or with another run's weights."""
+"""Start of a run: at its first step, at its newest checkpoint, or with another run's weights."""
 
 import errno
 import hashlib

@@ -137,7 +137,7 @@ def test_a_file_that_changed_while_the_run_is_held_is_named_at_the_next_start_an
 
     outcome = controller.run_here(job, fleet=spec.fleet, identity="data", store=lambda: (), tick=change)
     assert outcome.code == ExitCode.FAILED, outcome.message()
-    assert outcome.message().startswith(f"{changed} was changed while this run goes on")
+    assert outcome.message().startswith(f"{changed} was changed while this run was in progress")
     assert len(of_kind(read(folder), RunStarted)) == 1
     assert "changed" in of_kind(read(folder), Problem)[-1].message
 
@@ -247,7 +247,7 @@ def test_what_a_run_used_before_and_cannot_reach_is_no_error_of_the_program(
 
 
 def _ends_with(error: Exception) -> int:
-    """As a rank of another launcher."""
+    """Return the exit code of a rank of another launcher."""
 
     def entry() -> None:
         raise error

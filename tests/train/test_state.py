@@ -1,4 +1,4 @@
-"""What a rank keeps, as the table of slots says."""
+"""Tensors that a rank keeps, according to the table of slots."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ FACTORED = (Slot("moments.row", shape="row"), Slot("moments.column", shape="colu
 
 
 def _factored(rank: int, plan: dict[str, int]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
-    """Of each slot of a matrix, its whole shape, the shape that its cut gives this rank, and its dtype."""
+    """Return for each slot of a matrix its whole shape, the shape that its cut gives this rank, and its dtype."""
     trainer = trainer_of(tiny_run(plan=plan))
     state = State(trainer.parameters, {}, dict.fromkeys(trainer.parameters, FACTORED))
     found = {}

@@ -17,7 +17,7 @@ BREAKDOWN = {"data", "forward", "backward", "bubble", "communication", "optimize
 
 
 def test_a_step_s_random_numbers_are_those_of_the_run_s_seed_and_the_step() -> None:
-    """As torch.manual_seed would have it, and again if the step runs again."""
+    """The numbers are those of torch.manual_seed, and the same if the step runs again."""
     trainer: Any = SimpleNamespace(spec=tiny_run(train={"seed": 3}), device=CPU)
     drawn = []
     for step in (5, 6, 5):

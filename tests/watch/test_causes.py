@@ -1,4 +1,4 @@
-"""Who is to blame, what it costs, and nobody where nothing is slow."""
+"""Blame and cost of slow ranks, and no blame where nothing is slow."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What the page shows is what the files say: live, after restarts, of earlier versions, of nothing."""
+"""The page shows what the files say: live, after restarts, of earlier versions, of nothing."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""What has to be known of a family to write it as transformers does, and to read it."""
+"""The description of a model family that is needed to write it as transformers does, and to read it."""
 
 import json
 import re
@@ -73,9 +73,9 @@ class Foreign:
     further: Mapping[str, str] = field(default_factory=dict)
     """A field that `read` fills -> the setting it comes from, where their names differ."""
     refuse: Callable[[Any], list[str]] = lambda spec: []
-    """What keeps a spec from being written."""
+    """Returns the reasons why a spec cannot be written."""
     prefix: str = "model."
-    """What all their names but the output's begin with; old files leave it out."""
+    """Prefix of all their names except the output's; old files leave it out."""
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Ends of names of tensors, in old files, that follow from the configuration."""
     exact: tuple[str, ...] = ()
@@ -156,7 +156,7 @@ def plain_rope(config: Json) -> Read:
 
 
 def uneven_rotation(rope: Json) -> list[str]:
-    """What cannot be represented of rotations that leave out channels, or differ from layer to layer."""
+    """Return the problems of rotations that leave out channels, or that differ from layer to layer."""
     part, nested = rope.get("partial_rotary_factor"), [key for key, value in rope.items() if isinstance(value, dict)]
     problems = [] if part in (None, 1.0) else [f"partial_rotary_factor = {part!r}; only whole heads are rotated here"]
     if nested:

@@ -1,4 +1,4 @@
-"""Which of their tensors hold the numbers of which of ours, in what form."""
+"""The mapping of their tensors to ours: which of them hold the same numbers, in what form."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ class Piece:
     to_theirs: Convert
     to_ours: Convert
     copied: bool = False
-    """Whether each of theirs holds all the numbers: the first counts, and the others are compared with it."""
+    """True if each of theirs holds all the numbers: the first counts, and the others are compared with it."""
 
     def under(self, ours: str, theirs: str) -> "Piece":
         """The same with prefixes before all names."""

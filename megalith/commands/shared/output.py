@@ -1,4 +1,4 @@
-"""What all commands print the same way: JSON, problems, failures, progress. Quick to import."""
+"""Output shared by all commands: JSON, problems, failures, progress. Quick to import."""
 
 import errno
 import json
@@ -98,7 +98,7 @@ WAYS_OUT = {
     errno.ENOSPC: "Free some space, or name another place.",
     errno.ENAMETOOLONG: "Give it a shorter name.",
 }
-"""What to do about an error of the operating system."""
+"""Advice for each error of the operating system."""
 
 
 def _in_words(error: Exception) -> tuple[str, bool]:

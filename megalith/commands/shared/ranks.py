@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from megalith.fleet.environment import Place
 
 TRAIN = "megalith.train.run:main"
-"""What each rank of a training calls."""
+"""Entry that each rank of a training calls."""
 
 PRELOAD = ("torch", "torch.distributed.tensor", "torch._dynamo")
-"""What every rank needs besides its entry: imported once, before they are forked."""
+"""Modules that every rank needs besides its entry: imported once, before the fork."""
 
 
 def start(

@@ -27,7 +27,7 @@ class Checked:
     resolved: Resolved
     problems: list[Problem]
     here: tuple[Problem, ...] = ()
-    """Those problems that are of this machine rather than of the run."""
+    """Problems of this machine rather than of the run."""
 
     @property
     def errors(self) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""What to do about a fault: one pure function from (state, sign) to commands. No clock, no files, no processes.
+"""Decision about a fault: one pure function from (state, sign) to commands. No clock, no files, no processes.
 
 The supervisor of a real run and the goodput simulator obey the same function, so like signs have like consequences. The rules, in
 short: recover from the newest whole copy in the fastest tier; the same failure again at one step falls back a tier, and the third

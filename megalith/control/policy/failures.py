@@ -89,7 +89,7 @@ def nonfinite(state: State, sign: signs.Nonfinite, fleet: FleetSpec) -> Decision
 
 
 def state_corrupt(state: State, sign: signs.StateCorrupt, fleet: FleetSpec) -> Decision:
-    """What a rank holds in its memory was altered. Copies were taken with the right digest, so the newest one is good."""
+    """A rank's memory was altered. Copies were taken with the right digest, so the newest one is good."""
     reason = f"the state of rank {sign.rank} on {sign.node} has a wrong digest ({sign.where})"
     return _after_fault_of_node(state, sign, fleet, node=sign.node, rank=sign.rank, key="corrupt state", reason=reason)
 

@@ -1,4 +1,4 @@
-"""Which node fills which slot: blame, quarantine and replacement."""
+"""Placement of nodes in slots: blame, quarantine and replacement."""
 
 from dataclasses import replace
 

@@ -116,7 +116,7 @@ def after_failure(
 
 
 def _where(blamed: str | None) -> str:
-    """Where a failure must lie that comes whatever is restored."""
+    """Name the likely place of a failure that recurs whatever is restored."""
     program = "the program, its data or its numerics"
     return program if blamed is None else f"{program}, or in {blamed}"
 

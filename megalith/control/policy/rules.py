@@ -16,7 +16,7 @@ from megalith.spec.fleet import FleetSpec
 
 
 def decide(state: State, sign: Sign, *, fleet: FleetSpec) -> Decision:
-    """What a sign calls for. The same arguments give the same decision, always."""
+    """Decide what a sign calls for. Equal arguments always give equal decisions."""
     if state.stopped:
         return Decision((), state, "the run has been stopped")
     rule = RULES[type(sign)]
@@ -79,11 +79,11 @@ def _saved(state: State, sign: signs.Saved, fleet: FleetSpec) -> Decision:
 
 
 def _stop_requested(state: State, sign: signs.StopRequested, fleet: FleetSpec) -> Decision:
-    return stop(state, [SaveState(fleet.wait_limit)], ExitCode.STOPPED, "stopped as asked; the same command goes on")
+    return stop(state, [SaveState(fleet.wait_limit)], ExitCode.STOPPED, "stopped as asked; the same command resumes the run")
 
 
 def _ordered(state: State, sign: signs.Ordered, fleet: FleetSpec) -> Decision:
-    """What a person orders. A save has the ranks stop together and go on from it: there is no other way to all of them at once."""
+    """Carry out a person's order. To save, the ranks stop together and resume: there is no other way to reach all of them at once."""
     if sign.what == "stop":
         return Decision((EndInOrder(),), state, "a person orders the run to stop after this step")
     if sign.what == "quarantine":
@@ -91,7 +91,7 @@ def _ordered(state: State, sign: signs.Ordered, fleet: FleetSpec) -> Decision:
     if state.waiting:
         return Decision((), state, "a person orders the state to be saved, but no ranks run now")
     return Decision(
-        (SaveState(fleet.wait_limit),), state, "a person orders the state to be saved: the ranks save, and go on from there"
+        (SaveState(fleet.wait_limit),), state, "a person orders the state to be saved: the ranks save, and resume from there"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the policy remembers from one decision to the next, and what a decision is."""
+"""State that the policy keeps between decisions, and the type of a decision."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from megalith.fleet.commands import Order
 from megalith.fleet.tiers import BEGINNING, Copy, Source, Tier
 
 VACANT = ""
-"""What `State.placement` says of a slot that no node fills."""
+"""Value of `State.placement` for a slot that no node fills."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class State:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, in this order, and why. `blamed` is the node at fault, None when it is nobody's or nobody knows."""
+    """Commands, in this order, and their reason. `blamed` is the node at fault, None when it is nobody's or unknown."""
 
     commands: tuple[Order, ...]
     state: State

@@ -74,7 +74,7 @@ def data_damaged(state: State, sign: signs.DataDamaged, fleet: FleetSpec) -> Dec
     report = (
         f"shard {sign.shard} of the data: {sign.error}, and there is no other copy. Training on without it would change the data "
         "order. Put the shard back (`megalith data verify` says which are damaged), or name a whole copy in data.copies; then start the "
-        "same command again: it goes on from the newest checkpoint."
+        "same command again: it resumes from the newest checkpoint."
     )
     return stop(state, [SaveState(fleet.wait_limit)], ExitCode.FAILED, report)
 
@@ -93,7 +93,7 @@ def store_away(state: State, sign: signs.StoreAway, fleet: FleetSpec) -> Decisio
     if gone >= fleet.wait_limit:
         report = (
             f"{reason}. That was so for {gone:.0f} s (fleet.wait_limit = {fleet.wait_limit:g}). Start the same command again once it "
-            "can be used: the run goes on from its newest copy."
+            "can be used: the run resumes from its newest copy."
         )
         return stop(state, [], ExitCode.LOST, report)
     state = replace(state, away=since, fruitless=max(0, state.fruitless - 1))

@@ -17,7 +17,7 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     "restarts": ALLOCATES, "hours": ("slurm",), "partition": ("slurm",), "account": ("slurm",), "image": ("k8s",),
     "namespace": ("k8s",), "volume": ("k8s",),
 }  # fmt: skip
-"""What only some engines make use of; anywhere else it would be left out in silence."""
+"""Options that only some engines use; anywhere else they would be ignored silently."""
 
 
 def given(spec: RunSpec, engine: str, *, run_file: str, run_dir: str, **options: Any) -> tuple[Launch, list[Problem]]:

@@ -1,4 +1,4 @@
-"""What every engine must be told, and the one command that they all start on each node."""
+"""Input of every engine, and the one command that they all start on each node."""
 
 import re
 import shlex
@@ -122,7 +122,7 @@ def torchrun(spec: RunSpec, launch: Launch, *, endpoint: str) -> str:
 
 
 def variables(launch: Launch) -> dict[str, str]:
-    """What every process finds in its environment. torchrun gives its ranks `grace` seconds to save when it is told to stop."""
+    """Return the environment of every process. torchrun gives its ranks `grace` seconds to save when it is told to stop."""
     return {**FIXED, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(launch.grace), **launch.environment}
 
 

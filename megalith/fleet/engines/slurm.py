@@ -17,7 +17,7 @@ TEMPLATE = """\
 #SBATCH --output={name}-%j.log
 #SBATCH --signal=B:USR1@{grace}
 # One task a node: {task}, which starts the ranks. {grace} s before the end this script is told, and lets the ranks save and stop.
-# When a node fails Slurm queues the job again by itself (--requeue); the run goes on from its newest intact state.
+# When a node fails Slurm queues the job again by itself (--requeue); the run resumes from its newest intact state.
 set -u
 {change_folder}{exports}
 {before}run={run_dir}
@@ -94,7 +94,7 @@ def emit(spec: RunSpec, launch: Launch) -> Artefact:
 
 
 def _task(spec: RunSpec, launch: Launch) -> str:
-    """What runs on each node; its first argument is where all meet.
+    """Return the script that runs on each node; its first argument is the rendezvous address.
 
     Agents need no torchrun between them and Slurm: it would start all again when a lost node returns, wait for one that does not, and
     hide their exit status.

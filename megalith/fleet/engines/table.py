@@ -16,7 +16,7 @@ ENGINES: dict[str, Callable[[RunSpec, Launch], Artefact]] = {
 
 
 def emit(engine: str, spec: RunSpec, launch: Launch) -> Artefact:
-    """What to hand to an engine so that it runs this. Raises ValueError with everything that is wrong."""
+    """Return the artefact that an engine needs to run this. Raises ValueError with every problem."""
     if engine not in ENGINES:
         raise ValueError(f"{engine!r} is no engine known here. Use one of {', '.join(ENGINES)}")
     found = problems(spec, launch)

@@ -1,1 +1,1 @@
-"""What keeps strangers out of a run: its key, private folders, and an authenticated store for its processes."""
+"""Protection of a run from strangers: its key, private folders, and an authenticated store for its processes."""

@@ -1,4 +1,4 @@
-"""What processes ask of the store, and its replies, as bytes: an operation, then fields, each behind its length."""
+"""Requests to the store and its replies, as bytes: an operation, then fields, each behind its length."""
 
 import struct
 from enum import IntEnum
@@ -31,7 +31,7 @@ STRANGERS = {
     "left": "connections that left without a proof",
     "dropped": "messages that were altered, injected or repeated",
 }
-"""What the store counts, and how it is said."""
+"""Counts of the store, and their names in words."""
 
 
 def pack(operation: Operation, *fields: bytes) -> bytes:

@@ -85,7 +85,7 @@ def open_file(folder: int, path: Path, flags: int) -> int:
 
 
 def is_usable(folder: Path) -> bool:
-    """Whether a folder is there and private. Raises OSError other than NotPrivate and FileNotFoundError."""
+    """True if a folder exists and is private. Raises OSError other than NotPrivate and FileNotFoundError."""
     try:
         with opened(folder):
             return True

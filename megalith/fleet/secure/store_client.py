@@ -49,7 +49,7 @@ class StoreClient:
         return self.get(key) if found is None else found[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of these are there."""
+        """True if all of these keys are set."""
         return self._call(Operation.CHECK, *(key.encode() for key in keys)) is not None
 
     def add(self, key: str, amount: int) -> int:
@@ -85,7 +85,7 @@ class StoreClient:
                 raise StoreGone(f"wait timeout after {round(1000 * limit)}ms for {', '.join(keys)} in the run's store")
 
     def strangers(self) -> dict[str, int]:
-        """What the store turned away so far, by `messages.STRANGERS`."""
+        """Counts of what the store has refused so far, by `messages.STRANGERS`."""
         counts = self._call(Operation.STRANGERS) or []
         return dict(zip(STRANGERS, map(int, counts), strict=False))
 

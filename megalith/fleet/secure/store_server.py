@@ -30,7 +30,7 @@ ACCEPTS = 64  # connections taken in one turn: those that are proved are served 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the store takes. `unproved`: connections at once that have not proved themselves, for `seconds` at most; `clients`: those
+    """Limits of the store. `unproved`: simultaneous connections that have not proved themselves, for `seconds` at most; `clients`: those
     that have; `stored`: bytes of keys and values; `waiting`: bytes of replies that a client has not read yet."""
 
     unproved: int = 128
@@ -89,7 +89,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine itself, wherever it is looked up."""
+    """True if a host is this machine itself, wherever it is looked up."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -298,7 +298,7 @@ class StoreServer:
         return None
 
     def _swap(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """As torch's stores do: a key that is not there is written only where nothing is expected."""
+        """Compare and swap, with the semantics of torch's stores: a key that is not set is written only if nothing is expected."""
         value = self._values.get(key)
         if value == expected or (value is None and not expected):
             return self._set(key, desired) or messages.pack(Operation.DONE, desired)

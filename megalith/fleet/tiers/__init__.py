@@ -1,4 +1,4 @@
-"""Where copies of the state lie, what is left of them, and which of them together make the newest whole one."""
+"""Location of copies of the state, what is left of them, and which of them together make the newest whole one."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Source:
-    """What to restore: the state after `step` steps. `tier` None: nothing is left, the run begins anew at step 0.
+    """The state to restore: after `step` steps. `tier` None: nothing is left, the run begins anew at step 0.
 
     `elsewhere` are the slots that must read from another tier than the others, since theirs is missing in `tier`.
     """
@@ -45,7 +45,7 @@ class Source:
     elsewhere: tuple[tuple[int, Tier], ...] = ()
 
     def tier_of(self, slot: int) -> Tier | None:
-        """Where the ranks of a slot read."""
+        """Return the tier from which the ranks of a slot read."""
         return dict(self.elsewhere).get(slot, self.tier)
 
     @property
@@ -55,7 +55,7 @@ class Source:
         return max(read, key=lambda tier: tier.depth, default=None)
 
     def as_json(self) -> dict[str, Any]:
-        """As ranks get it."""
+        """Return the value as JSON for the ranks."""
         return {"step": self.step, "tier": self.tier and self.tier.value, "elsewhere": [list(pair) for pair in self.elsewhere]}
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ def fall_back(copies: Collection[Copy], used: Source) -> Source | None:
 
 
 def without_nodes(copies: Iterable[Copy], slots: Collection[int], *, nodes: int, distance: int) -> tuple[Copy, ...]:
-    """What the copies still hold when the nodes in these slots are gone. `distance`: how far a slot's buddy is (0: none)."""
+    """Return what the copies still hold when the nodes in these slots are gone. `distance`: distance of a slot's buddy (0: none)."""
     own = frozenset(slots)
     kept_for = frozenset((slot - distance) % nodes for slot in slots)
     lost = {Tier.MEMORY: own, Tier.DISK: own, Tier.BUDDY: kept_for, Tier.STORE: frozenset[int]()}
@@ -128,7 +128,7 @@ def without_nodes(copies: Iterable[Copy], slots: Collection[int], *, nodes: int,
 
 
 def without_piece(copies: Iterable[Copy], tier: Tier, step: int, slot: int | None) -> tuple[Copy, ...]:
-    """What is left when the piece of `slot` failed its digest; `slot` None: the whole copy is not to be trusted."""
+    """Return what is left when the piece of `slot` failed its digest; `slot` None: the whole copy is not to be trusted."""
     left = []
     for copy in copies:
         if copy.tier is tier and copy.step == step:

@@ -39,7 +39,7 @@ Whose = Literal["own", "buddy"]
 
 @dataclass(frozen=True)
 class Label:
-    """What a header says: the state of `rank` after `step` steps and `samples` samples. `layout` and `payload` are sizes in bytes.
+    """Contents of a header: the state of `rank` after `step` steps and `samples` samples. `layout` and `payload` are sizes in bytes.
     `updates` counts the steps whose update was made; left out, all of them."""
 
     step: int
@@ -75,7 +75,7 @@ class Label:
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies in a payload: `offset` and `size` in bytes."""
+    """Location of a tensor in a payload: `offset` and `size` in bytes."""
 
     name: str
     dtype: str
@@ -156,12 +156,12 @@ class Buffer:
             return cls(path, mmap.mmap(file.fileno(), 0), key, inode=os.fstat(file.fileno()).st_ino)
 
     def is_removed(self) -> bool:
-        """Whether the file is no longer the one in its folder. It stays mapped, and nobody else finds it."""
+        """True if the file is no longer the one in its folder. It stays mapped, and nobody else finds it."""
         return not disk.leads_to(self.path, self._inode)
 
     @property
     def label(self) -> Label | None:
-        """Of the copy it holds; None: it holds none, or what is left of one."""
+        """Label of the copy in the file; None: it holds none, or only a remainder of one."""
         header = self.memory[:LABEL_BYTES]
         if header != self._read[0]:
             self._read = header, Label.unpack(header, self.key)
@@ -192,11 +192,11 @@ class Buffer:
         self.memory[_PINNED] = self.marks | mark if pinned else self.marks & ~mark
 
     def layout(self, label: Label) -> Layout:
-        """Which tensors lie where. Raises ValueError for what is no layout."""
+        """Return the layout of the tensors. Raises ValueError if the bytes are no layout."""
         return Layout.load(self.memory[PAGE : PAGE + label.layout])
 
     def digest(self, label: Label) -> int:
-        """Of the payload as it lies there."""
+        """Return the digest of the payload in the file."""
         words = np.frombuffer(self.memory, np.uint64, count=label.payload // 8, offset=PAGE + label.layout)
         return int(words.sum(dtype=np.uint64))
 
@@ -270,7 +270,7 @@ def _labelled(folder: Path, key: Key) -> Iterator[tuple[Path, Buffer, Label]]:
 
 
 def together(found: Iterable[Piece], *, world: int, slots: int) -> tuple[Copy, ...]:
-    """What the pieces of all nodes make up: for each tier and step, the slots of which not every rank's piece is there and intact.
+    """Combine the pieces of all nodes: for each tier and step, the slots in which some rank's piece is missing or damaged.
 
     Pieces of a world of another size are of another plan, and are left out.
     """
@@ -287,8 +287,8 @@ def together(found: Iterable[Piece], *, world: int, slots: int) -> tuple[Copy, .
 def survey(
     root: Path, *, placement: Sequence[str], world: int, key: Key, distance: int | None = None, own: Tier = Tier.MEMORY
 ) -> tuple[Copy, ...]:
-    """What the nodes whose folders lie under `root` hold. A piece counts where a rank would look for it: a slot's own on its node, those
-    kept for it `distance` slots further (None: wherever they are)."""
+    """Find the copies of the nodes whose folders are under `root`. A piece counts where a rank would look for it: a slot's own on its node,
+    those kept for it `distance` slots further (None: wherever they are)."""
     found = []
     for slot, node in enumerate(placement):
         here = pieces(node_folder(root, node), key=key, own=own)
@@ -297,7 +297,7 @@ def survey(
 
 
 def in_place(found: Iterable[Piece], slot: int, *, world: int, slots: int, distance: int | None = None) -> list[Piece]:
-    """Of what a node holds that fills `slot`, the pieces that are looked for there; it may have filled another slot before."""
+    """Return the pieces of a node that are looked for while it fills `slot`; it may have filled another slot before."""
     own = ranks_of(slot, world=world, slots=slots)
     kept = range(world) if distance is None else ranks_of((slot - distance) % slots, world=world, slots=slots)
     return [piece for piece in found if piece.rank in (kept if piece.tier is Tier.BUDDY else own)]

@@ -1,4 +1,4 @@
-"""Where a run keeps copies of its state on this machine: folders that only it uses, in memory and on a disk, whoever else is there."""
+"""Folders for a run's copies of its state on this machine, in memory and on a disk: private to the run, whoever else is there."""
 
 import contextlib
 import fcntl
@@ -21,8 +21,8 @@ OWNER = "owner"  # the file that says which run has copies in a folder of shared
 
 
 def memory_root(run_dir: Path, identity: str) -> Path:
-    """Where a run keeps copies of its state: the same for the same run and `identity`, whoever asks, however often. A run folder that was
-    removed and made again is another run. Where somebody else has taken the name, the run has another, and says so."""
+    """Return the folder for a run's copies: the same for the same run and `identity`, whoever asks, however often. A run folder that was
+    removed and made again is another run. If somebody else has taken the name, the run uses another and says so."""
     return _root(copies_place(), run_dir, identity)
 
 
@@ -74,7 +74,7 @@ def _disk(fleet: FleetSpec) -> Path:
 
 
 def copies_place() -> Path:
-    """Where runs on this machine keep copies in memory."""
+    """Return the place where runs on this machine keep copies in memory."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
@@ -135,12 +135,12 @@ def claim(memory: Path, owner: str) -> IO[str]:
 
 
 def owner_text(run_dir: Path) -> str:
-    """What the file `owner` of this run's folders says."""
+    """Return the text of the file `owner` of this run's folders."""
     return json.dumps({"run": str(run_dir.resolve()), "name": _name(run_dir)})
 
 
 def _is_abandoned(memory: Path) -> bool:
-    """Whether no process uses these copies, and no run folder leads to them."""
+    """True if no process uses these copies, and no run folder leads to them."""
     try:
         with private.opened(memory) as folder:
             descriptor = private.open_file(folder, memory / OWNER, os.O_RDONLY)

@@ -292,7 +292,7 @@ def _layers(row: Row, model: ModelSpec, stages: int) -> tuple[int, ...] | None:
 
 
 def _by_cost(model: ModelSpec, stages: int) -> tuple[int, ...]:
-    """As even as whole blocks allow, the head counted as the blocks its product is worth."""
+    """Split the layers as evenly as whole blocks allow; the head counts as the blocks its product is worth."""
     one = model.model_copy(update={"blocks": model.blocks[:1]})
     block = step_flops(one, tokens=1, seq_len=model.context, causal="full", recomputed=False, head=False)
     head = 6 * model.dim * model.head.vocab / block

@@ -44,7 +44,7 @@ class Row:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """What the source says beyond the columns."""
+        """Options of the source beyond the columns."""
         return json.loads(self.text("options") or "{}")
 
     @cached_property

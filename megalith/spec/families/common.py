@@ -1,4 +1,4 @@
-"""What families have in common: fields that mean the same in each, the tail of `build`, the small form."""
+"""Common parts of families: fields that mean the same in each, the tail of `build`, the small form."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Protocol, TypeVar
@@ -29,7 +29,7 @@ Balanced = Annotated[
 
 
 class Sizes(Protocol):
-    """What every family says."""
+    """Keys of every family."""
 
     @property
     def name(self) -> str: ...
@@ -46,7 +46,7 @@ class Sizes(Protocol):
 
 
 class Attends(Protocol):
-    """What a family with grouped-query attention and rotary positions says."""
+    """Keys of a family with grouped-query attention and rotary positions."""
 
     @property
     def dim(self) -> int: ...
@@ -61,7 +61,7 @@ class Attends(Protocol):
 
 
 class Chooses(Protocol):
-    """What a family with experts says, if any of them may be chosen together."""
+    """Keys of a family with experts, if any of them may be chosen together."""
 
     @property
     def active(self) -> int: ...

@@ -28,7 +28,7 @@ class Switch(Spec):
     gated: bool = False
     activation: Literal["relu", "gelu_tanh"] = "relu"
     experts: PositiveInt
-    every: PositiveInt = Field(default=2, description="every so many blocks one has experts, the last of them")
+    every: PositiveInt = Field(default=2, description="one block in this many has experts: the last of each group")
     capacity: PositiveFloat = Field(default=1.25, description="an expert takes at most capacity * tokens / experts of a sequence")
     balance_weight: NonNegativeFloat = Field(default=0.01, description="weight of the load-balancing loss (the paper's alpha)")
     z_weight: ZWeight = 0.0

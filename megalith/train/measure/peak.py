@@ -18,17 +18,17 @@ from megalith.train.assemble import Trainer
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What MFU is measured with: FLOP a token, FLOP/s of all ranks together or None, and where that figure is from."""
+    """Inputs of MFU: FLOP a token, FLOP/s of all ranks together or None, and the source of that figure."""
 
     flops_per_token: float
     peak: float | None
     source: str
     folder: Path | None = None
-    """Where counts are kept."""
+    """Folder of cached counts."""
 
 
 def yardstick_of(trainer: Trainer, folder: Path) -> Yardstick:
-    """What MFU is measured with. The peak is from the catalogue, or measured on a CPU; never guessed."""
+    """Return the inputs of MFU. The peak is from the catalogue, or measured on a CPU; never guessed."""
     spec, device = trainer.spec, trainer.device
     work = counted_flops(trainer, folder / "ranks")
     precision, ranks = spec.train.precision, trainer.groups.world.size()
@@ -50,8 +50,8 @@ class Peak:
 
 
 def catalogue_peak(asked: str, device: str, precision: str) -> Peak:
-    """Of the device that computes, which torch calls `device`. `asked` is the run's cluster: it says what a device is that the catalogue
-    does not know by name, and what a cluster file says of its own device counts; but no name makes a device another one."""
+    """Return the peak FLOP/s of the actual device (torch's name). The run's `cluster` (`asked`) is used only if the catalogue does not know
+    that device, or if a cluster file describes its own device; no name makes a device another one."""
     known = cluster.find(device)
     named = None if asked == "local" else cluster.load(asked).accelerator
     other = known not in (None, named) and named in cluster.catalogue().values()

@@ -28,7 +28,7 @@ class Item(NamedTuple):
 
     @property
     def work(self) -> int:
-        """What orthogonalising it takes, up to a factor."""
+        """Cost of orthogonalising it, up to a factor."""
         return max(self.shape) * min(self.shape) ** 2
 
 
@@ -107,7 +107,7 @@ class _View:
         place = groups.mesh.expert_coordinates if role == "experts" else groups.mesh.state_coordinates
         world = ranks_in(groups.world, groups.place)
         self.everyone = {number: tuple(place(rank).values())[1:] for number, rank in enumerate(world)}
-        """Where each rank of the pipeline place stands on the mesh: its copy comes first."""
+        """Place of each rank of the pipeline place on the mesh: its copy comes first."""
         copy = self.everyone[world.index(groups.rank)][0]
         self.ranks = {rank: stand for rank, stand in self.everyone.items() if stand[0] == copy}
         """The ranks of this rank's own copy of the state."""
@@ -136,7 +136,7 @@ class Exchange:
         self.rank = self.group.rank() if self.group else 0
         self.ranks = self.group.size() if self.group else 1
         self.travels = self.group is not None and any(len(each.held) > 1 for each in placed)
-        """Whether anything leaves a rank: the same on all ranks of a pipeline place."""
+        """True if anything leaves a rank: the same on all ranks of a pipeline place."""
 
     @property
     def mine(self) -> list[Placed]:

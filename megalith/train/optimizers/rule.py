@@ -1,4 +1,4 @@
-"""What an optimizer's rule is: a function over the slots of each parameter's share, found by its row in `spec.optimizers`."""
+"""Rule of an optimizer: a function over the slots of each parameter's share, found by its row in `spec.optimizers`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""What a rule sees of tensors whose shares other ranks hold: sums over whole tensors, in one message, whatever the plan cut."""
+"""A rule's view of tensors whose shares other ranks hold: sums over whole tensors, in one message, whatever the plan cut."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from megalith.spec.sizes import Parameter
 
 
 class Cut(NamedTuple):
-    """Where this rank's share of a parameter lies in the whole parameter."""
+    """Location of this rank's share of a parameter in the whole parameter."""
 
     shape: tuple[int, ...]
     """The whole parameter's shape."""
@@ -51,7 +51,7 @@ class Whole:
     held: Mapping[str, Tensor]
     """The parameters themselves, which know how they are laid out."""
     described: Mapping[str, Parameter] = field(default_factory=dict)
-    """What the model says of its parameters; for rules that split them into matrices."""
+    """The model's description of its parameters; for rules that split them into matrices."""
     groups: Groups | None = None
     """None: this process holds all of every parameter."""
     tied: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""What was found of a spike, and how the log is told: the likely causes, ranked, each with its evidence. All of it is pure.
+"""Findings about a spike, and their form in the log: the likely causes, ranked, each with its evidence. All of it is pure.
 
 How much each kind of evidence proves decides the order. A step that gives other numbers the second time, from the same state and samples,
 was computed wrongly: nothing else can be why. A learning rate that has just jumped is the next surest. Then the batch before tells: if it
@@ -73,17 +73,17 @@ def first_moved(was: Mapping[str, float], now: Mapping[str, float], order: Seque
 
 @dataclass(frozen=True)
 class Findings:
-    """What is known of a spike, on all ranks alike."""
+    """Facts about a spike, the same on all ranks."""
 
     departures: tuple[Departure, ...] = ()
     tell: bool = False
     """True if the log is to hear of it."""
     repeated: bool | None = None
-    """Whether the step gave the same numbers when it was computed again; None: it was not."""
+    """True if the step gave the same numbers when it was computed again; None: it was not."""
     first: str = ""
     """The numbers of the first time, in words."""
     sound: bool | None = None
-    """Whether the batch before still has the loss it had; None: nobody looked."""
+    """True if the batch before still has the loss it had; None: not examined."""
     batch_before: str = ""
     """Its losses, in words."""
     jump: Jump | None = None
@@ -128,7 +128,7 @@ class Findings:
         return found
 
     def _part(self) -> str:
-        """Where the damage shows first."""
+        """Name the part in which the damage shows first."""
         if self.moved is None:
             return "no part's largest output moved, so it shows in the head first"
         return (

@@ -41,9 +41,7 @@ RECENT = 8  # steps before a spike in which a change of the learning rate may be
 
 @dataclass(frozen=True)
 class Data:
-    """What the run reads, in steps since this rank began. `read`: this rank's microbatches of a step. `mine`: the numbers of their samples.
-    `numbers`: of all samples of a step. `phase`: the phase of the run that a step is in. `place`: the domain of a sample, and the file it
-    begins in."""
+    """The run's data, in steps since this rank began. `read`: this rank's microbatches of a step. `mine`: the numbers of their samples."""
 
     read: Callable[[int], list[Samples]]
     mine: Callable[[int], Sequence[range]]
@@ -74,7 +72,7 @@ class _Past:
 
 
 class Healer:
-    """Of one rank. All ranks make theirs together and call its methods in the same steps; it is a `step.Healer`."""
+    """Per-rank examiner of spikes, a `step.Healer`. Construction and every method are collective."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a run remembers of its numbers: the last ones inside their bands, the spike that is not over, what was done about earlier ones.
+"""A run's memory of its numbers: the last ones inside their bands, the current spike, the responses to earlier ones.
 
 All of it is a value that every rank has, and goes wherever the position of the run goes: into copies and checkpoints. So ranks decide
 alike, and a run that was killed decides as it would have. Bands are made of logarithms: the median of the newest numbers, and the median
@@ -35,7 +35,7 @@ class Departure:
     middle: float
     """The median of the newest numbers."""
     end: float
-    """Where the band ends."""
+    """Limit of the band."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.value:.4g} above {self.end:.4g} (median {self.middle:.4g})"
@@ -70,7 +70,7 @@ class History:
         return cls(**{**record, **lists, "rewinds": tuple((at, to) for at, to in record["rewinds"])})
 
     def dump(self) -> str:
-        """As text that `room` bounds."""
+        """Return it as text whose length `room` bounds."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     def departures(self, loss: float, norm: float, spec: StabilitySpec) -> tuple[Departure, ...]:
@@ -117,7 +117,7 @@ class History:
         return replace(self, began=-1, outside=0, calm=0)
 
     def rewound(self, copy: "History", *, step: int, to: int, undone: int) -> "History":
-        """What is known once a run has gone back, in step `step`, to a `copy` of `to` steps, which undid `undone` updates."""
+        """Return the history after a rewind, in step `step`, to a `copy` of `to` steps, which undid `undone` updates."""
         done = (*self.rewinds, (step + 1, to))
         left_out = self.left_out + 1 + undone
         known = replace(copy, rewinds=done, left_out=left_out, lowered=self.lowered, lowerings=self.lowerings)

@@ -32,7 +32,7 @@ class Scale(NamedTuple):
 
     @property
     def value(self) -> float:
-        """What gradients are multiplied by."""
+        """Factor of the gradients."""
         return 2.0**self.exponent
 
     def updated(self, spec: LossScaleSpec) -> "Scale":

@@ -13,7 +13,7 @@ from megalith.train.assemble import Trainer
 
 
 class SampleLosses:
-    """Of this rank's samples, from now until `close`; none where this rank has no head. Ranks that share a sequence have a part each."""
+    """Losses of this rank's samples, until `close`; none on a rank without a head. Ranks that share a sequence have a part each."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._losses: list[tuple[float, int]] = []

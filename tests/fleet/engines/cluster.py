@@ -99,7 +99,7 @@ class Cluster:
             time.sleep(0.1)
 
     def node_is(self, state: str) -> bool:
-        """What Slurm thinks of its node, once its controller answers."""
+        """Wait until Slurm reports this state of its node, once its controller answers."""
         done = subprocess.run(["sinfo", "-h", "-o", "%t"], env=self.environment, capture_output=True, text=True, check=False)
         return done.stdout.startswith(state)
 
@@ -127,13 +127,13 @@ class Cluster:
         return found
 
     def say(self, *command: str) -> str:
-        """What a command of Slurm's prints. Raises with its complaint when it fails."""
+        """Return the output of a Slurm command. Raises with its complaint when it fails."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
     def field(self, job: str, name: str) -> str:
-        """What Slurm says of a job: "JobState", "Restarts" and so on."""
+        """Return a field of a job from Slurm: "JobState", "Restarts" and so on."""
         words = dict(word.split("=", 1) for word in self.say("scontrol", "show", "job", job).split() if "=" in word)
         return words[name]
 

@@ -246,7 +246,7 @@ def test_names_become_what_schedulers_take(name: str, expected: str) -> None:
 
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "local"])
 def test_machines_with_agents_are_given_a_key_and_others_none(engine: str) -> None:
-    """As a file of the run folder, in no argument and no variable."""
+    """The key is a file of the run folder, in no argument and no variable."""
     made = "python -m megalith.cli key '/shared/runs/it'\"'\"'s mine'"
     text = emit(engine, _spec(), replace(LAUNCH, agent=True)).text.replace('\\"', '"')
     assert made in text and text.index(made) < text.index("megalith.cli agent")

@@ -1,4 +1,4 @@
-"""Where a run's key comes from, and which files hold none."""
+"""Source of a run's key, and files that must not hold it."""
 
 import os
 import stat

@@ -66,7 +66,7 @@ def store() -> Iterator[Callable[..., Store]]:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Whether the store ends a connection; reads what it said before."""
+    """True if the store ends a connection; reads its output before."""
     try:
         while connection.recv(4096):
             pass
@@ -204,7 +204,7 @@ def test_garbage_ends_its_own_connection_and_nothing_else(store: Callable[..., S
 
 
 def test_idle_connections_get_neither_time_nor_places(store: Callable[..., Store]) -> None:
-    """Of the few places the newest takes the oldest's, so honest processes come in between; each has a deadline."""
+    """The newest connection takes the place of the oldest, so honest processes come in between; each has a deadline."""
     run = store(Limits(unproved=8, seconds=3600.0))
     client = run.client()
     before = run.resident_pages()

@@ -1,4 +1,4 @@
-"""What a careless user and a neighbour do to a run, and for each kind of act what it must do then: the table is KINDS, at the end."""
+"""Acts of a careless user and a neighbour on a run, and the required outcome of each: the table is KINDS, at the end."""
 
 import contextlib
 import os
@@ -246,7 +246,7 @@ def _garbage(scene: Scene, random: Random) -> Done | None:
 
 _TO_RANKS = ("KILL", "TERM", "INT", "HUP", "USR1", "USR2", "QUIT", "SEGV", "BUS", "ABRT", "ALRM", "STOP")
 _TO_COMMANDS = {"TERM": "SIGTERM", "INT": "Ctrl-C", "HUP": "SIGHUP", "USR1": "SIGUSR1", "KILL": "", "QUIT": ""}
-"""What a command that is told to stop says; those that no process hears say nothing."""
+"""Answer of a command that is told to stop; signals that no process receives have none."""
 
 
 def _to_a_rank(scene: Scene, random: Random) -> Done | None:

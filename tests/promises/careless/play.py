@@ -66,7 +66,7 @@ class Hurt:
 
     @property
     def may_stop(self) -> bool:
-        """Whether the run may stop for it."""
+        """True if the run may stop for it."""
         return KINDS[self.act.kind].must == "may stop"
 
 
@@ -91,7 +91,7 @@ class Reference:
 
 
 class Play:
-    """What is done to one run."""
+    """Acts on one run."""
 
     def __init__(self, scene: Scene, reference: Reference) -> None:
         self._scene, self._reference = scene, reference
@@ -173,7 +173,7 @@ class Play:
 
 
 def _has(said: str, name: str) -> bool:
-    """Whether a name was said; lines may be broken anywhere."""
+    """True if a name was printed; lines may be broken anywhere."""
     return "".join(name.split()) in "".join(said.split())
 
 

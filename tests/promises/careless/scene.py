@@ -110,7 +110,7 @@ class Scene:
         return done.returncode, done.stdout.decode(errors="replace")
 
     def output(self) -> str:
-        """What the command has printed since it was typed."""
+        """Output of the command so far."""
         return self.said.read_text(encoding="utf-8", errors="replace")
 
     # Waiting

@@ -23,7 +23,7 @@ SECONDS = 3000.0 if FULL else 0.0
 """After so long no further runs are begun."""
 
 RUNS = (False, True, False)
-"""Whether a run is one of agents."""
+"""True for a run with agents."""
 
 SHRINKING = 900.0
 """Seconds for which a failure is made smaller."""

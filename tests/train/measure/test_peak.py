@@ -1,4 +1,4 @@
-"""What MFU is measured against: the device that computes, never one that was only named."""
+"""Peak for MFU: that of the device that computes, never of one that was only named."""
 
 import os
 import threading

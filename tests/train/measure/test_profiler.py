@@ -1,4 +1,4 @@
-"""Which steps of a run are traced: those that its log calls by the numbers asked for."""
+"""Traced steps of a run: those that its log calls by the requested numbers."""
 
 import json
 from pathlib import Path

@@ -181,7 +181,7 @@ def _muon(shape: tuple[int, ...], **rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _update(matrix: Tensor) -> Tensor:
-    """What a matrix of its own would move by."""
+    """Return the move of a matrix of its own."""
     return -0.2 * max(matrix.shape) ** 0.5 * orthogonal(matrix * 0.05, steps_of("newton-schulz", 5))
 
 
