@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from megalith.spec.base import Spec
 
 Sign = Literal["ended", "silent", "loss", "slow", "memory", "experts", "disk", "finished"]
-"""What may be wrong with a run, or over."""
+"""A sign: something wrong with a run, or its end."""
 
 ENVIRONMENT = "env:"
 
@@ -17,7 +17,7 @@ SIGNS: tuple[Sign, ...] = get_args(Sign)
 
 
 class AlertsSpec(Spec):
-    """Which signs are sent to a person, and from where on they are signs. The live page uses the same limits."""
+    """Signs that are sent to a person, and their limits. The live page uses the same limits."""
 
     run: str | None = Field(default=None, description="shell command; it gets the alert as a JSON object on its standard input")
     post: str | None = Field(

@@ -1,4 +1,4 @@
-"""What is wrong with a run, in words, each with its likely cause: for the card of the live page and for alerts."""
+"""Signs of trouble in a run, in words, each with its likely cause: for the card of the live page and for alerts."""
 
 import math
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Say(NamedTuple):
 ENDED = {
     "running": "The run is well.",
     "finished": "The run has finished.",
-    "stopped": "The run was stopped in order; the same command goes on.",
+    "stopped": "The run was stopped in order; the same command resumes the run.",
 }
 
 

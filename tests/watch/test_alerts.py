@@ -180,7 +180,7 @@ def test_an_address_gets_json_and_may_be_a_secret(receiver, monkeypatch: pytest.
 
 
 def test_the_follower_tells_that_its_command_is_gone(tmp_path: Path) -> None:
-    """As the training command starts it; its end, or a kill of it, closes the pipe."""
+    """The training command starts it like this; the command's end, or a kill of it, closes the pipe."""
     run_dir = tmp_path / "run"
     _live(run_dir).close()
     rules = AlertsSpec(run=f"cat >> {tmp_path}/got")
