@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from megalith.check.case import Case, Found, error, format_bytes
+from megalith.check.case import Case, Found, advice, error, format_bytes
 from megalith.spec.numbers import NUMBERS
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.problem import near
@@ -43,6 +43,33 @@ def matrices_fit(case: Case) -> Found:
         reason = f"takes {format_bytes(held)} on one rank for {largest.name} {shape}, and a device has {format_bytes(memory)}"
         way_out = f'Give it AdamW: [[optimizer.groups]] with pattern = "{largest.name}" and kind = "adamw".'
         yield error("optimizer.kind", case.spec.optimizer.kind, reason, way_out)
+
+
+def rates_scale(case: Case) -> Found:
+    """A parametrization has a base, and a rule for what it scales."""
+    model, optimizer = case.spec.model, case.spec.optimizer
+    if model.parametrization == "standard":
+        for name in ("base_dim", "base_layers", "base_head_dim"):
+            if getattr(model, name) is not None:
+                reason = 'changes nothing while model.parametrization = "standard"'
+                yield advice(f"model.{name}", getattr(model, name), reason, 'Set parametrization = "mup" or "completep".')
+        return
+    for name, asks in (("base_dim", ("mup", "completep")), ("base_layers", ("completep",))):
+        if getattr(model, name) is None and model.parametrization in asks:
+            what = "dim" if name == "base_dim" else "layers"
+            way_out = f"Give the {what} of the model whose learning rate was found, such as {name} = {getattr(model, what)}."
+            yield error(f"model.{name}", None, f'is needed by parametrization = "{model.parametrization}"', way_out)
+    for kind in kinds(optimizer):
+        if OPTIMIZERS[kind].width is None or (kind == "adafactor" and optimizer.relative_step):
+            what = "adafactor with relative_step" if kind == "adafactor" else kind
+            reason = f'has no rule for {what}: how its learning rate follows the width under "{model.parametrization}"'
+            known = ", ".join(name for name, row in OPTIMIZERS.items() if row.width is not None)
+            yield error("model.parametrization", model.parametrization, reason, f'Use "standard", or one of {known}.')
+    parts = {"Mamba-2": "mamba", "latent attention": "latent"}
+    for what, name in parts.items():
+        if any(block.mamba if name == "mamba" else getattr(block.attention, "kind", "") == name for block in case.blocks):
+            reason = f"has no rule for {what}, whose inner widths follow rules of their own"
+            yield error("model.parametrization", model.parametrization, reason, 'Use "standard".')
 
 
 def _whole(case: Case) -> Iterator[Parameter]:

@@ -164,6 +164,7 @@ RULES: tuple[Rule, ...] = (
     Rule("loss_scale", loss_scale.scale_is_used),
     Rule("optimizer", optimizer.groups_match),
     Rule("optimizer", optimizer.matrices_fit),
+    Rule("optimizer", optimizer.rates_scale),
     Rule("fleet", fleet.verification_has_a_replica),
     Rule("fleet", fleet.verification_repeats_bits),
     Rule("fleet", fleet.updates_can_be_repeated),

@@ -18,6 +18,7 @@ from megalith import disk
 from megalith.checkpoint import folder as files
 from megalith.checkpoint import tensors as safetensors
 from megalith.checkpoint.checkpointer import Checkpointer, Failed
+from megalith.checkpoint.fold import folded
 from megalith.checkpoint.foreign.family import Foreign, ForeignModelError, Json
 from megalith.checkpoint.foreign.table import BY_FAMILY, BY_MODEL_TYPE
 from megalith.checkpoint.foreign.weights import Piece, convert_to_ours, convert_to_theirs
@@ -89,6 +90,7 @@ def export(
     family that transformers has not, and naming all weights that are missing, left over or of another shape; FileExistsError if `out` has
     files; OSError naming `out` if it cannot be made.
     """
+    spec, weights = folded(spec, weights)
     foreign = _foreign(spec)
     problems = _compare(shapes(spec), {name: tuple(tensor.shape) for name, tensor in weights.items()})
     problems += foreign.refuse(spec)

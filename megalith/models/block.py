@@ -33,6 +33,7 @@ class Block(nn.Module):
         self.mlp_norm = norm(dim, spec.norm) if spec.mlp and not spec.parallel else None
         self.mlp = MLPS[type(spec.mlp)](dim, spec.mlp) if spec.mlp else None
         self.mlp_post_norm = norm(dim, spec.norm) if spec.post_norms else None
+        self.residual = spec.residual
 
     def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch) -> Float[Tensor, "batch seq dim"]:
         x, normal = self.attend(x, batch)
@@ -43,14 +44,17 @@ class Block(nn.Module):
         normal = x
         if self.attention is not None:
             normal = _through(self.attention_norm, x)
-            x = x + _through(self.attention_post_norm, self.attention(normal, batch))
+            x = x + self._factor(_through(self.attention_post_norm, self.attention(normal, batch)))
         elif self.mamba is not None:
-            x = x + self.mamba(_through(self.mamba_norm, x), batch)
+            x = x + self._factor(self.mamba(_through(self.mamba_norm, x), batch))
         return x, normal if self.mlp_norm is None else self.mlp_norm(x)
 
     def join(self, x: Tensor, out: Tensor) -> Tensor:
         """x with the MLP's output added."""
-        return x + _through(self.mlp_post_norm, out)
+        return x + self._factor(_through(self.mlp_post_norm, out))
+
+    def _factor(self, out: Tensor) -> Tensor:
+        return out if self.residual == 1.0 else out * self.residual
 
 
 def _through(module: nn.Module | None, x: Tensor) -> Tensor:

@@ -39,8 +39,8 @@ def initialise(
 ) -> None:
     """Fill a plain part: norms so that they multiply by 1, biases and buffers with 0, matrices with N(0, init_std²), those that write to
     the residual stream with init_std / sqrt(2 · layers), so that its variance does not grow with depth (GPT-2, Radford et al. 2019,
-    §2.3). What Mamba-2 has besides starts as in its own code (RATES). Each expert is drawn by itself, so that whoever holds some need
-    not draw the others; `held`: of experts, which are."""
+    §2.3); with other factors where sizes are scaled (`spec.families.parametrization`). What Mamba-2 has besides starts as in its own code
+    (RATES). Each expert is drawn by itself, so that whoever holds some need not draw the others; `held`: of experts, which are."""
     tied = tied_names(spec)
     for path, module in part.named_modules():
         for child, parameter in module.named_parameters(recurse=False):
@@ -102,4 +102,7 @@ def _spread(name: str, spec: ModelSpec) -> float:
     """Standard deviation of a matrix's first values."""
     if name == "embedding.weight":
         return spec.embedding.init_std or spec.init_std
-    return spec.init_std / math.sqrt(2 * max(1, len(spec.blocks))) if name.endswith(RESIDUAL_OUTPUTS) else spec.init_std
+    hidden = name != "head.output.weight" and not name.startswith("embedding.")
+    std = spec.init_std / math.sqrt(spec.scaling.width) if hidden and spec.scaling.width != 1.0 else spec.init_std
+    layers = spec.scaling.base_layers or len(spec.blocks)  # else a factor of what each block adds looks after depth
+    return std / math.sqrt(2 * max(1, layers)) if name.endswith(RESIDUAL_OUTPUTS) else std

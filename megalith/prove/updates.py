@@ -63,7 +63,8 @@ def _torchs(make: Callable[[Sequence[dict[str, Any]], OptimizerSpec], torch.opti
         described: Mapping[str, Parameter],
     ) -> Update:
         groups = [
-            {"params": [parameters[name]], "weight_decay": each.weight_decay, "factor": each.lr} for name, each in treated.items()
+            {"params": [parameters[name]], "weight_decay": each.weight_decay, "factor": each.lr, "eps": spec.eps * each.eps}
+            for name, each in treated.items()
         ]
         optimizer = make(groups, spec)
 
@@ -78,7 +79,7 @@ def _torchs(make: Callable[[Sequence[dict[str, Any]], OptimizerSpec], torch.opti
 
 
 def _adamw(groups: Sequence[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, foreach=False)
+    return torch.optim.AdamW(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), foreach=False)
 
 
 def _sgd(groups: Sequence[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Optimizer:

@@ -15,9 +15,14 @@ def table(rows: Sequence[Treated]) -> Table:
     for column in drawn.columns[2:6]:
         column.justify = "right"
     for row in rows:
-        kind, lr, decay = row.treatment
-        numbers, first = count(row.numel), row.parameters[0].name
+        how, numbers, first = row.treatment, count(row.numel), row.parameters[0].name
         drawn.add_row(
-            escape(row.pattern or "others"), kind, f"x {lr:g}", f"{decay:g}", str(len(row.parameters)), numbers, escape(first)
+            escape(row.pattern or "others"),
+            how.kind,
+            f"x {how.lr:g}",
+            f"{how.weight_decay:g}",
+            str(len(row.parameters)),
+            numbers,
+            escape(first),
         )
     return drawn

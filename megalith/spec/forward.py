@@ -24,6 +24,7 @@ from megalith.spec.model import (
     RopeScaling,
     RopeSpec,
     RouterSpec,
+    Scaling,
     YarnScaling,
 )
 
@@ -56,11 +57,12 @@ FIELDS: Mapping[type[Spec], Fields] = {
     ),
     MoeSpec: Fields("kind experts hidden shared shared_gate activation gated router"),
     NormSpec: Fields("kind eps offset bias"),
-    BlockSpec: Fields("attention mamba mlp norm parallel post_norms"),
+    BlockSpec: Fields("attention mamba mlp norm parallel post_norms residual"),
     EmbeddingSpec: Fields("vocab positions scale", training="init_std"),
     AheadSpec: Fields("depth block", training="weight"),
     HeadSpec: Fields("vocab tied norm scale softcap ahead"),
-    ModelSpec: Fields("dim context embedding blocks head", training="init_std", nothing="name"),
+    ModelSpec: Fields("dim context embedding blocks head", training="init_std scaling", nothing="name"),
+    Scaling: Fields("", training="width depth base_layers"),
 }
 """Every field of every part of a model. tests/spec/test_forward.py fails for a field that is not here."""
 

@@ -163,6 +163,7 @@ class BlockSpec(Spec):
     norm: NormSpec = NormSpec()
     parallel: bool = Field(default=False, description="x + attention(norm(x)) + mlp(norm(x)), one norm for both (PaLM)")
     post_norms: bool = Field(default=False, description="attention's and the MLP's outputs are normalised too (Gemma 2, Grok-1)")
+    residual: PositiveFloat = Field(default=1.0, description="factor of what each half adds (`spec.families.parametrization`)")
 
     @model_validator(mode="after")
     def _halves_make_a_block(self) -> Self:
@@ -203,6 +204,16 @@ class HeadSpec(Spec):
     ahead: AheadSpec | None = None
 
 
+class Scaling(Spec):
+    """A model's sizes over those that its learning rates were found at (`spec.families.parametrization`)."""
+
+    width: PositiveFloat = 1.0
+    depth: PositiveFloat = 1.0
+    base_layers: PositiveInt | None = Field(
+        default=None, description="blocks of the base; None: what depends on depth is as usual"
+    )
+
+
 class ModelSpec(Spec):
     """The whole model as a run of parts: part 0 is the embedding, parts 1..n the blocks, the last part the head."""
 
@@ -213,6 +224,7 @@ class ModelSpec(Spec):
     blocks: tuple[BlockSpec, ...]
     head: HeadSpec
     init_std: PositiveFloat = 0.02
+    scaling: Scaling = Scaling()
 
     @property
     def part_names(self) -> tuple[str, ...]:

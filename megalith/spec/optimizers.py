@@ -21,6 +21,8 @@ class Kind(NamedTuple):
     """How often an update reads and writes what it changes."""
     rest: str | None = None
     """The optimizer of all parameters but true matrices (`spec.treatment.is_matrix`); None: this one updates every parameter."""
+    width: float | None = None
+    """The power of the width that the learning rate of hidden matrices follows (`spec.families.parametrization`); None: no rule."""
     amplifies: bool = False
     """True if rounding in a gradient can change an update by as much as the update itself: then two runs whose sums differ in order
     alone agree in their loss, not in each weight."""
@@ -36,6 +38,7 @@ OPTIMIZERS: dict[str, Kind] = {
         title="AdamW (Loshchilov & Hutter 2019): two moments",
         rule="megalith.train.optimizers.adamw:AdamW",
         slots=(Slot("moments.first"), Slot("moments.second")),
+        width=-1.0,
     ),
     "sgd": Kind(
         title="SGD with momentum (Sutskever et al. 2013), Nesterov's or plain: one moment",
@@ -46,6 +49,7 @@ OPTIMIZERS: dict[str, Kind] = {
         title="Lion (Chen et al. 2023): the sign of a moment",
         rule="megalith.train.optimizers.lion:Lion",
         slots=(Slot("moments.first"),),
+        width=-1.0,
         amplifies=True,
     ),
     "lamb": Kind(
@@ -61,6 +65,7 @@ OPTIMIZERS: dict[str, Kind] = {
         slots=(Slot("moments.row", shape="row"), Slot("moments.column", shape="column")),
         unit="tensor",
         passes=3.0,
+        width=-1.0,
     ),
     "muon": Kind(
         title="Muon (Jordan 2024, Liu et al. 2025): a moment of each matrix, orthogonalised",
@@ -68,6 +73,7 @@ OPTIMIZERS: dict[str, Kind] = {
         slots=(Slot("moments.first"),),
         unit="matrix",
         rest="adamw",
+        width=-0.5,  # all its singular values are alike, where those of Adam's updates are few: their sum over a row grows more slowly
     ),
 }
 """Optimizers by the name that `optimizer.kind` gives them."""

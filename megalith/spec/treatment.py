@@ -3,7 +3,8 @@
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
-from megalith.spec.model import ModelSpec
+from megalith.spec.families.parametrization import is_hidden
+from megalith.spec.model import ModelSpec, Scaling
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import GroupSpec, OptimizerSpec
 from megalith.spec.sizes import Parameter, model_parameters
@@ -21,6 +22,8 @@ class Treatment(NamedTuple):
     lr: float = 1.0
     """Factor of the learning rate."""
     weight_decay: float = 0.0
+    eps: float = 1.0
+    """Factor of the optimizer's epsilon."""
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -30,20 +33,28 @@ class Treatment(NamedTuple):
 
 def treatments(model: ModelSpec, optimizer: OptimizerSpec) -> dict[str, Treatment]:
     """Return how each parameter of the whole model is updated, by its name."""
-    return {name: treatment(each, optimizer) for name, each in model_parameters(model).items()}
+    return {name: treatment(each, optimizer, model.scaling) for name, each in model_parameters(model).items()}
 
 
-def treatment(parameter: Parameter, optimizer: OptimizerSpec) -> Treatment:
-    """Return how a parameter, called by its name in the whole model, is updated."""
+def treatment(parameter: Parameter, optimizer: OptimizerSpec, scaling: Scaling) -> Treatment:
+    """Return how a parameter, called by its name in the whole model of these sizes, is updated."""
     group = group_of(parameter.name, optimizer) or GroupSpec(pattern="*")
     kind = group.kind or optimizer.kind
     rest = OPTIMIZERS[kind].rest
     usual = optimizer.weight_decay if len(parameter.shape) >= 2 else 0.0
-    return Treatment(
+    found = Treatment(
         kind=kind if rest is None or is_matrix(parameter) else rest,
         lr=group.lr,
         weight_decay=usual if group.weight_decay is None else group.weight_decay,
     )
+    return found if scaling == Scaling() else _scaled(found, parameter, scaling)
+
+
+def _scaled(usual: Treatment, parameter: Parameter, scaling: Scaling) -> Treatment:
+    """Return the treatment in a model of other sizes (`spec.families.parametrization`)."""
+    power = (OPTIMIZERS[usual.kind].width or 0.0) if is_hidden(parameter) else 0.0
+    factor, deep = scaling.width**power, scaling.depth if parameter.name.startswith("blocks.") else 1.0
+    return usual._replace(lr=usual.lr * factor, weight_decay=usual.weight_decay / factor, eps=1 / (scaling.width * deep))
 
 
 def group_of(name: str, optimizer: OptimizerSpec) -> GroupSpec | None:
@@ -84,7 +95,7 @@ def summary(model: ModelSpec, optimizer: OptimizerSpec) -> list[Treated]:
     found: dict[tuple[str, Treatment], list[Parameter]] = {}
     for each in model_parameters(model).values():
         group = group_of(each.name, optimizer)
-        found.setdefault((group.pattern if group else "", treatment(each, optimizer)), []).append(each)
+        found.setdefault((group.pattern if group else "", treatment(each, optimizer, model.scaling)), []).append(each)
     rows = [Treated(pattern, treated, tuple(parameters)) for (pattern, treated), parameters in found.items()]
     return sorted(rows, key=lambda row: order.get(row.pattern, len(order)))
 

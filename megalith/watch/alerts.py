@@ -126,7 +126,7 @@ def run(command: str, alert: Alert) -> None:
 class _Stays(urllib.request.HTTPRedirectHandler):
     """The address that the user gave, and no other."""
 
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
         return None
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.check.runs import errors, found, is_named
+from tests.check.runs import advice, errors, found, is_named
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,21 @@ def test_a_matrix_that_fits_no_device_is_named_with_its_way_out() -> None:
     assert "takes" in problem.reason and "[200000, 200000]" in problem.reason
     assert 'kind = "adamw"' in problem.way_out
     assert not [each for each in errors(*large, *plan[:-1]) if each.key == "optimizer.kind"]
+
+
+def test_a_parametrization_has_a_base_and_rules():
+    assert [p.key for p in errors("model.parametrization=mup")] == ["model.base_dim"]
+    assert [p.key for p in errors("model.parametrization=completep")] == ["model.base_dim", "model.base_layers"]
+    base = ("model.parametrization=completep", "model.base_dim=64", "model.base_layers=2")
+    assert errors(*base) == [] and errors(*base, "optimizer.kind=muon") == []
+    for kind in ("lamb", "sgd"):
+        (problem,) = errors(*base, f"optimizer.kind={kind}")
+        assert problem.key == "model.parametrization" and f"no rule for {kind}" in problem.reason
+    (problem,) = errors(*base, "optimizer.kind=adafactor", "optimizer.relative_step=true")
+    assert "relative_step" in problem.reason
+    for preset, what in (("nemotron-h-tiny", "Mamba-2"), ("deepseek-tiny", "latent attention")):
+        reasons = [
+            p.reason for p in errors(*base, f"model.preset={preset}", "train.seq_len=128") if p.key == "model.parametrization"
+        ]
+        assert len(reasons) == 1 and what in reasons[0]
+    assert "model.base_dim" in advice("model.base_dim=64")

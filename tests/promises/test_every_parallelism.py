@@ -103,6 +103,24 @@ def test_every_family_trains_like_one_process(preset: str, plan: dict[str, Any])
     assert all(row.equal for row in rows), "\n".join(map(str, rows))
 
 
+@pytest.mark.parametrize(
+    ("preset", "kind", "plan"),
+    [
+        ("tiny", "adamw", {"tensor": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2}),
+        ("mixtral-8x7b", "adafactor", {"data": 2, "expert": 2, "zero": 3, "context": 2}),
+        ("gemma2-2b", "muon", {"tensor": 2, "data": 2, "zero": 2, "post_validation": True}),
+    ],
+)
+def test_a_scaled_model_trains_like_one_process(preset: str, kind: str, plan: dict[str, Any]) -> None:
+    """Its multipliers, and the factors of each matrix's learning rate, decay and epsilon, are the same whoever holds a share of it."""
+    scaled = {"preset": preset, "parametrization": "completep", "base_dim": 16, "base_layers": 1, "base_head_dim": 4}
+    run = tiny_run(plan=plan, train={"global_batch": 8}, model=scaled, optimizer={"kind": kind})
+    spec = shrink(run, steps=2)
+    assert spec.model.build().scaling.width > 1 < spec.model.build().scaling.depth
+    rows = compare(reference(spec, device=CPU), recorded(spec), spec=spec)
+    assert all(row.equal for row in rows), "\n".join(map(str, rows))
+
+
 OWN = """
 name = each rank has two neighbouring stages, gradients last come first
 stages = 4

@@ -261,7 +261,9 @@ def test_the_keys_of_a_model_are_those_of_its_family(run: Path):
     assert (model.window, model.logit_softcap, model.attention_softcap) == (128, None, 50.0)
     found = problems(RUN, "model.preset=gpt2", "model.head=3", "model.rope_theta=1e4")
     assert found["model.head"].way_out == "Did you mean model.heads?"
-    assert found["model.rope_theta"].way_out.startswith("Known here: family, name, layers, dim, heads,")
+    assert found["model.rope_theta"].way_out.startswith(
+        "Known here: parametrization, base_dim, base_layers, base_head_dim, family, name, layers, dim, heads,"
+    )
     assert found["model.rope_theta"].source == "command line"
 
 

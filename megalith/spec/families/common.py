@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from megalith.spec.base import Spec
+from megalith.spec.families.parametrization import ParametrizedSpec, applied
 from megalith.spec.model import (
     AheadSpec,
     AttentionSpec,
@@ -85,8 +86,9 @@ def model_of(
     softcap: float | None = None,
     ahead: AheadSpec | None = None,
 ) -> ModelSpec:
-    """The model of these blocks between an embedding and a head with `norm`; the rest as in EmbeddingSpec and HeadSpec."""
-    return ModelSpec(
+    """The model of these blocks between an embedding and a head with `norm`; the rest as in EmbeddingSpec and HeadSpec. Its multipliers are
+    those of its parametrization."""
+    model = ModelSpec(
         name=sizes.name,
         dim=sizes.dim,
         context=sizes.context,
@@ -95,6 +97,7 @@ def model_of(
         head=HeadSpec(vocab=sizes.vocab, tied=sizes.tied, norm=norm, scale=output_scale, softcap=softcap, ahead=ahead),
         init_std=sizes.init_std,
     )
+    return applied(model, sizes) if isinstance(sizes, ParametrizedSpec) else model
 
 
 def attention_of(sizes: Attends, **own: Any) -> AttentionSpec:

@@ -4,8 +4,8 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megalith.spec.base import Spec
 from megalith.spec.families.common import Balanced, ExpertWidth, model_of, multiple, router_of, shrunk
+from megalith.spec.families.parametrization import ParametrizedSpec
 from megalith.spec.model import (
     AheadSpec,
     BlockSpec,
@@ -19,7 +19,7 @@ from megalith.spec.model import (
 )
 
 
-class DeepSeek(Spec):
+class DeepSeek(ParametrizedSpec):
     """Sizes of a DeepSeek: latent attention and, after the first layers, fine-grained experts beside shared ones.
 
     V2 (DeepSeek-AI 2024, arXiv:2405.04434) scores experts by softmax and groups by their best expert; V3 (arXiv:2412.19437) by sigmoid

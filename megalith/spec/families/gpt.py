@@ -4,12 +4,12 @@ from typing import Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt
 
-from megalith.spec.base import Spec
 from megalith.spec.families.common import model_of, multiple, shrunk
+from megalith.spec.families.parametrization import ParametrizedSpec
 from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, NormSpec
 
 
-class Gpt(Spec):
+class Gpt(ParametrizedSpec):
     """Sizes of a GPT: pre-norm blocks with biases everywhere, learned positions, GELU in its tanh form, LayerNorm (Radford et al. 2019).
 
     GPT-3 (Brown et al. 2020, arXiv:2005.14165, section 2.1) is the same except that every other of its layers attends to a sparse

@@ -5,7 +5,6 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megalith.spec.base import Spec
 from megalith.spec.families.common import (
     Active,
     Balanced,
@@ -19,10 +18,11 @@ from megalith.spec.families.common import (
     router_of,
     shrunk,
 )
+from megalith.spec.families.parametrization import ParametrizedSpec
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec
 
 
-class Grok(Spec):
+class Grok(ParametrizedSpec):
     """Sizes of a Grok-1 (xAI 2024, released model.py and run.py): norms before and after attention and experts, capped attention
     scores, GeGLU experts weighted by their share of the softmax over all, and factors on embeddings and logits. How its loads were
     balanced is not published; `balance_weight` is the user's."""

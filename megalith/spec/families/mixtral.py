@@ -4,7 +4,6 @@ from typing import Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from megalith.spec.base import Spec
 from megalith.spec.families.common import (
     Active,
     Balanced,
@@ -20,10 +19,11 @@ from megalith.spec.families.common import (
     router_of,
     shrunk,
 )
+from megalith.spec.families.parametrization import ParametrizedSpec
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec
 
 
-class Mixtral(Spec):
+class Mixtral(ParametrizedSpec):
     """Sizes of a Mixtral: a Llama whose every MLP is a few of several experts, weighted by the softmax over the chosen ones' logits
     (Jiang et al. 2024, arXiv:2401.04088, section 2.1)."""
 

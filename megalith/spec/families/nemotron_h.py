@@ -5,7 +5,6 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megalith.spec.base import Spec
 from megalith.spec.families.common import (
     Active,
     Balanced,
@@ -20,10 +19,11 @@ from megalith.spec.families.common import (
     router_of,
     shrunk,
 )
+from megalith.spec.families.parametrization import ParametrizedSpec
 from megalith.spec.model import AttentionSpec, BlockSpec, MambaSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 
 
-class NemotronH(Spec):
+class NemotronH(ParametrizedSpec):
     """Sizes of a Nemotron-H (NVIDIA 2025, arXiv:2504.03624; with experts: Nemotron 3 Nano, arXiv:2512.20848). Each layer is one half of a
     transformer's block; attention has no positions of its own, experts squared ReLU, and DeepSeek-V3's routing."""
 

@@ -5,12 +5,12 @@ from typing import Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt
 
-from megalith.spec.base import Spec
 from megalith.spec.families.common import attention_of, few_heads, model_of, multiple, shrunk
+from megalith.spec.families.parametrization import ParametrizedSpec
 from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec
 
 
-class Palm(Spec):
+class Palm(ParametrizedSpec):
     """Sizes of a PaLM: attention and MLP side by side on one LayerNorm, multi-query attention with rotary positions, SwiGLU, no biases,
     one matrix for input and output (Chowdhery et al. 2022, arXiv:2204.02311, section 2)."""
 

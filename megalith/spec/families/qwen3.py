@@ -4,12 +4,12 @@ from typing import Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt
 
-from megalith.spec.base import Spec
 from megalith.spec.families.common import attention_of, few_heads, model_of, multiple, shrunk
+from megalith.spec.families.parametrization import ParametrizedSpec
 from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec
 
 
-class Qwen3(Spec):
+class Qwen3(ParametrizedSpec):
     """Sizes of a dense Qwen3: a Llama whose queries and keys are normalised head by head (Qwen Team 2025, arXiv:2505.09388, section 2)."""
 
     family: Literal["qwen3"] = "qwen3"

@@ -4,7 +4,6 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megalith.spec.base import Spec
 from megalith.spec.families.common import (
     Active,
     Balanced,
@@ -20,10 +19,11 @@ from megalith.spec.families.common import (
     router_of,
     shrunk,
 )
+from megalith.spec.families.parametrization import ParametrizedSpec
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec
 
 
-class Qwen3Moe(Spec):
+class Qwen3Moe(ParametrizedSpec):
     """Sizes of a Qwen3 with many small experts and no shared one; loads are balanced over the global batch (Qwen Team 2025,
     arXiv:2505.09388, section 2; Qiu et al. 2025, arXiv:2501.11873), here that of the step before."""
 

@@ -4,12 +4,12 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from megalith.spec.base import Spec
 from megalith.spec.families.common import Balanced, ZWeight, model_of, multiple, router_of, shrunk
+from megalith.spec.families.parametrization import ParametrizedSpec
 from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 
 
-class Switch(Spec):
+class Switch(ParametrizedSpec):
     """Sizes of a Switch Transformer as a decoder (Fedus et al. 2022, arXiv:2101.03961): each token goes to the one best expert of every
     `every`-th block; an expert takes only so many tokens of a sequence, and the others pass by it.
 

@@ -18,24 +18,24 @@ class AdamW:
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
         """Update the weights and both moments."""
-        for factor, weight_decay, group in alike(parts):
-            self._update(group, number=number, lr=lr * factor, decay=weight_decay)
+        for group in alike(parts):
+            self._update(group, number=number, lr=lr)
 
-    def _update(self, parts: Sequence[Part], *, number: int, lr: float, decay: float) -> None:
-        count = torch.tensor(float(number), device=parts[0].weight.device) if parts else None
+    def _update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
+        count = torch.tensor(float(number), device=parts[0].weight.device)
         adamw(
             [part.weight for part in parts],
             [part.gradient for part in parts],
             [part.slots["moments.first"] for part in parts],
             [part.slots["moments.second"] for part in parts],
             [],
-            [count.clone() for _ in parts] if count is not None else [],
+            [count.clone() for _ in parts],
             fused=True,
             amsgrad=False,
             beta1=self.spec.beta1,
             beta2=self.spec.beta2,
-            lr=lr,
-            weight_decay=decay,
-            eps=self.spec.eps,
+            lr=lr * parts[0].lr,
+            weight_decay=parts[0].weight_decay,
+            eps=self.spec.eps * parts[0].eps,
             maximize=False,
         )

@@ -24,6 +24,8 @@ class Part(NamedTuple):
     lr: float = 1.0
     """Factor of the learning rate."""
     weight_decay: float = 0.0
+    eps: float = 1.0
+    """Factor of the epsilon, for rules that have one."""
 
 
 class Rule(Protocol):
@@ -61,7 +63,7 @@ class Optimizer:
         for kind, rule in self.rules.items():
             alone = OPTIMIZERS[kind].unit == "element"
             mine = [
-                part._replace(lr=treatment.lr, weight_decay=treatment.weight_decay)
+                part._replace(lr=treatment.lr, weight_decay=treatment.weight_decay, eps=treatment.eps)
                 for part in parts
                 if (treatment := self.treated[part.name]).kind == kind and (part.weight.numel() or not alone)
             ]
@@ -76,11 +78,11 @@ def _rule(kind: str) -> type[Rule]:
     return getattr(import_module(module), name)
 
 
-def alike(parts: Sequence[Part]) -> Iterator[tuple[float, float, list[Part]]]:
-    """Yield the parts that share a factor of the learning rate and a weight decay, with both."""
+def alike(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Yield the parts that share a factor of the learning rate, a weight decay and a factor of epsilon."""
 
-    def settings(part: Part) -> tuple[float, float]:
-        return part.lr, part.weight_decay
+    def settings(part: Part) -> tuple[float, float, float]:
+        return part.lr, part.weight_decay, part.eps
 
-    for (lr, weight_decay), group in groupby(sorted(parts, key=settings), settings):
-        yield lr, weight_decay, list(group)
+    for _, group in groupby(sorted(parts, key=settings), settings):
+        yield list(group)

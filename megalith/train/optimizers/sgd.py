@@ -22,16 +22,16 @@ class SGD:
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
         """Update the weights and their moment."""
-        for factor, weight_decay, group in alike(parts):
+        for group in alike(parts):
             moments: list[Tensor | None] = [part.slots["moments.first"] for part in group]
             sgd(
                 [part.weight for part in group],
                 [part.gradient for part in group],
                 moments,
                 foreach=False,  # the fused kernel rounds the last elements of a share otherwise; `foreach` changes the gradients
-                weight_decay=weight_decay,
+                weight_decay=group[0].weight_decay,
                 momentum=self.spec.momentum,
-                lr=lr * factor,
+                lr=lr * group[0].lr,
                 dampening=0.0,
                 nesterov=self.spec.nesterov and self.spec.momentum > 0,
                 maximize=False,

@@ -1,0 +1,205 @@
+"""The coordinate check: whether what a model computes, and how far an update moves it, keeps its size as the model grows (Yang et al. 2022,
+"Tensor Programs V", arXiv:2203.03466, appendix D.1). If it does, a learning rate that is found on a small model holds for a large one.
+
+Models of several widths, or depths, are trained for a few steps on the same random tokens, in one process and in fp32. After each step the
+root mean square is taken of what leaves half of the blocks and all of them, of the scores of attention, and of the change of the
+logits since the start. A slope is that of the logarithm of such a number over the logarithm of the size: 0 is flat.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalith.models.batch import Batch
+from megalith.models.core import CausalCore
+from megalith.models.init import initialise
+from megalith.models.stage import Stage
+from megalith.prove.parity import RandomText
+from megalith.prove.updates import update_of
+from megalith.spec.families import Model
+from megalith.spec.families.parametrization import Parametrization
+from megalith.spec.run import RunSpec
+from megalith.train.batches import Cut, to_batch
+
+Axis = Literal["width", "depth"]
+SEQUENCES, LENGTH, VOCAB = 2, 16, 64
+"""Sizes of the random tokens that all models are trained on. They are few: an update is the sum of what each token asks for. Where there
+are more of them than a small model is wide, the random parts of this sum hide how it grows."""
+
+WIDTHS = ("heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn")
+"""Sizes of a family that grow with its width. Heads keep their size."""
+PLACES = ("half way", "last block")
+QUANTITIES = (*PLACES, "attention scores", "change of logits")
+"""The quantities that are measured. After half of the blocks and after all: a block's number means another place in a deeper model."""
+
+
+class Series(NamedTuple):
+    """One quantity after one step, over the sizes: its root mean square, and the slope."""
+
+    quantity: str
+    step: int
+    rms: tuple[float, ...]
+    slope: float
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How one parametrization does along one axis. `sizes`: widths, or numbers of blocks."""
+
+    parametrization: Parametrization
+    axis: Axis
+    sizes: tuple[int, ...]
+    series: tuple[Series, ...]
+
+    @property
+    def worst(self) -> Series:
+        """The series with the steepest slope."""
+        return max(self.series, key=lambda one: abs(one.slope))
+
+    def to_json(self, limit: float) -> dict[str, Any]:
+        """Return all of it as JSON can hold it, and whether no slope is steeper than `limit`."""
+        series = [{**one._asdict(), "slope": one.slope if np.isfinite(one.slope) else None} for one in self.series]
+        named = {"parametrization": self.parametrization, "axis": self.axis, "sizes": list(self.sizes)}
+        return {**named, "flat": abs(self.worst.slope) <= limit, "worst": self.worst.quantity, "series": series}
+
+    def steepest(self, quantity: str) -> Series:
+        """Return the step at which a quantity is steepest."""
+        return max((one for one in self.series if one.quantity == quantity), key=lambda one: abs(one.slope))
+
+
+def sized(model: Model, axis: Axis, size: int, base: int, parametrization: Parametrization) -> Model:
+    """Return the model with another width or number of blocks, parametrized from `base` (a width or a number of blocks).
+
+    Raises ValueError where the heads do not come out whole.
+    """
+    changes: dict[str, Any] = {"parametrization": parametrization}
+    changes |= {"base_dim": None, "base_layers": None}
+    if parametrization != "standard":
+        changes |= {"base_dim": base if axis == "width" else model.dim}
+        changes |= {"base_layers": base if axis == "depth" else model.layers} if parametrization == "completep" else {}
+    changes |= {"layers": size} if axis == "depth" else _widened(model, size)
+    return model.model_copy(update=changes)
+
+
+def _widened(model: Model, dim: int) -> dict[str, Any]:
+    head_dim = getattr(model, "head_dim", None) or model.dim // model.heads
+    found: dict[str, Any] = {"dim": dim}
+    for name in WIDTHS:
+        usual = getattr(model, name, None)
+        if usual is not None:
+            found[name] = max(1, round(usual * dim / model.dim))
+    if dim % head_dim or model.heads * dim % model.dim:
+        raise ValueError(f"a width of {dim} holds no whole number of heads of {head_dim}: use multiples of {head_dim}")
+    kv = found.get("kv_heads")
+    if kv is not None and found["heads"] % kv:
+        raise ValueError(f"a width of {dim} gives {found['heads']} heads and {kv} of keys, which do not share evenly")
+    return found
+
+
+def check(
+    spec: RunSpec,
+    *,
+    axis: Axis,
+    sizes: Sequence[int],
+    parametrization: Parametrization,
+    steps: int,
+    seeds: Sequence[int],
+    told: Callable[[int, int], None] = lambda size, seed: None,
+) -> Checked:
+    """Train every size with every seed and return the slopes. `told` is called before each. The smallest size is the base, unless the run
+    names one. Raises ValueError for a size that is not to be had."""
+    model = spec.model
+    named = model.base_dim if axis == "width" else model.base_layers
+    base = named or min(sizes)
+    small = model.model_copy(update={"vocab": VOCAB, "context": max(LENGTH, 64)})
+    models = {size: sized(small, axis, size, base, parametrization) for size in sizes}  # all problems before any work
+    found: dict[tuple[str, int], list[float]] = {(name, step): [] for step in range(1, steps + 1) for name in QUANTITIES}
+    for size, one in models.items():
+        runs = []
+        for seed in seeds:
+            told(size, seed)
+            runs.append(measure(spec, one, steps=steps, seed=seed))
+        for key, values in found.items():
+            values.append(fmean(run[key] for run in runs))
+    logs = np.log2(np.array(sizes, dtype=np.float64))
+    series = [Series(*key, tuple(values), _slope(logs, values)) for key, values in found.items()]
+    return Checked(parametrization, axis, tuple(sizes), tuple(series))
+
+
+def _slope(logs: np.ndarray, values: Sequence[float]) -> float:
+    if not np.isfinite(values).all() or min(values) <= 0:
+        return float("inf")
+    return float(np.polyfit(logs, np.log2(np.array(values)), 1)[0])
+
+
+def measure(spec: RunSpec, model: Model, *, steps: int, seed: int) -> dict[tuple[str, int], float]:
+    """Train one model for `steps` steps; return the root mean square of each quantity after each step."""
+    torch.manual_seed(seed)
+    parts, stage = model.build(), Stage(model.build())
+    for name, part in stage.parts():
+        initialise(part, name=name, spec=parts, seed=seed)
+    batch = _batch(spec, model, seed)
+    parameters = stage.parameters_by_name()
+    advance = update_of(parameters, spec.optimizer, parts)
+    found: dict[tuple[str, int], float] = {}
+    first: Tensor | None = None
+    for step in range(steps + 1):
+        with _watched(stage) as seen, torch.no_grad():
+            logits = stage(batch.tokens, replace(batch, targets=None))
+        first = logits.clone() if first is None else first
+        if step:
+            found |= {(name, step): value for name, value in seen.items()}
+            found["change of logits", step] = _rms(logits - first)
+        if step == steps:
+            break
+        stage(batch.tokens, batch).objective.backward()
+        advance(step, spec.optimizer.lr)
+        for parameter in parameters.values():
+            parameter.grad = None
+    return found
+
+
+def _batch(spec: RunSpec, model: Model, seed: int) -> Batch:
+    train = spec.train.model_copy(update={"seq_len": LENGTH, "seed": seed, "global_batch": SEQUENCES})
+    text = RandomText(spec.model_copy(update={"model": model, "train": train}))
+    samples = text.batch(range(SEQUENCES))
+    valid = int((samples.targets >= 0).sum())
+    cut = Cut(spec.data.document_mask, 0)
+    return to_batch(samples, cut, device=torch.device("cpu"), loss_scale=1 / valid, sequences=SEQUENCES)
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.double().square().mean().sqrt())
+
+
+@contextmanager
+def _watched(stage: Stage) -> Iterator[dict[str, float]]:
+    """Hooks that take the root mean square of block outputs, and of all attention scores together."""
+    seen: dict[str, float] = {}
+    scores: list[float] = []
+    blocks = list(stage.blocks.values())
+
+    def block(name: str, module: Any, given: Any, out: Tensor) -> None:
+        seen[name] = _rms(out)
+
+    def core(module: CausalCore, given: tuple[Tensor, ...]) -> None:
+        q, k = given[0], given[1]
+        k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+        scores.append(_rms(torch.einsum("bqhc,bkhc->bhqk", q, k) * module.scale_of(q)))
+
+    places: Mapping[str, int] = dict(zip(PLACES, (max(0, len(blocks) // 2 - 1), len(blocks) - 1), strict=True))
+    hooks = [blocks[at].register_forward_hook(partial(block, name)) for name, at in places.items()]
+    hooks += [module.register_forward_pre_hook(core) for module in stage.modules() if isinstance(module, CausalCore)]
+    try:
+        yield seen
+        seen["attention scores"] = fmean(value**2 for value in scores) ** 0.5
+    finally:
+        for hook in hooks:
+            hook.remove()
