@@ -21,10 +21,10 @@ def command(
 
     Example:  megalith export runs/first --to hf --out exported
     """
-    from megalith.spec.numbers import TRAINED  # specifications take 0.2 s to import
+    from megalith.spec.numbers import FAST  # specifications take 0.2 s to import
 
     one_of("--to", to, "hf")
-    one_of("--dtype", dtype, *TRAINED)
+    one_of("--dtype", dtype, *FAST)
     folder = export(run_dir, out=out, dtype=dtype, step=step)
     print_json({"ok": True, "folder": str(folder)}) if as_json else print(f"exported: {folder}")
 

@@ -19,6 +19,7 @@ from megalith.schedule.action import Action, computations
 from megalith.schedule.action import parts as actions_of
 from megalith.schedule.lower import WEIGHT_GRADIENTS
 from megalith.spec import cluster as clusters
+from megalith.spec.numbers import PRECISIONS
 from megalith.spec.plan import segments
 from megalith.spec.run import RunSpec
 
@@ -107,7 +108,9 @@ def of_run(spec: RunSpec) -> Workload:
     named = spec.cluster if spec.cluster != "local" else f"cpu:{spec.plan.ranks}"
     model, train, kind = spec.model.build(), spec.train, spec.optimizer.kind
     cluster, batch = clusters.load(named), train.global_batch
-    return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, train.precision, TRAINER, kind))
+    precision = PRECISIONS[train.precision]
+    format = precision.compute.name if precision.emulated else precision.name
+    return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, kind))
 
 
 def _here(workload: Workload, traced: Parts, place: int) -> _Here:

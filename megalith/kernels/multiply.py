@@ -5,6 +5,7 @@ in `parallel.precision.RECIPES`. Layers, experts, the output and overlapped comm
 """
 
 from collections.abc import Mapping
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from megalith.kernels.deferred import weight_gradient
 from megalith.kernels.grouped import Sizes, grouped_outer_products, grouped_products
 from megalith.kernels.product import product, widened
+from megalith.spec.numbers import PrecisionSpec
 
 OUTSIDE: Mapping[str, str] = {
     "Router": "computes scores in fp32 whatever the recipe: rounded scores choose other experts (Fedus et al. 2022, section 2.4)",
@@ -30,6 +32,11 @@ class Multiply(nn.Module):
     A parameterless seam of every module that multiplies by a weight. A subclass is another recipe: it overrides `fprop`, `dgrad` and
     `wgrad`, and the rest follows.
     """
+
+    @classmethod
+    def of(cls, choices: PrecisionSpec) -> Self:
+        """Return the recipe by the choices of a run; the plain one has none."""
+        return cls()
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None) -> Tensor:
         """x [..., in], weight [out, in], bias [out] -> [..., out]. Differentiable; the weight's gradient can be put off.

@@ -24,7 +24,7 @@ from megalith.parallel.precision import apply_precision
 from megalith.parallel.recompute import apply_recompute
 from megalith.parallel.tensor import Split
 from megalith.spec.model import ModelSpec
-from megalith.spec.numbers import PRECISIONS
+from megalith.spec.numbers import PRECISIONS, PrecisionSpec
 from megalith.spec.plan import Plan, segment_size, segments
 from megalith.spec.sizes import tied_names
 
@@ -33,10 +33,19 @@ class Builder:
     """Builds the stages of one rank. Stages on one rank share what is tied between them."""
 
     def __init__(
-        self, spec: ModelSpec, *, plan: Plan, groups: Groups, precision: str, device: torch.device, seed: int | None
+        self,
+        spec: ModelSpec,
+        *,
+        plan: Plan,
+        groups: Groups,
+        precision: str,
+        device: torch.device,
+        seed: int | None,
+        choices: PrecisionSpec | None = None,
     ) -> None:
-        """`seed` None: weights are left unset, to be loaded."""
+        """`seed` None: weights are left unset, to be loaded. `choices`: those of a narrow precision."""
         self.spec, self.plan, self.groups, self.device, self.seed = spec, plan, groups, device, seed
+        self.choices = choices
         self.dtypes, self.products = Dtypes.of(precision), PRECISIONS[precision].products
         self.split = Split(groups.tensor, sequence=plan.sequence, pieces=plan.overlap_tensor)
         self.tied = tied_names(spec)
@@ -58,7 +67,7 @@ class Builder:
                 held = {parameter: held_of(parameter, place) for parameter, place in laid.items()}
                 initialise(part, name=name, spec=self.spec, seed=self.seed, held=held)
             self._tie(name, part)
-            apply_precision(part, self.products)
+            apply_precision(part, self.products, name=name, blocks=len(self.spec.blocks), choices=self.choices)
             places = self._split(part) | laid
             if self.plan.context > 1:
                 split_context(part, self.context)

@@ -18,7 +18,7 @@ from megalith.schedule.table import kind
 from megalith.spec import files
 from megalith.spec.cluster import ClusterSpec, catalogue
 from megalith.spec.files import Resolved
-from megalith.spec.numbers import TRAINED
+from megalith.spec.numbers import FAST
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
 from megalith.spec.toml import dotted
@@ -55,7 +55,7 @@ class Answer:
     def assumption(self) -> str:
         """The software that predictions assume."""
         wanted = self.asked.format
-        return SPARE if wanted in TRAINED else f"{SPARE}; the trainer does not compute in {wanted}: predicted only"
+        return SPARE if wanted in FAST else f"{SPARE}; the trainer has no kernels for {wanted}: predicted only"
 
     def to_json(self) -> dict[str, Any]:
         """Everything by name, with each plan also in short."""
@@ -95,7 +95,7 @@ class Answer:
         """A choice in short, and whether the trainer could not run it."""
         if choice is None:
             return {"layout": None, "predicted_only": None}
-        only = choice.offload > 0 or self.asked.format not in TRAINED or self.asked.forward_only
+        only = choice.offload > 0 or self.asked.format not in FAST or self.asked.forward_only
         return {"layout": short(choice.plan), "predicted_only": only}
 
 

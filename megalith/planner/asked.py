@@ -12,7 +12,7 @@ from megalith.spec import files
 from megalith.spec.cluster import OWN, ClusterSpec
 from megalith.spec.files import Resolved
 from megalith.spec.model import ModelSpec
-from megalith.spec.numbers import PRECISIONS, TRAINED
+from megalith.spec.numbers import FAST, PRECISIONS
 from megalith.spec.phases import DATA as DATA_PHASES
 from megalith.spec.phases import RAMP, Phase, Phases, during
 from megalith.spec.plan import Plan
@@ -131,7 +131,7 @@ def ask(question: Question) -> Asked:
             Phases.of(whole),
             {} if tokens is None else {"steps": Phases.of(whole).steps_to(Amount(round(tokens), "tokens"))},
         )
-        precision = format_ if format_ in TRAINED else "bf16"
+        precision = format_ if format_ in FAST else "bf16"
         train = whole.train.model_copy(update=length | {"precision": precision})
         whole = whole.model_copy(update={"model": model, "cluster": cluster_name, "train": train})
         notes = (*notes, f"searched for the phase that reads most tokens; fits in all {len(phases.all)}")
@@ -289,8 +289,8 @@ def _format(question: Question, spec: RunSpec | None, cluster: ClusterSpec | Non
         able = ", ".join(name for name, one in PRECISIONS.items() if one.factors.rate in cluster.accelerator.peak)
         reason = f"{cluster.accelerator.name} does not compute in it, as far as anybody published"
         problems.append(_problem("--format", named, reason, f"It computes in {able}."))
-    if question.out and named not in TRAINED:
-        reason = "is predicted only: the trainer does not compute in it, so the plan cannot be written as a run"
+    if question.out and named not in FAST:
+        reason = "is predicted only: the trainer has no kernels for it, so a run would not have the times and memory of the plan"
         problems.append(_problem("--format", named, reason, "Leave out --out, or use --format bf16."))
     return named
 
@@ -390,7 +390,7 @@ def _not_dealt(model: ModelSpec, cluster: ClusterSpec, seq_len: int, batch: int,
 
 def _run(spec: RunSpec | None, model: Any, cluster: str, seq_len: int, batch: int, format: str, tokens: float | None) -> RunSpec:
     """The run that the plan is for: the file's own, or one with what is known and defaults."""
-    precision = format if format in TRAINED else "bf16"
+    precision = format if format in FAST else "bf16"
     steps = max(1, round(tokens / (batch * seq_len))) if tokens else STEPS
     if spec is not None:
         train = spec.train.model_copy(update={"seq_len": seq_len, "global_batch": batch, "precision": precision, "steps": steps})

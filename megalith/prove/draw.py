@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from megalith.check import check
-from megalith.prove.parity import LOSS_SCALE, OPTIMIZER, clearly_routed
+from megalith.prove.parity import LOSS_SCALE, OPTIMIZER, SMALL_TILES, clearly_routed
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.families import read
 from megalith.spec.numbers import PRECISIONS, TRAINED, Rounded
@@ -29,7 +29,9 @@ SAMPLES = 8
 PHASES = ({"begin": SAMPLES, "global_batch": 2 * SAMPLES}, {"begin": 3 * SAMPLES, "global_batch": SAMPLES, "seq_len": 24})
 """Each of three steps is of a phase of its own."""
 
-AXES: Mapping[str, Mapping[str, dict[str, Any]]] = {
+Axes = Mapping[str, Mapping[str, dict[str, Any]]]
+
+AXES: Axes = {
     "model": {
         "dense": {"preset": "tiny"},
         "experts": {"preset": "mixtral-8x7b"},
@@ -118,11 +120,12 @@ def _pairs(choices: tuple[Choice, ...]) -> frozenset[Pair]:
     return frozenset(pair for pair in pairs if rounded & pair) if rounded else pairs
 
 
-def draw(count: int, seed: int) -> list[Draw]:
+def draw(count: int, seed: int, *, precisions: Sequence[str] = TRAINED) -> list[Draw]:
     """`count` legal combinations on at most MOST_RANKS ranks, none twice, those that show most new pairs for their effort first: all
-    pairs that can go together, as far as `count` reaches. The same for the same seed."""
+    pairs that can go together, as far as `count` reaches. The same for the same seed. `precisions`: those to draw from."""
     random = Random(seed)
-    pool = _pool(random, max(3000, 8 * count))
+    axes = {**AXES, "precision": {name: AXES["precision"][name] for name in precisions}}
+    pool = _pool(random, max(3000, 8 * count), axes)
     chosen = _cover(pool, count)
     rest = [one for number, one in enumerate(pool) if number not in chosen]
     further = random.sample(rest, max(0, min(len(rest), count - len(chosen))))
@@ -169,13 +172,13 @@ def _words(pair: Pair) -> tuple[str, str]:
     return f"{first[0]} {first[1]}", f"{second[0]} {second[1]}"
 
 
-def _pool(random: Random, tries: int) -> list[Draw]:
+def _pool(random: Random, tries: int, axes: Axes) -> list[Draw]:
     """Legal combinations among `tries` random ones, and among some for each pair those have not shown."""
     found: dict[tuple[Choice, ...], Draw] = {}
     shown: set[Pair] = set()
 
     def attempt(fixed: Mapping[str, str]) -> bool:
-        choices = tuple((axis, fixed.get(axis) or _any(random, axis)) for axis in AXES)
+        choices = tuple((axis, fixed.get(axis) or _any(random, axis, axes)) for axis in axes)
         if choices not in found and (spec := legal(choices)) is not None:
             found[choices] = Draw(choices, spec)
             shown.update(found[choices].pairs)
@@ -183,17 +186,17 @@ def _pool(random: Random, tries: int) -> list[Draw]:
 
     for _ in range(tries):
         attempt({})
-    for axis, other in combinations(AXES, 2):
-        for value in AXES[axis]:
-            for theirs in AXES[other]:
+    for axis, other in combinations(axes, 2):
+        for value in axes[axis]:
+            for theirs in axes[other]:
                 if frozenset({(axis, value), (other, theirs)}) not in shown:
                     any(attempt({axis: value, other: theirs}) for _ in range(100))
     return list(found.values())
 
 
-def _any(random: Random, axis: str) -> str:
+def _any(random: Random, axis: str, axes: Axes) -> str:
     """A value of an axis."""
-    values = list(AXES[axis])
+    values = list(axes[axis])
     return values[0] if random.random() < FIRST.get(axis, 0.0) else random.choice(values)
 
 
@@ -218,6 +221,7 @@ def _run(preset: str, precision: str, plan: Plan, kind: str, phases: Sequence[Ma
             "model": _small(preset, precision).model_dump(),
             "plan": plan.model_dump(),
             "data": {"path": "none", "phases": phases},
+            "precision": SMALL_TILES if PRECISIONS[precision].tile else {},
             "train": {"steps": 3, "global_batch": SAMPLES, "seq_len": 48, "precision": precision},
             "optimizer": OPTIMIZER | {"kind": kind},
             "loss_scale": {"initial": LOSS_SCALE},

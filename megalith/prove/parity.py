@@ -7,6 +7,7 @@ import json
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from megalith.prove.updates import update_of
 from megalith.prove.verdict import judge
 from megalith.schedule.table import FILE
 from megalith.spec.families import Model
-from megalith.spec.numbers import PRECISIONS, Rounded
+from megalith.spec.numbers import PRECISIONS, Rounded, tile_of
 from megalith.spec.phases import Phases, during
 from megalith.spec.run import LossScaleSpec, RampSpec, RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
@@ -47,6 +48,10 @@ show; Muon's iteration in bf16 turns 1e-7 of a gradient into a hundredth of a st
 
 LOSS_SCALE = 1024
 """Loss scale of a compared run, if it has one: gradients of small models with random weights neither overflow nor underflow."""
+
+
+SMALL_TILES = {"tile": 4, "wide_first": 1, "wide_last": 0}
+"""Choices of a narrow precision in a compared run: tiles that its small shares hold, and a block that multiplies in them."""
 
 
 class RandomText:
@@ -83,16 +88,21 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
     microbatch = min(plan.microbatch, 2)
     batch = plan.data * microbatch * microbatches
     unit = plan.tensor * plan.shards  # a weight is split by tensor ranks and then by data ranks
+    precision, tile = spec.precision, 1
+    if tile_of(precision, spec.train.precision):
+        precision, tile = precision.model_copy(update=SMALL_TILES), SMALL_TILES["tile"]
+        unit = lcm(unit, tile * plan.tensor, tile * plan.expert_tensor)
     return spec.model_copy(
         update={
             "model": clearly_routed(
                 model.small(layers=layers, unit=unit, heads_unit=plan.tensor * plan.ulysses), spec.train.precision
             ),
             "plan": plan.model_copy(update={"microbatch": microbatch}),
+            "precision": precision,
             "train": spec.train.model_copy(
                 update={
                     "steps": steps,
-                    "seq_len": _multiple(24, plan.tensor * plan.context * (2 if plan.context > 1 else 1)),
+                    "seq_len": _multiple(24, tile * plan.tensor * plan.context * (2 if plan.context > 1 else 1)),
                     "global_batch": batch,
                     "init_from": None,
                     "batch_ramp": _ramp(spec, batch),
@@ -129,8 +139,10 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
     model = spec.model.build()
     with device:
         stage = Stage(model)
-    apply_precision(stage, PRECISIONS[spec.train.precision].products)
     for name, part in stage.parts():
+        apply_precision(
+            part, PRECISIONS[spec.train.precision].products, name=name, blocks=len(model.blocks), choices=spec.precision
+        )
         initialise(part, name=name, spec=model, seed=spec.train.seed)
     computes = stage.parameters_by_name()
     parameters = {name: nn.Parameter(p.detach().clone()) for name, p in computes.items()}

@@ -21,6 +21,8 @@ from megalith.spec.run import RunSpec
 
 NOISE = 0.25
 """A gradient of which one process has a larger share wrong than this is rounding: how long it is means nothing."""
+CHANCE = 4
+"""Standard errors by which a factor may differ from 1: a run has some hundred tensors, of some of which the factor is far off by chance."""
 FEW = 64
 """In a tensor of fewer numbers (norms of eight channels, decays of four heads), roundings hardly cancel out, and chance grows as one over
 the root of their number: its gaps count for that much less."""
@@ -90,16 +92,29 @@ def _distance(gradients: dict[str, Tensor], exact: dict[str, Tensor], names: Seq
 
 
 def _scales(exact: Recording, alone: Recording, found: Recording, steps: Sequence[int]) -> Iterator[Gap]:
-    """|factor - 1| of each tensor, for the factor of one process's gradient that comes closest to the one found. Three standard errors of
-    the factor are taken off: both gradients round each number about as one process rounds it."""
+    """|factor - 1| by which each tensor's gradient is longer than that of one process, beyond chance (`_longer`)."""
     for step in steps:
         for name, theirs in alone.gradients[step].items():
-            if _distance(alone.gradients[step], exact.gradients[step], [name]) > NOISE:
-                continue
-            apart, rounded = found.gradients[step][name] - theirs, theirs - exact.gradients[step][name]
-            error = 2**0.5 * (rounded * theirs).norm()
-            beyond = float(((apart * theirs).sum().abs() - 3 * error) / theirs.square().sum())
-            yield 0.0 if beyond < 0 else beyond * _confidence(theirs.numel()), f"{name}, step {step + 1}"
+            if _distance(alone.gradients[step], exact.gradients[step], [name]) <= NOISE:
+                beyond = _longer(found.gradients[step][name].double(), theirs.double())
+                yield 0.0 if beyond < 0 else beyond * _confidence(theirs.numel()), f"{name}, step {step + 1}"
+
+
+def _longer(ours: Tensor, theirs: Tensor) -> float:
+    """|factor - 1| by which `ours` is longer than `theirs`, less CHANCE standard errors of it.
+
+    The factor is a regression through the origin on the middle of both. If they differ in their roundings alone, it is chance which of
+    them is which, so the expected factor is 1. On one of them it is less, since a regression on what is rounded itself falls short.
+    A rounded activation moves the gradients of a whole row or column together, so the standard error is the largest over numbers, rows and
+    columns (cluster-robust: Cameron, Gelbach and Miller 2011, https://doi.org/10.1198/jbes.2010.07136).
+    """
+    apart, middle = ours - theirs, (ours + theirs) / 2
+    size = middle.square().sum()
+    factor = (apart * middle).sum() / size
+    left = (apart - factor * middle) * middle  # what the factor does not explain
+    sums = [left] if left.dim() < 2 else [left, left.sum(-1), left.sum(-2)]
+    errors = [each.norm() * (each.numel() / (each.numel() - 1)) ** 0.5 for each in sums if each.numel() > 1]
+    return float(factor.abs() - CHANCE * torch.stack(errors).max() / size) if errors else 0.0
 
 
 def _microbatches(alone: Recording, found: Recording) -> list[Gap]:

@@ -22,7 +22,7 @@ from megalith.spec.base import Spec
 from megalith.spec.families import Model
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.forward import Change
-from megalith.spec.numbers import Trained
+from megalith.spec.numbers import PrecisionSpec, Trained
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.quantity import Thousand
@@ -77,7 +77,10 @@ class TrainSpec(Spec):
         default=(), description="changes of the global batch: tables with begin and global_batch"
     )
     seq_len: Annotated[PositiveInt, Thousand(1024)]
-    precision: Trained = Field(default="bf16", description="narrow ones keep fp32 master weights, moments and reductions")
+    precision: Trained = Field(
+        default="bf16",
+        description="narrow ones keep fp32 master weights, moments and reductions; fp8 and mxfp8 also multiply in 8 bits, emulated exactly",
+    )
     seed: NonNegativeInt = 0
     z_loss: NonNegativeFloat = Field(default=0.0, description="weight of mean(logsumexp^2), which keeps logits from drifting")
     init_from: str | None = Field(default=None, description="checkpoint folder whose weights the run starts from")
@@ -285,6 +288,7 @@ class RunSpec(Spec):
     plan: Plan = Plan()
     data: DataSpec
     train: TrainSpec
+    precision: PrecisionSpec = PrecisionSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     branch: BranchSpec | None = None
     stability: StabilitySpec = StabilitySpec()

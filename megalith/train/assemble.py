@@ -116,7 +116,9 @@ def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool 
     schedule = program.schedule
     bounds = plan.bounds(len(model.blocks))
     seed = None if load else spec.train.seed
-    builder = Builder(model, plan=plan, groups=groups, precision=spec.train.precision, device=device, seed=seed)
+    builder = Builder(
+        model, plan=plan, groups=groups, precision=spec.train.precision, device=device, seed=seed, choices=spec.precision
+    )
     runners = {stage: builder.build(*bounds[stage]) for stage in schedule.stages_of(groups.coordinates["pipeline"])}
     parameters = {name: weight.kept for name, weight in builder.by_name.items()}
     buffers = {name: tensor for runner in runners.values() for name, tensor in runner.stage.lasting_buffers().items()}

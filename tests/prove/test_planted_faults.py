@@ -10,12 +10,14 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from megalith.kernels import narrow
+from megalith.kernels.quantise import Scaling, quantise
 from megalith.parallel import gradients
 from megalith.parallel.data import Weight
 from megalith.prove.compare import Recording
 from megalith.prove.parity import record, reference, shrink
 from megalith.prove.verdict import Verdict, judge
-from megalith.spec.numbers import TRAINED
+from megalith.spec.numbers import PRECISIONS, TRAINED
 from megalith.spec.run import RunSpec
 from megalith.train import step
 from megalith.train.assemble import Trainer
@@ -77,18 +79,34 @@ def microbatch_off(trainer: Trainer) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def scales_transposed(trainer: Trainer) -> Iterator[None]:
+    """The scales of matrices are read in the other order, as a compiler has done (pytorch#161127)."""
+    in_slabs = narrow.in_slabs
+
+    def misread(x: Tensor, scaling: Scaling) -> Tensor:
+        if x.dim() != 2:
+            return in_slabs(x, scaling)
+        found = quantise(x, scaling)
+        return replace(found, scales=found.scales.T.reshape(found.scales.shape)).decoded().to(x.dtype)
+
+    with mock.patch.object(narrow, "in_slabs", misread):
+        yield
+
+
 FAULTS: dict[str, Fault] = {
     "none": lambda trainer: nullcontext(),
     "missing reduction": missing_reduction,
     "part off": part_off,
     "microbatch off": microbatch_off,
 }
+OF_TILES: dict[str, Fault] = {"scales transposed": scales_transposed}
 
 
 def recordings(rank: int, spec: RunSpec) -> dict[str, Recording]:
     """The run with each fault, one after the other on the same ranks."""
     found = {}
-    for name, fault in FAULTS.items():
+    for name, fault in (FAULTS | (OF_TILES if PRECISIONS[spec.train.precision].tile else {})).items():
         trainer = trainer_of(spec)
         with fault(trainer):
             found[name] = record(trainer)
@@ -119,5 +137,7 @@ def test_each_fault_is_found(preset: str, plan: dict[str, Any], precision: str) 
     assert verdicts["none"].equal and not verdicts["none"].tokens_tied, verdicts["none"]
     assert "gradients" in gaps(verdicts["missing reduction"]), verdicts["missing reduction"]
     assert "gradients" in gaps(verdicts["part off"]), verdicts["part off"]
+    for name in OF_TILES.keys() & verdicts.keys():
+        assert "gradients" in gaps(verdicts[name]), verdicts[name]
     expected = "gradients" if precision == "fp32" else "weight of a microbatch"
     assert expected in gaps(verdicts["microbatch off"]), verdicts["microbatch off"]

@@ -4,7 +4,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from megalith.spec.cluster import catalogue
-from megalith.spec.numbers import NUMBERS, PRECISIONS, TRAINED, Rate, Trained
+from megalith.spec.numbers import FAST, NUMBERS, PRECISIONS, TRAINED, Rate, Trained
 from megalith.spec.state import MASTER
 
 
@@ -31,13 +31,20 @@ def test_the_catalogue_gives_rates_of_known_formats() -> None:
 
 
 def test_the_trainer_computes_in_what_parity_has_limits_for() -> None:
-    assert TRAINED == ("fp32", "bf16", "fp16")
+    assert TRAINED == ("fp32", "bf16", "fp16", "fp8", "mxfp8")
     assert [name for name, precision in PRECISIONS.items() if precision.parity] == [*TRAINED]
-    with pytest.raises(ValidationError, match="'fp32', 'bf16' or 'fp16'"):
-        TypeAdapter(Trained).validate_python("fp8")
+    with pytest.raises(ValidationError, match="'fp32', 'bf16', 'fp16', 'fp8' or 'mxfp8'"):
+        TypeAdapter(Trained).validate_python("fp4")
 
 
 def test_narrow_formats_multiply_and_weights_stay_wide() -> None:
     for precision in PRECISIONS.values():
         assert precision.factors.width <= precision.compute.width <= NUMBERS[MASTER.number].width
         assert precision.compute.scale == "none", "activations travel and are added without scales"
+
+
+def test_what_is_emulated_counts_as_what_it_computes_in() -> None:
+    assert FAST == ("fp32", "bf16", "fp16")
+    for precision in PRECISIONS.values():
+        assert precision.rate == (precision.compute if precision.emulated else precision.factors).rate
+        assert precision.emulated == (precision.tile > 0), "no kernel multiplies tiles in 8 bits"

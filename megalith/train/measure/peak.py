@@ -59,7 +59,7 @@ def catalogue_peak(asked: str, device: str, precision: str) -> Peak:
     instead = f"; this is no {asked.partition(':')[0]}, which `cluster` says it is" if other else ""
     if found is None:
         return Peak(None, f"unknown device {device!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name")
-    rate = PRECISIONS[precision].factors.rate
+    rate = PRECISIONS[precision].rate
     if rate not in found.peak:
         known_rates = ", ".join(found.peak) or "none"
         return Peak(None, f"{found.title}: no {rate} peak in the catalogue, so no MFU; it has {known_rates}", instead)

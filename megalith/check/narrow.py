@@ -1,0 +1,121 @@
+"""Rules about narrow precisions: tiles lie inside shards, and something is left to narrow."""
+
+from collections.abc import Iterator
+from math import gcd
+from typing import NamedTuple
+
+from megalith.check.case import Case, Found, advice, error, next_multiple
+from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, MoeSpec
+from megalith.spec.numbers import FAST, PRECISIONS, stays_wide, tile_of
+
+
+class Cut(NamedTuple):
+    """Channels that an axis of the plan splits."""
+
+    axis: str
+    layers: tuple[str, ...]
+    """The layers, within a block, that have them as inputs or outputs."""
+    channels: int
+    share: int
+    """The channels that one rank multiplies."""
+
+
+def tiles_lie_inside_shards(case: Case) -> Found:
+    """A rank rounds its share of a tensor to the numbers of the whole one only where no tile lies across the border."""
+    tile, choices = tile_of(case.spec.precision, case.spec.train.precision), case.spec.precision
+    if not tile or case.model is None:
+        return
+    blocks, seen = len(case.model.blocks), set[Cut]()
+    for number, block in enumerate(case.model.blocks):
+        for cut in _cuts(block, case):
+            layers = tuple(n for n in cut.layers if not stays_wide(f"blocks.{number}.{n}", blocks=blocks, choices=choices))
+            if layers and cut.share % tile and cut not in seen:
+                seen.add(cut)
+                ranks = getattr(case.plan, cut.axis)
+                reason = (
+                    f"leaves a rank {cut.share} of the {cut.channels} channels of blocks.{number}.{layers[0]}, "
+                    f"no multiple of a tile's {tile}: a scale would lie across two ranks"
+                )
+                fits = [n for n in range(1, ranks) if cut.channels % (n * tile) == 0]
+                smaller = f"{cut.axis} = {fits[-1]}" if fits else f"{cut.axis} = 1"
+                tiles = f"precision.tile = {gcd(cut.share, tile)}" if gcd(cut.share, tile) > 1 else "other sizes"
+                way_out = f'Use {smaller}, {tiles}, or precision.wide = ["*.{layers[0]}"].'
+                yield error(f"plan.{cut.axis}", ranks, reason, way_out)
+
+
+def tiles_lie_inside_sequences(case: Case) -> Found:
+    """Gradients of weights are summed over tiles of tokens: those of one sequence, and of one context rank's part of it."""
+    tile, train, plan = tile_of(case.spec.precision, case.spec.train.precision), case.spec.train, case.plan
+    if not tile or case.spec.precision.weight_gradient == "wide":
+        return
+    unit = tile * (2 * plan.context if plan.context > 1 else 1)
+    if train.seq_len % unit:
+        parts = f" x 2 x context {plan.context} = {unit}" if plan.context > 1 else ""
+        reason = f"is no multiple of a tile's {tile} tokens{parts}: which tokens share a scale would depend on the plan"
+        way_out = f'Use seq_len = {next_multiple(train.seq_len, unit)}, say, or precision.weight_gradient = "wide".'
+        yield error("train.seq_len", train.seq_len, reason, way_out)
+
+
+def something_is_narrow(case: Case) -> Found:
+    """A choice that changes nothing is a mistake."""
+    choices, precision = case.spec.precision, case.spec.train.precision
+    if not tile_of(choices, precision):
+        able = " or ".join(f'"{name}"' for name, row in PRECISIONS.items() if row.tile)
+        for key in choices.model_dump(exclude_defaults=True):
+            reason = f'changes nothing with train.precision = "{precision}", which has no narrow products'
+            yield advice(f"precision.{key}", getattr(choices, key), reason, f"Leave it out, or use train.precision = {able}.")
+    elif case.model is not None and choices.wide_first + choices.wide_last >= len(case.model.blocks):
+        blocks = len(case.model.blocks)
+        reason = f"with wide_last = {choices.wide_last} leaves none of the {blocks} blocks to multiply in {precision}"
+        most = f"Use wide_first + wide_last < {blocks}"
+        yield error("precision.wide_first", choices.wide_first, reason, f'{most}, or train.precision = "bf16".')
+
+
+def narrow_is_emulated(case: Case) -> Found:
+    """The trainer has the numbers of a narrow format, and not its speed."""
+    precision = case.spec.train.precision
+    if precision not in FAST:
+        reason = "has exactly the format's numbers, and is slower than bf16 on every device: each product is one in bf16 of rounded factors"
+        yield advice("train.precision", precision, reason, "Use it to see what the format does to the model, and bf16 for speed.")
+    if precision not in FAST and case.plan.compile:
+        reason = f'with train.precision = "{precision}", whose roundings a compiler may leave out'
+        yield error("plan.compile", True, reason, "Use one or the other.")
+
+
+def _cuts(block: BlockSpec, case: Case) -> Iterator[Cut]:
+    """The channels of a block that the plan splits."""
+    tensor, experts = case.plan.tensor, case.plan.expert_tensor
+    if tensor > 1:
+        for layers, channels, share in (*_mixer(block, tensor), *_mlp(block, tensor)):
+            yield Cut("tensor", layers, channels, share)
+    if experts > 1 and isinstance(block.mlp, MoeSpec):
+        yield Cut("expert_tensor", ("mlp.experts",), block.mlp.hidden, block.mlp.hidden // experts)
+
+
+Cuts = Iterator[tuple[tuple[str, ...], int, int]]
+
+
+def _mixer(block: BlockSpec, tensor: int) -> Cuts:
+    match block.attention:
+        case AttentionSpec(heads=heads, kv_heads=kv_heads, head_dim=width):
+            yield ("attention.q", "attention.out"), heads * width, heads * width // tensor
+            yield ("attention.k", "attention.v"), kv_heads * width, max(1, kv_heads // tensor) * width
+        case LatentAttentionSpec() as latent:
+            heads, query = latent.heads, latent.nope_dim + latent.rope_dim
+            both = heads * (latent.nope_dim + latent.v_dim)
+            yield ("attention.q", "attention.q_up"), heads * query, heads * query // tensor
+            yield ("attention.kv_up",), both, both // tensor
+            yield ("attention.out",), heads * latent.v_dim, heads * latent.v_dim // tensor
+        case None:
+            pass
+    if block.mamba:
+        inner, state = block.mamba.heads * block.mamba.head_dim, block.mamba.groups * block.mamba.state
+        yield ("mamba.gate", "mamba.x", "mamba.out"), inner, inner // tensor
+        yield ("mamba.b", "mamba.c"), state, state // tensor
+
+
+def _mlp(block: BlockSpec, tensor: int) -> Cuts:
+    if isinstance(block.mlp, MlpSpec):
+        yield ("mlp.gate", "mlp.up", "mlp.down"), block.mlp.hidden, block.mlp.hidden // tensor
+    elif block.mlp and block.mlp.shared:
+        yield ("mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"), block.mlp.shared, block.mlp.shared // tensor

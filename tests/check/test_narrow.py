@@ -1,0 +1,62 @@
+"""Narrow precisions: tiles inside shards, and choices that change something."""
+
+import pytest
+
+from tests.check.runs import HYBRID, advice, errors, found
+
+FP8 = ("train.precision=fp8", "model.preset=llama3.2-1b", "train.seq_len=4096")
+
+
+def reasons(*settings: str) -> dict[str, str]:
+    return {problem.key: f"{problem.reason}. {problem.way_out}" for problem in errors(*settings)}
+
+
+def test_a_model_whose_shares_are_whole_tiles_is_legal() -> None:
+    assert not errors(*FP8, "plan.tensor=4", "plan.context=2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (("plan.tensor=8",), "plan.tensor"),  # one head of 64 channels of keys for each rank
+        (("plan.tensor=2", "model.ffn=8000"), "plan.tensor"),
+        (("train.seq_len=4160",), "train.seq_len"),
+        (("train.seq_len=4224", "plan.context=4"), "train.seq_len"),
+        (("precision.wide_first=8", "precision.wide_last=8"), "precision.wide_first"),
+        (("plan.compile=true",), "plan.compile"),
+    ],
+    ids=str,
+)
+def test_what_a_tile_would_lie_across_is_refused(settings: tuple[str, ...], key: str) -> None:
+    assert {problem.key for problem in errors(*FP8, *settings)} == {key}
+
+
+def test_each_way_out_is_one() -> None:
+    said = reasons(*FP8, "plan.tensor=8")["plan.tensor"]
+    assert "leaves a rank 64 of the 512 channels of blocks.1.attention.k, no multiple of a tile's 128" in said
+    assert 'Use tensor = 4, precision.tile = 64, or precision.wide = ["*.attention.k"].' in said
+    assert not errors(*FP8, "plan.tensor=8", "precision.tile=64")
+    assert not errors(*FP8, "plan.tensor=8", 'precision.wide=["*.attention.k", "*.attention.v"]')
+    assert "plan.tensor" not in reasons("train.precision=mxfp8", *FP8[1:], "plan.tensor=8")
+    assert "Use seq_len = 4224, say" in reasons(*FP8, "train.seq_len=4160")["train.seq_len"]
+    assert not errors(*FP8, "train.seq_len=4160", "precision.weight_gradient=wide")
+
+
+def test_experts_are_cut_by_their_own_axis() -> None:
+    experts = ("train.precision=fp8", "model.preset=deepseek-tiny", "train.seq_len=128", "plan.data=2", "plan.expert_tensor=2")
+    assert "channels of blocks.1.mlp.experts" in reasons(*experts)["plan.expert_tensor"]
+    assert "plan.expert_tensor" not in reasons(*experts, 'precision.wide=["*.experts"]')
+
+
+def test_states_are_cut_by_groups() -> None:
+    assert any("mamba" in problem.reason for problem in errors(*HYBRID, "train.precision=fp8", "plan.tensor=2"))
+
+
+def test_a_choice_that_changes_nothing_is_named() -> None:
+    assert advice("precision.tile=16", "precision.scale=ocp").count("precision.tile") == 1
+    assert not [problem for problem in found("train.precision=bf16") if problem.key.startswith("precision.")]
+
+
+def test_what_is_emulated_is_said() -> None:
+    assert "train.precision" in advice(*FP8)
+    assert "train.precision" not in advice("train.precision=bf16")
