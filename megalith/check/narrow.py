@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megalith.check.case import Case, Found, advice, error, next_multiple
 from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, MoeSpec
-from megalith.spec.numbers import FAST, PRECISIONS, stays_wide, tile_of
+from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, is_narrow, stays_wide, tile_of
 
 
 class Cut(NamedTuple):
@@ -56,15 +56,46 @@ def tiles_lie_inside_sequences(case: Case) -> Found:
         yield error("train.seq_len", train.seq_len, reason, way_out)
 
 
+def maxima_can_be_shared(case: Case) -> Found:
+    """A scale of a row or a tensor follows the largest number on all ranks that hold a part of it."""
+    choices, precision, plan = case.spec.precision, case.spec.train.precision, case.plan
+    if choices.granularity == "tile" or not is_narrow(precision):
+        return
+    if PRECISIONS[precision].products not in RECIPE.values():
+        reason = f"does not go with train.precision = {precision!r}, whose blocks are part of the format"
+        yield error("precision.granularity", choices.granularity, reason, 'Leave it out, or use train.precision = "fp8".')
+    if plan.overlap_tensor > 1 and choices.granularity == "tensor":
+        reason = 'with precision.granularity = "tensor": each piece would have a scale of its own'
+        yield error("plan.overlap_tensor", plan.overlap_tensor, reason, 'Use overlap_tensor = 1, or granularity = "row".')
+    if case.model is not None and plan.expert_tensor > 1:
+        blocks = len(case.model.blocks)
+        cut = [
+            name
+            for number, block in enumerate(case.model.blocks)
+            if isinstance(block.mlp, MoeSpec)
+            and not stays_wide(name := f"blocks.{number}.mlp.experts", blocks=blocks, choices=choices)
+        ]
+        if cut:
+            reason = (
+                f"cuts {cut[0]}, whose weights have a scale for each {choices.granularity}: ranks that cut experts share none"
+            )
+            way_out = 'Use expert_tensor = 1, precision.granularity = "tile", or precision.wide = ["*.experts"].'
+            yield error("plan.expert_tensor", plan.expert_tensor, reason, way_out)
+
+
 def something_is_narrow(case: Case) -> Found:
     """A choice that changes nothing is a mistake."""
     choices, precision = case.spec.precision, case.spec.train.precision
-    if not tile_of(choices, precision):
+    if not is_narrow(precision):
         able = " or ".join(f'"{name}"' for name, row in PRECISIONS.items() if row.tile)
         for key in choices.model_dump(exclude_defaults=True):
             reason = f'changes nothing with train.precision = "{precision}", which has no narrow products'
             yield advice(f"precision.{key}", getattr(choices, key), reason, f"Leave it out, or use train.precision = {able}.")
-    elif case.model is not None and choices.wide_first + choices.wide_last >= len(case.model.blocks):
+        return
+    if choices.tile and choices.granularity != "tile":
+        reason = f'changes nothing with precision.granularity = "{choices.granularity}"'
+        yield advice("precision.tile", choices.tile, reason, "Leave one of them out.")
+    if case.model is not None and choices.wide_first + choices.wide_last >= len(case.model.blocks):
         blocks = len(case.model.blocks)
         reason = f"with wide_last = {choices.wide_last} leaves none of the {blocks} blocks to multiply in {precision}"
         most = f"Use wide_first + wide_last < {blocks}"

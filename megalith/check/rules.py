@@ -159,6 +159,7 @@ RULES: tuple[Rule, ...] = (
     Rule("device", device.device_suits),
     Rule("narrow", narrow.tiles_lie_inside_shards),
     Rule("narrow", narrow.tiles_lie_inside_sequences),
+    Rule("narrow", narrow.maxima_can_be_shared),
     Rule("narrow", narrow.something_is_narrow),
     Rule("narrow", narrow.narrow_is_emulated),
     Rule("steps", steps.warmup_and_decay_fit),

@@ -20,11 +20,11 @@ from megalith.parallel.expert import held_of, split_experts
 from megalith.parallel.groups import Groups
 from megalith.parallel.layout import split_part
 from megalith.parallel.passes import Runner
-from megalith.parallel.precision import apply_precision
+from megalith.parallel.precision import apply_precision, share_maxima
 from megalith.parallel.recompute import apply_recompute
 from megalith.parallel.tensor import Split
 from megalith.spec.model import ModelSpec
-from megalith.spec.numbers import PRECISIONS, PrecisionSpec
+from megalith.spec.numbers import PrecisionSpec, recipe_of
 from megalith.spec.plan import Plan, segment_size, segments
 from megalith.spec.sizes import tied_names
 
@@ -45,8 +45,8 @@ class Builder:
     ) -> None:
         """`seed` None: weights are left unset, to be loaded. `choices`: those of a narrow precision."""
         self.spec, self.plan, self.groups, self.device, self.seed = spec, plan, groups, device, seed
-        self.choices = choices
-        self.dtypes, self.products = Dtypes.of(precision), PRECISIONS[precision].products
+        self.choices = choices or PrecisionSpec()
+        self.dtypes, self.products = Dtypes.of(precision), recipe_of(self.choices, precision)
         self.split = Split(groups.tensor, sequence=plan.sequence, pieces=plan.overlap_tensor)
         self.tied = tied_names(spec)
         self.reducer = Reducer()
@@ -67,8 +67,9 @@ class Builder:
                 held = {parameter: held_of(parameter, place) for parameter, place in laid.items()}
                 initialise(part, name=name, spec=self.spec, seed=self.seed, held=held)
             self._tie(name, part)
-            apply_precision(part, self.products, name=name, blocks=len(self.spec.blocks), choices=self.choices)
+            narrow = apply_precision(part, self.products, name=name, blocks=len(self.spec.blocks), choices=self.choices)
             places = self._split(part) | laid
+            share_maxima(narrow, self.split.placed, self.split.partial, self.groups)
             if self.plan.context > 1:
                 split_context(part, self.context)
             for number, block in self._blocks(name, part):

@@ -1,32 +1,77 @@
-"""Recipes for matrix products with a weight, by name, and how a part gets one."""
+"""Recipes for matrix products with a weight, by name, how a part gets one, and how ranks that cut a tensor agree on its scale."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Shard
 
 from megalith.kernels.multiply import Multiply
-from megalith.kernels.narrow import Blockwise, Microscaled
+from megalith.kernels.narrow import INPUTS, OUTPUTS, TOKENS, Blockwise, Microscaled, Narrow, Rowwise, Tensorwise
+from megalith.kernels.quantise import Share
+from megalith.models.linear import Linear
+from megalith.parallel.groups import Groups
 from megalith.spec.numbers import PrecisionSpec, stays_wide
 
 WIDE = "plain"
-RECIPES: dict[str, type[Multiply]] = {WIDE: Multiply, "blockwise": Blockwise, "microscaled": Microscaled}
+RECIPES: dict[str, type[Multiply]] = {
+    WIDE: Multiply,
+    "blockwise": Blockwise,
+    "microscaled": Microscaled,
+    "rowwise": Rowwise,
+    "tensorwise": Tensorwise,
+}
 
 
 def apply_precision(
     part: nn.Module, recipe: str, *, name: str = "", blocks: int = 0, choices: PrecisionSpec | None = None
-) -> None:
+) -> dict[nn.Module, Narrow]:
     """Give every module of a newly built part that multiplies by a weight the recipe of this name; where it narrows, layers that stay wide
-    get the plain one. `name` is the part's in a model of `blocks` blocks.
+    get the plain one. `name` is the part's in a model of `blocks` blocks. Returns the recipes of the modules that narrow.
 
     Raises ValueError for a name that no recipe has.
     """
     if recipe not in RECIPES:
         raise ValueError(f"no recipe for products is called {recipe!r}; use one of: {', '.join(RECIPES)}")
-    choices = choices or PrecisionSpec()
+    choices, found = choices or PrecisionSpec(), dict[nn.Module, Narrow]()
     for path, module in list(part.named_modules()):
         if isinstance(getattr(module, "multiply", None), Multiply):
-            wide = recipe in _NARROW and stays_wide(f"{name}.{path}", blocks=blocks, choices=choices)
-            module.multiply = RECIPES[WIDE if wide else recipe].of(choices)
+            wide = issubclass(RECIPES[recipe], Narrow) and stays_wide(f"{name}.{path}", blocks=blocks, choices=choices)
+            module.multiply = made = RECIPES[WIDE if wide else recipe].of(choices)
+            if isinstance(made, Narrow):
+                made.layer = f"{name}.{path}"
+                found[module] = made
+    return found
 
 
-_NARROW: Mapping[str, type[Multiply]] = {name: row for name, row in RECIPES.items() if issubclass(row, Blockwise)}
+def share_maxima(
+    narrow: Mapping[nn.Module, Narrow],
+    placed: Mapping[nn.Parameter, Placement],
+    partial: Collection[nn.Parameter],
+    groups: Groups,
+) -> None:
+    """Have the recipes of split layers take maxima over the ranks that hold a part of a tensor, and over no others: tensor ranks, of the
+    channels that the axis splits; context ranks, of tokens. `placed`: how the tensor axis holds each weight; `partial`: the weights whose
+    gradient on a rank is only its part of the sum."""
+    for layer, recipe in narrow.items():
+        if not isinstance(layer, Linear) or not isinstance(layer.weight, nn.Parameter):
+            continue  # experts: their tokens share no scale, and `check` keeps each whole
+        placement = placed.get(layer.weight)
+        recipe.partial = layer.weight in partial
+        if isinstance(placement, Shard) or layer.rows is not None:
+            inputs = isinstance(placement, Shard) and placement.dim == 1
+            recipe.shares[INPUTS if inputs else OUTPUTS] = over(groups.tensor)
+        if groups.mesh.context > 1:
+            recipe.shares[TOKENS] = over(groups.context)
+
+
+def over(group: dist.ProcessGroup) -> Share:
+    """Return the maximum over a group's ranks. A NaN counts as an infinity, which makes the scale NaN on every rank."""
+
+    def share(amax: Tensor) -> Tensor:
+        amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf)
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+        return amax
+
+    return share

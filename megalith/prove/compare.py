@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megalith.kernels.narrow import Noted
 from megalith.models.router import Record
 from megalith.spec.numbers import Reordered
 from megalith.spec.optimizers import OPTIMIZERS
@@ -43,6 +44,8 @@ class Recording:
     weights: dict[str, Tensor] = field(default_factory=dict)
     microbatches: list[dict[str, Tensor]] = field(default_factory=list)
     """Gradient of each microbatch in the first step. One process alone records it."""
+    maxima: dict[str, Noted] = field(default_factory=dict)
+    """Maxima that scales of rows and tensors followed in the first step, by layer and factor (`kernels.narrow.maxima`)."""
 
     def first(self) -> "Recording":
         """The first step alone. Weights are those of the end all the same."""

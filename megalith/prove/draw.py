@@ -16,7 +16,7 @@ from megalith.check import check
 from megalith.prove.parity import LOSS_SCALE, OPTIMIZER, SMALL_TILES, clearly_routed
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.families import read
-from megalith.spec.numbers import PRECISIONS, TRAINED, Rounded
+from megalith.spec.numbers import PRECISIONS, TRAINED, Rounded, is_narrow
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
@@ -69,7 +69,8 @@ AXES: Axes = {
     "norm": {"known at once": {}, "known late": {"post_validation": True}},
     "phases": {"none": {}, "a larger batch, then shorter sequences": {"phases": PHASES}},
     "optimizer": {kind: {"kind": kind} for kind in OPTIMIZERS},
-    "precision": {name: {"precision": name} for name in TRAINED},
+    "precision": {name: {"precision": name} for name in TRAINED}
+    | {f"fp8, a scale for each {what}": {"precision": "fp8", "granularity": what} for what in ("row", "tensor")},
 }
 
 PLAIN = ("1", "none", "known at once", "adamw", "fp32")
@@ -110,7 +111,9 @@ class Draw:
         return _pairs(self.choices)
 
 
-_ROUNDED = frozenset(("precision", name) for name in TRAINED if isinstance(PRECISIONS[name].parity, Rounded))
+_ROUNDED = frozenset(
+    ("precision", name) for name, asked in AXES["precision"].items() if isinstance(PRECISIONS[asked["precision"]].parity, Rounded)
+)
 
 
 @cache
@@ -120,7 +123,7 @@ def _pairs(choices: tuple[Choice, ...]) -> frozenset[Pair]:
     return frozenset(pair for pair in pairs if rounded & pair) if rounded else pairs
 
 
-def draw(count: int, seed: int, *, precisions: Sequence[str] = TRAINED) -> list[Draw]:
+def draw(count: int, seed: int, *, precisions: Sequence[str] = (*AXES["precision"],)) -> list[Draw]:
     """`count` legal combinations on at most MOST_RANKS ranks, none twice, those that show most new pairs for their effort first: all
     pairs that can go together, as far as `count` reaches. The same for the same seed. `precisions`: those to draw from."""
     random = Random(seed)
@@ -205,23 +208,26 @@ def legal(choices: tuple[Choice, ...]) -> RunSpec | None:
     narrow format."""
     asked = {key: value for axis, name in choices for key, value in AXES[axis][name].items()}
     preset, precision, kind, phases = (asked.pop(name, ()) for name in ("preset", "precision", "kind", "phases"))
+    narrow = {"granularity": asked.pop("granularity", "tile")}
     data = asked.get("data", 1) * asked.get("replicate", 1)
     microbatches = 4 if "pipeline" in asked else 2
     plan = Plan.model_validate(asked | {"data": data, "microbatch": max(1, SAMPLES // data // microbatches)})
     if plan.ranks > MOST_RANKS or (OPTIMIZERS[kind].amplifies and precision != "fp32"):
         return None
-    spec = _run(preset, precision, plan, kind, phases)
+    spec = _run(preset, precision, narrow, plan, kind, phases)
     return None if any(problem.severity == "error" for problem in check(spec, files=False)) else spec
 
 
-def _run(preset: str, precision: str, plan: Plan, kind: str, phases: Sequence[Mapping[str, int]]) -> RunSpec:
+def _run(
+    preset: str, precision: str, narrow: dict[str, Any], plan: Plan, kind: str, phases: Sequence[Mapping[str, int]]
+) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": preset,
             "model": _small(preset, precision).model_dump(),
             "plan": plan.model_dump(),
             "data": {"path": "none", "phases": phases},
-            "precision": SMALL_TILES if PRECISIONS[precision].tile else {},
+            "precision": SMALL_TILES | narrow if is_narrow(precision) else {},
             "train": {"steps": 3, "global_batch": SAMPLES, "seq_len": 48, "precision": precision},
             "optimizer": OPTIMIZER | {"kind": kind},
             "loss_scale": {"initial": LOSS_SCALE},
@@ -240,4 +246,5 @@ def key_of(spec: RunSpec) -> Any:
     microbatch where balance losses are over these, or where their gradients are compared one by one."""
     rounded = isinstance(PRECISIONS[spec.train.precision].parity, Rounded)
     sequences = spec.plan.set_sequences if rounded or spec.model.build().balances_microbatches else 0
-    return spec.model, spec.train.precision, spec.optimizer, spec.data.phases, sequences
+    choices = spec.precision if is_narrow(spec.train.precision) else None
+    return spec.model, spec.train.precision, choices, spec.optimizer, spec.data.phases, sequences

@@ -20,6 +20,7 @@ from megalith.checkpoint.shares import shares
 from megalith.data.stream import Batch as Samples
 from megalith.fleet import environment
 from megalith.fleet.heartbeat import Heartbeat
+from megalith.kernels.narrow import Narrow, Noted, maxima
 from megalith.kernels.numbers import Dtypes
 from megalith.models.init import initialise, seed_of
 from megalith.models.moe import Moe
@@ -31,7 +32,7 @@ from megalith.prove.updates import update_of
 from megalith.prove.verdict import judge
 from megalith.schedule.table import FILE
 from megalith.spec.families import Model
-from megalith.spec.numbers import PRECISIONS, Rounded, tile_of
+from megalith.spec.numbers import PRECISIONS, Rounded, is_narrow, recipe_of
 from megalith.spec.phases import Phases, during
 from megalith.spec.run import LossScaleSpec, RampSpec, RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
@@ -89,7 +90,7 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
     batch = plan.data * microbatch * microbatches
     unit = plan.tensor * plan.shards  # a weight is split by tensor ranks and then by data ranks
     precision, tile = spec.precision, 1
-    if tile_of(precision, spec.train.precision):
+    if is_narrow(spec.train.precision):
         precision, tile = precision.model_copy(update=SMALL_TILES), SMALL_TILES["tile"]
         unit = lcm(unit, tile * plan.tensor, tile * plan.expert_tensor)
     return spec.model_copy(
@@ -139,10 +140,9 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
     model = spec.model.build()
     with device:
         stage = Stage(model)
+    recipe, narrow = recipe_of(spec.precision, spec.train.precision), dict[nn.Module, Narrow]()
     for name, part in stage.parts():
-        apply_precision(
-            part, PRECISIONS[spec.train.precision].products, name=name, blocks=len(model.blocks), choices=spec.precision
-        )
+        narrow |= apply_precision(part, recipe, name=name, blocks=len(model.blocks), choices=spec.precision)
         initialise(part, name=name, spec=model, seed=spec.train.seed)
     computes = stage.parameters_by_name()
     parameters = {name: nn.Parameter(p.detach().clone()) for name, p in computes.items()}
@@ -154,6 +154,8 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
     advance = update_of(parameters, o, model)
     for step in range(spec.train.steps):
         now = during(spec, phases.at(samples))
+        for multiply in narrow.values():
+            multiply.microbatch = spec.plan.microbatch * now.train.seq_len
         kept.losses.append(_reference_step(stage, faces, now, first=samples, device=device, kept=kept))
         samples += now.train.global_batch
         grads = {name: _gradient(p).clone() for name, p in parameters.items()}
@@ -191,7 +193,7 @@ def _reference_step(
     cut = Cut(spec.data.document_mask, head.ahead.depth if head.ahead else 0)
     scale = gradient_scale_of(spec)
     total = 0.0
-    with recording(stage) as routings:
+    with recording(stage) as routings, maxima() as seen:
         for samples in sets:
             batch = to_batch(
                 samples,
@@ -212,6 +214,7 @@ def _reference_step(
             if first == 0:
                 kept.microbatches.append({name: grad.to("cpu", copy=True) for name, grad in grads.items()})
     kept.routing.append({name: Routed.of(records) for name, records in routings.items()})
+    kept.maxima = kept.maxima if first else seen
     return total
 
 
@@ -241,10 +244,12 @@ def record(trainer: Trainer) -> Recording:
         first += trainer.spec.train.global_batch
         with ExitStack() as stack:
             routings = [stack.enter_context(recording(stage)) for stage in trainer.stages.values()]
+            seen = stack.enter_context(maxima())
             accumulated = accumulate(trainer, samples, check=late)
         totals += [late.totals] if late else []
         kept.gradients.append(_together({name: _gradient(p) for name, p in trainer.parameters.items()}, trainer))
         kept.routing.append(_all_routed(trainer, accumulated, routings))
+        kept.maxima = kept.maxima if step else _noted(seen, trainer)
         if spec.plan.post_validation:
             late = Unchecked(trainer, accumulated, step=step)
         else:
@@ -255,6 +260,18 @@ def record(trainer: Trainer) -> Recording:
     kept.losses, kept.norms = [each.loss for each in totals], [each.norm for each in totals]
     kept.weights = _together({**trainer.parameters, **trainer.state.buffers}, trainer)
     return kept
+
+
+def _noted(seen: dict[str, Noted], trainer: Trainer) -> dict[str, Noted]:
+    """Put together on the first rank which maxima the scales of all ranks followed."""
+    everyone: list[dict[str, Noted]] | None = (
+        [{} for _ in range(trainer.groups.world.size())] if trainer.groups.rank == 0 else None
+    )
+    dist.gather_object(seen, everyone, group=trainer.groups.world, group_dst=0)
+    found: dict[str, Noted] = {}
+    for name, one in ((name, one) for each in everyone or () for name, one in each.items()):
+        found[name] = one.joined(found.get(name))
+    return found
 
 
 def _settled(late: Unchecked | None) -> list[Totals]:

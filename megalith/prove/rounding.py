@@ -11,6 +11,7 @@ gradient is longer, and it is 1 within a thousandth. So is the weight that each 
 
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
+from math import log2
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ def compare(exact: Recording, alone: Recording, found: Recording, *, spec: RunSp
             limits.distance,
         ),
         ("gradients' length, |factor - 1| beyond chance", [*_scales(exact, alone, found, alike)], limits.scale),
+        ("maxima that scales follow, |log2| of the ratio", _maxima(alone, found), limits.maxima),
         ("weight of a microbatch, |difference| from 1", _microbatches(alone, found) if alike else [], limits.microbatch),
         ("gradient norm, relative", [(abs(found.norms[s] / alone.norms[s] - 1), f"step {s + 1}") for s in alike], limits.norm),
     ]
@@ -115,6 +117,13 @@ def _longer(ours: Tensor, theirs: Tensor) -> float:
     sums = [left] if left.dim() < 2 else [left, left.sum(-1), left.sum(-2)]
     errors = [each.norm() * (each.numel() / (each.numel() - 1)) ** 0.5 for each in sums if each.numel() > 1]
     return float(factor.abs() - CHANCE * torch.stack(errors).max() / size) if errors else 0.0
+
+
+def _maxima(alone: Recording, found: Recording) -> list[Gap]:
+    """Return how far the maxima that scales followed are from those of one process: a rank that takes its own part for the whole has
+    less. Gradients that ranks have only parts of are not compared."""
+    names = [name for name in alone.maxima if name in found.maxima]
+    return [(abs(log2(found.maxima[name].value / alone.maxima[name].value)), name) for name in names]
 
 
 def _microbatches(alone: Recording, found: Recording) -> list[Gap]:

@@ -52,6 +52,28 @@ def test_states_are_cut_by_groups() -> None:
     assert any("mamba" in problem.reason for problem in errors(*HYBRID, "train.precision=fp8", "plan.tensor=2"))
 
 
+def test_scales_of_rows_and_tensors_lie_across_ranks() -> None:
+    """Any width goes, where ranks share their maxima."""
+    for granularity in ("row", "tensor"):
+        wide = (*FP8, f"precision.granularity={granularity}", "plan.tensor=8", "plan.context=4", "train.seq_len=4160")
+        assert not errors(*wide)
+    assert "precision.tile" in advice(*FP8, "precision.granularity=row", "precision.tile=16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (("precision.granularity=row", "train.precision=mxfp8"), "precision.granularity"),
+        (("precision.granularity=tensor", "plan.tensor=2", "plan.overlap_tensor=2"), "plan.overlap_tensor"),
+        (("precision.granularity=row", "model.preset=deepseek-tiny", "train.seq_len=128", "plan.data=2", "plan.expert_tensor=2"),
+         "plan.expert_tensor"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_maximum_that_no_ranks_share_is_refused(settings: tuple[str, ...], key: str) -> None:
+    assert {problem.key for problem in errors(*FP8, *settings)} == {key}
+
+
 def test_a_choice_that_changes_nothing_is_named() -> None:
     assert advice("precision.tile=16", "precision.scale=ocp").count("precision.tile") == 1
     assert not [problem for problem in found("train.precision=bf16") if problem.key.startswith("precision.")]

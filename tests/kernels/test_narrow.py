@@ -9,11 +9,22 @@ from torch import Tensor
 
 from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import Multiply
-from megalith.kernels.narrow import Blockwise, Microscaled, in_slabs
+from megalith.kernels.narrow import (
+    INPUTS,
+    OUTPUTS,
+    TOKENS,
+    Blockwise,
+    Microscaled,
+    Narrow,
+    Rowwise,
+    Tensorwise,
+    in_slabs,
+    maxima,
+)
 from megalith.kernels.quantise import Scaling, quantise
 from megalith.spec.numbers import PrecisionSpec
 
-RECIPES = [Blockwise, Microscaled]
+RECIPES: list[type[Narrow]] = [Blockwise, Microscaled]
 
 
 def lively(*shape: int, seed: int = 0) -> Tensor:
@@ -26,7 +37,7 @@ def lively(*shape: int, seed: int = 0) -> Tensor:
     return x.bfloat16()
 
 
-def small(recipe: type[Blockwise], **choices: Any) -> Blockwise:
+def small(recipe: type[Narrow], **choices: Any) -> Narrow:
     return recipe(PrecisionSpec(tile=16, **choices))
 
 
@@ -66,7 +77,7 @@ def partial_sums(a: Tensor, b: Tensor, tile: int) -> Tensor:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_three_products_are_those_of_the_definition(recipe: type[Blockwise]) -> None:
+def test_the_three_products_are_those_of_the_definition(recipe: type[Narrow]) -> None:
     """Up to the order of fp32 sums, and the rounding of the result to bf16: a bound that follows from both, not from what was seen."""
     here, x, weight, grad = small(recipe), lively(64, 96), lively(80, 96, seed=1), lively(64, 80, seed=2)
     rows, columns = Scaling(here.along.element, (1, 16)), Scaling(here.along.element, (16, 1))
@@ -85,7 +96,7 @@ def test_the_three_products_are_those_of_the_definition(recipe: type[Blockwise])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_scale_in_another_place_would_break_that_bound(recipe: type[Blockwise]) -> None:
+def test_a_scale_in_another_place_would_break_that_bound(recipe: type[Narrow]) -> None:
     here, x, weight = small(recipe), lively(64, 96), lively(96, 96, seed=1)
     found = quantise(weight, here.weight_along)
     moved = replace(found, scales=found.scales.T.reshape(found.scales.shape))
@@ -102,7 +113,7 @@ def test_weights_in_squares_are_the_same_forward_and_backward() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_choices_leave_products_wide(recipe: type[Blockwise]) -> None:
+def test_choices_leave_products_wide(recipe: type[Narrow]) -> None:
     x, weight, grad, plain = lively(64, 96), lively(80, 96, seed=1), lively(64, 80, seed=2), Multiply()
     here = small(recipe, input_gradient="wide", weight_gradient="wide")
     assert torch.equal(here.dgrad(grad, weight), plain.dgrad(grad, weight))
@@ -116,7 +127,7 @@ def test_choices_leave_products_wide(recipe: type[Blockwise]) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_rank_rounds_its_share_to_the_numbers_of_the_whole(recipe: type[Blockwise], dim: int) -> None:
+def test_a_rank_rounds_its_share_to_the_numbers_of_the_whole(recipe: type[Narrow], dim: int) -> None:
     """Tokens among context and data ranks, channels among tensor ranks, for every factor of the three products."""
     here, x = small(recipe), lively(64, 96)
     for scaling in (here.along, here.down, here.gradient_along, here.gradient_down, here.weight_along, here.weight_down):
@@ -125,7 +136,7 @@ def test_a_rank_rounds_its_share_to_the_numbers_of_the_whole(recipe: type[Blockw
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_group_of_experts_is_each_of_them(recipe: type[Blockwise]) -> None:
+def test_a_group_of_experts_is_each_of_them(recipe: type[Narrow]) -> None:
     """Also one without rows; the gradients of their weights are those of bf16, whichever tokens meet."""
     here, counts = small(recipe), (24, 0, 40)
     x, weight, grad = lively(64, 96), lively(3, 80, 96, seed=1), lively(64, 80, seed=2)
@@ -135,3 +146,78 @@ def test_a_group_of_experts_is_each_of_them(recipe: type[Blockwise]) -> None:
     assert torch.equal(here.fprop(x, weight, sizes=sizes), torch.cat([out for out, _ in each]))
     assert torch.equal(here.dgrad(grad, weight, sizes=sizes), torch.cat([of_x for _, of_x in each]))
     assert torch.equal(here.wgrad(grad, x, sizes=sizes), Multiply().wgrad(grad, x, sizes=sizes))
+
+
+# --- rows and tensors ---
+
+SPANNING: list[type[Narrow]] = [Rowwise, Tensorwise]
+
+
+def of_factors(here: Narrow, x: Tensor, grad: Tensor, weight: Tensor) -> list[Tensor]:
+    """Every factor of the three products, rounded: x, grad [tokens, channels], weight [outputs, inputs]."""
+    return [
+        here._tokens(x, here.along, INPUTS),
+        here._tokens(x, here.down, INPUTS),
+        here._tokens(grad, here.gradient_along, OUTPUTS),
+        here._tokens(grad, here.gradient_down, OUTPUTS),
+        here._weight(weight, here.weight_along),
+        here._weight(weight, here.weight_down),
+    ]
+
+
+@pytest.mark.parametrize("recipe", SPANNING)
+@pytest.mark.parametrize("cut", [TOKENS, INPUTS, OUTPUTS])
+def test_with_the_maxima_of_all_ranks_a_share_has_the_numbers_of_the_whole(cut: str, recipe: type[Narrow]) -> None:
+    factors = [lively(64, 96), lively(64, 80, seed=2), lively(80, 96, seed=1)]
+    dims = [{TOKENS: 0, INPUTS: 1}, {TOKENS: 0, OUTPUTS: 1}, {OUTPUTS: 0, INPUTS: 1}]
+    for x, d in zip(factors, dims, strict=True):
+        if cut in d:
+            x.narrow(d[cut], 0, x.shape[d[cut]] // 2).mul_(2.0**-14)  # by its own maximum the first rank would round less
+    parts = [x.chunk(2, d[cut]) if cut in d else (x, x) for x, d in zip(factors, dims, strict=True)]
+    told, heard, alone = list[list[Tensor]](), list[list[Tensor]](), list[list[Tensor]]()
+    for rank in range(2):  # what each rank would tell
+        here, said = recipe(), list[Tensor]()
+        here.shares[cut] = lambda amax, said=said: said.append(amax.clone()) or amax
+        alone.append(of_factors(here, *(both[rank] for both in parts)))
+        told.append(said)
+    for rank in range(2):
+        here, answers = recipe(), iter([torch.maximum(*both) for both in zip(*told, strict=True)])
+        here.shares[cut] = lambda _, answers=answers: next(answers)
+        heard.append(of_factors(here, *(both[rank] for both in parts)))
+        assert next(answers, None) is None, "asked for exactly the maxima that the cut goes through"
+    whole = of_factors(recipe(), *factors)
+    for number, d in enumerate([dims[0], dims[0], dims[1], dims[1], dims[2], dims[2]]):
+        if cut in d:
+            assert torch.equal(torch.cat([heard[0][number], heard[1][number]], d[cut]), whole[number])
+    assert any(not torch.equal(one, other) for one, other in zip(alone[0], heard[0], strict=True)), (
+        "a share alone has other numbers"
+    )
+
+
+@pytest.mark.parametrize("recipe", SPANNING)
+def test_each_microbatch_is_a_tensor_of_its_own(recipe: type[Narrow]) -> None:
+    here, one, x, grad, weight = recipe(), recipe(), lively(64, 96), lively(64, 80, seed=2), lively(80, 96, seed=1)
+    here.microbatch = 16
+    parts = [of_factors(one, *both, weight) for both in zip(x.split(16), grad.split(16), strict=True)]
+    for number, found in enumerate(of_factors(here, x, grad, weight)[:4]):
+        assert torch.equal(found, torch.cat([part[number] for part in parts]))
+    assert torch.equal(here.fprop(x.view(2, 32, 96), weight).flatten(0, 1), here.fprop(x, weight))
+
+
+def test_tokens_of_experts_share_no_scale() -> None:
+    here, x, weight = Tensorwise(), lively(64, 96), lively(3, 80, 96, seed=1)
+    sizes = Sizes((24, 0, 40))
+    order = torch.arange(64).flip(0)
+    together = here.fprop(x, weight[:1], sizes=Sizes((64,)))
+    assert torch.equal(together, here.fprop(x[order], weight[:1], sizes=Sizes((64,)))[order])
+    assert torch.equal(here.fprop(x, weight, sizes=sizes)[:24], together[:24])
+
+
+def test_the_least_maximum_of_each_factor_is_noted() -> None:
+    here, x, weight = Tensorwise(), lively(64, 96), lively(80, 96, seed=1)
+    here.layer = "up"
+    with maxima() as seen:
+        here.fprop(x, weight)
+        here.fprop(x / 2, weight)
+    assert sorted(noted.value for noted in seen.values()) == sorted([float(x.abs().max()) / 2, float(weight.abs().max())])
+    assert all(name.startswith("up, ") for name in seen)

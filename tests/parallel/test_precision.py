@@ -3,15 +3,21 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from megalith.kernels.multiply import Multiply
+from megalith.kernels.narrow import Narrow
 from megalith.models.head import Output
 from megalith.models.linear import Linear
 from megalith.models.moe import Experts
 from megalith.parallel.precision import RECIPES, apply_precision
+from megalith.spec.run import RunSpec
 from tests.models.deepseek import deepseek
 from tests.models.plain import stage
+from tests.parallel.running import trainer_of
+from tests.ranks import run_ranks
+from tests.specs import tiny_run
 
 
 class Other(Multiply):
@@ -40,3 +46,26 @@ def test_the_seam_adds_nothing_to_a_checkpoint() -> None:
 def test_an_unknown_recipe_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'plian'; use one of: plain"):
         apply_precision(nn.Module(), "plian")
+
+
+def shares_of(rank: int, spec: RunSpec) -> dict[str, dict[str, float]]:
+    """The largest rank with which this one shares a maximum, by layer and dim."""
+    trainer = trainer_of(spec)
+    modules = [module for runner in trainer.stages.values() for module in runner.modules()]
+    recipes = [recipe for module in modules if isinstance(recipe := getattr(module, "multiply", None), Narrow)]
+    here = torch.tensor([float(rank)])
+    return {
+        recipe.layer.removeprefix("blocks.1."): {dim: float(share(here.clone())) for dim, share in sorted(recipe.shares.items())}
+        for recipe in recipes
+        if recipe.layer.startswith("blocks.1.")
+    }
+
+
+def test_exactly_the_ranks_that_cut_a_tensor_share_its_maximum() -> None:
+    """Tensor ranks are neighbours, then context ranks, then data ranks, which share nothing."""
+    plan = {"data": 2, "context": 2, "tensor": 2}
+    spec = tiny_run(plan=plan, train={"precision": "fp8"}, precision={"granularity": "tensor"})
+    for rank, found in enumerate(run_ranks(shares_of, 8, spec)):
+        tokens, channels = rank | 2, rank | 1
+        assert found["attention.q"] == found["mlp.up"] == {"outputs": channels, "tokens": tokens}
+        assert found["attention.out"] == found["mlp.down"] == {"inputs": channels, "tokens": tokens}

@@ -1,7 +1,7 @@
 """Faults planted in the trainer's own code are found at the limits of each precision; without them the same plan is equal."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.kernels import narrow
+from megalith.kernels.narrow import Narrow
 from megalith.kernels.quantise import Scaling, quantise
 from megalith.parallel import gradients
 from megalith.parallel.data import Weight
 from megalith.prove.compare import Recording
 from megalith.prove.parity import record, reference, shrink
 from megalith.prove.verdict import Verdict, judge
-from megalith.spec.numbers import PRECISIONS, TRAINED
+from megalith.spec.numbers import TRAINED, is_narrow
 from megalith.spec.run import RunSpec
 from megalith.train import step
 from megalith.train.assemble import Trainer
@@ -94,6 +95,21 @@ def scales_transposed(trainer: Trainer) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def maxima_not_shared(trainer: Trainer) -> Iterator[None]:
+    """Each rank takes the largest number of its part of a tensor for that of the whole."""
+    with ExitStack() as stack:
+        for recipe in {id(r): r for r in recipes(trainer)}.values():
+            stack.enter_context(mock.patch.object(recipe, "shares", {}))
+        yield
+
+
+def recipes(trainer: Trainer) -> list[Narrow]:
+    """The narrow recipes of a rank's layers."""
+    modules = [module for stage in trainer.stages.values() for module in stage.modules()]
+    return [recipe for module in modules if isinstance(recipe := getattr(module, "multiply", None), Narrow)]
+
+
 FAULTS: dict[str, Fault] = {
     "none": lambda trainer: nullcontext(),
     "missing reduction": missing_reduction,
@@ -101,12 +117,14 @@ FAULTS: dict[str, Fault] = {
     "microbatch off": microbatch_off,
 }
 OF_TILES: dict[str, Fault] = {"scales transposed": scales_transposed}
+OF_SPANS: dict[str, Fault] = {"maxima not shared": maxima_not_shared}
 
 
 def recordings(rank: int, spec: RunSpec) -> dict[str, Recording]:
     """The run with each fault, one after the other on the same ranks."""
     found = {}
-    for name, fault in (FAULTS | (OF_TILES if PRECISIONS[spec.train.precision].tile else {})).items():
+    own = {} if not is_narrow(spec.train.precision) else OF_TILES if spec.precision.granularity == "tile" else OF_SPANS
+    for name, fault in (FAULTS | own).items():
         trainer = trainer_of(spec)
         with fault(trainer):
             found[name] = record(trainer)
@@ -114,7 +132,7 @@ def recordings(rank: int, spec: RunSpec) -> dict[str, Recording]:
 
 
 def alone(spec: RunSpec) -> Recording:
-    key = spec.model, spec.train, spec.plan.set_sequences
+    key = spec.model, spec.train, spec.precision, spec.plan.set_sequences
     if key not in REFERENCES:
         REFERENCES[key] = reference(spec, device=CPU)
     return REFERENCES[key]
@@ -141,3 +159,20 @@ def test_each_fault_is_found(preset: str, plan: dict[str, Any], precision: str) 
         assert "gradients" in gaps(verdicts[name]), verdicts[name]
     expected = "gradients" if precision == "fp32" else "weight of a microbatch"
     assert expected in gaps(verdicts["microbatch off"]), verdicts["microbatch off"]
+
+
+@pytest.mark.parametrize("plan", [{"tensor": 2}, {"context": 2}], ids=str)
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+def test_a_maximum_that_is_not_shared_is_found(granularity: str, plan: dict[str, Any]) -> None:
+    run = tiny_run(
+        plan=plan,
+        model={"preset": "mixtral-8x7b", "tied": True},
+        train={"global_batch": 8, "precision": "fp8"},
+        precision={"granularity": granularity},
+    )
+    spec = shrink(run, steps=2)
+    found = run_ranks(recordings, spec.plan.ranks, spec)[0]
+    verdicts = {name: judge(recording, spec=spec, alone=alone) for name, recording in found.items()}
+    assert verdicts["none"].equal, verdicts["none"]
+    assert "gradients" in gaps(verdicts["part off"]), verdicts["part off"]
+    assert "maxima" in gaps(verdicts["maxima not shared"]), verdicts["maxima not shared"]
