@@ -71,7 +71,7 @@ def start(
     (folder / "spec.json").write_text(spec.model_dump_json())
     store = folder / f"store-{secrets.token_hex(4)}"
     pids = {}
-    for rank in range(spec.plan.ranks):
+    for rank in range(spec.ranks):
         pid = os.fork()
         if pid == 0:
             os.environ.update(environment or {})
@@ -84,7 +84,7 @@ def _rank(spec: RunSpec, folder: Path, rank: int, store: Path, source: dict[str,
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    ranks = str(spec.plan.ranks)
+    ranks = str(spec.ranks)
     os.environ.update(RANK=str(rank), WORLD_SIZE=ranks, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=ranks)
     os.environ.update(MEGALITH_STORE=f"file://{store}", MEGALITH_GENERATION=store.name)
     code = 0

@@ -13,7 +13,7 @@ from megalith.spec.treatment import kinds
 
 def nodes_share_the_ranks(case: Case) -> Found:
     """A node fills a place of the mesh with as many ranks as any other."""
-    ranks, nodes = case.plan.ranks, case.spec.fleet.nodes
+    ranks, nodes = case.spec.ranks, case.spec.fleet.nodes
     if ranks % nodes:
         yield error("fleet.nodes", nodes, f"does not divide the plan's {ranks} ranks", divisors("fleet.nodes", ranks, nodes))
 

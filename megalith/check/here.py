@@ -35,12 +35,12 @@ class Here:
 
 def all_ranks(spec: RunSpec) -> int:
     """Return the number of ranks that `megalith train` starts on a machine by itself."""
-    return spec.plan.ranks
+    return spec.ranks
 
 
 def node_ranks(spec: RunSpec) -> int:
     """Return the number of ranks that an agent starts on its machine."""
-    return max(1, spec.plan.ranks // spec.fleet.nodes)
+    return max(1, spec.ranks // spec.fleet.nodes)
 
 
 def check_here(

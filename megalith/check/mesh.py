@@ -22,16 +22,17 @@ def ranks_match_the_plan(case: Case) -> Found:
     plan = case.plan
     axes = [("data", plan.data), ("context", plan.context), ("tensor", plan.tensor), ("pipeline", plan.pipeline)]
     sizes = " x ".join(f"{name} {size}" for name, size in axes if name != "context" or size > 1)
-    need = f"{sizes} = {plan.ranks} ranks are needed"
-    fixed = plan.context * plan.tensor * plan.pipeline
-    if case.world is not None and case.world != plan.ranks:
+    sites, ranks = case.spec.sites, case.spec.ranks
+    need = f"{f'sites {sites.count} x ' if sites else ''}{sizes} = {ranks} ranks are needed"
+    fixed = plan.context * plan.tensor * plan.pipeline * (sites.count if sites else 1)
+    if case.world is not None and case.world != ranks:
         fits = case.world % fixed == 0
         way_out = f"Use plan.data = {case.world // fixed}" if fits else f"Start a multiple of {fixed} ranks"
-        yield error("plan.data", plan.data, f"{need}, and {case.world} were started", f"{way_out}, or start {plan.ranks} ranks.")
+        yield error("plan.data", plan.data, f"{need}, and {case.world} were started", f"{way_out}, or start {ranks} ranks.")
     counted = ":" in case.spec.cluster or case.spec.cluster.endswith(".toml")  # a bare name is any number of them
-    if case.cluster and counted and case.cluster.count < plan.ranks:
+    if case.cluster and counted and case.cluster.count < ranks:
         reason = f"has {case.cluster.count} devices, and {need}"
-        way_out = f"Use {case.cluster.accelerator.name}:{plan.ranks}, or a smaller plan."
+        way_out = f"Use {case.cluster.accelerator.name}:{ranks}, or a smaller plan."
         yield error("cluster", case.spec.cluster, reason, way_out)
 
 
@@ -123,12 +124,14 @@ def experts_have_ranks(case: Case) -> Found:
 
 def batch_divides(case: Case) -> Found:
     """Every data rank computes equally many whole microbatches."""
-    plan, batch = case.plan, case.spec.train.global_batch
-    unit = plan.data * plan.microbatch
+    plan, batch, sites = case.plan, case.spec.train.global_batch, case.spec.sites
+    count = sites.count if sites else 1
+    unit = count * plan.data * plan.microbatch
     if batch % unit:
         near_ones = " or ".join(str(n) for n in (batch // unit * unit, next_multiple(batch, unit)) if n)
-        reason = f"is no multiple of plan.data {plan.data} x plan.microbatch {plan.microbatch} = {unit}"
-        smaller = max((m for m in range(1, plan.microbatch) if batch % (plan.data * m) == 0), default=None)
+        factors = f"{f'sites.count {count} x ' if sites else ''}plan.data {plan.data} x plan.microbatch {plan.microbatch}"
+        reason = f"is no multiple of {factors} = {unit}"
+        smaller = max((m for m in range(1, plan.microbatch) if batch % (count * plan.data * m) == 0), default=None)
         also = f", or plan.microbatch = {smaller}" if smaller else ""
         yield error("train.global_batch", batch, reason, f"Use {near_ones}{also}.")
 

@@ -32,6 +32,8 @@ MAY_CHANGE: dict[str, str] = {
     "alerts": "who is told about it",
     "launch": "ranks and their limits",
     "fleet": "how faults are met",
+    "sites.addresses": "how sites reach each other",
+    "sites.count": "who trains from the next merge on; what was not merged yet is",
 }
 """Keys, or whole tables, that may differ when a run is resumed, and why."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +21,8 @@ from megalith.checkpoint.party import Party
 from megalith.checkpoint.shares import Held, Place, Share, owners, shares
 from megalith.checkpoint.staging import Staging
 from megalith.checkpoint.storage import FolderWriter, SharesToWrite, Written, describe_error, save_alone
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,19 @@ class Checkpointer:
             return {files.step_of(path) for path in files.committed(self.folder)}
         except OSError:
             return set()
+
+    def told(self, what: Callable[[Mapping[str, Any]], T], *, step: int | None = None) -> T | None:
+        """Return what `what` finds in the meta of the newest checkpoint, or of that of `step`, on every rank; None if there is none that
+        can be read. Its tensors are not looked at."""
+        self._join()
+        return self._party.tell(self._told(what, step) if self._party.leads else None)
+
+    def _told(self, what: Callable[[Mapping[str, Any]], T], step: int | None) -> T | None:
+        try:
+            path = files.latest(self.folder) if step is None else self.folder / files.name(step)
+            return None if path is None else what(files.read_manifest(path).meta)
+        except (OSError, files.DamagedCheckpointError):  # loading says so
+            return None
 
     def load(
         self,

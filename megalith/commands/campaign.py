@@ -115,7 +115,7 @@ def campaign(
     kills = Counter(supervisor=faultload.supervisor_kills, agent=faultload.agent_kills)
     amounts = +(Counter(faults.counts(faultload.count, tables()["llama3"], kinds)) + kills)
     injections = faults.draw(
-        amounts, seed=faultload.seed, first=3, every=3, ranks=spec.plan.ranks, slots=spec.fleet.nodes,
+        amounts, seed=faultload.seed, first=3, every=3, ranks=spec.ranks, slots=spec.fleet.nodes,
         only_at=runner.only_at(spec.fleet, checkpoint_every=spec.checkpoint.every),
         not_before=runner.not_before(checkpoint_every=spec.checkpoint.every),
     )  # fmt: skip

@@ -147,7 +147,7 @@ def train(
         request,
         world=place.world if place else None,
         here="error",
-        count=lambda spec: place.local_world if place else spec.plan.ranks,
+        count=lambda spec: place.local_world if place else spec.ranks,
     )
     resolved, spec = checked.resolved, checked.resolved.spec
     folder = request.folder(spec)

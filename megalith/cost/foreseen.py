@@ -22,6 +22,7 @@ from megalith.spec import cluster as clusters
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.plan import segments
 from megalith.spec.run import RunSpec
+from megalith.spec.sites import within
 
 TRAINER = Practice(generation="eager", loss="chunked", overlap_tensor=False)
 """This project's own trainer, uncompiled: plain PyTorch, fp32 gradients, and a loss of a few rows at a time."""
@@ -107,7 +108,7 @@ def of_run(spec: RunSpec) -> Workload:
     """A step of a run as this project's trainer takes it. On "local" nothing here depends on what the devices are."""
     named = spec.cluster if spec.cluster != "local" else f"cpu:{spec.plan.ranks}"
     model, train, kind = spec.model.build(), spec.train, spec.optimizer.kind
-    cluster, batch = clusters.load(named), train.global_batch
+    cluster, batch = clusters.load(named), within(spec).train.global_batch
     precision = PRECISIONS[train.precision]
     format = precision.compute.name if precision.emulated else precision.name
     return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, kind))

@@ -110,6 +110,27 @@ class PhaseBegan(Event):
 
 
 @dataclass(frozen=True)
+class Merge(Event):
+    """A fragment of the model was merged over all sites after `step` steps, from differences taken after `sent` steps. `losses`: the mean
+    loss of each site's last steps, None where it has just been started. `bytes_sent`, `bytes_received`: the first site's. `waited`: seconds
+    that its ranks stood still for the other sites, of `seconds` for the merge. `norm`: of the mean difference; `spread`: root mean square
+    distance of the sites' differences to it."""
+
+    kind: ClassVar[str] = "merge"
+    step: int
+    sent: int
+    fragment: int
+    sites: int
+    losses: list[float | None]
+    bytes_sent: int
+    bytes_received: int
+    waited: float
+    seconds: float
+    norm: float
+    spread: float
+
+
+@dataclass(frozen=True)
 class Skipped(Event):
     """A step whose update was left out; its samples are consumed. `left`: updates that the run may still leave out. Where gradients
     overflowed in fp16, `part` and `tensor` name the first one in the order of backward; such a step does not count against `left`."""

@@ -17,7 +17,7 @@ class Job:
     added to what the ranks inherit, and is there when their interpreter starts. `fallback` is started instead where too few nodes are
     left: fewer ranks, as many on each node. `sealed` are files that must stay as they are (`megalith.sealed`): where there are any, the
     entry takes them as `sealed`. `burn_in` is a command that says findings of a node's devices as JSON (`admission.burnt`), asked
-    before a node that was taken out returns, within `burn_in_timeout` seconds; empty: none is.
+    before a node that was taken out returns, within `burn_in_timeout` seconds; empty: none is. `keyed`: the ranks need the run's key.
     """
 
     entry: str
@@ -33,6 +33,7 @@ class Job:
     sealed: dict[str, str] = field(default_factory=dict)
     burn_in: tuple[str, ...] = ()
     burn_in_timeout: float = 120.0
+    keyed: bool = False
 
     def now(self, *, shrunk: bool) -> "Job":
         """Return the job to start: this one, or its fallback."""

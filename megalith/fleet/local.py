@@ -57,7 +57,7 @@ class LocalNodes:
     `names` are the nodes, spares last; `memory` is the root of their folders (None: there is one node, which keeps no copies), `disk` that
     of their folders on a disk (None: they keep none there). Where other machines hold the other nodes of a placement, `meeting` is the
     store at which all ranks meet ("megalith://HOST:PORT"), and `folder` one that only this machine writes to (default: RUN_DIR/ranks).
-    The run's key is found, or made where nothing gives one, when there are copies to be authenticated.
+    The run's key is found, or made where nothing gives one, when there are copies or messages to be authenticated.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LocalNodes:
         (self._folder / "reports").mkdir(parents=True, exist_ok=True)
         self._claimed: list[IO[str]] = []
         self._owner = roots.owner_text(job.run_dir) if memory is not None else ""
-        self._key = key.of_run(job.run_dir) if memory is not None or disk is not None else None
+        self._key = key.of_run(job.run_dir) if job.keyed or memory is not None or disk is not None else None
         if disk is not None:
             with contextlib.suppress(OSError):  # a rank that cannot write there says so
                 self._claimed.append(roots.claim(disk, roots.owner_text(job.run_dir)))

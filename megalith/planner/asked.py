@@ -20,6 +20,7 @@ from megalith.spec.presets import meant, presets
 from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.quantity import Amount, quantity
 from megalith.spec.run import RunSpec
+from megalith.spec.sites import within
 from megalith.spec.sizes import count_active, count_blocks, count_model
 
 DATA = "data/tokens"
@@ -106,12 +107,17 @@ def ask(question: Question) -> Asked:
         spec = during(whole, max(Phases.of(whole).spans(whole.train.steps), key=_tokens_of)[0])
         if question.seq_len or question.global_batch or question.global_batch_tokens:
             whole = None  # the question is another one than the file's
+    sites = spec.sites if spec is not None else None
+    if spec is not None and sites is not None:
+        spec, whole = within(spec), None
     model = _model(question, spec, problems)
     cluster_name, cluster = _cluster(question, spec, problems)
     format_ = _format(question, spec, cluster, problems)
     seq_len, noted = _length(question, spec, model)
     batch, notes = _batch(question, spec, seq_len, problems)
     notes = (*noted, *notes)
+    if sites is not None:
+        notes = (*notes, f"planned for one of {sites.count} sites, between merges")
     tokens = None if question.forward_only else _tokens(question, spec, whole, problems)
     if question.forward_only:
         problems += _not_of_prefill(question)

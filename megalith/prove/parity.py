@@ -100,6 +100,7 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
             ),
             "plan": plan.model_copy(update={"microbatch": microbatch}),
             "precision": precision,
+            "sites": None,
             "train": spec.train.model_copy(
                 update={
                     "steps": steps,

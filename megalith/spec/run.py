@@ -26,6 +26,7 @@ from megalith.spec.numbers import PrecisionSpec, Trained
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.quantity import Thousand
+from megalith.spec.sites import SitesSpec
 
 Begin = Annotated[
     NonNegativeInt,
@@ -290,6 +291,7 @@ class RunSpec(Spec):
     train: TrainSpec
     precision: PrecisionSpec = PrecisionSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
+    sites: SitesSpec | None = None
     branch: BranchSpec | None = None
     stability: StabilitySpec = StabilitySpec()
     loss_scale: LossScaleSpec = LossScaleSpec()
@@ -311,4 +313,10 @@ class RunSpec(Spec):
     @property
     def microbatches(self) -> int:
         """Microbatches a data rank computes in one step."""
-        return self.train.global_batch // (self.plan.data * self.plan.microbatch)
+        sites = 1 if self.sites is None else self.sites.count
+        return self.train.global_batch // (sites * self.plan.data * self.plan.microbatch)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole run: those of the plan, in every site."""
+        return self.plan.ranks if self.sites is None else self.sites.count * self.plan.ranks

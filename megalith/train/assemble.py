@@ -22,6 +22,7 @@ from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.phases import Phase, Phases, during
 from megalith.spec.run import RunSpec
+from megalith.spec.sites import within
 from megalith.spec.sizes import model_parameters, tied_names
 from megalith.spec.treatment import treatments
 from megalith.train.measure.noise import NoiseMeter
@@ -37,7 +38,7 @@ class Trainer:
     """All that one rank trains with. Only `enter` changes it."""
 
     run: RunSpec
-    spec: RunSpec  # the run as it is during the phase that is trained
+    spec: RunSpec  # the run as this rank's site sees it during the phase that is trained
     model: ModelSpec
     groups: Groups
     device: torch.device
@@ -48,14 +49,20 @@ class Trainer:
     state: State
     rule: Optimizer
     noise: NoiseMeter
+    site: int = 0
 
     def enter(self, phase: Phase) -> None:
         """Train a phase of the run from now on: between two steps, when nothing is left to check, on all ranks together. Modules, state
         and groups stay, so nothing is compiled again but what meets tensors of another shape."""
-        spec = during(self.run, phase)
+        spec = within(during(self.run, phase))
         if spec.microbatches != self.spec.microbatches or spec.train.seq_len != self.spec.train.seq_len:
             self.executor.adopt(program_of(spec, self.groups), hidden_of(spec, self.device))
         self.spec = spec
+
+    @property
+    def reader(self) -> int:
+        """This rank's number among all that read different samples: the data ranks of all sites, those of the first site first."""
+        return self.site * self.groups.mesh.data + self.groups.coordinates["data"]
 
     @property
     def stages(self) -> dict[int, Stage]:
@@ -105,12 +112,12 @@ class Trainer:
         return 1.0 if self.state.scale is None else self.state.scale.value
 
 
-def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool = False) -> Trainer:
-    """Build this rank's part of the run. `load`: weights will be loaded, so first values are not drawn.
+def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool = False, site: int = 0) -> Trainer:
+    """Build this rank's part of the run, or of its site. `load`: weights will be loaded, so first values are not drawn.
 
     Raises RuntimeError if the schedule's program has a fault (found before anything is sent).
     """
-    whole, spec = spec, during(spec, Phases.of(spec).all[0])
+    whole, spec = spec, within(during(spec, Phases.of(spec).all[0]))
     model, plan = spec.model.build(), spec.plan
     program = program_of(spec, groups)
     schedule = program.schedule
@@ -141,6 +148,7 @@ def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool 
         state=State(parameters, buffers, {name: each.slots for name, each in treated.items()}, scale),
         rule=Optimizer(spec.optimizer, treated, Whole.of(parameters, model_parameters(model), partly, groups)),
         noise=NoiseMeter(builder.by_name, buckets, partly, groups, spec),
+        site=site,
     )
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from megalith.train.guard import Guard
 from megalith.train.measure.peak import Yardstick, counted_flops
 from megalith.train.post_validation import LateStepper
 from megalith.train.restore import Position, meta, read_indices, read_numbers, read_step
+from megalith.train.sites.merge import Sites
 from megalith.train.stability.healer import Data, Healer
 from megalith.train.step import Referee, Stepper, Watcher, seed_step, tell
 from megalith.train.tally import Stepped
@@ -86,13 +88,15 @@ class Loop:
         heartbeat: Heartbeat,
         guard: Guard | None = None,
         watchers: Sequence[Watcher] = (),
+        sites: Sites | None = None,
     ) -> None:
+        """`sites`: the merges with other sites, if the run has any."""
         self.trainer, self.stream, self.checkpointer, self.position = trainer, stream, checkpointer, position
         self.yardstick, self.log, self.heartbeat = yardstick, log, heartbeat
         self.spec, self.phases = trainer.run, Phases.of(trainer.run)
         self._phase: Phase | None = None
         self.validator = validator
-        self.guard = guard
+        self.guard, self.sites = guard, sites
         self._watchers = [*watchers, *([guard] if guard else [])]
         healer = (
             Healer(trainer, self._data(), checkpointer=checkpointer, guard=guard, beat=heartbeat.beat)
@@ -110,7 +114,7 @@ class Loop:
 
     def _data(self) -> Data:
         """Return what this rank reads in any step since it began."""
-        here, begin = self.trainer.groups.coordinates["data"], self.position
+        here, begin = self.trainer.reader, self.position
 
         def place(number: int) -> str:
             return f"{self.stream.sample(number).domain} in {self.stream.bytes_of(number)[0].name}"
@@ -147,6 +151,7 @@ class Loop:
         while self.left > 0:
             stopping = self._one_step(bool(stop))
             last = self.left == 0
+            stopping = stopping if self.sites is None else self._merge(self.sites, stopping, last=last)
             validating = self.validator is not None and (self.step % every == 0 or last)
             saving = self.spec.checkpoint.every and self.step % self.spec.checkpoint.every == 0
             copying = self.guard is not None and self.guard.due(self.step)
@@ -167,6 +172,16 @@ class Loop:
                 return "stopped"
         return "finished"
 
+    def _merge(self, sites: Sites, stop: bool, *, last: bool) -> bool:
+        """Merge with the other sites what is due; True if all sites are to stop now. `stop`: this site is to."""
+        if sites.due(self.step, last=last):
+            self.heartbeat.beat("merge", self.step, measured=self._measured)
+        made, stopping = sites.after_step(self.step, stop=stop, last=last)
+        if self.log:
+            for event in made:
+                self.log.write(event)
+        return stopping
+
     def _suspicious(self) -> bool:
         """Is the state perhaps one that the run will go back from? A checkpoint of it would take the place of an older, good one."""
         history, stability = self.trainer.state.history, self.spec.stability
@@ -179,8 +194,7 @@ class Loop:
         self.heartbeat.beat(self._doing, step, compute=self._compute, measured=self._measured)
         tell(self._watchers, "before_step", self.trainer, step)
         seed_step(self.trainer, step)
-        here = self.trainer.groups.coordinates["data"]
-        microbatches = read_step(self.stream, self.spec, self.position, step, here)
+        microbatches = read_step(self.stream, self.spec, self.position, step, self.trainer.reader)
         read = time.perf_counter() - began
         if self._drawn(step):
             dist.barrier(group=self.trainer.groups.world)  # one zero for all ranks' clocks
@@ -222,14 +236,15 @@ class Loop:
     @property
     def _doing(self) -> str:
         """Name the step's phase for the heartbeat: steps of another shape take another time."""
-        first, now = self.phases.all[0], self.trainer.spec.train
+        first = self.phases.all[0]
+        now = self._phase or first
         if (now.seq_len, now.global_batch) == (first.seq_len, first.global_batch):
             return "step"
         return f"step of {now.global_batch} x {now.seq_len}"
 
     def _advance(self, step: int) -> None:
         """Stand at `step`: its samples are consumed, whether its update was made or left out."""
-        samples = self.position.samples + self.trainer.spec.train.global_batch
+        samples = self.position.samples + self.phases.at(self.position.samples).global_batch
         self.position = Position(step, samples, self.trainer.state.updates, self.trainer.state.history)
 
     def _drawn(self, step: int) -> bool:
@@ -241,6 +256,8 @@ class Loop:
             timed = self._newest = self._timed.pop(done.step)
             if self.trainer.device.type != "cpu":
                 self._compute = timed.read + sum(done.breakdown[what] for what in OWN_WORK)
+            if self.sites:
+                self.sites.note(done.loss)
             if self._drawn(done.step):
                 self._draw(done)
             if self.log and done.skipped:
@@ -261,7 +278,8 @@ class Loop:
 
     def _log_step(self, done: Stepped, timed: _Timed) -> None:
         assert self.log is not None
-        rate = done.tokens / timed.whole
+        rate = done.tokens / timed.whole  # of this site
+        sites = 1 if self.sites is None else self.sites.spec.count
         later = self.step - (done.step + 1)  # steps done since
         self.log.write(
             Step(
@@ -269,10 +287,10 @@ class Loop:
                 loss=done.loss,
                 grad_norm=done.grad_norm,
                 lr=done.lr,
-                tokens=done.tokens,
-                tokens_seen=self.phases.tokens(self.position.samples - later * self.trainer.spec.train.global_batch),
+                tokens=sites * done.tokens,
+                tokens_seen=self.phases.tokens(self.position.samples - later * sites * self.trainer.spec.train.global_batch),
                 seconds=timed.whole,
-                tokens_per_second=rate,
+                tokens_per_second=sites * rate,
                 mfu=self.yardstick.flops_per_token * rate / self.yardstick.peak if self.yardstick.peak else None,
                 breakdown=_went_to(done, timed),
                 memory=done.memory,
@@ -309,7 +327,8 @@ class Loop:
     def _validate(self, validator: Validator) -> None:
         self.heartbeat.beat("validation", self.step, measured=self._measured)
         began = time.perf_counter()
-        loss, domains = validator.run()
+        with self.sites.merged() if self.sites else nullcontext():
+            loss, domains = validator.run()
         self._look()
         if self.log:
             self.log.write(Validation(step=self.step, loss=loss, domains=domains, seconds=time.perf_counter() - began))
@@ -342,7 +361,8 @@ class Loop:
         phase = "checkpoint" if asynchronous else "last checkpoint"  # they take differently long
         self.heartbeat.beat(phase, self.step, measured=self._measured)
         hooks.at("saving", self.step)
-        state, told = self.trainer.state.tensors(), meta(self._settled(), spec=self.spec, stream=self.stream)
+        held = self.trainer.state if self.sites is None else self.sites.state
+        state, told = held.tensors(), meta(self._settled(), spec=self.spec, stream=self.stream)
         self.checkpointer.save(self.step, state, told, asynchronous=asynchronous, check=self._look)
 
     def _settled(self) -> Position:

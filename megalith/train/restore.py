@@ -27,8 +27,11 @@ from megalith.spec.forward import other_rows
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.phases import Phases, during
 from megalith.spec.run import RunSpec
+from megalith.spec.sites import within
 from megalith.train.assemble import Trainer
 from megalith.train.batches import indices
+from megalith.train.sites.adopt import adopt, sites_in
+from megalith.train.sites.merge import Sites
 from megalith.train.stability.history import History
 
 
@@ -92,9 +95,12 @@ def first_sample(spec: RunSpec, position: Position, step: int, data_rank: int) -
 
 
 def read_indices(spec: RunSpec, position: Position, step: int, data_rank: int) -> list[range]:
-    """The numbers of the samples of each of a data rank's microbatches in a step."""
+    """The numbers of the samples of each of a data rank's microbatches in a step. Data ranks are counted over all sites
+    (`Trainer.reader`): each site reads a run of samples of the step."""
     first = read_numbers(spec, position, step).start
-    return indices(during(spec, Phases.of(spec).at(first)), first=first, data_rank=data_rank)
+    here = within(during(spec, Phases.of(spec).at(first)))
+    site, rank = divmod(data_rank, spec.plan.data)
+    return indices(here, first=first + site * here.train.global_batch, data_rank=rank)
 
 
 def restore(
@@ -106,6 +112,7 @@ def restore(
     warn: Callable[[str], None],
     source: Source | None = None,
     memory: Memory | None = None,
+    sites: Sites | None = None,
 ) -> Position:
     """Load what `source` says (None: the newest intact checkpoint of the run), or `train.init_from`'s weights, or keep the first weights.
     Copies in memory of later steps are forgotten.
@@ -117,7 +124,8 @@ def restore(
     position = None
     try:
         if source is None or Tier.STORE in (source.tier, *dict(source.elsewhere).values()):
-            position = _from_store(trainer, checkpointer, stream, step=None if source is None else source.step)
+            how = {"sites": sites, "warn": warn}
+            position = _from_store(trainer, checkpointer, stream, step=None if source is None else source.step, **how)
         if source is not None and memory is not None:
             label = memory.restore(source)
             if label is not None:
@@ -145,11 +153,15 @@ def restore(
             if seat.rank == 0 and (text := _left_behind(loaded, trainer.spec.optimizer.kind)):
                 warn(text)
         position = _from_branch(trainer, stream, group, warn) if trainer.run.branch else Position()
+        if sites is not None:
+            sites.state.begin()
     if memory is not None:
         memory.forget_after(position.step)
     trainer.state.updates, trainer.state.skipped = position.updates, position.step - position.updates
     trainer.state.history = position.history
     trainer.state.read_scale()
+    if sites is not None:
+        sites.resume()
     return position
 
 
@@ -182,8 +194,22 @@ def _left_behind(loaded: Loaded, kind: str) -> str:
     )
 
 
-def _from_store(trainer: Trainer, checkpointer: Checkpointer, stream: Stream, *, step: int | None) -> Position | None:
-    loaded = checkpointer.load(trainer.state.tensors(), step=step, accept=partial(_accept, trainer.run))
+def _from_store(
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    stream: Stream,
+    *,
+    step: int | None,
+    sites: Sites | None,
+    warn: Callable[[str], None],
+) -> Position | None:
+    accept = partial(_accept, trainer.run)
+    before = None if sites is None else checkpointer.told(sites_in, step=step)
+    if sites is not None and before not in (None, sites.spec.count):
+        loaded = adopt(sites, checkpointer, before, step=step, accept=accept, warn=warn)
+    else:
+        held = trainer.state if sites is None else sites.state
+        loaded = checkpointer.load(held.tensors(), step=step, accept=accept)
     if loaded is None:
         return None
     position = position_in(loaded.meta)

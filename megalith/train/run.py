@@ -48,6 +48,7 @@ from megalith.train.loop import Loop
 from megalith.train.measure.peak import Yardstick, yardstick_of
 from megalith.train.measure.profiler import Profile, idle_profile
 from megalith.train.restore import OtherRunError, first_sample, read_step, restore
+from megalith.train.sites.meet import meet, site_of
 from megalith.train.stream import open_stream
 from megalith.train.validate import Validator
 
@@ -239,25 +240,30 @@ def prepare(
         warn(f"{spec.data.path} has no sums, so changes of its bytes are not seen: `megalith data verify` writes them")
     if log:
         copy_tokenizer(Path(spec.data.path), folder)
-    groups = mesh_groups(spec, device, world)
+    site, inner = site_of(spec, world)
+    groups = mesh_groups(spec, device, inner)
     savers = another(world, timeout=timedelta(seconds=spec.launch.timeout))
     checkpointer = Checkpointer(folder / epochs.name(FOLDER, epoch), keep=spec.checkpoint.keep, group=savers, warn=warn)
-    trainer = assemble(spec, groups=groups, device=device)
+    trainer = assemble(spec, groups=groups, device=device, site=site)
+    sites = meet(trainer, world=world, savers=savers) if spec.sites else None
     if spec.checkpoint.every and spec.checkpoint.asynchronous:
-        checkpointer.reserve(trainer.state.tensors())  # now, so that the first save waits no longer than the others
-    memory = copies_of(trainer, group=savers, warn=warn) if spec.fleet.recover else None
+        checkpointer.reserve(
+            (sites.state if sites else trainer.state).tensors()
+        )  # now, so that the first save waits no longer than the others
+    guarded = spec.fleet.recover and sites is None
+    memory = copies_of(trainer, group=savers, warn=warn) if guarded else None
     heartbeat.beat("restoring")
     hooks.at("restoring")
     with refusing(OtherRunError, DataError):
-        position = restore(trainer, checkpointer, stream, group=savers, warn=warn, source=source, memory=memory)
+        position = restore(trainer, checkpointer, stream, group=savers, warn=warn, source=source, memory=memory, sites=sites)
     guard = None
-    if spec.fleet.recover:
+    if guarded:
         guard = Guard(trainer, seat=Seat.find(), read=partial(read_step, stream, spec, position), memory=memory)
         guard.begin(position.step, position.samples)
     yardstick = yardstick_of(trainer, folder)
     _introduce(trainer, yardstick, resumed=position.step, log=log)
     validator = Validator(trainer, held_out) if held_out else None
-    injector = inject.watcher(reads=lambda step: stream.bytes_of(first_sample(spec, position, step, groups.coordinates["data"])))
+    injector = inject.watcher(reads=lambda step: stream.bytes_of(first_sample(spec, position, step, trainer.reader)))
     return Loop(
         trainer,
         stream,
@@ -269,6 +275,7 @@ def prepare(
         heartbeat=heartbeat,
         guard=guard,
         watchers=[injector] if injector else [],
+        sites=sites,
     )
 
 
@@ -297,7 +304,7 @@ def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: Eve
         RunStarted(
             spec=json.loads(spec.model_dump_json()),
             device=torch.cuda.get_device_name() if trainer.device.type == "cuda" else platform.processor() or platform.machine(),
-            world=groups.world.size(),
+            world=spec.ranks,
             resumed_step=resumed,
             versions={"python": platform.python_version(), "torch": torch.__version__, "megalith": __version__},
             peak_flops=yardstick.peak,

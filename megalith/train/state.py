@@ -96,7 +96,7 @@ class State:
 
     def tensors(self, *categories: Category) -> dict[str, Tensor]:
         """The same as tensors of whole shapes that know how they are cut: what a checkpoint holds."""
-        found = {f"{slot.name}.{name}": _like(slot, share, whole) for slot, name, share, whole in self._walk(categories)}
+        found = {f"{slot.name}.{name}": like(slot, share, whole) for slot, name, share, whole in self._walk(categories)}
         return found | self._scaling_of(categories)
 
     def _scaling_of(self, categories: Sequence[Category]) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ def _zeros(slot: Slot, share: Tensor) -> Tensor:
     return share.new_zeros(slot.shape_of(share.shape), dtype=DTYPE[slot.number])
 
 
-def _like(slot: Slot, share: Tensor, parameter: Tensor) -> Tensor:
+def like(slot: Slot, share: Tensor, parameter: Tensor) -> Tensor:
     """`share` as a tensor of the slot's whole shape for `parameter`, cut as that is."""
     if not isinstance(parameter, DTensor):
         return share

@@ -147,7 +147,7 @@ def job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> J
         entry=entry,
         sealed=kept,
         arguments=arguments,
-        ranks=spec.plan.ranks,
+        ranks=spec.ranks,
         fallback=fallback,
         run_dir=folder,
         preload=(*PRELOAD, entry.partition(":")[0]),
@@ -156,6 +156,7 @@ def job(spec: RunSpec, folder: Path, entry: str, arguments: dict[str, Any]) -> J
         threads=spec.launch.threads,
         burn_in=admission.burn_in(spec.fleet.burn_in, spec.train.device),
         burn_in_timeout=spec.launch.start_timeout + spec.fleet.burn_in,
+        keyed=spec.sites is not None,
     )
 
 

@@ -81,7 +81,7 @@ def _ranks_per_node(
     spec: RunSpec, engine: str, nodes: int | None, asked: int | None, cluster: ClusterSpec | None
 ) -> int | Problem:
     """Ranks of a node, or why they are not known."""
-    ranks = spec.plan.ranks
+    ranks = spec.ranks
     if engine not in SEVERAL:
         return ranks
     if nodes is not None and asked is not None and nodes * asked != ranks:

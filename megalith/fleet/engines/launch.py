@@ -51,7 +51,7 @@ class Launch:
 
     def nodes(self, spec: RunSpec) -> int:
         """Nodes in the mesh; spares come on top."""
-        return -(-spec.plan.ranks // self.ranks_per_node)
+        return -(-spec.ranks // self.ranks_per_node)
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ def problems(spec: RunSpec, launch: Launch) -> list[str]:
     found = []
     if launch.ranks_per_node < 1:
         return [f"ranks_per_node = {launch.ranks_per_node} starts nothing. Use 1 or more"]
-    if spec.plan.ranks % launch.ranks_per_node:
+    if spec.ranks % launch.ranks_per_node:
         found.append(
-            f"ranks_per_node = {launch.ranks_per_node} does not divide the plan's {spec.plan.ranks} ranks. Use a divisor: "
+            f"ranks_per_node = {launch.ranks_per_node} does not divide the plan's {spec.ranks} ranks. Use a divisor: "
             "nodes of different sizes cannot replace each other"
         )
     if launch.spares and not launch.agent:

@@ -25,7 +25,7 @@ exec {command}
 
 def emit_local(spec: RunSpec, launch: Launch) -> Artefact:
     """`bash FILE` starts it."""
-    alone = Launch(run_file=launch.run_file, run_dir=launch.run_dir, ranks_per_node=spec.plan.ranks, overrides=launch.overrides)
+    alone = Launch(run_file=launch.run_file, run_dir=launch.run_dir, ranks_per_node=spec.ranks, overrides=launch.overrides)
     name = label(spec.name)
     text = LOCAL.format(
         change_folder=_change(launch),

@@ -1,0 +1,73 @@
+"""Rules about sites that train apart and merge their weights."""
+
+from megalith.check.case import Case, Found, advice, error
+from megalith.spec.numbers import PRECISIONS
+
+
+def merges_fit_the_round(case: Case) -> Found:
+    """Each fragment is merged once in a round, and has arrived before it is sent again."""
+    sites, steps = case.spec.sites, case.spec.train.steps
+    if sites is None:
+        return
+    if sites.overlap >= sites.inner_steps:
+        reason = f"is not below sites.inner_steps = {sites.inner_steps}: a fragment would be sent again before it has arrived"
+        yield error("sites.overlap", sites.overlap, reason, f"Use overlap = {max(0, sites.inner_steps - 1)} at most.")
+    if sites.fragments > sites.inner_steps:
+        reason = f"cannot be spread over sites.inner_steps = {sites.inner_steps} steps"
+        yield error("sites.fragments", sites.fragments, reason, f"Use fragments = {sites.inner_steps} at most.")
+    if sites.inner_steps > steps:
+        reason = f"is longer than the run of {steps} steps: sites would merge at its end alone"
+        yield advice("sites.inner_steps", sites.inner_steps, reason, f"Use inner_steps = {max(1, steps // 10)}, say.")
+
+
+def fragments_have_parts(case: Case) -> Found:
+    """A fragment has at least one part of the model: the embedding, a block or the head."""
+    sites = case.spec.sites
+    if sites is None or case.model is None:
+        return
+    parts = len(case.model.blocks) + 2
+    if sites.fragments > parts:
+        reason = f"are more than the model's {parts} parts (embedding, {parts - 2} blocks, head)"
+        yield error("sites.fragments", sites.fragments, reason, f"Use fragments = {parts} at most.")
+
+
+def sites_stay_together(case: Case) -> Found:
+    """All sites make an update in every step, and know of each merge at the same step. What one site alone might do is refused."""
+    spec = case.spec
+    if spec.sites is None:
+        return
+    apart = "lets a site leave out or undo updates that the others make, and with sites all count the same steps"
+    if spec.stability.answers:
+        yield error("stability.answers", list(spec.stability.answers), apart, "Leave it out: sites warn of spikes.")
+    if spec.stability.not_finite == "skip":
+        yield error("stability.not_finite", "skip", apart, 'Use not_finite = "stop".')
+    if PRECISIONS[spec.train.precision].scaled:
+        reason = "leaves out updates whose gradients overflow, and with sites all count the same steps"
+        yield error("train.precision", spec.train.precision, reason, 'Use precision = "bf16".')
+    if case.plan.post_validation:
+        reason = "may undo the update of a step after its weights have been sent to the other sites"
+        yield error("plan.post_validation", True, reason, "Use post_validation = false.")
+    if spec.fleet.fallback is not None:
+        reason = "would give one site fewer ranks, and with sites all have the ranks of the plan"
+        yield error("fleet.fallback", spec.fleet.fallback.ranks, reason, "Leave it out.")
+    if spec.branch is not None:
+        reason = "begins with the state of a run, and the state of one with sites is several runs'"
+        yield error("branch", spec.branch.checkpoint, reason, "Use train.init_from, which takes merged weights.")
+
+
+def addresses_are_each_sites(case: Case) -> Found:
+    """Every site has an address, or none has."""
+    sites = case.spec.sites
+    if sites is not None and sites.addresses and len(sites.addresses) != sites.count:
+        reason = f"names {len(sites.addresses)} addresses for sites.count = {sites.count}"
+        yield error("sites.addresses", list(sites.addresses), reason, "Give one for each site, or none on one machine.")
+
+
+def faults_go_back_to_checkpoints(case: Case) -> Found:
+    """Sites are at different steps, so copies in memory would not be of one."""
+    spec = case.spec
+    if spec.sites is not None and spec.fleet.recover and not spec.checkpoint.every:
+        reason = (
+            "saves nothing before the end: with sites there are no copies in memory, so a fault sends the run to its beginning"
+        )
+        yield advice("checkpoint.every", 0, reason, f"Use checkpoint.every = {spec.sites.inner_steps}, say.")

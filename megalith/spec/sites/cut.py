@@ -1,0 +1,103 @@
+"""How a model is cut for merges, when each part is due, and its bytes. No torch.
+
+What travels between sites is cut by the whole tensor, never by a rank's share. So its bytes follow from the run file alone.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from megalith.spec.sites.table import FULL, SitesSpec
+
+BLOCK = 128
+"""Neighbouring elements of a tensor that share a scale."""
+HEAD_BYTES = 32
+"""Bytes in front of a fragment's differences: its number, its step, a request to stop, the site's mean loss, and a length."""
+FRAME_BYTES, FRAME_PAYLOAD = 44, 1 << 20
+"""Bytes that authentication adds to a frame, and the most that it carries."""
+
+
+class Piece(NamedTuple):
+    """One whole tensor of a fragment, as it is sent."""
+
+    name: str
+    shape: tuple[int, ...]
+    bits: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its scales and codes."""
+        return encoded_bytes(self.numel, self.bits)
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Whole tensors that are merged at the same time."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of one site's difference, without HEAD_BYTES."""
+        return sum(piece.bytes for piece in self.pieces)
+
+
+def encoded_bytes(numel: int, bits: int) -> int:
+    """Return the bytes of a tensor's difference: one fp32 scale for each block, then the codes, padded to a whole byte."""
+    if bits == FULL:
+        return 4 * numel
+    return 4 * -(-numel // BLOCK) + -(-numel * bits // 8)
+
+
+def fragments(shapes: Mapping[str, tuple[int, ...]], sites: SitesSpec) -> tuple[Fragment, ...]:
+    """Cut a model into fragments of whole parts (embedding, block, head): the largest part first, each to the fragment that has the
+    least. `shapes`: the shape of every tensor that is merged, by its name in the whole model. A tied tensor has one name, so one fragment.
+    Equal blocks are dealt out in turn, as Streaming DiLoCo's strided fragments are (section 3.2)."""
+    parts: dict[str, list[str]] = {}
+    for name in shapes:
+        parts.setdefault(part_of(name), []).append(name)
+    sizes = {part: sum(prod(shapes[name]) for name in names) for part, names in parts.items()}
+    held: list[list[str]] = [[] for _ in range(sites.fragments)]
+    filled = [0] * sites.fragments
+    for part in sorted(parts, key=lambda part: (-sizes[part], _order(part))):
+        fragment = filled.index(min(filled))
+        filled[fragment] += sizes[part]
+        held[fragment] += parts[part]
+    return tuple(
+        Fragment(
+            number, tuple(Piece(name, shapes[name], sites.bits if len(shapes[name]) > 1 else FULL) for name in sorted(names))
+        )
+        for number, names in enumerate(held)
+    )
+
+
+def wire_bytes(fragment: Fragment) -> int:
+    """Return the bytes that one site sends to another for a fragment: what is below TCP comes on top."""
+    message = HEAD_BYTES + fragment.bytes
+    return message + FRAME_BYTES * -(-message // FRAME_PAYLOAD)
+
+
+def part_of(name: str) -> str:
+    """Return the part of the model that a tensor belongs to, by its name in the whole model."""
+    first, _, rest = name.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first
+
+
+def _order(part: str) -> tuple[str, int]:
+    name, _, number = part.partition(".")
+    return name, int(number or 0)
+
+
+def sent_after(step: int, sites: SitesSpec) -> Iterator[int]:
+    """Yield the fragments whose differences are taken when `step` steps are done: fragment p of P after (p + 1) H / P steps, rounded
+    down, and every H steps from there on."""
+    for number in range(sites.fragments):
+        first = (number + 1) * sites.inner_steps // sites.fragments
+        if step >= first and (step - first) % sites.inner_steps == 0:
+            yield number

@@ -1,0 +1,59 @@
+"""The table `[sites]` of a run file, and a run as one of its sites sees it. No torch."""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megalith.spec.base import Spec
+
+if TYPE_CHECKING:
+    from megalith.spec.run import RunSpec
+
+FULL = 32
+"""Bits of an element that is sent as it is."""
+
+
+class SitesSpec(Spec):
+    """Groups of ranks that train apart and merge their weights every `inner_steps` steps."""
+
+    count: PositiveInt = Field(default=2, le=64, description="sites; each runs the whole plan on ranks of its own")
+    inner_steps: PositiveInt = Field(default=30, description="steps of a site between two merges of the same weights")
+    fragments: PositiveInt = Field(
+        default=1, description="parts of the model that are merged one after the other, spread over inner_steps"
+    )
+    overlap: NonNegativeInt = Field(default=0, description="steps that a site computes while a fragment is under way")
+    mixing: NonNegativeFloat | None = Field(
+        default=None,
+        le=1.0,
+        description="share of a site's own weights in those that it trains on; default: 0.5 with overlap, else 0",
+    )
+    bits: Literal[2, 4, 8, 32] = Field(
+        default=32, description="bits in which an element of a difference is sent; vectors are always sent in fp32"
+    )
+    error_feedback: bool = Field(default=True, description="add what rounding left out to the next difference")
+    lr: PositiveFloat = Field(default=0.7, description="outer learning rate")
+    momentum: NonNegativeFloat = Field(default=0.9, lt=1.0, description="outer momentum; 0 keeps no velocity")
+    nesterov: bool = Field(default=True, description="outer momentum looks one merge ahead")
+    addresses: tuple[str, ...] = Field(
+        default=(), description="address of each site's first machine, by which the others reach it; default: all on this machine"
+    )
+
+    @property
+    def own_share(self) -> float:
+        """The share of a site's own weights in those that it trains on after a merge."""
+        if self.mixing is not None:
+            return self.mixing
+        return 0.5 if self.overlap else 0.0
+
+    @property
+    def feeds_back(self) -> bool:
+        """True if rounding leaves something out that is kept for the next difference."""
+        return self.error_feedback and self.bits < FULL
+
+
+def within(spec: "RunSpec") -> "RunSpec":
+    """Return a run as one of its sites sees it: its share of the global batch, and no other sites."""
+    if spec.sites is None:
+        return spec
+    train = spec.train.model_copy(update={"global_batch": spec.train.global_batch // spec.sites.count})
+    return spec.model_copy(update={"train": train, "sites": None})

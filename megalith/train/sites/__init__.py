@@ -1,0 +1,1 @@
+"""Training across sites: what a merge computes, and how sites exchange what it needs."""

@@ -1,0 +1,50 @@
+"""The arithmetic of a merge, element by element, so that each rank does it on its own share and every site gets the same bits.
+
+A site sends the difference between the weights of the last merge (the anchor) and its own. The mean over sites is the outer gradient, with
+which SGD updates the anchor: with Nesterov's momentum that is DiLoCo (arXiv:2311.08105, algorithm 1). Each operation is a separate one,
+so that no machine fuses two into one with another rounding.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.spec.sites import SitesSpec
+
+
+def difference(anchor: Tensor, weight: Tensor, feedback: Tensor | None) -> Tensor:
+    """Return what a site has to send: the anchor minus its own weights, plus what rounding left out of earlier differences."""
+    found = anchor - weight
+    return found if feedback is None else found + feedback
+
+
+def mean(differences: Sequence[Tensor]) -> Tensor:
+    """Return the mean over sites, summed in fp32 in the order given, which is that of their numbers."""
+    total = differences[0].to(torch.float32, copy=True)
+    for each in differences[1:]:
+        total += each
+    return total / len(differences)
+
+
+def outer_step(anchor: Tensor, velocity: Tensor | None, gradient: Tensor, sites: SitesSpec) -> None:
+    """Update an anchor, and its velocity if there is one, in place."""
+    if velocity is not None:
+        velocity.mul_(sites.momentum)
+        velocity.add_(gradient)
+        gradient = gradient + velocity * sites.momentum if sites.nesterov else velocity
+    anchor.sub_(gradient * sites.lr)
+
+
+def average(anchor: Tensor, gradient: Tensor) -> None:
+    """Update, in place, the anchor of a tensor that no gradient trains: it becomes the mean of the sites' own."""
+    anchor.sub_(gradient)
+
+
+def mix(weight: Tensor, anchor: Tensor, own_share: float) -> None:
+    """Replace a site's weights, in place, by the merged ones and a share of its own (Streaming DiLoCo, equation 4)."""
+    if own_share:
+        weight.mul_(own_share)
+        weight.add_(anchor * (1 - own_share))
+    else:
+        weight.copy_(anchor)

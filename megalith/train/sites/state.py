@@ -1,0 +1,83 @@
+"""The state of a rank between two merges: anchors, velocities, what rounding left out, and fragments that are under way."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.spec.sites import FULL, Fragment, SitesSpec
+from megalith.spec.state import MASTER
+from megalith.train.state import State, like
+
+NOT_SENT = -1
+_WEIGHTS = f"{MASTER.name}."
+
+
+class OuterState:
+    """This rank's shares, cut as the weights are. In a checkpoint of a run with sites, `weights.NAME` is the anchor: the merged weights,
+    which every site holds, and which everything that reads weights alone finds. Each site's own state is under `sites.NUMBER.`"""
+
+    def __init__(self, inner: State, fragments: Sequence[Fragment], sites: SitesSpec, *, site: int, leads: bool) -> None:
+        """`inner`: the state that the site trains. `leads`: this rank sends and receives for its site."""
+        self._inner, self._site, self._spec = inner, site, sites
+        self.weights = {name.removeprefix(_WEIGHTS): share for name, share in inner.shares(MASTER.category).items()}
+        """The live weights and buffers of the site, which training changes."""
+        pieces = {piece.name: piece for fragment in fragments for piece in fragment.pieces if piece.name in self.weights}
+        self.anchors = {name: self.weights[name].clone() for name in pieces}
+        self.velocities = {
+            name: torch.zeros_like(self.weights[name]) for name in pieces if sites.momentum and self.is_trained(name)
+        }
+        rounded = [name for name, piece in pieces.items() if piece.bits < FULL and sites.feeds_back]
+        self.feedback = {name: torch.zeros_like(self.weights[name]) for name in rounded}
+        self.sent = torch.full((len(fragments),), NOT_SENT, dtype=torch.int64)
+        """For each fragment, the step at which a difference was taken that is not merged yet."""
+        self.flights = {
+            fragment.number: torch.zeros(fragment.bytes, dtype=torch.uint8) for fragment in fragments if leads and sites.overlap
+        }
+        """The site's own difference of each fragment that may be under way, as it was sent; only on the rank that leads."""
+
+    def is_trained(self, name: str) -> bool:
+        """True for a parameter, False for a buffer such as a router's bias: that one is averaged."""
+        return name in self._inner.parameters
+
+    def begin(self) -> None:
+        """Take the live weights as merged ones: at a run's first start."""
+        for name, anchor in self.anchors.items():
+            anchor.copy_(self.weights[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a checkpoint holds, as tensors of whole shapes that know how they are cut."""
+        own = f"sites.{self._site}."
+        found = {f"{own}{key}": tensor for key, tensor in self._inner.tensors().items()}
+        found |= {f"{_WEIGHTS}{name}": tensor for name, tensor in self.cut(self.anchors).items()}
+        found |= {f"outer.velocity.{name}": tensor for name, tensor in self.cut(self.velocities).items()}
+        found |= {f"{own}outer.feedback.{name}": tensor for name, tensor in self.cut(self.feedback).items()}
+        found |= {f"{own}outer.flight.{number}": message for number, message in self.flights.items()}
+        return found | {"outer.sent": self.sent}
+
+    def merged(self) -> dict[str, Tensor]:
+        """The part of it that does not depend on the number of sites: anchors and velocities."""
+        found = {f"{_WEIGHTS}{name}": tensor for name, tensor in self.cut(self.anchors).items()}
+        return found | {f"outer.velocity.{name}": tensor for name, tensor in self.cut(self.velocities).items()}
+
+    def moments(self) -> dict[str, Tensor]:
+        """Return the state of the site's own optimizer."""
+        return self._inner.tensors("optimizer")
+
+    def cut(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return shares of weights, by name, as tensors that know how they are cut."""
+        parameters = self._inner.parameters
+        return {name: like(MASTER, share, parameters.get(name, share)) for name, share in shares.items()}
+
+    def bytes(self) -> int:
+        """Bytes of all shares on this rank."""
+        kept = (self.anchors, self.velocities, self.feedback, self.flights)
+        return sum(share.numel() * share.element_size() for each in kept for share in each.values())
+
+    def swap(self) -> None:
+        """Exchange live weights and anchors: once to look at the merged weights, once more to train on."""
+        for name, anchor in self.anchors.items():
+            weight = self.weights[name]
+            before = weight.clone()
+            weight.copy_(anchor)
+            anchor.copy_(before)

@@ -1,0 +1,50 @@
+"""Rules about sites."""
+
+from typing import Any
+
+import pytest
+
+from megalith.check import check
+from tests.specs import tiny_run
+
+
+def _keys(severity: str = "error", **parts: Any) -> list[str]:
+    run = tiny_run(**({"sites": {"inner_steps": 2}, "checkpoint": {"every": 2}} | parts))
+    return [problem.key for problem in check(run, files=False) if problem.severity == severity and "data" not in problem.key]
+
+
+def test_a_run_with_sites_is_legal() -> None:
+    assert _keys() == [] == _keys(plan={"data": 2, "zero": 3})
+
+
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        ("sites.overlap", {"sites": {"inner_steps": 2, "overlap": 2}}),
+        ("sites.fragments", {"sites": {"inner_steps": 2, "fragments": 3}}),
+        ("sites.fragments", {"sites": {"inner_steps": 20, "fragments": 7}}),
+        ("sites.addresses", {"sites": {"inner_steps": 2, "addresses": ("127.0.0.1",)}}),
+        ("train.global_batch", {"sites": {"count": 3}}),
+        ("stability.answers", {"stability": {"answers": ("skip",)}}),
+        ("stability.not_finite", {"stability": {"not_finite": "skip"}}),
+        ("train.precision", {"train": {"precision": "fp16"}}),
+        ("plan.post_validation", {"plan": {"pipeline": 2, "schedule": "zb-h1", "post_validation": True}}),
+        ("fleet.fallback", {"plan": {"data": 2}, "fleet": {"nodes": 2, "fallback": {"data": 1}}}),
+    ],
+)
+def test_what_sites_cannot_do_is_refused(key: str, parts: dict[str, Any]) -> None:
+    assert key in _keys(**parts)
+
+
+def test_ranks_are_those_of_all_sites() -> None:
+    run = tiny_run(sites={"count": 2}, plan={"data": 2})
+    assert not [
+        problem for problem in check(run, world=4, files=False) if problem.severity == "error" and "ranks" in problem.reason
+    ]
+    (found,) = [problem for problem in check(run, world=2, files=False) if "were started" in problem.reason]
+    assert found.reason == "sites 2 x data 2 x tensor 1 x pipeline 1 = 4 ranks are needed, and 2 were started"
+
+
+def test_faults_go_back_to_checkpoints() -> None:
+    assert "checkpoint.every" in _keys("advice", checkpoint={"every": 0})
+    assert "checkpoint.every" not in _keys("advice")

@@ -1,0 +1,156 @@
+"""Sites that train apart and merge: what is the same as without them, exactly resumed, under any plan, by any number of sites."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.checkpoint.folder import find
+from megalith.events import Merge, Problem, RunStarted, Step, Validation, of_kind, read
+from megalith.spec.run import RunSpec
+from megalith.train.generate import load_model
+from megalith.train.restore import Position, read_indices
+from tests.keys import GIVEN
+from tests.runs import assert_same_bits, final_state, finish, position, prepare_text, signal_yourself, start, when
+from tests.specs import tiny_run
+
+STREAMING: dict[str, Any] = {"inner_steps": 4, "fragments": 2, "overlap": 3, "bits": 4}
+FULL = pytest.mark.skipif(os.environ.get("MEGALITH_FULL") != "1", reason="`make test-full`")
+PLAIN_SGD = {"kind": "sgd", "momentum": 0.0, "nesterov": False, "clip": 0.0, "weight_decay": 0.0, "lr": 0.1}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+def _spec(data: Path, sites: dict[str, Any] | None, **parts: Any) -> RunSpec:
+    parts["train"] = {"steps": 10, "global_batch": 12} | parts.get("train", {})
+    given = {} if sites is None else {"sites": sites}
+    return tiny_run(model={"vocab": 264, "layers": 2}, data={"path": str(data)}, checkpoint={"every": 3}, **given, **parts)
+
+
+def _train(spec: RunSpec, folder: Path) -> dict[str, torch.Tensor]:
+    codes = finish(start(spec, folder, environment=GIVEN))
+    assert not any(codes), "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("rank-*.log")))
+    return final_state(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody has disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    _train(_spec(data, STREAMING), folder)
+    return folder
+
+
+def _weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in state.items() if name.startswith("weights.")}
+
+
+def _assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, within: float) -> None:
+    assert one.keys() == other.keys()
+    apart = {name: float((one[name] - other[name]).abs().max() / other[name].abs().max()) for name in one}
+    assert max(apart.values()) < within, apart
+
+
+def test_one_site_that_takes_its_own_weights_is_plain_training(data: Path, tmp_path: Path) -> None:
+    """But for a - (a - b), which is not quite b."""
+    alone = _train(_spec(data, None), tmp_path / "plain")
+    site = _train(_spec(data, {"count": 1, "inner_steps": 2, "lr": 1.0, "momentum": 0.0}), tmp_path / "site")
+    _assert_close(_weights(site), _weights(alone), within=1e-5)
+
+
+def test_merging_after_each_step_of_sgd_is_data_parallelism(data: Path, tmp_path: Path) -> None:
+    """These sites have equally many targets; the mean of each site counts alike."""
+    sites = {"count": 2, "inner_steps": 1, "lr": 1.0, "momentum": 0.0}
+    merged = _train(_spec(data, sites, optimizer=PLAIN_SGD), tmp_path / "sites")
+    together = _train(_spec(data, None, plan={"data": 2}, optimizer=PLAIN_SGD), tmp_path / "data")
+    _assert_close(_weights(merged), _weights(together), within=1e-6)
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=FULL), 1])
+def test_a_killed_run_ends_with_the_same_bits(victim: int, data: Path, whole: Path, tmp_path: Path) -> None:
+    """While fragments are under way: what was sent and not merged is sent again."""
+    spec = _spec(data, STREAMING)
+    with when("step", 7, rank=victim, act=lambda: signal_yourself(signal.SIGKILL)):
+        assert any(finish(start(spec, tmp_path / "killed", environment=GIVEN)))
+    assert_same_bits(_train(spec, tmp_path / "killed"), final_state(whole))
+    starts = [event.resumed_step for event in of_kind(read(tmp_path / "killed"), RunStarted)]
+    assert starts == [0, 6]
+
+
+def test_sites_stop_together_and_go_on_with_the_same_bits(data: Path, whole: Path, tmp_path: Path) -> None:
+    """One rank of one site is asked to; all stop after the merge that says so."""
+    spec = _spec(data, STREAMING)
+    with when("step", 2, rank=1, act=lambda: signal_yourself(signal.SIGTERM)):
+        assert finish(start(spec, tmp_path / "stopped", environment=GIVEN)) == [75, 75]
+    stopped = position(tmp_path / "stopped")["step"]
+    assert 3 <= stopped <= 3 + 2 + STREAMING["overlap"], "the next fragment leaves within two steps"
+    assert_same_bits(_train(spec, tmp_path / "stopped"), final_state(whole))
+
+
+@FULL
+def test_the_same_run_under_another_plan(data: Path, tmp_path: Path) -> None:
+    """A checkpoint of two sites of one rank is loaded by two sites of two."""
+    sites = STREAMING | {"bits": 32}
+    whole = _train(_spec(data, sites), tmp_path / "whole")
+    with when("step", 7, rank=0, act=lambda: signal_yourself(signal.SIGKILL)):
+        finish(start(_spec(data, sites), tmp_path / "changed", environment=GIVEN))
+    changed = _train(_spec(data, sites, plan={"data": 2, "zero": 3}), tmp_path / "changed")
+    _assert_close(_weights(changed), _weights(whole), within=1e-3)
+
+
+def test_all_that_reads_weights_finds_the_merged_ones(data: Path, tmp_path: Path) -> None:
+    spec = _spec(data, STREAMING, validation={"every": 5, "samples": 4})
+    state = _train(spec, tmp_path / "sites")
+    for site in range(2):  # the end merges everything
+        assert all(torch.equal(state[name], state[f"sites.{site}.{name}"]) for name in _weights(state))
+    model = load_model(find(tmp_path / "sites"), device=torch.device("cpu"))
+    assert torch.equal(model.parameters_by_name()["head.output.weight"], state["weights.head.output.weight"])
+    after = _spec(data, None, train={"steps": 1, "init_from": str(tmp_path / "sites")}, validation={"every": 1, "samples": 4})
+    _train(after, tmp_path / "after")
+    losses = [event.loss for event in of_kind(read(tmp_path / "sites"), Validation)]
+    assert len(losses) == 2 and losses[1] < losses[0]
+
+
+def test_the_number_of_sites_may_change(data: Path, tmp_path: Path) -> None:
+    """Two sites, then three, then one: what was not merged is, and no sample is left out or read twice."""
+    sites = {"inner_steps": 4}
+    spec = _spec(data, sites | {"count": 2})
+    with when("step", 7, rank=0, act=lambda: signal_yourself(signal.SIGKILL)):
+        finish(start(spec, tmp_path / "run", environment=GIVEN))
+    before = final_state(tmp_path / "run")
+    _train(_spec(data, sites | {"count": 3}, train={"steps": 9}), tmp_path / "run")
+    after = final_state(tmp_path / "run")
+    assert {name for name in after if name.startswith("sites.2.")} and position(tmp_path / "run")["samples"] == 9 * 12
+    assert before.keys() < after.keys()
+    _train(_spec(data, sites | {"count": 1}, train={"steps": 12}), tmp_path / "run")
+    told = [event.message for event in of_kind(read(tmp_path / "run"), Problem) if "sites.count" in event.message]
+    assert told == [
+        "sites.count was 2 when step 6 was saved and is 3: all differences were merged, and site 2 begins with merged weights and without "
+        "moments",
+        "sites.count was 3 when step 9 was saved and is 1: all differences were merged, and sites 1, 2 left; the others read all "
+        "samples that follow",
+    ]
+    steps = [event.step for event in of_kind(read(tmp_path / "run"), Step)]
+    assert sorted(set(steps)) == list(range(1, 13))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_every_sample_is_read_once(count: int) -> None:
+    spec = tiny_run(sites={"count": count}, plan={"data": 2, "microbatch": 1}, train={"global_batch": 12})
+    for step in range(3):
+        read_by = [n for reader in range(2 * count) for part in read_indices(spec, Position(), step, reader) for n in part]
+        assert sorted(read_by) == list(range(12 * step, 12 * step + 12))
+
+
+def test_merges_are_in_the_log(whole: Path) -> None:
+    made = [(one.sent, one.step, one.fragment) for one in of_kind(read(whole), Merge)]
+    assert made == [(2, 5, 0), (4, 7, 1), (6, 9, 0), (8, 10, 1), (10, 10, 0), (10, 10, 1)]
+    steps = list(of_kind(read(whole), Step))
+    assert [step.tokens for step in steps] == [12 * 32] * 10 and steps[-1].tokens_seen == 10 * 12 * 32
+    assert all(len(one.losses) == 2 and one.norm > 0 for one in of_kind(read(whole), Merge))

@@ -1,0 +1,68 @@
+"""How a model is cut into fragments, when they are due, and how many bytes they have."""
+
+import pytest
+
+from megalith.spec.sites import Fragment, SitesSpec, encoded_bytes, fragments, part_of, sent_after, wire_bytes, within
+from megalith.spec.sizes import model_parameters
+from tests.specs import tiny_run
+
+MODELS = {"plain": {}, "tied": {"tied": True}, "experts": {"preset": "deepseek-tiny"}}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_tensor_is_in_one_fragment_whole(model: str, count: int) -> None:
+    shapes = {name: each.shape for name, each in model_parameters(tiny_run(model=MODELS[model]).model.build()).items()}
+    cut = fragments(shapes, SitesSpec(fragments=count, bits=4))
+    names = [piece.name for fragment in cut for piece in fragment.pieces]
+    assert sorted(names) == sorted(shapes) and len(cut) == count
+    assert all(piece.shape == shapes[piece.name] for fragment in cut for piece in fragment.pieces)
+    assert all(fragment.pieces for fragment in cut)
+    homes = {part_of(piece.name): fragment.number for fragment in cut for piece in fragment.pieces}
+    assert all(homes[part_of(piece.name)] == fragment.number for fragment in cut for piece in fragment.pieces)
+    assert fragments(dict(reversed(shapes.items())), SitesSpec(fragments=count, bits=4)) == cut, (
+        "the order of names must not matter"
+    )
+
+
+def test_equal_blocks_are_dealt_out_in_turn() -> None:
+    shapes = {f"blocks.{number}.up.weight": (8, 8) for number in range(12)}
+    cut = fragments(shapes, SitesSpec(fragments=3))
+    assert [[int(part_of(piece.name)[7:]) for piece in fragment.pieces] for fragment in cut] == [
+        sorted(range(start, 12, 3), key=lambda number: f"blocks.{number}.") for start in range(3)
+    ]
+
+
+def test_vectors_are_sent_in_full() -> None:
+    (cut,) = fragments({"head.norm.weight": (8,), "head.output.weight": (16, 8)}, SitesSpec(bits=2))
+    assert {piece.name: piece.bits for piece in cut.pieces} == {"head.norm.weight": 32, "head.output.weight": 2}
+    assert cut.bytes == 4 * 8 + 4 + 128 * 2 // 8
+
+
+def test_bytes() -> None:
+    assert encoded_bytes(129, 4) == 2 * 4 + 65
+    assert encoded_bytes(129, 32) == 4 * 129
+    assert wire_bytes(Fragment(0, ())) == 32 + 44
+
+
+@pytest.mark.parametrize(("steps", "count"), [(6, 1), (6, 3), (7, 3), (5, 5), (1, 1)])
+def test_each_fragment_is_due_once_a_round(steps: int, count: int) -> None:
+    spec = SitesSpec(inner_steps=steps, fragments=count)
+    for begin in range(steps, 4 * steps):
+        due = [number for step in range(begin, begin + steps) for number in sent_after(step, spec)]
+        assert sorted(due) == list(range(count))
+    assert not list(sent_after(0, spec))
+
+
+def test_a_site_has_its_share_of_the_batch() -> None:
+    run = tiny_run(sites={"count": 2}, plan={"data": 2})
+    assert (run.ranks, run.microbatches) == (4, within(run).microbatches) == (4, 2)
+    assert within(run).train.global_batch == 4 and within(run).sites is None
+
+
+def test_own_share_follows_the_overlap() -> None:
+    assert [SitesSpec(overlap=0).own_share, SitesSpec(overlap=2).own_share, SitesSpec(overlap=2, mixing=0.0).own_share] == [
+        0.0,
+        0.5,
+        0.0,
+    ]

@@ -1,0 +1,185 @@
+"""Merges equal, bit for bit, an implementation in numpy that knows no ranks: whatever the plan inside a site, given the same weights."""
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalith.events import Merge
+from megalith.parallel.data import local
+from megalith.spec.run import RunSpec
+from megalith.spec.sites import Fragment, fragments, sent_after, wire_bytes
+from megalith.train.assemble import assemble, mesh_groups
+from megalith.train.sites import codes, merge, outer
+from megalith.train.sites.meet import meet, site_of
+from megalith.train.sites.merge import Sites
+from tests.keys import GIVEN
+from tests.ranks import everyone, run_ranks
+from tests.specs import tiny_run
+from tests.train.sites.reference import Reference
+
+STEPS = 9
+METHODS: dict[str, dict[str, Any]] = {
+    "diloco": {"inner_steps": 4},
+    "plain momentum": {"inner_steps": 3, "nesterov": False, "bits": 8},
+    "no momentum": {"inner_steps": 3, "momentum": 0.0, "lr": 1.0, "bits": 4, "error_feedback": False},
+    "streaming": {"inner_steps": 4, "fragments": 3, "overlap": 3, "bits": 4},
+    "streaming, 2 bits": {"inner_steps": 3, "fragments": 2, "overlap": 1, "mixing": 0.25, "bits": 2},
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "zero 3 in 3": {"plan": {"data": 3, "zero": 3}, "train": {"global_batch": 18}},  # 3 divides no size of the model
+    "tensor, tied": {"plan": {"tensor": 2}, "model": {"tied": True}},
+    "pipeline, tied": {"plan": {"pipeline": 2}, "model": {"tied": True}},
+    "experts": {"plan": {"data": 2, "expert": 2, "zero": 1}, "model": {"preset": "deepseek-tiny"}},
+}
+
+
+def _run(plan: str, method: str, sites: int) -> RunSpec:
+    return tiny_run(sites={"count": sites} | METHODS[method], **PLANS[plan])
+
+
+def _moved(site: int, step: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """How far a site's weights move in a step: the same numbers for every plan."""
+    draw = np.random.default_rng([site, step, *name.encode()])
+    return (draw.standard_normal(shape) * 1e-2).astype(np.float32)
+
+
+def _spoil(fault: str, sites: Sites) -> None:
+    """Plant a fault in this rank's merges."""
+    if fault == "sign":
+        found = outer.difference
+        outer.difference = lambda anchor, weight, feedback: found(weight, anchor, feedback)  # type: ignore[assignment]
+    elif fault == "late":
+        merge.sent_after = lambda step, spec: sent_after(step - 1, spec)
+    elif fault == "left out":
+        sites.state.flights.clear()
+        sites.fragments = (*sites.fragments[:-1], Fragment(sites.fragments[-1].number, sites.fragments[-1].pieces[:-1]))
+    elif fault == "no feedback":
+        sites.state.feedback.clear()
+    elif fault == "order" and sites.site == 1:
+        found = outer.mean
+        outer.mean = lambda differences: found(differences[::-1])
+    elif fault == "rounding":
+        encode = codes.encode
+        codes.encode = lambda values, bits: encode(values * 1.0001, bits)
+
+
+Box = tuple[tuple[slice, ...], np.ndarray]
+
+
+def _merge(rank: int, spec: RunSpec, fault: str) -> tuple[int, dict[str, dict[str, Box]], list[Merge], int]:
+    """This rank's site, its boxes of all tensors by kind and name, its site's merges, and the bytes that left it."""
+    os.environ.update(GIVEN)
+    site, inner = site_of(spec, everyone())
+    trainer = assemble(spec, groups=mesh_groups(spec, torch.device("cpu"), inner), device=torch.device("cpu"), site=site)
+    sites = meet(trainer, world=everyone(), savers=everyone())
+    sites.state.begin()
+    _spoil(fault, sites)
+    made = []
+    for step in range(1, STEPS + 1):
+        for name, weight in sites.state.weights.items():
+            if name in sites._wholes.mine:
+                weight += sites._wholes.share(name, torch.from_numpy(_moved(site, step, name, sites._wholes.shapes[name])))
+        sites.note(float(step))
+        made += sites.after_step(step, stop=False, last=step == STEPS)[0]
+    kinds = {"anchor": sites.state.anchors, "velocity": sites.state.velocities, "feedback": sites.state.feedback}
+    kinds["weight"] = sites.state.weights
+    held = {
+        kind: {
+            name: (sites._wholes.mine[name].where, local(share).numpy().copy())
+            for name, share in shares.items()
+            if name in sites._wholes.mine
+        }
+        for kind, shares in kinds.items()
+    }
+    sent = 0
+    if sites._wire is not None:
+        assert sites.leads
+        sites._wire.close()  # type: ignore[attr-defined]
+        for thread in sites._wire.sending:  # type: ignore[attr-defined]
+            thread.join()
+        sent = sites._wire.sent  # type: ignore[attr-defined]
+    return site, held, made, sent
+
+
+def _first(rank: int, spec: RunSpec) -> dict[str, np.ndarray]:
+    alone = spec.model_copy(update={"plan": type(spec.plan)(), "sites": None})
+    trainer = assemble(alone, groups=mesh_groups(alone, torch.device("cpu"), everyone()), device=torch.device("cpu"))
+    return {
+        name.removeprefix("weights."): local(t).detach().numpy().copy() for name, t in trainer.state.shares("weights").items()
+    }
+
+
+def _reference(spec: RunSpec, fragments: tuple[Fragment, ...], first: dict[str, np.ndarray]) -> Reference:
+    assert spec.sites is not None
+    buffers = {name for name in first if name.endswith((".bias", ".load")) and "router" in name}
+    found = Reference.begin(spec.sites, fragments, buffers, first)
+    for step in range(1, STEPS + 1):
+        for site, weights in enumerate(found.weights):
+            for name, weight in weights.items():
+                weights[name] = weight + _moved(site, step, name, weight.shape)
+        found.after_step(step, last=step == STEPS)
+    return found
+
+
+def _different(spec: RunSpec, fault: str = "") -> list[str]:
+    """Names of what differs from the reference in any bit, on any rank."""
+    assert spec.sites is not None
+    first = run_ranks(_first, 1, spec)[0]
+    cut = fragments({name: first[name].shape for name in sorted(first)}, spec.sites)
+    wanted = _reference(spec, cut, first)
+    found = []
+    for site, held, made, sent in run_ranks(_merge, spec.ranks, spec, fault):
+        tables = {"anchor": wanted.anchors, "velocity": wanted.velocities, "feedback": wanted.feedback[site]}
+        tables["weight"] = wanted.weights[site]
+        found += [
+            f"site {site}: {kind} {name}"
+            for kind, boxes in held.items()
+            for name, (where, values) in boxes.items()
+            if tables[kind][name][where].tobytes() != values.tobytes()
+        ]
+        if made and not fault:
+            others = spec.sites.count - 1
+            assert sorted(cut[one.fragment].bytes for one in made) == sorted(wanted.bytes)
+            assert sum(one.bytes_sent for one in made) == sent == others * sum(wire_bytes(cut[one.fragment]) for one in made)
+            assert all(one.losses == [one.losses[0]] * spec.sites.count for one in made)
+    return found
+
+
+FULL = pytest.mark.skipif(os.environ.get("MEGALITH_FULL") != "1", reason="`make test-full`")
+"""For what another case shows as well, or takes long."""
+
+
+@pytest.mark.parametrize("method", [name if "streaming" in name else pytest.param(name, marks=FULL) for name in METHODS])
+def test_a_merge_is_the_references(method: str) -> None:
+    assert _different(_run("alone", method, 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "method"),
+    [
+        ("zero 3 in 3", "streaming, 2 bits"),
+        ("pipeline, tied", "streaming"),
+        pytest.param("tensor, tied", "streaming, 2 bits", marks=FULL),
+        pytest.param("experts", "streaming", marks=FULL),
+    ],
+)
+def test_it_does_not_depend_on_the_plan(plan: str, method: str) -> None:
+    assert _different(_run(plan, method, 2)) == []
+
+
+@FULL
+def test_three_sites_and_one() -> None:
+    assert _different(_run("alone", "streaming, 2 bits", 3)) == []
+    assert _different(_run("alone", "streaming", 1)) == []
+
+
+FAULTS = {"sign": 2, "late": 2, "left out": 2, "no feedback": 2, "order": 3, "rounding": 2}
+
+
+@pytest.mark.parametrize("fault", [name if name in ("sign", "order") else pytest.param(name, marks=FULL) for name in FAULTS])
+def test_a_planted_fault_is_found(fault: str) -> None:
+    assert _different(_run("alone", "streaming", FAULTS[fault]), fault)
