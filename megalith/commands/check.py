@@ -104,6 +104,8 @@ def _show_legal(spec: "RunSpec") -> None:
     """Print the size of a run in one line."""
     plan = spec.plan
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
+    if spec.sites is not None:
+        ranks = f"{spec.sites.count} site{'s' * (spec.sites.count > 1)} of {ranks}"
     print(
         f"{spec.name} is legal: {ranks} (data {plan.data} x tensor {plan.tensor} x pipeline {plan.pipeline}), "
         f"{spec.microbatches} microbatches a step, {spec.train.global_batch * spec.train.seq_len:,} tokens a step, "

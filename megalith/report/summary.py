@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import mean
 
 from megalith.control import ledger
+from megalith.events import Merge, of_kind
 from megalith.report.history import History, history
 
 LAST = 10
@@ -19,6 +20,20 @@ class Incident:
     reason: str
     detection_seconds: float
     recovery_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Merges:
+    """Merges of a run with sites, as the first site saw them. `waited`: seconds that its ranks stood still for other sites. `used`: the
+    share of the time in steps and merges in which they did not. `norm`, `spread`: those of the last merge."""
+
+    count: int
+    sites: int
+    bytes_sent: int
+    waited: float
+    used: float
+    norm: float
+    spread: float
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,8 @@ class Summary:
     lost_seconds: dict[str, float]
     """Uses of the remaining time."""
     incidents: tuple[Incident, ...]
+    merges: Merges | None
+    """None for a run without sites, and before the first merge."""
     skipped_lines: int
     """Lines of the log that hold no event."""
 
@@ -101,5 +118,16 @@ def summarize(run: History) -> Summary:
         goodput=account.share if account else None,
         lost_seconds={cause: seconds for cause, seconds, _, _ in account.rows() if cause != "useful"} if account else {},
         incidents=tuple(Incident(one.step, one.reason, one.detection, one.recovery) for one in found),
+        merges=_merges(run),
         skipped_lines=run.skipped,
     )
+
+
+def _merges(run: History) -> Merges | None:
+    made = list(of_kind(run.events, Merge))
+    if not made:
+        return None
+    waited = sum(one.waited for one in made)
+    whole = sum(step.seconds for step in run.steps) + sum(one.seconds for one in made)
+    sent, last = sum(one.bytes_sent for one in made), made[-1]
+    return Merges(len(made), last.sites, sent, waited, 1 - waited / whole if whole else 1.0, last.norm, last.spread)

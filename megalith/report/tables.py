@@ -47,6 +47,10 @@ def _facts(run: History, found: Summary) -> list[tuple[str, RenderableType]]:
     if run.steps:
         facts.append(("steps", f"{found.step:,}" + (f" of {found.steps:,}" if found.steps else "")))
         facts.append(("training loss", f"{found.loss:.4f} (mean of the last {found.loss_steps})"))
+    if (merges := found.merges) is not None:
+        waited = f"waited {units.duration(merges.waited)}, {units.percent(merges.used)} of the time used"
+        sent = units.memory(merges.bytes_sent)
+        facts.append(("merges", f"{merges.count:,} over {merges.sites} sites: {sent} sent, {waited}"))
     if run.phases:
         facts.append(("phase", run.phases[-1].words.partition(" ")[2]))
     if found.validation_loss is not None:

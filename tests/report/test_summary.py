@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from megalith.events import EventLog, Merge
 from megalith.report import tables
 from megalith.report.history import history
 from megalith.report.summary import of_folder
@@ -39,3 +40,19 @@ def test_report_prints_them_as_json_and_as_a_table(tmp_path: Path) -> None:
     assert f"{found.loss:.4f} (mean of the last 10)" in shown
     assert f"at step {found.validation_step}" in shown
     assert tables.summary(tmp_path)
+
+
+def test_merges_are_added_up(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert of_folder(tmp_path).merges is None
+    log = EventLog(tmp_path)
+    (tmp_path / "run.toml").write_text('name = "first"\n')
+    for step in (5, 9):
+        numbers = {"losses": [3.0, None], "bytes_sent": 1 << 20, "bytes_received": 1 << 20, "norm": 1.0, "spread": 0.5}
+        log.write(Merge(step=step, sent=step - 1, fragment=0, sites=2, waited=0.25, seconds=0.5, **numbers))
+    log.close()
+    found = of_folder(tmp_path)
+    assert found.merges is not None and (found.merges.count, found.merges.sites) == (2, 2)
+    assert found.merges.bytes_sent == 2 << 20 and found.merges.waited == 0.5
+    assert found.merges.used == 1 - 0.5 / (1.0 + found.seconds_in_steps)
+    assert "2 over 2 sites: 2 MiB sent, waited 500 ms" in " ".join(call("report", str(tmp_path)).stdout.split())
