@@ -8,6 +8,7 @@ from megalith.check.case import Case, Found, advice, error, format_bytes
 from megalith.check.memory import state_bytes, total_state_bytes
 from megalith.machine.capacity import Machine
 from megalith.spec.base import AbsentError
+from megalith.spec.plan import StateSpec
 from megalith.spec.problem import Problem, Severity
 from megalith.spec.run import RunSpec
 
@@ -88,7 +89,8 @@ def memory_holds_the_state(here: Here) -> Found:
         held, limit, where = float(state_bytes(case, case.plan)), machine.gpu_memory, "each GPU of this machine"
         whose = "a rank"
     elif here.on_gpus is False:
-        held, limit, where = total_state_bytes(case, case.plan) * here.ranks / case.plan.ranks, machine.memory, machine.memory_of
+        plan = case.plan if case.plan.state.optimizer == "disk" else case.plan.model_copy(update={"state": StateSpec()})
+        held, limit, where = total_state_bytes(case, plan) * here.ranks / plan.ranks, machine.memory, machine.memory_of
         whose = f"for {_counted(here.ranks, 'rank')} on this machine"
     else:
         return

@@ -1,15 +1,20 @@
 """Rules about a device's memory: state, activations and recomputation."""
 
+import os
+import shutil
+from pathlib import Path
+
 from megalith.check.case import Case, Found, advice, error, format_bytes
 from megalith.mesh import Mesh
 from megalith.schedule.table import kind
 from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, MoeSpec
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
-from megalith.spec.plan import AUTO, Plan, segment_size
+from megalith.spec.plan import AUTO, Plan, StateSpec, segment_size
 from megalith.spec.problem import near
 from megalith.spec.sizes import Count, count_model
-from megalith.spec.state import GRADIENT, MASTER, bytes_each, bytes_of
+from megalith.spec.state import GRADIENT, MASTER, Slot, bytes_each, bytes_of
+from megalith.spec.treatment import kinds
 
 PARTS: dict[str, tuple[str, ...]] = {
     "attend": (),
@@ -72,6 +77,9 @@ def state_fits(case: Case) -> Found:
             f"keeps at least {format_bytes(held)} of weights, gradients and moments a rank, and {name} has {format_bytes(memory)}"
         )
         way_out = f"plan.zero = 3 would keep {format_bytes(sharded)}. " if sharded < held else ""
+        moved = state_bytes(case, case.plan.model_copy(update={"state": StateSpec(optimizer="host")}))
+        if moved < held:
+            way_out += f'plan.state.optimizer = "host" or "disk" would keep {format_bytes(moved)} on it. '
         yield error("plan.zero", case.plan.zero, reason, f"{way_out}Use more of tensor, pipeline or data, or a smaller model.")
 
 
@@ -86,13 +94,49 @@ def optimizer_is_sharded(case: Case) -> Found:
         yield advice("plan.zero", 0, reason, f"zero = 1 keeps {format_bytes(int(cut))}, for the same bytes exchanged.")
 
 
-def state_is_on_the_device(case: Case) -> Found:
-    """The trainer keeps all state on the device."""
-    state = case.plan.state
-    if state.away:
-        reason = f"would keep {state.share:.0%} of the optimizer's state off the device, and the trainer keeps all of it there"
-        way_out = 'Use "device"; if the run does not fit, use more of plan.data with plan.zero = 1 or above. `megalith plan` predicts both.'
+def state_elsewhere_can_be_had(case: Case) -> Found:
+    """Where the optimizer's state does not live on the device, its rule works there, and a disk has room."""
+    state, spec = case.plan.state, case.spec
+    if state.optimizer == "device":
+        if state.share < 1:
+            yield advice("plan.state.share", state.share, 'says nothing with plan.state.optimizer = "device"', "Leave it out.")
+        return
+    kind = next((kind for kind in kinds(spec.optimizer) if OPTIMIZERS[kind].unit != "element"), None)
+    gpu = spec.train.device == "cuda" or (case.cluster is not None and case.cluster.accelerator.name != "cpu")
+    if gpu and kind is not None:
+        reason = (
+            f"would update by {kind} in host memory, and what it needs of each whole {OPTIMIZERS[kind].unit} is on other GPUs"
+        )
+        way_out = 'Use "device", or optimizer.kind = "adamw", "sgd" or "lion", whose updates look at one number at a time.'
         yield error("plan.state.optimizer", state.optimizer, reason, way_out)
+    if state.optimizer == "disk":
+        yield from _disk_takes_the_state(case)
+
+
+def _disk_takes_the_state(case: Case) -> Found:
+    state, fleet = case.plan.state, case.spec.fleet
+    if fleet.recover and fleet.memory_every:
+        reason = f"keeps no copies of the state in memory, with fleet.memory_every = {fleet.memory_every}: what is on disk would be in them"
+        saved = case.spec.checkpoint.every
+        way_out = (
+            f"A fault goes back to the last checkpoint, {saved} steps at most."
+            if saved
+            else "Set checkpoint.every: a fault goes back to the last one."
+        )
+        yield advice("plan.state.optimizer", state.optimizer, reason, way_out)
+    if not case.files or case.model is None or case.plan.data % case.plan.replicate:
+        return
+    folder = Path(state.folder or ".").absolute()
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        wrong = "is no folder" if not there.is_dir() else "may not be written to"
+        yield error("plan.state.folder", state.folder, f"{there} {wrong}", "Give a folder on each node's own disk.")
+        return
+    needed, free = disk_bytes(case, case.plan), shutil.disk_usage(there).free
+    if needed > free:
+        has = f"{there} has {format_bytes(free)} free"
+        reason = f"needs at least {format_bytes(needed)} for each rank's state, two slots of it, and {has}"
+        yield error("plan.state.folder", state.folder, reason, "Make room there, or name a folder on another disk.")
 
 
 def long_sequences_recompute(case: Case) -> Found:
@@ -121,6 +165,22 @@ def state_bytes(case: Case, plan: Plan) -> int:
     return int(_held(case, plan, case.parameters, places))
 
 
+def _elsewhere(case: Case) -> list[Slot]:
+    """The slots that may live elsewhere: those of the optimizer, and the master weights if products compute with other numbers."""
+    narrow = PRECISIONS[case.spec.train.precision].compute.name != MASTER.number
+    return [*([MASTER] if narrow else []), *OPTIMIZERS[case.spec.optimizer.kind].slots]
+
+
+def disk_bytes(case: Case, plan: Plan) -> int:
+    """At least what a rank's file takes for the blocks' state, twice: each chunk of it has two slots."""
+    numbers, mesh = case.parameters, Mesh.of(plan)
+    places = max(1, plan.pipeline // plan.sides)
+    shares = numbers.dense / (plan.tensor * plan.shards) + numbers.experts / (
+        plan.expert * plan.expert_tensor * max(1, mesh.experts[2])
+    )
+    return int(2 * plan.state.away * bytes_each(_elsewhere(case)) * shares / places) if plan.state.optimizer == "disk" else 0
+
+
 def total_state_bytes(case: Case, plan: Plan) -> int:
     """Return the bytes of the whole model's state over all ranks. The embedding and the head are on one stage each."""
     assert case.model is not None
@@ -140,7 +200,10 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
         cut = {"zero": plan.zero, "shards": shards}
         numbers = count / (split * places)
         lasting = [MASTER, *OPTIMIZERS[case.spec.optimizer.kind].slots]
-        kept = sum(bytes_of(lasting, numbers, **cut).values())
+        kept = (
+            sum(bytes_of(lasting, numbers, **cut).values())
+            - sum(bytes_of(_elsewhere(case), numbers, **cut).values()) * plan.state.away
+        )
         apart = shards > 1 or compute.name != MASTER.number
         whole = numbers * compute.width if plan.zero < 3 and apart else 0
         gradients = bytes_of([GRADIENT], numbers, **cut)["gradients"]  # whole until the end of a step, below ZeRO-2

@@ -63,6 +63,14 @@ def addresses_are_each_sites(case: Case) -> Found:
         yield error("sites.addresses", list(sites.addresses), reason, "Give one for each site, or none on one machine.")
 
 
+def state_stays_on_the_device(case: Case) -> Found:
+    """A merge changes master weights where they are."""
+    spec = case.spec
+    if spec.sites is not None and spec.plan.state.away:
+        reason = "keeps state away from the device, and a merge across sites changes master weights in its memory"
+        yield error("plan.state", spec.plan.state.model_dump(), reason, "Leave out [plan.state], or [sites].")
+
+
 def faults_go_back_to_checkpoints(case: Case) -> Found:
     """Sites are at different steps, so copies in memory would not be of one."""
     spec = case.spec

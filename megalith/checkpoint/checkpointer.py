@@ -18,7 +18,7 @@ from megalith import disk
 from megalith.checkpoint import folder as files
 from megalith.checkpoint.load import Accept, Loaded, Warn, load, silent, whatever
 from megalith.checkpoint.party import Party
-from megalith.checkpoint.shares import Held, Place, Share, owners, shares
+from megalith.checkpoint.shares import Held, Laid, Place, Share, owners, shares
 from megalith.checkpoint.staging import Staging
 from megalith.checkpoint.storage import FolderWriter, SharesToWrite, Written, describe_error, save_alone
 
@@ -91,7 +91,7 @@ class Checkpointer:
         self._mine: set[Place] = set()
         self._staging = Staging()
 
-    def reserve(self, state: Mapping[str, Tensor]) -> None:
+    def reserve(self, state: Mapping[str, Tensor | Laid]) -> None:
         """Agree now who writes what, and get the memory for the copies, so that the first save waits no longer than the others.
 
         Optional. Raises ValueError on every rank if the state cannot be saved.
@@ -102,7 +102,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        state: Mapping[str, Tensor],
+        state: Mapping[str, Tensor | Laid],
         meta: Mapping[str, Any],
         *,
         asynchronous: bool = True,
@@ -112,10 +112,14 @@ class Checkpointer:
 
         Never raises because of the save: its outcome comes out of `poll` or `wait`. Returns when the tensors may change again:
         once they are copied if `asynchronous`, else when the checkpoint is committed. A save under way is waited for first.
+        Shares that are not in memory are not copied, so such a state is not saved asynchronously.
         `check` looks at the state once it is copied (if not `asynchronous`: before it is read) and raises if it is not to be saved: then
         there is no checkpoint of this step, for which all ranks must have written.
         """
         job = _Job(step, began=time.monotonic())
+        asynchronous = asynchronous and all(
+            not isinstance(each, Laid) or isinstance(each.data, Tensor) for each in state.values()
+        )
         self._join()
         try:
             mine = self._claim(state)
@@ -175,7 +179,7 @@ class Checkpointer:
 
     def load(
         self,
-        state: Mapping[str, Tensor],
+        state: Mapping[str, Tensor | Laid],
         *,
         step: int | None = None,
         partial: bool = False,
@@ -206,7 +210,7 @@ class Checkpointer:
 
     # --- one save -----------------------------------------------------------------------------------------------------------
 
-    def _claim(self, state: Mapping[str, Tensor]) -> dict[str, Share]:
+    def _claim(self, state: Mapping[str, Tensor | Laid]) -> dict[str, Share]:
         """The shares this rank is to write: replicas are written once, by ranks chosen together when the layout is first seen."""
         refused, found = None, {}
         try:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as planned_load
 
 from megalith.checkpoint import folder as files
 from megalith.checkpoint.party import Party
-from megalith.checkpoint.shares import Share, shares
+from megalith.checkpoint.shares import Laid, Share, shares
 from megalith.checkpoint.storage import FolderReader, SharesToRead, load_alone
 
 Warn = Callable[[str], None]
@@ -44,7 +44,7 @@ def whatever(path: Path, meta: Mapping[str, Any]) -> None:
 
 def load(
     path: Path,
-    state: Mapping[str, Tensor],
+    state: Mapping[str, Tensor | Laid],
     *,
     group: dist.ProcessGroup | None = None,
     partial: bool = False,
@@ -93,7 +93,7 @@ def _candidates(path: Path) -> tuple[list[Path], str]:
 
 def _load(
     path: Path,
-    state: Mapping[str, Tensor],
+    state: Mapping[str, Tensor | Laid],
     party: Party,
     *,
     partial: bool,
@@ -170,7 +170,7 @@ def _verify(path: Path, manifest: files.Manifest, party: Party) -> list[str]:
     return [problem for problems, _ in answers for problem in problems if problem]
 
 
-def _shares(state: Mapping[str, Tensor]) -> tuple[dict[str, Share], list[str]]:
+def _shares(state: Mapping[str, Tensor | Laid]) -> tuple[dict[str, Share], list[str]]:
     try:
         return shares(state), []
     except ValueError as error:

@@ -1,10 +1,12 @@
 """The share of each tensor that each rank holds, as boxes of the whole tensor. The state of any plan meets that of any other in these
 terms."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -29,15 +31,65 @@ class Held:
         return self.key, self.offset
 
 
+class Stored(Protocol):
+    """A share that is not in memory: it is read and filled piece by piece."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def numel(self) -> int:
+        """The number of elements."""
+        ...
+
+    def element_size(self) -> int:
+        """Bytes of one element."""
+        ...
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the share from its first number on: the number that a piece begins with, and the piece, flat and valid until the next."""
+        ...
+
+    def fill(self, offset: Sequence[int], values: Tensor) -> None:
+        """Write a box of the share, which begins at `offset`."""
+        ...
+
+
 @dataclass(frozen=True)
-class Share:
-    """This rank's box of a tensor and its values (`data`, of shape `held.sizes`, a view of the tensor itself)."""
+class Laid:
+    """A share that is not on this rank's device, and which box of its tensor it is."""
 
     held: Held
-    data: Tensor
+    data: Tensor | Stored
+
+    @classmethod
+    def of(cls, key: str, cut: Tensor, data: Tensor | Stored) -> "Laid":
+        """`cut`: a tensor of the whole shape that knows how it is cut; its own values do not matter."""
+        offset, sizes = (0,) * cut.dim(), tuple(cut.shape)
+        if isinstance(cut, DTensor):
+            place = cut.device_mesh.get_coordinate()
+            assert place is not None
+            offset, sizes = box_of(key, cut, place)
+        size = prod(sizes) * data.element_size()
+        return cls(Held(key, tuple(cut.shape), DTYPES[data.dtype], offset, sizes, size), data)
 
 
-def shares(state: Mapping[str, Tensor]) -> dict[str, Share]:
+@dataclass(frozen=True)
+class Share:
+    """This rank's box of a tensor and its values (`data`, of shape `held.sizes`, a view of the tensor itself, or what is not in memory)."""
+
+    held: Held
+    data: Tensor | Stored
+
+
+def whole_of(share: Share) -> Tensor:
+    """A share's values, in memory."""
+    data = share.data
+    if isinstance(data, Tensor):
+        return data
+    return torch.cat([torch.empty(0, dtype=data.dtype), *(piece.clone() for _, piece in data.pieces())]).view(data.shape)
+
+
+def shares(state: Mapping[str, Tensor | Laid]) -> dict[str, Share]:
     """This rank's shares of a flat state, by name; empty boxes and tensors of meshes that this rank is not on are left out.
 
     Raises ValueError naming all tensors that cannot be described: unfinished sums (Partial), unknown dtypes or layouts.
@@ -45,6 +97,9 @@ def shares(state: Mapping[str, Tensor]) -> dict[str, Share]:
     found: dict[str, Share] = {}
     problems: list[str] = []
     for key, tensor in state.items():
+        if isinstance(tensor, Laid):
+            found[key] = Share(tensor.held, tensor.data)
+            continue
         try:
             share = _share(key, tensor)
         except ValueError as error:

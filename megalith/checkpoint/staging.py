@@ -25,11 +25,15 @@ class Staging:
         self._grow(shares).zero_()
 
     def copy(self, shares: Mapping[str, Share]) -> dict[str, Share]:
-        """The shares with their values copied; valid until the next call. Raises RuntimeError if there is no memory."""
+        """The shares with their values copied, but for those that are not in memory; valid until the next call. Raises RuntimeError if
+        there is no memory."""
         memory = self._grow(shares)
         copied: dict[str, Share] = {}
         start = 0
         for key, share in shares.items():
+            if not isinstance(share.data, Tensor):
+                copied[key] = share
+                continue
             place = memory[start : start + share.held.bytes].view(share.data.dtype).view(share.data.shape)
             place.copy_(share.data, non_blocking=True)
             copied[key] = Share(share.held, place)
@@ -39,7 +43,7 @@ class Staging:
         return copied
 
     def _grow(self, shares: Mapping[str, Share]) -> Tensor:
-        size = sum(_aligned(share.held.bytes) for share in shares.values())
+        size = sum(_aligned(share.held.bytes) for share in shares.values() if isinstance(share.data, Tensor))
         pinned = bool(_devices(shares))  # an accelerator copies into pinned memory several times as fast
         if len(self._memory) < size or (pinned and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # let go of the old block before asking for a larger one
@@ -52,4 +56,4 @@ def _aligned(size: int) -> int:
 
 
 def _devices(shares: Mapping[str, Share]) -> set[torch.device]:
-    return {share.data.device for share in shares.values() if share.data.is_cuda}
+    return {share.data.device for share in shares.values() if isinstance(share.data, Tensor) and share.data.is_cuda}

@@ -215,10 +215,16 @@ class SharesToRead(LoadPlanner):
         raise AssertionError(f"a checkpoint holds tensors only, not bytes: {read_item}")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return box(self.shares[read_item.dest_index.fqn].data, read_item.dest_offsets, read_item.lengths)
+        data = self.shares[read_item.dest_index.fqn].data
+        if isinstance(data, Tensor):
+            return box(data, read_item.dest_offsets, read_item.lengths)
+        return torch.empty(tuple(read_item.lengths), dtype=data.dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: the tensor is a view of its destination."""
+        """Hand on what is no view of its destination."""
+        data = self.shares[read_item.dest_index.fqn].data
+        if not isinstance(data, Tensor):
+            data.fill(tuple(read_item.dest_offsets), tensor)
 
 
 class FolderReader(StorageReader):
@@ -267,7 +273,9 @@ class FolderReader(StorageReader):
             with safe_open(self.path / file, framework="pt") as content:
                 for item in items:
                     source = box(content.get_tensor(item.storage_index.fqn), item.storage_offsets, item.lengths)
-                    planner.resolve_tensor(item).copy_(source)
+                    target = planner.resolve_tensor(item)
+                    target.copy_(source)
+                    planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future

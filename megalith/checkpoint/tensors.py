@@ -3,15 +3,18 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megalith.checkpoint.folder import FileDigest
+
+if TYPE_CHECKING:
+    from megalith.checkpoint.shares import Stored
 
 DTYPES = {
     torch.float64: "F64",
@@ -32,8 +35,9 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 PIECE = 4 << 20  # bytes hashed and written at a time: the second reads what the first left in the processor's cache
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
-    """Write tensors (any device, any strides) as one safetensors file, down to the disk; its size and sha256.
+def write(path: Path, tensors: "Mapping[str, Tensor | Stored]") -> FileDigest:
+    """Write tensors (any device, any strides, or piece by piece from elsewhere) as one safetensors file, down to the disk; its size
+    and sha256.
 
     sha256 rather than a quicker checksum: processors have instructions for it (1.7 GB/s a core, twice blake2b), it is computed
     while the bytes are written, and anyone can check it with `sha256sum`. No second copy of the whole is made in memory.
@@ -51,7 +55,9 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
     digest, total = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file:
         # one at a time: a tensor on an accelerator, or one that is not contiguous, is copied here
-        for content in chain([memoryview(len(text).to_bytes(8, "little") + text)], (_bytes(tensors[name]) for name in names)):
+        for content in chain(
+            [memoryview(len(text).to_bytes(8, "little") + text)], (part for name in names for part in _bytes(tensors[name]))
+        ):
             for start in range(0, len(content), PIECE):
                 piece = content[start : start + PIECE]
                 digest.update(piece)
@@ -62,5 +68,8 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
     return FileDigest(total, digest.hexdigest())
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+def _bytes(tensor: "Tensor | Stored") -> Iterator[memoryview]:
+    if isinstance(tensor, Tensor):
+        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    else:
+        yield from (piece.view(torch.uint8).numpy().data for _, piece in tensor.pieces())

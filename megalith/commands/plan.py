@@ -63,9 +63,7 @@ ForwardOnly = Annotated[
 ]
 Offload = Annotated[
     bool,
-    typer.Option(
-        help="Also show layouts with some of the optimizer's state in host memory: predicted only, the trainer has none."
-    ),
+    typer.Option(help="Also show layouts with some of the optimizer's state in host memory."),
 ]
 Atlas = Annotated[
     bool,

@@ -8,10 +8,12 @@ from itertools import chain
 from typing import Any
 
 from megalith.cost.constants import Calibration, calibration
+from megalith.cost.host import SLOTS, streamed
 from megalith.cost.memory import every_rank, numbers, shares, updated
 from megalith.cost.parts import Numbers, Parts, parts
 from megalith.cost.profile import PHASES, Core, Phase, Profile
 from megalith.cost.segments import decided
+from megalith.cost.update import rest_bytes
 from megalith.cost.workload import Practice, Workload
 from megalith.mesh import Mesh
 from megalith.schedule import build, lower
@@ -57,11 +59,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """One rank's step. `memory`: bytes by category at the fullest moment."""
+    """One rank's step. `memory`: bytes by category at the fullest moment. `elsewhere`: bytes of state by tier, where not all is on the
+    device."""
 
     memory: dict[str, float]
     traffic: tuple[Traffic, ...]
     work: Work
+    elsewhere: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ def foresee(workload: Workload, *, rank: int, figures: Calibration | None = None
         memory=_memory(workload, traced, here, place, figures or calibration()),
         traffic=tuple(sorted(_traffic(workload, traced, here), key=lambda one: (one.axis, one.kind))),
         work=_work(here),
+        elsewhere=_elsewhere(workload, traced, place),
     )
 
 
@@ -152,9 +157,11 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     and activations as the program makes and frees them, at the moment when both together are most."""
     plan, practice = workload.plan, workload.practice
     found = every_rank(workload, traced, figures.generations[practice.generation])[place]
-    own = updated(workload, numbers(workload, traced, shares(workload, traced).held[place])) * practice.master_bytes
+    mine = updated(workload, numbers(workload, traced, shares(workload, traced).held[place]))
+    own = mine * practice.master_bytes
     if workload.width < SUM_BYTES:
-        weights, optimizer = found.weights + own, found.optimizer - own
+        near = own * (1 - plan.state.away)
+        weights, optimizer = found.weights + near, found.optimizer - near
     else:  # a share is kept beside the whole weights, unless it is all of them
         apart = plan.zero in (1, 2) and plan.shards > 1
         weights, optimizer = found.weights + apart * own, found.optimizer
@@ -164,8 +171,18 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
         "gradients": gradients,
         "optimizer": optimizer,
         "activations": activations,
-        "buffers": _travelling(workload, here),
+        "buffers": _travelling(workload, here) + streamed(workload),
     }
+
+
+def _elsewhere(workload: Workload, traced: Parts, place: int) -> dict[str, float]:
+    """Bytes of state in the host's memory or on its disk."""
+    state = workload.plan.state
+    if not state.away:
+        return {}
+    here = shares(workload, traced).held[place]
+    kept = updated(workload, numbers(workload, traced, here)) * workload.state_bytes + rest_bytes(workload, traced, here)
+    return {state.optimizer: state.away * kept * (SLOTS if state.optimizer == "disk" else 1)}
 
 
 def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[float, float]]:

@@ -38,6 +38,8 @@ class Memory:
     """The pipeline rank that this is for."""
     host: float = 0.0
     """Bytes in the memory of its host, which are not in `total`."""
+    disk: float = 0.0
+    """Bytes in a file on its host's disk."""
 
     @property
     def allocated(self) -> float:
@@ -186,17 +188,20 @@ def _rank(
     working = generation.working * own.working
     saved = sum(map(mul, flying, own.saved)) + _recorded(parts, here, flying, graphed)
     updating = update.home_bytes(workload, here) - saved  # activations are gone by then
+    rest, away = update.rest_bytes(workload, parts, here), workload.plan.state.away
+    on_disk = workload.plan.state.optimizer == "disk"
     return Memory(
         weights=sum(s[0] for s in state) + whole,
         gradients=sum(s[1] for s in state) + whole / workload.width * practice.gradient_bytes,
-        optimizer=sum(s[2] for s in state) + update.rest_bytes(workload, parts, here),
+        optimizer=sum(s[2] for s in state) + rest * (1 - away),
         activations=saved,
         working=max(working - logits, updating - logits, 0.0),
         logits=logits,
         reserve=generation.reserve,
         non_torch=outside + _apart(workload, parts, here, graphed),
         rank=rank,
-        host=sum(s[3] for s in state),
+        host=sum(s[3] for s in state) + (0.0 if on_disk else rest * away),
+        disk=sum(s[4] for s in state) + (host.SLOTS * rest * away if on_disk else 0.0),
     )
 
 
@@ -321,13 +326,19 @@ def _whole(workload: Workload, largest: float, shards: int) -> float:
     return workload.width * largest * (2 if workload.practice.gathers == "block" else 1 / 3)
 
 
-def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, float, float, float]:
-    """Weights, gradients and optimizer of so many parameters, by ZeRO's line (Rajbhandari et al. 2019), and what their host has."""
-    zero, practice = workload.plan.zero, workload.practice
+def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, float, float, float, float]:
+    """Weights, gradients and optimizer of so many parameters, by ZeRO's line (Rajbhandari et al. 2019), what their host has in memory, and
+    what on its disk."""
+    zero, practice, state = workload.plan.zero, workload.practice, workload.plan.state
     weights = workload.width * numbers / (shards if zero == 3 else 1)
     if workload.frozen:
-        return weights, 0.0, 0.0, 0.0
+        return weights, 0.0, 0.0, 0.0, 0.0
     gradients = practice.gradient_bytes * numbers / (shards if zero >= 2 else 1)
     own = numbers / (shards if zero >= 1 else 1)
-    away = own * workload.plan.state.away
-    return weights, gradients, workload.state_bytes * (own - away), host.held(workload, away)
+    away = own * state.away
+    if zero in (1, 2) and shards > 1 and workload.width < practice.master_bytes:
+        weights += workload.width * away  # what is gathered, where the master weights are not at hand
+    near = workload.state_bytes * (own - away)
+    if state.optimizer == "disk":
+        return weights, gradients, near, 0.0, host.SLOTS * workload.state_bytes * away
+    return weights, gradients, near, host.held(workload, away), 0.0

@@ -67,7 +67,7 @@ def rest_bytes(workload: Workload, parts: "Parts", here: "Held") -> float:
     tied = model.head.tied and here.embedding
     numbers += parts.embedding.weights if here.embedding or (here.head and parts.ahead) else 0
     numbers += parts.head.weights if here.head and not tied else 0
-    return each * numbers / _shards(workload) * (1 - workload.plan.state.away)
+    return each * numbers / _shards(workload)
 
 
 def home_bytes(workload: Workload, here: "Held") -> float:

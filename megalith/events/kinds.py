@@ -40,7 +40,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True)
 class Holding(Event):
-    """One rank's place on the mesh, its parts, and the bytes of its share."""
+    """One rank's place on the mesh, its parts, and the bytes of its share on the device and elsewhere."""
 
     kind: ClassVar[str] = "holding"
     rank: int
@@ -50,6 +50,8 @@ class Holding(Event):
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    host_bytes: int = 0
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,9 @@ class Weight:
         self.kept: nn.Parameter = kept
         self.shared = False  # other modules of this rank compute with it too
         self.total: Tensor | None = None
+        self.narrow = dtypes.compute != dtypes.master
+        """True if products compute with other numbers than the master weights."""
+        self._moved: Tensor | None = None  # the share in the format that computes, once the master weights are elsewhere
         if dtypes.compute != computes.dtype:
             computes.data = computes.data.to(dtypes.compute)
         self.bytes = computes.numel() * computes.element_size()
@@ -95,9 +98,39 @@ class Weight:
         """Elements of a share, padded to a whole chunk."""
         return self.chunk * prod(self.row)
 
+    @property
+    def resident(self) -> bool:
+        """True if what computes is always whole, so that nothing is gathered."""
+        return self.aliased or (self._moved is not None and self.mesh.size(1) == 1)
+
     def share(self) -> Tensor:
-        """The kept share, its cut dimension first."""
-        return local(self.kept).movedim(self.dim, 0)
+        """The share that is gathered, its cut dimension first."""
+        return (local(self.kept) if self._moved is None else self._moved).movedim(self.dim, 0)
+
+    def move_out(self) -> Tensor:
+        """Hand over the master weights, of the share's shape: they are kept elsewhere from now on. What computes is gathered from a share
+        in its own format, or stays whole if there is one shard."""
+        share = local(self.kept)
+        master = share.clone(memory_format=torch.contiguous_format)
+        if self.mesh.size(1) == 1:
+            self.computes.untyped_storage().resize_(self.bytes)
+            self._moved = self.computes.detach()
+            self._moved.copy_(master)
+        else:
+            self._moved = share.to(self.computes.dtype)
+        share.untyped_storage().resize_(0)
+        return master
+
+    def take_over(self, first: int, masters: Tensor) -> None:
+        """Compute with these master weights from the share's number `first` on."""
+        assert self._moved is not None
+        numbers = masters.reshape(-1)
+        self._moved.view(-1)[first : first + len(numbers)].copy_(numbers)
+
+    @property
+    def moved(self) -> Tensor | None:
+        """The share in the format that computes, if the master weights are elsewhere."""
+        return self._moved
 
     def add(self, share: Tensor) -> None:
         """Add a reduced gradient [rows, *row] to the kept one."""
@@ -164,7 +197,6 @@ class Bucket:
         ends = list(accumulate(weight.numbers for weight in weights))
         self.slices = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         self.numbers = ends[-1]
-        self.resident = all(weight.aliased for weight in weights)  # what is kept computes: nothing to gather
         self.whole = True
         self._arriving: tuple[Any, Tensor] | None = None
         self.probe: Probe | None = None
@@ -173,13 +205,19 @@ class Bucket:
 
     # --- weights ---
 
+    @property
+    def resident(self) -> bool:
+        """True if nothing is to be gathered."""
+        return all(weight.resident for weight in self.weights)
+
     def start(self) -> None:
         """Begin to gather, if the weights are not whole and not on their way."""
-        if self.whole or self._arriving:
+        if self.whole or self._arriving or self.resident:
             return
         mine = torch.empty(self.numbers, dtype=self.weights[0].computes.dtype, device=self.weights[0].computes.device)
         for weight, where in zip(self.weights, self.slices, strict=True):
-            _put(mine[where][None], weight.share(), weight.chunk)
+            if not weight.resident:
+                _put(mine[where][None], weight.share(), weight.chunk)
         if self.size == 1:
             self._arriving = None, mine
             return
@@ -196,6 +234,8 @@ class Bucket:
             wait_for(work)
         table = flat.view(self.size, self.numbers)
         for weight, where in zip(self.weights, self.slices, strict=True):
+            if weight.resident:
+                continue
             weight.computes.untyped_storage().resize_(weight.bytes)
             _get(weight.computes.data.movedim(weight.dim, 0), table[:, where], weight.chunk)  # .data: saved views stay valid
         self.whole, self._arriving = True, None
@@ -210,7 +250,8 @@ class Bucket:
         if self.resident or not self.whole:
             return
         for weight in self.weights:
-            weight.computes.untyped_storage().resize_(0)
+            if not weight.resident:
+                weight.computes.untyped_storage().resize_(0)
         self.whole = False
 
     # --- gradients ---

@@ -95,7 +95,7 @@ class Answer:
         """A choice in short, and whether the trainer could not run it."""
         if choice is None:
             return {"layout": None, "predicted_only": None}
-        only = choice.offload > 0 or self.asked.format not in FAST or self.asked.forward_only
+        only = self.asked.format not in FAST or self.asked.forward_only
         return {"layout": short(choice.plan), "predicted_only": only}
 
 
@@ -254,7 +254,7 @@ def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:
         reasons = asked.refusals(next(_plans(asked, asked.cluster)))
         return reasons or [_problem(name, "no plan that fits is legal", "Use more devices, or another global batch.")]
     memory, limit = found.closest.estimate.memory, found.closest.estimate.limit or 0.0
-    kinds = {key: value for key, value in vars(memory).items() if key not in ("rank", "host")}
+    kinds = {key: value for key, value in vars(memory).items() if key not in ("rank", "host", "disk")}
     largest = max(kinds, key=lambda key: kinds[key])
     parts = ", ".join(
         f"{key} {value / 2**30:.1f}" for key, value in sorted(kinds.items(), key=lambda item: -item[1]) if value > 2**26
@@ -303,25 +303,10 @@ def _problem(name: str, reason: str, way_out: str) -> Problem:
     return Problem("error", "--cluster", name, reason, way_out)
 
 
-def _not_written(best: Choice, runnable: Choice | None) -> Problem:
-    reason = (
-        "is the best layout and predicted only: the trainer keeps the optimizer's state on the devices, not in host memory, "
-        "so it cannot be written as a run"
-    )
-    way_out = "No layout fits otherwise: --no-offload says how many devices would do."
-    if runnable is not None:
-        slower = runnable.estimate.time.step / best.estimate.time.step - 1
-        way_out = f"The best that can be written is {short(runnable.plan)}, {slower:.1%} slower: add --no-offload."
-    return Problem("error", "--out", short(best.plan), reason, way_out, "command line")
-
-
 def as_run(answered: Answer) -> str:
-    """The best plan in a run file that `megalith check` accepts once its data is there, and `megalith train` runs. Raises SpecErrors
-    where the trainer cannot run it, with the best that it can."""
+    """The best plan in a run file that `megalith check` accepts once its data is there, and `megalith train` runs."""
     asked, best = answered.asked, answered.found.best
     assert best is not None
-    if best.offload:
-        raise SpecErrors([_not_written(best, answered.found.runnable)])
     plan = best.plan
     if best.plan.recompute != "selective":
         plan = plan.model_copy(update={"recompute_parts": Plan().recompute_parts})

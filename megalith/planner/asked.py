@@ -53,7 +53,7 @@ class Question:
     forward_only: bool = False
     """No training, but the prefill of long prompts."""
     offload: bool = True
-    """Also look at layouts with some of the optimizer's state in host memory, which are predicted only."""
+    """Also look at layouts with some of the optimizer's state in host memory."""
     overrides: tuple[str, ...] = ()
     out: bool = False
     """Is the best plan to be written as a run?"""
@@ -83,7 +83,7 @@ class Asked:
         return self.run.plan if self.resolved is not None and self.run.plan.ranks == self.cluster.count else None
 
     def legal(self, plan: Plan) -> bool:
-        """Would `megalith check` accept it, but for what is in host memory? Only what concerns the plan counts."""
+        """Would `megalith check` accept it? Only what concerns the plan counts."""
         return not self.refusals(plan)
 
     def refusals(self, plan: Plan) -> list[Problem]:
@@ -91,9 +91,8 @@ class Asked:
         found = check((self.whole or self.run).model_copy(update={"plan": plan}), files=False)
         mine = ("plan.", "cluster", "train.global_batch", "train.seq_len", RAMP, DATA_PHASES)
         denied = [problem for problem in found if problem.severity == "error" and problem.key.startswith(mine)]
-        # what `plan.zero` is denied for is the state of training on the device, which a prefill has not, and a host's memory relieves
-        passed = {"plan.zero"} if self.forward_only or plan.state.away else set[str]()
-        passed |= {"plan.state.optimizer"} if plan.state.away else set()  # predicted only, and said so
+        # what `plan.zero` is denied for is the state of training on the device, which a prefill has not
+        passed = {"plan.zero"} if self.forward_only else set[str]()
         return [problem for problem in denied if problem.key not in passed]
 
 

@@ -49,7 +49,7 @@ class Space:
     copies: bool = True
     """Under ZeRO 3, two copies of the state, or as many as there are nodes, eights of nodes, or sixty-fours (HSDP)."""
     offload: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
-    """Shares of the optimizer's state in host memory, for plans that do not fit without: the least that does. Predicted only."""
+    """Shares of the optimizer's state in host memory, for plans that do not fit without: the least that does."""
 
     @classmethod
     def of_prefill(cls) -> "Space":

@@ -29,7 +29,7 @@ class Neighbour:
 
     @property
     def offload(self) -> float:
-        """The share of the optimizer's state that is not on the device; above 0 it is predicted only."""
+        """The share of the optimizer's state that is not on the device."""
         return self.plan.state.away
 
     def to_json(self) -> dict[str, Any]:

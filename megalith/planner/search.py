@@ -34,7 +34,7 @@ class Choice:
 
     @property
     def offload(self) -> float:
-        """The share of the optimizer's state that is not on the device. The trainer keeps none elsewhere: above 0 it is predicted only."""
+        """The share of the optimizer's state that is not on the device."""
         return self.plan.state.away
 
     def to_json(self) -> dict[str, Any]:

@@ -66,6 +66,11 @@ AXES: Axes = {
         "selective": {"recompute": "selective", "recompute_parts": ("attend", "mlp.experts", "mlp.shared")},
         **{policy: {"recompute": policy} for policy in ("full", "sqrt")},
     },
+    "state": {
+        "on the device": {},
+        "half on the host": {"state": {"optimizer": "host", "share": 0.5}},
+        "on disk": {"state": {"optimizer": "disk"}},
+    },
     "norm": {"known at once": {}, "known late": {"post_validation": True}},
     "phases": {"none": {}, "a larger batch, then shorter sequences": {"phases": PHASES}},
     "optimizer": {kind: {"kind": kind} for kind in OPTIMIZERS},
@@ -73,7 +78,7 @@ AXES: Axes = {
     | {f"fp8, a scale for each {what}": {"precision": "fp8", "granularity": what} for what in ("row", "tensor")},
 }
 
-PLAIN = ("1", "none", "known at once", "adamw", "fp32")
+PLAIN = ("1", "none", "known at once", "on the device", "adamw", "fp32")
 """Values that ask for nothing, which goes without saying."""
 
 FIRST = dict.fromkeys(("shards", "copies", "tensor", "context", "pipeline", "expert", "phases"), 0.5) | {"precision": 0.9}

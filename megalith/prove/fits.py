@@ -25,6 +25,7 @@ LEVERS: tuple[Callable[[RunSpec], Lever | None], ...] = (
     lambda s: Lever("plan.zero = 3", "weights", 1 - 1 / s.plan.holders) if s.plan.zero < 3 and s.plan.holders > 1 else None,
     lambda s: Lever("plan.replicate = 1", "optimizer", 1 - 1 / s.plan.replicate) if s.plan.replicate > 1 else None,
     lambda s: Lever('plan.recompute = "full"', "activations", 0.9) if s.plan.recompute != "full" else None,
+    lambda s: Lever('plan.state.optimizer = "host"', "optimizer", 1.0) if not s.plan.state.away else None,
     lambda s: Lever(f"plan.microbatch = {s.plan.microbatch // 2}", "activations", 0.5) if s.plan.microbatch > 1 else None,
     lambda s: Lever(f"plan.context = {2 * s.plan.context}", "activations", 0.5),
 )

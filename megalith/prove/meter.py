@@ -27,6 +27,8 @@ from megalith.train.assemble import Trainer
 Category: TypeAlias = Literal["weights", "gradients", "optimizer", "activations", "buffers"]
 CATEGORIES: tuple[Category, ...] = (*STATE_CATEGORIES, "activations", "buffers")
 ACTIVATIONS = CATEGORIES.index("activations")
+ELSEWHERE = len(CATEGORIES)
+"""Label of what is not on the device, and not counted there."""
 
 KINDS = {
     "_allgather_base_": "all-gather",
@@ -125,11 +127,16 @@ class Meter(TorchDispatchMode):
         for category in STATE_CATEGORIES:
             for tensor in trainer.state.shares(category).values():
                 self.label(tensor, category)
+        for tensor in trainer.state.streamed:
+            self.label(tensor, "buffers")
+        for tensor in trainer.state.on_host:
+            self._labels[self._number(tensor.untyped_storage())] = ELSEWHERE
         for stage in trainer.stages.values():
             for tensor in stage.buffers():
                 self.label(tensor, "buffers")
         for weight in {w for r in trainer.runners.values() for used in r.buckets for bucket in used for w in bucket.weights}:
             self.label(weight.computes, "weights")
+            self.label(weight.moved, "weights")
             self._follow_gradient(weight)
         self._axes = Axes(trainer.groups)
 

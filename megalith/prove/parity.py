@@ -4,6 +4,7 @@ The reference shares the model's modules with the plan's run and nothing else: n
 """
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalith.checkpoint.shares import shares
+from megalith.checkpoint.shares import Laid, shares, whole_of
 from megalith.data.stream import Batch as Samples
 from megalith.fleet import environment
 from megalith.fleet.heartbeat import Heartbeat
@@ -259,7 +260,8 @@ def record(trainer: Trainer) -> Recording:
             update(trainer, computed, step=step)
     totals += _settled(late)
     kept.losses, kept.norms = [each.loss for each in totals], [each.norm for each in totals]
-    kept.weights = _together({**trainer.parameters, **trainer.state.buffers}, trainer)
+    weights = trainer.state.laid("weights")
+    kept.weights = _together({key.removeprefix("weights."): each for key, each in weights.items()}, trainer)
     return kept
 
 
@@ -309,9 +311,9 @@ def _all_routed(trainer: Trainer, accumulated: Accumulated, routings: list[dict[
     return whole
 
 
-def _together(tensors: dict[str, Tensor], trainer: Trainer) -> dict[str, Tensor]:
+def _together(tensors: Mapping[str, Tensor | Laid], trainer: Trainer) -> dict[str, Tensor]:
     """Whole tensors of the whole model on the first rank. What its holders disagree on becomes NaN."""
-    mine = [(share.held.key, share.held.shape, share.held.offset, share.data.cpu()) for share in shares(tensors).values()]
+    mine = [(name, share.held.shape, share.held.offset, whole_of(share).cpu()) for name, share in shares(tensors).items()]
     everyone: list[Any] | None = [None] * trainer.groups.world.size() if trainer.groups.rank == 0 else None
     dist.gather_object(mine, everyone, group=trainer.groups.world, group_dst=0)
     whole: dict[str, Tensor] = {}

@@ -34,6 +34,9 @@ def memory(held: "Memory", lines: Mapping[str, "Comparison"], limit: int | None)
         table.add_row(name, *_sides(row), units.memory(held.most[name]), units.memory(held.between[name]))
     table.add_row("[bold]all[/]", *_sides(lines["memory.all"]), "", units.memory(sum(held.between.values())))
     table.add_row("while building", units.memory(held.building))
+    for tier in ("host", "disk"):
+        if (row := lines.get(f"memory.{tier}")) is not None:
+            table.add_row(f"on the {tier}", *_sides(row))
     if limit is not None:
         table.add_row("the device has", units.memory(limit))
     return table

@@ -50,6 +50,7 @@ def _cell(holding: Holding | None, order: Sequence[str], shards: int, share: flo
         f"weights {units.memory(holding.weight_bytes)}",
         f"gradients {units.memory(holding.gradient_bytes)}",
         f"optimizer {units.memory(holding.optimizer_bytes)}",
+        *(f"{tier} {units.memory(size)}" for tier, size in (("host", holding.host_bytes), ("disk", holding.disk_bytes)) if size),
     ]
     place = ", ".join(f"{axis} {i}" for axis, i in holding.coordinates.items())
     title = "\n".join([f"rank {holding.rank}: {place}", *lines, f"1/{round(1 / share)} of each part, {shards} shards a copy"])

@@ -149,7 +149,7 @@ def _offloaded(found: Answer) -> str:
         return ""
     return (
         f"\no: % of the optimizer's state offloaded to host memory (at most {host.MEMORY / GIB:.0f} GiB a device, assumed), updated there: "
-        f"predicted only, the trainer cannot. {found.found.offloaded:,} plans fit only so; --no-offload leaves them out."
+        f"{found.found.offloaded:,} plans fit only so; --no-offload leaves them out."
     )
 
 
@@ -213,6 +213,6 @@ def reasons(found: Answer) -> Table:
         column.justify = "right"
     for one in found.neighbours:
         grows = one.grows if one.seconds > 0 else ""
-        fits = ("predicted only" if one.offload else "") if one.fits else "does not fit"
+        fits = "" if one.fits else "does not fit"
         drawn.add_row(escape(one.change), f"{one.seconds / step:+.1%}", f"{one.memory / GIB:+.1f}", fits, grows)
     return drawn

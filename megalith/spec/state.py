@@ -1,6 +1,6 @@
 """Tensors that a rank keeps for a parameter: number format, place, and cut. The only arithmetic of bytes a parameter. No torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from megalith.spec.numbers import NUMBERS
@@ -69,3 +69,14 @@ def bytes_of(slots: Iterable[Slot], parameters: float, *, zero: int, shards: int
     for slot in slots:
         found[slot.category] += bytes_each([slot]) * parameters / (shards if zero >= slot.zero else 1)
     return found
+
+
+def away_names(sizes: Mapping[str, int], share: float) -> list[str]:
+    """The parameters whose state does not live on the device, in order: about `share` of all numbers, and never more. `sizes`: how many
+    each has on this rank; one that has none stays. The largest that still fits is taken first."""
+    left, found = share * sum(sizes.values()), set[str]()
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        if 0 < sizes[name] <= left + 1e-6:
+            left -= sizes[name]
+            found.add(name)
+    return [name for name in sizes if name in found]

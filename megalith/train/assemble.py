@@ -1,6 +1,7 @@
 """From a RunSpec to the parts that train: groups, stages, program, executor, optimizer, state."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,14 @@ from megalith.schedule.table import build
 from megalith.schedule.verify import problems
 from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PRECISIONS
+from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.phases import Phase, Phases, during
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import within
 from megalith.spec.sizes import model_parameters, tied_names
 from megalith.spec.treatment import treatments
 from megalith.train.measure.noise import NoiseMeter
+from megalith.train.offload.home import home_of, lots_of
 from megalith.train.optimizers.rates import learning_rate
 from megalith.train.optimizers.rule import Optimizer
 from megalith.train.optimizers.whole import Whole
@@ -102,6 +105,7 @@ class Trainer:
         """Update all weights from their gradients, which stay."""
         with torch.no_grad():
             self.rule.update(self.state.parts(), number=self.state.updates, lr=self.lr)
+            self.state.settle()
         self.state.updates += 1
         if self.state.scale is not None:
             self.state.scale = self.state.scale.updated(self.spec.loss_scale)
@@ -112,10 +116,13 @@ class Trainer:
         return 1.0 if self.state.scale is None else self.state.scale.value
 
 
-def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool = False, site: int = 0) -> Trainer:
-    """Build this rank's part of the run, or of its site. `load`: weights will be loaded, so first values are not drawn.
+def assemble(
+    spec: RunSpec, *, groups: Groups, device: torch.device, load: bool = False, site: int = 0, folder: Path | None = None
+) -> Trainer:
+    """Build this rank's part of the run, or of its site. `load`: weights will be loaded, so first values are not drawn. `folder`: where
+    state on disk goes if the plan names no place; None: with temporary files.
 
-    Raises RuntimeError if the schedule's program has a fault (found before anything is sent).
+    Raises RuntimeError if the schedule's program has a fault (found before anything is sent), and StateFileError if a disk has no room.
     """
     whole, spec = spec, within(during(spec, Phases.of(spec).all[0]))
     model, plan = spec.model.build(), spec.plan
@@ -134,6 +141,9 @@ def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool 
     partly = shared(builder.by_name, tied=tied, groups=groups)
     buckets = dict.fromkeys(bucket for runner in runners.values() for used in runner.buckets for bucket in used)
     treated = treatments(model, spec.optimizer)
+    kinds = {name: OPTIMIZERS[each.kind] for name, each in treated.items()}
+    slots = {name: kind.slots for name, kind in kinds.items()}
+    lots = lots_of(plan.state, builder.by_name, slots, whole={name: kind.unit != "element" for name, kind in kinds.items()})
     scale = Scale.first(spec.loss_scale) if PRECISIONS[spec.train.precision].scaled else None
     return Trainer(
         run=whole,
@@ -145,7 +155,7 @@ def assemble(spec: RunSpec, *, groups: Groups, device: torch.device, load: bool 
         parameters=parameters,
         shared=partly,
         executor=Executor(program, runners, reducer=builder.reducer, groups=groups, hidden=hidden_of(spec, device)),
-        state=State(parameters, buffers, {name: each.slots for name, each in treated.items()}, scale),
+        state=State(parameters, buffers, slots, scale, home_of(lots, plan.state, folder=folder, rank=groups.rank)),
         rule=Optimizer(spec.optimizer, treated, Whole.of(parameters, model_parameters(model), partly, groups)),
         noise=NoiseMeter(builder.by_name, buckets, partly, groups, spec),
         site=site,

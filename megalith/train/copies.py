@@ -24,7 +24,7 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
     """Open the memory for this rank's copies; None: no copies. All ranks of `group` call it together, and go without if one has no room for
     them."""
     spec, seat = trainer.spec, Seat.find()
-    if seat.memory is None or not spec.fleet.memory_every:
+    if seat.memory is None or not spec.fleet.memory_every or not trainer.state.all_in_memory:
         return None
     memory, failed = None, ""
     wanted = GOOD_COPIES if "rewind" in spec.stability.answers else 0

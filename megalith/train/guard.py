@@ -44,7 +44,7 @@ class Guard:
         self.trainer, self.fleet, self.seat, self.memory, self.report = trainer, trainer.spec.fleet, seat, memory, report
         self.probe = Probe(buckets_of(trainer))
         self.replicas = Replicas(trainer) if self.fleet.digest else None
-        self._digest = Digest(trainer.state.shares().values())
+        self._in_memory = Digest(trainer.state.shares().values())
         self._digests: dict[int, int] = {}  # of the state after so many steps, without the loss scale
         self._good = 0  # states up to this step are known, or must be taken, to be right
         self._disk_failed = False
@@ -118,6 +118,10 @@ class Guard:
         if known is not None and (found := self._digest()) != (known := self._whole(known)):
             text = f"the state after {step} steps had the digest {known:016x}, and has {found:016x} now"
             self._accuse(StateCorrupt(**self._here(step, self.seat.rank), where="at rest"), text)
+
+    def _digest(self) -> int:
+        """The digest of the state, of what is on disk as it was written: reading compares it."""
+        return (self._in_memory() + self.trainer.state.sum) % WORDS
 
     def _of_scale(self) -> int:
         """Return the loss scale's part of the digest. It changes in a skipped step, when nothing else may. `State` keeps it as a number as

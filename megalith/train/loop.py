@@ -362,7 +362,7 @@ class Loop:
         self.heartbeat.beat(phase, self.step, measured=self._measured)
         hooks.at("saving", self.step)
         held = self.trainer.state if self.sites is None else self.sites.state
-        state, told = held.tensors(), meta(self._settled(), spec=self.spec, stream=self.stream)
+        state, told = held.laid(), meta(self._settled(), spec=self.spec, stream=self.stream)
         self.checkpointer.save(self.step, state, told, asynchronous=asynchronous, check=self._look)
 
     def _settled(self) -> Position:

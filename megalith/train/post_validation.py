@@ -100,6 +100,7 @@ class Unchecked:
     def correct(self) -> None:
         """Undo the update, then do what was decided. Raises gradients.NotFinite, or Undone if the step is to be computed again."""
         torch._foreach_copy_(self.trainer.state.changed(), self._before)
+        self.trainer.state.undo()
         self.trainer.state.updates -= 1
         self.trainer.state.scale = self._scale_before
         if isinstance(self.decision, Rewind) and (self._healer is None or self._healer.target(self.decision.at_most) is None):

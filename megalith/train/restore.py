@@ -143,7 +143,7 @@ def restore(
         if trainer.spec.train.init_from:
             loaded = load(
                 Path(trainer.spec.train.init_from),
-                trainer.state.tensors("weights"),
+                trainer.state.laid("weights"),
                 group=group,
                 partial=True,
                 cast=True,
@@ -159,7 +159,7 @@ def restore(
         memory.forget_after(position.step)
     trainer.state.updates, trainer.state.skipped = position.updates, position.step - position.updates
     trainer.state.history = position.history
-    trainer.state.read_scale()
+    trainer.state.loaded()
     if sites is not None:
         sites.resume()
     return position
@@ -209,7 +209,7 @@ def _from_store(
         loaded = adopt(sites, checkpointer, before, step=step, accept=accept, warn=warn)
     else:
         held = trainer.state if sites is None else sites.state
-        loaded = checkpointer.load(held.tensors(), step=step, accept=accept)
+        loaded = checkpointer.load(held.laid(), step=step, accept=accept)
     if loaded is None:
         return None
     position = position_in(loaded.meta)
@@ -226,7 +226,7 @@ def _from_branch(trainer: Trainer, stream: Stream, group: dist.ProcessGroup | No
         if problems := check_branch(meta, trainer.run):
             raise OtherRunError("\n".join(map(str, problems)))
 
-    loaded = load(Path(branch.checkpoint), trainer.state.tensors(), group=group, accept=accept, warn=warn)
+    loaded = load(Path(branch.checkpoint), trainer.state.laid(), group=group, accept=accept, warn=warn)
     position = position_in(loaded.meta)
     stream.check_same(loaded.meta["data"], samples=position.samples)
     return replace(position, samples=position.samples + branch.skip)

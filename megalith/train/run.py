@@ -244,11 +244,11 @@ def prepare(
     groups = mesh_groups(spec, device, inner)
     savers = another(world, timeout=timedelta(seconds=spec.launch.timeout))
     checkpointer = Checkpointer(folder / epochs.name(FOLDER, epoch), keep=spec.checkpoint.keep, group=savers, warn=warn)
-    trainer = assemble(spec, groups=groups, device=device, site=site)
+    trainer = assemble(spec, groups=groups, device=device, site=site, folder=folder)
     sites = meet(trainer, world=world, savers=savers) if spec.sites else None
     if spec.checkpoint.every and spec.checkpoint.asynchronous:
         checkpointer.reserve(
-            (sites.state if sites else trainer.state).tensors()
+            (sites.state if sites else trainer.state).laid()
         )  # now, so that the first save waits no longer than the others
     guarded = spec.fleet.recover and sites is None
     memory = copies_of(trainer, group=savers, warn=warn) if guarded else None
@@ -290,6 +290,8 @@ def holding_of(trainer: Trainer) -> Holding:
         weight_bytes=sizes["weights"],
         gradient_bytes=sizes["gradients"],
         optimizer_bytes=sizes["optimizer"],
+        host_bytes=sizes.get("host", 0),
+        disk_bytes=sizes.get("disk", 0),
     )
 
 

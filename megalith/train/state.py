@@ -7,9 +7,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from megalith.checkpoint.shares import Laid, Stored
 from megalith.kernels.numbers import DTYPE
 from megalith.parallel.data import local
-from megalith.spec.state import GRADIENT, MASTER, Category, Slot, bytes_each
+from megalith.spec.state import CATEGORIES, GRADIENT, MASTER, Category, Slot, bytes_each
+from megalith.train.offload.home import Disk, Host
 from megalith.train.optimizers.rule import Part
 from megalith.train.stability.history import History
 from megalith.train.stability.loss_scale import Scale
@@ -27,10 +29,12 @@ class State:
         buffers: Mapping[str, Tensor],
         slots: Mapping[str, Sequence[Slot]],
         scale: Scale | None = None,
+        home: Host | Disk | None = None,
     ) -> None:
         """`buffers`: tensors that training changes besides parameters, such as routers' biases. `slots`: the tensors that the optimizer
-        keeps for each parameter; they begin as zeros. `scale`: the first loss scale; None: the run has none."""
-        self.parameters, self.buffers, self.slots = parameters, buffers, slots
+        keeps for each parameter; they begin as zeros. `scale`: the first loss scale; None: the run has none. `home`: what is kept
+        elsewhere than on the device."""
+        self.parameters, self.buffers, self.slots, self.home = parameters, buffers, slots, home
         self.updates = 0
         """Updates made: what bias correction and the learning rate follow."""
         self.skipped = 0
@@ -40,14 +44,16 @@ class State:
         self.scaling: dict[str, Tensor] = {}
         """The loss scale as checkpoints, copies and digests hold it; empty if the run has none."""
         self._scale = scale
-        self._weights = {name: local(parameter).detach() for name, parameter in parameters.items()}
-        self._slots = tuple(dict.fromkeys(slot for name in self._weights for slot in slots[name]))
-        self._kept = {
-            slot.name: {name: _zeros(slot, share) for name, share in self._weights.items() if slot in slots[name]}
-            for slot in self._slots
-        }
+        self._shares = {name: local(parameter).detach() for name, parameter in parameters.items()}
+        away = home.held if home is not None else {}
+        named = dict.fromkeys([MASTER, *(slot for name in self._shares for slot in slots[name])])
+        self._held: dict[Slot, dict[str, Tensor | Stored]] = {slot: {} for slot in named}
+        for name, share in self._shares.items():
+            for slot in (MASTER, *slots[name]):
+                kept = away.get((slot, name))
+                self._held[slot][name] = (share if slot == MASTER else _zeros(slot, share)) if kept is None else kept
         if scale is not None:
-            device = next(iter(self._weights.values())).device
+            device = next(iter(self._shares.values())).device
             self.scaling[SCALE] = torch.tensor(scale, dtype=torch.float32, device=device)
 
     @property
@@ -74,58 +80,113 @@ class State:
 
     def parts(self) -> list[Part]:
         """Return every parameter's share on this rank, with its gradient. A share that is empty here may have none."""
-        parts = []
-        for name, weight in self._weights.items():
-            gradient = self.parameters[name].grad
-            assert gradient is not None or not weight.numel(), f"{name} is a parameter without gradient"
-            kept = {slot.name: self._kept[slot.name][name] for slot in self.slots[name]}
-            parts.append(Part(name, weight, torch.zeros_like(weight) if gradient is None else local(gradient), kept))
-        return parts
+        return [self._part(name, share) for name, share in self._shares.items()]
+
+    def _part(self, name: str, share: Tensor) -> Part:
+        gradient = self.parameters[name].grad
+        assert gradient is not None or not share.numel(), f"{name} is a parameter without gradient"
+        gradient = torch.zeros_like(share) if gradient is None else local(gradient)
+        if self.home is not None and name in self.home.lots:
+            return Part(name, share, gradient, {}, home=self.home)
+        kept = {slot.name: self._held[slot][name] for slot in self.slots[name]}
+        return Part(name, share, gradient, {key: held for key, held in kept.items() if isinstance(held, Tensor)})
+
+    def settle(self) -> None:
+        """Let an update count that is complete on this rank."""
+        if self.home is not None:
+            self.home.settle()
+
+    def undo(self) -> None:
+        """Go back to before the last update in what is not in memory; `changed` is for the caller to put back."""
+        if self.home is not None:
+            self.home.undo()
+
+    def loaded(self) -> None:
+        """Compute with the master weights, and scale by the loss scale, that were loaded."""
+        self.read_scale()
+        if self.home is not None:
+            self.home.publish()
 
     def changed(self) -> list[Tensor]:
-        """The shares that an update changes."""
-        return [*self._weights.values(), *(share for kept in self._kept.values() for share in kept.values())]
+        """What an update changes in memory: shares, and what computes from master weights that are elsewhere."""
+        held = [share for kept in self._held.values() for share in kept.values() if isinstance(share, Tensor)]
+        moved = (lot.weight.moved for lot in self.home.lots.values()) if self.home is not None else ()
+        return [*held, *(share for share in moved if share is not None)]
 
     def drop_gradients(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def shares(self, *categories: Category) -> dict[str, Tensor]:
-        """The shares as plain tensors, buffers among the weights. `categories`: of these alone, without the loss scale."""
-        return {f"{slot.name}.{name}": share for slot, name, share, _ in self._walk(categories)} | self._scaling_of(categories)
+        """The shares in memory as plain tensors, buffers among the weights. `categories`: of these alone, without the loss scale."""
+        found = {f"{slot.name}.{name}": share for slot, name, share, _ in self._walk(categories) if isinstance(share, Tensor)}
+        return found | self._scaling_of(categories)
 
     def tensors(self, *categories: Category) -> dict[str, Tensor]:
-        """The same as tensors of whole shapes that know how they are cut: what a checkpoint holds."""
-        found = {f"{slot.name}.{name}": like(slot, share, whole) for slot, name, share, whole in self._walk(categories)}
+        """All shares as tensors of whole shapes that know how they are cut. All must be on the device: see `laid`."""
+        found = {key: tensor for key, tensor in self.laid(*categories).items() if isinstance(tensor, Tensor)}
+        assert self.home is None, "what is kept elsewhere has no such tensors"
+        return found
+
+    def laid(self, *categories: Category) -> dict[str, Tensor | Laid]:
+        """The same wherever they are: what a checkpoint holds."""
+        found = {
+            f"{slot.name}.{name}": self._laid(slot, name, share, whole) for slot, name, share, whole in self._walk(categories)
+        }
         return found | self._scaling_of(categories)
+
+    def _laid(self, slot: Slot, name: str, share: Tensor | Stored, whole: Tensor) -> Tensor | Laid:
+        if self.home is None or (slot, name) not in self.home.held:
+            assert isinstance(share, Tensor)
+            return like(slot, share, whole)
+        cut = like(slot, torch.empty(tuple(share.shape), dtype=share.dtype, device="meta"), whole)
+        return Laid.of(f"{slot.name}.{name}", cut, share)
 
     def _scaling_of(self, categories: Sequence[Category]) -> dict[str, Tensor]:
         return {} if categories else self.scaling
 
+    @property
+    def on_host(self) -> list[Tensor]:
+        """The shares that live in the host's memory."""
+        return [*self.home.held.values()] if isinstance(self.home, Host) else []
+
+    @property
+    def streamed(self) -> list[Tensor]:
+        """The memory that what is on disk passes through."""
+        return self.home.buffers if isinstance(self.home, Disk) else []
+
+    @property
+    def all_in_memory(self) -> bool:
+        """True if no share is on disk."""
+        return self.home is None or not isinstance(self.home, Disk)
+
+    @property
+    def sum(self) -> int:
+        """The sum of the words of all shares that are not in memory, as digests of states add them up; 0 if all are."""
+        return 0 if self.home is None else self.home.sum
+
     def bytes(self) -> dict[str, int]:
-        """Bytes of the shares, by category. Gradients are counted as they are when all are there; buffers are not counted."""
-        numbers = sum(share.numel() for share in self._weights.values())
-        kept = (share for slot in self._kept.values() for share in slot.values())
-        return {
-            MASTER.category: sum(map(_bytes, self._weights.values())),
-            GRADIENT.category: int(numbers * bytes_each([GRADIENT])),
-            "optimizer": sum(map(_bytes, kept)),
-        }
+        """Bytes of the shares on the device by category, and of what is elsewhere by tier. Gradients are counted as they are when all are
+        there; buffers are not counted."""
+        away = self.home.held if self.home is not None else {}
+        found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        found[GRADIENT.category] = int(sum(share.numel() for share in self._shares.values()) * bytes_each([GRADIENT]))
+        for slot, kept in self._held.items():
+            found[slot.category] += sum(_bytes(share) for name, share in kept.items() if (slot, name) not in away)
+        return found | (self.home.bytes if self.home is not None else {})
 
-    def _walk(self, categories: Sequence[Category]) -> Iterator[tuple[Slot, str, Tensor, Tensor]]:
-        """Slot, parameter, this rank's share, and the tensor whose cut it has."""
-        if not categories or MASTER.category in categories:
-            for name, share in self._weights.items():
-                yield MASTER, name, share, self.parameters[name]
-            for name, buffer in self.buffers.items():
-                yield MASTER, name, buffer, buffer
-        for slot in self._slots:
-            if not categories or slot.category in categories:
-                for name, share in self._kept[slot.name].items():
-                    yield slot, name, share, self.parameters[name]
+    def _walk(self, categories: Sequence[Category]) -> Iterator[tuple[Slot, str, Tensor | Stored, Tensor]]:
+        """Slot, parameter, this rank's share, and the tensor whose cut it has. Buffers come after the weights."""
+        for slot, kept in self._held.items():
+            if categories and slot.category not in categories:
+                continue
+            for name, share in kept.items():
+                yield slot, name, share, self.parameters[name]
+            if slot == MASTER:
+                yield from ((MASTER, name, buffer, buffer) for name, buffer in self.buffers.items())
 
 
-def _bytes(share: Tensor) -> int:
+def _bytes(share: Tensor | Stored) -> int:
     return share.numel() * share.element_size()
 
 

@@ -1,7 +1,11 @@
 """State, activations and recomputation."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
+from megalith.check import check
 from megalith.check.case import format_bytes
 from megalith.check.memory import _saved_numbers
 from megalith.cost.parts import parts
@@ -9,7 +13,7 @@ from megalith.cost.workload import Workload
 from megalith.spec.cluster import load
 from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
-from tests.check.runs import HYBRID, advice, errors, found, is_named
+from tests.check.runs import HYBRID, advice, errors, found, is_named, spec
 
 
 @pytest.mark.parametrize(
@@ -25,9 +29,9 @@ from tests.check.runs import HYBRID, advice, errors, found, is_named
         (["plan.recompute_parts=['mpl']"], "plan.recompute_parts", 'Did you mean "mlp"?'),
         (["cluster=h100", "model.preset=llama3-70b"], "plan.zero", "has 80.0 GiB"),
         (
-            ["plan.state.optimizer=host", "plan.state.share=0.5"],
+            ["cluster=h100", "optimizer.kind=muon", "plan.state.optimizer=host"],
             "plan.state.optimizer",
-            "would keep 50% of the optimizer's state off",
+            "would update by muon in host memory, and what it needs of each whole matrix is on other GPUs",
         ),
     ],
 )
@@ -40,6 +44,8 @@ def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[
     [
         (["plan.data=2", "plan.zero=0"], "plan.zero"),
         (["train.seq_len=32768"], "plan.recompute"),
+        (["plan.state.share=0.5"], "plan.state.share"),
+        (["plan.state.optimizer=disk"], "plan.state.optimizer"),
         (["plan.recompute=selective", "plan.recompute_parts=['attention','attention.core']"], "plan.recompute_parts"),
         (["plan.recompute=selective", "plan.recompute_parts=['mlp_norm','attend']"], "plan.recompute_parts"),
     ],
@@ -53,6 +59,9 @@ def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
     "settings",
     [
         ["train.seq_len=256", "plan.recompute=full"],
+        ["plan.state.optimizer=host", "plan.state.share=0.5"],
+        ["plan.state.optimizer=disk", "fleet.memory_every=0"],
+        ["optimizer.kind=muon", "plan.state.optimizer=host"],
     ],
 )
 def test_what_is_legal_and_wise_is_let_be(settings: list[str]):
@@ -119,3 +128,26 @@ def test_the_activations_counted_are_about_those_that_a_trace_finds(preset: str)
     for block, profile in zip(model.blocks, traced.blocks, strict=True):
         counted = 2 * 512 * _saved_numbers(block, model.dim)
         assert 0.7 < profile.saved / counted < 1.05
+
+
+def test_a_folder_that_cannot_hold_the_state_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ["plan.state.optimizer=disk", "fleet.memory_every=0"]
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    assert "is no folder" in _said_of_the_folder(*settings, f"plan.state.folder={taken}")
+    full = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    assert f"and {tmp_path} has 1.0 MiB free" in _said_of_the_folder(*settings, f"plan.state.folder={tmp_path}/new")
+
+
+def _said_of_the_folder(*settings: str) -> str:
+    (found,) = [problem for problem in check(spec(*settings)) if problem.key == "plan.state.folder"]
+    assert found.severity == "error"
+    return found.reason
+
+
+def test_state_elsewhere_leaves_its_room_on_the_device() -> None:
+    """8 billion parameters in bf16: 16 bytes of each are too many for 80 GiB, and 6 are not."""
+    run = ["cluster=h100", "model.preset=llama3-8b", "train.precision=bf16", "train.seq_len=8192"]
+    assert "plan.zero" in [problem.key for problem in errors(*run)]
+    assert not errors(*run, "plan.state.optimizer=host")

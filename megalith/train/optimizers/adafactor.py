@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith.spec.run import OptimizerSpec
-from megalith.train.optimizers.rule import Part
+from megalith.train.optimizers.rule import Part, opened
 from megalith.train.optimizers.whole import Sum, Whole, squares
 
 DECAY = 0.8
@@ -50,12 +50,12 @@ class Adafactor:
         """
         fresh = float(number + 1) ** -DECAY
         seen = self._seen(parts, fresh)
-        for part in parts:
+        found = list[Sum]()
+        for part in opened(parts):
             _remember(part, seen[part.name], fresh)
-        sizes = self.whole.add_up(
-            [squares(part.name, _direction(part, seen[part.name]), self.whole.cuts[part.name]) for part in parts]
-        )
-        for part, squared in zip(parts, sizes, strict=True):
+            found.append(squares(part.name, _direction(part, seen[part.name]), self.whole.cuts[part.name]))
+        sizes = self.whole.add_up(found)
+        for part, squared in zip(opened(parts), sizes, strict=True):
             rate, size = lr * part.lr, seen[part.name].size
             part.weight.mul_(1 - rate * part.weight_decay)
             factor = 1 / ((squared / self._numel(part)).sqrt() / MOST).clamp(min=1.0)
@@ -67,7 +67,7 @@ class Adafactor:
 
     def _seen(self, parts: Sequence[Part], fresh: float) -> dict[str, _Seen]:
         """Add up all that an update's denominator needs, over the whole matrices of all parts, in one message."""
-        sums = [each for part in parts for each in self._partial(part)]
+        sums = [each for part in opened(parts) for each in self._partial(part)]
         totals = iter(self.whole.add_up(sums))
         found = {}
         for part in parts:

@@ -6,7 +6,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from megalith.spec.run import OptimizerSpec
-from megalith.train.optimizers.rule import Part, alike
+from megalith.train.optimizers.rule import Part, alike, together
 from megalith.train.optimizers.whole import Whole
 
 
@@ -19,7 +19,8 @@ class AdamW:
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
         """Update the weights and both moments."""
         for group in alike(parts):
-            self._update(group, number=number, lr=lr)
+            for some in together(group):
+                self._update(some, number=number, lr=lr)
 
     def _update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
         count = torch.tensor(float(number), device=parts[0].weight.device)

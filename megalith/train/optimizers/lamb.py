@@ -1,13 +1,13 @@
 """LAMB (You et al. 2020, arXiv:1904.00962, Algorithm 2): Adam's direction, scaled to the size of the matrix that it changes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megalith.spec.run import OptimizerSpec
-from megalith.train.optimizers.rule import Part
-from megalith.train.optimizers.whole import Whole, squares
+from megalith.train.optimizers.rule import Part, opened
+from megalith.train.optimizers.whole import Sum, Whole, squares
 
 
 class Lamb:
@@ -22,16 +22,25 @@ class Lamb:
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
         """Update the weights and both moments."""
-        beta1, beta2 = self.spec.beta1, self.spec.beta2
-        for part in parts:
-            part.slots["moments.first"].mul_(beta1).add_(part.gradient, alpha=1 - beta1)
-            part.slots["moments.second"].mul_(beta2).addcmul_(part.gradient, part.gradient, value=1 - beta2)
-        ratios = self._ratios([part for part in parts if part.weight.dim() >= 2], number)
-        for part in parts:
+        weights, updates = dict[str, Sum](), dict[str, Sum]()
+        for part in opened(parts):
+            self._remember(part)
+            if part.weight.dim() >= 2:
+                cut = self.whole.cuts[part.name]
+                weights[part.name] = squares(part.name, part.weight, cut)
+                updates[part.name] = squares(part.name, self._direction(part, number), cut)
+        ratios = self._ratios(weights, updates)
+        for part in opened(parts):
             direction = self._direction(part, number)
             if (ratio := ratios.get(part.name)) is not None:
                 direction.mul_(ratio.to(direction.dtype)[..., None, None])
             part.weight.add_(direction, alpha=-lr * part.lr)
+
+    def _remember(self, part: Part) -> None:
+        """Update both moments."""
+        beta1, beta2 = self.spec.beta1, self.spec.beta2
+        part.slots["moments.first"].mul_(beta1).add_(part.gradient, alpha=1 - beta1)
+        part.slots["moments.second"].mul_(beta2).addcmul_(part.gradient, part.gradient, value=1 - beta2)
 
     def _direction(self, part: Part, number: int) -> Tensor:
         """Return Adam's direction with the weights' decay in it."""
@@ -39,14 +48,11 @@ class Lamb:
         deviation = second.div(1 - self.spec.beta2 ** (number + 1)).sqrt_().add_(self.spec.eps)
         return first.div(1 - self.spec.beta1 ** (number + 1)).div_(deviation).add_(part.weight, alpha=part.weight_decay)
 
-    def _ratios(self, matrices: Sequence[Part], number: int) -> dict[str, Tensor]:
-        """Return |w| / |u| of each matrix of this rank's shares, by the names of parameters, in fp64.
+    def _ratios(self, weights: Mapping[str, Sum], updates: Mapping[str, Sum]) -> dict[str, Tensor]:
+        """Return |w| / |u| of each matrix of this rank's shares, by the names of parameters, in fp64. Squares are this rank's parts.
 
         Directions are computed once for their norms and once more for the update, so that no two of them are held at once.
         """
-        cuts = self.whole.cuts
-        weights = [squares(part.name, part.weight, cuts[part.name]) for part in matrices]
-        updates = [squares(part.name, self._direction(part, number), cuts[part.name]) for part in matrices]
-        norms = [total.sqrt() for total in self.whole.add_up([*weights, *updates])]
-        pairs = zip(matrices, norms[: len(matrices)], norms[len(matrices) :], strict=True)
-        return {part.name: torch.where((weight > 0) & (update > 0), weight / update, 1.0) for part, weight, update in pairs}
+        norms = [total.sqrt() for total in self.whole.add_up([*weights.values(), *updates.values()])]
+        pairs = zip(weights, norms[: len(weights)], norms[len(weights) :], strict=True)
+        return {name: torch.where((weight > 0) & (update > 0), weight / update, 1.0) for name, weight, update in pairs}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megalith.spec.run import OptimizerSpec
-from megalith.train.optimizers.rule import Part
+from megalith.train.optimizers.rule import Part, opened
 from megalith.train.optimizers.whole import Whole
 
 
@@ -15,7 +15,7 @@ class Lion:
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
         """Update the weights and their moment."""
-        for part in parts:
+        for part in opened(parts):
             moment, rate = part.slots["moments.first"], lr * part.lr
             direction = moment.mul(self.spec.beta1).add_(part.gradient, alpha=1 - self.spec.beta1).sign_()
             part.weight.mul_(1 - rate * part.weight_decay).add_(direction, alpha=-rate)

@@ -11,7 +11,7 @@ from megalith.spec.run import OptimizerSpec
 from megalith.spec.treatment import Runs, true_matrices
 from megalith.train.optimizers.homes import Exchange, homes_of
 from megalith.train.optimizers.orthogonal import orthogonal, steps_of
-from megalith.train.optimizers.rule import Part
+from megalith.train.optimizers.rule import Part, opened
 from megalith.train.optimizers.whole import Whole
 
 ROOT_MEAN_SQUARE = 0.2
@@ -33,15 +33,15 @@ class Muon:
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> Callable[[], None]:
         """Update the moments and send them to the homes of their matrices; what is returned updates the weights."""
         exchange = self._exchange = self._exchange or Exchange(self.whole, homes_of(self.whole, [part.name for part in parts]))
-        arrive = exchange.gather({part.name: self._direction(part) for part in parts})
+        arrive = exchange.gather({part.name: self._direction(part) for part in opened(parts)})
 
         def finish() -> None:
             matrices = arrive()
             for item in list(matrices):
                 matrices[item] = self._orthogonal(matrices[item], self._matrices(item.name))
-            shares = {part.name: torch.empty_like(part.weight, dtype=self.dtype) for part in parts}
+            shares = {part.name: torch.empty_like(part.gradient, dtype=self.dtype) for part in parts}
             exchange.scatter(matrices, shares)
-            for part in parts:
+            for part in opened(parts, weights_alone=True):
                 self._step(part, shares[part.name], lr * part.lr)
 
         return finish
@@ -51,7 +51,7 @@ class Muon:
         moment, momentum = part.slots["moments.first"], self.spec.momentum
         moment.lerp_(part.gradient, 1 - momentum)
         direction = part.gradient.lerp(moment, momentum) if self.spec.nesterov else moment
-        return direction.to(self.dtype)
+        return direction.to(self.dtype, copy=direction is moment)  # what is `opened` has this memory only for now
 
     def _matrices(self, name: str) -> tuple[Runs, ...]:
         return true_matrices(self.whole.described[name], split_heads=self.spec.split_heads)

@@ -1,6 +1,6 @@
 """Rule of an optimizer: a function over the slots of each parameter's share, found by its row in `spec.optimizers`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import groupby
 from typing import NamedTuple, Protocol
@@ -26,6 +26,42 @@ class Part(NamedTuple):
     weight_decay: float = 0.0
     eps: float = 1.0
     """Factor of the epsilon, for rules that have one."""
+    home: "Home | None" = None
+    """Where its slots are, if they are not at hand: `weight` and `slots` are those of what `opened` yields."""
+
+
+class Home(Protocol):
+    """Where state lies that is not on the device (`train.offload.home`)."""
+
+    @property
+    def masters(self) -> bool:
+        """True if the master weights are there too."""
+        ...
+
+    def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
+        """Yield the parts with their state at hand, each whole or in flat pieces. Changes are kept once the next is asked for."""
+        ...
+
+
+def opened(parts: Iterable[Part], *, weights_alone: bool = False) -> Iterator[Part]:
+    """Yield the parts one by one with all that an update changes at hand. A part whose rule's unit is one element may come in pieces.
+    `weights_alone`: the slots are not looked at."""
+
+    def home(part: Part) -> "Home | None":
+        return None if part.home is None or (weights_alone and not part.home.masters) else part.home
+
+    for where, group in groupby(parts, home):
+        some = list(group)
+        yield from some if where is None else where.stream(some)
+
+
+def together(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Yield the parts in lists that an update may take at once: all that are at hand, and then each of the others."""
+    at_hand = [part for part in parts if part.home is None]
+    if at_hand:
+        yield at_hand
+    for part in opened(part for part in parts if part.home is not None):
+        yield [part]
 
 
 class Rule(Protocol):
@@ -40,7 +76,7 @@ class Rule(Protocol):
 
         A rule that waits for other ranks may return what is left to do: it is called when the other rules are done. All ranks of a
         pipeline place call it together, with shares of the same parameters in the same order. A rule whose unit is one element gets no
-        share that is empty on this rank; any other gets them all.
+        share that is empty on this rank; any other gets them all. Weights and slots are read and changed within `opened` alone.
         """
         ...
 

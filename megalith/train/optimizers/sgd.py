@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from megalith.spec.run import OptimizerSpec
-from megalith.train.optimizers.rule import Part, alike
+from megalith.train.optimizers.rule import Part, alike, together
 from megalith.train.optimizers.whole import Whole
 
 
@@ -23,16 +23,20 @@ class SGD:
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
         """Update the weights and their moment."""
         for group in alike(parts):
-            moments: list[Tensor | None] = [part.slots["moments.first"] for part in group]
-            sgd(
-                [part.weight for part in group],
-                [part.gradient for part in group],
-                moments,
-                foreach=False,  # the fused kernel rounds the last elements of a share otherwise; `foreach` changes the gradients
-                weight_decay=group[0].weight_decay,
-                momentum=self.spec.momentum,
-                lr=lr * group[0].lr,
-                dampening=0.0,
-                nesterov=self.spec.nesterov and self.spec.momentum > 0,
-                maximize=False,
-            )
+            for some in together(group):
+                self._update(some, lr=lr)
+
+    def _update(self, parts: Sequence[Part], *, lr: float) -> None:
+        moments: list[Tensor | None] = [part.slots["moments.first"] for part in parts]
+        sgd(
+            [part.weight for part in parts],
+            [part.gradient for part in parts],
+            moments,
+            foreach=False,  # the fused kernel rounds the last elements of a share otherwise; `foreach` changes the gradients
+            weight_decay=parts[0].weight_decay,
+            momentum=self.spec.momentum,
+            lr=lr * parts[0].lr,
+            dampening=0.0,
+            nesterov=self.spec.nesterov and self.spec.momentum > 0,
+            maximize=False,
+        )

@@ -45,7 +45,7 @@ class OuterState:
         for name, anchor in self.anchors.items():
             anchor.copy_(self.weights[name])
 
-    def tensors(self) -> dict[str, Tensor]:
+    def laid(self) -> dict[str, Tensor]:
         """All that a checkpoint holds, as tensors of whole shapes that know how they are cut."""
         own = f"sites.{self._site}."
         found = {f"{own}{key}": tensor for key, tensor in self._inner.tensors().items()}

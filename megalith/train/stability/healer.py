@@ -245,11 +245,11 @@ class Healer:
                 label = self.memory.go_back(target.step, now=step + 1)
             except Damaged as error:
                 report_copy(CopyCorrupt, error.tier, error.step, error.slot, str(error))
-            self.trainer.state.read_scale()
+            self.trainer.state.loaded()
             return Position(label.step, label.samples, label.updates, history_in(self.memory.told))
-        loaded = self.checkpointer.load(self.trainer.state.tensors(), step=target.step)
+        loaded = self.checkpointer.load(self.trainer.state.laid(), step=target.step)
         assert loaded is not None
-        self.trainer.state.read_scale()
+        self.trainer.state.loaded()
         if self.memory is not None:
             self.memory.forget(after=target.step, before=step + 1)
         return position_in(loaded.meta)
@@ -288,6 +288,7 @@ class Healer:
         trainer = self.trainer
         gradients.scale([p.grad for p in trainer.parameters.values() if p.grad is not None], past.factor or 0.0)
         trainer.rule.update(trainer.state.parts(), number=updates, lr=past.lr)
+        trainer.state.settle()
         trainer.state.drop_gradients()
         trainer.take_in_loads()
         return updates + 1

@@ -1,0 +1,241 @@
+"""Where a rank's state lies that is not on its device, and how an update gets to it: in the host's memory, or through buffers from disk."""
+
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megalith.kernels.numbers import DTYPE
+from megalith.parallel.data import Weight, local
+from megalith.spec.plan import StateSpec
+from megalith.spec.state import MASTER, Slot, away_names
+from megalith.train.offload.slots import SlotFile, padded
+from megalith.train.offload.stored import Stored
+from megalith.train.offload.stream import Stream
+from megalith.train.optimizers.rule import Part
+
+MIB = 1 << 20
+MASTER_BYTES = 4
+"""Bytes of a number of the widest slots."""
+ROUND = 1024
+"""Numbers to whose multiples a parameter is cut, so that a kernel's vectors lie in the pieces as in the whole."""
+
+
+class Lot(NamedTuple):
+    """One parameter whose state is elsewhere."""
+
+    weight: Weight
+    slots: tuple[Slot, ...]
+    """Those that are elsewhere."""
+    whole: bool
+    """True if its update looks at the whole share at once."""
+
+    @property
+    def share(self) -> Tensor:
+        """The parameter's share; it has no memory where the master weights are elsewhere."""
+        return local(self.weight.kept)
+
+
+def lots_of(
+    state: StateSpec, weights: Mapping[str, Weight], slots: Mapping[str, Sequence[Slot]], whole: Mapping[str, bool]
+) -> dict[str, Lot]:
+    """What goes elsewhere of a rank's parameters. Master weights do where products compute with other numbers."""
+    sizes = {name: local(weight.kept).numel() for name, weight in weights.items()}
+    return {
+        name: Lot(weights[name], (*([MASTER] if weights[name].narrow else []), *slots[name]), whole[name])
+        for name in away_names(sizes, state.away)
+    }
+
+
+class Host:
+    """State in the host's memory, updated there."""
+
+    def __init__(self, lots: Mapping[str, Lot]) -> None:
+        self.lots = lots
+        self.held: dict[tuple[Slot, str], Tensor] = {}
+        for name, lot in lots.items():
+            share = lot.share
+            for slot in lot.slots:
+                made = (
+                    torch.zeros(slot.shape_of(share.shape), dtype=DTYPE[slot.number])
+                    if slot != MASTER
+                    else lot.weight.move_out().cpu()
+                )
+                self.held[slot, name] = made
+
+    @property
+    def masters(self) -> bool:
+        """True if the master weights are here too."""
+        return any(slot == MASTER for slot, _ in self.held)
+
+    def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
+        """Yield the parts with their state. What they changed reaches the weights that compute."""
+        for part in parts:
+            lot = self.lots[part.name]
+            near = {slot.name: self.held[slot, part.name] for slot in lot.slots}
+            master = near.pop(MASTER.name, None)
+            weight = part.weight.cpu() if master is None else master
+            yield part._replace(weight=weight, gradient=part.gradient.cpu(), slots=near, home=None)
+            if master is not None:
+                lot.weight.take_over(0, master)
+            elif weight is not part.weight:
+                part.weight.copy_(weight)
+
+    def publish(self) -> None:
+        """Let the weights that compute be what the master weights say, which were loaded."""
+        for (slot, name), held in self.held.items():
+            if slot == MASTER:
+                self.lots[name].weight.take_over(0, held)
+
+    def settle(self) -> None:
+        """No-op: memory is changed at once."""
+
+    undo = settle
+
+    @property
+    def sum(self) -> int:
+        """0: what is here is in memory, where others look at it."""
+        return 0
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes by tier."""
+        return {"host": sum(held.numel() * held.element_size() for held in self.held.values())}
+
+
+class Disk:
+    """State in a file of this rank's own, updated in the host's memory chunk by chunk. A chunk has the same numbers of all of a parameter's
+    tensors that are here."""
+
+    def __init__(self, lots: Mapping[str, Lot], path: Path, *, most: int) -> None:
+        """`most`: bytes of one tensor in a chunk, unless its update looks at the whole share at once."""
+        self.lots = lots
+        self.pieces: dict[str, list[tuple[int, int, int]]] = {}
+        """Of each parameter: the number of a chunk, its first number of the share, and how many."""
+        chunks = list[tuple[str, list[int]]]()
+        for name, lot in lots.items():
+            for first, last in _cut(lot, most):
+                self.pieces.setdefault(name, []).append((len(chunks), first, last - first))
+                sizes = [_bytes(slot, _shape(slot, lot, last - first)) for slot in lot.slots]
+                chunks.append((f"{name}, numbers {first:,} to {last - 1:,}", sizes))
+        self.file = SlotFile(path, chunks, dry=any(isinstance(lot.share, FakeTensor) for lot in lots.values()))
+        self._stream = Stream(self.file)
+        weakref.finalize(self, self._stream.close)
+        self.held = {
+            (slot, name): self._stored(name, number) for name, lot in lots.items() for number, slot in enumerate(lot.slots)
+        }
+        for (slot, name), stored in self.held.items():
+            if slot == MASTER:
+                master = lots[name].weight.move_out()
+                stored.fill((0,) * master.dim(), master)
+
+    def _stored(self, name: str, number: int) -> Stored:
+        lot = self.lots[name]
+        slot = lot.slots[number]
+        starts = [_starts(lot, count)[number] for _, _, count in self.pieces[name]]
+        return Stored(self._stream, number, self.pieces[name], starts, slot.shape_of(lot.share.shape), DTYPE[slot.number])
+
+    @property
+    def masters(self) -> bool:
+        """True if the master weights are here too."""
+        return any(slot == MASTER for slot, _ in self.held)
+
+    def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
+        """Yield the parts piece by piece with their state, while the next ones are read and those before are written."""
+        order = [(part, first, count) for part in parts for _, first, count in self.pieces[part.name]]
+        bodies = self._stream.over([chunk for part in parts for chunk, _, _ in self.pieces[part.name]])
+        for (part, first, count), (_, body) in zip(order, bodies, strict=True):
+            lot = self.lots[part.name]
+            here = slice(first, first + count)
+            near = _tensors(lot, body, count)
+            master = near.pop(MASTER.name, None)
+            resident = part.weight if lot.whole or master is not None else part.weight.view(-1)[here]
+            weight = resident.cpu() if master is None else master
+            gradient = (part.gradient if lot.whole else part.gradient.reshape(-1)[here]).cpu()
+            yield part._replace(weight=weight, gradient=gradient, slots=near, home=None)
+            if master is not None:
+                lot.weight.take_over(first, master)
+            elif weight is not resident:
+                resident.copy_(weight)
+
+    def publish(self) -> None:
+        """Let the weights that compute be what the master weights say, which were loaded."""
+        for (slot, name), stored in self.held.items():
+            if slot == MASTER:
+                for first, numbers in stored.pieces():
+                    self.lots[name].weight.take_over(first, numbers)
+
+    def settle(self) -> None:
+        """Let an update count."""
+        self.file.settle()
+
+    def undo(self) -> None:
+        """Go back to the state before the last update."""
+        self.file.undo()
+
+    @property
+    def sum(self) -> int:
+        """The sum of all words on the disk, as digests of states add them up."""
+        return self.file.sum
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The memory that chunks pass through."""
+        return self._stream.buffers
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes by tier."""
+        return {"disk": self.file.bytes}
+
+
+def home_of(lots: Mapping[str, Lot], state: StateSpec, *, folder: Path | None, rank: int) -> Host | Disk | None:
+    """The home of what is elsewhere; None: nothing is. `folder`: where a file goes if the plan names no place; None: with temporary files.
+
+    Raises StateFileError where a disk has no room.
+    """
+    if not lots:
+        return None
+    if state.optimizer == "host":
+        return Host(lots)
+    where = Path(state.folder) if state.folder else folder or Path(tempfile.gettempdir())
+    return Disk(lots, where / f"state-of-rank-{rank:05d}.{os.getpid()}", most=state.chunk * MIB)
+
+
+def _cut(lot: Lot, most: int) -> list[tuple[int, int]]:
+    """The first and past-the-last numbers of a share's pieces."""
+    numbers = lot.share.numel()
+    step = numbers if lot.whole else max(ROUND, most // MASTER_BYTES // ROUND * ROUND)
+    return [(first, min(first + step, numbers)) for first in range(0, numbers, step)]
+
+
+def _shape(slot: Slot, lot: Lot, count: int) -> tuple[int, ...]:
+    """The shape of a slot's piece."""
+    return slot.shape_of(lot.share.shape) if lot.whole else (count,)
+
+
+def _bytes(slot: Slot, shape: Sequence[int]) -> int:
+    return prod(shape) * DTYPE[slot.number].itemsize
+
+
+def _starts(lot: Lot, count: int) -> list[int]:
+    """Where the piece of each slot begins in its chunk."""
+    sizes = (padded(_bytes(slot, _shape(slot, lot, count))) for slot in lot.slots)
+    return list(accumulate(sizes, initial=0))[:-1]
+
+
+def _tensors(lot: Lot, body: Tensor, count: int) -> dict[str, Tensor]:
+    """The pieces of a lot's slots in a chunk's memory, by the names of the slots."""
+    found = {}
+    for slot, start in zip(lot.slots, _starts(lot, count), strict=True):
+        shape = _shape(slot, lot, count)
+        found[slot.name] = body[start : start + _bytes(slot, shape)].view(DTYPE[slot.number]).view(shape)
+    return found

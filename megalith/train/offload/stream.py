@@ -1,0 +1,74 @@
+"""Chunks of a file through few buffers: the next ones are read, and those that were changed are written, while one is worked on."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megalith.train.offload.slots import SlotFile, memory_of
+
+BUFFERS = 3
+"""One that is read, one that is worked on, one that is written."""
+
+
+class _Moving(NamedTuple):
+    """A chunk on its way between its buffer and the file."""
+
+    chunk: int
+    buffer: Tensor
+    done: "Future[None]"
+
+
+class Stream:
+    """Takes the chunks of a file through memory in the order that is asked for."""
+
+    def __init__(self, file: SlotFile) -> None:
+        self.file = file
+        size = max(file.rooms, default=0)
+        self.buffers = [memory_of(size) for _ in range(min(BUFFERS, len(file.rooms)))]
+        self._reader, self._writer = (ThreadPoolExecutor(1, thread_name_prefix=f"state-{what}") for what in ("read", "write"))
+
+    def over(self, chunks: Sequence[int], *, counts: bool | None = False) -> Iterator[tuple[int, Tensor]]:
+        """Yield each chunk with its bytes, which are written back once the next one is asked for. `counts`: see `SlotFile.write`; None:
+        nothing is written. Raises StateFileError."""
+        if self.file.dry:
+            yield from ((chunk, self.buffers[0]) for chunk in chunks)
+            return
+        free, reading, writing = list(self.buffers), deque[_Moving](), deque[_Moving]()
+        left = deque(chunks)
+        try:
+            while left or reading:
+                while left and (free or (writing and (writing[0].done.done() or not reading))):
+                    if not free:
+                        free.append(_finished(writing.popleft()))
+                    chunk, buffer = left.popleft(), free.pop()
+                    reading.append(_Moving(chunk, buffer, self._reader.submit(self.file.read, chunk, self._room(chunk, buffer))))
+                chunk, buffer = reading[0].chunk, _finished(reading.popleft())
+                yield chunk, buffer
+                if counts is None:
+                    free.append(buffer)
+                else:
+                    done = self._writer.submit(self.file.write, chunk, self._room(chunk, buffer), counts=counts)
+                    writing.append(_Moving(chunk, buffer, done))
+            while writing:
+                _finished(writing.popleft())
+        finally:
+            for each in (*reading, *writing):  # after an error: nobody else gets these buffers while they are in use
+                each.done.exception()
+
+    def _room(self, chunk: int, buffer: Tensor) -> Tensor:
+        return buffer[: self.file.rooms[chunk]]
+
+    def close(self) -> None:
+        """End the threads and close the file."""
+        self._reader.shutdown()
+        self._writer.shutdown()
+        self.file.close()
+
+
+def _finished(moving: _Moving) -> Tensor:
+    """The buffer, once nothing reads or writes it any more. Raises what went wrong."""
+    moving.done.result()
+    return moving.buffer

@@ -1,0 +1,247 @@
+"""State in host memory or on disk changes no bit, under any plan, and any plan and place loads what another one saved."""
+
+import os
+import signal
+from collections.abc import Callable
+from itertools import count as count_up
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.checkpointer import Checkpointer
+from megalith.checkpoint.shares import shares, whole_of
+from megalith.events import RunStarted, of_kind, read
+from megalith.prove.dryrun import count, single_documents
+from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.run import RunSpec
+from megalith.spec.state import away_names
+from megalith.train.assemble import Trainer
+from megalith.train.loop import stepper_of
+from megalith.train.offload.home import Disk
+from megalith.train.offload.slots import PAGE, SlotFile
+from tests.parallel.running import microbatches, trainer_of
+from tests.ranks import run_ranks
+from tests.runs import assert_same_bits, final_state, finish, prepare_text, start, train
+from tests.specs import brief_run, tiny_run
+
+FULL = os.environ.get("MEGALITH_FULL") == "1"
+DEVICE, HALF = {"optimizer": "device"}, {"optimizer": "host", "share": 0.5}
+HOST, DISK, SOME = {"optimizer": "host"}, {"optimizer": "disk"}, {"optimizer": "disk", "share": 0.6}
+STEPS = 3
+
+Held = dict[str, Tensor]
+
+
+def _state(trainer: Trainer) -> Held:
+    """This rank's shares, wherever they are."""
+    return {key: whole_of(share).clone() for key, share in shares(trainer.state.laid()).items()}
+
+
+def _train(trainer: Trainer, first: int = 0, steps: int = STEPS) -> list[float]:
+    """The losses of some steps, the last of which is settled."""
+    stepper = stepper_of(trainer)
+    told = []
+    for step in range(first, first + steps):
+        told += stepper.step(microbatches(trainer, step), step=step)
+    return [each.loss for each in (*told, *stepper.settle())]
+
+
+def _trained(rank: int, spec: RunSpec, places: list[dict[str, Any]]) -> list[tuple[list[float], Held]]:
+    """Losses and state after some steps, by place."""
+    found = []
+    for place in places:
+        plan = spec.plan.model_validate(spec.plan.model_dump() | {"state": place})
+        trainer = trainer_of(spec.model_copy(update={"plan": plan}))
+        found.append((_train(trainer), _state(trainer)))
+    return found
+
+
+def _same(found: list[tuple[list[float], Held]]) -> None:
+    (losses, state), *others = found
+    assert len(set(losses)) == STEPS
+    for other, held in others:
+        assert other == losses
+        assert held.keys() == state.keys()
+        for key in state:
+            assert torch.equal(held[key], state[key]), key
+
+
+def _check(spec: RunSpec, *places: dict[str, Any]) -> None:
+    for found in run_ranks(_trained, spec.plan.ranks, spec, [DEVICE, *places]):
+        _same(found)
+
+
+BOTH = ("fp32", "bf16")
+KINDS = [(kind, precision) for number, kind in enumerate(OPTIMIZERS) for precision in (BOTH if FULL else BOTH[number % 2 :][:1])]
+
+
+@pytest.mark.parametrize(("kind", "precision"), KINDS)
+def test_no_bit_changes_under_any_optimizer(kind: str, precision: str) -> None:
+    """Clipping bites: the norm is known before the first part is updated."""
+    optimizer = {"kind": kind, "clip": 0.05, "nesterov": False}
+    _check(brief_run(plan={}, model={"layers": 2}, train={"precision": precision}, optimizer=optimizer), HOST, DISK, SOME)
+
+
+PLANS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"data": 2, "zero": 1}, {}),
+    ({"data": 2, "zero": 3}, {}),
+    ({"data": 2, "zero": 2, "post_validation": True, "pipeline": 2, "schedule": "zb-h2"}, {}),
+    ({"data": 2, "expert": 2, "zero": 3}, {"preset": "deepseek-tiny"}),
+]
+PLANS += [
+    ({"data": 2, "zero": 0}, {}),
+    ({"data": 4, "replicate": 2, "zero": 1}, {}),
+    ({"tensor": 2, "data": 2, "zero": 2}, {}),
+    ({"pipeline": 2, "schedule": "interleaved", "chunks": 2}, {"tied": True}),
+    ({"pipeline": 2, "data": 2, "expert": 2, "schedule": "dualpipe"}, {"preset": "deepseek-tiny"}),
+] * FULL
+
+
+@pytest.mark.parametrize(("plan", "model"), PLANS, ids=str)
+def test_no_bit_changes_under_any_plan(plan: dict[str, Any], model: dict[str, Any]) -> None:
+    _check(brief_run(plan=plan, model=model, train={"precision": "bf16"}, optimizer={"clip": 0.05}), HALF, DISK)
+
+
+def test_large_tensors_are_updated_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.train.offload.home.MIB", 1 << 13)
+    for kind in ("adamw", "sgd", "lion"):
+        spec = brief_run(plan={"state": {"chunk": 1}}, optimizer={"kind": kind, "clip": 0.05}, model={"vocab": 331})
+        _check(spec, {"optimizer": "disk", "chunk": 1})
+
+
+def _saved(rank: int, spec: RunSpec, folder: Path) -> tuple[Held, Held]:
+    """State after two steps, which are saved, and after two more."""
+    trainer = trainer_of(spec)
+    _train(trainer, steps=2)
+    Checkpointer(folder).save(2, trainer.state.laid(), {}, asynchronous=True)
+    before = _state(trainer)
+    _train(trainer, first=2, steps=2)
+    return before, _state(trainer)
+
+
+def _resumed(rank: int, spec: RunSpec, folder: Path) -> tuple[Held, Held]:
+    """State as loaded, and after two more steps."""
+    trainer = trainer_of(spec)
+    assert Checkpointer(folder).load(trainer.state.laid()) is not None
+    trainer.state.updates = 2
+    trainer.state.loaded()
+    before = _state(trainer)
+    _train(trainer, first=2, steps=2)
+    return before, _state(trainer)
+
+
+@pytest.mark.parametrize(("saver", "loader"), [(DISK, DEVICE), (DEVICE, DISK), (DISK, SOME), (HOST, DISK)], ids=str)
+def test_any_place_goes_on_from_what_another_one_saved(saver: dict[str, Any], loader: dict[str, Any], tmp_path: Path) -> None:
+    for precision in ("fp32", "bf16") if FULL else ("bf16",):
+        first, second = (brief_run(plan={"state": place}, train={"precision": precision}) for place in (saver, loader))
+        ((before, after),) = run_ranks(_saved, 1, first, tmp_path / precision)
+        ((loaded, trained),) = run_ranks(_resumed, 1, second, tmp_path / precision)
+        for one, other in ((before, loaded), (after, trained)):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_any_plan_loads_what_is_on_disk(tmp_path: Path) -> None:
+    """A checkpoint is of whole tensors: two ranks load what one saved, box by box."""
+    one = brief_run(plan={"state": DISK}, train={"precision": "bf16"})
+    two = brief_run(plan={"data": 2, "zero": 3, "state": DISK}, train={"precision": "bf16"})
+    ((before, _),) = run_ranks(_saved, 1, one, tmp_path)
+    for loaded, _ in run_ranks(_resumed, 2, two, tmp_path):
+        for key, share in loaded.items():
+            whole = before[key]
+            if whole.shape == share.shape:
+                assert torch.equal(whole, share)
+            else:
+                assert any(torch.equal(half, share) for half in whole.chunk(2)), key
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+def _long(data: Path, place: dict[str, Any]) -> RunSpec:
+    return tiny_run(
+        model={"layers": 2, "vocab": 264},
+        plan={"data": 2, "zero": 1, "state": place},
+        data={"path": str(data)},
+        train={"steps": 8, "global_batch": 2, "seq_len": 32, "precision": "bf16"},
+        checkpoint={"every": 2},
+    )
+
+
+def test_kill_9_in_the_midst_of_an_update_changes_no_bit(data: Path, tmp_path: Path) -> None:
+    """A rank dies when half of a chunk is written; with MEGALITH_FULL at fifty moments, else at four."""
+    train(_long(data, DEVICE), tmp_path / "whole")
+    spec, folder, random = _long(data, DISK), tmp_path / "killed", Random(22)
+    train(spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 2})}), folder)
+    chunks = run_ranks(_chunks, 2, spec)[1]
+    for _ in range(50 if FULL else 4):
+        with pytest.MonkeyPatch.context() as patch:  # the first writes are the master weights, and what is loaded
+            patch.setattr(SlotFile, "write", _dying(1, at=5 * chunks + random.randrange(2 * chunks)))
+            codes = finish(start(spec, folder))
+        assert codes[1] == -signal.SIGKILL
+    train(spec, folder)
+    assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
+    assert len([*of_kind(read(folder), RunStarted)]) == (52 if FULL else 6)
+
+
+def _chunks(rank: int, spec: RunSpec) -> int:
+    home = trainer_of(spec).state.home
+    assert isinstance(home, Disk)
+    return len(home.file.rooms)
+
+
+def _dying(rank: int, *, at: int) -> Callable[..., None]:
+    """A `SlotFile.write` that is the rank's end when it comes the `at`-th time."""
+    write, calls = SlotFile.write, count_up()
+
+    def written(self: SlotFile, chunk: int, body: Tensor, *, counts: bool = False) -> None:
+        if os.environ.get("RANK") == str(rank) and next(calls) == at:
+            assert self._file is not None
+            slot = 1 - self._used[chunk]
+            os.pwrite(self._file, body.numpy()[: self.rooms[chunk] // 2 // PAGE * PAGE].data, self._at(chunk, slot))
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, chunk, body, counts=counts)
+
+    return written
+
+
+def test_the_largest_parameters_that_fit_a_share_are_elsewhere() -> None:
+    sizes = {"embedding": 100, "norm": 4, "up": 60, "down": 60, "nothing": 0}
+    assert away_names(sizes, 1.0) == ["embedding", "norm", "up", "down"]
+    assert away_names(sizes, 0.5) == ["embedding", "norm"]
+    assert away_names(sizes, 0.3) == ["norm", "up"]
+    assert away_names(sizes, 0.0) == []
+
+
+def _bytes(rank: int, spec: RunSpec) -> dict[str, int]:
+    return trainer_of(spec).state.bytes()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bytes_on_each_tier_are_those_of_the_slots(precision: str) -> None:
+    sizes = {"dim": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ffn": 384, "vocab": 1024}
+    near, host, disk = (
+        run_ranks(_bytes, 1, brief_run(plan={"state": place}, model=sizes, train={"precision": precision}))[0]
+        for place in (DEVICE, HOST, DISK)
+    )
+    moved = near["optimizer"] + (near["weights"] if precision == "bf16" else 0)
+    assert host["host"] == moved and host["optimizer"] == disk["optimizer"] == 0
+    assert host["weights"] == disk["weights"] == (0 if precision == "bf16" else near["weights"])
+    assert disk["disk"] == pytest.approx(2 * moved, rel=0.03)
+
+
+def test_a_real_run_holds_what_a_dry_one_counts() -> None:
+    spec = brief_run(plan={"data": 2, "zero": 1, "state": SOME}, train={"precision": "bf16"})
+    for real, dry in run_ranks(_both, 2, spec):
+        assert real == dry
+
+
+def _both(rank: int, spec: RunSpec) -> list[dict[str, int]]:
+    made = [single_documents(spec)] * spec.microbatches
+    return [count(spec, made, unreal=unreal).state for unreal in (False, True)]

@@ -1,0 +1,157 @@
+"""Chunks with two slots: what counts is what was settled, and what the disk alters is named."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalith.fleet.exit_codes import ExitCode
+from megalith.train.offload.slots import PAGE, SlotFile, StateFileError, memory_of
+from megalith.train.offload.stream import BUFFERS, Stream
+
+SIZES = (40, 5000)
+
+
+def _file(folder: Path, chunks: int = 3) -> SlotFile:
+    return SlotFile(folder / "state", [(f"part {number}", SIZES) for number in range(chunks)])
+
+
+def _body(file: SlotFile, value: int) -> torch.Tensor:
+    return memory_of(file.rooms[0]).fill_(value)
+
+
+def _value(file: SlotFile, chunk: int) -> int:
+    body = _body(file, 77)
+    file.read(chunk, body)
+    assert body[:40].unique().numel() == body[PAGE : PAGE + 5000].unique().numel() == 1
+    assert not body[40:PAGE].any()  # no other chunk's bytes
+    return int(body[0])
+
+
+def test_what_was_never_written_is_zeros(tmp_path: Path) -> None:
+    file = _file(tmp_path)
+    assert _value(file, 2) == file.sum == 0
+    assert file.bytes == 2 * 3 * 3 * PAGE
+
+
+def test_an_update_counts_once_it_is_settled_and_can_be_undone_once(tmp_path: Path) -> None:
+    file = _file(tmp_path)
+    for chunk in range(3):
+        file.write(chunk, _body(file, 1), counts=True)
+    known = file.sum
+    file.write(0, _body(file, 2))
+    assert _value(file, 0) == 2 and file.sum == known  # read within the update, and not yet in force
+    file.undo()
+    assert _value(file, 0) == 1
+    for chunk in range(3):
+        file.write(chunk, _body(file, 3))
+    file.write(1, _body(file, 4))  # an update that goes over its parts twice
+    file.settle()
+    assert [_value(file, chunk) for chunk in range(3)] == [3, 4, 3] and file.sum != known
+    file.undo()
+    assert [_value(file, chunk) for chunk in range(3)] == [1, 1, 1] and file.sum == known
+
+
+def test_the_first_update_can_be_undone_to_zeros(tmp_path: Path) -> None:
+    file = _file(tmp_path)
+    file.write(0, _body(file, 5))
+    file.settle()
+    file.undo()
+    assert _value(file, 0) == 0
+
+
+def test_the_file_is_gone_with_its_process(tmp_path: Path) -> None:
+    file = _file(tmp_path)
+    assert not list(tmp_path.iterdir())
+    file.close()
+
+
+@pytest.mark.parametrize("where", [0, 39, PAGE, PAGE + 4999])
+def test_an_altered_byte_is_named(tmp_path: Path, where: int) -> None:
+    file = _file(tmp_path)
+    file.write(1, _body(file, 6), counts=True)
+    _flip(file, file._at(1, file._used[1]) + where)
+    with pytest.raises(StateFileError, match=r"chunk 1 of .*state \(part 1\) has the sum [0-9a-f]{16}, and .* newest checkpoint"):
+        _value(file, 1)
+    assert _value(file, 0) == 0
+
+
+def test_a_torn_write_is_named(tmp_path: Path) -> None:
+    """Of a chunk of three pages, the disk kept one."""
+    file = _file(tmp_path)
+    file.write(1, _body(file, 6), counts=True)
+    at = file._at(1, file._used[1])
+    os.pwrite(_descriptor(file), memoryview(memory_of(2 * PAGE).zero_().numpy()), at + PAGE)
+    with pytest.raises(StateFileError, match="chunk 1"):
+        _value(file, 1)
+
+
+def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    file = _file(tmp_path)
+    file.write(2, _body(file, 6), counts=True)
+    os.ftruncate(_descriptor(file), PAGE)
+    with pytest.raises(StateFileError, match="ends early"):
+        _value(file, 2)
+
+
+def test_a_full_disk_is_named_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        StateFileError, match=r"needs 73,728 bytes in .* \(No space left on device; [0-9,]+ are free\)\. Make room"
+    ) as caught:
+        _file(tmp_path)
+    assert caught.value.errno == errno.ENOSPC and caught.value.exit_code == ExitCode.LOST
+
+
+def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    file = _file(tmp_path)
+    monkeypatch.setattr(os, "pwritev", broken)
+    with pytest.raises(StateFileError, match=r"chunk 0 of .* \(part 0\): Input/output error\. The run goes on"):
+        file.write(0, _body(file, 1))
+
+
+def test_chunks_pass_through_few_buffers_in_order(tmp_path: Path) -> None:
+    file = _file(tmp_path, chunks=20)
+    stream = Stream(file)
+    assert len(stream.buffers) == BUFFERS
+    for chunk, body in stream.over(range(20)):
+        body[:40] = chunk
+    file.settle()
+    seen = [(chunk, int(body[0])) for chunk, body in stream.over([*range(19, -1, -1)], counts=None)]
+    assert seen == [(chunk, chunk) for chunk in range(19, -1, -1)]
+    stream.close()
+
+
+def test_an_error_on_the_way_is_raised_where_the_chunks_are_used(tmp_path: Path) -> None:
+    file = _file(tmp_path, chunks=9)
+    stream = Stream(file)
+    for _, body in stream.over(range(9)):
+        body.fill_(1)
+    file.settle()
+    _flip(file, file._at(7, file._used[7]))
+    with pytest.raises(StateFileError, match="chunk 7"):
+        for _ in stream.over(range(9)):
+            pass
+    assert [chunk for chunk, _ in stream.over(range(7), counts=None)] == [*range(7)]  # and goes on to work
+    stream.close()
+
+
+def _descriptor(file: SlotFile) -> int:
+    assert file._file is not None
+    return file._file
+
+
+def _flip(file: SlotFile, at: int) -> None:
+    """Change one bit of the file."""
+    page, start = memory_of(PAGE), at // PAGE * PAGE
+    os.preadv(_descriptor(file), [memoryview(page.numpy())], start)
+    page[at - start] ^= 4
+    os.pwrite(_descriptor(file), memoryview(page.numpy()), start)
