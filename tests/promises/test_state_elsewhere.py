@@ -14,7 +14,9 @@ from torch import Tensor
 
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.shares import shares, whole_of
+from megalith.cost.foreseen import foresee, of_run
 from megalith.events import RunStarted, of_kind, read
+from megalith.planner.beside import beside
 from megalith.prove.dryrun import count, single_documents
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import RunSpec
@@ -24,6 +26,7 @@ from megalith.train.loop import stepper_of
 from megalith.train.offload.home import Disk
 from megalith.train.offload.slots import PAGE, SlotFile
 from tests.parallel.running import microbatches, trainer_of
+from tests.prove.dry import dry
 from tests.ranks import run_ranks
 from tests.runs import assert_same_bits, final_state, finish, prepare_text, start, train
 from tests.specs import brief_run, tiny_run
@@ -238,10 +241,26 @@ def test_bytes_on_each_tier_are_those_of_the_slots(precision: str) -> None:
 
 def test_a_real_run_holds_what_a_dry_one_counts() -> None:
     spec = brief_run(plan={"data": 2, "zero": 1, "state": SOME}, train={"precision": "bf16"})
-    for real, dry in run_ranks(_both, 2, spec):
-        assert real == dry
+    for real, unreal in run_ranks(_both, 2, spec):
+        assert real == unreal
 
 
 def _both(rank: int, spec: RunSpec) -> list[dict[str, int]]:
     made = [single_documents(spec)] * spec.microbatches
     return [count(spec, made, unreal=unreal).state for unreal in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("adamw", {"optimizer": "host", "share": 0.5}), ("muon", DISK), ("lion", {"optimizer": "disk", "share": 0.7})],
+)
+def test_bytes_on_each_tier_equal_the_prediction(kind: str, place: dict[str, Any]) -> None:
+    sizes = {"layers": 2, "dim": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ffn": 384, "vocab": 1024}
+    spec = brief_run(
+        plan={"data": 2, "zero": 1, "state": place}, model=sizes, train={"precision": "bf16"}, optimizer={"kind": kind}
+    )
+    lines = {line.name: line for line in beside(foresee(of_run(spec), rank=1), dry(spec, 1))}
+    assert lines[f"memory.{place['optimizer']}"].gap == pytest.approx(0, abs=0.03)
+    assert lines["memory.weights"].gap == pytest.approx(0, abs=0.03)
+    left = lines["memory.optimizer"]
+    assert left.gap == pytest.approx(0, abs=0.03) if left.counted else not left.foreseen

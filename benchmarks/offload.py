@@ -1,0 +1,108 @@
+"""What state in host memory and on disk takes and saves: the same steps with the state in each place, one process after the other.
+
+    python benchmarks/offload.py --steps 4 --folder /mnt/nvme --json
+
+Memory is the most that the process had resident in its steps, less what it had before it built anything: weights, gradients, state,
+activations and buffers. Bytes read and written are the disk's own, from /proc/self/io.
+The losses of all places must be the same bits: the script fails if they are not.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from megalith.machine.resident import resident_bytes
+from megalith.prove.parity import RandomText
+from megalith.prove.worlds import run_ranks
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import assemble, mesh_groups
+from megalith.train.batches import indices
+from megalith.train.step import train_step
+
+PLACES = ("device", "host", "disk")
+MODEL = {"layers": 4, "dim": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1536, "vocab": 16384, "context": 64}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--chunk", type=int, default=4, help="MiB of one tensor in a chunk")
+    parser.add_argument("--folder", default="", help="where the file goes; default: with temporary files")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {}
+    for place in PLACES:
+        state = {"optimizer": place, "chunk": given.chunk, "folder": given.folder or tempfile.gettempdir()}
+        (found[place],) = run_ranks(measure, 1, run_of(state, given.steps), timeout=3600.0)
+    if len({tuple(each["losses"]) for each in found.values()}) != 1:
+        raise SystemExit(f"the losses differ: {[each['losses'] for each in found.values()]}")
+    if given.json:
+        print(json.dumps(found))
+        return
+    print(f"{found['device']['parameters'] / 1e6:.1f}M parameters in bf16, AdamW; the losses are the same bits")
+    print("state     peak memory  on the disk  read a step  written a step  update")
+    for place, one in found.items():
+        sizes = (f"{one[key] / 2**20:,.0f} MiB" for key in ("peak", "disk", "read", "written"))
+        print("{:8s}{:>13s}{:>13s}{:>13s}{:>16s}{:>8s}".format(place, *sizes, f"{one['update']:.2f} s"))
+
+
+def run_of(state: dict[str, Any], steps: int) -> RunSpec:
+    """A run of MODEL with few tokens, so that state is most of what it holds."""
+    return RunSpec.model_validate(
+        {
+            "model": MODEL,
+            "data": {"path": "none"},
+            "plan": {"state": state},
+            "train": {"steps": steps, "global_batch": 1, "seq_len": 64, "precision": "bf16"},
+            "optimizer": {"warmup": 0, "lr": 1e-4},
+        }
+    )
+
+
+def measure(rank: int, spec: RunSpec) -> dict[str, Any]:
+    """Train and measure; bytes, and seconds of an update."""
+    before, device = resident_bytes(), torch.device("cpu")
+    trainer = assemble(spec, groups=mesh_groups(spec, device), device=device)
+    text, losses, updates = RandomText(spec), list[float](), list[float]()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    read, written = _moved()
+    for step in range(spec.train.steps):
+        samples = [text.batch(part) for part in indices(spec, first=step, data_rank=0)]
+        done = train_step(trainer, samples, step=step)
+        losses.append(done.loss)
+        updates.append(done.breakdown["optimizer"])
+    read_since, written_since = _moved()
+    return {
+        "parameters": sum(parameter.numel() for parameter in trainer.parameters.values()),
+        "peak": _peak() - before,
+        "disk": trainer.state.bytes().get("disk", 0),
+        "read": (read_since - read) / spec.train.steps,
+        "written": (written_since - written) / spec.train.steps,
+        "update": statistics.median(updates),
+        "losses": losses,
+    }
+
+
+def _peak() -> int:
+    """The most bytes resident since the last reset."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+def _moved() -> tuple[int, int]:
+    """Bytes that this process had the disk read and write."""
+    rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(rows["read_bytes"]), int(rows["write_bytes"])
+
+
+if __name__ == "__main__":
+    main()
