@@ -1,4 +1,4 @@
-"""What state in host memory and on disk takes and saves: the same steps with the state in each place, one process after the other.
+"""Cost and gain of state in host memory and on disk: the same steps with the state in each place, one process after the other.
 
     python benchmarks/offload.py --steps 4 --folder /mnt/nvme --json
 

@@ -95,7 +95,7 @@ def optimizer_is_sharded(case: Case) -> Found:
 
 
 def state_elsewhere_can_be_had(case: Case) -> Found:
-    """Where the optimizer's state does not live on the device, its rule works there, and a disk has room."""
+    """The optimizer's rule works where its state lives, and a disk has room for it."""
     state, spec = case.plan.state, case.spec
     if state.optimizer == "device":
         if state.share < 1:

@@ -108,7 +108,7 @@ class State:
             self.home.publish()
 
     def changed(self) -> list[Tensor]:
-        """What an update changes in memory: shares, and what computes from master weights that are elsewhere."""
+        """Return all that an update changes in memory: shares, and compute weights whose master weights are elsewhere."""
         held = [share for kept in self._held.values() for share in kept.values() if isinstance(share, Tensor)]
         moved = (lot.weight.moved for lot in self.home.lots.values()) if self.home is not None else ()
         return [*held, *(share for share in moved if share is not None)]

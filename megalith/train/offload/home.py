@@ -1,4 +1,4 @@
-"""Where a rank's state lies that is not on its device, and how an update gets to it: in the host's memory, or through buffers from disk."""
+"""Homes of state that is not on a rank's device: the host's memory, and a file that updates reach through buffers."""
 
 import os
 import tempfile
@@ -34,7 +34,7 @@ class Lot(NamedTuple):
 
     weight: Weight
     slots: tuple[Slot, ...]
-    """Those that are elsewhere."""
+    """The slots that are elsewhere."""
     whole: bool
     """True if its update looks at the whole share at once."""
 
@@ -47,7 +47,7 @@ class Lot(NamedTuple):
 def lots_of(
     state: StateSpec, weights: Mapping[str, Weight], slots: Mapping[str, Sequence[Slot]], whole: Mapping[str, bool]
 ) -> dict[str, Lot]:
-    """What goes elsewhere of a rank's parameters. Master weights do where products compute with other numbers."""
+    """Return the parameters whose state goes elsewhere. Master weights go too where products compute with other numbers."""
     sizes = {name: local(weight.kept).numel() for name, weight in weights.items()}
     return {
         name: Lot(weights[name], (*([MASTER] if weights[name].narrow else []), *slots[name]), whole[name])
@@ -119,7 +119,7 @@ class Disk:
         """`most`: bytes of one tensor in a chunk, unless its update looks at the whole share at once."""
         self.lots = lots
         self.pieces: dict[str, list[tuple[int, int, int]]] = {}
-        """Of each parameter: the number of a chunk, its first number of the share, and how many."""
+        """The pieces of each parameter: the number of a chunk, its first number of the share, and how many."""
         chunks = list[tuple[str, list[int]]]()
         for name, lot in lots.items():
             for first, last in _cut(lot, most):
@@ -227,7 +227,7 @@ def _bytes(slot: Slot, shape: Sequence[int]) -> int:
 
 
 def _starts(lot: Lot, count: int) -> list[int]:
-    """Where the piece of each slot begins in its chunk."""
+    """Return the byte of its chunk at which the piece of each slot begins."""
     sizes = (padded(_bytes(slot, _shape(slot, lot, count))) for slot in lot.slots)
     return list(accumulate(sizes, initial=0))[:-1]
 

@@ -20,7 +20,7 @@ PAGE = 4096
 """Bytes to whose multiples direct I/O is aligned: a disk's sector, and more than most need."""
 WORDS = 1 << 64
 FREE = "Make room there, or name a folder on another disk by plan.state.folder"
-BACK = "The run goes on from its newest checkpoint; if it comes again, name a folder on another disk by plan.state.folder"
+BACK = "The run resumes from its newest checkpoint. If it comes again, name a folder on another disk by plan.state.folder"
 
 
 class StateFileError(OSError):
@@ -156,7 +156,7 @@ class SlotFile:
         return self._starts[chunk] + slot * self.rooms[chunk]
 
     def _spans(self, chunk: int) -> list[slice]:
-        """Where each segment lies in its chunk."""
+        """Return the bytes of its chunk that each segment takes."""
         ends, end = [], 0
         for size in self.segments[chunk]:
             ends.append(slice(end, end + padded(size)))

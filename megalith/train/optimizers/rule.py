@@ -27,11 +27,11 @@ class Part(NamedTuple):
     eps: float = 1.0
     """Factor of the epsilon, for rules that have one."""
     home: "Home | None" = None
-    """Where its slots are, if they are not at hand: `weight` and `slots` are those of what `opened` yields."""
+    """The home of its slots, if they are not at hand: `opened` yields the part with them."""
 
 
 class Home(Protocol):
-    """Where state lies that is not on the device (`train.offload.home`)."""
+    """A place of state that is not on the device (`train.offload.home`)."""
 
     @property
     def masters(self) -> bool:

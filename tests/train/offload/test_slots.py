@@ -79,11 +79,11 @@ def test_an_altered_byte_is_named(tmp_path: Path, where: int) -> None:
 
 
 def test_a_torn_write_is_named(tmp_path: Path) -> None:
-    """Of a chunk of three pages, the disk kept one."""
+    """The disk kept one of a chunk's three pages."""
     file = _file(tmp_path)
     file.write(1, _body(file, 6), counts=True)
     at = file._at(1, file._used[1])
-    os.pwrite(_descriptor(file), memoryview(memory_of(2 * PAGE).zero_().numpy()), at + PAGE)
+    os.pwrite(_descriptor(file), memory_of(2 * PAGE).zero_().numpy().data, at + PAGE)
     with pytest.raises(StateFileError, match="chunk 1"):
         _value(file, 1)
 
@@ -114,7 +114,7 @@ def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     file = _file(tmp_path)
     monkeypatch.setattr(os, "pwritev", broken)
-    with pytest.raises(StateFileError, match=r"chunk 0 of .* \(part 0\): Input/output error\. The run goes on"):
+    with pytest.raises(StateFileError, match=r"chunk 0 of .* \(part 0\): Input/output error\. The run resumes"):
         file.write(0, _body(file, 1))
 
 
@@ -152,6 +152,6 @@ def _descriptor(file: SlotFile) -> int:
 def _flip(file: SlotFile, at: int) -> None:
     """Change one bit of the file."""
     page, start = memory_of(PAGE), at // PAGE * PAGE
-    os.preadv(_descriptor(file), [memoryview(page.numpy())], start)
+    os.preadv(_descriptor(file), [page.numpy().data], start)
     page[at - start] ^= 4
-    os.pwrite(_descriptor(file), memoryview(page.numpy()), start)
+    os.pwrite(_descriptor(file), page.numpy().data, start)
