@@ -32,8 +32,8 @@ RNG, TOLD = "rng.cpu", "told"
 
 
 def words(tensors: Iterable[Tensor]) -> Tensor:
-    """The sum of the tensors' 64-bit words modulo 2^64 as an int64 scalar, an incomplete last word filled up with zeros. The tensors are on
-    one device. One pass over their memory, and no waiting."""
+    """The sum of the tensors' 64-bit words modulo 2^64 as an int64 scalar, an incomplete last word filled up with zeros, on the
+    first one's device. One pass over their memory, and no waiting."""
     sums: list[Tensor] = []
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -44,7 +44,7 @@ def words(tensors: Iterable[Tensor]) -> Tensor:
             rest = flat.new_zeros(8)
             rest[: flat.numel() - whole] = flat[whole:]
             sums.append(rest.view(torch.int64)[0])
-    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
+    return torch.stack([each.to(sums[0].device) for each in sums]).sum() if sums else torch.zeros((), dtype=torch.int64)
 
 
 def digest(tensors: Iterable[Tensor]) -> int:
@@ -74,7 +74,7 @@ class Digest:
             self._places = places
         sums = [view.sum() for view in self._views]
         sums += [words(self._others)] if self._others else []  # of nothing it would be a number of the CPU's
-        return int(torch.stack(sums).sum()) % WORDS if sums else 0
+        return int(torch.stack([each.to(sums[0].device) for each in sums]).sum()) % WORDS if sums else 0
 
     def _look_up(self) -> None:
         self._views, self._others = list[Tensor](), list[Tensor]()

@@ -121,6 +121,9 @@ def flip(trainer: Trainer, one: Injection) -> None:
     shares = trainer.state.shares("weights" if one.kind == "weight" else "optimizer")
     held = {name: share for name, share in shares.items() if share.numel()}
     names = sorted(name for name in held if held[name].dtype == torch.float32)
+    if not names:
+        print(f"fault {one.number}: no {one.kind} is in memory after step {one.step}: all are on disk", flush=True)
+        return
     name = names[int(one.place * len(names))]
     flat = held[name].view(-1)
     bits = flat[int(one.place * flat.numel()) :][:1].view(torch.int32)
