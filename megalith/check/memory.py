@@ -95,7 +95,7 @@ def optimizer_is_sharded(case: Case) -> Found:
 
 
 def state_elsewhere_can_be_had(case: Case) -> Found:
-    """The optimizer's rule works where its state lives, and a disk has room for it."""
+    """The optimizer's rule works where its state lives."""
     state, spec = case.plan.state, case.spec
     if state.optimizer == "device":
         if state.share < 1:
@@ -109,12 +109,13 @@ def state_elsewhere_can_be_had(case: Case) -> Found:
         )
         way_out = 'Use "device", or optimizer.kind = "adamw", "sgd" or "lion", whose updates look at one number at a time.'
         yield error("plan.state.optimizer", state.optimizer, reason, way_out)
-    if state.optimizer == "disk":
-        yield from _disk_takes_the_state(case)
 
 
-def _disk_takes_the_state(case: Case) -> Found:
+def disk_takes_the_state(case: Case) -> Found:
+    """State on disk has room in a folder that can be written to, and has no copies in memory."""
     state, fleet = case.plan.state, case.spec.fleet
+    if state.optimizer != "disk":
+        return
     if fleet.recover and fleet.memory_every:
         reason = f"keeps no copies of the state in memory, with fleet.memory_every = {fleet.memory_every}: what is on disk would be in them"
         saved = case.spec.checkpoint.every

@@ -152,6 +152,7 @@ RULES: tuple[Rule, ...] = (
     Rule("memory", memory.state_fits),
     Rule("memory", memory.optimizer_is_sharded),
     Rule("memory", memory.state_elsewhere_can_be_had),
+    Rule("memory", memory.disk_takes_the_state),
     Rule("memory", memory.segments_lie_in_a_stage),
     Rule("memory", memory.long_sequences_recompute),
     Rule("device", device.cluster_is_known),
