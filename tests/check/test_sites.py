@@ -48,3 +48,9 @@ def test_ranks_are_those_of_all_sites() -> None:
 def test_faults_go_back_to_checkpoints() -> None:
     assert "checkpoint.every" in _keys("advice", checkpoint={"every": 0})
     assert "checkpoint.every" not in _keys("advice")
+
+
+def test_state_away_from_the_device_is_refused() -> None:
+    found = check(tiny_run(sites={"inner_steps": 2}, checkpoint={"every": 2}, plan={"state": {"optimizer": "host"}}), files=False)
+    (problem,) = (problem for problem in found if problem.severity == "error")
+    assert problem.key == "plan.state" and "merge" in problem.reason
