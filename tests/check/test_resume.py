@@ -35,8 +35,16 @@ def test_a_run_keeps_the_sets_of_tokens_over_which_it_balances():
         assert check_resume(spec(*sets, "plan.data=2"), spec(*sets, "plan.data=4")) == []
 
 
+def test_sites_may_come_and_go_and_move_but_not_merge_in_another_way():
+    before = spec("sites.count=2")
+    assert check_resume(before, spec("sites.count=3", 'sites.addresses=["a","b","c"]')) == []
+    assert [p.key for p in check_resume(before, spec("sites.count=2", "sites.bits=4"))] == ["sites.bits"]
+    assert check_resume(spec(), before), "a run without sites"
+
+
 def test_what_may_change_exists():
+    run = spec("sites.count=2")  # a table that a run need not have
     for name in MAY_CHANGE:
-        value: object = spec()
+        value: object = run
         for part in name.split("."):
             value = getattr(value, part)
