@@ -63,7 +63,25 @@ ForwardOnly = Annotated[
 ]
 Offload = Annotated[
     bool,
-    typer.Option(help="Also show layouts with some of the optimizer's state in host memory."),
+    typer.Option(
+        "--offload/--no-offload",
+        help="Also show layouts with some of the optimizer's state in host memory.",
+    ),
+]
+Software = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Whose steps to predict: megalith, or, to compare, megatron-te, megatron-core, torchtitan, pytorch, megatron-2021.",
+    ),
+]
+Measured = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE|RUN",
+        help="Rows you measured: a table (.csv, as megalith/planner/published/measurements.csv) or the folder of a finished run. "
+        "Times follow them as far as they can be trusted. May be repeated.",
+    ),
 ]
 Atlas = Annotated[
     bool,
@@ -77,7 +95,12 @@ Out = Annotated[
 
 
 def command(
-    run: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="A run to plan for.", show_default=False)] = None,
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN.toml|RUN]", help="A run to plan for; with --explain also the folder of one.", show_default=False
+        ),
+    ] = None,
     settings: Settings = None,
     model: Annotated[str | None, typer.Option(help="A preset, such as llama3.1-405b.")] = None,
     cluster: Annotated[str | None, typer.Option(help="h100:16384 and the like, or a TOML file of a cluster.")] = None,
@@ -89,12 +112,20 @@ def command(
     ] = None,
     compute_optimal: ComputeOptimal = False,
     format: Format = None,
-    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 10,
-    explain: Annotated[bool, typer.Option("--explain", help="Show what each neighbour of the best layout would cost.")] = False,
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 5,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Show what each neighbour of the best layout would cost; of a finished run, which term is slower than predicted.",
+        ),
+    ] = False,
     pareto: Pareto = False,
     what_if: WhatIf = None,
+    measured: Measured = None,
     forward_only: ForwardOnly = False,
-    offload: Offload = True,
+    software: Software = "megalith",
+    offload: Offload = False,
     atlas: Atlas = False,
     out: Out = None,
     overwrite: Overwrite = False,
@@ -106,23 +137,34 @@ def command(
 
     Example:  megalith plan --model llama3.1-405b --cluster h100:16384 --seq-len 8192 --global-batch 2048 --tokens 15T
     """
-    from megalith.planner import answer, asked, price  # the planner takes long to import
+    from megalith.planner import answer, asked, price, varied  # the planner takes long to import
+    from megalith.planner import measured as rows
 
+    if explain and run is not None and run.is_dir():
+        _explain(run, as_json=as_json)
+        return
     if atlas:
         length, batch = seq_len or 8192, global_batch_tokens or (None if global_batch else "4M")
         question = asked.Question(
-            cluster=cluster, seq_len=length, global_batch=global_batch, global_batch_tokens=batch, format=format
+            cluster=cluster,
+            seq_len=length,
+            global_batch=global_batch,
+            global_batch_tokens=batch,
+            format=format,
+            software=software,
         )
         _draw_atlas(question, model.split(",") if model else [], out or Path("atlas.html"), overwrite=overwrite, as_json=as_json)
         return
     question = asked.Question(
         path=run, model=model, cluster=cluster, seq_len=seq_len, global_batch=global_batch, global_batch_tokens=global_batch_tokens,
-        tokens=tokens, compute_optimal=compute_optimal, format=format, forward_only=forward_only, offload=offload,
+        tokens=tokens, compute_optimal=compute_optimal, format=format, forward_only=forward_only, offload=offload, software=software,
         overrides=tuple(settings or ()), out=out is not None,
     )  # fmt: skip
     with _searching() as tick:
-        others = [(change, asked.vary(question, change)) for change in what_if or ()]
-        answered = answer.answer(asked.ask(question), top=top, why=explain, pareto=pareto, what_ifs=others, tick=tick)
+        others = [(change, varied.vary(question, change)) for change in what_if or ()]
+        wanted = asked.ask(question)
+        own = rows.measured(measured or (), software)
+        answered = answer.answer(wanted, top=top, why=explain, pareto=pareto, what_ifs=others, measured=own, tick=tick)
     if out is not None:
         write(answer.as_run(answered), out, overwrite=overwrite)
     broken = price.of_answer(answered) if explain or answered.own else ()
@@ -159,8 +201,8 @@ def _show(found: "Answer", broken: "Sequence[Price]", *, pareto: bool) -> None:
     for line in (*found.asked.notes, plans.heading(found)):
         console.print(escape(line))
     if answer := "" if pareto else plans.best(found):
-        console.print(f"[bold]{escape(answer)}[/]")
-    narrow.print(plans.frontier(found.frontier) if pareto else plans.table(found.found.choices, found.own))
+        console.print(f"[bold]{escape(answer)}[/]\n")
+    narrow.print(plans.frontier(found.frontier) if pareto else plans.table(found))
     console.print(escape(plans.legend(found)), style="dim")
     if trainings := plans.trainings(found):
         console.print(escape(trainings))
@@ -172,6 +214,26 @@ def _show(found: "Answer", broken: "Sequence[Price]", *, pareto: bool) -> None:
         narrow.print("", plans.prices(broken), sep="\n")
     if found.what_ifs:
         narrow.print("", plans.what_ifs(found), sep="\n")
+
+
+def _explain(run: Path, *, as_json: bool) -> None:
+    """Print a finished run's step beside its prediction, and what to try. Raises SpecErrors if the run cannot be predicted."""
+    from megalith.planner.slower import slower
+    from megalith.report import plans  # drawing
+    from megalith.spec.problem import Problem, SpecErrors
+
+    try:
+        found = slower(run)
+    except (OSError, ValueError) as error:
+        way_out = "Give the folder of a run that names its cluster and has made some steps."
+        raise SpecErrors([Problem("error", "RUN", str(run), str(error), way_out, "command line")]) from error
+    if as_json:
+        print_json({"ok": True} | found.to_json())
+        return
+    console = Console(highlight=False)
+    console.print(escape(plans.slower(found)), plans.terms(found), sep="\n")
+    if found.tries:
+        console.print(plans.tries(found))
 
 
 def _draw_atlas(question: "Question", models: list[str], out: Path, *, overwrite: bool, as_json: bool) -> None:

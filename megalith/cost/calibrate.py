@@ -183,13 +183,23 @@ def mean(values: Iterable[float]) -> float:
     return sum(listed) / len(listed) if listed else 0.0
 
 
-def as_toml(figures: Calibration, *, command: str, note: str) -> str:
-    """The calibration as the text of calibration.toml."""
+def measured(observations: Sequence[Observation], figures: Calibration) -> dict[str, list[str]]:
+    """Return the generations of devices and of software that some observation is of."""
+    found = [one.choices[0][0] for one in observations]
+    return {
+        "devices": sorted({figures.families[workload.cluster.accelerator.name] for workload in found}),
+        "generations": sorted({workload.practice.generation for workload in found}),
+    }
+
+
+def as_toml(figures: Calibration, *, command: str, note: str, seen: Mapping[str, Sequence[str]]) -> str:
+    """Return the text of calibration.toml. `seen`: as `measured` gives it."""
     lines = [
         "# Figures fitted on published measurements; see docs/planner.md. Units: seconds, bytes, shares.",
         "[fitted]",
         f'command = "{command}"',
         f'note = "{note}"',
+        *(f"{kind} = {list(names)}".replace("'", '"') for kind, names in seen.items()),
         "",
         "[families]",
         *(f'{name} = "{family}"' for name, family in figures.families.items()),

@@ -41,6 +41,9 @@ class Time:
     optimizer: float
     other: float
 
+    def __mul__(self, factor: float) -> "Time":
+        return Time(*(factor * seconds for seconds in vars(self).values()))
+
     @property
     def exposed(self) -> float:
         """Communication that nothing hides."""

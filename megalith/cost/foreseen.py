@@ -3,18 +3,19 @@ bytes of collectives by axis, FLOPs. Names are those of `prove.meter`. No torch 
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.host import SLOTS, streamed
-from megalith.cost.memory import every_rank, numbers, shares, updated
+from megalith.cost.memory import Memory, every_rank, non_torch, numbers, shares, updated
 from megalith.cost.parts import Numbers, Parts, parts
 from megalith.cost.profile import PHASES, Core, Phase, Profile
 from megalith.cost.segments import decided
+from megalith.cost.software import TRAINER
 from megalith.cost.update import rest_bytes
-from megalith.cost.workload import Practice, Workload
+from megalith.cost.workload import Workload
 from megalith.mesh import Mesh
 from megalith.schedule import build, lower
 from megalith.schedule.action import Action, computations
@@ -25,9 +26,6 @@ from megalith.spec.numbers import PRECISIONS
 from megalith.spec.plan import segments
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import within
-
-TRAINER = Practice(generation="eager", loss="chunked", overlap_tensor=False)
-"""This project's own trainer, uncompiled: plain PyTorch, fp32 gradients, and a loss of a few rows at a time."""
 
 KINDS = {"gather": "all-gather", "scatter": "reduce-scatter", "sum": "all-reduce", "all_to_all": "all-to-all"}
 """Exchange of a profile -> collective as it is counted. A ring is sends and receives."""
@@ -107,6 +105,26 @@ def foresee(workload: Workload, *, rank: int, figures: Calibration | None = None
         work=_work(here),
         elsewhere=_elsewhere(workload, traced, place),
     )
+
+
+def held(workload: Workload, figures: Calibration | None = None) -> Memory:
+    """Return the memory of the fullest rank as the trainer's own program takes it, moment by moment, with what torch does not report.
+
+    A dry run counts the same categories. The program is one of as few microbatches as show what all of them do.
+    """
+    figures, plan = figures or calibration(), workload.plan
+    few = replace(workload, global_batch=workload.enough * plan.data * plan.microbatch)
+    traced, generation = parts(few), figures.generations[workload.practice.generation]
+    outside = non_torch(workload) + generation.reserve
+
+    def of(place: int) -> Memory:
+        found = _memory(few, traced, _here(few, traced, place), place, figures)
+        return Memory(
+            weights=found["weights"], gradients=found["gradients"], optimizer=found["optimizer"], activations=found["activations"],
+            working=found["buffers"], logits=0.0, reserve=0.0, non_torch=outside, rank=place,
+        )  # fmt: skip
+
+    return max(map(of, shares(few, traced).fullest), key=lambda memory: memory.total)
 
 
 def of_run(spec: RunSpec) -> Workload:

@@ -140,7 +140,7 @@ class Workload:
             expert_tensor=plan.expert_tensor,
             recompute=recompute,
             attention=practice.attention,
-            regather=practice.generation != "eager" and plan.tensor > 1,
+            regather=practice.generation not in ("eager", "compiled") and plan.tensor > 1,
             fused=practice.generation in ("fused", "packaged"),
             rotary=practice.rotary,
             permute=practice.permute,

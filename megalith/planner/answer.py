@@ -2,18 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
 from typing import Any
 
+from megalith.check.software import COMPILES_COLLECTIVES
 from megalith.cost import host
 from megalith.cost.constants import calibration
+from megalith.cost.estimate import Estimate
 from megalith.cost.memory import Memory
 from megalith.cost.segments import decided
+from megalith.cost.software import SOFTWARE
 from megalith.cost.workload import Workload
 from megalith.planner.asked import DATA, STEPS, Asked
 from megalith.planner.candidates import Space, candidates
 from megalith.planner.explain import Neighbour, explain
+from megalith.planner.measured import Own
 from megalith.planner.phases import InPhase, fits_all, in_phases, whole_training
 from megalith.planner.search import Choice, Found, Scorer, Training, assumed, search
+from megalith.planner.sure import Sure, sure
 from megalith.schedule.table import kind
 from megalith.spec import files
 from megalith.spec.cluster import ClusterSpec, catalogue
@@ -29,7 +36,7 @@ PREFILL = "FLOPs of forward, attention without what the causal mask hides, over 
 CONVENTION = "model FLOPs with attention counted in full, none twice for recomputation, over the bf16 peak"
 """Definition of MFU here (PaLM's, Chowdhery et al. 2022, appendix B)."""
 
-SPARE = "runs as tuned recipes with Transformer Engine do; see docs/planner.md for how far off predictions are"
+OFF = "see docs/planner.md for how far off predictions are"
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,13 @@ class Answer:
     what_ifs: "tuple[WhatIf, ...]" = ()
     phases: tuple[InPhase, ...] = ()
     """The best plan in each phase of the run, if it has several."""
+    measured: tuple[Own, ...] = ()
+    """Rows of the asker's own, which times follow as far as they can be trusted."""
+
+    @cached_property
+    def sure(self) -> Sure:
+        """How far off the figures may be."""
+        return sure(self.asked, self.measured)
 
     @property
     def convention(self) -> str:
@@ -54,8 +68,10 @@ class Answer:
     @property
     def assumption(self) -> str:
         """The software that predictions assume."""
-        wanted = self.asked.format
-        return SPARE if wanted in FAST else f"{SPARE}; the trainer has no kernels for {wanted}: predicted only"
+        asked = self.asked
+        return assumption(asked.software, compiled=asked.compiles) + (
+            "" if asked.format in FAST else f"; the trainer has no kernels for {asked.format}: predicted only"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Everything by name, with each plan also in short."""
@@ -79,7 +95,9 @@ class Answer:
             "format": asked.format,
             "forward_only": asked.forward_only,
             "convention": self.convention,
+            "software": asked.software,
             "assumption": self.assumption,
+            "sure": self.sure.to_json(),
             "spare": spare(),
             "host_memory": host.MEMORY,
             "notes": list(asked.notes),
@@ -95,7 +113,7 @@ class Answer:
         """A choice in short, and whether the trainer could not run it."""
         if choice is None:
             return {"layout": None, "predicted_only": None}
-        only = self.asked.format not in FAST or self.asked.forward_only
+        only = self.asked.format not in FAST or self.asked.forward_only or not self.asked.ours
         return {"layout": short(choice.plan), "predicted_only": only}
 
 
@@ -106,11 +124,13 @@ def answer(
     why: bool = False,
     pareto: bool = False,
     what_ifs: Sequence[tuple[str, Asked]] = (),
+    measured: Sequence[Own] = (),
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Answer:
     """Search; with `why` work out what each neighbour of the best plan would cost, with `pareto` also look at fewer devices, and find the
     best plan for each of `what_ifs` (words, the question so changed). `tick` hears how many new parts the search has traced, of how many.
-    Raises SpecErrors where nothing fits."""
+    `measured` are rows of the asker's own. Raises SpecErrors where nothing fits."""
+    asked = replace(asked, factor=sure(asked, measured).factor)
     scorer = scorer_of(asked)
     found = find(asked, top=top, tick=tick)
     if found.best is None:
@@ -118,35 +138,62 @@ def answer(
     tokens = asked.tokens
     trainings = () if tokens is None else tuple(whole_training(one, asked, scorer) for one in found.choices)
     own = asked.own
-    mine = None if own is None or not asked.legal(own) else Choice(own, scorer.estimate(workload_of(asked, own)))
+    mine = None if own is None or not asked.legal(own) else choice_of(asked, own, scorer)
     near = explain(workload_of(asked, found.best.plan), scorer) if why and not asked.forward_only else ()
     return Answer(
         asked, found, trainings, mine, tuple(one for one in near if asked.legal(one.plan)),
-        frontier(asked, found) if pareto else (), tuple(_what_if(words, other) for words, other in what_ifs),
-        in_phases(asked, found.best.plan, scorer),
+        frontier(asked, found) if pareto else (), tuple(_what_if(words, replace(other, factor=asked.factor)) for words, other in what_ifs),
+        in_phases(asked, found.best.plan, scorer), tuple(measured),
     )  # fmt: skip
 
 
 def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda done, total: None) -> Found:
     """The search that was asked for."""
     train, scorer = asked.run.train, scorer_of(asked)
-    return search(
+
+    def legal(plan: Plan) -> bool:
+        workload = workload_of(asked, plan)
+        return asked.legal(plan) and scorer.fits(workload, scorer.held(workload)) and fits_all(asked, plan, scorer)
+
+    found = search(
         asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=asked.format,
-        optimizer=asked.run.optimizer.kind,
-        top=top, legal=lambda plan: asked.legal(plan) and fits_all(asked, plan, scorer), scorer=scorer, space=space_of(asked), tick=tick,
+        optimizer=asked.run.optimizer.kind, software=asked.software,
+        top=top, legal=legal, scorer=scorer, space=space_of(asked), tick=tick, differ=skeleton,
     )  # fmt: skip
+
+    def weighed(choice: Choice) -> Choice:
+        return choice_of(asked, choice.plan, scorer, choice.estimate)
+
+    runnable = None if found.runnable is None else weighed(found.runnable)
+    choices, thrifty = tuple(map(weighed, found.choices)), tuple(map(weighed, found.pareto))
+    return replace(found, choices=choices, pareto=thrifty, runnable=runnable)
+
+
+def choice_of(asked: Asked, plan: Plan, scorer: Scorer, estimate: Estimate | None = None) -> Choice:
+    """Return a plan with its prediction, its memory as the trainer's own program takes it."""
+    workload = workload_of(asked, plan)
+    held = scorer.held(workload)
+    known = estimate or scorer.estimate(workload)
+    return Choice(plan, replace(known, memory=held, fits=scorer.fits(workload, held)))
+
+
+def skeleton(plan: Plan) -> tuple[Any, ...]:
+    """Return what two layouts differ in if they really do: not in microbatch, chunks, order, or copies of the state."""
+    return plan.tensor, plan.context, plan.pipeline, plan.expert, plan.expert_tensor, plan.zero == 3, plan.recompute
 
 
 def space_of(asked: Asked) -> Space:
     """Return the search space."""
     if asked.forward_only:
         return Space.of_prefill()
-    return Space() if asked.offload else Space(offload=())
+    shares = Space().offload if asked.offload else ()
+    installed = tuple(map(int, version("torch").split(".")[:2]))  # read from disk
+    return Space(offload=shares, compile=asked.compiles, compile_split=installed >= COMPILES_COLLECTIVES)
 
 
 def scorer_of(asked: Asked) -> Scorer:
     """Return the scorer of the requested plans."""
-    return Scorer(calibration(), forward_only=asked.forward_only)
+    return Scorer(calibration(), forward_only=asked.forward_only, factor=asked.factor)
 
 
 @dataclass(frozen=True)
@@ -221,8 +268,15 @@ def workload_of(asked: Asked, plan: Plan) -> Workload:
     """A step of what was asked, under a plan."""
     train, kind = asked.run.train, asked.run.optimizer.kind
     return decided(
-        Workload(asked.model, plan, asked.cluster, train.seq_len, train.global_batch, asked.format, assumed(plan), kind)
+        Workload(
+            asked.model, plan, asked.cluster, train.seq_len, train.global_batch, asked.format, assumed(plan, asked.software), kind
+        )
     )
+
+
+def assumption(software: str, *, compiled: bool = False) -> str:
+    """Return the software that is planned for, and where to read how far off predictions are."""
+    return f"runs as {SOFTWARE[software].title} does{', compiled' if compiled else ''}; {OFF}"
 
 
 def spare() -> float:

@@ -1,11 +1,13 @@
 """Request for a plan, from a run file or from a few words: every mistake in it is found at once. No torch."""
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from megalith.check import check
+from megalith.cost.software import OURS, SOFTWARE
 from megalith.planner.candidates import splits
 from megalith.spec import cluster as clusters
 from megalith.spec import files
@@ -32,6 +34,9 @@ OPTIMAL = 20
 LENGTH, BATCH_TOKENS = 8192, 4 * 2**20
 """Tokens of a sequence at most, and of a step, if nobody said: what most large trainings begin with."""
 
+SIZE = re.compile(r"[\d.]+[bBmMtT]")
+"""A number of parameters, as people write it: 7b."""
+
 STEPS = 10_000
 """How long a run that is written is, if nobody said."""
 
@@ -52,8 +57,10 @@ class Question:
     format: str | None = None
     forward_only: bool = False
     """No training, but the prefill of long prompts."""
-    offload: bool = True
+    offload: bool = False
     """Also look at layouts with some of the optimizer's state in host memory."""
+    software: str = OURS
+    """Whose steps are predicted: a name of `cost.software`."""
     overrides: tuple[str, ...] = ()
     out: bool = False
     """Is the best plan to be written as a run?"""
@@ -73,9 +80,24 @@ class Asked:
     """Notes on values that were rounded or assumed."""
     resolved: Resolved | None
     forward_only: bool = False
-    offload: bool = True
+    offload: bool = False
+    software: str = OURS
+    factor: float = 1.0
+    """What own measurements make of predicted times."""
     whole: RunSpec | None = None
     """The run with all its phases, if it has several; `run` is then one of the phase that reads most tokens."""
+
+    @property
+    def ours(self) -> bool:
+        """True if this project's trainer is planned for."""
+        return self.software == OURS
+
+    @property
+    def compiles(self) -> bool:
+        """True if blocks are to be compiled: as the run file says; else on GPUs."""
+        if self.resolved is not None:
+            return self.run.plan.compile
+        return self.ours and self.cluster.accelerator.vendor in ("NVIDIA", "AMD")
 
     @property
     def own(self) -> Plan | None:
@@ -88,12 +110,17 @@ class Asked:
 
     def refusals(self, plan: Plan) -> list[Problem]:
         """Why `megalith check` would not."""
-        found = check((self.whole or self.run).model_copy(update={"plan": plan}), files=False)
-        mine = ("plan.", "cluster", "train.global_batch", "train.seq_len", RAMP, DATA_PHASES)
-        denied = [problem for problem in found if problem.severity == "error" and problem.key.startswith(mine)]
+        denied = refusals(self.whole or self.run, plan)
         # what `plan.zero` is denied for is the state of training on the device, which a prefill has not
         passed = {"plan.zero"} if self.forward_only else set[str]()
         return [problem for problem in denied if problem.key not in passed]
+
+
+def refusals(spec: RunSpec, plan: Plan) -> list[Problem]:
+    """Return why `megalith check` would not accept a plan for a run; only what concerns the plan counts."""
+    found = check(spec.model_copy(update={"plan": plan}), files=False)
+    mine = ("plan.", "cluster", "train.global_batch", "train.seq_len", RAMP, DATA_PHASES)
+    return [problem for problem in found if problem.severity == "error" and problem.key.startswith(mine)]
 
 
 def ask(question: Question) -> Asked:
@@ -109,12 +136,14 @@ def ask(question: Question) -> Asked:
     sites = spec.sites if spec is not None else None
     if spec is not None and sites is not None:
         spec, whole = within(spec), None
-    model = _model(question, spec, problems)
+    model, taken = _model(question, spec, problems)
     cluster_name, cluster = _cluster(question, spec, problems)
     format_ = _format(question, spec, cluster, problems)
+    if question.software not in SOFTWARE:
+        problems.append(problem("--software", question.software, "is not known", f"Known: {', '.join(SOFTWARE)}."))
     seq_len, noted = _length(question, spec, model)
     batch, notes = _batch(question, spec, seq_len, problems)
-    notes = (*noted, *notes)
+    notes = (*taken, *noted, *notes)
     if sites is not None:
         notes = (*notes, f"planned for one of {sites.count} sites, between merges")
     tokens = None if question.forward_only else _tokens(question, spec, whole, problems)
@@ -141,7 +170,19 @@ def ask(question: Question) -> Asked:
         whole = whole.model_copy(update={"model": model, "cluster": cluster_name, "train": train})
         notes = (*notes, f"searched for the phase that reads most tokens; fits in all {len(phases.all)}")
     run = _run(spec, model, cluster_name, seq_len, batch, format_, tokens)
-    return Asked(run, built, cluster, format_, tokens, notes, resolved, question.forward_only, question.offload, whole)
+    return Asked(
+        run,
+        built,
+        cluster,
+        format_,
+        tokens,
+        notes,
+        resolved,
+        question.forward_only,
+        question.offload,
+        question.software,
+        whole=whole,
+    )
 
 
 def _tokens_of(span: tuple[Phase, int]) -> int:
@@ -174,53 +215,14 @@ def _not_of_prefill(question: Question) -> list[Problem]:
         "--tokens": question.tokens, "--compute-optimal": question.compute_optimal or None, "--out": question.out or None,
     }  # fmt: skip
     reason = "is about a training, and --forward-only predicts none"
-    return [_problem(name, value, reason, f"Leave out {name} or --forward-only.") for name, value in given.items() if value]
-
-
-LINKS = {"scale_out": "bytes/s out of a device over the network", "scale_up": "... over the fast links"}
-"""Keys of the fabric in a what-if, in GB/s one way."""
-
-
-def vary(question: Question, change: str) -> Asked:
-    """The question with one thing changed, as "accelerator=h200", "cluster=h100:8192", "seq_len=16384", "global_batch=1024",
-    "global_batch_tokens=8M", "format=fp8", "scale_out=25" or "scale_up=900" (GB/s one way a device). Raises SpecErrors."""
-    key, equals, value = change.partition("=")
-    key = key.strip().replace("-", "_")
-    known = ("accelerator", "cluster", "seq_len", "global_batch", "global_batch_tokens", "format", *LINKS)
-    number = quantity(value, thousand=1024 if key in ("seq_len", "global_batch") else 1000)
-    if (
-        key not in known
-        or not equals
-        or (number is None and key not in ("accelerator", "cluster", "format", "global_batch_tokens"))
-    ):
-        nearest = near(key, known)
-        hint = f"Did you mean {nearest!r}? " if nearest and nearest != key else ""
-        way_out = f"{hint}Write KEY=VALUE with one of: {', '.join(known)}; such as accelerator=h200 or scale_out=25 (GB/s)."
-        raise SpecErrors([_problem("--what-if", change, "is no change that is known", way_out)])
-    if key in LINKS:
-        asked = ask(question)
-        rate = (number or 0.0) * 1e9
-        cluster = asked.cluster
-        changed = cluster.model_copy(update={"scale_out": rate}) if key == "scale_out" else _with_fast(cluster, rate)
-        return replace(asked, cluster=changed)
-    if key == "accelerator":
-        key, value = "cluster", f"{value.strip()}:{ask(question).cluster.count}"
-    if key in ("seq_len", "global_batch"):
-        others = {"global_batch_tokens": None} if key == "global_batch" else {}
-        return ask(replace(question, **{key: int(number or 0)}, **others))
-    others = {"global_batch": None} if key == "global_batch_tokens" else {}
-    return ask(replace(question, **{key: value.strip()}, **others))
-
-
-def _with_fast(cluster: ClusterSpec, rate: float) -> ClusterSpec:
-    return cluster.model_copy(update={"accelerator": cluster.accelerator.model_copy(update={"scale_up": rate})})
+    return [problem(name, value, reason, f"Leave out {name} or --forward-only.") for name, value in given.items() if value]
 
 
 def _loaded(question: Question, problems: list[Problem]) -> Resolved | None:
     if question.path is None:
         if question.overrides:
             way_out = "Give a RUN.toml, or use --model, --cluster, --seq-len and --global-batch."
-            problems.append(_problem("--set", question.overrides[0], "there is no run file whose value it could set", way_out))
+            problems.append(problem("--set", question.overrides[0], "there is no run file whose value it could set", way_out))
         return None
     try:
         return files.load(question.path, overrides=question.overrides)
@@ -229,33 +231,42 @@ def _loaded(question: Question, problems: list[Problem]) -> Resolved | None:
         return None
 
 
-def _model(question: Question, spec: RunSpec | None, problems: list[Problem]) -> Any:
-    """The model's flat spec, or None."""
+def _model(question: Question, spec: RunSpec | None, problems: list[Problem]) -> tuple[Any, tuple[str, ...]]:
+    """Return the model's flat spec, or None, and a note where a size was taken for one of several models."""
     if question.model is None:
         if spec is None and question.path is None:
             problems.append(
-                _problem("--model", None, "is missing", "Name a preset, such as --model llama3.1-8b, or give a RUN.toml.")
+                problem("--model", None, "is missing", "Name a preset, such as --model llama3.1-8b, or give a RUN.toml.")
             )
-        return spec.model if spec else None
+        return spec.model if spec else None, ()
     try:
-        return named_model(question.model)
+        found = named_model(question.model)
     except SpecErrors as errors:
         problems += errors.problems
-        return None
+        return None, ()
+    others = [name for name in meant(question.model) if name != found.name]
+    if question.model in presets() or not others:
+        return found, ()
+    return found, (f"--model {question.model}: taken as {found.name}; also {', '.join(others)}",)
 
 
 def named_model(name: str) -> Any:
-    """Return the flat spec of the preset that a name, or a unique shorter one such as "405b", stands for. Raises SpecErrors."""
+    """Return the flat spec of the preset that a name, or a unique shorter one such as "405b", stands for. Raises SpecErrors.
+
+    A size alone, such as "7b", stands for the newest Llama that has it.
+    """
     known = presets()
     found = [name] if name in known else meant(name)
+    if len(found) > 1 and SIZE.fullmatch(name):
+        found = [one for one in found if one.startswith("llama")][-1:] or found
     if len(found) == 1:
         return known[found[0]].build()
     if found:
         reason = f"may be {', '.join(found[:-1])} or {found[-1]}"
-        raise SpecErrors([_problem("--model", name, reason, f"Name one, such as --model {found[-1]}.")])
+        raise SpecErrors([problem("--model", name, reason, f"Name one, such as --model {found[-1]}.")])
     nearest = near(name, known)
     way_out = f"{f'Did you mean {nearest!r}? ' if nearest else ''}`megalith models` lists all."
-    raise SpecErrors([_problem("--model", name, "no preset has this name", way_out)])
+    raise SpecErrors([problem("--model", name, "no preset has this name", way_out)])
 
 
 def _cluster(question: Question, spec: RunSpec | None, problems: list[Problem]) -> tuple[str, ClusterSpec | None]:
@@ -265,7 +276,7 @@ def _cluster(question: Question, spec: RunSpec | None, problems: list[Problem]) 
         name = spec.cluster if counted else f"{spec.cluster}:{spec.plan.ranks}"
     if name is None:
         if spec is not None or question.path is None:
-            problems.append(_problem("--cluster", None, "is missing", "Say what to plan for, such as --cluster h100:64."))
+            problems.append(problem("--cluster", None, "is missing", "Say what to plan for, such as --cluster h100:64."))
         return "", None
     try:
         found = clusters.load(name)
@@ -280,23 +291,26 @@ def _cluster(question: Question, spec: RunSpec | None, problems: list[Problem]) 
         needed["scale_out"] = found.scale_out
     if missing := [what for what, value in needed.items() if value is None]:
         way_out = f"Measure them, and give them as a cluster file. {OWN}"
-        problems.append(_problem("--cluster", name, f"nobody published {', '.join(missing)} of {device.name}", way_out))
+        problems.append(problem("--cluster", name, f"nobody published {', '.join(missing)} of {device.name}", way_out))
     return name, found
 
 
 def _format(question: Question, spec: RunSpec | None, cluster: ClusterSpec | None, problems: list[Problem]) -> str | None:
     named = question.format or (spec.train.precision if spec else "bf16")
     if named not in PRECISIONS:
-        problems.append(_problem("--format", named, "is not known", f"Known: {', '.join(PRECISIONS)}."))
+        problems.append(problem("--format", named, "is not known", f"Known: {', '.join(PRECISIONS)}."))
         return None
     rate = PRECISIONS[named].factors.rate
     if cluster is not None and cluster.accelerator.peak and rate not in cluster.accelerator.peak:
         able = ", ".join(name for name, one in PRECISIONS.items() if one.factors.rate in cluster.accelerator.peak)
         reason = f"{cluster.accelerator.name} does not compute in it, as far as anybody published"
-        problems.append(_problem("--format", named, reason, f"It computes in {able}."))
+        problems.append(problem("--format", named, reason, f"It computes in {able}."))
+    if question.out and question.software != OURS:
+        reason = "is planned for, and a run file is for Megalith, which takes other memory and time"
+        problems.append(problem("--software", question.software, reason, "Leave out --out or --software."))
     if question.out and named not in FAST:
         reason = "is predicted only: the trainer has no kernels for it, so a run would not have the times and memory of the plan"
-        problems.append(_problem("--format", named, reason, "Leave out --out, or use --format bf16."))
+        problems.append(problem("--format", named, reason, "Leave out --out, or use --format bf16."))
     return named
 
 
@@ -321,7 +335,7 @@ def _batch(
     if text and question.global_batch:
         way_out = "Leave one of them out."
         problems.append(
-            _problem("--global-batch-tokens", text, f"says the same as --global-batch {question.global_batch}", way_out)
+            problem("--global-batch-tokens", text, f"says the same as --global-batch {question.global_batch}", way_out)
         )
         return None, ()
     if not text:
@@ -333,7 +347,7 @@ def _batch(
     wanted = quantity(text, thousand=1024)
     if wanted is None:
         way_out = "Write 16M (16 x 2^20, as batches are counted), or 16e6."
-        problems.append(_problem("--global-batch-tokens", text, "is no number of tokens", way_out))
+        problems.append(problem("--global-batch-tokens", text, "is no number of tokens", way_out))
         return None, ()
     if seq_len is None:
         return None, ()
@@ -347,7 +361,7 @@ def _batch(
 def _tokens(question: Question, spec: RunSpec | None, whole: RunSpec | None, problems: list[Problem]) -> float | None:
     if question.tokens is not None and question.compute_optimal:
         way_out = "Leave one of them out."
-        problems.append(_problem("--tokens", question.tokens, "and --compute-optimal both say how long to train", way_out))
+        problems.append(problem("--tokens", question.tokens, "and --compute-optimal both say how long to train", way_out))
     if question.tokens is None:
         if spec is None:
             return None
@@ -359,7 +373,7 @@ def _tokens(question: Question, spec: RunSpec | None, whole: RunSpec | None, pro
         )
     tokens = quantity(question.tokens)
     if tokens is None:
-        problems.append(_problem("--tokens", question.tokens, "is no number of tokens", "Write 15T, 300B or 2e9."))
+        problems.append(problem("--tokens", question.tokens, "is no number of tokens", "Write 15T, 300B or 2e9."))
     return tokens
 
 
@@ -371,7 +385,7 @@ def _sizes_wrong(model: Any, seq_len: int) -> list[Problem]:
     ]
     if seq_len % 2:
         way_out = f"Use {seq_len + 1} or {seq_len - 1}."
-        found.append(_problem("train.seq_len", seq_len, "is odd, and layouts that split sequences halve them first", way_out))
+        found.append(problem("train.seq_len", seq_len, "is odd, and layouts that split sequences halve them first", way_out))
     return found
 
 
@@ -390,7 +404,7 @@ def _not_dealt(model: ModelSpec, cluster: ClusterSpec, seq_len: int, batch: int,
     )
     key = "--global-batch"
     note = f" ({said} was rounded to {batch})" if said != key else ""
-    return [_problem(key, batch, reason + note, f"Use {near_ones} sequences; powers of two leave the most choice.")]
+    return [problem(key, batch, reason + note, f"Use {near_ones} sequences; powers of two leave the most choice.")]
 
 
 def _run(spec: RunSpec | None, model: Any, cluster: str, seq_len: int, batch: int, format: str, tokens: float | None) -> RunSpec:
@@ -413,5 +427,5 @@ def _run(spec: RunSpec | None, model: Any, cluster: str, seq_len: int, batch: in
     )
 
 
-def _problem(key: str, value: Any, reason: str, way_out: str) -> Problem:
+def problem(key: str, value: Any, reason: str, way_out: str) -> Problem:
     return Problem("error", key, value, reason, way_out, "command line")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megalith.planner.answer import CONVENTION, SPARE, short, spare
+from megalith.planner.answer import CONVENTION, assumption, short, spare
 from megalith.planner.asked import Asked, Question, ask
 from megalith.planner.candidates import Space
 from megalith.planner.search import Choice, search
@@ -50,7 +50,8 @@ class Atlas:
         return {
             "accelerator": cluster.accelerator.name, "title": cluster.accelerator.title, "per_node": cluster.per_node,
             "memory": cluster.accelerator.memory, "peak": cluster.accelerator.wide, "seq_len": train.seq_len,
-            "global_batch": train.global_batch, "format": self.asked.format, "convention": CONVENTION, "assumption": SPARE,
+            "global_batch": train.global_batch, "format": self.asked.format, "convention": CONVENTION,
+            "assumption": assumption(self.asked.software),
             "spare": spare(), "models": self.models, "nodes": self.nodes,
             "notes": list(self.asked.notes), "squares": [square.to_json() for square in self.squares],
         }  # fmt: skip

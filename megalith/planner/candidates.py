@@ -48,8 +48,16 @@ class Space:
     """Beside 1F1B and interleaved 1F1B."""
     copies: bool = True
     """Under ZeRO 3, two copies of the state, or as many as there are nodes, eights of nodes, or sixty-fours (HSDP)."""
+    compile: bool = False
+    """Compile blocks, where the schedule does not put weights' gradients off, which are compiled with the rest."""
+    compile_split: bool = True
+    """Also those that are split among ranks."""
     offload: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
     """Shares of the optimizer's state in host memory, for plans that do not fit without: the least that does."""
+
+    def compiles(self, schedule: str, *, split: bool) -> bool:
+        """Return True if blocks are compiled under a schedule."""
+        return self.compile and not SCHEDULES[schedule].splits_backward and (self.compile_split or not split)
 
     @classmethod
     def of_prefill(cls) -> "Space":
@@ -83,6 +91,7 @@ def candidates(
                         data=data, replicate=copies, zero=zero, tensor=tensor, sequence=seq_len % (context * tensor) == 0,
                         context=context, pipeline=pipeline, schedule=schedule, chunks=chunks, expert=expert,
                         expert_tensor=parts_of_one, microbatch=micro,
+                        compile=space.compiles(schedule, split=tensor * context * expert > 1),
                         recompute=policy, recompute_parts=parts, layers=even_layers(blocks, pipeline * chunks),
                     )  # fmt: skip
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megalith.cost.workload import Workload
 from megalith.planner.candidates import even_layers, offloaded, searched, suited
-from megalith.planner.search import Choice, Scorer, assumed
+from megalith.planner.search import Choice, Scorer, hiding
 from megalith.schedule import misfits
 from megalith.schedule.table import SCHEDULES, interleaving
 from megalith.spec.plan import Plan
@@ -40,7 +40,7 @@ def explain(workload: Workload, scorer: Scorer) -> tuple[Neighbour, ...]:
     """Every neighbour of a workload's plan that is legal, the cheapest first."""
     own, base = scorer.estimate(workload), replace(workload.practice, overlap_expert=False)
     here = Choice(workload.plan, own)
-    plans = [(change, replace(workload, plan=plan, practice=assumed(plan, base))) for change, plan in neighbours(workload)]
+    plans = [(change, replace(workload, plan=plan, practice=hiding(plan, base))) for change, plan in neighbours(workload)]
     found = []
     for change, changed in (*plans, *_offloads(workload)):
         other = scorer.estimate(changed)

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from megalith.cost.estimate import Estimate, estimate
 from megalith.cost.prefill import prefill
 from megalith.cost.profile import EXPERTS_ACTIVATION, UP_PROJECTION
+from megalith.cost.software import EAGER_2023, PLAIN_2021
 from megalith.cost.workload import Practice, Workload
 from megalith.planner.published.flops import step_flops
-from megalith.planner.published.software import EAGER_2023, PLAIN_2021
 from megalith.schedule.table import SCHEDULES, interleaving
 from megalith.spec import cluster as clusters
 from megalith.spec.plan import Plan

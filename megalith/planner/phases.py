@@ -34,7 +34,9 @@ class InPhase:
 def workload_in(asked: Asked, plan: Plan, phase: Phase) -> Workload:
     """Return a step of a phase under a plan."""
     kind = asked.run.optimizer.kind
-    return Workload(asked.model, plan, asked.cluster, phase.seq_len, phase.global_batch, asked.format, assumed(plan), kind)
+    return Workload(
+        asked.model, plan, asked.cluster, phase.seq_len, phase.global_batch, asked.format, assumed(plan, asked.software), kind
+    )
 
 
 def fits_all(asked: Asked, plan: Plan, scorer: Scorer) -> bool:

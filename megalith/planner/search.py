@@ -2,17 +2,19 @@
 have none, where it could be among the best. No torch unless a part must be traced."""
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
 from typing import Any, NamedTuple
 
+from megalith.cost import foreseen
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.estimate import Estimate, PartTimes, busy_seconds, estimate, part_times, step_time
 from megalith.cost.memory import Memory, fits, memory
 from megalith.cost.parts import Parts, parts, prepare
 from megalith.cost.prefill import prefill, prefill_memory
 from megalith.cost.profile import Layout
+from megalith.cost.software import OURS, practice
 from megalith.cost.time import Setting
 from megalith.cost.workload import Practice, Workload
 from megalith.planner.candidates import Space, candidates, offloaded
@@ -99,19 +101,21 @@ def search(
     global_batch: int,
     format: str = "bf16",
     optimizer: str = "adamw",
-    practice: Practice | None = None,
+    software: str = OURS,
     space: Space | None = None,
     top: int = 10,
     legal: Callable[[Plan], bool] | None = None,
+    differ: Callable[[Plan], Hashable] | None = None,
     scorer: "Scorer | None" = None,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Found:
-    """The `top` fastest plans that fit. `global_batch` counts sequences; plans that `legal` denies are left out of what is shown. `tick`
-    hears how many new parts are traced, of how many."""
+    """The `top` fastest plans that fit, for software of a name in `cost.software`. `global_batch` counts sequences; plans that `legal`
+    denies are left out of what is shown, and so are those for which `differ` gives what it gave for a faster one. `tick` hears how many
+    new parts are traced, of how many."""
     scorer, space = scorer or Scorer(calibration()), space or Space()
     plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
     workloads = [
-        Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, practice), optimizer) for plan in plans
+        Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, software), optimizer) for plan in plans
     ]
     scorer.prepare(workloads, tick)
     fitting: list[Choice] = []
@@ -137,9 +141,9 @@ def search(
             too_large += 1
             smallest[others] = size
             least = (held, workload) if least is None or held.total < least[0].total else least
-    here = _simulated(waiting, fitting, scorer, most=2 * top)
-    ranked = _simulated(offloaded, here, scorer, most=2 * top)
-    best, refused = _first_legal(ranked, top, legal)
+    here = _simulated(waiting, fitting, scorer, most=4 * top)
+    ranked = _simulated(offloaded, here, scorer, most=4 * top)
+    best, refused = _first_legal(ranked, top, legal, differ)
     runnable = next(iter(_first_legal(here, 1, legal)[0]), None)
     closest = None if best or least is None else _choice(least[1], least[0], scorer)
     thrifty = _first_legal(pareto(ranked), None, legal)[0]
@@ -175,9 +179,13 @@ def _lighter(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequenc
     return next((one for one in found if scorer.fits(*one)), None)
 
 
-def assumed(plan: Plan, practice: Practice | None = None) -> Practice:
-    """The software, which under a schedule that has two microbatches at work hides one's exchange of experts behind the other."""
-    known = practice or Practice()
+def assumed(plan: Plan, software: str = OURS) -> Practice:
+    """Return how software of a name runs a plan."""
+    return hiding(plan, practice(software, plan))
+
+
+def hiding(plan: Plan, known: Practice) -> Practice:
+    """Return the practice under a plan's schedule: with two microbatches at work, one's exchange of experts hides behind the other."""
     return replace(known, overlap_expert=True) if kind(plan.schedule).hides_exchange else known
 
 
@@ -205,16 +213,23 @@ def _step(choice: Choice) -> float:
 
 
 def _first_legal(
-    ranked: Sequence[Choice], most: int | None, legal: Callable[[Plan], bool] | None
+    ranked: Sequence[Choice],
+    most: int | None,
+    legal: Callable[[Plan], bool] | None,
+    differ: Callable[[Plan], Hashable] | None = None,
 ) -> tuple[tuple[Choice, ...], int]:
-    """The first `most` choices (None: all) that are legal, and how many were passed over on the way."""
+    """The first `most` choices (None: all) that are legal and differ, and how many were denied on the way."""
     found: list[Choice] = []
+    seen = set[Hashable]()
     refused = 0
     for choice in ranked:
         if len(found) == most:
             break
+        if differ is not None and differ(choice.plan) in seen:
+            continue
         if legal is None or legal(choice.plan):
             found.append(choice)
+            seen |= {differ(choice.plan)} if differ else set()
         else:
             refused += 1
     return tuple(found), refused
@@ -232,10 +247,11 @@ def pareto(ranked: Sequence[Choice]) -> tuple[Choice, ...]:
 
 
 class Scorer:
-    """Estimates many plans of one model: what they share is worked out once. `forward_only`: no training, but the prefill of prompts."""
+    """Estimates many plans of one model: what they share is worked out once. `forward_only`: no training, but the prefill of prompts.
+    `factor`: what measured steps make of all predicted times."""
 
-    def __init__(self, figures: Calibration, *, forward_only: bool = False) -> None:
-        self.figures, self.forward_only = figures, forward_only
+    def __init__(self, figures: Calibration, *, forward_only: bool = False, factor: float = 1.0) -> None:
+        self.figures, self.forward_only, self.factor = figures, forward_only, factor
         self._parts: dict[tuple[int, Layout, str], Parts] = {}
         self._times: dict[tuple[Any, ...], PartTimes] = {}
 
@@ -256,6 +272,12 @@ class Scorer:
             return prefill_memory(workload, self.parts(workload), self.figures)
         return memory(workload, self.parts(workload), self.figures.generations[workload.practice.generation])
 
+    def held(self, workload: Workload) -> Memory:
+        """As `cost.foreseen.held`: dearer and nearer to what the trainer takes. Of other software, and of prefills, as `memory`."""
+        if self.forward_only or workload.practice.loss != "chunked" or workload.plan.state.away:
+            return self.memory(workload)
+        return foreseen.held(workload, self.figures)
+
     def fits(self, workload: Workload, held: Memory) -> bool:
         """See `cost.memory.fits`."""
         return fits(workload, held, self.figures.generations[workload.practice.generation])
@@ -264,13 +286,15 @@ class Scorer:
         """See `cost.estimate.estimate`. `held`, if it is known already, saves work."""
         traced = self.parts(workload)
         if self.forward_only:
-            return prefill(workload, self.figures, traced, self._part_times(workload, traced))
-        return estimate(workload, self.figures, traced, held or self.memory(workload), self._part_times(workload, traced))
+            found = prefill(workload, self.figures, traced, self._part_times(workload, traced))
+        else:
+            found = estimate(workload, self.figures, traced, held or self.memory(workload), self._part_times(workload, traced))
+        return found if self.factor == 1 else replace(found, time=found.time * self.factor)
 
     def busy(self, workload: Workload) -> float:
         """See `cost.estimate.busy_seconds`: quick to compute."""
         traced = self.parts(workload)
-        return busy_seconds(workload, traced, self._part_times(workload, traced))
+        return self.factor * busy_seconds(workload, traced, self._part_times(workload, traced))
 
     def bound(self, workload: Workload) -> float:
         """Seconds that a step of a training takes at least: those of a schedule with a closed form, if its ranks never idled."""
@@ -278,7 +302,7 @@ class Scorer:
         plain = plan.model_copy(update={"schedule": interleaving(plan.chunks)})
         closed = replace(workload, plan=plain)
         time = step_time(closed, Setting.of(closed, self.figures), traced, self._part_times(workload, traced))
-        return time.step - time.bubble - time.other
+        return self.factor * (time.step - time.bubble - time.other)
 
     def _part_times(self, workload: Workload, traced: Parts) -> PartTimes:
         how = workload.format, workload.plan.context_method, workload.frozen

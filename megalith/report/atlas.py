@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from html import escape
 
-from megalith.planner.answer import CONVENTION, SPARE, short, spare
+from megalith.planner.answer import CONVENTION, assumption, short, spare
 from megalith.planner.atlas import Atlas, Square
 from megalith.planner.search import Choice
 from megalith.report import plans, units
@@ -34,7 +34,7 @@ def page(found: Atlas) -> str:
     title = f"Best layouts on {cluster.accelerator.title}"
     said = (
         f"{train.global_batch:,} sequences of {train.seq_len:,} = {tokens:,} tokens a step, {found.asked.format}; "
-        f"nodes of {cluster.per_node}. Predicted: {SPARE}."
+        f"nodes of {cluster.per_node}. Predicted: {assumption(found.asked.software)}."
     )
     peak = f"{cluster.accelerator.wide / 1e12:,.0f} TFLOP/s"
     maps = [

@@ -1,15 +1,18 @@
 """Plans that were found, as tables for a terminal of 80 columns."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.markup import escape
 from rich.table import Table
 
 from megalith.cost import host
+from megalith.cost.doubt import Interval
 from megalith.cost.estimate import Estimate
 from megalith.planner.answer import Answer, Point, short, spare
 from megalith.planner.price import Price
 from megalith.planner.search import Choice
+from megalith.planner.slower import Slower
+from megalith.planner.sure import Sure
 from megalith.spec.plan import Plan
 
 GIB = 2**30
@@ -27,29 +30,69 @@ def heading(found: Answer) -> str:
 
 
 def best(found: Answer) -> str:
-    """The answer in a line: the best layout, its speed and memory, and what the training comes to if its length is known."""
-    choice = found.found.best
+    """The answer in sentences: how long, with what layout, what it costs, and how sure that is."""
+    choice, sure = found.found.best, found.sure
     if choice is None:
         return ""
-    estimate = choice.estimate
+    estimate, plan = choice.estimate, choice.plan
     memory = f"{estimate.memory.total / GIB:.1f} GiB" + (f" of {estimate.limit / GIB:.0f}" if estimate.limit else "")
-    speed = f"{amount(estimate.tokens_per_second * choice.plan.ranks)} tokens/s in all, {estimate.mfu:.1%} MFU"
-    said = [f"best: {short(choice.plan)}", speed, f"{memory} on the fullest device"]
+    rate = amount(estimate.tokens_per_second * plan.ranks)
+    step = f"a step takes {seconds(estimate.time.step)} ({between(estimate.time.step, sure.time, seconds)})"
+    said = [f"{short(plan)}: {step}, {rate} tokens/s in all, {estimate.mfu:.1%} MFU, {memory} on the fullest device."]
     if found.trainings:
         one = found.trainings[0]
-        said.append(f"{one.days:,.1f} days for {amount(one.tokens)} tokens")
-        said += [f"${amount(one.dollars)}"] if one.dollars is not None else []
-    return ", ".join(said)
+        cost = "" if one.dollars is None else f" and ${amount(one.dollars)} ({between(one.dollars, sure.time, dollars)})"
+        said.insert(0, f"{amount(one.tokens)} tokens take {days(one.days)} ({between(one.days, sure.time, days)}){cost} with")
+    said.append(f"In brackets: 80 % of cases. {sure.words}.")
+    return " ".join(said)
 
 
-def table(choices: Sequence[Choice], own: Choice | None = None) -> Table:
-    """Choices, best first, and the run's own plan last."""
-    drawn = _table("layout", "again", "tok/s", "MFU", "step", "GiB", "bubble", "exposed")
+def between(value: float, interval: Interval, write: Callable[[float], str]) -> str:
+    """Return both ends of an interval around a value."""
+    return f"{write(value * interval.low)} to {write(value * interval.high)}"
+
+
+def days(value: float) -> str:
+    """Days with three digits, or hours."""
+    return f"{value:,.0f} days" if value >= 100 else f"{value:.3g} days" if value >= 1.5 else f"{24 * value:.3g} hours"
+
+
+def dollars(value: float) -> str:
+    """Dollars in short."""
+    return f"${amount(value)}"
+
+
+def table(found: Answer) -> Table:
+    """Layouts, best first, with what there is to choose by among those as fast as the best; the run's own plan last."""
+    choices, own = found.found.choices, found.own
+    drawn = _table("layout", "again", "MFU", "step", "80 %", "GiB", "waits", "beside the first")
+    drawn.columns[-1].justify, drawn.columns[-1].no_wrap = "left", False
     for choice in choices:
-        drawn.add_row(short(choice.plan), _again(choice.plan), *_figures(choice.estimate))
+        drawn.add_row(
+            short(choice.plan), _again(choice.plan), *_figures(choice.estimate, found.sure), _beside(choice, choices[0], found)
+        )
     if own is not None:
-        drawn.add_row(f"[bold]{short(own.plan)} (yours)[/]", _again(own.plan), *_figures(own.estimate))
+        figures = *_figures(own.estimate, found.sure), _beside(own, choices[0], found)
+        drawn.add_row(f"[bold]{short(own.plan)} (yours)[/]", _again(own.plan), *figures)
     return drawn
+
+
+def _beside(choice: Choice, first: Choice, found: Answer) -> str:
+    """What a layout has over the first, or by how much it is slower."""
+    ratio = choice.estimate.time.step / first.estimate.time.step
+    if choice.plan == first.plan:
+        return ""
+    freed = (first.estimate.memory.total - choice.estimate.memory.total) / GIB
+    fewer = _splits(first.plan) - _splits(choice.plan)
+    reasons = [f"{freed:.0f} GiB more free"] if freed >= 1 else []
+    reasons += ["fewer splits"] if fewer > 0 else []
+    speed = "as fast" if ratio < found.sure.apart else f"{ratio - 1:.0%} slower"
+    return ", ".join([speed, *reasons])
+
+
+def _splits(plan: Plan) -> int:
+    """Axes along which the work is split."""
+    return sum(size > 1 for size in (plan.tensor, plan.context, plan.pipeline, plan.expert, plan.data))
 
 
 def frontier(points: Sequence[Point]) -> Table:
@@ -113,11 +156,13 @@ def _again(plan: Plan) -> str:
     return {"none": "-", "selective": "+".join(plan.recompute_parts)}.get(plan.recompute, plan.recompute)
 
 
-def _figures(estimate: Estimate) -> tuple[str, ...]:
+def _figures(estimate: Estimate, sure: Sure) -> tuple[str, ...]:
     time, fits = estimate.time, "" if estimate.fits else "!"
+    low, high = time.step * sure.time.low, time.step * sure.time.high
+    both = f"{low:.3g}-{high:.3g}" if low >= 1 else f"{low * 1e3:.3g}-{high * 1e3:.3g}"
     return (
-        f"{estimate.tokens_per_second:,.0f}", f"{estimate.mfu:.1%}", seconds(time.step),
-        f"{estimate.memory.total / GIB:.1f}{fits}", f"{time.bubble / time.step:.1%}", f"{time.exposed / time.step:.1%}",
+        f"{estimate.mfu:.1%}", seconds(time.step), both, f"{estimate.memory.total / GIB:.1f}{fits}",
+        f"{(time.bubble + time.exposed) / time.step:.1%}",
     )  # fmt: skip
 
 
@@ -135,8 +180,9 @@ def legend(found: Answer) -> str:
         f"t tensor, c context, p pipeline x chunks (1F1B, unless named), e expert x parts of each, d data, z ZeRO stage, r copies, "
         f"m microbatch.\n"
         f"again: computed twice. "
-        f"tok/s: a device. MFU: {found.convention} of {device.wide / 1e12:,.0f} TFLOP/s.\n"
-        f"GiB: fullest rank{limit}. bubble, exposed communication: shares of the step.\n"
+        f"MFU: {found.convention} of {device.wide / 1e12:,.0f} TFLOP/s.\n"
+        f"GiB: fullest rank{limit}. waits: bubble and exposed communication, of the step. as fast: within {found.sure.apart - 1:.0%}, "
+        f"which no prediction tells apart.\n"
         f"{search.looked_at:,} plans looked at, {search.too_large:,} too large{denied}. Predicted: {found.assumption}."
         f"{_offloaded(found)}{beaten(found)}"
     )
@@ -149,7 +195,7 @@ def _offloaded(found: Answer) -> str:
         return ""
     return (
         f"\no: % of the optimizer's state offloaded to host memory (at most {host.MEMORY / GIB:.0f} GiB a device, assumed), updated there: "
-        f"{found.found.offloaded:,} plans fit only so; --no-offload leaves them out."
+        f"{found.found.offloaded:,} plans fit only so; without --offload they are left out."
     )
 
 
@@ -194,6 +240,33 @@ def phases(found: Answer) -> Table:
             f"{one.phase.first:,}", f"{one.phase.global_batch:,} x {one.phase.seq_len:,}", f"{one.steps:,}", seconds(time),
             f"{time * one.steps / 3600:,.1f} h", f"{held / GIB:.1f}",
         )  # fmt: skip
+    return drawn
+
+
+def slower(found: Slower) -> str:
+    """The step as measured beside the predicted one, and the term to blame, in a sentence."""
+    blamed = found.to_blame
+    off = found.measured / found.predicted - 1
+    said = f"{found.name}: a step takes {seconds(found.measured)}, predicted {seconds(found.predicted)} ({off:+.1%})."
+    if blamed is None:
+        return f"{said} No term takes notably longer than predicted."
+    return f"{said} Most over its prediction is {blamed.name}: {seconds(blamed.measured)} for {seconds(blamed.predicted)}."
+
+
+def terms(found: Slower) -> Table:
+    """The terms of a step, what takes longest over its prediction first."""
+    drawn = _table("term", "", "predicted", "measured", "over")
+    for one in found.terms:
+        over = f"{'-' if one.over < 0 else '+'}{seconds(abs(one.over))}"
+        drawn.add_row(one.name, "", seconds(one.predicted), seconds(one.measured), over)
+    return drawn
+
+
+def tries(found: Slower) -> Table:
+    """What to try, the most gain first."""
+    drawn = _table("try", "", "should gain")
+    for one in found.tries:
+        drawn.add_row(escape(one.change), "", f"{seconds(one.gain)} ({one.gain / found.measured:.1%})")
     return drawn
 
 

@@ -1,5 +1,6 @@
 """Hardware of a run: accelerators with sourced figures, and clusters of them."""
 
+import re
 import tomllib
 from functools import cache
 from importlib.resources import files
@@ -80,6 +81,10 @@ ALIASES = {
     "h100-80gb": "h100",
     "h100-sxm": "h100",
     "h200-sxm": "h200",
+    "gh200-96gb": "gh200",
+    "rtx4090": "rtx-4090",
+    "4090": "rtx-4090",
+    "mi300": "mi300x",
     "gb200": "gb200-nvl72",
     "gb300": "gb300-nvl72",
     "tpuv4": "tpu-v4",
@@ -90,6 +95,10 @@ ALIASES = {
 """Short names of accelerators in the catalogue: of several sizes, the one that most clusters have."""
 
 OWN = 'Any other device can be described in a cluster file, as clusters/own-accelerator.toml of the sources does: cluster = "mine.toml".'
+
+
+COUNTED = re.compile(r"(\d+) ?[x*×] ?(\S+)")
+"""Eight of a device, as people write it: 8xh100."""
 
 
 @cache
@@ -114,14 +123,14 @@ def find(device_name: str) -> Accelerator | None:
 
 
 def load(text: str) -> ClusterSpec:
-    """The cluster `text` names: "h100" (one node of them), "h100:16384" (so many), or a TOML file (`clusters/mine.toml`).
+    """The cluster `text` names: "h100" (one node of them), "h100:16384" or "16384xh100" (so many), or a TOML file (`clusters/mine.toml`).
 
     The file's keys are those of ClusterSpec, with `accelerator` a name from the catalogue or a table of its own.
     Raises SpecErrors for a name the catalogue has not, with the nearest it has.
     """
     if text.endswith(".toml"):
         return _read(Path(text))
-    name, colon, count = text.partition(":")
+    name, colon, count = (said[2], ":", said[1]) if (said := COUNTED.fullmatch(text)) else text.partition(":")
     accelerator = _named(name, key="cluster")
     if colon and not (count.isascii() and count.isdigit() and int(count) > 0):
         raise SpecErrors([_problem("cluster", text, f"{count!r} is not a number of devices", f'Write "{name}:8" for eight.')])

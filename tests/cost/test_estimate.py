@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_said():
 
 def test_a_calibration_survives_its_toml():
     figures = calibration()
-    again = parse(as_toml(figures, command="none", note=""))
+    again = parse(as_toml(figures, command="none", note="", seen={}))
     assert {k: pytest.approx(v, rel=1e-3) for k, v in figures.flat().items()} == again.flat()
 
 

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import subprocess
@@ -12,9 +13,10 @@ from typer.testing import CliRunner
 from megalith.cli import app
 from megalith.commands.shared.arguments import RunRequest
 from megalith.commands.shared.runs import check
-from megalith.planner.answer import Answer, answer, as_run, frontier, short
-from megalith.planner.asked import Question, ask, vary
+from megalith.planner.answer import Answer, answer, as_run, frontier, short, skeleton
+from megalith.planner.asked import Question, ask
 from megalith.planner.candidates import offloaded
+from megalith.planner.varied import vary
 from megalith.report import plans
 from megalith.spec.plan import Plan
 from megalith.spec.problem import SpecErrors
@@ -22,7 +24,7 @@ from tests.patience import PATIENCE
 from tests.prepared import hollow_data
 
 WORDS = {"model": "tiny", "cluster": "h100:4", "seq_len": 128, "global_batch": 8, "tokens": "1B"}
-TIGHT = {"model": "llama3.2-3b", "cluster": "a100-40gb:1", "seq_len": 8192, "global_batch": 16}
+TIGHT = {"model": "llama3.2-3b", "cluster": "a100-40gb:1", "seq_len": 8192, "global_batch": 16, "offload": True}
 ARGUMENTS = ["plan", *(word for key, value in WORDS.items() for word in (f"--{key.replace('_', '-')}", str(value)))]
 
 
@@ -50,10 +52,10 @@ def test_all_that_is_shown_is_legal_and_fits(answered: Answer):
 
 def test_what_check_denies_is_passed_over_and_counted(answered: Answer, monkeypatch: pytest.MonkeyPatch):
     best = answered.found.choices[0].plan
-    monkeypatch.setattr(type(answered.asked), "legal", lambda self, plan: plan != best)
+    monkeypatch.setattr(type(answered.asked), "legal", lambda self, plan: skeleton(plan) != skeleton(best))
     other = answer(answered.asked, top=2)
     assert [one.plan for one in other.found.choices] == [one.plan for one in answered.found.choices[1:3]]
-    assert other.found.refused == 1
+    assert other.found.refused > 0
     assert best not in [one.plan for one in other.found.pareto]
 
 
@@ -64,10 +66,9 @@ def test_a_training_takes_its_tokens(answered: Answer):
 
 
 def test_the_tables_fit_a_terminal(answered: Answer):
-    choices = answered.found.choices
-    console = Console(width=200, record=True, file=open(os.devnull, "w"), highlight=False)
-    console.print(plans.table(choices, choices[0]), plans.reasons(answered))
-    console.file.close()
+    own = replace(answered, own=answered.found.choices[0])
+    console = Console(width=80, record=True, file=io.StringIO(), highlight=False)
+    console.print(plans.table(own), plans.reasons(answered))
     lines = [line.rstrip() for line in console.export_text().splitlines()]
     assert max(map(len, lines)) <= 80
     assert any("(yours)" in line for line in lines)

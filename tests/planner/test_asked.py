@@ -4,7 +4,8 @@ from megalith.cost.constants import calibration
 from megalith.cost.memory import memory
 from megalith.cost.parts import parts
 from megalith.cost.workload import Practice, Workload
-from megalith.planner.asked import Question, active_parameters, ask, vary
+from megalith.planner.asked import Question, active_parameters, ask
+from megalith.planner.varied import vary
 from megalith.spec.plan import Plan
 from megalith.spec.problem import SpecErrors
 from megalith.spec.quantity import quantity
@@ -154,12 +155,15 @@ def test_lengths_and_batches_that_nobody_said_are_what_trainings_mostly_have_and
 def test_short_names_of_devices_and_models_are_understood_or_answered_with_what_they_may_be():
     assert ask(Question(model="405b", cluster="A100:64")).cluster.accelerator.name == "a100-80gb"
     assert ask(Question(model="405b", cluster="h100:64")).run.model.name == "llama3.1-405b"
-    several = wrong(model="7b", cluster="h100:8")["--model"]
-    assert "llama2-7b" in several.reason and several.way_out.startswith("Name one, such as --model ")
+    assert ask(Question(model="405b", cluster="64xh100")).cluster.count == 64
+    size = ask(Question(model="7b", cluster="h100:8"))
+    assert size.run.model.name == "llama2-7b" and "--model 7b: taken as llama2-7b; also llama1-7b" in size.notes
+    several = wrong(model="gemma2", cluster="h100:8")["--model"]
+    assert "gemma2-27b" in several.reason and several.way_out.startswith("Name one, such as --model ")
     assert "megalith models" in wrong(model="zebra", cluster="h100:8")["--model"].way_out
 
 
-@pytest.mark.parametrize("cluster", ["rtx4090:8", "l40s:8", "mi300x:8", "t4:1", "cpu:4"])
+@pytest.mark.parametrize("cluster", ["rx7900:8", "gaudi3:8", "cpu:4"])
 def test_a_device_that_nobody_described_is_told_the_cluster_file(cluster: str):
     problems = wrong(model="tiny", cluster=cluster)
     (problem,) = problems.values()

@@ -6,7 +6,8 @@ from megalith.cost.estimate import estimate
 from megalith.cost.workload import Workload
 from megalith.planner.candidates import offloaded
 from megalith.planner.published.express import express, measured_seconds
-from megalith.planner.published.rows import checking_groups, read
+from megalith.planner.published.rows import read
+from megalith.planner.published.software import SOFTWARE
 from megalith.spec import cluster as clusters
 from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
@@ -38,9 +39,28 @@ def test_every_said_row_measured_time_or_memory():
             assert measured_seconds(item.row, item.choices[0]) or item.row.memory, item.row.name
 
 
-def test_every_second_group_is_for_checking():
-    groups = sorted({row.group for row in ROWS if row.text("primary") == "1"})
-    assert [group in checking_groups(ROWS) for group in groups] == [i % 2 == 1 for i in range(len(groups))]
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"model_spec": '{"layers": 4, "hybrid": {"mamba": 3}}'}, "given as an object"),
+        ({"model_spec": '{"layers": 4'}, "cannot be read"),
+        ({"model_spec": '{"layers": 4, "hidden": 8}'}, "vocabulary"),
+        ({"model_spec": "[1, 2]"}, "cannot be read"),
+        ({"hardware": "Abacus"}, "catalogue has no Abacus"),
+        ({"options": "yes"}, "cannot be read"),
+    ],
+)
+def test_a_row_of_another_file_that_cannot_be_said_gives_a_reason(columns: dict[str, str], said: str):
+    row = next(row for row in ROWS if row.name == "torchtitan-a100-0004")
+    found = express(type(row)(row.columns | columns))
+    assert not found.choices
+    assert said in found.reason
+
+
+def test_rows_have_their_sources_and_groups_their_software():
+    assert all(row.text("source") and row.group for row in ROWS)
+    ours = {row.group for row in ROWS if row.group.startswith(("torchtitan", "megalith"))}
+    assert ours == {"torchtitan", "torchtitan-a100", "torchtitan-h200", "megalith"} and ours <= set(SOFTWARE)
 
 
 def test_what_is_published_to_have_run_out_of_memory_does_not_fit():

@@ -25,7 +25,7 @@ def test_peaks_are_dense_so_narrower_numbers_are_twice_as_fast_at_most():
         rates = [accelerator.peak[p] for p in ("bf16", "fp8", "fp4") if p in accelerator.peak]
         ratios = [2, 3] if accelerator.name in BLACKWELL_ULTRA else [2, 2]
         for (wide, narrow), ratio in zip(itertools.pairwise(rates), ratios, strict=False):
-            assert narrow == pytest.approx(ratio * wide, rel=1e-3), accelerator.name
+            assert narrow == pytest.approx(ratio * wide, rel=2e-2), accelerator.name  # as printed: an L40S has 362.05 and 733
 
 
 def test_volta_has_no_bf16_and_ampere_no_fp8():
@@ -63,6 +63,8 @@ def test_every_figure_has_a_source():
         ("NVIDIA B200", "b200"),
         ("NVIDIA GB200", "gb200-nvl72"),
         ("NVIDIA H800", "h800"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("Tesla T4", "t4"),
         ("cpu", "cpu"),
     ],
 )
@@ -79,7 +81,8 @@ def test_a_device_is_found_by_the_name_torch_gives_it(device: str, name: str):
         "NVIDIA H100 NVL",
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
         "NVIDIA A100 80GB PCIe",
-        "NVIDIA GeForce RTX 4090",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA A10G",
         "",
     ],
 )
@@ -94,6 +97,17 @@ def test_the_peak_of_a_cpu_is_not_guessed():
 def test_a_cluster_is_a_name_and_a_number():
     cluster = load("h100:16384")
     assert (cluster.accelerator.name, cluster.count, cluster.nodes) == ("h100", 16384, 2048)
+
+
+@pytest.mark.parametrize("text", ["8xh100", "8 x h100", "8*H100"])
+def test_a_number_may_come_first_as_people_write_it(text: str):
+    assert load(text) == load("h100:8")
+
+
+@pytest.mark.parametrize("name", ["rtx4090", "l40s", "a10", "t4", "l4", "mi300x", "gh200", "h100-96gb", "gb300"])
+def test_common_cards_are_known_with_all_that_one_node_needs(name: str):
+    cluster = load(f"{name}:1")
+    assert cluster.accelerator.memory and cluster.accelerator.memory_bandwidth and cluster.accelerator.wide
 
 
 def test_a_name_alone_is_one_node():

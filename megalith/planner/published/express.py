@@ -10,10 +10,11 @@ from itertools import product
 from typing import Any
 
 from megalith.cost.profile import DENSE_MLP, EXPERTS_ACTIVATION, UP_PROJECTION
+from megalith.cost.software import FUSED_2024
 from megalith.cost.workload import Workload
 from megalith.planner.published.flops import step_flops
 from megalith.planner.published.rows import CannotSayError, Row
-from megalith.planner.published.software import FUSED_2024, SOFTWARE, cluster_of, format_of, practice_of
+from megalith.planner.published.software import SOFTWARE, cluster_of, format_of, practice_of
 from megalith.spec.model import (
     AheadSpec,
     AttentionSpec,
@@ -67,11 +68,20 @@ class Expressed:
 
 def express(row: Row) -> Expressed:
     """The row as workloads, or the reason why not."""
-    transformer = "hybrid" not in row.model
+    try:
+        transformer = "hybrid" not in row.model
+    except ValueError as error:  # of another file: sizes that are no JSON
+        return Expressed(row, reason=f"model_spec cannot be read: {error}")
     try:
         return Expressed(row, _choices(row), transformer=transformer)
     except CannotSayError as reason:
         return Expressed(row, reason=str(reason), transformer=transformer)
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:  # of another file: sizes we never saw
+        return Expressed(row, reason=f"cannot be read ({type(error).__name__}: {_brief(error)})", transformer=transformer)
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:160]
 
 
 def measured_seconds(row: Row, workload: Workload) -> float | None:
@@ -166,6 +176,8 @@ def _model(row: Row) -> ModelSpec:
 
 
 def _hybrid(row: Row, sizes: dict[str, Any]) -> ModelSpec:
+    if not isinstance(sizes["hybrid"], str):
+        raise CannotSayError(f"{row.text('model')} has layers that are given as an object, which no preset is known for")
     if sizes["hybrid"] not in HYBRIDS:
         raise CannotSayError(f"{row.text('model')} has experts on a latent, which models/ does not have")
     if "mtp" in sizes:
@@ -266,6 +278,8 @@ def _recompute(row: Row) -> list[tuple[str, tuple[str, ...]]]:
         return [("full", core)]
     if text.startswith("none"):
         return [("none", core)]
+    if text.startswith("selective by"):  # torchtitan's: some operations, or every second layer; what is nearest
+        return [("selective", ("mlp",))]
     if selected := re.match(r"selective\(([^)]*)\)", text):
         names = [name.strip() for name in selected[1].split(",")]
         parts = tuple(module for name in names for module in PARTS.get(name, ()))

@@ -1,31 +1,44 @@
-"""`python -m megalith.planner.published.fit`: fit calibration.toml on the source groups that are not kept for checking.
+"""`python -m megalith.planner.published.fit`: fit the calibration on all published rows, and again without each source group.
 
-From the physical values of starts.toml, with nothing drawn at random: the same rows and the same code give the same figures again.
+It writes calibration.toml, which predictions use; left_out.toml, the figures that differ where a group had no part in the fit, so that
+a group can be judged by a fit that never saw it; and doubt.toml, how far such judgements are off. The start are the physical values of
+starts.toml, and nothing is drawn at random: the same rows and the same code give the same figures again.
 """
 
 import argparse
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from importlib.resources import files
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from megalith import cost
-from megalith.cost.calibrate import Observation, as_toml, fit
-from megalith.cost.constants import parse
+from megalith.cost import doubt
+from megalith.cost.calibrate import Observation, as_toml, fit, measured
+from megalith.cost.constants import Calibration, calibration, parse
 from megalith.cost.parts import parts
 from megalith.planner.published.express import express, measured_seconds
-from megalith.planner.published.rows import checking_groups, read
+from megalith.planner.published.residuals import residuals
+from megalith.planner.published.rows import Row, read
 
 COMMAND = "python -m megalith.planner.published.fit"
 
 SWEEPS = 6
 """Over all figures; the bundled ones were found in so many."""
 
+LEFT_OUT = "left_out.toml"
 
-def observations(groups: frozenset[str], *, most: int = 40) -> list[Observation]:
-    """The scored rows of so many groups that can be said, at most `most` of each, evenly taken."""
+
+def observations(rows: Sequence[Row], *, most: int = 40) -> list[Observation]:
+    """Return the scored rows that can be said, at most `most` of each source group, evenly taken."""
     found: list[Observation] = []
-    rows = [row for row in read() if row.scored and row.group in groups]
-    for group in sorted(groups):
-        said = [item for item in (express(row) for row in rows if row.group == group) if item.choices and item.transformer]
+    for group in sorted({row.group for row in rows if row.scored}):
+        mine = (row for row in rows if row.scored and row.group == group)
+        said = [item for item in map(express, mine) if item.choices and item.transformer]
         timed = [(item, seconds) for item in said if (seconds := measured_seconds(item.row, item.choices[0])) is not None]
         stride = -(-len(timed) // most) if timed else 1
         found += [
@@ -35,22 +48,68 @@ def observations(groups: frozenset[str], *, most: int = 40) -> list[Observation]
     return found
 
 
+def without(group: str, everything: Sequence[Observation], start: Calibration, sweeps: int) -> Calibration:
+    """Return the fit on all groups but one."""
+    return fit([one for one in everything if one.group != group], start, sweeps=sweeps)
+
+
+@cache
+def left_out() -> Mapping[str, Calibration]:
+    """Return the calibration that each source group had no part in."""
+    text = files("megalith.planner.published").joinpath(LEFT_OUT).read_text(encoding="utf-8")
+    return {group: calibration().changed(figures) for group, figures in tomllib.loads(text).items()}
+
+
+def as_changes(whole: Calibration, others: Mapping[str, Calibration]) -> str:
+    """Return calibrations as TOML: for each source group the figures that differ from the whole fit's."""
+    lines = [f"# Figures of fits without one source group, where they differ from calibration.toml: {COMMAND}"]
+    for group, figures in others.items():
+        flat, base = figures.flat(), whole.flat()
+        lines += [
+            "",
+            f"[{group}]",
+            *(f'"{name}" = {float(f"{value:.4g}")}' for name, value in flat.items() if value != base[name]),
+        ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Fit and write."""
-    parser = argparse.ArgumentParser(description="Fit the calibration on the source groups that are not kept for checking.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweeps", type=int, default=SWEEPS)
-    parser.add_argument(
-        "--swap", action="store_true", help="fit on the checking groups instead, to see how much the split matters"
-    )
-    parser.add_argument("--out", type=Path, default=Path(cost.__file__).parent / "calibration.toml")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="fits that run side by side")
+    parser.add_argument("--out", type=Path, help="folder for the three files; default: where the package reads them")
+    parser.add_argument("--doubt", action="store_true", help="write doubt.toml alone, from the fits there are")
     arguments = parser.parse_args()
+    here = arguments.out or Path(cost.__file__).parent
+    other = arguments.out or Path(__file__).parent
     rows = read()
-    checking = checking_groups(rows)
-    groups = checking if arguments.swap else frozenset({row.group for row in rows if row.text("primary") == "1"}) - checking
-    start = parse(files("megalith.cost").joinpath("starts.toml").read_text(encoding="utf-8"))
-    fitted = fit(observations(groups), start, sweeps=arguments.sweeps, tell=lambda line, _: print(line, flush=True))
-    arguments.out.write_text(as_toml(fitted, command=COMMAND, note=f"groups: {', '.join(sorted(groups))}"))
-    print(f"written to {arguments.out}")
+    if not arguments.doubt:
+        start = parse(files("megalith.cost").joinpath("starts.toml").read_text(encoding="utf-8"))
+        everything = observations(rows)
+        groups = sorted({one.group for one in everything})
+        _shared.update(everything=everything, start=start, sweeps=arguments.sweeps)
+        with ProcessPoolExecutor(arguments.processes, get_context("fork")) as pool:
+            whole, *others = pool.map(_job, ["", *groups])
+        note, seen = f"groups: {', '.join(groups)}", measured(everything, start)
+        (here / "calibration.toml").write_text(as_toml(whole, command=COMMAND, note=note, seen=seen))
+        rounded = parse((here / "calibration.toml").read_text())
+        (other / LEFT_OUT).write_text(as_changes(rounded, dict(zip(groups, others, strict=True))))
+    table = tomllib.loads((other / LEFT_OUT).read_text())
+    base = parse((here / "calibration.toml").read_text())
+    found = residuals(rows, {group: base.changed(figures) for group, figures in table.items()}, base)
+    (here / "doubt.toml").write_text(doubt.as_toml(doubt.estimated(found), command=COMMAND))
+    print(f"written to {here} and {other}")
+
+
+_shared: dict[str, Any] = {}
+"""The arguments of every fit, which forked processes inherit: what is traced is known by identity."""
+
+
+def _job(group: str) -> Calibration:
+    found = without(group, **_shared)
+    print(f"fitted without {group}" if group else "fitted on all", flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import csv
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -64,8 +63,9 @@ class Row:
 
     @property
     def memory(self) -> float | None:
-        """Peak bytes of the rank the source speaks of. What is printed as GB is read as GiB, torch's own unit, but for `DECIMAL`."""
-        found = self.number("peak_mem_gib")
+        """Peak bytes of the rank the source speaks of. What is printed as GB is read as GiB, torch's own unit, but for `DECIMAL`. What
+        torch's allocator reserved is no peak: it keeps what was freed, as much as there is."""
+        found = None if "max reserved" in self.text("peak_mem_kind") else self.number("peak_mem_gib")
         printed = "gb as printed" in self.text("peak_mem_kind").lower()
         return None if found is None else found * (1e9 if printed and self.group in DECIMAL else GIB)
 
@@ -75,11 +75,6 @@ def read(path: Path | None = None) -> list[Row]:
     source = files("megalith.planner.published").joinpath("measurements.csv") if path is None else path
     with source.open(encoding="utf-8") as file:
         return [Row(columns) for columns in csv.DictReader(file)]
-
-
-def checking_groups(rows: Iterable[Row]) -> frozenset[str]:
-    """The source groups no parameter is fitted on: every second one of all groups with primary rows, in order of name."""
-    return frozenset(sorted({row.group for row in rows if row.text("primary") == "1"})[1::2])
 
 
 class CannotSayError(Exception):

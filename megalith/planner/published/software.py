@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from typing import Any, Literal
 
+from megalith.cost.software import COMPILED_2024, EAGER_2023, FUSED_2024, PLAIN_2021, TRAINER
 from megalith.cost.workload import Practice
 from megalith.planner.published.rows import CannotSayError, Row
 from megalith.spec import cluster as clusters
@@ -16,6 +17,7 @@ HARDWARE = {
     "A100 (README says 40GB)": "a100-80gb",  # Selene, where this model was trained, has 80 GB a GPU
     "A800-80GB-SXM": "a800-80gb",
     "H100-80GB-SXM": "h100",
+    "H100-96GB-SXM (500 W)": "h100-96gb",
     "H200-141GB-SXM": "h200",
     "H800-80GB-SXM": "h800",
     "GB200": "gb200-nvl72",
@@ -35,18 +37,6 @@ NETWORK = (  # (what the column says, bytes/s out of a device)
     ("8x400Gb", 50e9),
 )
 
-PLAIN_2021 = Practice(
-    generation="plain",
-    attention="plain",
-    overlap_data=False,
-    overlap_tensor=False,
-    deduplicated=False,
-    causal_half=False,
-    loss="whole",
-)
-EAGER_2023 = Practice(generation="eager", overlap_tensor=False, deduplicated=False, loss="whole")
-FUSED_2024 = Practice(generation="fused")
-
 SOFTWARE = {  # source group -> the software its runs used
     "sc21": PLAIN_2021,
     "korthikanti22": PLAIN_2021,
@@ -64,6 +54,10 @@ SOFTWARE = {  # source group -> the software its runs used
     "mbridge-cards": replace(FUSED_2024, gradient_bytes=2),
     "mbridge-skills": replace(FUSED_2024, gradient_bytes=2),
     "dsv3-gb200": replace(FUSED_2024, gradient_bytes=2),
+    "torchtitan": replace(COMPILED_2024, gradient_bytes=4),
+    "torchtitan-a100": replace(EAGER_2023, gradient_bytes=4, loss="copied"),
+    "torchtitan-h200": replace(COMPILED_2024, gradient_bytes=4),
+    "megalith": replace(TRAINER, generation="compiled"),
 }
 
 _BY_SENDER = {"deduplicated": False, "router": "plain"}
@@ -113,6 +107,10 @@ def practice_of(row: Row) -> Practice:
     """Return what the software of a row overlaps, fuses and keeps."""
     practice = SOFTWARE.get(row.group, FUSED_2024)
     options = row.options
+    if options.get("compile") is False and practice.generation == "compiled":  # torch's own loss, which copies its logits
+        practice = replace(practice, generation="eager", loss="copied")
+    if options.get("async_tp"):
+        practice = replace(practice, overlap_tensor=True)
     if practice.generation == "plain" and row.text("precision") == "fp16":
         practice = replace(practice, gradient_bytes=2)  # Megatron sums gradients in fp32 for bf16 alone, unless told to
     if practice.generation == "fused" and _untuned(row):

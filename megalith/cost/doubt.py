@@ -1,0 +1,195 @@
+"""How far predictions are off, and what a few measured rows change about that. No torch.
+
+A *stack* is software on machines, as one source measured it. Its rows are off by a factor that is theirs together, and each by another:
+
+    log(measured / predicted) = bias + a stack's own (of deviation `between`) + a row's own (of deviation `within`)
+
+The deviations come from published rows, each judged by a fit that its stack had no part in. An interval of 80 % reaches so many
+deviations to either side as hold 80 % of such rows, every stack weighing alike (split conformal prediction over groups; Vovk et al. 2005;
+Barber et al. 2021, arXiv:1905.02928). Of a stack of which rows are known, the factor is drawn toward theirs, by how much they can be
+trusted (the normal model's posterior; Gelman et al. 2013, section 5.4).
+"""
+
+import tomllib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from math import exp, log, sqrt
+from statistics import median
+from typing import NamedTuple
+
+SHARE = 0.8
+"""Of rows that an interval holds."""
+
+NORMAL = 1.4826
+"""A normal distribution's deviation over the median distance from its median."""
+
+KINDS = ("time.dense", "time.expert", "memory")
+
+WRONG = log(1.3)
+"""No row is called wrong that is nearer than that to what it should be."""
+
+FAR = 3.0
+"""Deviations from what the other rows and all stacks say from which a row is called wrong."""
+
+
+class Residual(NamedTuple):
+    """One measured figure over its prediction."""
+
+    name: str
+    group: str
+    kind: str
+    """One of KINDS, or another that nothing is estimated for."""
+    log: float
+
+
+class Interval(NamedTuple):
+    """Factors on a prediction: what is measured lies between `low` and `high` in 80 % of cases, and in half of them above `middle`."""
+
+    low: float
+    middle: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        """How far the interval reaches from its middle, as a share: the geometric mean of both sides."""
+        return sqrt(self.high / self.low) - 1
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What is known of a stack after some rows: where its factor's logarithm lies, how sure that is, how far rows scatter, and which
+    rows were not followed, by their place."""
+
+    mean: float
+    deviation: float
+    within: float
+    wrong: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far predictions of one kind are off, in logarithms."""
+
+    bias: float
+    between: float
+    within: float
+    reach: float
+    """Deviations that an interval reaches for a stack of which no row is known,"""
+    reach_known: float
+    """and for one of which some are."""
+    groups: int
+    """Stacks it rests on."""
+    rows: int
+
+    def learn(self, logs: Sequence[float]) -> Learnt:
+        """Return what rows of one stack say of it. A row that the others and all stacks make very unlikely is left out, the worst first."""
+        left, wrong = dict(enumerate(logs)), list[int]()
+        while left:
+            gaps = {place: self._gap(place, left) for place in left}
+            worst = max(gaps, key=lambda place: gaps[place])
+            if gaps[worst] <= 1:
+                break
+            wrong.append(worst)
+            del left[worst]
+        return self._posterior(list(left.values()), tuple(sorted(wrong)))
+
+    def _gap(self, place: int, rows: Mapping[int, float]) -> float:
+        """How far a row is from what the others say, over the distance from which it is called wrong."""
+        others = self._posterior([value for other, value in rows.items() if other != place])
+        return abs(rows[place] - others.mean) / max(WRONG, FAR * sqrt(others.deviation**2 + others.within**2))
+
+    def _posterior(self, logs: Sequence[float], wrong: tuple[int, ...] = ()) -> Learnt:
+        sure = 1 / self.between**2 + len(logs) / self.within**2
+        mean = (self.bias / self.between**2 + sum(logs) / self.within**2) / sure
+        scatter = sum((value - mean) ** 2 for value in logs)
+        within = sqrt((PRIOR * self.within**2 + scatter) / (PRIOR + len(logs)))
+        return Learnt(mean, 1 / sqrt(sure), within, wrong)
+
+    def interval(self, learnt: Learnt | None = None) -> Interval:
+        """Return the factors of an interval of 80 %, for a stack of which nothing is known, or that much."""
+        known = learnt or self._posterior(())
+        reach = self.reach_known if learnt else self.reach
+        wide = reach * sqrt(known.deviation**2 + known.within**2)
+        return Interval(exp(known.mean - wide), exp(known.mean), exp(known.mean + wide))
+
+
+PRIOR = 4
+"""Rows that the scatter of all stacks counts as beside a stack's own."""
+
+
+def estimated(residuals: Sequence[Residual]) -> dict[str, Spread]:
+    """Return the spread of each kind, from rows judged by fits that their groups had no part in."""
+    return {kind: spread(by_group(residuals, kind)) for kind in KINDS}
+
+
+def by_group(residuals: Sequence[Residual], kind: str) -> dict[str, list[float]]:
+    """Return the logarithms of one kind by source group."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for one in residuals:
+        if one.kind == kind:
+            found[one.group].append(one.log)
+    return dict(found)
+
+
+def spread(groups: Mapping[str, Sequence[float]]) -> Spread:
+    """Return the spread that the rows of some groups show. Each reach is found as it is used: every group is judged by the deviations of
+    the others."""
+    plain = _deviations(groups)
+    alone: list[tuple[float, float]] = []
+    known: list[tuple[float, float]] = []
+    for group, logs in groups.items():
+        others = _deviations({name: rows for name, rows in groups.items() if name != group})
+        first = others._posterior(())
+        alone += [(abs(value - first.mean) / sqrt(first.deviation**2 + first.within**2), 1 / len(logs)) for value in logs]
+        for place, value in enumerate(logs) if len(logs) > 1 else ():
+            learnt = others._posterior([*logs[:place], *logs[place + 1 :]])
+            known.append((abs(value - learnt.mean) / sqrt(learnt.deviation**2 + learnt.within**2), 1 / len(logs)))
+    return Spread(
+        plain.bias, plain.between, plain.within, quantile(alone, SHARE), quantile(known, SHARE), len(groups), plain.rows
+    )
+
+
+def _deviations(groups: Mapping[str, Sequence[float]]) -> Spread:
+    """Return bias and deviations without a reach, every group weighing alike, in medians: no group that went wrong sets them alone."""
+    middles = [median(logs) for logs in groups.values()]
+    scatters = [NORMAL * median(abs(v - median(logs)) for v in logs) for logs in groups.values() if len(logs) > 2]
+    bias = median(middles)
+    between = NORMAL * median(abs(middle - bias) for middle in middles)
+    within = sqrt(sum(value**2 for value in scatters) / len(scatters)) if scatters else between
+    return Spread(bias, max(between, LEAST), max(within, LEAST), 1.0, 1.0, len(groups), sum(map(len, groups.values())))
+
+
+LEAST = 0.02
+"""No deviation is less: what is measured twice differs by that."""
+
+
+def quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:
+    """Return the value that this share of the weight does not exceed."""
+    total, passed = sum(weight for _, weight in weighted), 0.0
+    for value, weight in sorted(weighted):
+        passed += weight
+        if passed >= share * total:
+            return value
+    return max((value for value, _ in weighted), default=1.0)
+
+
+@cache
+def bundled() -> Mapping[str, Spread]:
+    """Return the spread of each kind, as the documented fit found it."""
+    text = files("megalith.cost").joinpath("doubt.toml").read_text(encoding="utf-8")
+    return {kind: Spread(**row) for kind, row in tomllib.loads(text).items()}
+
+
+def as_toml(spreads: Mapping[str, Spread], *, command: str) -> str:
+    """Return the text of doubt.toml."""
+    lines = [f"# How far predictions are off, in logarithms: {command}"]
+    for kind, row in spreads.items():
+        lines += ["", f'["{kind}"]', *(f"{key} = {_number(value)}" for key, value in vars(row).items())]
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else repr(float(f"{value:.4g}"))

@@ -1,0 +1,50 @@
+"""Software that a step can be predicted for, by name: this project's trainer, and others that published figures come from. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megalith.cost.workload import Practice
+from megalith.spec.plan import Plan
+
+PLAIN_2021 = Practice(
+    generation="plain",
+    attention="plain",
+    overlap_data=False,
+    overlap_tensor=False,
+    deduplicated=False,
+    causal_half=False,
+    loss="whole",
+)
+EAGER_2023 = Practice(generation="eager", overlap_tensor=False, deduplicated=False, loss="whole")
+FUSED_2024 = Practice(generation="fused")
+COMPILED_2024 = replace(EAGER_2023, generation="compiled")
+
+TRAINER = Practice(generation="eager", loss="chunked", overlap_tensor=False)
+"""This project's own trainer, uncompiled: plain PyTorch, fp32 gradients, and a loss of a few rows at a time."""
+
+OURS = "megalith"
+"""The name of this project's trainer, and what is planned for unless another is named."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """A program that trains: what it is called in full, and how it runs a plan."""
+
+    title: str
+    practice: Practice
+
+
+SOFTWARE: Mapping[str, Software] = {
+    OURS: Software("Megalith", TRAINER),
+    "megatron-te": Software("tuned recipes with Transformer Engine", FUSED_2024),
+    "megatron-core": Software("Megatron-Core as it comes", replace(FUSED_2024, generation="packaged", overlap_tensor=False)),
+    "torchtitan": Software("compiled PyTorch, as torchtitan has it", COMPILED_2024),
+    "pytorch": Software("PyTorch programs of 2023", EAGER_2023),
+    "megatron-2021": Software("Megatron-LM of 2021", PLAIN_2021),
+}
+
+
+def practice(name: str, plan: Plan) -> Practice:
+    """Return how software runs a plan. This project's trainer compiles blocks where the plan says so; others as they come."""
+    found = SOFTWARE[name].practice
+    return replace(found, generation="compiled") if name == OURS and plan.compile else found

@@ -1,0 +1,117 @@
+"""What a user has measured: rows of a table, or finished runs, as logarithms over what is predicted of them. No torch unless a part must
+be traced."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from pathlib import Path
+from statistics import median
+
+from megalith import events
+from megalith.cost.estimate import Estimate, estimate
+from megalith.cost.foreseen import held, of_run
+from megalith.cost.software import OURS
+from megalith.cost.workload import Workload
+from megalith.events.kinds import Step
+from megalith.planner.published.express import express, measured_seconds
+from megalith.planner.published.rows import Row, read
+from megalith.planner.search import assumed
+from megalith.spec.files import SPEC_FILE
+from megalith.spec.model import MoeSpec
+from megalith.spec.problem import Problem, SpecErrors
+from megalith.spec.run import RunSpec
+
+WARM = 3
+"""First steps of a run that say nothing: compilation, caches."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """One row that a user measured, over its prediction."""
+
+    name: str
+    kind: str
+    """time.dense or time.expert."""
+    time: float | None
+    """Logarithm of the measured step over the predicted one; None where none was measured,"""
+    memory: float | None
+    """and of the peak of a rank."""
+
+    @property
+    def ratio(self) -> float:
+        """The measured step over the predicted one."""
+        return exp(self.time or 0.0)
+
+
+def measured(paths: Iterable[Path], software: str) -> tuple[Own, ...]:
+    """Return the rows of tables (.csv, in the format of the bundled measurements) and of run folders, for software of this name. Raises
+    SpecErrors with everything that cannot be used."""
+    found, problems = list[Own](), list[Problem]()
+    for path in paths:
+        try:
+            found += _table(path, software) if path.suffix == ".csv" else [_run(path)]
+        except (OSError, ValueError, KeyError, SpecErrors) as error:
+            reasons = [one.reason for one in error.problems] if isinstance(error, SpecErrors) else [_said(error)]
+            way_out = "Give a table (.csv) in the format of megalith/planner/published/measurements.csv, or the folder of a run."
+            problems += [Problem("error", "--measured", str(path), reason, way_out, "command line") for reason in reasons]
+    if problems:
+        raise SpecErrors(problems)
+    return tuple(found)
+
+
+def _said(error: Exception) -> str:
+    return f"cannot be used: {error or type(error).__name__}"
+
+
+def _table(path: Path, software: str) -> list[Own]:
+    rows = read(path)
+    said = [(row, express(row)) for row in rows]
+    if unsaid := [f"{row.name or 'a row'}: {one.reason}" for row, one in said if not one.choices]:
+        raise ValueError("; ".join(unsaid))
+    return [_of_row(row, _taken(row, one.choices, software)) for row, one in said]
+
+
+def _taken(row: Row, choices: Sequence[Workload], software: str) -> Workload:
+    """Return what the row means for this software; of what it leaves open, what is nearest to what was measured."""
+    known = [replace(one, practice=assumed(one.plan, software)) for one in choices]
+    seconds = measured_seconds(row, known[0])
+    return min(known, key=lambda one: abs(log(seconds / estimate(one).time.step))) if seconds else known[0]
+
+
+def _of_row(row: Row, workload: Workload) -> Own:
+    return _over(row.name, workload, measured_seconds(row, workload), row.memory)
+
+
+def _run(folder: Path) -> Own:
+    """Return the row of a run: the median of its steps but the first, and the peak of its first rank."""
+    spec, steps = spec_of(folder), steps_of(folder)
+    peak = max(step.memory.get("peak", 0) for step in steps)
+    return _over(folder.name, of_run(spec), median(step.seconds for step in steps), peak)
+
+
+def spec_of(folder: Path) -> RunSpec:
+    """Return the run in a folder. Raises ValueError if it names no cluster to predict it for, OSError if it is no run's."""
+    spec = RunSpec.model_validate_json((folder / SPEC_FILE).read_text(encoding="utf-8"))
+    if spec.cluster == "local":
+        raise ValueError('the run names no cluster to predict it for (cluster = "local")')
+    return spec
+
+
+def steps_of(folder: Path) -> list[Step]:
+    """Return the steps of a run but its first ones, of each the last try. Raises ValueError if there is none."""
+    tries = {step.step: step for step in events.of_kind(events.read(folder), Step)}
+    steps = [tries[number] for number in sorted(tries)][WARM:]
+    if not steps:
+        raise ValueError(f"the run has no step after its first {WARM}")
+    return steps
+
+
+def _over(name: str, workload: Workload, seconds: float | None, peak: float | None) -> Own:
+    predicted: Estimate = estimate(workload)
+    ours = workload.practice == assumed(workload.plan, OURS)
+    memory = (held(workload) if ours else predicted.memory).allocated
+    experts = any(isinstance(block.mlp, MoeSpec) for block in set(workload.model.blocks))
+    return Own(
+        name, "time.expert" if experts else "time.dense", log(seconds / predicted.time.step) if seconds else None,
+        log(peak / memory) if peak else None,
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""What published rows say of predictions and of their intervals: coverage and width, few-shot errors, and what choosing by them costs.
+
+Rows come with residuals of fits that their source group had no part in, and each group is judged by the deviations of the others."""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import exp, log
+from statistics import median
+from typing import Any
+
+from megalith.cost.calibrate import mean
+from megalith.cost.doubt import SHARE, Interval, Spread, quantile, spread
+from megalith.planner.published.residuals import Result
+
+Groups = Mapping[str, Sequence[float]]
+"""Logarithms of measured over predicted by source group."""
+
+ENOUGH, DRAWS = 8, 20
+"""Rows of a stack from which few are drawn, and how often."""
+
+CLEAR = 1.1
+"""Two measured steps differ clearly if one is longer by this factor."""
+
+
+def others_of(groups: Groups) -> Callable[[str], Spread]:
+    """Return what gives the spread of all groups but one."""
+    known = {group: spread({name: logs for name, logs in groups.items() if name != group}) for group in groups}
+    return known.__getitem__
+
+
+@dataclass(frozen=True)
+class Covered:
+    """How an interval did: every group weighs alike."""
+
+    rows: int
+    groups: int
+    share: float
+    """Of rows that lie in it."""
+    width: float
+    """Its half-width, in the median over groups."""
+    score: float
+    """Mean interval score of the logarithms: width, and ten times how far rows lie outside (Gneiting & Raftery 2007, section 6.2)."""
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def covered(groups: Groups, interval: Callable[[str, int], Interval]) -> Covered:
+    """Return how intervals did. `interval` gives that of a group's row."""
+    shares, widths, scores = list[float](), list[float](), list[float]()
+    for group, logs in groups.items():
+        found = [interval(group, place) for place in range(len(logs))]
+        shares.append(mean(one.low <= exp(value) <= one.high for one, value in zip(found, logs, strict=True)))
+        widths.append(median(one.half_width for one in found))
+        scores.append(mean(_score(one, value) for one, value in zip(found, logs, strict=True)))
+    return Covered(sum(map(len, groups.values())), len(groups), mean(shares), median(widths), mean(scores))
+
+
+def _score(interval: Interval, value: float) -> float:
+    low, high = log(interval.low), log(interval.high)
+    return high - low + 2 / (1 - SHARE) * (max(0.0, low - value) + max(0.0, value - high))
+
+
+def coverage(groups: Groups, others: Callable[[str], Spread], constant: Interval) -> dict[str, Covered]:
+    """Return how intervals do for stacks of which no row is known, for those of which all other rows are, and one for all rows."""
+    alone = {group: others(group).interval() for group in groups}
+    several = {group: logs for group, logs in groups.items() if len(logs) > 1}
+
+    def known(group: str, place: int) -> Interval:
+        logs, deviations = several[group], others(group)
+        return deviations.interval(deviations.learn([*logs[:place], *logs[place + 1 :]]))
+
+    return {
+        "unseen": covered(groups, lambda group, _: alone[group]),
+        "seen": covered(several, known),
+        "constant": covered(groups, lambda *_: constant),
+    }
+
+
+def one_for_all(groups: Sequence[Groups]) -> Interval:
+    """Return the one interval that holds four fifths of all rows of all kinds, each group alike: what is to be beaten."""
+    weighted = [(value, 1 / len(logs)) for kind in groups for logs in kind.values() for value in logs]
+    return Interval(*(exp(quantile(weighted, share)) for share in ((1 - SHARE) / 2, 0.5, (1 + SHARE) / 2)))
+
+
+def few_shot(groups: Groups, others: Callable[[str], Spread], rows: int) -> dict[str, dict[str, float]]:
+    """Return by stack the median error of its other rows: as they are predicted, after some of its rows are known, and after one of those
+    was twice as long as it was; with the share of draws in which that one was named."""
+    found: dict[str, dict[str, float]] = {}
+    for group, logs in groups.items():
+        if len(logs) < ENOUGH:
+            continue
+        draw, deviations = random.Random(group), others(group)
+        errors: dict[str, list[float]] = defaultdict(list)
+        for _ in range(DRAWS):
+            places = draw.sample(range(len(logs)), rows)
+            taken, rest = [logs[place] for place in places], [v for place, v in enumerate(logs) if place not in places]
+            planted = deviations.learn([taken[0] + log(2), *taken[1:]])
+            errors["before"].append(_error(rest, 0.0))
+            errors["after"].append(_error(rest, deviations.learn(taken).mean))
+            errors["planted"].append(_error(rest, planted.mean))
+            errors["named"].append(float(0 in planted.wrong))
+        found[group] = {name: median(values) if name != "named" else mean(values) for name, values in errors.items()}
+        found[group]["worse"] = median(a - b for a, b in zip(errors["after"], errors["before"], strict=True))
+    return found
+
+
+def _error(logs: Sequence[float], factor: float) -> float:
+    return median(abs(exp(factor - value) - 1) for value in logs)
+
+
+def choosing(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
+    """Return for each set of layouts of one model, machine and software what taking the one that is predicted to be fastest loses, and how
+    many clear pairs are in order. Layouts that were measured twice count once, by their best."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, layouts in sets(results).items():
+        first = min(layouts, key=lambda one: one.estimate.time.step)
+        measured = [one.seconds or 0.0 for one in layouts]
+        pairs = [sorted(pair, key=lambda one: one.seconds or 0.0) for pair in combinations(layouts, 2)]
+        clear = [(a, b) for a, b in pairs if (b.seconds or 0.0) > CLEAR * (a.seconds or 0.0)]
+        found[name] = {
+            "layouts": len(layouts), "loss": (first.seconds or 0.0) / min(measured) - 1, "pairs": len(clear),
+            "in_order": sum(a.estimate.time.step < b.estimate.time.step for a, b in clear),
+        }  # fmt: skip
+    return found
+
+
+SAME = ("source_group", "model", "hardware", "n_gpus", "seq_len", "precision", "global_batch")
+LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "dp", "micro_batch", "recompute", "shard")
+
+
+def sets(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Return the results by what a choice among layouts leaves as it is, where there are two layouts or more."""
+    known: dict[str, dict[tuple[str, ...], Result]] = defaultdict(dict)
+    for one in results:
+        if one.seconds is None or one.kind == "hybrid":
+            continue
+        key, layout = "/".join(map(one.row.text, SAME)), tuple(map(one.row.text, LAYOUT))
+        best = known[key].get(layout)
+        if best is None or one.seconds < (best.seconds or 0.0):
+            known[key][layout] = one
+    return {key: list(layouts.values()) for key, layouts in known.items() if len(layouts) > 1}

@@ -1,0 +1,71 @@
+"""Published rows beside their predictions: what each row measured over what is predicted of it, in logarithms."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import log
+
+from megalith.cost.calibrate import choose
+from megalith.cost.constants import Calibration
+from megalith.cost.doubt import Residual
+from megalith.cost.estimate import Estimate
+from megalith.cost.memory import every_rank
+from megalith.cost.parts import parts
+from megalith.cost.workload import Workload
+from megalith.planner.published.express import Expressed, express, measured_seconds
+from megalith.planner.published.rows import Row
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row, predicted."""
+
+    row: Row
+    kind: str
+    """dense, expert or hybrid."""
+    workload: Workload
+    estimate: Estimate
+    seconds: float | None
+    """Measured."""
+    memory: float
+    """Predicted peak bytes of the rank the source speaks of."""
+
+    @property
+    def time_error(self) -> float | None:
+        return None if self.seconds is None else self.estimate.time.step / self.seconds - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        measured = self.row.memory
+        return None if measured is None else self.memory / measured - 1
+
+    def residuals(self) -> Iterator[Residual]:
+        """What the row measured, of time and of memory."""
+        if self.seconds is not None:
+            yield Residual(self.row.name, self.row.group, f"time.{self.kind}", log(self.seconds / self.estimate.time.step))
+        if self.row.memory is not None:
+            yield Residual(self.row.name, self.row.group, "memory", log(self.row.memory / self.memory))
+
+
+def predict(said: Expressed, figures: Calibration) -> Result:
+    """Return the planner's pick among what the row can mean."""
+    workload, found = choose([(choice, parts(choice)) for choice in said.choices], figures)
+    seconds = measured_seconds(said.row, workload)
+    kind = "hybrid" if not said.transformer else "expert" if said.expert else "dense"
+    return Result(said.row, kind, workload, found, seconds, _memory(said.row, workload, found, figures))
+
+
+def _memory(row: Row, workload: Workload, found: Estimate, figures: Calibration) -> float:
+    kind, generation = row.text("peak_mem_kind").lower(), figures.generations[workload.practice.generation]
+    if "last rank" not in kind and "rank-0" not in kind:
+        return found.memory.allocated
+    ranks = every_rank(workload, parts(workload), generation)
+    return ranks[-1 if "last rank" in kind else 0].allocated
+
+
+def residuals(rows: Sequence[Row], left_out: Mapping[str, Calibration], whole: Calibration) -> list[Residual]:
+    """Return the residuals of all scored rows, each by the fit that its source group had no part in."""
+    found = []
+    for said in (express(row) for row in rows if row.scored):
+        if said.choices and said.transformer:
+            found += predict(said, left_out.get(said.row.group, whole)).residuals()
+    return found

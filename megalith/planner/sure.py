@@ -1,0 +1,72 @@
+"""How sure an answer is: intervals of 80 % around its times and bytes, what they rest on, and what own measurements change. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, sqrt
+from typing import Any
+
+from megalith.cost import doubt
+from megalith.cost.constants import calibration
+from megalith.cost.doubt import Interval, Learnt
+from megalith.cost.software import SOFTWARE
+from megalith.planner.asked import Asked
+from megalith.planner.measured import Own
+from megalith.spec.model import MoeSpec
+
+
+@dataclass(frozen=True)
+class Sure:
+    """Intervals of 80 %, as factors on what is predicted."""
+
+    time: Interval
+    memory: Interval
+    apart: float
+    """Two layouts of one answer whose steps differ by a smaller factor may be as fast as one another: their stack's factor is the same."""
+    words: str
+    """What the interval of time rests on."""
+    factor: float = 1.0
+    """What own measurements make of a predicted time; the intervals are around that."""
+
+    def to_json(self) -> dict[str, Any]:
+        intervals = {"time": self.time._asdict(), "memory": self.memory._asdict()}
+        return intervals | {"apart": self.apart, "factor": self.factor, "rests_on": self.words}
+
+
+def sure(asked: Asked, own: Sequence[Own] = ()) -> Sure:
+    """Return how sure predictions for a question are, after what was measured of the same software on the same machines."""
+    kind = "time.expert" if any(isinstance(block.mlp, MoeSpec) for block in set(asked.model.blocks)) else "time.dense"
+    time, memory = doubt.bundled()[kind], doubt.bundled()["memory"]
+    far = (
+        ""
+        if _device(asked) in calibration().fitted["devices"]
+        else f"no measured row has a device like {asked.cluster.accelerator.name}"
+    )
+    if far:
+        time = replace(time, between=time.between * sqrt(2))  # a device's own factor is as uncertain as a stack's
+    peaks = [one.memory for one in own if one.memory is not None]
+    held = memory.interval(memory.learn(peaks) if peaks else None)
+    mine = [one for one in own if one.kind == kind and one.time is not None]
+    learnt = time.learn([one.time or 0.0 for one in mine]) if mine else None
+    factor = exp(learnt.mean) if learnt else 1.0
+    around = Interval(*(end / factor for end in time.interval(learnt)))
+    within = learnt.within if learnt else time.within
+    return Sure(around, held, exp(time.reach_known * within * sqrt(2)), _words(asked, mine, learnt, far), factor)
+
+
+def _device(asked: Asked) -> str | None:
+    return calibration().families.get(asked.cluster.accelerator.name)
+
+
+def _words(asked: Asked, mine: Sequence[Own], learnt: Learnt | None, far: str) -> str:
+    """Return what an interval rests on, and which own rows were not followed."""
+    where = f"{SOFTWARE[asked.software].title} on {asked.cluster.accelerator.name}"
+    if learnt is None:
+        return f"{where} was not measured: the interval is that of software nobody measured" + (f", and {far}" if far else "")
+    wrong = [mine[place] for place in learnt.wrong]
+    followed = len(mine) - len(wrong)
+    said = (
+        f"{followed} measured row{'s' * (followed != 1)} of {where}: times are {exp(learnt.mean):.2f} of what they were predicted"
+    )
+    for one in wrong:
+        said += f"; {one.name} is not followed, it took {one.ratio:.2f} of its prediction, which the rest makes very unlikely"
+    return said

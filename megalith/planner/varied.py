@@ -1,0 +1,46 @@
+"""A question with one thing changed, for what-ifs. No torch."""
+
+from dataclasses import replace
+
+from megalith.planner.asked import Asked, Question, ask, problem
+from megalith.spec.cluster import ClusterSpec
+from megalith.spec.problem import SpecErrors, near
+from megalith.spec.quantity import quantity
+
+LINKS = {"scale_out": "bytes/s out of a device over the network", "scale_up": "... over the fast links"}
+"""What a what-if may say of the fabric, in GB/s one way."""
+
+
+def vary(question: Question, change: str) -> Asked:
+    """The question with one thing changed, as "accelerator=h200", "cluster=h100:8192", "seq_len=16384", "global_batch=1024",
+    "global_batch_tokens=8M", "format=fp8", "scale_out=25" or "scale_up=900" (GB/s one way a device). Raises SpecErrors."""
+    key, equals, value = change.partition("=")
+    key = key.strip().replace("-", "_")
+    known = ("accelerator", "cluster", "seq_len", "global_batch", "global_batch_tokens", "format", *LINKS)
+    number = quantity(value, thousand=1024 if key in ("seq_len", "global_batch") else 1000)
+    if (
+        key not in known
+        or not equals
+        or (number is None and key not in ("accelerator", "cluster", "format", "global_batch_tokens"))
+    ):
+        nearest = near(key, known)
+        hint = f"Did you mean {nearest!r}? " if nearest and nearest != key else ""
+        way_out = f"{hint}Write KEY=VALUE with one of: {', '.join(known)}; such as accelerator=h200 or scale_out=25 (GB/s)."
+        raise SpecErrors([problem("--what-if", change, "is no change that is known", way_out)])
+    if key in LINKS:
+        asked = ask(question)
+        rate = (number or 0.0) * 1e9
+        cluster = asked.cluster
+        changed = cluster.model_copy(update={"scale_out": rate}) if key == "scale_out" else _with_fast(cluster, rate)
+        return replace(asked, cluster=changed)
+    if key == "accelerator":
+        key, value = "cluster", f"{value.strip()}:{ask(question).cluster.count}"
+    if key in ("seq_len", "global_batch"):
+        others = {"global_batch_tokens": None} if key == "global_batch" else {}
+        return ask(replace(question, **{key: int(number or 0)}, **others))
+    others = {"global_batch": None} if key == "global_batch_tokens" else {}
+    return ask(replace(question, **{key: value.strip()}, **others))
+
+
+def _with_fast(cluster: ClusterSpec, rate: float) -> ClusterSpec:
+    return cluster.model_copy(update={"accelerator": cluster.accelerator.model_copy(update={"scale_up": rate})})

@@ -1,0 +1,106 @@
+"""Own measurements move what is predicted, as far as they can be trusted."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from megalith import events
+from megalith.cost.estimate import estimate
+from megalith.cost.foreseen import of_run
+from megalith.events.log import EventLog
+from megalith.planner.answer import answer
+from megalith.planner.asked import Question, ask
+from megalith.planner.measured import measured
+from megalith.planner.published.rows import read
+from megalith.planner.sure import sure
+from megalith.spec.files import SPEC_FILE
+from megalith.spec.problem import SpecErrors
+from tests.specs import tiny_run
+
+WORDS = {"model": "tiny", "cluster": "h100:4", "seq_len": 128, "global_batch": 8, "tokens": "1B"}
+
+
+@pytest.fixture(autouse=True)
+def _no_disk(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEGALITH_CACHE", "")
+
+
+def run_folder(path: Path, ratio: float) -> Path:
+    """A finished run whose steps took so much of what is predicted of them, but for its first ones."""
+    spec = tiny_run(plan={"data": 2}).model_copy(update={"cluster": "h100:2"})
+    path.mkdir()
+    (path / SPEC_FILE).write_text(spec.model_dump_json())
+    seconds, log = ratio * estimate(of_run(spec)).time.step, EventLog(path)
+    for number in range(1, 10):
+        log.write(
+            events.Step(number, 3.0, 1.0, 1e-3, 64, 64 * number, 99.0 if number < 4 else seconds, 1.0, None, {}, {"peak": 2**30})
+        )
+    return path
+
+
+def table(path: Path, ratios: list[float]) -> Path:
+    """Rows of a user's, as the bundled file has them."""
+    row = next(row for row in read() if row.name == "torchtitan-a100-0004")
+    seconds = row.number("step_time_s") or 0.0
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(row.columns))
+        writer.writeheader()
+        for number, ratio in enumerate(ratios):
+            changed = {"id": f"mine-{number}", "source_group": "mine", "step_time_s": seconds * ratio, "tokens_per_s_per_gpu": ""}
+            writer.writerow(row.columns | changed)
+    return path
+
+
+def test_a_run_s_steps_after_its_first_ones_stand_beside_their_prediction(tmp_path: Path):
+    (one,) = measured([run_folder(tmp_path / "run", 1.25)], "megalith")
+    assert (one.name, one.kind, one.ratio) == ("run", "time.dense", pytest.approx(1.25))
+    assert one.memory is not None
+
+
+def test_times_and_what_follows_from_them_move_and_their_interval_shrinks(tmp_path: Path):
+    plain = answer(ask(Question(**WORDS)), top=2)
+    rows = measured([run_folder(tmp_path / str(n), 1.2) for n in range(3)], "megalith")
+    moved = answer(ask(Question(**WORDS)), top=2, measured=rows)
+    factor = moved.sure.factor
+    assert 1.1 < factor < 1.2
+    one, other = plain.found.choices[0], moved.found.choices[0]
+    assert other.plan == one.plan
+    assert other.estimate.time.step == pytest.approx(factor * one.estimate.time.step)
+    assert moved.trainings[0].days == pytest.approx(factor * plain.trainings[0].days)
+    assert moved.sure.time.half_width < plain.sure.time.half_width
+    assert "3 measured rows of Megalith on h100" in moved.sure.words
+
+
+def test_a_row_that_is_far_off_is_named_and_not_followed(tmp_path: Path):
+    rows = measured([run_folder(tmp_path / str(n), ratio) for n, ratio in enumerate((1.1, 2.6, 1.12, 1.08))], "megalith")
+    found = sure(ask(Question(**WORDS)), rows)
+    assert found.factor == pytest.approx(1.1, rel=0.05)
+    assert "1 is not followed, it took 2.60 of its prediction" in found.words
+
+
+def test_a_table_is_read_with_the_software_that_is_planned_for(tmp_path: Path):
+    first, second = measured([table(tmp_path / "mine.csv", [1.0, 1.5])], "pytorch")
+    assert second.ratio == pytest.approx(1.5 * first.ratio)
+    assert first.name == "mine-0"
+
+
+def test_everything_that_cannot_be_used_is_said_at_once(tmp_path: Path):
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / SPEC_FILE).write_text(tiny_run(plan={"data": 1}).model_dump_json())
+    bad = tmp_path / "bad.csv"
+    bad.write_text("id,model_spec,n_gpus\nx," + json.dumps({}).replace('"', '""') + ",2\n")
+    with pytest.raises(SpecErrors) as caught:
+        measured([local, bad, tmp_path / "none"], "megalith")
+    assert [problem.value for problem in caught.value.problems] == [str(local), str(bad), str(tmp_path / "none")]
+    assert "names no cluster" in caught.value.problems[0].reason and "gives no sizes" in caught.value.problems[1].reason
+
+
+def test_without_rows_nothing_is_moved():
+    found = sure(ask(Question(**WORDS)))
+    assert found.factor == 1.0
+    assert "was not measured: the interval is that of software nobody measured" in found.words
+    far = sure(ask(Question(**(WORDS | {"cluster": "mi300x:4"}))))
+    assert far.time.half_width > found.time.half_width and "a device like mi300x" in far.words

@@ -1,0 +1,68 @@
+"""A run's step beside its prediction, by term."""
+
+from pathlib import Path
+
+import pytest
+
+from megalith import events
+from megalith.cost.estimate import estimate
+from megalith.cost.foreseen import of_run
+from megalith.events.log import EventLog
+from megalith.planner.slower import by_term, slower
+from megalith.report import plans
+from megalith.spec.files import SPEC_FILE
+from tests.specs import tiny_run
+
+RUN = tiny_run(plan={"data": 2, "pipeline": 2}, train={"seq_len": 256, "global_batch": 16}).model_copy(
+    update={"cluster": "h100:4"}
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_disk(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEGALITH_CACHE", "")
+
+
+def folder(path: Path, **factors: float) -> Path:
+    """A run whose steps took what is predicted, but for some terms."""
+    path.mkdir()
+    (path / SPEC_FILE).write_text(RUN.model_dump_json())
+    here = {name: value * factors.get(name, 1.0) for name, value in by_term(estimate(of_run(RUN)).time).items()}
+    kinds = {"forward": here["compute"] / 3, "backward": here["compute"] * 2 / 3} | {
+        name: here[name] for name in ("communication", "bubble", "optimizer", "other")
+    }
+    log = EventLog(path)
+    for number in range(1, 8):
+        log.write(events.Step(number, 3.0, 1.0, 1e-3, 64, 64 * number, sum(kinds.values()), 1.0, None, kinds, {"peak": 2**30}))
+    return path
+
+
+def test_the_term_that_was_made_slower_is_to_blame(tmp_path: Path):
+    for name in ("compute", "bubble", "other"):
+        found = slower(folder(tmp_path / name, **{name: 50.0}))
+        assert found.to_blame is not None and found.to_blame.name == name
+        assert name in plans.slower(found)
+        assert found.to_blame.over == pytest.approx(49 * found.to_blame.predicted)
+
+
+def test_a_run_that_takes_what_was_predicted_has_nothing_to_blame(tmp_path: Path):
+    found = slower(folder(tmp_path / "run"))
+    assert found.to_blame is None
+    assert found.measured == pytest.approx(found.predicted)
+    assert "No term" in plans.slower(found)
+
+
+def test_what_is_to_be_tried_gains_most_first_and_takes_from_what_was_slow(tmp_path: Path):
+    found = slower(folder(tmp_path / "run", bubble=100.0))
+    gains = [one.gain for one in found.tries]
+    assert gains and gains == sorted(gains, reverse=True)
+    assert "pipeline 2 -> 1" in {one.change for one in found.tries}
+    assert all(one.gain > 0 for one in found.tries)
+
+
+def test_a_folder_that_is_no_run_or_names_no_cluster_is_refused(tmp_path: Path):
+    with pytest.raises(OSError):
+        slower(tmp_path)
+    (tmp_path / SPEC_FILE).write_text(RUN.model_copy(update={"cluster": "local"}).model_dump_json())
+    with pytest.raises(ValueError, match="names no cluster"):
+        slower(tmp_path)
