@@ -4,9 +4,11 @@ What differs from family to family is in `foreign/`. Rotary positions pair chann
 permutation. Only safetensors files are read and written: a pickled `.bin` could execute code.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +29,18 @@ from megalith.data.tokenizer import TOKENIZER_CONFIG_FILE, Tokenizer
 from megalith.models.stage import Stage
 from megalith.spec.families import Model
 
-__all__ = ["ForeignModelError", "configuration", "export", "import_", "read_config", "read_weights", "shapes", "to_theirs"]
+__all__ = [
+    "ForeignModelError",
+    "Imported",
+    "configuration",
+    "export",
+    "import_",
+    "read_config",
+    "read_model",
+    "read_weights",
+    "shapes",
+    "to_theirs",
+]
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -280,13 +293,23 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ForeignModelError(f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}")
 
 
-def import_(folder: Path, out: Path) -> Path:
-    """Make a checkpoint of the model in `folder`: step 0, weights only, its spec in the meta; where it is.
+@dataclass(frozen=True)
+class Imported:
+    """A checkpoint made of another program's weights."""
+
+    path: Path
+    spec: Model
+    left_out: str
+    """Optional parts that config.json counts and whose weights the folder does not have; "" if there are none."""
+
+
+def import_(folder: Path, out: Path) -> Imported:
+    """Make a checkpoint of the model in `folder`: step 0, weights only, its spec in the meta.
 
     It becomes `out/checkpoints/step-00000000`; a tokenizer goes along. What training keeps besides, such as routers' loads, is zero as in a
     first step. Raises ForeignModelError, FileExistsError if `out` has checkpoints already, OSError if it cannot be written.
     """
-    spec = read_config(folder)
+    spec, left_out = read_model(folder)
     weights = read_weights(folder, spec)
     checkpoints = out / "checkpoints"
     if files.committed(checkpoints):
@@ -300,7 +323,27 @@ def import_(folder: Path, out: Path) -> Path:
     if isinstance(outcome, Failed):
         raise OSError(f"{checkpoints}: {outcome.error}")
     tokenizers.copy(folder, out)
-    return outcome.path
+    return Imported(outcome.path, spec, left_out)
+
+
+def read_model(folder: Path) -> tuple[Model, str]:
+    """Return the spec of the model whose weights `folder` has, and which optional parts config.json counts beside it; "" if none."""
+    counted = read_config(folder)
+    spec = _foreign(counted).without_missing(counted, _names(folder))
+    fewer = spec != counted
+    return (
+        spec,
+        "multi-token prediction: config.json counts its modules, and the folder has no weights of theirs" if fewer else "",
+    )
+
+
+def _names(folder: Path) -> set[str]:
+    """Return the names of all tensors in the folder's files; files that cannot be read have none, and are named by who reads them."""
+    found: set[str] = set()
+    for path in _weight_files(folder):
+        with contextlib.suppress(SafetensorError, OSError), safe_open(path, framework="pt") as content:
+            found |= set(content.keys())
+    return found
 
 
 def _compare(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -5,8 +5,11 @@ from typing import Annotated
 
 import typer
 
+from megalith.commands.init import starting_from, text
 from megalith.commands.shared.arguments import Json, one_of
-from megalith.commands.shared.output import print_json
+from megalith.commands.shared.output import print_json, write
+
+RUN_FILE = "start.toml"
 
 
 def command(
@@ -15,7 +18,7 @@ def command(
     from_: Annotated[str, typer.Option("--from", help="Format: hf (Hugging Face transformers).")] = "hf",
     as_json: Json = False,
 ) -> None:
-    """Convert another program's weights into a checkpoint; a run starts from it with train.init_from.
+    """Convert another program's weights into a checkpoint, and write a run file that starts from it.
 
     Example:  megalith import Llama-3.2-1B --from hf --out checkpoints/llama
     """
@@ -25,6 +28,13 @@ def command(
         raise FileNotFoundError(f"{source} does not exist here. Give a folder with config.json and safetensors.{hub}")
     from megalith.checkpoint import huggingface  # needs torch
 
-    folder = huggingface.import_(source, out)
-    said = f"imported: {folder}\nA run starts from it with --set train.init_from={folder}"
-    print_json({"ok": True, "folder": str(folder)}) if as_json else print(said)
+    made = huggingface.import_(source, out)
+    run_file = out / RUN_FILE
+    write(text(starting_from(out, made.spec), by="megalith import"), run_file, overwrite=True)
+    if as_json:
+        print_json({"ok": True, "folder": str(made.path), "run_file": str(run_file), "left_out": made.left_out})
+        return
+    if made.left_out:
+        print(f"left out: {made.left_out}")
+    print(f"imported: {made.path}\nrun file: {run_file}")
+    print(f"next: megalith data prepare TEXT --tokenizer {out} --out data/tokens, then megalith check {run_file}")

@@ -12,6 +12,7 @@ from megalith.commands.shared.arguments import Json, Overwrite
 from megalith.commands.shared.output import print_json, write
 
 if TYPE_CHECKING:
+    from megalith.spec.families import Model
     from megalith.spec.run import RunSpec
 
 KEYS = (
@@ -24,6 +25,9 @@ KEYS = (
     "validation.every", "checkpoint.every",
 )  # fmt: skip
 """The keys of a run file that `init` writes, in their order. A value that is not its default is written beside them."""
+
+FURTHER_LR = 2e-5
+"""Learning rate of a run that starts from trained weights."""
 
 LOCAL_LENGTH, LOCAL_BATCH, LOCAL_STEPS = 512, 32, 1000
 """Tokens of a sequence at most, sequences of a step, and steps of a run on this machine, if nobody said."""
@@ -79,10 +83,21 @@ def command(
 def init(wish: Wish) -> "RunSpec":
     """Return the run that is wished for: under the planner's best layout on its cluster, or split for this machine. Raises SpecErrors with
     everything that is wrong."""
+    from megalith.planner.asked import named_model
     from megalith.spec.run import RunSpec
 
-    values = _for_cluster(wish) if wish.cluster else _for_this_machine(wish)
+    values = _for_cluster(wish) if wish.cluster else _for_this_machine(wish, named_model(wish.model))
     return RunSpec.model_validate({"name": values["model"]["name"], "data": {"path": wish.data}, **values})
+
+
+def starting_from(checkpoint: Path, model: "Model") -> "RunSpec":
+    """Return a run on this machine that starts from the weights of a checkpoint of `model`."""
+    from megalith.spec.run import RunSpec
+
+    values = _for_this_machine(Wish(model.name), model)
+    values["train"] |= {"init_from": str(checkpoint)}
+    values["optimizer"] |= {"lr": FURTHER_LR}
+    return RunSpec.model_validate({"name": model.name, "data": {"path": Wish.data}, **values})
 
 
 def _for_cluster(wish: Wish) -> dict[str, Any]:
@@ -111,14 +126,12 @@ def _for_cluster(wish: Wish) -> dict[str, Any]:
     }
 
 
-def _for_this_machine(wish: Wish) -> dict[str, Any]:
+def _for_this_machine(wish: Wish, model: "Model") -> dict[str, Any]:
     """Return the values of a run on this machine: a rank for each GPU where the batch can be dealt out so, else one."""
     from megalith.machine import capacity
     from megalith.machine.describe import describe
-    from megalith.planner import asked
     from megalith.spec.sizes import count_model
 
-    model = asked.named_model(wish.model)
     machine = describe()
     gpus = capacity.find_gpus()[0] or 0
     batch, steps = wish.global_batch or LOCAL_BATCH, wish.steps or LOCAL_STEPS
@@ -140,7 +153,7 @@ def _for_this_machine(wish: Wish) -> dict[str, Any]:
     }
 
 
-def text(spec: "RunSpec") -> str:
+def text(spec: "RunSpec", *, by: str = "megalith init") -> str:
     """Return a run as a file: the keys that matter and what they mean, and every value that is not its default."""
     from megalith.spec.files import telling
     from megalith.spec.toml import dotted
@@ -150,7 +163,7 @@ def text(spec: "RunSpec") -> str:
         name: found.pop(name) if name in found else _value(spec, name) for name in KEYS if name != "model.preset" or name in found
     }
     order = {table: [name for name in [*listed, *found] if name.partition(".")[0] == table] for table in type(spec).model_fields}
-    lines = [f"# A run of {spec.model.name}, written by `megalith init`. `megalith check --show` prints every key."]
+    lines = [f"# A run of {spec.model.name}, written by `{by}`. `megalith check --show` prints every key."]
     lines += _rows(spec, {name: listed[name] for name in listed if "." not in name})
     for table, names in order.items():
         if rows := {name: (listed | found)[name] for name in names if "." in name}:

@@ -20,13 +20,13 @@ class Attention(nn.Module):
         self.rotates = spec.rope is not None
         self.rotate = rotate  # a seam: a trace swaps it for a fused kernel
         self.rope_slot = rope_slot  # which of `batch.rotary` is this layer's
-        self.q = Linear(dim, spec.heads * spec.head_dim, spec.bias)
-        self.k = Linear(dim, spec.kv_heads * spec.head_dim, spec.bias)
-        self.v = Linear(dim, spec.kv_heads * spec.head_dim, spec.bias)
+        self.q = Linear(dim, spec.heads * spec.head_dim, bool(spec.bias))
+        self.k = Linear(dim, spec.kv_heads * spec.head_dim, bool(spec.bias))
+        self.v = Linear(dim, spec.kv_heads * spec.head_dim, bool(spec.bias))
         self.q_norm = RMSNorm(spec.head_dim, spec.qk_norm) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.qk_norm) if spec.qk_norm else None
         self.core: nn.Module = CausalCore(scale=spec.scale, window=spec.window, softcap=spec.softcap)
-        self.out = Linear(spec.heads * spec.head_dim, dim, spec.bias)
+        self.out = Linear(spec.heads * spec.head_dim, dim, spec.bias is True)
 
     def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch) -> Float[Tensor, "batch seq dim"]:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))

@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from megalith.spec.model import RopeScaling, RopeSpec, YarnScaling
+from megalith.spec.model import LinearScaling, RopeScaling, RopeSpec, YarnScaling
 
 
 def frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """Radians a position turns each channel pair by: fp64 [head_dim / 2] on the CPU, with Llama 3.1's scaling or YaRN's where asked."""
+    """Radians a position turns each channel pair by: fp64 [head_dim / 2] on the CPU, with the spec's scaling."""
     plain = spec.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     match spec.scaling:
         case None:
@@ -18,6 +18,8 @@ def frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
             return _stretched(plain, spec.scaling)
         case YarnScaling():
             return _interpolated(plain, spec.theta, spec.scaling)
+        case LinearScaling():
+            return plain / spec.scaling.factor
 
 
 def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
@@ -44,14 +46,14 @@ def _interpolated(plain: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
     return plain / scaling.factor * slowed + plain * (1 - slowed)
 
 
-def magnitude(scaling: RopeScaling | YarnScaling | None) -> float:
+def magnitude(scaling: RopeScaling | YarnScaling | LinearScaling | None) -> float:
     """Factor of the rotated channels of queries and keys (YaRN's temperature, in the ratio of DeepSeek-V2's two `mscale`s)."""
     if not isinstance(scaling, YarnScaling):
         return 1.0
     return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
 
 
-def temperature(scaling: RopeScaling | YarnScaling | None) -> float:
+def temperature(scaling: RopeScaling | YarnScaling | LinearScaling | None) -> float:
     """Factor of the scores over all channels of a query and a key (DeepSeek-V2's `mscale_all_dim`, squared)."""
     if not isinstance(scaling, YarnScaling):
         return 1.0

@@ -16,6 +16,7 @@ from megalith.spec.model import (
     EmbeddingSpec,
     HeadSpec,
     LatentAttentionSpec,
+    LinearScaling,
     MambaSpec,
     MlpSpec,
     ModelSpec,
@@ -46,6 +47,7 @@ class Fields(NamedTuple):
 FIELDS: Mapping[type[Spec], Fields] = {
     RopeScaling: Fields("kind factor low_freq_factor high_freq_factor original_context"),
     YarnScaling: Fields("kind factor original_context beta_fast beta_slow mscale mscale_all_dim"),
+    LinearScaling: Fields("kind factor"),
     RopeSpec: Fields("theta scaling"),
     AttentionSpec: Fields("kind heads kv_heads head_dim rope bias qk_norm window softcap scale"),
     LatentAttentionSpec: Fields("kind heads q_rank kv_rank nope_dim rope_dim v_dim norm_eps rope"),

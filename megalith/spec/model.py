@@ -1,8 +1,9 @@
 """Model: an embedding, a tuple of blocks, a head. Each part states all its sizes, so a pipeline stage is a slice."""
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Discriminator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Tag, model_validator
 
 from megalith.spec.base import Spec
 
@@ -29,11 +30,31 @@ class YarnScaling(Spec):
     mscale_all_dim: NonNegativeFloat = 0.0
 
 
+class LinearScaling(Spec):
+    """Position interpolation (Chen et al. 2023, arXiv:2306.15595): every position is divided by `factor`."""
+
+    kind: Literal["linear"] = "linear"
+    factor: PositiveFloat
+
+
+def _kind_of_scaling(value: Any) -> str:
+    """Return the kind of a rotary scaling; Llama 3.1's if a table names none."""
+    kind = value.get("kind", "llama3") if isinstance(value, Mapping) else getattr(value, "kind", "llama3")
+    return str(kind)
+
+
+Scaling = Annotated[
+    Annotated[RopeScaling, Tag("llama3")] | Annotated[YarnScaling, Tag("yarn")] | Annotated[LinearScaling, Tag("linear")],
+    Discriminator(_kind_of_scaling),
+]
+"""A stretch of the rotary frequencies for contexts longer than the one first trained on."""
+
+
 class RopeSpec(Spec):
     """Rotary position embedding (Su et al. 2021): rotation of channel pairs by position * theta^(-2i/head_dim)."""
 
     theta: PositiveFloat = 10_000.0
-    scaling: RopeScaling | YarnScaling | None = Field(default=None, discriminator="kind")
+    scaling: Scaling | None = None
 
 
 class AttentionSpec(Spec):
@@ -44,7 +65,9 @@ class AttentionSpec(Spec):
     kv_heads: PositiveInt
     head_dim: PositiveInt
     rope: RopeSpec | None = Field(default=RopeSpec(), description="None: no rotation (learned positions)")
-    bias: bool = Field(default=False, description="biases on the four projections (GPT-3)")
+    bias: bool | Literal["qkv"] = Field(
+        default=False, description="biases on the four projections (GPT-3), or on queries, keys and values only (Qwen2)"
+    )
     qk_norm: PositiveFloat | None = Field(default=None, description="eps of an RMS norm over each head of q and k (Qwen3)")
     window: PositiveInt | None = Field(default=None, description="a token sees itself and the window - 1 before it (Gemma 2)")
     softcap: PositiveFloat | None = Field(default=None, description="scores become cap * tanh(scores / cap) (Gemma 2, Grok-1)")

@@ -197,13 +197,13 @@ def _norm(dim: int, spec: NormSpec) -> Parameters:
 
 def _attention(spec: AttentionSpec, dim: int) -> Parameters:
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    yield from _linear("q", dim, queries, spec.bias, heads=spec.heads)
-    yield from _linear("k", dim, keys, spec.bias, heads=spec.kv_heads)
-    yield from _linear("v", dim, keys, spec.bias, heads=spec.kv_heads)
+    yield from _linear("q", dim, queries, bool(spec.bias), heads=spec.heads)
+    yield from _linear("k", dim, keys, bool(spec.bias), heads=spec.kv_heads)
+    yield from _linear("v", dim, keys, bool(spec.bias), heads=spec.kv_heads)
     if spec.qk_norm:
         yield Parameter("q_norm.weight", (spec.head_dim,), "vector")
         yield Parameter("k_norm.weight", (spec.head_dim,), "vector")
-    yield from _linear("out", queries, dim, spec.bias)
+    yield from _linear("out", queries, dim, spec.bias is True)
 
 
 def _latent_attention(spec: LatentAttentionSpec, dim: int) -> Parameters:

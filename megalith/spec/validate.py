@@ -163,7 +163,8 @@ def _chosen(kinds: list[type[Spec]], value: Any) -> type[Spec] | None:
         return kinds[0] if kinds else None
     if "family" in kinds[0].model_fields:
         return FAMILIES.get(family_of(value))
-    word = value.get("kind") if isinstance(value, dict) else None
+    first = kinds[0].model_fields["kind"].default
+    word = value.get("kind", first) if isinstance(value, dict) else None
     return next((kind for kind in kinds if kind.model_fields["kind"].default == word), None)
 
 

@@ -4,13 +4,32 @@ from megalith.spec.families import Model
 from megalith.spec.families.gemma2 import Gemma2
 from megalith.spec.families.gpt import Gpt
 from megalith.spec.families.llama import Llama
+from megalith.spec.families.mistral import Mistral
 from megalith.spec.families.palm import Palm
+from megalith.spec.families.qwen2 import Qwen2
 from megalith.spec.families.qwen3 import Qwen3
+from megalith.spec.model import LinearScaling, YarnScaling
 
 SIZES = {"layers": 3, "dim": 32, "heads": 4, "vocab": 96, "context": 64}
 # what transformers spells out is spelled out, so that a model read back is the same
 EXPORTED: dict[str, Model] = {
     "llama": Llama(**SIZES, kv_heads=2, head_dim=8, ffn=48),
+    "llama with biases": Llama(
+        **SIZES, kv_heads=4, head_dim=8, ffn=48, attention_bias=True, mlp_bias=True, rope_scaling=LinearScaling(factor=4.0)
+    ),
+    "mistral": Mistral(**SIZES, kv_heads=2, head_dim=12, ffn=48, window=7),
+    "mistral unbounded": Mistral(
+        **SIZES, kv_heads=4, head_dim=8, ffn=48, rope_scaling=YarnScaling(factor=4.0, original_context=16)
+    ),
+    "qwen2": Qwen2(**SIZES, kv_heads=2, head_dim=8, ffn=48),
+    "qwen2 tied": Qwen2(
+        **SIZES,
+        kv_heads=4,
+        head_dim=8,
+        ffn=48,
+        tied=True,
+        rope_scaling=YarnScaling(factor=2.0, original_context=32, beta_fast=16.0),
+    ),
     "gpt": Gpt(**SIZES),
     "gpt untied, wide": Gpt(**SIZES, ffn=40, tied=False, norm_eps=1e-4),
     "gemma2": Gemma2(

@@ -76,6 +76,8 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"pipeline": 2, "schedule": "zb-v", "chunks": 2, "context": 2}),
     ("palm-8b", {"tensor": 2, "data": 2, "zero": 2}),
     ("palm-8b", {"tensor": 2, "context": 2, "ulysses": 2}),
+    ("qwen2.5-0.5b", {"data": 2, "tensor": 2, "zero": 2}),
+    ("mistral-7b", {"context": 2, "tensor": 2}),
     ("gemma2-2b", {"tensor": 2, "context": 2}),
     ("gemma2-2b", {"pipeline": 2, "schedule": "dualpipe", "recompute": "full"}),
     ("qwen3-0.6b", {"tensor": 2, "pipeline": 2, "schedule": "zb-h1"}),

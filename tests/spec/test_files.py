@@ -281,8 +281,12 @@ def test_a_family_that_is_no_word_is_one_nobody_knows(run: Path):
 
 
 def test_the_kind_of_a_stretch_that_a_family_has_not_is_refused(run: Path):
-    found = problems(RUN, "model.preset=llama3.1-8b", "model.rope_scaling.kind=llama33", "model.rope_scaling.factr=2")
-    assert found["model.rope_scaling.kind"].way_out == 'Did you mean "llama3"?'
+    found = problems(RUN, "model.preset=llama3.1-8b", "model.rope_scaling.kind=llama33")
+    assert found["model.rope_scaling.kind"].way_out == 'Did you mean "llama3"? Known: llama3, yarn, linear.'
+
+
+def test_a_stretch_that_names_no_kind_is_llama_3_s(run: Path):
+    found = problems(RUN, "model.preset=llama3.1-8b", "model.rope_scaling.factr=2")
     assert found["model.rope_scaling.factr"].way_out == "Did you mean model.rope_scaling.factor?"
 
 

@@ -4,7 +4,7 @@ Neighbouring rotary channels turn together in their files, and channel i with i 
 into another order. Multi-token prediction is in further layers after the model's, each with copies of the embedding and the output.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -168,6 +168,12 @@ def _read_v3(config: Json) -> Read:
     return Read(yarn.fields | {"scores": "sigmoid", "group_score": "top2", "bias_rate": BIAS_RATE}, yarn.problems)
 
 
+def _without_missing(spec: DeepSeek, names: Collection[str]) -> DeepSeek:
+    """transformers counts the modules of multi-token prediction in config.json, and leaves their weights out."""
+    there = any(name.startswith(f"model.layers.{spec.layers}.") for name in names)
+    return spec if there else spec.model_copy(update={"ahead": 0})
+
+
 def _refuse(spec: DeepSeek) -> list[str]:
     """A mixture of the two models' routers is neither."""
     wanted: dict[str, Any] = {"group_score": "top2"}
@@ -228,6 +234,7 @@ V3 = Foreign(
     read=_read_v3,
     further=STRETCH | GROUPS,
     refuse=_refuse,
+    without_missing=_without_missing,
     exact=("e_score_correction_bias",),
 )
 V2 = replace(

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -76,6 +76,8 @@ class Foreign:
     """Returns the reasons why a spec cannot be written."""
     prefix: str = "model."
     """Prefix of all their names except the output's; old files leave it out."""
+    without_missing: Callable[[Any, Collection[str]], Any] = lambda spec, names: spec
+    """The spec without the optional parts none of whose tensors are among these names."""
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Ends of names of tensors, in old files, that follow from the configuration."""
     exact: tuple[str, ...] = ()
@@ -145,6 +147,60 @@ def rope_settings(config: Json) -> Json:
     wins = {original: config[original]} if original in config else {}
     kind = found.get("rope_type", found.get("type", "default"))
     return {"rope_theta": 10_000.0} | beside | found | wins | {"rope_type": kind}
+
+
+LLAMA3 = {  # our field -> their setting
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_context": "original_max_position_embeddings",
+}
+YARN = {
+    "factor": "factor",
+    "original_context": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}
+STRETCHES: dict[str, Mapping[str, str]] = {"llama3": LLAMA3, "yarn": YARN, "linear": {"factor": "factor"}}
+"""Kind of stretch -> our fields and their settings; those of YaRN besides the first two have the same defaults in transformers."""
+
+
+def scaled_rope(config: Json) -> Read:
+    """Read the rotary base and the stretch, of a family that may have any of `STRETCHES`."""
+    rope = rope_settings(config)
+    kind, problems = rope["rope_type"], uneven_rotation(rope)
+    if kind == "default":
+        return Read({"rope_theta": rope["rope_theta"], "rope_scaling": None}, problems)
+    if kind not in STRETCHES:
+        known = ", ".join(map(repr, ("default", *STRETCHES)))
+        return Read({}, [*problems, f"rope_type = {kind!r}; only {known} can be represented"])
+    given = {ours: rope[theirs] for ours, theirs in STRETCHES[kind].items() if rope.get(theirs) is not None}
+    needed = [ours for ours in STRETCHES[kind] if not ours.startswith("beta")]
+    problems += [f"rope_type {kind} without {STRETCHES[kind][ours]}" for ours in needed if ours not in given]
+    usual: Json = {"attention_factor": (None,), "mscale": (None,), "mscale_all_dim": (None,), "truncate": (None, True)}
+    for key, values in usual.items() if kind == "yarn" else ():
+        if rope.get(key) not in values:
+            problems.append(f"rope {key} = {rope[key]!r}; only the usual one can be represented")
+    return Read({"rope_theta": rope["rope_theta"], "rope_scaling": {"kind": kind} | given}, problems)
+
+
+def write_scaled_rope(spec: Any) -> Json:
+    """Write the rotary base and the stretch of a spec."""
+    scaling = spec.rope_scaling
+    stretch = scaling and {"rope_type": scaling.kind} | {
+        theirs: getattr(scaling, ours) for ours, theirs in STRETCHES[scaling.kind].items()
+    }
+    return write_rope(spec.rope_theta, stretch)
+
+
+def no_further_yarn(spec: Any) -> list[str]:
+    """Return why a YaRN of another temperature than transformers' cannot be written."""
+    scaling = spec.rope_scaling
+    if scaling is None or scaling.kind != "yarn" or (scaling.mscale, scaling.mscale_all_dim) == (1.0, 0.0):
+        return []
+    return [
+        f"mscale = {scaling.mscale:g} and mscale_all_dim = {scaling.mscale_all_dim:g}: transformers has 1 and 0 in this family"
+    ]
 
 
 def plain_rope(config: Json) -> Read:

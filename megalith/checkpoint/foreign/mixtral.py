@@ -51,10 +51,10 @@ MIXTRAL = Foreign(
         "experts": "num_local_experts",
         "active": "num_experts_per_tok",
     },
-    optional={"head_dim": ("head_dim", None)} | habits(context=131072, norm_eps=1e-5, tied=False),
+    optional={"head_dim": ("head_dim", None), "window": ("sliding_window", None)}
+    | habits(context=131072, norm_eps=1e-5, tied=False),
     fixed={
         "hidden_act": ("silu", "swish", None),
-        "sliding_window": (None,),
         "router_jitter_noise": (0.0, None),
     },
     write=_write,

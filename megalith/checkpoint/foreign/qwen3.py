@@ -15,11 +15,15 @@ def _write(spec: Qwen3) -> Json:
     return write_rope(spec.rope_theta)
 
 
+def windowed(config: Json) -> list[str]:
+    """Return the problem of a configuration with sliding windows in some layers."""
+    some = any(kind != "full_attention" for kind in config.get("layer_types") or ())
+    return ["layer_types has layers without full attention, which alone can be represented"] if some else []
+
+
 def _read(config: Json) -> Read:
     rope = plain_rope(config)
-    windowed = any(kind != "full_attention" for kind in config.get("layer_types") or ())
-    problems = ["layer_types has layers without full attention, which alone can be represented"] if windowed else []
-    return Read(rope.fields, rope.problems + problems)
+    return Read(rope.fields, rope.problems + windowed(config))
 
 
 QWEN3 = Foreign(

@@ -15,9 +15,11 @@ from megalith.spec.families.gemma2 import Gemma2
 from megalith.spec.families.gpt import Gpt
 from megalith.spec.families.grok import Grok
 from megalith.spec.families.llama import Llama
+from megalith.spec.families.mistral import Mistral
 from megalith.spec.families.mixtral import Mixtral
 from megalith.spec.families.nemotron_h import NemotronH
 from megalith.spec.families.palm import Palm
+from megalith.spec.families.qwen2 import Qwen2
 from megalith.spec.families.qwen3 import Qwen3
 from megalith.spec.families.qwen3_moe import Qwen3Moe
 from megalith.spec.families.switch import Switch
@@ -36,8 +38,10 @@ Model = Annotated[
     | Annotated[Gpt, Tag("gpt")]
     | Annotated[Palm, Tag("palm")]
     | Annotated[Gemma2, Tag("gemma2")]
+    | Annotated[Qwen2, Tag("qwen2")]
     | Annotated[Qwen3, Tag("qwen3")]
     | Annotated[Qwen3Moe, Tag("qwen3_moe")]
+    | Annotated[Mistral, Tag("mistral")]
     | Annotated[Mixtral, Tag("mixtral")]
     | Annotated[Switch, Tag("switch")]
     | Annotated[Grok, Tag("grok")]

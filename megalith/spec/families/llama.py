@@ -6,7 +6,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from megalith.spec.families.common import attention_of, few_heads, model_of, multiple, shrunk
 from megalith.spec.families.parametrization import ParametrizedSpec
-from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec, RopeScaling, RopeSpec
+from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec, Scaling
 
 
 class Llama(ParametrizedSpec):
@@ -23,7 +23,9 @@ class Llama(ParametrizedSpec):
     vocab: PositiveInt
     context: PositiveInt = 4096
     rope_theta: PositiveFloat = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
     norm_eps: PositiveFloat = 1e-5
     tied: bool = False
     init_std: PositiveFloat = 0.02
@@ -31,8 +33,10 @@ class Llama(ParametrizedSpec):
     def build(self) -> ModelSpec:
         """The model as a tuple of parts."""
         block = BlockSpec(
-            attention=attention_of(self, rope=RopeSpec(theta=self.rope_theta, scaling=self.rope_scaling)),
-            mlp=MlpSpec(hidden=self.ffn),
+            attention=attention_of(
+                self, rope=RopeSpec(theta=self.rope_theta, scaling=self.rope_scaling), bias=self.attention_bias
+            ),
+            mlp=MlpSpec(hidden=self.ffn, bias=self.mlp_bias),
             norm=NormSpec(eps=self.norm_eps),
         )
         return model_of(self, (block,) * self.layers, block.norm)

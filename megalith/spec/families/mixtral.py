@@ -43,6 +43,7 @@ class Mixtral(ParametrizedSpec):
     balanced: Balanced = False
     vocab: PositiveInt
     context: PositiveInt = 32768
+    window: PositiveInt | None = None
     rope_theta: PositiveFloat = 1_000_000.0
     norm_eps: PositiveFloat = 1e-5
     tied: bool = False
@@ -55,7 +56,7 @@ class Mixtral(ParametrizedSpec):
         norm = NormSpec(eps=self.norm_eps)
         router = router_of(self, normalise=True)
         block = BlockSpec(
-            attention=attention_of(self),
+            attention=attention_of(self, window=self.window),
             mlp=MoeSpec(experts=self.experts, hidden=self.ffn, router=router),
             norm=norm,
         )
@@ -63,5 +64,10 @@ class Mixtral(ParametrizedSpec):
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
         """See `family.shrunk`; heads are multiples of `heads_unit`."""
-        own = {"ffn": multiple(24, unit), "experts": multiple(4, unit), "active": min(self.active, 2)}
+        own = {
+            "window": self.window and 9,
+            "ffn": multiple(24, unit),
+            "experts": multiple(4, unit),
+            "active": min(self.active, 2),
+        }
         return shrunk(self, layers=layers, unit=unit, **own, **few_heads(self.heads, self.kv_heads, unit=heads_unit))

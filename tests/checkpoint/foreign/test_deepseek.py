@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalith.checkpoint.foreign.family import ForeignModelError
-from megalith.checkpoint.huggingface import configuration, export, read_config, read_weights, shapes, to_theirs
+from megalith.checkpoint.huggingface import configuration, export, import_, read_config, read_weights, shapes, to_theirs
+from megalith.checkpoint.read import read_full
 from megalith.models.batch import Batch
 from megalith.models.stage import Stage
 from megalith.spec.families.deepseek import DeepSeek
@@ -87,6 +88,20 @@ def test_what_transformers_saves_is_imported(name, tmp_path):
     assert read_config(folder).model_copy(update={"name": spec.name}) == spec
     expected = weights_of(spec)
     assert all(torch.equal(weight, expected[name]) for name, weight in read_weights(folder).items())
+
+
+def test_modules_that_are_counted_and_have_no_weights_are_left_out_and_named(tmp_path):
+    """transformers writes the count of multi-token prediction's modules, and not their weights."""
+    spec = SPECS["v3"]
+    folder = written(spec, tmp_path / "out")
+    file = folder / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if f".layers.{spec.layers}." not in name}, file)
+    with pytest.raises(ForeignModelError, match=rf"model.layers.{spec.layers}.enorm.weight is missing"):
+        read_weights(folder)
+    made = import_(folder, tmp_path / "made")
+    assert made.spec == read_config(folder).model_copy(update={"ahead": 0})
+    assert "multi-token prediction" in made.left_out
+    assert set(read_full(tmp_path / "made")) >= {f"weights.{name}" for name in weights_of(made.spec)}
 
 
 @pytest.mark.parametrize(

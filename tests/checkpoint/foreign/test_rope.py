@@ -43,6 +43,9 @@ READ: dict[str, tuple[Model, dict[str, Any]]] = {
     "an older word": (LLAMA, {"rope_scaling": LLAMA3 | {"rope_type": ABSENT, "type": "llama3"}}),
     "the first context beside": (LLAMA, {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32}),
     "mixtral's default base": (MIXTRAL, {"rope_scaling": ABSENT, "rope_parameters": ABSENT, "rope_theta": ABSENT}),
+    "linear": (LLAMA, {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "yarn": (LLAMA, {"rope_scaling": YARN}),
+    "yarn of other turns": (LLAMA, {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0}, "rope_scaling": None}),
     "yarn beside parameters": (DEEPSEEK, {"rope_scaling": YARN, "rope_parameters": PLAIN}),
     "yarn with both scales": (DEEPSEEK, {"rope_scaling": YARN | {"mscale": 0.5, "mscale_all_dim": 2.0}}),
     "yarn with the usual scale": (DEEPSEEK, {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.0}}),
@@ -50,8 +53,14 @@ READ: dict[str, tuple[Model, dict[str, Any]]] = {
 REFUSED: dict[str, tuple[Model, dict[str, Any], str]] = {
     "scaling that parameters do not have": (
         LLAMA,
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": PLAIN},
-        "rope_type = 'linear'",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rope_parameters": PLAIN},
+        "rope_type = 'dynamic'",
+    ),
+    "another temperature": (LLAMA, {"rope_scaling": YARN | {"attention_factor": 1.5}}, "rope attention_factor = 1.5"),
+    "yarn without its context": (
+        LLAMA,
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        "without original_max_position_emb",
     ),
     "in part": (MIXTRAL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     "by kind of layer": (
