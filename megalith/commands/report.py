@@ -1,8 +1,9 @@
-"""`megalith report`: a run's report page, from the files in its folder."""
+"""`megalith report`: a run's report page, from the files in its folder; of several runs, their comparison."""
 
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -10,25 +11,41 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megalith.commands.shared.arguments import Json, RunFolder, RunRequest
+from megalith.commands.shared.arguments import Json, RunRequest
 from megalith.commands.shared.output import print_json
+
+COMPARISON = "compare.html"
 
 
 def command(
-    run_dir: RunFolder,
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="The folder of a run; several: compare them.", show_default=False)
+    ],
     trace: Annotated[
         bool, typer.Option("--trace", help="Also write trace.json: the pipeline, predicted and measured, for ui.perfetto.dev.")
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="The page's file. Default: report.html in the run folder; in a temporary one if that is read-only."),
+        typer.Option(
+            help="The page's file. Default: report.html in the run folder (a temporary one if that is read-only); compare.html here."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Summarize a run and write its report.html, from the files in its folder; also while it trains.
 
+    With several runs: compare their numbers, the keys in which they differ, and their curves over the tokens read.
+
     Example:  megalith report runs/first --trace
+
+    Two runs:  megalith report runs/first runs/other --out compare.html
     """
+    if len(run_dirs) > 1:
+        if trace:
+            raise typer.BadParameter("--trace is of one run. Name one run folder, or leave --trace out.")
+        _compare(run_dirs, out or Path(COMPARISON), as_json=as_json)
+        return
+    (run_dir,) = run_dirs
     beside = _folder_for_pages(run_dir)
     page = report(run_dir, out=out or beside / "report.html")
     traced = _trace(run_dir, beside / "trace.json") if trace else None
@@ -42,6 +59,22 @@ def command(
 
     Console().print(tables.summary(run_dir))
     print(f"report: {page}" + (f"\ntrace: {traced}" if traced else ""))
+
+
+def _compare(run_dirs: Sequence[Path], out: Path, *, as_json: bool) -> None:
+    """Print the comparison of runs, and write its page. Raises FileNotFoundError for a folder without a run."""
+    from megalith.report import compare, summary  # drawing
+
+    for run_dir in run_dirs:
+        RunRequest.in_folder(run_dir)
+    runs = compare.read(run_dirs)
+    page = compare.write(runs, out)
+    if as_json:
+        numbers = {name: asdict(summary.summarize(run)) for name, run in runs.items()}
+        print_json({"ok": True, "report": str(page), "runs": numbers, "differences": compare.as_json(runs)})
+        return
+    Console().print(compare.table(runs))
+    print(f"comparison: {page}")
 
 
 def report(run_dir: Path, *, out: Path | None = None) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from html import escape
 from itertools import accumulate
 from math import isfinite, log2
@@ -55,21 +56,38 @@ def render(run: History, *, folder: Path) -> str:
         ("Checkpoints", lambda: _checkpoints(run)),
         ("Specification", lambda: _specification(run, folder)),
     ]
-    body = _header(run, name) + _problems(run) + _signs(run)
+    body = _header(run, name, folder) + _problems(run) + _signs(run)
     for title, section in sections:
         if inside := section():
             body += f"<section>{f'<h2>{title}</h2>' if title else ''}{inside}</section>"
     skipped = f" Skipped {units.skipped(run.skipped)}." if run.skipped else ""
     body += f"<footer>Made by megalith from the events of {escape(folder.resolve().name)}.{skipped}</footer>"
     head = (
-        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(name)}</title>'
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(_heading(name, folder))}</title>"
     )
     return f'<!doctype html><html lang="en"><head>{head}<style>{PAGE}</style></head><body><main>{body}</main></body></html>\n'
 
 
-def _header(run: History, name: str) -> str:
+def _heading(name: str, folder: Path) -> str:
+    """Return the run's name with its folder's, where they differ, so that runs of one file can be told apart."""
+    here = folder.resolve().name
+    return name if here == name else f"{name} · {here}"
+
+
+def _when(run: History) -> str:
+    """Describe when the run began, and the time from its first to its newest event."""
+    if not run.starts:
+        return ""
+    first, last = run.starts[0].time, max(event.time for event in run.events)
+    began = datetime.fromtimestamp(first, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"<p>{escape(f'started {began} · {units.duration(last - first)} to the newest event')}</p>"
+
+
+def _header(run: History, name: str, folder: Path) -> str:
     bad = "bad" if run.state == "failed" else "good" if run.state == "finished" else ""
-    return f'<header><h1>{escape(name)}</h1><span class="state {bad}">{escape(run.state)}</span><p>{_said(run)}</p></header>'
+    title = f'<h1>{escape(_heading(name, folder))}</h1><span class="state {bad}">{escape(run.state)}</span>'
+    return f"<header>{title}<p>{_said(run)}</p>{_when(run)}</header>"
 
 
 def _said(run: History) -> str:
@@ -325,7 +343,7 @@ def _pipeline(run: History) -> str:
 def _spikes(run: History) -> str:
     """Each spike with its likely causes and what was done about it; nothing while there was none."""
     rows = spikes.rows(run.events)
-    return f"<p>{spikes.counted(run.events)}</p>{_table(spikes.COLUMNS, rows)}" if rows else ""
+    return f"<p>{spikes.counted(run.events)}</p>{html_table(spikes.COLUMNS, rows)}" if rows else ""
 
 
 def _faults(run: History) -> str:
@@ -335,7 +353,7 @@ def _faults(run: History) -> str:
         return ""
     account = ledger.goodput(run.events)
     rows = [(cause, units.duration(seconds), units.percent(share), words) for cause, seconds, share, words in account.rows()]
-    where = _table(("went to", "time", "share", ""), rows)
+    where = html_table(("went to", "time", "share", ""), rows)
     incidents = "".join(
         f"<details><summary>{escape(f'incident {one.incident}, step {one.step}: {one.reason}')}</summary>"
         f"<pre>{escape(one.text())}</pre></details>"
@@ -360,10 +378,11 @@ def _checkpoints(run: History) -> str:
         (f"{c.step:,}", units.memory(c.bytes), units.duration(c.seconds), units.duration(c.wait_seconds), c.path)
         for c in run.checkpoints[-20:]
     ]
-    return _table(("step", "size", "written in", "training waited", "path"), rows)
+    return html_table(("step", "size", "written in", "training waited", "path"), rows)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of text that scrolls sideways where it is too wide."""
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -377,8 +396,8 @@ def _specification(run: History, folder: Path) -> str:
         rows = [(key, value, str(provenance.get(key, ""))) for key, value in flat(spec)]
         chosen = [row for row in rows if row[2] not in ("", "default")]
         if chosen:
-            found += f"<p>Set for this run:</p>{_table(('key', 'value', 'from'), chosen)}"
-        found += f"<details><summary>All {len(rows)} values</summary>{_table(('key', 'value', 'from'), rows)}</details>"
+            found += f"<p>Set for this run:</p>{html_table(('key', 'value', 'from'), chosen)}"
+        found += f"<details><summary>All {len(rows)} values</summary>{html_table(('key', 'value', 'from'), rows)}</details>"
     if (folder / "run.toml").is_file():
         words = (folder / "run.toml").read_text(encoding="utf-8", errors="replace")
         found += f"<details><summary>run.toml</summary><pre>{escape(words)}</pre></details>"
