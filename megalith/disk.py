@@ -96,7 +96,7 @@ def check_mounted(path: Path) -> None:
     """Raise OSError if a path lies at or under a mount point without its file system: what is written there would be hidden once it is
     mounted, and a run would begin anew beside its own checkpoints."""
     if (mount := bare_mount(path)) is not None:
-        why = f"nothing is mounted here, where /etc/fstab wants a file system, and {path} would lie under it"
+        why = f"nothing is mounted here, where /etc/fstab expects a file system, and {path} would lie under it"
         advice = f"{why}: mount it, or choose another folder"
         raise OSError(errno.ENODEV, advice, str(mount))
 

@@ -89,7 +89,7 @@ def weighted_domains_exist(case: Case) -> Found:
             yield error(f"data.weights.{key(name)}", weights[name], "the data has no such domain", way_out)
     for name in domains:
         if name not in weights:
-            reason = "the data has this domain, and the mixture does not say its share"
+            reason = "the data has this domain, and the mixture gives it no share"
             yield error(f"data.weights.{key(name)}", None, reason, f"Set it; {key(name)} = 0 leaves the domain out.")
 
 

@@ -38,9 +38,7 @@ def experts_stay_on_fast_links(case: Case) -> Found:
         ranks = f"{line} neighbouring ranks" if plan.expert_tensor > 1 else "these ranks"
         reason = f"takes tokens over {ranks}, beyond the {device.scale_up_domain} {device.name} that fast links join"
         most = max(1, device.scale_up_domain // plan.expert_tensor)
-        way_out = (
-            f"Use expert <= {most} if that many experts fit a rank; else the messages want hiding, as by dualpipe or dualpipev."
-        )
+        way_out = f"Use expert <= {most} if that many experts fit a rank; else hide the messages, for example with dualpipe or dualpipev."
         yield advice("plan.expert", plan.expert, reason, way_out)
 
 

@@ -28,7 +28,7 @@ MAY_CHANGE: dict[str, str] = {
     "train.device": "where the work happens",
     "validation": "looks at the weights and leaves them as they are",
     "checkpoint": "the same",
-    "log": "what is written besides the event log",
+    "log": "output besides the event log",
     "alerts": "who is told about it",
     "launch": "ranks and their limits",
     "fleet": "how faults are met",

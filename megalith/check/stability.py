@@ -12,7 +12,7 @@ def answers_are_a_ladder(case: Case) -> Found:
         reason = "lists answers in another order than they are given in, from the mildest to the hardest, each once"
         yield error("stability.answers", list(stability.answers), reason, f"Use {list(ladder)}.")
     if stability.answers and not stability.watch:
-        reason = "answers spikes that nobody looks for with stability.watch = false"
+        reason = "has responses to spikes, and stability.watch = false detects none"
         yield error("stability.answers", list(stability.answers), reason, "Use stability.watch = true, or no answers.")
 
 
@@ -23,7 +23,7 @@ def rewinds_have_copies(case: Case) -> Found:
         return
     in_memory = spec.fleet.recover and spec.fleet.memory_every > 0
     if not in_memory and not spec.checkpoint.every:
-        reason = "asks for rewinds, and there is nothing to go back to: no copies in memory, and no checkpoint before the end"
+        reason = "includes rewinds, and there is nothing to rewind to: no copies in memory, and no checkpoint before the end"
         way_out = "Use fleet.recover = true and fleet.memory_every = 1, or set checkpoint.every."
         yield error("stability.answers", list(spec.stability.answers), reason, way_out)
     elif not in_memory:

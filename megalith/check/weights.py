@@ -125,7 +125,7 @@ def _model(case: Case, start: Path, index: Index, meta: Mapping[str, Any]) -> Fo
         yield error(KEY, str(start), reason, "Start from another checkpoint.")
     if taken := [each for each in found if each not in unnamed]:
         listed = "; ".join(f"{each.path} = {_text(each.before)} there, {_text(each.after)} here" for each in taken)
-        yield advice(KEY, str(start), f"was trained with other values: {listed}", "Set back what is not meant to differ.")
+        yield advice(KEY, str(start), f"was trained with other values: {listed}", "Set back the values that should not differ.")
 
 
 def _named_so(names: Collection[Change], changes: Collection[Change]) -> str:

@@ -308,8 +308,8 @@ def damaged_text(path: Path, problems: list[str]) -> str:
 def away_text(path: Path, why: str) -> str:
     """A checkpoint that cannot be read just now, as a person should read it."""
     return (
-        f"checkpoint {path} cannot be read: {why}. That says nothing against it: start again once its file system answers, or move it "
-        "away to go on from the one before"
+        f"checkpoint {path} cannot be read: {why}. It may be intact: start again once its file system answers, or move it "
+        "away to resume from the one before"
     )
 
 

@@ -248,7 +248,7 @@ class Memory:
         """Make files anew that somebody removed, a cleaner of temporary files perhaps: what they held is still mapped here."""
         made = sum(buffers.make_anew() for buffers in (self.own, self.kept) if buffers is not None)
         if made:
-            self._warn(f"{made} files of copies in {self.folder} were removed by somebody, and are made anew with all they held")
+            self._warn(f"{made} files of copies in {self.folder} were removed by another process, and are written again in full")
 
     def _send(self, label: Label, body: Tensor, *, good: bool) -> "_Travelling":
         assert self.kept is not None

@@ -112,7 +112,7 @@ def _for_cluster(wish: Wish) -> dict[str, Any]:
     )
     best = answer.answer(question, top=1).found.best
     if best is None:
-        way_out = "Use more devices; `megalith plan` says what is too large."
+        way_out = "Use more devices; `megalith plan` shows what is too large."
         raise SpecErrors([Problem("error", "--cluster", wish.cluster, "is too small for this model", way_out, "command line")])
     run = question.run
     steps = wish.steps or run.train.steps

@@ -293,7 +293,7 @@ def _show_simulated(found: "Simulated") -> None:
     print(_sum("restart", found.means(lambda life: life.restarts)))
     stops, ended = found.mean(lambda life: life.stops), found.mean(lambda life: life.ended)
     print(
-        f"{stops:,.1f} stops for a person; {ended:,.1f} ends for want of nodes (status 71), after which the same command is started again"
+        f"{stops:,.1f} stops for a person; {ended:,.1f} ends for lack of nodes (status 71), after which the same command is started again"
     )
     print(f"latencies: {plan.latencies.source}")
     missing = sum(share for what, _, share in rows if what == "waiting for nodes")

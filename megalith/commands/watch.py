@@ -27,7 +27,7 @@ def command(
         Path | None,
         typer.Option(
             metavar="RUN.toml",
-            help="Send alerts too, as this run file says. `megalith train` does so by itself.",
+            help="Also send the alerts of this run file. `megalith train` sends them by itself.",
             allow_dash=True,
         ),
     ] = None,
@@ -97,7 +97,7 @@ def _order(source: "Source", wanted: Mapping[str, Any]) -> str:
             "fleet.recover = false: no controller runs that would obey. Send SIGTERM to the command to save and stop."
         )
     orders.write(source.run_dir, str(wanted["what"]), str(wanted.get("node", "")))
-    return "Ordered. The run's controller takes it within a second of a step, and says so under incidents."
+    return "Ordered. The run's controller reads the order within a second of a step, and logs it under incidents."
 
 
 def _rules(file: Path) -> "AlertsSpec":

@@ -338,7 +338,7 @@ class Controller:
         if isinstance(seen.sign, signs.Ordered):
             self._log.write(Order(what=seen.sign.what, node=seen.sign.node, answer=decision.reason))
         if isinstance(seen.sign, CHECKS) and any(isinstance(command, HELD_UP) for command in decision.commands):
-            self._log.write(Problem("warning", f"{decision.reason} (`megalith doctor` says what is wrong)"))
+            self._log.write(Problem("warning", f"{decision.reason} (`megalith doctor` shows what is wrong)"))
         for order in decision.commands:
             if isinstance(order, Command):
                 self._obey(order)

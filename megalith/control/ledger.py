@@ -288,7 +288,7 @@ class PostMortem:
         cost = f"{self.detection:.2f} s until it was seen, " + (
             "not over"
             if self.recovery is None
-            else f"{self.recovery:.2f} s until the ranks went on, {self.lost_steps} steps again"
+            else f"{self.recovery:.2f} s until the ranks resumed, {self.lost_steps} steps again"
         )
         orders = "; ".join(_order(command) for command in self.commands) or "nothing"
         lines = [
@@ -296,7 +296,7 @@ class PostMortem:
             f"  what     {self.reason}",
             f"  blamed   {whom or 'nobody'}",
             f"  ordered  {orders}",
-            f"  restored {self.restored or 'nothing: went on in place'}",
+            f"  restored {self.restored or 'nothing: resumed in place'}",
             f"  cost     {cost}",
             "  timeline",
             *(f"    {_clock(time)}  {words}" for time, words in self.timeline),

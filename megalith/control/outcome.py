@@ -45,7 +45,7 @@ class Outcome:
             return _cut(self.report) or _PEACEFUL[self.code]
         where = [f"output of {cause.name}: {cause.log}"]
         if self.file is not None:
-            where.append(f"tracebacks, and what each rank said: {self.file}")
+            where.append(f"tracebacks, and the output of each rank: {self.file}")
         after = self._led_to()
         return "\n".join([*self._what_failed(cause)[: MOST_LINES - len(where) - len(after)], *after, *where])
 

@@ -273,7 +273,7 @@ class Watch:
         else:
             missed = f"stands still: no rank gave a sign of life for {limit:g} s"
         beat = self._beats[rank]
-        where = f"its last phase is `{beat.phase}`" if beat.phase else "it has not said anything"
+        where = f"its last phase is `{beat.phase}`" if beat.phase else "it has sent no heartbeat"
         step = f" of step {beat.step}" if beat.step >= 0 else ""
         stopped = "the process is stopped (SIGSTOP)" if look.stopped else ""
         return "; ".join(part for part in (missed, where + step, stopped, behind) if part)

@@ -115,7 +115,7 @@ class Files:
             raise AwayDataError(away, "; ".join(wrong))
         self._note(Damage(name, "; ".join(wrong), None))
         more = "" if len(self._folders) > 1 else ", or name a folder with a copy of the data in data.copies"
-        raise DamagedDataError(f"{'; '.join(wrong)}. Copy it back{more}; `megalith data verify` says what else is damaged.")
+        raise DamagedDataError(f"{'; '.join(wrong)}. Copy it back{more}; `megalith data verify` names everything damaged.")
 
     def _note(self, damage: Damage) -> None:
         key = damage.file, damage.error

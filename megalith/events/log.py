@@ -44,7 +44,7 @@ class EventLog:
     def _begin_anew(self, made: bool) -> Iterator[bytes]:
         """Lines that a log which lost all it held begins with. One of its writers makes the file, and leaves the note."""
         if made:
-            words = f"{FILE} was removed, or emptied, while the run went on: what it held is lost, and it begins anew here"
+            words = f"{FILE} was removed, or emptied, during the run: its events are lost, and it begins anew here"
             yield _line(Problem("warning", words))
         for event in self._opening:
             fresh = replace(event, time=time.time())

@@ -75,7 +75,7 @@ def _checked(place: Place) -> Place:
         problems.append(f"{place.local_world} ranks of this machine are more than the {place.world} of the world")
     if problems:
         reason = "; ".join(problems)
-        raise ValueError(f"the environment ({place.kind}) contradicts itself: {reason}. Unset its variables or mend them")
+        raise ValueError(f"the environment ({place.kind}) contradicts itself: {reason}. Unset its variables or correct them")
     return place
 
 

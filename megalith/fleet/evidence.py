@@ -65,7 +65,7 @@ def is_stopped(process: int | None) -> bool:
 
 
 def queued(process: int) -> float:
-    """Seconds that a process's threads were ready to run and had no processor; 0 where the kernel does not say.
+    """Seconds that a process's threads were ready to run and had no processor; 0 where the kernel does not report it.
 
     Threads that wake a hundred times a second whether there is work or not do not count: some twenty a rank, they would make any hang on
     a busy machine look like work that gets no processor.
@@ -130,7 +130,7 @@ def main_stack(dump: str) -> str:
 
 
 def oom_kills() -> int:
-    """Processes the kernel's out-of-memory killer ended since it booted; 0 where the kernel does not say."""
+    """Processes the kernel's out-of-memory killer ended since it booted; 0 where the kernel does not report it."""
     try:
         lines = Path("/proc/vmstat").read_text(encoding="utf-8").splitlines()
     except OSError:

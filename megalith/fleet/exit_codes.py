@@ -34,7 +34,7 @@ MEANINGS: dict[ExitCode, Meaning] = {
     ),
     ExitCode.STOPPED: Meaning("a signal asked to stop and the state was saved; the same command resumes the run", retry=True),
     ExitCode.REPORTED: Meaning(
-        "a rank found something wrong and said what (`ranks/reports`, events of kind `incident`)", retry=True
+        "a rank detected a fault and reported it (`ranks/reports`, events of kind `incident`)", retry=True
     ),
     ExitCode.INTERRUPTED: Meaning("interrupted twice, so ended at once; steps since the newest checkpoint are lost", retry=True),
     ExitCode.TERMINATED: Meaning(

@@ -116,7 +116,11 @@ class LocalNodes:
         if not only.is_dir() or not disk.leads_to(self._memory / OWNER, os.fstat(self._claimed[-1].fileno()).st_ino):
             with disk.if_available(self._memory):
                 self._make_memory(self._memory, self._there)
-                print(f"{self._memory} was removed by somebody: copies of the state are made anew", file=sys.stderr, flush=True)
+                print(
+                    f"{self._memory} was removed by another process: copies of the state are written again",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def there(self) -> tuple[str, ...]:
         if self._memory is None or len(self._names) == 1:  # this very machine, whatever became of its folder

@@ -269,7 +269,7 @@ class RemoteNodes:
             if answer is not None:
                 with self._dropping("unstarted"):
                     return FAILURE.validate_python(answer)
-        reason = f"had not started the ranks within {self._job.start_timeout:g} s, and no agent says why"
+        reason = f"had not started the ranks within {self._job.start_timeout:g} s, and no agent reported why"
         return Failure(None, reason, "", "", self._job.run_dir / "ranks", time.time(), ExitCode.LOST)
 
     def _ask(self, asked: Sequence[tuple[Member, dict[str, Any]]], seconds: float) -> list[Any]:

@@ -16,7 +16,7 @@ from megalith.machine.health import MIB, Finding, Needs
 LEAST = Needs(memory=256 * MIB, disk=64 * MIB, shared_memory=16 * MIB, loopback=10 * MIB, descriptors=256)
 """With less no run begins. Far below what a run should have: `megalith doctor` judges by that."""
 
-ANYWAY = 'To start without this check, set fleet.check to "return"; `megalith doctor` says more'
+ANYWAY = 'To start without this check, set fleet.check to "return"; `megalith doctor` shows more'
 
 CLOCK_SECONDS, LOOPBACK_SECONDS = 0.02, 0.5
 FIRST_PAUSE, LAST_PAUSE = 1.0, 10.0  # seconds between checks of a machine that waits to be fit
@@ -28,7 +28,7 @@ def before_start(folder: Path, *, needs: Needs = LEAST) -> list[Finding]:
     What is measured by time never fails here: a machine may be busy, and still be sound.
     """
     if (mount := disk.bare_mount(folder)) is not None:  # nothing may be written there, not even to look
-        limit, way_out = "mounted, as /etc/fstab wants it", "Mount it, or choose another --run-dir"
+        limit, way_out = "mounted, as /etc/fstab expects", "Mount it, or choose another --run-dir"
         return [Finding("file system", "fail", f"nothing is mounted at {mount}", limit, way_out)]
     return [
         health.memory(needs.memory),
@@ -83,7 +83,7 @@ def before_return(folder: Path, *, burn_in: Sequence[str] = (), seconds: float =
 def burnt(command: Sequence[str], *, seconds: float) -> list[Finding]:
     """The findings of a burn-in in a process of its own, for it needs torch. One that says nothing, or nothing in time, fails."""
     check, limit = "burn-in", f"done within {seconds:g} s"
-    way_out = "`megalith doctor` on this machine says more"
+    way_out = "`megalith doctor` on this machine shows more"
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, stdin=subprocess.DEVNULL

@@ -222,7 +222,7 @@ def diagnosis(code: int, text: str) -> Finding:
     if not failed:
         return Finding(check, "ok", f"{sum(status == 'pass' for _, status in tests)} tests passed", limit)
     listed = ", ".join(dict.fromkeys(f"{one.check}: {one.verdict}" for one in failed))
-    return Finding(check, worst(failed), listed, limit, "`dcgmi diag -r 1` says why; it names the GPU")
+    return Finding(check, worst(failed), listed, limit, "`dcgmi diag -r 1` shows why and names the GPU")
 
 
 def _tests(text: str) -> list[tuple[str, str]] | None:

@@ -210,7 +210,7 @@ def clock_synchronised() -> Finding:
     name, limit = "clock synchronised", "kept by NTP or PTP"
     status = _clock_status()
     if status is None:
-        return Finding(name, "ok", "the kernel does not say", limit)
+        return Finding(name, "ok", "the kernel does not report it", limit)
     if status == 5:  # TIME_ERROR of adjtimex(2)
         return Finding(name, "warn", "no", limit, "Start chrony or ntpd, or times of different nodes will not compare")
     return Finding(name, "ok", "yes", limit)

@@ -335,7 +335,7 @@ def _batch(
     if text and question.global_batch:
         way_out = "Leave one of them out."
         problems.append(
-            problem("--global-batch-tokens", text, f"says the same as --global-batch {question.global_batch}", way_out)
+            problem("--global-batch-tokens", text, f"means the same as --global-batch {question.global_batch}", way_out)
         )
         return None, ()
     if not text:
@@ -361,7 +361,7 @@ def _batch(
 def _tokens(question: Question, spec: RunSpec | None, whole: RunSpec | None, problems: list[Problem]) -> float | None:
     if question.tokens is not None and question.compute_optimal:
         way_out = "Leave one of them out."
-        problems.append(problem("--tokens", question.tokens, "and --compute-optimal both say how long to train", way_out))
+        problems.append(problem("--tokens", question.tokens, "and --compute-optimal both set the length of training", way_out))
     if question.tokens is None:
         if spec is None:
             return None

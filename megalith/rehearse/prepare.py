@@ -32,10 +32,10 @@ MOST_EVENTS, MOST_NODES = 100_000, 1_000_000
 
 WITHOUT_EFFECT: dict[str, str] = {
     "recover": "the simulated policy always recovers",
-    "nodes": "Use --cluster, which says how many train.",
+    "nodes": "Use --cluster, which sets how many train.",
     "disk": "Use latencies.restore.disk and latencies.stall.disk.",
     "digest": "No fault of the tables is a state that changes at rest.",
-    "verify": "Use latencies.verify for what it costs.",
+    "verify": "Use latencies.verify for its cost.",
     "hang_factor": "Use latencies.hang.",
     "hang_floor": "Use latencies.hang.",
     "node_timeout": "Use latencies.node_lost.",
@@ -265,11 +265,11 @@ def _prepared(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec, 
     notes += [how] if how else []
     if run is not None:
         notes.append(
-            f"a step takes {step:.3g} s{'' if spec.step_seconds else ', assumed: --set step_seconds=SECONDS says otherwise'}"
+            f"a step takes {step:.3g} s{'' if spec.step_seconds else ', assumed: --set step_seconds=SECONDS changes it'}"
             + (f"; a state of {spec.state_bytes / 1e12:.3g} TB" if spec.state_bytes else "")
         )
     if fleet.verify_every and not spec.latencies.verify:
-        notes.append("fleet.verify_every: taken to cost nothing; --set latencies.verify=SHARE of the time says otherwise")
+        notes.append("fleet.verify_every: assumed to cost nothing; --set latencies.verify=SHARE of the time changes it")
     if left := cluster.nodes % spec.sites:
         notes.append(f"{left} of {cluster.nodes} nodes are in no site: {spec.sites} sites are of the same size")
     rated = latencies.at_rates(base, cluster, state_bytes=spec.state_bytes, storage=spec.storage)

@@ -48,7 +48,7 @@ _WHY: dict[type[Sign], Why] = {
 class Tally:
     """The counts of one site.
 
-    `stops`: ends that wait for a person. `ended`: ends for want of nodes (exit status 71), after which an engine, or a loop, starts the
+    `stops`: ends that wait for a person. `ended`: ends for lack of nodes (exit status 71), after which an engine, or a loop, starts the
     same command again when there are nodes.
     """
 

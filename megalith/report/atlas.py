@@ -160,7 +160,7 @@ def _whole(square: Square, best: Choice) -> str:
 
 def _key() -> str:
     words = (
-        "t tensor, c context, p pipeline x chunks, e expert, d data, z ZeRO stage, r copies, m microbatch: what is not said is 1"
+        "t tensor, c context, p pipeline x chunks, e expert, d data, z ZeRO stage, r copies, m microbatch: values not shown are 1"
     )
     return f'<p class="none">{words}.</p>'
 

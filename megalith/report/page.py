@@ -253,7 +253,7 @@ def _speed(run: History) -> str:
         wide = len(figures) % 2 == 0
         width = 1180 if wide else 570
         chart = stacked_columns(columns, _colours(columns), x_label="step", y_format=_seconds, width=width)
-        figures.append(_figure("Where the time of a step goes", chart, wide=wide))
+        figures.append(_figure("Time of a step by part", chart, wide=wide))
     return _figures(*figures)
 
 

@@ -136,7 +136,7 @@ def dump(resolved: Resolved, *, brief: bool = False) -> str:
     first = [section for section in dict.fromkeys(path[:1] for path in tables) if section]
     order = [(), *(path for section in first for path in sorted((p for p in tables if p[:1] == section), key=len))]
     text = [
-        "# One run: what is not here has its default." if brief else "# One run, in full: every value, and where it came from."
+        "# One run: keys not listed have their defaults." if brief else "# One run, in full: every value, and where it came from."
     ]
     for path in order:
         text += ["", f"[{dotted(path)}]"] if path else []
@@ -245,7 +245,7 @@ def _file(path: Path) -> Layer:
         found = re.search(r"at line (\d+)", str(error))
         number = int(found[1]) if found else len(text.splitlines())
         quoted = text.splitlines()[number - 1].strip() if 0 < number <= len(text.splitlines()) else ""
-        way_out = 'Text wants "quotes", lists want [brackets].'
+        way_out = 'Text needs "quotes", lists need [brackets].'
         raise problem(f"not TOML: {error}: {quoted}", way_out, f":{number}") from error
 
 

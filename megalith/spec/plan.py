@@ -53,7 +53,7 @@ class Plan(Spec):
     sequence: bool = Field(default=True, description="with tensor > 1: split norms and residuals along the sequence too")
     overlap_tensor: PositiveInt = Field(
         default=1,
-        description="with tensor > 1: pieces in which activations travel, each while another is multiplied; 1: all at once",
+        description="with tensor > 1: pieces in which activations are sent, each while another is multiplied; 1: all at once",
     )
     context: PositiveInt = Field(
         default=1, description="ranks that split each sequence; a rank has one early and one late part of it"

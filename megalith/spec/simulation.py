@@ -67,5 +67,5 @@ class SimulationSpec(Spec):
         default=None, description="unexpected ones a device-hour; else as the cluster says"
     )
     fleet: FleetSpec = Field(default=FleetSpec(), description="spares, copies of the state, policy")
-    reliability: Reliability = Field(default=Reliability(), description="how nodes break; keys not said are the cluster's")
+    reliability: Reliability = Field(default=Reliability(), description="how nodes break; keys not given are the cluster's")
     latencies: LatencySpec = Field(default=LatencySpec(), description="parts of a recovery that are known")

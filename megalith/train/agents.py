@@ -88,7 +88,7 @@ def serve_node(host: Host, place: Place | None) -> int:
         return _serve(host, os.environ[MEETING], order=sys.maxsize, cut_off=_begin_anew)
     if place is None:
         raise ValueError(
-            f"nothing says where this node meets the others. Start it with torchrun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and "
+            f"no rendezvous address is set. Start it with torchrun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and "
             f"MASTER_PORT (rank 0 directs the run), or {MEETING}=tcp://HOST:PORT to join one in progress"
         )
     _take_key(host, place.store, alone=place.world == 1)

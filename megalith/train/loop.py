@@ -45,7 +45,7 @@ def nothing_left(done: int, *, steps: int) -> str:
     """Warning for a run that has already reached train.steps."""
     return (
         f"{done} steps are done and train.steps = {steps}: nothing is left to train. "
-        f"Set train.steps above {done} to go on, or start another run with --run-dir."
+        f"Set train.steps above {done} to resume, or start another run with --run-dir."
     )
 
 

@@ -133,7 +133,7 @@ def rank_heatmap(source: Source, asked: Asked) -> dict[str, Any]:
     view, world = source.ranks(row, first=whole(asked, "from", 0), last=whole(asked, "to", 2**53), most=columns)
     if not len(view):
         words = (
-            "No rank has told of its seconds: the run was made by an earlier version, or its ranks were not started by megalith."
+            "No rank has reported its seconds: the run was made by an earlier version, or its ranks were not started by megalith."
         )
         return {"ranks": 0, "why": words}
     places = source.places() if world == source.world else {}

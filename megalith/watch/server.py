@@ -133,7 +133,7 @@ class Server:
             causes.refresh(source)
         except Exception as error:  # whatever is wrong with a run's files: its page goes on without
             source.causes = source.revision, time.monotonic() + causes.LONGEST, []
-            print(f"nothing can be said of what makes steps long: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(f"the causes of long steps are unknown: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if source.causes is not before:
             source.revision += 1
             source.causes = (source.revision, *source.causes[1:]) if source.causes else None

@@ -44,7 +44,7 @@ def test_the_message_begins_with_the_first_cause_and_ends_with_where_the_rest_is
         "  in /here/megalith/train/step.py, line 7, in forward: raise ValueError(text)",
         "rank 0 failed after it; rank 2 was ended; rank 3 had ended in order",
         "output of rank 1: r1.log",
-        "tracebacks, and what each rank said: incidents/001.txt",
+        "tracebacks, and the output of each rank: incidents/001.txt",
     ]
 
 

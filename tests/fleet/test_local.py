@@ -283,7 +283,7 @@ def test_memory_that_somebody_removes_is_made_anew_and_loses_no_node(
         gone = [name for sign in nodes.wait(0) if isinstance(sign, NodesLost) for name in sign.nodes]
         assert tuple(gone) == lost
         assert nodes.there() == tuple(name for name in names if name not in lost)
-        assert capsys.readouterr().err.count(f"{memory} was removed by somebody") == (not lost)
+        assert capsys.readouterr().err.count(f"{memory} was removed by another process") == (not lost)
         assert not roots._is_abandoned(memory), "it is in use"
         shutil.rmtree(run)
         assert not roots._is_abandoned(memory)

@@ -320,7 +320,7 @@ def test_an_answer_that_means_nothing_is_none(tmp_path: Path, text: str, monkeyp
     assert all(look.stack == "" for look in nodes.look([0, 1]).values())
     assert nodes.queued() in ({}, {"a": 123.0})
     assert nodes.survey(("a",)) == ()
-    assert "no agent says why" in nodes.unstarted().reason
+    assert "no agent reported why" in nodes.unstarted().reason
 
 
 class Answered(Dictionary):

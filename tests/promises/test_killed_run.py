@@ -374,7 +374,7 @@ def test_copies_that_are_removed_from_memory_are_made_anew_while_the_ranks_stay(
     os.kill(process_of(1, folder), signal.SIGKILL)
     said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == ExitCode.FINISHED, said
-    assert "were removed by somebody, and are made anew" in said
+    assert "were removed by another process, and are written again" in said
     (recovery,) = of_kind(read(folder), Recovery)
     assert "memory" in str(recovery.restored) and recovery.lost_steps <= 2
     assert_same_bits(final_state(never_killed), final_state(folder))

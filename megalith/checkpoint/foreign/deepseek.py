@@ -189,7 +189,7 @@ def _refuse(spec: DeepSeek) -> list[str]:
     if spec.shared_experts == 0:
         problems.append("shared_experts = 0: transformers' classes have at least one")
     if spec.dim % spec.heads and spec.scores == "softmax":
-        problems.append(f"transformers wants heads to divide dim, and {spec.heads} does not divide {spec.dim}")
+        problems.append(f"transformers needs heads to divide dim, and {spec.heads} does not divide {spec.dim}")
     scaling = spec.rope_scaling
     return problems + (_two_readings(scaling.mscale, scaling.mscale_all_dim) if scaling else [])
 

@@ -230,4 +230,4 @@ def heads_divide(spec: Any) -> list[str]:
     """transformers checks this for some families, although heads of any width would do."""
     if spec.dim % spec.heads == 0:
         return []
-    return [f"transformers wants heads to divide dim, and {spec.heads} does not divide {spec.dim}"]
+    return [f"transformers needs heads to divide dim, and {spec.heads} does not divide {spec.dim}"]

@@ -37,7 +37,7 @@ def _write(spec: Gpt) -> Json:
 
 def _refuse(spec: Gpt) -> list[str]:
     width = spec.heads * (spec.head_dim or spec.dim // spec.heads)
-    return [] if width == spec.dim else [f"transformers wants heads x head_dim to be dim, and they are {width} and {spec.dim}"]
+    return [] if width == spec.dim else [f"transformers needs heads x head_dim to be dim, and they are {width} and {spec.dim}"]
 
 
 GPT = Foreign(

@@ -17,7 +17,7 @@ Settings = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Set a value of the run file, such as train.steps=100. May be repeated."),
 ]
 AtStep = Annotated[int | None, typer.Option("--step", help="The checkpoint of this step. Default: the newest.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what was made before with other settings.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite output that was made with other settings.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 
 

@@ -74,7 +74,7 @@ def _saved(state: State, sign: signs.Saved, fleet: FleetSpec) -> Decision:
             source = newest(for_any_plan(state.copies)) or BEGINNING
             grown = replace(state, shrunk=False, restored=source)
             return Decision((Grow(source, state.placement),), grown, "grow to the run's own plan")
-        return restart(state, [], sign, fleet, reason="nothing is to be done: go on")
+        return restart(state, [], sign, fleet, reason="no action is needed: resume")
     return restart(state, [], sign, fleet, reason=f"{', '.join(state.leaving)} was taken away")
 
 

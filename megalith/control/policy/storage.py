@@ -73,7 +73,7 @@ def data_damaged(state: State, sign: signs.DataDamaged, fleet: FleetSpec) -> Dec
         return Decision((ReadElsewhere(sign.shard, sign.other_copy),), state, reason)
     report = (
         f"shard {sign.shard} of the data: {sign.error}, and there is no other copy. Training on without it would change the data "
-        "order. Put the shard back (`megalith data verify` says which are damaged), or name a whole copy in data.copies; then start the "
+        "order. Put the shard back (`megalith data verify` names the damaged ones), or name a whole copy in data.copies; then start the "
         "same command again: it resumes from the newest checkpoint."
     )
     return stop(state, [SaveState(fleet.wait_limit)], ExitCode.FAILED, report)

@@ -46,7 +46,13 @@ def given(spec: RunSpec, engine: str, *, run_file: str, run_dir: str, **options:
         if not said["gpus_per_node"] and spec.train.device != "cpu":
             way_out = f"Give --gpus-per-node {ranks}, or name the cluster in the run file, if ranks are to have them."
             advice.append(
-                Problem("advice", "--gpus-per-node", 0, "no GPUs are asked for, since nothing says that there are any", way_out)
+                Problem(
+                    "advice",
+                    "--gpus-per-node",
+                    0,
+                    "no GPUs are requested, since neither the run nor an option names any",
+                    way_out,
+                )
             )
     launch = Launch(run_file=run_file, run_dir=run_dir, ranks_per_node=ranks, **said)
     if launch.hours is not None and launch.hours * 3600 <= launch.grace:
