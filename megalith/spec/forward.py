@@ -14,6 +14,7 @@ from megalith.spec.model import (
     AttentionSpec,
     BlockSpec,
     EmbeddingSpec,
+    Growth,
     HeadSpec,
     LatentAttentionSpec,
     LinearScaling,
@@ -25,7 +26,6 @@ from megalith.spec.model import (
     RopeScaling,
     RopeSpec,
     RouterSpec,
-    Scaling,
     YarnScaling,
 )
 
@@ -64,7 +64,7 @@ FIELDS: Mapping[type[Spec], Fields] = {
     AheadSpec: Fields("depth block", training="weight"),
     HeadSpec: Fields("vocab tied norm scale softcap ahead"),
     ModelSpec: Fields("dim context embedding blocks head", training="init_std scaling", nothing="name"),
-    Scaling: Fields("", training="width depth base_layers"),
+    Growth: Fields("", training="width depth base_layers"),
 }
 """Every field of every part of a model. tests/spec/test_forward.py fails for a field that is not here."""
 

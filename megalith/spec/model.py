@@ -227,7 +227,7 @@ class HeadSpec(Spec):
     ahead: AheadSpec | None = None
 
 
-class Scaling(Spec):
+class Growth(Spec):
     """A model's sizes over those that its learning rates were found at (`spec.families.parametrization`)."""
 
     width: PositiveFloat = 1.0
@@ -247,7 +247,7 @@ class ModelSpec(Spec):
     blocks: tuple[BlockSpec, ...]
     head: HeadSpec
     init_std: PositiveFloat = 0.02
-    scaling: Scaling = Scaling()
+    scaling: Growth = Growth()
 
     @property
     def part_names(self) -> tuple[str, ...]:

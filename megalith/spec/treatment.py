@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
 from megalith.spec.families.parametrization import is_hidden
-from megalith.spec.model import ModelSpec, Scaling
+from megalith.spec.model import Growth, ModelSpec
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import GroupSpec, OptimizerSpec
 from megalith.spec.sizes import Parameter, model_parameters
@@ -36,7 +36,7 @@ def treatments(model: ModelSpec, optimizer: OptimizerSpec) -> dict[str, Treatmen
     return {name: treatment(each, optimizer, model.scaling) for name, each in model_parameters(model).items()}
 
 
-def treatment(parameter: Parameter, optimizer: OptimizerSpec, scaling: Scaling) -> Treatment:
+def treatment(parameter: Parameter, optimizer: OptimizerSpec, scaling: Growth) -> Treatment:
     """Return how a parameter, called by its name in the whole model of these sizes, is updated."""
     group = group_of(parameter.name, optimizer) or GroupSpec(pattern="*")
     kind = group.kind or optimizer.kind
@@ -47,10 +47,10 @@ def treatment(parameter: Parameter, optimizer: OptimizerSpec, scaling: Scaling) 
         lr=group.lr,
         weight_decay=usual if group.weight_decay is None else group.weight_decay,
     )
-    return found if scaling == Scaling() else _scaled(found, parameter, scaling)
+    return found if scaling == Growth() else _scaled(found, parameter, scaling)
 
 
-def _scaled(usual: Treatment, parameter: Parameter, scaling: Scaling) -> Treatment:
+def _scaled(usual: Treatment, parameter: Parameter, scaling: Growth) -> Treatment:
     """Return the treatment in a model of other sizes (`spec.families.parametrization`)."""
     power = (OPTIMIZERS[usual.kind].width or 0.0) if is_hidden(parameter) else 0.0
     factor, deep = scaling.width**power, scaling.depth if parameter.name.startswith("blocks.") else 1.0

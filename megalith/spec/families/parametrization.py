@@ -22,7 +22,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt
 
 from megalith.spec.base import Spec
-from megalith.spec.model import BlockSpec, ModelSpec, Scaling
+from megalith.spec.model import BlockSpec, Growth, ModelSpec
 from megalith.spec.sizes import Parameter
 
 Parametrization = Literal["standard", "mup", "completep"]
@@ -40,12 +40,12 @@ class ParametrizedSpec(Spec):
         default=None, description="mup, completep: the head_dim at which it does; none: heads grow in number alone"
     )
 
-    def scaling(self, dim: int, layers: int) -> Scaling:
+    def scaling(self, dim: int, layers: int) -> Growth:
         """Return the model's sizes over those of the base. Without a base, which `check` refuses, they are 1."""
         if self.parametrization == "standard":
-            return Scaling()
+            return Growth()
         deep = self.parametrization == "completep" and self.base_layers
-        return Scaling(
+        return Growth(
             width=dim / self.base_dim if self.base_dim else 1.0,
             depth=layers / self.base_layers if deep and self.base_layers else 1.0,
             base_layers=self.base_layers if deep else None,
@@ -55,7 +55,7 @@ class ParametrizedSpec(Spec):
 def applied(model: ModelSpec, sizes: ParametrizedSpec) -> ModelSpec:
     """Return the model with the multipliers of its sizes. A model at the base sizes stays as it is."""
     scaling = sizes.scaling(model.dim, len(model.blocks))
-    if scaling == Scaling():
+    if scaling == Growth():
         return model
 
     @cache
@@ -68,7 +68,7 @@ def applied(model: ModelSpec, sizes: ParametrizedSpec) -> ModelSpec:
     return model.model_copy(update={"head": head, "blocks": blocks, "scaling": scaling})
 
 
-def _block(block: BlockSpec, scaling: Scaling, base_head_dim: int | None) -> BlockSpec:
+def _block(block: BlockSpec, scaling: Growth, base_head_dim: int | None) -> BlockSpec:
     update: dict[str, object] = {"residual": block.residual / scaling.depth}
     attention = block.attention
     if base_head_dim is not None and attention is not None and attention.kind == "attention":
