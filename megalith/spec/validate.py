@@ -282,7 +282,10 @@ def _suggestion(fault: _Fault) -> str | None:
     word, inside = str(fault.path[-1]), fault.path[0] == "model"
     neighbours = [*(fault.table.model_fields if fault.table else ()), *(["preset"] if inside else [])]
     parts = re.split(r"[_\-.]", word.lower())
+    same = [dotted(path) for path in _known(fault.tables[0] or RunSpec) if path[-1] == word and path[0] != "model"]
     slip = near(word, neighbours, alike=ALIKE)  # nearly the same word is a better guess than a part of it
+    if same and slip and not inside and len(fault.path) == 1:
+        return same[0]  # a key without its table, beside a table that is spelt alike: "steps" and "sites"
     nearest = slip or max((name for name in neighbours if name in parts), key=len, default=None) or near(word, neighbours)
     if nearest:
         return dotted((*fault.path[:-1], nearest))
