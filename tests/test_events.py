@@ -10,6 +10,7 @@ from megalith.events import (
     FILE,
     Event,
     EventLog,
+    Holding,
     Problem,
     Reader,
     RunFinished,
@@ -82,6 +83,8 @@ def test_an_event_is_written_as_an_old_log_has_it() -> None:
         if isinstance(event, Step):
             experts = "" if event.experts else ',"experts":{}'
             expected = line.removesuffix("}\n") + experts + ',"updates":null,"noise":{},"scale":null}\n'
+        if isinstance(event, Holding):
+            expected = line.removesuffix("}\n") + ',"host_bytes":0,"disk_bytes":0}\n'
         assert json.dumps(dump(event), separators=(",", ":")) + "\n" == expected
 
 
