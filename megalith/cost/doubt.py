@@ -21,7 +21,7 @@ from statistics import median
 from typing import NamedTuple
 
 SHARE = 0.8
-"""Of rows that an interval holds."""
+"""Share of rows that an interval holds."""
 
 NORMAL = 1.4826
 """A normal distribution's deviation over the median distance from its median."""
@@ -60,7 +60,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Learnt:
-    """What is known of a stack after some rows: where its factor's logarithm lies, how sure that is, how far rows scatter, and which
+    """Knowledge of a stack after some rows: where its factor's logarithm lies, how sure that is, how far rows scatter, and which
     rows were not followed, by their place."""
 
     mean: float

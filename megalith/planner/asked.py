@@ -83,7 +83,7 @@ class Asked:
     offload: bool = False
     software: str = OURS
     factor: float = 1.0
-    """What own measurements make of predicted times."""
+    """Factor on predicted times, from own measurements."""
     whole: RunSpec | None = None
     """The run with all its phases, if it has several; `run` is then one of the phase that reads most tokens."""
 

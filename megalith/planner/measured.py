@@ -1,4 +1,4 @@
-"""What a user has measured: rows of a table, or finished runs, as logarithms over what is predicted of them. No torch unless a part must
+"""Measurements of a user: rows of a table, or finished runs, as logarithms over what is predicted of them. No torch unless a part must
 be traced."""
 
 from collections.abc import Iterable, Sequence

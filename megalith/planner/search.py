@@ -273,7 +273,7 @@ class Scorer:
         return memory(workload, self.parts(workload), self.figures.generations[workload.practice.generation])
 
     def held(self, workload: Workload) -> Memory:
-        """As `cost.foreseen.held`: dearer and nearer to what the trainer takes. Of other software, and of prefills, as `memory`."""
+        """Return memory by `cost.foreseen.held`, which costs more and is nearer to the trainer; for other software, by `memory`."""
         if self.forward_only or workload.practice.loss != "chunked" or workload.plan.state.away:
             return self.memory(workload)
         return foreseen.held(workload, self.figures)

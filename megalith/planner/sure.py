@@ -23,9 +23,9 @@ class Sure:
     apart: float
     """Two layouts of one answer whose steps differ by a smaller factor may be as fast as one another: their stack's factor is the same."""
     words: str
-    """What the interval of time rests on."""
+    """Evidence that the interval of time rests on."""
     factor: float = 1.0
-    """What own measurements make of a predicted time; the intervals are around that."""
+    """Factor on a predicted time, from own measurements; the intervals are around the product."""
 
     def to_json(self) -> dict[str, Any]:
         intervals = {"time": self.time._asdict(), "memory": self.memory._asdict()}

@@ -8,7 +8,7 @@ from megalith.spec.problem import SpecErrors, near
 from megalith.spec.quantity import quantity
 
 LINKS = {"scale_out": "bytes/s out of a device over the network", "scale_up": "... over the fast links"}
-"""What a what-if may say of the fabric, in GB/s one way."""
+"""Bandwidths of the fabric that a what-if may assume, in GB/s one way."""
 
 
 def vary(question: Question, change: str) -> Asked:

@@ -85,12 +85,17 @@ def _record(rank: int, spec: RunSpec) -> Recording:
     return record(assemble(spec, groups=mesh_groups(spec, CPU), device=CPU))
 
 
+def few(count: int, seed: int) -> list[Draw]:
+    """Return the drawn combinations that are proven: where few are asked for, those of several ranks."""
+    return sorted(draw(max(count, FEW), seed), key=lambda one: one.spec.plan.ranks > 1)[-count:]
+
+
 def prove_drawn(count: int, seed: int, *, starting: Callable[[Draw], None] = lambda one: None) -> Iterator[Proof]:
     """Prove `count` combinations drawn with `seed`. For each tie the most similar unused draw follows, while there are any, so that as
     many are proven as were asked for. `starting` is told of each before it runs."""
     torch.set_num_threads(1)  # before the first reference: it would start threads that no fork survives
     references: dict[Any, Recording] = {}
-    waiting = draw(max(count, FEW), seed)[-count:]
+    waiting = few(count, seed)
     used = {one.choices for one in waiting}
     others: list[Draw] | None = None
     while waiting:

@@ -78,7 +78,7 @@ def table(found: Answer) -> Table:
 
 
 def _beside(choice: Choice, first: Choice, found: Answer) -> str:
-    """What a layout has over the first, or by how much it is slower."""
+    """Say how a layout compares with the first: what it has more of, or by how much it is slower."""
     ratio = choice.estimate.time.step / first.estimate.time.step
     if choice.plan == first.plan:
         return ""
@@ -263,7 +263,7 @@ def terms(found: Slower) -> Table:
 
 
 def tries(found: Slower) -> Table:
-    """What to try, the most gain first."""
+    """Tabulate changes to try, the most gain first."""
     drawn = _table("try", "", "should gain")
     for one in found.tries:
         drawn.add_row(escape(one.change), "", f"{seconds(one.gain)} ({one.gain / found.measured:.1%})")

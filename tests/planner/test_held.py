@@ -1,4 +1,4 @@
-"""What a plan says that a rank takes is what a dry run of the file it writes counts."""
+"""The memory that a plan gives for a rank is what a dry run of the written file counts."""
 
 import os
 import random
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
 
 SMALL = [("llama-1b", "h100:4", 4096, 8), ("llama-1b", "2xa100-40gb", 2048, 8)]
-"""Of models whose blocks hold most: where the head does, plans are off by up to a fifth (docs/planner.md)."""
+"""Models whose blocks hold most: where the head does, plans are off by up to a fifth (docs/planner.md)."""
 
 MODELS = ("llama-1b", "llama3.2-1b", "llama3.2-3b", "llama2-7b", "qwen3-1.7b", "olmoe-1b-7b")
 CLUSTERS = ("h100:8", "a100-40gb:8", "rtx-4090:8", "l40s:8", "mi300x:8")

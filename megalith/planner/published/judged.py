@@ -1,4 +1,4 @@
-"""What published rows say of predictions and of their intervals: coverage and width, few-shot errors, and what choosing by them costs.
+"""Judgement of published rows on predictions and of their intervals: coverage and width, few-shot errors, and what choosing by them costs.
 
 Rows come with residuals of fits that their source group had no part in, and each group is judged by the deviations of the others."""
 
@@ -38,7 +38,7 @@ class Covered:
     rows: int
     groups: int
     share: float
-    """Of rows that lie in it."""
+    """Share of rows that lie in it."""
     width: float
     """Its half-width, in the median over groups."""
     score: float

@@ -39,7 +39,7 @@ class Result:
         return None if measured is None else self.memory / measured - 1
 
     def residuals(self) -> Iterator[Residual]:
-        """What the row measured, of time and of memory."""
+        """Return the quantities that the row measured: time, memory or both."""
         if self.seconds is not None:
             yield Residual(self.row.name, self.row.group, f"time.{self.kind}", log(self.seconds / self.estimate.time.step))
         if self.row.memory is not None:
