@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import secrets
 import sys
 import time
 from collections import deque
@@ -99,6 +100,18 @@ def check_mounted(path: Path) -> None:
         why = f"nothing is mounted here, where /etc/fstab expects a file system, and {path} would lie under it"
         advice = f"{why}: mount it, or choose another folder"
         raise OSError(errno.ENODEV, advice, str(mount))
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, whole or not at all: a reader, or another process that writes the same file meanwhile, never meets half of one."""
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
 
 
 def append(descriptor: int, line: bytes) -> None:

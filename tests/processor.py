@@ -21,7 +21,7 @@ def waited() -> float:
 def excuse(share: float, *, most: float = ENOUGH) -> None:
     """Skip a law that did not hold, if the processes that were measured waited for this `share` of the time, more than `most`: then it
     says nothing."""
-    if share > most:
+    if share > most:  # the product is not to blame for what its neighbours use
         pytest.skip(
             f"the processes waited {share:.0%} of the time for a processor: the law is about a machine that has some to spare"
         )

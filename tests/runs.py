@@ -20,12 +20,14 @@ import torch._dynamo
 from torch import Tensor
 
 import megalith.train.run
+from megalith.checkpoint.folder import committed
 from megalith.checkpoint.read import read_full
 from megalith.data.prepare import prepare
 from megalith.data.tokenizer import load
 from megalith.events import Step, of_kind, read
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.spec.run import RunSpec
+from tests.fleet.conftest import until
 from tests.patience import PATIENCE
 
 torch.set_num_threads(1)
@@ -142,6 +144,15 @@ def when(phase: str, step: int, *, rank: int, act: Callable[[], object]) -> Iter
 def signal_yourself(number: int) -> None:
     """Send a signal to this process."""
     os.kill(os.getpid(), number)
+
+
+def die_once_saved(folder: Path, step: int | None = None) -> None:
+    """Kill this process, once a checkpoint of this step (default: any) is there to go on from: it is written while training goes on."""
+    until(
+        lambda: any(step is None or path.name == f"step-{step:08d}" for path in committed(folder / "checkpoints")),
+        seconds=PATIENCE,
+    )
+    signal_yourself(signal.SIGKILL)
 
 
 def final_state(folder: Path) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,27 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_way_out(tmp_path: Path) 
         with pytest.raises(OSError, match=r"cannot be made .*choose another") as error:
             disk.make_folder(folder)
         assert str(folder) in str(error.value) and error.value.errno
+
+
+def test_many_writers_of_one_file_do_not_disturb_each_other_or_a_reader(tmp_path: Path) -> None:
+    path, contents = tmp_path / "file", [f"{writer}" * (1 << 16) for writer in range(8)]
+    disk.write_whole(path, contents[0])
+
+    def write_and_read(content: str) -> bool:
+        for _ in range(20):
+            disk.write_whole(path, content)
+            if path.read_text() not in contents:
+                return False
+        return True
+
+    with ThreadPoolExecutor(len(contents)) as threads:
+        assert all(threads.map(write_and_read, contents))
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        disk.write_whole(path, "text")
+    assert [found.name for found in tmp_path.iterdir()] == ["folder"]

@@ -8,6 +8,7 @@ import pytest
 
 from tests.findings.product import ROOT
 
+# Tests that the tool is given, one of each outcome: the second must hold, to be told apart from a proof.
 TESTS = """
 import os
 from pathlib import Path
@@ -28,6 +29,7 @@ def test_knows_no_option():
 
 def test_only_a_failed_assertion_is_a_proof(tmp_path: Path) -> None:
     if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=False).returncode:
+        # an unpacked archive has no commits to ask, and this tool is for those who have them
         pytest.skip("this tree is no clone, so no commit can be asked")
     file = tmp_path / "test_some.py"
     file.write_text(TESTS)

@@ -73,7 +73,5 @@ class Memory:
 
     def keep(self, state: State) -> None:
         """Write a state for the next controller, but for its copies, which are surveyed anew."""
-        part = self._file.with_suffix(".new")
         with disk.if_available(self._file):
-            part.write_text(json.dumps(policy.dump(replace(state, copies=()))), encoding="utf-8")
-            part.rename(self._file)
+            disk.write_whole(self._file, json.dumps(policy.dump(replace(state, copies=()))))

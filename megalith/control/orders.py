@@ -9,6 +9,7 @@ import secrets
 import time
 from pathlib import Path
 
+from megalith import disk
 from megalith.fleet.signs import Ordered
 
 FOLDER = "orders"
@@ -27,9 +28,7 @@ def write(run_dir: Path, what: str, node: str = "") -> Path:
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"{time.time_ns()}-{secrets.token_hex(4)}.json"
-    part = path.with_suffix(".tmp")
-    part.write_text(json.dumps({"what": what, "node": node, "time": time.time()}), encoding="utf-8")
-    part.replace(path)
+    disk.write_whole(path, json.dumps({"what": what, "node": node, "time": time.time()}))
     return path
 
 

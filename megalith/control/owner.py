@@ -327,9 +327,7 @@ class _Claims:
 
     def beat(self, claim: Claim) -> None:
         """Show that an owner lives."""
-        part = self.folder / f"{claim.number:08d}.{os.getpid()}.tmp"
-        part.write_text(secrets.token_hex(8), encoding="utf-8")
-        part.replace(self._path(claim, "beat"))
+        disk.write_whole(self._path(claim, "beat"), secrets.token_hex(8))
 
     def last_beat(self, claim: Claim) -> str:
         """Return what an owner last wrote to show that it is alive; empty if nothing."""

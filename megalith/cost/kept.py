@@ -9,6 +9,8 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
+from megalith import disk
+
 CACHE = "MEGALITH_CACHE"
 
 P = ParamSpec("P")
@@ -45,14 +47,12 @@ def read(path: Path | None) -> Any:
 
 
 def write(path: Path | None, value: Any) -> None:
-    """Whole or not at all. A folder that cannot be written spares the next run nothing, and this one can go on."""
+    """Keep a value for the next run. A folder that cannot be written spares that run nothing, and this one can go on."""
     if path is None:
         return
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        half = path.with_suffix(f".{os.getpid()}")
-        half.write_text(json.dumps(value))
-        half.replace(path)
+        disk.write_whole(path, json.dumps(value))
 
 
 @cache

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from megalith import disk
 from megalith.data.errors import DataError
 from megalith.data.manifest import (
     FILE,
@@ -113,7 +114,5 @@ def _has_right_sums(folder: Path, shard: Shard) -> bool:
     if path.exists():
         return path.read_bytes() == sums.file_content()
     with contextlib.suppress(PermissionError):
-        part = path.with_name(f"{path.name}.new")
-        part.write_bytes(sums.file_content())
-        part.rename(path)
+        disk.write_whole(path, sums.file_content())
     return True

@@ -17,6 +17,7 @@ import tokenizers
 from rich.progress import TaskID
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from megalith import disk
 from megalith.data.bulk import byte_characters, reproduce
 from megalith.data.errors import DataError
 from megalith.data.manifest import DEFAULT_READING, TOKENIZER_FILE, Reading, TokenizerRecord, tokenizer_fingerprint
@@ -121,8 +122,8 @@ class Tokenizer:
             "eos_token": self.end_of_text_token,
             "clean_up_tokenization_spaces": False,
         } | dict(more or {})
-        _write(folder / TOKENIZER_CONFIG_FILE, json.dumps(config, indent=2) + "\n")
-        _write(folder / TOKENIZER_FILE, self._text)
+        disk.write_whole(folder / TOKENIZER_CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+        disk.write_whole(folder / TOKENIZER_FILE, self._text)
         return folder / TOKENIZER_FILE
 
     def __repr__(self) -> str:
@@ -300,9 +301,3 @@ def _take(stream: Iterator[str], *, characters: int, documents: int) -> list[str
         if characters <= 0 or len(taken) >= documents:
             break
     return taken
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -165,11 +165,9 @@ def _write_error(path: Path, error: BaseException, phase: str) -> None:
     name = kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
     text = "".join(traceback.format_exception(error))
     record = RankError(type=name, message=str(error), traceback=text, time=time(), phase=phase)
-    part = path.with_name(path.name + ".new")
     print(text, file=sys.stderr, flush=True)
     with disk.if_available(path):
-        part.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
-        part.rename(path)
+        disk.write_whole(path, json.dumps(asdict(record), indent=1))
 
 
 def call(assignment: Assignment, rank: int, beats: Heartbeat) -> int:

@@ -39,10 +39,9 @@ def report(sign: Sign, environment: Mapping[str, str] = os.environ) -> None:
     if folder is None:
         print(f"seen: {text}", flush=True)
         return
-    path = Path(folder) / f"rank-{environment.get('RANK', '0')}-{secrets.token_hex(4)}"
+    path = Path(folder) / f"rank-{environment.get('RANK', '0')}-{secrets.token_hex(4)}.json"
     with disk.if_available(path):
-        path.with_suffix(".new").write_text(text, encoding="utf-8")
-        path.with_suffix(".new").rename(path.with_suffix(".json"))
+        disk.write_whole(path, text)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import torch._dynamo  # ranks would each import it at their first DTensor operat
 import torch.distributed as dist
 import torch.distributed.tensor
 
+from megalith import disk
 from megalith.parallel import one_round
 
 
@@ -39,8 +40,7 @@ def _rank(rank: int, ranks: int, folder: Path, timeout: float, function: Callabl
     except BaseException:
         outcome = ("error", traceback.format_exc())
         written = pickle.dumps(outcome)
-    (folder / f"{rank}.tmp").write_bytes(written)
-    (folder / f"{rank}.tmp").rename(folder / f"{rank}")
+    disk.write_whole(folder / f"{rank}", written)
     os._exit(0 if outcome[0] == "result" else 1)  # skip exit handlers: they belong to the parent
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from megalith import disk
 from megalith.control import ledger
 from megalith.events import Holding, Problem, Skipped, Step, of_kind
 from megalith.report import spikes, timeline, units
@@ -33,9 +34,7 @@ def write(run_dir: Path, path: Path | None = None) -> Path:
     """Write the run's report to `path` (default: into its folder) and return where. A run with few events, or none, gets a report that says
     so."""
     path = path or run_dir / FILE
-    draft = path.with_suffix(".tmp")  # a browser that reloads meanwhile sees the old page or the new one, never half of one
-    draft.write_text(render(history(run_dir), folder=run_dir), encoding="utf-8")
-    draft.replace(path)
+    disk.write_whole(path, render(history(run_dir), folder=run_dir))
     return path
 
 

@@ -8,7 +8,6 @@ cluster's file, which is written beside run files, is looked for from the run fi
 
 import copy
 import json
-import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from megalith import disk
 from megalith.spec import lengths, renamed
 from megalith.spec.presets import meant, presets
 from megalith.spec.problem import Problem, SpecErrors, near
@@ -177,16 +177,9 @@ def spec_text(spec: RunSpec) -> str:
 def save(resolved: Resolved, run_dir: Path) -> None:
     """Write run.toml (for people, and to load again), spec.json and provenance.json (for programs) to the run folder."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    _write(run_dir / SPEC_FILE, spec_text(resolved.spec))
-    _write(run_dir / "provenance.json", json.dumps(resolved.provenance, indent=1) + "\n")
-    _write(run_dir / FILE, dump(resolved))  # last: whoever finds it finds the others
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: a reader never finds half a file."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    disk.write_whole(run_dir / SPEC_FILE, spec_text(resolved.spec))
+    disk.write_whole(run_dir / "provenance.json", json.dumps(resolved.provenance, indent=1) + "\n")
+    disk.write_whole(run_dir / FILE, dump(resolved))  # last: whoever finds it finds the others
 
 
 def _printable(text: str) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from megalith import disk
 from megalith.spec.alerts import AlertsSpec
 from megalith.watch import causes, page, panels
 from megalith.watch.alerts import Alerts
@@ -299,6 +300,4 @@ def _head(status: int, kind: str, length: int | None, policy: str = "default-src
 def write(sources: Sequence[Source], path: Path) -> None:
     """Write the page of some runs, as they are now, as a file that needs nothing else."""
     data = [{name: panels.panel(source, name) for name in panels.PANELS} for source in sources]
-    draft = path.with_suffix(".tmp")
-    draft.write_text(page.standing([source.name for source in sources], data), encoding="utf-8")
-    draft.replace(path)
+    disk.write_whole(path, page.standing([source.name for source in sources], data))

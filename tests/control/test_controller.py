@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 
-from megalith import events, sealed
+from megalith import disk, events, sealed
 from megalith.control import controller as controller_module
 from megalith.control.answer import Store
 from megalith.control.controller import Controller, run_here
@@ -275,10 +275,15 @@ def test_ranks_that_were_ended_before_there_was_a_state_to_save_are_started_agai
     assert [one.sign.kind for one in controller._after(cast(Any, watch), ended)] == kinds
 
 
-def test_that_saves_work_again_is_told_and_is_no_incident_and_a_full_disk_ends_no_controller(tmp_path: Path) -> None:
+def _full(path: Path, content: str | bytes) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def test_that_saves_work_again_is_told_and_is_no_incident_and_a_full_disk_ends_no_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "write_whole", _full)
     nodes = SimpleNamespace(there=lambda: ("a", "b", "c"), survey=lambda placement: (Copy(Tier.STORE, 7),))
-    (tmp_path / "ranks").mkdir()
-    (tmp_path / "ranks" / "fleet.new").symlink_to("/dev/full")
     job = Job("nobody:calls", {}, ranks=2, run_dir=tmp_path)
     controller = Controller(job, fleet=FLEET, nodes=cast(Any, nodes), store=lambda: (), requests=[])
     for sign in (SaveFailed(time=1.0, step=10, tier=Tier.STORE, error="full"), SaveWorks(time=2.0, step=20, tier=Tier.STORE)):

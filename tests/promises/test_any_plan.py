@@ -103,6 +103,7 @@ def test_z_loss_is_part_of_the_objective_under_vocabulary_parallelism() -> None:
 )
 def test_compiled_blocks_train_like_one_process(plan: dict[str, Any]) -> None:
     if {"tensor", "context"} & plan.keys() and torch.__version__ < "2.15":
+        # torch 2.11's compiler loses these sums, and our check refuses such runs there: nothing is left to compare
         pytest.skip("this torch leaves out of backward what ranks add up there: `megalith check` refuses it")
     _check(plan | {"compile": True}, model={"layers": 2})
 

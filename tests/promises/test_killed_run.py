@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from megalith.checkpoint.checkpointer import Checkpointer
-from megalith.checkpoint.folder import committed
 from megalith.data.stream import Stream
 from megalith.events import Checkpoint, Incident, Problem, Recovery, RunStarted, Step, of_kind, read
 from megalith.fleet import injection
@@ -36,6 +35,7 @@ from tests.patience import PATIENCE
 from tests.runs import (
     assert_same_bits,
     await_step,
+    die_once_saved,
     final_state,
     finish,
     position,
@@ -83,12 +83,8 @@ def test_kill_9_of_any_rank_changes_no_bit(plan: dict[str, Any], data: Path, tmp
     victims = range(spec.plan.ranks) if spec.plan.pipeline > 1 else [1]
     folder = tmp_path / "killed"
 
-    def die() -> None:
-        until(lambda: bool(committed(folder / "checkpoints")), seconds=PATIENCE)  # it is written while training goes on
-        signal_yourself(signal.SIGKILL)
-
     for number, victim in enumerate(victims):
-        with when("step", 5 + number, rank=victim, act=die):
+        with when("step", 5 + number, rank=victim, act=lambda: die_once_saved(folder)):
             codes = finish(start(spec, folder))
         assert codes[victim] == -signal.SIGKILL
     train(spec, folder)

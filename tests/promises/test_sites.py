@@ -14,7 +14,7 @@ from megalith.spec.run import RunSpec
 from megalith.train.generate import load_model
 from megalith.train.restore import Position, read_indices
 from tests.keys import GIVEN
-from tests.runs import assert_same_bits, final_state, finish, position, prepare_text, signal_yourself, start, when
+from tests.runs import assert_same_bits, die_once_saved, final_state, finish, position, prepare_text, signal_yourself, start, when
 from tests.specs import tiny_run
 
 STREAMING: dict[str, Any] = {"inner_steps": 4, "fragments": 2, "overlap": 3, "bits": 4}
@@ -76,7 +76,7 @@ def test_merging_after_each_step_of_sgd_is_data_parallelism(data: Path, tmp_path
 def test_a_killed_run_ends_with_the_same_bits(victim: int, data: Path, whole: Path, tmp_path: Path) -> None:
     """While fragments are under way: what was sent and not merged is sent again."""
     spec = _spec(data, STREAMING)
-    with when("step", 7, rank=victim, act=lambda: signal_yourself(signal.SIGKILL)):
+    with when("step", 7, rank=victim, act=lambda: die_once_saved(tmp_path / "killed", 6)):
         assert any(finish(start(spec, tmp_path / "killed", environment=GIVEN)))
     assert_same_bits(_train(spec, tmp_path / "killed"), final_state(whole))
     starts = [event.resumed_step for event in of_kind(read(tmp_path / "killed"), RunStarted)]
@@ -98,7 +98,7 @@ def test_the_same_run_under_another_plan(data: Path, tmp_path: Path) -> None:
     """A checkpoint of two sites of one rank is loaded by two sites of two."""
     sites = STREAMING | {"bits": 32}
     whole = _train(_spec(data, sites), tmp_path / "whole")
-    with when("step", 7, rank=0, act=lambda: signal_yourself(signal.SIGKILL)):
+    with when("step", 7, rank=0, act=lambda: die_once_saved(tmp_path / "changed", 6)):
         finish(start(_spec(data, sites), tmp_path / "changed", environment=GIVEN))
     changed = _train(_spec(data, sites, plan={"data": 2, "zero": 3}), tmp_path / "changed")
     _assert_close(_weights(changed), _weights(whole), within=1e-3)
@@ -121,7 +121,7 @@ def test_the_number_of_sites_may_change(data: Path, tmp_path: Path) -> None:
     """Two sites, then three, then one: what was not merged is, and no sample is left out or read twice."""
     sites = {"inner_steps": 4}
     spec = _spec(data, sites | {"count": 2})
-    with when("step", 7, rank=0, act=lambda: signal_yourself(signal.SIGKILL)):
+    with when("step", 7, rank=0, act=lambda: die_once_saved(tmp_path / "run", 6)):
         finish(start(spec, tmp_path / "run", environment=GIVEN))
     before = final_state(tmp_path / "run")
     _train(_spec(data, sites | {"count": 3}, train={"steps": 9}), tmp_path / "run")

@@ -114,7 +114,7 @@ def test_the_same_sign_is_sent_once_until_it_was_gone(tmp_path: Path) -> None:
     source = _live(tmp_path, age=500.0)
     alerts = Alerts(source, ALL, lambda _: None)
     assert len(alerts.look(0.0)) == 1
-    assert [alerts.look(float(now)) for now in range(2, 8000, 30)] == [[]] * 267, "it lasts"
+    assert not any(alerts.look(float(now)) for now in range(2, 8000, 30)), "it lasts"
     source.last_time = time.time()
     assert alerts.look(8000.0) == []
     source.last_time -= 500.0

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megalith import disk
 from megalith.kernels.numbers import Dtypes
 from megalith.models.flops import flops_per_token
 from megalith.spec import cluster
@@ -77,9 +78,7 @@ def counted_flops(trainer: Trainer, kept: Path) -> float:
     work = flops_per_token(trainer.model, seq_len)
     if trainer.groups.rank == 0:
         kept.mkdir(exist_ok=True)
-        part = path.with_name(f"{path.name}.new")
-        part.write_text(str(work))
-        part.rename(path)  # whole or not at all, for ranks that look meanwhile
+        disk.write_whole(path, str(work))
     return work
 
 

@@ -51,7 +51,7 @@ class Muon:
         moment, momentum = part.slots["moments.first"], self.spec.momentum
         moment.lerp_(part.gradient, 1 - momentum)
         direction = part.gradient.lerp(moment, momentum) if self.spec.nesterov else moment
-        return direction.to(self.dtype, copy=direction is moment)  # what is `opened` has this memory only for now
+        return direction.to(self.dtype, copy=direction is moment)  # a part that is `opened` lends this memory until it is closed
 
     def _matrices(self, name: str) -> tuple[Runs, ...]:
         return true_matrices(self.whole.described[name], split_heads=self.spec.split_heads)
