@@ -350,9 +350,14 @@ class _Claims:
 
 @contextlib.contextmanager
 def _lock(run_dir: Path) -> Iterator[None]:
-    with (run_dir.resolve() / "ranks" / "lock").open("a+", encoding="utf-8") as lock:
+    """Lock the run folder, and a file in it: whoever deletes the file, and the claims beside it, lets nobody in."""
+    with contextlib.ExitStack() as stack:
+        lock = stack.enter_context((run_dir.resolve() / "ranks" / "lock").open("a+", encoding="utf-8"))
+        folder = os.open(run_dir.resolve(), os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, folder)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for descriptor in (lock.fileno(), folder):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InUseError(_in_use(run_dir, _locked_by(run_dir, lock.name))) from None
         lock.truncate(0)
@@ -365,7 +370,7 @@ def _locked_by(run_dir: Path, lock: str) -> str:
     """Return the holder of the lock. The newest claim is more precise than the lock itself, which may be of an earlier version."""
     process = Path(lock).read_text(encoding="utf-8").strip()
     newest = _Claims(run_dir).newest()
-    return newest.who if newest is not None and str(newest.process) == process else process or "(unknown)"
+    return newest.who if newest is not None and process in ("", str(newest.process)) else process or "(unknown)"
 
 
 def _in_use(run_dir: Path, who: str) -> str:

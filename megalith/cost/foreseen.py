@@ -4,6 +4,7 @@ bytes of collectives by axis, FLOPs. Names are those of `prove.meter`. No torch 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -18,9 +19,9 @@ from megalith.cost.update import rest_bytes
 from megalith.cost.workload import Workload
 from megalith.mesh import Mesh
 from megalith.schedule import build, lower
-from megalith.schedule.action import Action, computations
+from megalith.schedule.action import Action, Schedule, computations
 from megalith.schedule.action import parts as actions_of
-from megalith.schedule.lower import WEIGHT_GRADIENTS
+from megalith.schedule.lower import WEIGHT_GRADIENTS, Program
 from megalith.spec import cluster as clusters
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.plan import segments
@@ -139,8 +140,8 @@ def of_run(spec: RunSpec) -> Workload:
 
 def _here(workload: Workload, traced: Parts, place: int) -> _Here:
     plan, model = workload.plan, workload.model
-    schedule = build(plan.schedule, ranks=plan.pipeline, microbatches=workload.microbatches, chunks=plan.chunks)
-    row = lower(schedule, plan.zero).rows[place]
+    schedule, program = _program(plan.schedule, plan.pipeline, workload.microbatches, plan.chunks, plan.zero)
+    row = program.rows[place]
     parts = (traced.embedding, *traced.blocks)
     profiles = *((part,) for part in parts), _head(traced)
     # further tokens' embedding, though kept once, travels for the head too, apart from what no other stage has
@@ -153,6 +154,13 @@ def _here(workload: Workload, traced: Parts, place: int) -> _Here:
         weights={stage: tuple(chain(*weights[where])) for stage, where in own.items()},
         segments={stage: _segments(traced, where) for stage, where in own.items()},
     )
+
+
+@lru_cache(maxsize=64)
+def _program(schedule: str, ranks: int, microbatches: int, chunks: int, zero: int) -> tuple[Schedule, Program]:
+    """A schedule and its program: a search asks for few of them, and for each of them often."""
+    built = build(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    return built, lower(built, zero)
 
 
 def _segments(traced: Parts, where: slice) -> tuple[tuple[int, ...], ...]:

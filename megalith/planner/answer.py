@@ -151,9 +151,15 @@ def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda do
     """The search that was asked for."""
     train, scorer = asked.run.train, scorer_of(asked)
 
+    known: dict[Plan, Memory] = {}
+
+    def held(plan: Plan) -> Memory:
+        if plan not in known:
+            known[plan] = scorer.held(workload_of(asked, plan))
+        return known[plan]
+
     def legal(plan: Plan) -> bool:
-        workload = workload_of(asked, plan)
-        return asked.legal(plan) and scorer.fits(workload, scorer.held(workload)) and fits_all(asked, plan, scorer)
+        return asked.legal(plan) and scorer.fits(workload_of(asked, plan), held(plan)) and fits_all(asked, plan, scorer)
 
     found = search(
         asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=asked.format,
@@ -162,19 +168,21 @@ def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda do
     )  # fmt: skip
 
     def weighed(choice: Choice) -> Choice:
-        return choice_of(asked, choice.plan, scorer, choice.estimate)
+        return _held(asked, choice.plan, scorer, choice.estimate, held(choice.plan))
 
     runnable = None if found.runnable is None else weighed(found.runnable)
     choices, thrifty = tuple(map(weighed, found.choices)), tuple(map(weighed, found.pareto))
     return replace(found, choices=choices, pareto=thrifty, runnable=runnable)
 
 
-def choice_of(asked: Asked, plan: Plan, scorer: Scorer, estimate: Estimate | None = None) -> Choice:
+def choice_of(asked: Asked, plan: Plan, scorer: Scorer) -> Choice:
     """Return a plan with its prediction, its memory as the trainer's own program takes it."""
     workload = workload_of(asked, plan)
-    held = scorer.held(workload)
-    known = estimate or scorer.estimate(workload)
-    return Choice(plan, replace(known, memory=held, fits=scorer.fits(workload, held)))
+    return _held(asked, plan, scorer, scorer.estimate(workload), scorer.held(workload))
+
+
+def _held(asked: Asked, plan: Plan, scorer: Scorer, estimate: Estimate, memory: Memory) -> Choice:
+    return Choice(plan, replace(estimate, memory=memory, fits=scorer.fits(workload_of(asked, plan), memory)))
 
 
 def skeleton(plan: Plan) -> tuple[Any, ...]:

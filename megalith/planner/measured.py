@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
-from megalith import events
 from megalith.cost.estimate import Estimate, estimate
 from megalith.cost.foreseen import held, of_run
 from megalith.cost.software import OURS
 from megalith.cost.workload import Workload
-from megalith.events.kinds import Step
 from megalith.planner.published.express import express, measured_seconds
 from megalith.planner.published.rows import Row, read
 from megalith.planner.search import assumed
@@ -20,6 +19,9 @@ from megalith.spec.files import SPEC_FILE
 from megalith.spec.model import MoeSpec
 from megalith.spec.problem import Problem, SpecErrors
 from megalith.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from megalith.events import Step
 
 WARM = 3
 """First steps of a run that say nothing: compilation, caches."""
@@ -97,9 +99,11 @@ def spec_of(folder: Path) -> RunSpec:
     return spec
 
 
-def steps_of(folder: Path) -> list[Step]:
+def steps_of(folder: Path) -> "list[Step]":
     """Return the steps of a run but its first ones, of each the last try. Raises ValueError if there is none."""
-    tries = {step.step: step for step in events.of_kind(events.read(folder), Step)}
+    from megalith import events  # most searches measure nothing, and these take long to import
+
+    tries = {step.step: step for step in events.of_kind(events.read(folder), events.Step)}
     steps = [tries[number] for number in sorted(tries)][WARM:]
     if not steps:
         raise ValueError(f"the run has no step after its first {WARM}")

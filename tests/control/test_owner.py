@@ -173,6 +173,15 @@ def test_a_lock_that_somebody_removed_lets_nobody_in(tmp_path: Path) -> None:
             pytest.fail("owned twice")
 
 
+def test_whoever_removes_the_lock_and_all_claims_lets_nobody_in(tmp_path: Path) -> None:
+    with another_process(tmp_path):
+        shutil.rmtree(tmp_path / "ranks")
+        with pytest.raises(InUseError, match="is in use by process"), hold(tmp_path):
+            pytest.fail("owned twice")
+    with hold(tmp_path) as own:
+        assert own.epoch == 0
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}"])
 def test_a_claim_that_was_damaged_keeps_nobody_out_whose_lock_says_that_the_owner_is_dead(damage: str, tmp_path: Path) -> None:
     _die(tmp_path)
@@ -312,7 +321,7 @@ POINTS: dict[str, Callable[[Owner], None]] = {
     "pruning": lambda own: _save(own, 20, stop_at=(storage.files, "prune")),
     "removal": lambda own: _save(own, 20, stop_at=(storage.files.shutil, "rmtree")),
     "notes": lambda own: _keep(own, "late", stop_at=(memory.json, "dumps")),
-    "notes' name": lambda own: _keep(own, "late", stop_at=(Path, "rename")),
+    "notes' name": lambda own: _keep(own, "late", stop_at=(Path, "replace")),
     "ledger": lambda own: _ledger(own, "late", stop_at=(disk, "append")),
 }
 
