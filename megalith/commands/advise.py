@@ -85,6 +85,7 @@ def advise(
     """Train all branches that are not finished, and judge their losses. Raises SpecErrors where the run has no such checkpoint, or a
     branch is not legal, before any of them starts; RuntimeError where one fails."""
     from megalith.check import check
+    from megalith.check.own import admit
     from megalith.checkpoint.folder import find_complete, name, of_run
     from megalith.planner.batch import judge, trials
     from megalith.spec import files
@@ -92,6 +93,8 @@ def advise(
     from megalith.spec.problem import Problem, SpecErrors
 
     spec = files.read(run_dir / files.FILE, saved=True).whole().spec
+    if unfit := admit(spec, {})[0]:
+        raise SpecErrors(unfit)
     path, manifest = find_complete(run_dir if step is None else of_run(run_dir) / name(step))
     position = manifest.meta["position"]
     folder = (out or run_dir / "advise-batch") / path.name

@@ -46,6 +46,7 @@ _WAYS_OUT = {
     "weights": "Set data.weights back",
     "phases": "Set data.phases back as far as they had begun",
     "document_mask": "Set data.document_mask back",
+    "source": "Set data.source, and what its fingerprint names, back",
 }
 
 
@@ -204,6 +205,10 @@ class Stream:
             positions -= np.repeat(ends[:-1], lengths)
             pieces = tuple(lengths.tolist())
         return Sample(tokens, targets, positions, pieces, self.domains[domain])
+
+    def length_of(self, index: int) -> int:
+        """Return the tokens of sample `index`."""
+        return self.seq_len if self.split == "validation" else self._phases[bisect_right(self._begins, index) - 1].seq_len
 
     def batch(self, indices: Iterable[int]) -> Batch:
         """Samples `indices`, stacked in that order."""

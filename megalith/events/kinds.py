@@ -36,6 +36,8 @@ class RunStarted(Event):
     flops_per_token: float
     flops_convention: str
     parameters: int
+    own: dict[str, str] = field(default_factory=dict)
+    """The sha256 of the source of each of the user's own parts, by the key of the run file that names it."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from torch import Tensor
 from megalith.kernels.multiply import PLAIN, Multiply
 
 Reduce = Callable[[Tensor, str], Tensor]  # (values, "sum" | "max") -> the same, over the ranks that share the vocabulary
+Gather = Callable[[Tensor], Tensor]  # columns of this rank's part of the vocabulary -> those of the whole
+TokenLoss = Callable[[Tensor, Tensor], Tensor]  # logits [tokens, vocab] in fp32 and targets [tokens] -> the loss of each token
 CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full-speed products, small beside the activations
 TILE = 128  # rows a matrix product computes at once: it is fastest on whole ones
 IGNORE = -100
@@ -60,6 +62,8 @@ def cross_entropy(
     reduce: Reduce | None = None,
     chunk: int | None = None,
     multiply: Multiply = PLAIN,
+    of_token: TokenLoss | None = None,
+    gather: Gather | None = None,
 ) -> Loss:
     """`cross_entropy_plain` in chunks of `chunk` rows, with the gradients formed in forward, where the logits are at hand
     (so nothing is computed twice and nothing of size tokens x vocab is kept).
@@ -67,10 +71,13 @@ def cross_entropy(
     With `reduce`, `weight` is this rank's rows [offset, offset + len(weight)) of the vocabulary (Megatron-LM, Shoeybi et al. 2019, §3).
     `multiply` computes the three products with it. The gradients, not the losses, are multiplied by `gradient_scale`: they are narrow
     from here on, and small ones would be lost.
+
+    `of_token`: the loss of each token, instead of cross-entropy; it is then also `Loss.nll`. It gets whole rows of finished logits, which
+    `gather` puts together where the vocabulary is split. Raises ValueError if it does not return one floating-point value a token.
     """
     held = 4 * weight.shape[0] * (1 if softcap is None else 2)  # bytes a row: its logits, and with a cap the slope at each
     rows = chunk or max(1, CHUNK_BYTES // held // TILE * TILE or CHUNK_BYTES // held)
-    terms = _Terms(scale, z_loss, logit_scale, softcap, gradient_scale, offset, reduce, multiply)
+    terms = _Terms(scale, z_loss, logit_scale, softcap, gradient_scale, offset, reduce, multiply, of_token, gather)
     objective, nll = _Chunked.apply(hidden, weight, targets, terms, rows)  # pyright: ignore[reportGeneralTypeIssues]
     return Loss(objective, nll)
 
@@ -84,6 +91,8 @@ class _Terms(NamedTuple):
     offset: int
     reduce: Reduce | None
     multiply: Multiply
+    of_token: TokenLoss | None
+    gather: Gather | None
 
 
 class _Chunked(torch.autograd.Function):
@@ -115,7 +124,9 @@ class _Chunked(torch.autograd.Function):
 
 def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, wants_grad: bool) -> tuple[Loss, Tensor]:
     """Losses of a few rows, and the gradient of their products with `weight` in the dtype of `hidden` (meaningless unless wanted)."""
-    scale, z_loss, logit_scale, softcap, gradient_scale, offset, reduce, multiply = terms
+    if terms.of_token is not None:
+        return _own_chunk(hidden, weight, targets, terms, terms.of_token, wants_grad)
+    scale, z_loss, logit_scale, softcap, gradient_scale, offset, reduce, multiply = terms[:8]
     logits = multiply.fprop(hidden, weight).float()
     if logit_scale != 1.0:
         logits *= logit_scale
@@ -149,3 +160,30 @@ def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, wants
     if logit_scale != 1.0:
         exps *= logit_scale
     return Loss(objective, nll), exps.to(hidden.dtype)
+
+
+def _own_chunk(
+    hidden: Tensor, weight: Tensor, targets: Tensor, terms: _Terms, of_token: TokenLoss, wants_grad: bool
+) -> tuple[Loss, Tensor]:
+    """`_chunk` with the loss of each token by `of_token`, whose gradient autograd finds on whole rows of logits."""
+    products = terms.multiply.fprop(hidden, weight).float()
+    whole = products if terms.gather is None else terms.gather(products)
+    valid = targets != IGNORE
+    with torch.enable_grad():
+        leaf = whole.detach().requires_grad_(wants_grad)
+        logits = finish(leaf, logit_scale=terms.logit_scale, softcap=terms.softcap)
+        each = of_token(logits, targets.clamp(min=0))
+        if not isinstance(each, Tensor) or each.shape != targets.shape or not each.is_floating_point():
+            found = f"a tensor {list(each.shape)} of {each.dtype}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
+            raise ValueError(
+                f"train.loss must return one floating-point value for each of {len(targets)} tokens, and returned {found}"
+            )
+        own = torch.where(valid, each.float(), 0.0).sum() * terms.scale
+        z = (logits.logsumexp(-1).square() * valid).sum() * (terms.scale * terms.z_loss) if terms.z_loss else 0.0
+        objective = own + z
+    losses = Loss(objective.detach(), own.detach())
+    if not wants_grad:
+        return losses, products
+    (grad,) = torch.autograd.grad(objective, leaf)
+    mine = grad[:, terms.offset : terms.offset + weight.shape[0]] * terms.gradient_scale
+    return losses, mine.to(hidden.dtype)

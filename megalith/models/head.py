@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from megalith.kernels.cross_entropy import Loss, cross_entropy, finish
+from megalith.kernels.cross_entropy import Loss, TokenLoss, cross_entropy, finish
 from megalith.kernels.multiply import Multiply
 from megalith.models.batch import Batch
 from megalith.models.block import Block
@@ -20,7 +20,10 @@ class CrossEntropy(nn.Module):
     """Mean next-token loss over the run's valid targets. A seam: vocabulary parallelism swaps it.
 
     `multiply` computes the products with the weight; `logit_scale` and `softcap` are those of `kernels.cross_entropy.finish`.
+    `of_token`: a user's own loss of a token, if the run has one.
     """
+
+    of_token: TokenLoss | None = None
 
     def forward(
         self,
@@ -43,6 +46,7 @@ class CrossEntropy(nn.Module):
             logit_scale=logit_scale,
             softcap=softcap,
             multiply=multiply,
+            of_token=self.of_token,
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megalith.kernels.cross_entropy import Loss, cross_entropy
+from megalith.kernels.cross_entropy import Loss, TokenLoss, cross_entropy
 from megalith.kernels.multiply import Multiply
 from megalith.models.attention import Attention
 from megalith.models.batch import Batch
@@ -239,7 +239,10 @@ class VocabularyLookup(nn.Module):
 
 
 class VocabularyCrossEntropy(nn.Module):
-    """The loss from this rank's part of the vocabulary; only row statistics are exchanged, never logits."""
+    """The loss from this rank's part of the vocabulary; only row statistics are exchanged, never logits. With a user's own loss of a token,
+    `of_token`, whole rows of logits are gathered."""
+
+    of_token: TokenLoss | None = None
 
     def __init__(self, split: Split) -> None:
         super().__init__()
@@ -268,6 +271,8 @@ class VocabularyCrossEntropy(nn.Module):
             logit_scale=logit_scale,
             softcap=softcap,
             multiply=multiply,
+            of_token=self.of_token,
+            gather=lambda columns: gather(columns, self.split.group, dim=1),
         )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.check import check
+from megalith.check.own import admit
 from megalith.cost.software import OURS, SOFTWARE
 from megalith.planner.candidates import splits
 from megalith.spec import cluster as clusters
@@ -225,7 +226,10 @@ def _loaded(question: Question, problems: list[Problem]) -> Resolved | None:
             problems.append(problem("--set", question.overrides[0], "there is no run file whose value it could set", way_out))
         return None
     try:
-        return files.load(question.path, overrides=question.overrides)
+        found = files.load(question.path, overrides=question.overrides)
+        unfit, _ = admit(found.spec, found.provenance)
+        problems += unfit
+        return None if unfit else found
     except SpecErrors as errors:
         problems += errors.problems
         return None

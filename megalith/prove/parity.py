@@ -40,6 +40,8 @@ from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.batches import Cut, indices, to_batch
 from megalith.train.join import choose_device, join
 from megalith.train.optimizers.rates import learning_rate
+from megalith.train.own.admit import admit
+from megalith.train.own.loss import use_loss
 from megalith.train.post_validation import Unchecked
 from megalith.train.step import accumulate, conclude, update
 from megalith.train.tally import Accumulated, Totals
@@ -142,6 +144,8 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
     model = spec.model.build()
     with device:
         stage = Stage(model)
+    if spec.train.loss is not None:
+        use_loss([stage], spec.train.loss)
     recipe, narrow = recipe_of(spec.precision, spec.train.precision), dict[nn.Module, Narrow]()
     for name, part in stage.parts():
         narrow |= apply_precision(part, recipe, name=name, blocks=len(model.blocks), choices=spec.precision)
@@ -331,6 +335,7 @@ def main(run_dir: str, steps: int) -> None:
     and write `run_dir/parity.json`."""
     folder, heartbeat = Path(run_dir), Heartbeat.find()
     spec = shrink(RunSpec.model_validate_json((folder / "spec.json").read_text()), steps=steps)
+    admit(spec)
     place = environment.find()
     assert place is not None, "no rank in the environment: `megalith parity` starts ranks"
     device = choose_device(spec.train.device, place.local_rank, place.local_world)

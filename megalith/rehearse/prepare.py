@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from megalith import epochs, events
+from megalith.check.own import admit
 from megalith.events import Incident
 from megalith.rehearse import latencies
 from megalith.rehearse.campaign import FAULTED
@@ -152,7 +153,10 @@ def _run(wanted: Wanted, overrides: Sequence[str], problems: list[Problem]) -> R
     if wanted.run is None:
         return None
     try:
-        return files.load(wanted.run, overrides=overrides)
+        found = files.load(wanted.run, overrides=overrides)
+        unfit, _ = admit(found.spec, found.provenance)
+        problems += unfit
+        return None if unfit else found
     except SpecErrors as errors:
         problems += errors.problems
         return None

@@ -1,7 +1,10 @@
 """The optimizers: which tensors each keeps for a parameter, what an update looks at, and where its rule is. One row each. No torch."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
+from megalith import own
+from megalith.spec.base import AbsentError
+from megalith.spec.numbers import NUMBERS
 from megalith.spec.state import GRADIENT, MASTER, Slot, bytes_each
 
 Unit = Literal["element", "tensor", "matrix"]
@@ -33,47 +36,78 @@ class Kind(NamedTuple):
         return self.passes * (bytes_each([GRADIENT]) + 2 * bytes_each([MASTER, *self.slots]))
 
 
-OPTIMIZERS: dict[str, Kind] = {
-    "adamw": Kind(
-        title="AdamW (Loshchilov & Hutter 2019): two moments",
-        rule="megalith.train.optimizers.adamw:AdamW",
-        slots=(Slot("moments.first"), Slot("moments.second")),
-        width=-1.0,
-    ),
-    "sgd": Kind(
-        title="SGD with momentum (Sutskever et al. 2013), Nesterov's or plain: one moment",
-        rule="megalith.train.optimizers.sgd:SGD",
-        slots=(Slot("moments.first"),),
-    ),
-    "lion": Kind(
-        title="Lion (Chen et al. 2023): the sign of a moment",
-        rule="megalith.train.optimizers.lion:Lion",
-        slots=(Slot("moments.first"),),
-        width=-1.0,
-        amplifies=True,
-    ),
-    "lamb": Kind(
-        title="LAMB (You et al. 2020): Adam's direction, as long as the matrix that it changes",
-        rule="megalith.train.optimizers.lamb:Lamb",
-        slots=(Slot("moments.first"), Slot("moments.second")),
-        unit="tensor",
-        passes=2.0,
-    ),
-    "adafactor": Kind(
-        title="Adafactor (Shazeer & Stern 2018): second moments of rows and columns",
-        rule="megalith.train.optimizers.adafactor:Adafactor",
-        slots=(Slot("moments.row", shape="row"), Slot("moments.column", shape="column")),
-        unit="tensor",
-        passes=3.0,
-        width=-1.0,
-    ),
-    "muon": Kind(
-        title="Muon (Jordan 2024, Liu et al. 2025): a moment of each matrix, orthogonalised",
-        rule="megalith.train.optimizers.muon:Muon",
-        slots=(Slot("moments.first"),),
-        unit="matrix",
-        rest="adamw",
-        width=-0.5,  # all its singular values are alike, where those of Adam's updates are few: their sum over a row grows more slowly
-    ),
-}
+class _Rows(dict[str, Kind]):
+    """The rows by name. A user's own row is there once `admit` has imported it."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        if own.is_own(name):
+            raise AbsentError(f"optimizer {name} is not imported: only a command that is given the run imports it")
+        raise KeyError(name)
+
+
+OPTIMIZERS: dict[str, Kind] = _Rows(
+    {
+        "adamw": Kind(
+            title="AdamW (Loshchilov & Hutter 2019): two moments",
+            rule="megalith.train.optimizers.adamw:AdamW",
+            slots=(Slot("moments.first"), Slot("moments.second")),
+            width=-1.0,
+        ),
+        "sgd": Kind(
+            title="SGD with momentum (Sutskever et al. 2013), Nesterov's or plain: one moment",
+            rule="megalith.train.optimizers.sgd:SGD",
+            slots=(Slot("moments.first"),),
+        ),
+        "lion": Kind(
+            title="Lion (Chen et al. 2023): the sign of a moment",
+            rule="megalith.train.optimizers.lion:Lion",
+            slots=(Slot("moments.first"),),
+            width=-1.0,
+            amplifies=True,
+        ),
+        "lamb": Kind(
+            title="LAMB (You et al. 2020): Adam's direction, as long as the matrix that it changes",
+            rule="megalith.train.optimizers.lamb:Lamb",
+            slots=(Slot("moments.first"), Slot("moments.second")),
+            unit="tensor",
+            passes=2.0,
+        ),
+        "adafactor": Kind(
+            title="Adafactor (Shazeer & Stern 2018): second moments of rows and columns",
+            rule="megalith.train.optimizers.adafactor:Adafactor",
+            slots=(Slot("moments.row", shape="row"), Slot("moments.column", shape="column")),
+            unit="tensor",
+            passes=3.0,
+            width=-1.0,
+        ),
+        "muon": Kind(
+            title="Muon (Jordan 2024, Liu et al. 2025): a moment of each matrix, orthogonalised",
+            rule="megalith.train.optimizers.muon:Muon",
+            slots=(Slot("moments.first"),),
+            unit="matrix",
+            rest="adamw",
+            width=-0.5,  # all its singular values are alike, where those of Adam's updates are few: their sum over a row grows more slowly
+        ),
+    }
+)
 """Optimizers by the name that `optimizer.kind` gives them."""
+
+
+def admit(name: str) -> None:
+    """Import a user's own row, `module:object`, into OPTIMIZERS. Raises own.OwnPartError for what is no row, or a row with a fault."""
+    row = own.load(name)
+    if not isinstance(row, Kind):
+        raise own.OwnPartError(f"it is a {type(row).__name__}, and an optimizer is a megalith.spec.optimizers.Kind")
+    faults = [f"its slot {slot.name} has the number format {slot.number}" for slot in row.slots if slot.number not in NUMBERS]
+    taken = {"weights", "gradients", "compute", "buffers"}
+    faults += [f"its slot {slot.name} has a name that is taken" for slot in row.slots if slot.name in taken]
+    names = [slot.name for slot in row.slots]
+    faults += [f"two of its slots are called {one}" for one in dict.fromkeys(names) if names.count(one) > 1]
+    faults += [f"its slot {slot.name} is of no category optimizer" for slot in row.slots if slot.category != "optimizer"]
+    if not own.is_own(row.rule):
+        faults.append(f"its rule {row.rule!r} is no module:Class")
+    if row.rest is not None and row.rest not in OPTIMIZERS:
+        faults.append(f"its rest {row.rest!r} is no optimizer")
+    if faults:
+        raise own.OwnPartError("; ".join(faults))
+    OPTIMIZERS[name] = row

@@ -5,6 +5,7 @@ from math import isfinite
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     Field,
     NonNegativeFloat,
@@ -17,6 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from megalith import own
 from megalith.spec.alerts import AlertsSpec
 from megalith.spec.base import Spec
 from megalith.spec.families import Model
@@ -27,6 +29,16 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.quantity import Thousand
 from megalith.spec.sites import SitesSpec
+
+
+def _own_part(name: str) -> str:
+    if not own.is_own(name):
+        raise PydanticCustomError("own_part", "the name of a module, a colon and an object in it are needed")
+    return name
+
+
+OwnPart = Annotated[str, AfterValidator(_own_part)]
+"""Name of a user's own part, `module:object`."""
 
 Begin = Annotated[
     NonNegativeInt,
@@ -65,6 +77,9 @@ class DataSpec(Spec):
     phases: tuple[PhaseSpec, ...] = Field(
         default=(), description="changes of mixture, sequence length and batch: tables with begin, weights, seq_len, global_batch"
     )
+    source: OwnPart | None = Field(
+        default=None, description="own source of training samples, `module:object`; the prepared data is given to it"
+    )
 
 
 class TrainSpec(Spec):
@@ -84,6 +99,10 @@ class TrainSpec(Spec):
     )
     seed: NonNegativeInt = 0
     z_loss: NonNegativeFloat = Field(default=0.0, description="weight of mean(logsumexp^2), which keeps logits from drifting")
+    loss: OwnPart | None = Field(default=None, description="own loss of a token, `module:object`, instead of cross-entropy")
+    callbacks: tuple[OwnPart, ...] = Field(
+        default=(), description="own callbacks, `module:object` each: called after every step, on every rank"
+    )
     init_from: str | None = Field(default=None, description="checkpoint folder whose weights the run starts from")
     init_from_changes: tuple[Change, ...] = Field(
         default=(),
@@ -95,8 +114,8 @@ class TrainSpec(Spec):
 
 def _has_a_row(kind: str | None) -> str | None:
     """The rows are looked up now, so a row that a program adds is known at once."""
-    if kind is not None and kind not in OPTIMIZERS:
-        known = " or ".join(f"'{name}'" for name in OPTIMIZERS)
+    if kind is not None and kind not in OPTIMIZERS and not own.is_own(kind):
+        known = " or ".join(f"'{name}'" for name in [*OPTIMIZERS, "module:object"])
         raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": known})
     return kind
 
@@ -131,7 +150,9 @@ class GroupSpec(Spec):
 class OptimizerSpec(Spec):
     """The optimizer and its learning-rate schedule. Weight decay acts on matrices only."""
 
-    kind: str = Field(default="adamw", description="rule of update: a name from the table of optimizers")
+    kind: str = Field(
+        default="adamw", description="rule of update: a name from the table of optimizers, or your own `module:object`"
+    )
     lr: PositiveFloat = 3e-4
     schedule: Literal["cosine", "linear", "wsd", "1-sqrt", "constant"] = "cosine"
     warmup: Annotated[int | str, PlainValidator(_warmup), Thousand(1000)] = Field(
@@ -320,3 +341,12 @@ class RunSpec(Spec):
     def ranks(self) -> int:
         """Ranks of the whole run: those of the plan, in every site."""
         return self.plan.ranks if self.sites is None else self.sites.count * self.plan.ranks
+
+    @property
+    def own_parts(self) -> dict[str, str]:
+        """The user's own parts that the run names, by the key that names each."""
+        optimizer, train = self.optimizer, self.train
+        named = {"data.source": self.data.source, "train.loss": train.loss, "optimizer.kind": optimizer.kind}
+        named |= {f"train.callbacks.{number}": name for number, name in enumerate(train.callbacks)}
+        named |= {f"optimizer.groups.{number}.kind": group.kind for number, group in enumerate(optimizer.groups)}
+        return {key: name for key, name in named.items() if name and own.is_own(name)}

@@ -61,6 +61,7 @@ WRITE: dict[str, str] = {
     "string_pattern_mismatch": "Write one of the known forms",
     "literal_error": "Choose one of them",
     "updates_or_share": 'Write 100, "2%" or "1B tokens"',
+    "own_part": 'Write "package.module:object"',
 }
 """The way out by the type of error."""
 

@@ -1,6 +1,6 @@
 """From a RunSpec to the parts that train: groups, stages, program, executor, optimizer, state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -32,6 +32,8 @@ from megalith.train.offload.home import home_of, lots_of
 from megalith.train.optimizers.rates import learning_rate
 from megalith.train.optimizers.rule import Optimizer
 from megalith.train.optimizers.whole import Whole
+from megalith.train.own.callbacks import Callbacks
+from megalith.train.own.loss import use_loss
 from megalith.train.stability.loss_scale import Scale
 from megalith.train.state import State
 
@@ -53,6 +55,7 @@ class Trainer:
     rule: Optimizer
     noise: NoiseMeter
     site: int = 0
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     def enter(self, phase: Phase) -> None:
         """Train a phase of the run from now on: between two steps, when nothing is left to check, on all ranks together. Modules, state
@@ -117,10 +120,17 @@ class Trainer:
 
 
 def assemble(
-    spec: RunSpec, *, groups: Groups, device: torch.device, load: bool = False, site: int = 0, folder: Path | None = None
+    spec: RunSpec,
+    *,
+    groups: Groups,
+    device: torch.device,
+    load: bool = False,
+    site: int = 0,
+    folder: Path | None = None,
+    callbacks: Callbacks | None = None,
 ) -> Trainer:
     """Build this rank's part of the run, or of its site. `load`: weights will be loaded, so first values are not drawn. `folder`: where
-    state on disk goes if the plan names no place; None: with temporary files.
+    state on disk goes if the plan names no place; None: with temporary files. `callbacks`: the user's own.
 
     Raises RuntimeError if the schedule's program has a fault (found before anything is sent), and StateFileError if a disk has no room.
     """
@@ -136,6 +146,8 @@ def assemble(
     runners = {stage: builder.build(*bounds[stage]) for stage in schedule.stages_of(groups.coordinates["pipeline"])}
     parameters = {name: weight.kept for name, weight in builder.by_name.items()}
     buffers = {name: tensor for runner in runners.values() for name, tensor in runner.stage.lasting_buffers().items()}
+    if spec.train.loss is not None:
+        use_loss((runner.stage for runner in runners.values()), spec.train.loss)
     both_ends = {schedule.rank_of(stage, 0) for stage in (0, schedule.stages - 1)} if schedule.mirrored is None else {0}
     tied = set(tied_names(model).values()) if len(both_ends) > 1 else ()
     partly = shared(builder.by_name, tied=tied, groups=groups)
@@ -159,6 +171,7 @@ def assemble(
         rule=Optimizer(spec.optimizer, treated, Whole.of(parameters, model_parameters(model), partly, groups)),
         noise=NoiseMeter(builder.by_name, buckets, partly, groups, spec),
         site=site,
+        callbacks=callbacks or Callbacks(),
     )
 
 

@@ -36,7 +36,7 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
                 keep=spec.fleet.memory_keep,
                 pinned=spec.fleet.verify_every > 0,
                 good=good,
-                told=room(spec.stability),
+                told=room(spec.stability) + trainer.callbacks.room,
                 disk=seat.disk if spec.fleet.disk_every else None,
                 generation=os.environ.get("MEGALITH_GENERATION", ""),
                 warn=warn,

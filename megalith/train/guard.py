@@ -257,7 +257,8 @@ class Guard:
         """Copy the state after `step` steps."""
         assert self.memory is not None
         updates = self.trainer.state.updates
-        told = self.trainer.state.history.dump() if self.memory.room else ""
+        history, callbacks = self.trainer.state.history, self.trainer.callbacks
+        told = callbacks.add_to(history.dump()) if self.memory.room else ""
         digested, to_disk = self._digests.get(step), self._due_on_disk(step)
         known = None if digested is None else self._whole(digested)
         self.memory.copy(step, samples, updates=updates, known=known, to_disk=to_disk, told=told, good=self._due_as_good(step))

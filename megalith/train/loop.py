@@ -21,6 +21,7 @@ from megalith.spec.phases import Phase, Phases
 from megalith.train.assemble import Trainer
 from megalith.train.guard import Guard
 from megalith.train.measure.peak import Yardstick, counted_flops
+from megalith.train.own.callbacks import Done, same_on_all
 from megalith.train.post_validation import LateStepper
 from megalith.train.restore import Position, meta, read_indices, read_numbers, read_step
 from megalith.train.sites.merge import Sites
@@ -111,6 +112,7 @@ class Loop:
         self._newest: _Timed | None = None  # of the newest step whose outcome is known
         self._measured: Measured | None = None  # the newest step whose seconds are known
         self._save_failed = False
+        self._stop_asked = False  # by a callback of this rank
 
     def _data(self) -> Data:
         """Return what this rank reads in any step since it began."""
@@ -198,7 +200,7 @@ class Loop:
         read = time.perf_counter() - began
         if self._drawn(step):
             dist.barrier(group=self.trainer.groups.world)  # one zero for all ranks' clocks
-        settled = self._stepper.step(microbatches, step=step, stop=stop)
+        settled = self._stepper.step(microbatches, step=step, stop=stop or self._stop_asked)
         self._advance(step + 1)
         self._timed[step] = _Timed(read, time.perf_counter() - began)
         stopping = self._learn(settled) or ended
@@ -267,7 +269,20 @@ class Loop:
             if self.log:
                 for event in done.outcome.events:
                     self.log.write(event)
+            if self.trainer.callbacks:
+                self._stop_asked |= self.trainer.callbacks.after_step(self._done(done))
         return any(done.stop for done in settled)
+
+    def _done(self, done: Stepped) -> Done:
+        """Return a step for the user's own callbacks."""
+        numbers = {"loss": done.loss, "grad_norm": done.grad_norm, "lr": done.lr, "skipped": done.skipped}
+        return Done(step=done.step + 1, tokens_seen=self._tokens_seen(done), rank=self.trainer.groups.rank, **numbers)
+
+    def _tokens_seen(self, done: Stepped) -> int:
+        """Return the tokens that the run had read by the end of a step."""
+        later = self.step - (done.step + 1)  # steps done since
+        sites = 1 if self.sites is None else self.sites.spec.count
+        return self.phases.tokens(self.position.samples - later * sites * self.trainer.spec.train.global_batch)
 
     def _log_skip(self, done: Stepped, timed: _Timed) -> None:
         assert self.log is not None
@@ -280,7 +295,6 @@ class Loop:
         assert self.log is not None
         rate = done.tokens / timed.whole  # of this site
         sites = 1 if self.sites is None else self.sites.spec.count
-        later = self.step - (done.step + 1)  # steps done since
         self.log.write(
             Step(
                 step=done.step + 1,
@@ -288,7 +302,7 @@ class Loop:
                 grad_norm=done.grad_norm,
                 lr=done.lr,
                 tokens=sites * done.tokens,
-                tokens_seen=self.phases.tokens(self.position.samples - later * sites * self.trainer.spec.train.global_batch),
+                tokens_seen=self._tokens_seen(done),
                 seconds=timed.whole,
                 tokens_per_second=sites * rate,
                 mfu=self.yardstick.flops_per_token * rate / self.yardstick.peak if self.yardstick.peak else None,
@@ -367,7 +381,9 @@ class Loop:
 
     def _settled(self) -> Position:
         """Return the position, now that it is known whether the last update holds."""
-        return replace(self.position, updates=self.trainer.state.updates, history=self.trainer.state.history)
+        trainer = self.trainer
+        known = {"history": trainer.state.history, "callbacks": same_on_all(trainer.callbacks, group=trainer.groups.world)}
+        return replace(self.position, updates=trainer.state.updates, **known)
 
     def _look(self) -> None:
         """The state must still be what the last update left."""

@@ -30,6 +30,7 @@ from megalith.spec.run import RunSpec
 from megalith.spec.sites import within
 from megalith.train.assemble import Trainer
 from megalith.train.batches import indices
+from megalith.train.own.callbacks import CALLBACKS
 from megalith.train.sites.adopt import adopt, sites_in
 from megalith.train.sites.merge import Sites
 from megalith.train.stability.history import History
@@ -49,6 +50,8 @@ class Position:
     updates: int = -1
     """Left out, an update was made in every step: so it is in checkpoints of earlier versions."""
     history: History = field(default=History(), compare=False)
+    callbacks: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """States of the user's own callbacks, by name."""
 
     def __post_init__(self) -> None:
         if self.updates < 0:
@@ -58,7 +61,7 @@ class Position:
 def meta(position: Position, *, spec: RunSpec, stream: Stream) -> dict[str, Any]:
     """Return the contents of a checkpoint besides its tensors."""
     return {
-        "position": {name: value for name, value in asdict(position).items() if name != "history"},
+        "position": {name: getattr(position, name) for name in ("step", "samples", "updates")},
         "history": asdict(position.history),
         "rng": {
             "seed": spec.train.seed,
@@ -67,7 +70,7 @@ def meta(position: Position, *, spec: RunSpec, stream: Stream) -> dict[str, Any]
         },
         "data": stream.fingerprint,
         "spec": spec.model_dump(mode="json"),
-    }
+    } | ({CALLBACKS: dict(position.callbacks)} if position.callbacks else {})
 
 
 def _random_state() -> str:
@@ -129,7 +132,8 @@ def restore(
         if source is not None and memory is not None:
             label = memory.restore(source)
             if label is not None:
-                position = Position(label.step, label.samples, label.updates, history_in(memory.told))
+                told = memory.told
+                position = Position(label.step, label.samples, label.updates, history_in(told), callbacks_in(told))
     except Damaged as error:
         report_copy(CopyCorrupt, error.tier, error.step, error.slot, str(error))
     except (DamagedCheckpointError, FileNotFoundError, AwayError) as error:
@@ -160,6 +164,7 @@ def restore(
     trainer.state.updates, trainer.state.skipped = position.updates, position.step - position.updates
     trainer.state.history = position.history
     trainer.state.loaded()
+    trainer.callbacks.load(position.callbacks)
     if sites is not None:
         sites.resume()
     return position
@@ -167,13 +172,20 @@ def restore(
 
 def history_in(told: str) -> History:
     """Return the history of spikes in a copy with the text `told`."""
-    return History.load(json.loads(told)) if told else History()
+    record = json.loads(told) if told else {}
+    return History.load({name: value for name, value in record.items() if name != CALLBACKS}) if record else History()
+
+
+def callbacks_in(told: str) -> dict[str, Any]:
+    """Return the states of callbacks in a copy with the text `told`."""
+    return json.loads(told).get(CALLBACKS, {}) if told else {}
 
 
 def position_in(meta: Mapping[str, Any]) -> Position:
     """Return the position of a run that resumes from a checkpoint with this `meta`. Checkpoints of earlier versions know of no spikes."""
     known = meta.get("history")
-    return Position(**meta["position"], history=History() if known is None else History.load(known))
+    history = History() if known is None else History.load(known)
+    return Position(**meta["position"], history=history, callbacks=meta.get(CALLBACKS, {}))
 
 
 def _accept(spec: RunSpec, path: Path, meta: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from megalith import __version__, disk, epochs, events
+from megalith import __version__, disk, epochs, events, own
 from megalith import sealed as seals
 from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.checkpoint.folder import FOLDER
@@ -47,6 +47,8 @@ from megalith.train.join import choose_device, join, keep_memory
 from megalith.train.loop import Loop
 from megalith.train.measure.peak import Yardstick, yardstick_of
 from megalith.train.measure.profiler import Profile, idle_profile
+from megalith.train.own.admit import admit, changes, compare_ranks
+from megalith.train.own.callbacks import Callbacks
 from megalith.train.restore import OtherRunError, first_sample, read_step, restore
 from megalith.train.sites.meet import meet, site_of
 from megalith.train.stream import open_stream
@@ -75,6 +77,8 @@ def main(
     hooks.at("joining")
     with refusing(seals.AlteredError):
         spec = RunSpec.model_validate_json(seals.read(folder / SPEC_FILE, sealed))
+    with refusing(own.OwnPartError):
+        parts = admit(spec)
     if shrunk:
         spec = spec.model_copy(update={"plan": spec.fleet.fallback})
     networks.enter(Seat.find().node)
@@ -92,7 +96,16 @@ def main(
         hooks.at("building")
         given = source_of(source)
         loop = prepare(
-            spec, folder, world=world, source=given, log=log, device=device, heartbeat=heartbeat, epoch=epoch, sealed=sealed
+            spec,
+            folder,
+            world=world,
+            source=given,
+            log=log,
+            device=device,
+            heartbeat=heartbeat,
+            epoch=epoch,
+            sealed=sealed,
+            parts=parts,
         )
         heartbeat.beat("ready")
         if profile and (idle := idle_profile(profile, done=loop.step, steps=spec.train.steps)):
@@ -229,8 +242,9 @@ def prepare(
     heartbeat: Heartbeat,
     epoch: int = 0,
     sealed: Mapping[str, str] = MappingProxyType({}),
+    parts: Mapping[str, str] = MappingProxyType({}),
 ) -> Loop:
-    """Everything up to the first step, on all ranks of `world` together."""
+    """Everything up to the first step, on all ranks of `world` together. `parts`: digests of the user's own parts."""
 
     warn = _warner(log)
     with refusing(seals.AlteredError), seals.unchanged(sealed):
@@ -244,7 +258,10 @@ def prepare(
     groups = mesh_groups(spec, device, inner)
     savers = another(world, timeout=timedelta(seconds=spec.launch.timeout))
     checkpointer = Checkpointer(folder / epochs.name(FOLDER, epoch), keep=spec.checkpoint.keep, group=savers, warn=warn)
-    trainer = assemble(spec, groups=groups, device=device, site=site, folder=folder)
+    with refusing(own.OwnPartError):
+        trainer = assemble(
+            spec, groups=groups, device=device, site=site, folder=folder, callbacks=Callbacks(spec.train.callbacks)
+        )
     sites = meet(trainer, world=world, savers=savers) if spec.sites else None
     if spec.checkpoint.every and spec.checkpoint.asynchronous:
         checkpointer.reserve(
@@ -256,12 +273,18 @@ def prepare(
     hooks.at("restoring")
     with refusing(OtherRunError, DataError):
         position = restore(trainer, checkpointer, stream, group=savers, warn=warn, source=source, memory=memory, sites=sites)
+    with refusing(own.OwnPartError, DataError):
+        compare_ranks(parts, stream, index=position.samples, group=world)
     guard = None
     if guarded:
         guard = Guard(trainer, seat=Seat.find(), read=partial(read_step, stream, spec, position), memory=memory)
         guard.begin(position.step, position.samples)
     yardstick = yardstick_of(trainer, folder)
-    _introduce(trainer, yardstick, resumed=position.step, log=log)
+    if log and parts:
+        before = deque(events.of_kind(events.read(folder), RunStarted), maxlen=1)
+        for text in changes(parts, before[0].own if before else {}):
+            warn(text)
+    _introduce(trainer, yardstick, resumed=position.step, log=log, parts=parts)
     validator = Validator(trainer, held_out) if held_out else None
     injector = inject.watcher(reads=lambda step: stream.bytes_of(first_sample(spec, position, step, trainer.reader)))
     return Loop(
@@ -295,7 +318,7 @@ def holding_of(trainer: Trainer) -> Holding:
     )
 
 
-def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: EventLog | None) -> None:
+def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: EventLog | None, parts: Mapping[str, str]) -> None:
     """Tell the log who runs what."""
     spec, groups, mine = trainer.run, trainer.groups, holding_of(trainer)
     everyone: list[Any] | None = [None] * groups.world.size() if groups.rank == 0 else None
@@ -314,6 +337,7 @@ def _introduce(trainer: Trainer, yardstick: Yardstick, *, resumed: int, log: Eve
             flops_per_token=yardstick.flops_per_token,
             flops_convention=CONVENTION,
             parameters=count_model(trainer.model).total,
+            own=dict(parts),
         )
     )
     for holding in everyone:

@@ -2,8 +2,10 @@
 
 import time
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
+from megalith import own
+from megalith.data.own import OwnStream
 from megalith.data.stream import Stream, Stretch
 from megalith.data.whole import Damage
 from megalith.fleet.report import report
@@ -20,17 +22,19 @@ def open_stream(spec: RunSpec, split: Literal["train", "validation"]) -> Stream:
         for before, now in pairwise(phases)
         if (before.seq_len, before.weights) != (now.seq_len, now.weights)
     ]
-    return Stream(
-        spec.data.path,
-        split=split,
-        seq_len=phases[0].seq_len,
-        seed=spec.train.seed,
-        weights=phases[0].weights,
-        phases=changes if split == "train" else (),
-        document_mask=spec.data.document_mask,
-        copies=spec.data.copies,
-        tell=_tell_of_damage,
-    )
+    how: dict[str, Any] = {
+        "split": split,
+        "seq_len": phases[0].seq_len,
+        "seed": spec.train.seed,
+        "weights": phases[0].weights,
+        "phases": changes if split == "train" else (),
+        "document_mask": spec.data.document_mask,
+        "copies": spec.data.copies,
+        "tell": _tell_of_damage,
+    }
+    if spec.data.source is None or split == "validation":
+        return Stream(spec.data.path, **how)
+    return OwnStream(spec.data.path, name=spec.data.source, source=own.load(spec.data.source), **how)
 
 
 def _tell_of_damage(found: Damage) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megalith.check import all_ranks, check_here, check_resume
 from megalith.check import check as find_problems
+from megalith.check.own import admit
 from megalith.check.resume import check_checkpoint
 from megalith.checkpoint.folder import DamagedCheckpointError, committed, of_run, read_manifest
 from megalith.commands.shared.arguments import RunRequest
@@ -51,7 +52,7 @@ def check(
     `world` is the number of ranks there will be, to compare with the plan. With `look`, files and folders that the run names are looked
     for; a run that its folder already holds does not need what only a first start does. With `here`, what this machine is short of for
     the run's ranks (or those that `count` says would start on it) is found too, and is at most that grave. Raises SpecErrors, with
-    everything that was found, if the file cannot be read as a run.
+    everything that was found, if the file cannot be read as a run. Imports the user's own parts that the run names.
     """
     reading = files.read(request.file, overrides=request.overrides, saved=request.saved)
     resolved = reading.resolved
@@ -59,7 +60,9 @@ def check(
     begun = look and named and bool(committed(of_run(request.folder(resolved.spec))))
     if begun and not reading.problems:
         resolved = _with_old_defaults(resolved, request.folder(resolved.spec))
-    found = find_problems(resolved.spec, world=world, files=look, begun=begun, provenance=resolved.provenance)
+    unfit, sources = admit(resolved.spec, resolved.provenance)
+    resolved = replace(resolved, provenance=resolved.provenance | sources)
+    found = unfit + find_problems(resolved.spec, world=world, files=look, begun=begun, provenance=resolved.provenance)
     short = (
         []
         if here is None

@@ -91,7 +91,7 @@ class Optimizer:
         first = sorted(
             kinds, key=lambda kind: OPTIMIZERS[kind].unit != "matrix"
         )  # its messages are on their way while others compute
-        self.rules: dict[str, Rule] = {kind: _rule(kind)(spec, whole) for kind in first}
+        self.rules: dict[str, Rule] = {kind: rule_of(kind)(spec, whole) for kind in first}
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
         """Update all parts by their rules."""
@@ -109,7 +109,8 @@ class Optimizer:
             rest()
 
 
-def _rule(kind: str) -> type[Rule]:
+def rule_of(kind: str) -> type[Rule]:
+    """Import the rule of an optimizer."""
     module, _, name = OPTIMIZERS[kind].rule.partition(":")
     return getattr(import_module(module), name)
 

@@ -1,0 +1,57 @@
+"""Rules about a user's own parts: they are there, they are what they must be, and the plan is one that they are written for."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from megalith import own
+from megalith.check.case import Case, Found, error
+from megalith.spec.base import AbsentError
+from megalith.spec.optimizers import admit as admit_optimizer
+from megalith.spec.problem import Problem
+from megalith.spec.run import RunSpec
+
+WAY_OUT = "A part is looked for where Python looks for modules, and in the current directory."
+
+
+def admit(spec: RunSpec, provenance: Mapping[str, str]) -> tuple[list[Problem], dict[str, str]]:
+    """Import the own parts of a run that a command was given; return the problems, and the origin of each part's source by its key.
+
+    This is the one place where a command imports them. A spec that lacks values has none."""
+    try:
+        named = spec.own_parts
+    except AbsentError:
+        return [], {}
+    problems, sources = list[Problem](), dict[str, str]()
+    for key, name in named.items():
+        try:
+            if key.startswith("optimizer."):
+                admit_optimizer(name)
+            elif not (callable(found := own.load(name)) or hasattr(found, "after_step")):
+                raise own.OwnPartError(f"it is a {type(found).__name__}, which cannot be called")
+            sources[f"{key}.source"] = f"sha256 {own.digest(name)}"
+        except own.OwnPartError as fault:
+            source = provenance.get(key) or provenance.get(key.rpartition(".")[0], "")
+            problems.append(Problem("error", key, name, str(fault), WAY_OUT, source))
+    return problems, sources
+
+
+def state_is_at_hand(case: Case) -> Found:
+    """An own optimizer updates state on the device: Megalith's own rules alone are tried on pieces of it elsewhere."""
+    kind = case.spec.optimizer.kind
+    kinds = [kind, *(group.kind for group in case.spec.optimizer.groups if group.kind)]
+    mine = next((each for each in kinds if own.is_own(each)), None)
+    where = case.plan.state.optimizer
+    if mine is not None and where != "device":
+        reason = f'with optimizer.kind = "{mine}", an own optimizer, whose state must be on the device'
+        yield error("plan.state.optimizer", where, reason, 'Use "device", or an optimizer of Megalith.')
+
+
+def callbacks_are_the_same_everywhere(case: Case) -> Found:
+    """Each callback is named once, and all ranks give it the same numbers."""
+    callbacks = case.spec.train.callbacks
+    twice = [name for name, count in Counter(callbacks).items() if count > 1]
+    if twice:
+        yield error("train.callbacks", list(callbacks), f"names {twice[0]} more than once", "Name each once.")
+    if callbacks and case.spec.sites is not None:
+        reason = "with [sites], whose losses differ from site to site, so a callback would not be the same on every rank"
+        yield error("train.callbacks", list(callbacks), reason, "Leave callbacks out, or train on one site.")

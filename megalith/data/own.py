@@ -1,0 +1,69 @@
+"""A user's own source of training samples, in the place of the prepared order."""
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from megalith.data.errors import DataError
+from megalith.data.stream import NO_TARGET, Sample, Stream
+
+
+class SampleSource(Protocol):
+    """Training samples by number. It keeps nothing from one sample to the next: sample `index` is a function of the prepared data and
+    `index` alone, so a resumed run needs no state of it.
+
+    Every rank makes one. Ranks that share a sequence (pipeline, context and tensor ranks) ask for the same samples and cut them
+    afterwards; data ranks ask for others. So the same number must give the same sample on every rank, and ranks compare one when they
+    start. An attribute `fingerprint`, any JSON value, is kept in checkpoints: a run with another one is not resumed.
+    """
+
+    def __init__(self, prepared: Stream) -> None:
+        """`prepared`: the training samples of `data.path`, with its mixture, phases and order."""
+        ...
+
+    def sample(self, index: int) -> Sample:
+        """Return sample `index`, from 0, as long as the prepared one: `megalith.data.stream.Sample`."""
+        ...
+
+
+class OwnStream(Stream):
+    """Prepared data whose training samples a user's own source gives."""
+
+    def __init__(self, *args: Any, name: str, source: Any, **how: Any) -> None:
+        """`source`: what `name` names; it is called with the prepared stream. The rest is as for `Stream`."""
+        super().__init__(*args, **how)
+        self._name = name
+        self._source: SampleSource = source(Stream(*args, **how))
+
+    def sample(self, index: int) -> Sample:
+        """Return the source's sample. Raises DataError if it is none for this run."""
+        found = self._source.sample(index)
+        if faults := list(self._faults(found, index)):
+            raise DataError.of(faults, title=f"data.source = {self._name} gives a sample {index} that cannot be trained on")
+        return found
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Return everything that the samples depend on, the source's own fingerprint among it."""
+        return super().fingerprint | {"source": [self._name, getattr(self._source, "fingerprint", None)]}
+
+    def _faults(self, found: Sample, index: int) -> "list[str]":
+        if not isinstance(found, Sample):
+            return [f"It is a {type(found).__name__}. Return a megalith.data.stream.Sample."]
+        length = self.length_of(index)
+        arrays = {"tokens": found.tokens, "targets": found.targets, "positions": found.positions}
+        faults = [
+            f"{name} has the shape {list(np.shape(array))} and the type {getattr(array, 'dtype', type(array).__name__)}. "
+            f"Give int64 [{length}]."
+            for name, array in arrays.items()
+            if not isinstance(array, np.ndarray) or array.shape != (length,) or array.dtype != np.int64
+        ]
+        if faults:
+            return faults
+        if not ((found.tokens >= 0) & (found.tokens < self.vocab_size)).all():
+            faults.append(f"tokens has ids outside the vocabulary. Use 0 to {self.vocab_size - 1}.")
+        if not ((found.targets >= 0) & (found.targets < self.vocab_size) | (found.targets == NO_TARGET)).all():
+            faults.append(f"targets has ids outside the vocabulary. Use 0 to {self.vocab_size - 1}, or {NO_TARGET} for none.")
+        if min(found.pieces, default=0) < 1 or sum(found.pieces) != length:
+            faults.append(f"pieces = {found.pieces} are no lengths that add up to {length}. Use ({length},) for one document.")
+        return faults

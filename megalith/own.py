@@ -1,0 +1,74 @@
+"""A user's own parts: objects that a run file names as `module:object`, imported only for a command that was given that run.
+
+What only opens a checkpoint, a run folder or an exported model never calls `load`, whatever the files in it name.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+"""The form of a name: a module, a colon, an object in it."""
+
+
+class OwnPartError(ValueError):
+    """A part that cannot be imported, or that is not what it must be."""
+
+
+def is_own(name: str) -> bool:
+    """True if `name` has the form `module:object`."""
+    return NAME.fullmatch(name) is not None
+
+
+def load(name: str) -> object:
+    """Import a part. The module is looked for where Python looks, and then in the current directory.
+
+    Raises OwnPartError with the reason, whatever the module raises while it is imported.
+    """
+    module, _, path = name.partition(":")
+    _look_here()
+    try:
+        found: object = importlib.import_module(module)
+    except Exception as error:  # the module's own code runs
+        raise OwnPartError(f"the module {module} cannot be imported: {type(error).__name__}: {error}") from error
+    for attribute in path.split("."):
+        if not hasattr(found, attribute):
+            raise OwnPartError(f"the module {module} has no {path}")
+        found = getattr(found, attribute)
+    return found
+
+
+def digest(name: str) -> str:
+    """Return the sha256 of the source that a part comes from: its module, or every Python file of the package that holds the module.
+
+    Raises OwnPartError for a module without a source file. Imports nothing but the packages above the module.
+    """
+    module = name.partition(":")[0]
+    _look_here()
+    top = importlib.util.find_spec(module.partition(".")[0])
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None or not Path(found.origin).is_file():
+        raise OwnPartError(f"the module {module} has no source file")
+    files = [Path(found.origin)]
+    if top is not None and top.submodule_search_locations and top.origin:
+        files = sorted(Path(top.origin).parent.rglob("*.py"))
+    total = hashlib.sha256()
+    for file in files:
+        total.update(hashlib.sha256(file.read_bytes()).digest())
+    return total.hexdigest()
+
+
+def digests(named: Mapping[str, str]) -> dict[str, str]:
+    """Return the digest of the source of each part, by the key of the run file that names it."""
+    return {key: digest(name) for key, name in named.items()}
+
+
+def _look_here() -> None:
+    """Let imports find modules of the current directory, after all others."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)

@@ -1,0 +1,66 @@
+"""The own parts of a run in this rank: imported, the same on every rank, and compared with those that the run began with."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from megalith import own
+from megalith.data.own import OwnStream
+from megalith.data.stream import Stream
+from megalith.spec.optimizers import admit as admit_optimizer
+from megalith.spec.run import RunSpec
+from megalith.spec.treatment import kinds
+from megalith.train.own.trial import try_rule
+
+
+def admit(spec: RunSpec) -> dict[str, str]:
+    """Import every own part of a run that a command was given, and return the digest of its source by its key.
+
+    Raises own.OwnPartError for a part that cannot be imported, and for an optimizer that does not keep its own word."""
+    for key, name in spec.own_parts.items():
+        admit_optimizer(name) if key.startswith("optimizer.") else own.load(name)
+    for kind in kinds(spec.optimizer):
+        if own.is_own(kind):
+            try_rule(kind, spec.optimizer)
+    return own.digests(spec.own_parts)
+
+
+def changes(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each change of a source since the run was last started, with the parts that come from it."""
+    changed = {key: (before[key], digest) for key, digest in now.items() if before.get(key, digest) != digest}
+    return [
+        f"the source of {', '.join(key for key, pair in changed.items() if pair == (old, new))} has changed since the run was last "
+        f"started: its sha256 was {old[:12]}..., and is now {new[:12]}... The old source might have given other steps from here on. Put it "
+        "back unless the change is meant"
+        for old, new in dict.fromkeys(changed.values())
+    ]
+
+
+def compare_ranks(digests: Mapping[str, str], stream: Stream, *, index: int, group: dist.ProcessGroup) -> None:
+    """Compare the own parts of all ranks: their sources, and sample `index` of an own source of samples, which each rank draws twice.
+
+    Raises own.OwnPartError, on every rank, naming what differs. All ranks of `group` call it together."""
+    if not digests:
+        return
+    mine = {f"the source of {key}": digest for key, digest in digests.items()}
+    drawn = f"sample {index} of data.source"
+    repeats = True
+    if isinstance(stream, OwnStream):
+        mine[drawn] = _digest(stream, index)
+        repeats = _digest(stream, index) == mine[drawn]
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, (mine, repeats), group=group)
+    if odd := [rank for rank, (_, same) in enumerate(everyone) if not same]:
+        raise own.OwnPartError(f"{drawn} is another one when ranks {odd} ask again. Let it follow from the number alone")
+    for what, value in mine.items():
+        if odd := [rank for rank, (other, _) in enumerate(everyone) if other.get(what) != everyone[0][0][what]]:
+            raise own.OwnPartError(
+                f"{what} differs between rank 0 and ranks {odd}. All ranks need the same ({value[:12]}... here)"
+            )
+
+
+def _digest(stream: OwnStream, index: int) -> str:
+    found = stream.sample(index)
+    return hashlib.sha256(b"".join(array.tobytes() for array in (found.tokens, found.targets, found.positions))).hexdigest()

@@ -1,0 +1,133 @@
+"""A user's own callbacks: called after every step, on every rank."""
+
+import json
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+
+from megalith import own
+
+CALLBACKS = "callbacks"
+"""Key of the states, in a checkpoint and in the text of a copy in memory."""
+ROOM = 4096
+"""Bytes that the state of one callback may take as JSON."""
+
+
+class Done(NamedTuple):
+    """A finished step, in numbers that all ranks know."""
+
+    step: int
+    """The step's number; the first is 1."""
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_seen: int
+    """Tokens that the run has read by then."""
+    skipped: str
+    """Why the update was skipped; empty if it was made."""
+    rank: int
+    """This rank, the only value here that differs between ranks. A callback that writes or sends does so on rank 0."""
+
+
+class Callback(Protocol):
+    """A class that takes no arguments. Each rank makes one, and calls it after each step whose outcome is known, in order.
+
+    All ranks pass the same numbers, so its state is the same on every rank; ranks compare it at each checkpoint. A callback that keeps
+    anything from step to step has `state` and `load` too. Without them it is refused if its attributes change. It trains nothing: it has
+    no weights or gradients, and parity does not call it. What it raises ends the run.
+    """
+
+    def after_step(self, done: Done) -> bool | None:
+        """Look at a finished step. True asks the run to save and stop after the next one."""
+        ...
+
+    def state(self) -> Any:
+        """Return what lasts, as JSON of at most 4,096 bytes: it goes with every checkpoint and every copy in memory."""
+        ...
+
+    def load(self, state: Any) -> None:
+        """Take up the state that `state` returned when the run was saved."""
+        ...
+
+
+class Callbacks:
+    """The callbacks of one rank."""
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        """`names`: `module:object` each. Raises own.OwnPartError for what is no callback."""
+        self._all = {name: _made(name) for name in names}
+        self._stateful = {name for name, one in self._all.items() if hasattr(one, "state") and hasattr(one, "load")}
+        self._tried = False
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    @property
+    def room(self) -> int:
+        """Bytes that their states take at most."""
+        return (ROOM + 256) * len(self._all)
+
+    def after_step(self, done: Done) -> bool:
+        """Call each; True if one asks the run to stop. Raises own.OwnPartError for one that keeps a state that it does not declare."""
+        asked = False
+        for name, one in self._all.items():
+            watched = not self._tried and name not in self._stateful
+            before = deepcopy(vars(one)) if watched and hasattr(one, "__dict__") else None
+            asked |= bool(one.after_step(done))
+            if before is not None and before != vars(one):
+                changed = [key for key, value in vars(one).items() if key not in before or before[key] != value]
+                raise own.OwnPartError(
+                    f"{name} keeps {', '.join(changed)} from step to step, and has no state() and load(), so a resumed run would not have "
+                    "them. Write both, or keep nothing"
+                )
+        self._tried = True
+        return asked
+
+    def dump(self) -> dict[str, Any]:
+        """Return the states by name. Raises own.OwnPartError for one that is no JSON, or too long."""
+        found = {name: self._all[name].state() for name in sorted(self._stateful)}
+        for name, state in found.items():
+            try:
+                size = len(json.dumps(state))
+            except (TypeError, ValueError) as error:
+                raise own.OwnPartError(f"the state of {name} is no JSON: {error}") from error
+            if size > ROOM:
+                raise own.OwnPartError(f"the state of {name} takes {size:,} bytes as JSON, and {ROOM:,} is the most")
+        return found
+
+    def add_to(self, told: str) -> str:
+        """Return a JSON object as text with the states in it: what goes with a copy in memory."""
+        states = self.dump()
+        return json.dumps(json.loads(told) | {CALLBACKS: states}, separators=(",", ":")) if states else told
+
+    def load(self, states: Mapping[str, Any]) -> None:
+        """Take up the states that were saved; a callback that was not there then begins anew."""
+        for name in self._stateful & states.keys():
+            self._all[name].load(states[name])
+
+
+def same_on_all(callbacks: Callbacks, *, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return the states, once all ranks of `group` have compared theirs. Raises own.OwnPartError, on every rank, if any differ."""
+    if not callbacks:
+        return {}
+    mine, everyone = callbacks.dump(), list[Any]([None] * group.size())
+    dist.all_gather_object(everyone, mine, group=group)
+    for name in mine:
+        odd = [rank for rank, other in enumerate(everyone) if other[name] != everyone[0][name]]
+        if odd:
+            raise own.OwnPartError(
+                f"the state of {name} differs between rank 0 and ranks {odd}. Let it follow from the numbers that all ranks get"
+            )
+    return mine
+
+
+def _made(name: str) -> Any:
+    found = own.load(name)
+    made = found() if isinstance(found, type) else found
+    if not callable(getattr(made, "after_step", None)):
+        raise own.OwnPartError(f"{name} has no method after_step")
+    if hasattr(made, "state") != hasattr(made, "load"):
+        raise own.OwnPartError(f"{name} has one of state() and load(), and needs both or neither")
+    return made

@@ -1,0 +1,18 @@
+"""A user's own loss of a token, in the place of cross-entropy."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from megalith import own
+from megalith.models.head import CrossEntropy
+from megalith.models.stage import Stage
+from megalith.parallel.tensor import VocabularyCrossEntropy
+
+
+def use_loss(stages: Iterable[Stage], name: str) -> None:
+    """Have the output of each stage use a user's own loss of a token, in place of cross-entropy."""
+    of_token: Any = own.load(name)
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, CrossEntropy | VocabularyCrossEntropy):
+                module.of_token = of_token

@@ -1,0 +1,57 @@
+"""A trial of a user's own optimizer on small tensors: does its rule see no more, and keep no more, than its row says?"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalith import own
+from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.run import OptimizerSpec
+from megalith.train.optimizers.rule import Part, Rule, rule_of
+from megalith.train.optimizers.whole import Whole
+
+ROWS, COLUMNS = 8, 4
+
+
+@torch.no_grad()
+def try_rule(kind: str, spec: OptimizerSpec) -> None:
+    """Update a small matrix twice: at once, with a new rule for each update, and in two halves of its rows.
+
+    Raises own.OwnPartError if a new rule changes the result: then the rule keeps something outside its slots, which no checkpoint holds.
+    Raises it too if the row says that an update looks at single elements, and halves give another result than the whole."""
+    row = OPTIMIZERS[kind]
+    if row.unit == "element" and any(slot.shape != "like" for slot in row.slots):
+        raise own.OwnPartError(
+            f'{kind} keeps a slot of rows or columns, so its unit cannot be "element". Use "tensor" or "matrix"'
+        )
+    at_once, anew = _updated(kind, spec, [slice(None)]), _updated(kind, spec, [slice(None)], anew=True)
+    if not torch.equal(at_once, anew):
+        raise own.OwnPartError(f"{kind} gives another second update when its rule is made anew: keep what lasts in slots alone")
+    if row.unit == "element":
+        halves = _updated(kind, spec, [slice(0, ROWS // 2), slice(ROWS // 2, ROWS)])
+        if not torch.allclose(at_once, halves, rtol=1e-5, atol=1e-7):
+            raise own.OwnPartError(
+                f'{kind} updates a cut parameter otherwise than a whole one, and its unit is "element". Say unit = "tensor" or "matrix", '
+                "and add up over all shares with Whole.add_up"
+            )
+
+
+def _updated(kind: str, spec: OptimizerSpec, cuts: Sequence[slice], *, anew: bool = False) -> Tensor:
+    """Return the matrix after two updates of each of its cuts. `anew`: the second one is by a new rule."""
+    generator = torch.Generator().manual_seed(0)
+    weight, *gradients = (torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(3))
+    for gradient in gradients:
+        gradient[ROWS // 2 :] *= 100  # so that a norm over half of the rows is far from one over all
+    for cut in cuts:
+        share = weight[cut].clone()
+        slots = {slot.name: torch.zeros(slot.shape_of(share.shape)) for slot in OPTIMIZERS[kind].slots}
+        rule: Rule | None = None
+        for number, gradient in enumerate(gradients):
+            if rule is None or anew:
+                rule = rule_of(kind)(spec, Whole.alone({"trial": share}))
+            left = rule.update([Part("trial", share, gradient[cut].clone(), slots)], number=number, lr=0.1)
+            if left is not None:
+                left()
+        weight[cut] = share
+    return weight
