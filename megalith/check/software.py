@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megalith.check.case import Case, Found, advice, error
 from megalith.spec.alerts import ENVIRONMENT, address_of
+from megalith.spec.run import SINKS
 
 COMPILES_COLLECTIVES = (2, 15)
 """The first PyTorch that is shown to compile blocks that are split among ranks to the right gradients; 2.11 was seen not to."""
@@ -74,6 +75,20 @@ def tensorboard_is_there(case: Case) -> Found:
     if case.files and case.spec.log.tensorboard and find_spec("tensorboard") is None:
         way_out = 'Install the extra "tensorboard" (uv sync --extra tensorboard), or set log.tensorboard = false.'
         yield error("log.tensorboard", True, "the package tensorboard is not installed", way_out)
+
+
+def sinks_are_there(case: Case) -> Found:
+    """Tools that the run's numbers are sent to are installed."""
+    log = case.spec.log
+    asked = [name for name in SINKS if getattr(log, name)]
+    for name in asked:
+        if case.files and find_spec(name) is None:
+            way_out = f'Install the extra "{name}" (uv sync --extra {name}), or set log.{name} = false.'
+            yield error(f"log.{name}", True, f"the package {name} is not installed", way_out)
+    if log.online and not asked:
+        yield advice(
+            "log.online", True, "and the run logs to no tool that has a server", f"Set one of log.{', log.'.join(SINKS)}."
+        )
 
 
 def alerts_can_be_sent(case: Case) -> Found:

@@ -181,7 +181,7 @@ def _followed(
 
     folder = owner.run_dir
     with (
-        Beside(folder, serves=watch, alerts=resolved.spec.alerts) as beside,
+        Beside(folder, serves=watch, alerts=resolved.spec.alerts, log=resolved.spec.log) as beside,
         Follow(folder, resolved.spec.train.steps, console, errors=place is not None, on_event=on_event) as follow,
     ):
 

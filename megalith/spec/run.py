@@ -274,10 +274,19 @@ class CheckpointSpec(Spec):
     asynchronous: bool = Field(default=True, description="copy, then write while the next steps run")
 
 
+SINKS = ("wandb", "trackio", "mlflow")
+"""Other tools that a run's numbers can be sent to: keys of `[log]`, packages and extras of the same names."""
+
+
 class LogSpec(Spec):
     """Output besides the event log."""
 
     tensorboard: bool = Field(default=False, description="also write a TensorBoard log (needs the extra `tensorboard`)")
+    wandb: bool = Field(default=False, description="also log to Weights & Biases (needs the extra `wandb`)")
+    trackio: bool = Field(default=False, description="also log to trackio (needs the extra `trackio`)")
+    mlflow: bool = Field(default=False, description="also log to MLflow (needs the extra `mlflow`)")
+    project: str = Field(default="megalith", min_length=1, description="project, or experiment, that these know the run under")
+    online: bool = Field(default=False, description="let these send to their servers; else they write to the run folder alone")
 
 
 class LaunchSpec(Spec):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megalith.machine import lifeline
 from megalith.spec.alerts import AlertsSpec
+from megalith.spec.run import SINKS, LogSpec
 from megalith.watch import index
 
 LEAVE_SECONDS = 2.0  # that the server has to end
@@ -18,11 +19,13 @@ LEAVE_SECONDS = 2.0  # that the server has to end
 class Beside:
     """Is called often by the process that follows a run. No method raises anything: what only shows must not end what trains."""
 
-    def __init__(self, run_dir: Path, *, serves: bool, alerts: AlertsSpec | None = None) -> None:
-        """`serves`: start the server, once the run's folder says what runs in it. `alerts`: send these."""
+    def __init__(self, run_dir: Path, *, serves: bool, alerts: AlertsSpec | None = None, log: LogSpec | None = None) -> None:
+        """`serves`: start the server, once the run's folder says what runs in it. `alerts`: send these. `log`: tools to feed."""
         self._run_dir, self._serves = run_dir, serves
         self._alerts = alerts if alerts is not None and (alerts.run or alerts.post) else None
+        self._log = log if log is not None and any(getattr(log, name) for name in SINKS) else None
         self._alerting: subprocess.Popen[bytes] | None = None
+        self._feeding: subprocess.Popen[bytes] | None = None
         self._index: index.Index | None = None
         self._server: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(Exception):
@@ -33,9 +36,11 @@ class Beside:
         with contextlib.suppress(Exception):
             if self._index is not None:
                 self._index.poll()
-            if (self._serves or self._alerts) and (self._run_dir / "run.toml").exists():
-                serves, alerts = self._serves, self._alerts
-                self._serves, self._alerts = False, None
+            if (self._serves or self._alerts or self._log) and (self._run_dir / "run.toml").exists():
+                serves, alerts, log = self._serves, self._alerts, self._log
+                self._serves, self._alerts, self._log = False, None, None
+                if log is not None:
+                    self._feeding = _told([sys.executable, "-m", "megalith.watch.sinks", str(self._run_dir)], log)
                 if alerts is not None:
                     self._alerting = self._start_alerts(alerts)
                 if serves:
@@ -52,11 +57,7 @@ class Beside:
     def _start_alerts(self, alerts: AlertsSpec) -> "subprocess.Popen[bytes]":
         """It outlives this process, to say that it is gone: the end of its input tells it."""
         command = [sys.executable, "-m", "megalith.cli", "watch", str(self._run_dir), "--no-page", "--alerts", "-"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-        assert process.stdin is not None
-        process.stdin.write(alerts.model_dump_json().encode() + b"\n")
-        process.stdin.flush()
-        return process
+        return _told(command, alerts)
 
     def __enter__(self) -> "Beside":
         return self
@@ -66,8 +67,18 @@ class Beside:
         with contextlib.suppress(Exception):
             if self._index is not None:
                 self._index.close()
-            if self._alerting is not None and self._alerting.stdin is not None:
-                self._alerting.stdin.close()  # it ends when what it has to send is sent
+            for process in (self._alerting, self._feeding):
+                if process is not None and process.stdin is not None:
+                    process.stdin.close()  # it ends when what it has to send is sent
             if self._server is not None:
                 self._server.terminate()
                 self._server.wait(LEAVE_SECONDS)
+
+
+def _told(command: list[str], what: AlertsSpec | LogSpec) -> "subprocess.Popen[bytes]":
+    """Start a process that reads `what` from its input, and outlives this one: the end of its input tells it that this one is gone."""
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    assert process.stdin is not None
+    process.stdin.write(what.model_dump_json().encode() + b"\n")
+    process.stdin.flush()
+    return process

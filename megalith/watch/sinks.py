@@ -1,0 +1,249 @@
+"""Sends a run's numbers to other tools (`log.wandb`, `log.trackio`, `log.mlflow`). Follows the run's log in a process of its own.
+
+One run folder is one run there, also when it is stopped and resumed: `sinks.json` in the folder keeps its id, and how much of the log each
+tool has. Nothing leaves the machine unless `log.online` is set. A tool that fails is given up with a warning, and training continues.
+"""
+
+import fcntl
+import json
+import math
+import os
+import secrets
+import select
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megalith import epochs, events
+from megalith.events import Event, EventLog, Problem, Step, Validation
+from megalith.spec.files import SPEC_FILE
+from megalith.spec.run import SINKS, LogSpec
+
+FILE = "sinks.json"
+EVERY = 2.0  # seconds between looks
+AT_ONCE = 1000  # events after which sinks.json is written
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The run as another tool is told of it."""
+
+    id: str
+    """The same at every start of the run."""
+    name: str
+    folder: Path
+    values: Mapping[str, Any]
+    """Every value of the run file."""
+    log: LogSpec
+
+
+class Sink(Protocol):
+    """A tool that takes numbers. Any method may raise anything."""
+
+    def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
+        """Take the numbers of a step, by name. `time`: seconds since the epoch."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left."""
+        ...
+
+
+class Wandb:
+    """Weights & Biases: a run with this id. Offline, its files are in RUN_DIR/wandb; `wandb sync` sends them."""
+
+    def __init__(self, subject: Subject) -> None:
+        import wandb  # an extra
+
+        self._run: Any = wandb.init(
+            project=subject.log.project,
+            id=subject.id,
+            name=subject.name,
+            dir=str(subject.folder),
+            config=dict(subject.values),
+            resume="allow",
+            mode="online" if subject.log.online else "offline",
+        )
+        self._run.define_metric("*", step_metric="step")  # a step that is trained again after a fault is not refused
+
+    def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """Trackio: a run of this name. Its files are in RUN_DIR/trackio; online they go to the Space that TRACKIO_SPACE_ID names."""
+
+    def __init__(self, subject: Subject) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(subject.folder / "trackio"))
+        import trackio  # an extra; reads TRACKIO_DIR when it is imported
+
+        self._trackio: Any = trackio
+        space = os.environ.get("TRACKIO_SPACE_ID") if subject.log.online else None
+        if not subject.log.online:
+            os.environ.pop("TRACKIO_SPACE_ID", None)
+        trackio.init(
+            project=subject.log.project,
+            name=f"{subject.name}-{subject.id}",
+            config=dict(subject.values),
+            space_id=space,
+            resume="allow",
+        )
+
+    def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
+        self._trackio.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+class Mlflow:
+    """MLflow: a run with this id as its tag. It is kept in RUN_DIR/mlflow.db; online, where MLFLOW_TRACKING_URI says."""
+
+    def __init__(self, subject: Subject) -> None:
+        from mlflow import MlflowClient  # an extra
+
+        here = f"sqlite:///{subject.folder.resolve() / 'mlflow.db'}"
+        self._client: Any = MlflowClient(tracking_uri=None if subject.log.online else here)
+        project = subject.log.project
+        known = self._client.get_experiment_by_name(project)
+        experiment = self._client.create_experiment(project) if known is None else known.experiment_id
+        found = self._client.search_runs([experiment], filter_string=f"tags.megalith = '{subject.id}'")
+        if found:
+            self._id = found[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            made = self._client.create_run(experiment, tags={"megalith": subject.id}, run_name=subject.name)
+            self._id = made.info.run_id
+            self._client.set_tag(self._id, "spec", json.dumps(subject.values))
+
+    def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
+        for name, value in values.items():
+            self._client.log_metric(self._id, name, value, timestamp=int(1000 * time), step=step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+KINDS: dict[str, Callable[[Subject], Sink]] = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+"""The tools by the key of `[log]` that asks for each."""
+assert set(KINDS) == set(SINKS)
+
+
+class Feed:
+    """The log of one run on its way to the tools that the run asks for. No method raises what a tool raises."""
+
+    def __init__(self, run_dir: Path, log: LogSpec, *, warn: Callable[[str], None]) -> None:
+        self._folder, self._warn = run_dir, warn
+        self._kept = _read(run_dir / FILE) or {"id": secrets.token_hex(4), "done": {}}
+        _write(run_dir / FILE, self._kept)
+        values = _read(run_dir / SPEC_FILE) or {}
+        subject = Subject(self._kept["id"], str(values.get("name") or run_dir.name), run_dir, values, log)
+        self._sinks: dict[str, Sink] = {}
+        for name in SINKS:
+            if getattr(log, name):
+                self._try(name, lambda name=name: self._sinks.update({name: KINDS[name](subject)}))
+
+    def poll(self) -> None:
+        """Send what the log has got since the last call."""
+        path = epochs.newest(self._folder, events.FILE)
+        for name in list(self._sinks):
+            done = self._kept["done"].get(name, {})
+            at = done.get("bytes", 0) if done.get("file") == path.name else 0
+            for number, (event, end) in enumerate(_events(path, at), start=1):
+                if values := numbers_of(event):
+                    self._try(name, lambda name=name, event=event, values=values: self._send(name, event, values))
+                if name not in self._sinks:
+                    break
+                self._kept["done"][name] = {"file": path.name, "bytes": end}
+                if number % AT_ONCE == 0:
+                    _write(self._folder / FILE, self._kept)
+        _write(self._folder / FILE, self._kept)
+
+    def close(self) -> None:
+        """Send the rest, and let each tool write what it holds."""
+        self.poll()
+        for name, sink in list(self._sinks.items()):
+            self._try(name, sink.close)
+
+    def _send(self, name: str, event: Event, values: Mapping[str, float]) -> None:
+        assert isinstance(event, Step | Validation)
+        self._sinks[name].numbers(values, event.step, event.time)
+
+    def _try(self, name: str, act: Callable[[], object]) -> None:
+        """Give a tool up, with a warning, when it raises."""
+        try:
+            act()
+        except Exception as error:
+            self._sinks.pop(name, None)
+            self._warn(f"log.{name}: no more numbers are sent: {type(error).__name__}: {error}. Training continues")
+
+
+def numbers_of(event: Event) -> dict[str, float]:
+    """Return the numbers of an event that tools are sent, by name; those that are not known, or not finite, are left out."""
+    found: dict[str, float | None] = {}
+    match event:
+        case Step():
+            names = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "tokens_seen", "seconds", "scale")
+            found = {f"train/{name}": getattr(event, name) for name in names}
+            found |= {f"seconds/{name}": seconds for name, seconds in event.breakdown.items()}
+            found |= {f"experts/{name}": value for name, value in event.experts.items()}
+        case Validation():
+            found = {"validation/loss": event.loss} | {f"validation/{name}": loss for name, loss in event.domains.items()}
+    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def _events(path: Path, at: int) -> Iterator[tuple[Event, int]]:
+    """Yield the events in whole lines from byte `at` on, each with the byte that it ends before."""
+    if not path.exists() or path.stat().st_size < at:
+        at = 0  # the log was emptied
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(at)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            at += len(line)
+            event = events.parse(line.decode("utf-8", "replace"))
+            if event is not None:
+                yield event, at
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(values), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def main(run_dir: Path) -> None:
+    """Feed the tools until standard input, whose first line is the run's `[log]` as JSON, ends: with the training command."""
+
+    def warn(text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+        log = EventLog(run_dir)
+        log.write(Problem("warning", text))
+        log.close()
+
+    lock = (run_dir / "sinks.lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)  # the process of an earlier start may still be sending
+    feed = Feed(run_dir, LogSpec.model_validate_json(sys.stdin.buffer.raw.readline()), warn=warn)  # type: ignore[attr-defined]
+    while not select.select([sys.stdin], [], [], EVERY)[0]:
+        feed.poll()
+    feed.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
