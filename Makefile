@@ -19,7 +19,7 @@ setup: .venv/.ready ## Make the locked environment
 	.uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 
 .venv/.ready: pyproject.toml uv.lock $(if $(findstring .uv/,$(UV)),.uv/bin/uv)
-	$(UV) sync --locked --extra tensorboard --compile-bytecode
+	$(UV) sync --locked --extra tensorboard --extra parquet --compile-bytecode
 	$(RUN)python -m compileall -q megalith
 	@touch $@
 
@@ -50,7 +50,7 @@ browser: ## Install the browser that tests and pictures of the live page need: C
 
 test-oldest: setup ## Run all tests with the oldest PyTorch that is supported, in .oldest (3 GB more to download)
 	$(UV) venv --quiet --allow-existing --python .venv/bin/python .oldest
-	$(UV) pip install --quiet --compile-bytecode --python .oldest/bin/python --editable '.[tensorboard]' --group dev 'torch==2.11.*'
+	$(UV) pip install --quiet --compile-bytecode --python .oldest/bin/python --editable '.[tensorboard,parquet]' --group dev 'torch==2.11.*'
 	.oldest/bin/pytest $(WORKERS) -m "not engines and not browser"
 
 test-gpu: ## Run the tests that one GPU can run, in the environment at hand

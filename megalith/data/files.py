@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
@@ -23,15 +24,17 @@ from megalith.data.manifest import LeftOut, Reading
 
 JSON_LINES = (".jsonl", ".ndjson")
 COMPRESSED = (".xz", ".gz", ".bz2", ".zst")
+PARQUET = ".parquet"
 KINDS_READ = (
     f"Read are JSON lines ({', '.join(JSON_LINES)}) and UTF-8 text of any other name, "
-    f"plain or compressed ({', '.join(COMPRESSED)})."
+    f"plain or compressed ({', '.join(COMPRESSED)}), and Parquet ({PARQUET}, with the extra `parquet`)."
 )
 HEAD = 8192
 """Bytes of a file in which a zero byte makes it binary, as for git."""
 
-BINARY, COPY, HIDDEN, LINK, SPECIAL, ENDING = (
+BINARY, NO_PARQUET, COPY, HIDDEN, LINK, SPECIAL, ENDING = (
     "binary",
+    "Parquet without the extra `parquet`",
     "the same bytes as another file",
     "hidden",
     "links",
@@ -41,8 +44,8 @@ BINARY, COPY, HIDDEN, LINK, SPECIAL, ENDING = (
 _NAMES_SHOWN = 5
 _ENDINGS_SHOWN = 10
 
-# Formats that may have no zero byte in their head. Parquet and its like hold text, but it takes a library to read them.
-_TABLES = (".parquet", ".arrow", ".feather", ".orc", ".avro")
+# Formats that may have no zero byte in their head. Of the tables, which hold text as well, Parquet alone is read.
+_TABLES = (PARQUET, ".arrow", ".feather", ".orc", ".avro")
 _BINARY = (*_TABLES, ".pdf", ".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br", ".docx", ".xlsx", ".epub")
 
 
@@ -67,7 +70,7 @@ def find(root: Path, reading: Reading) -> Found:
     """The files of a source. Raises DataError for a file of a kind that is not read, a folder without a file that is read, and a folder
     in it that cannot be listed."""
     if not root.is_dir():
-        if is_named_binary(root):
+        if is_named_binary(root) and not (is_parquet(root) and reads_parquet()):
             raise unreadable_kind(root)
         return Found(root, (root,), {}, {})
     files: list[Path] = []
@@ -77,7 +80,7 @@ def find(root: Path, reading: Reading) -> Found:
             passed[path] = reason
         else:
             files.append(path)
-    found = Found(root, tuple(files), {path: BINARY for path in files if _is_binary(path)}, passed)
+    found = Found(root, tuple(files), {path: reason for path in files if (reason := _unread(path))}, passed)
     if len(found.unread) == len(found.files):
         raise _nothing_read(found)
     return found
@@ -157,25 +160,40 @@ def is_json_lines(path: Path, *, in_folder: bool) -> bool:
     return path.name.removesuffix(ending(path, COMPRESSED)).endswith(endings)
 
 
-def _is_binary(path: Path) -> bool:
+def is_parquet(path: Path) -> bool:
+    """True if a file is a Parquet table by its ending. Its pages are packed inside; one that is packed as a whole is not read."""
+    return path.name.lower().endswith(PARQUET)
+
+
+def reads_parquet() -> bool:
+    """True if the package pyarrow is installed, which the extra `parquet` brings."""
+    return find_spec("pyarrow") is not None
+
+
+def _unread(path: Path) -> str:
+    """The reason why a file in a folder is not read; empty if it is."""
+    if is_parquet(path):
+        return "" if reads_parquet() else NO_PARQUET
     if is_named_binary(path):
-        return True
+        return BINARY
     if is_json_lines(path, in_folder=True):
-        return False
+        return ""
     with opened(path) as (_, stream):
-        return is_binary(path, stream.read(HEAD))
+        return BINARY if is_binary(path, stream.read(HEAD)) else ""
 
 
 def unreadable_kind(path: Path) -> DataError:
     """The error for a file that is no text."""
+    if is_parquet(path):
+        return DataError(f"{path} is Parquet, and the package pyarrow is not installed", _conversion(path))
     return DataError(f"{path} is no text: {_ending_of(path)} files are not read", f"{KINDS_READ} {_conversion(path)}")
 
 
 def _conversion(path: Path) -> str:
-    if path.name.endswith(".parquet"):
-        target = f"{path.name.removesuffix('.parquet')}.jsonl"
+    if is_parquet(path):
+        target = f"{path.stem}.jsonl"
         call = f"pandas.read_parquet({path.name!r}).to_json({target!r}, orient='records', lines=True)"
-        return f"Convert Parquet to JSON lines, for example in Python: {call}."
+        return f"Install the extra `parquet` (pip install pyarrow), or convert it elsewhere: {call}."
     return "Convert what it holds to one of these, or leave the source out."
 
 

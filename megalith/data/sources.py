@@ -3,6 +3,7 @@
 | source | a document is |
 |---|---|
 | `x.jsonl`, `.ndjson`, `.json` | one line's text field |
+| `x.parquet` | one row's text column (with the extra `parquet`) |
 | `x.txt` or any other file | what `Reading.split` says; default: paragraphs, until they make `Reading.minimum` characters |
 | a folder | a file (a line, in JSON lines); what `files` leaves out is counted and named |
 | `bundled:austen` | a chapter, with the title page before it |
@@ -25,6 +26,7 @@ from megalith.data import bundled, files
 from megalith.data.errors import DataError
 from megalith.data.files import Found
 from megalith.data.manifest import DEFAULT_READING, Reading, SourceRecord, file_digest
+from megalith.data.parquet import rows
 
 Advance = Callable[[int], None]
 
@@ -208,6 +210,9 @@ def documents(
 
 def _read(path: Path, reading: Reading, told: Advance, *, whole: bool) -> Iterator[str]:
     """One file's documents; in a folder (`whole`) a plain file is one document, and a binary one is left out."""
+    if files.is_parquet(path) and files.reads_parquet():
+        yield from rows(path, reading.field, told)
+        return
     if not whole and files.is_named_binary(path):
         raise files.unreadable_kind(path)
     with files.opened(path) as (raw, stream):
@@ -338,6 +343,6 @@ def _boundary(how: str, minimum: int) -> tuple[Callable[[str], bool], bool, int]
 
 
 def _without_endings(name: str) -> str:
-    for endings in (files.COMPRESSED, (*files.JSON_LINES, ".json", ".txt")):
+    for endings in (files.COMPRESSED, (*files.JSON_LINES, ".json", ".txt", files.PARQUET)):
         name = name.removesuffix(next((ending for ending in endings if name.endswith(ending)), ""))
     return name

@@ -55,7 +55,7 @@ class Wandb:
     """Weights & Biases: a run with this id. Offline, its files are in RUN_DIR/wandb; `wandb sync` sends them."""
 
     def __init__(self, subject: Subject) -> None:
-        import wandb  # an extra
+        import wandb  # an extra  # pyright: ignore[reportMissingImports]
 
         self._run: Any = wandb.init(
             project=subject.log.project,
@@ -80,7 +80,7 @@ class Trackio:
 
     def __init__(self, subject: Subject) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(subject.folder / "trackio"))
-        import trackio  # an extra; reads TRACKIO_DIR when it is imported
+        import trackio  # an extra, which reads TRACKIO_DIR now  # pyright: ignore[reportMissingImports]
 
         self._trackio: Any = trackio
         space = os.environ.get("TRACKIO_SPACE_ID") if subject.log.online else None
@@ -105,7 +105,7 @@ class Mlflow:
     """MLflow: a run with this id as its tag. It is kept in RUN_DIR/mlflow.db; online, where MLFLOW_TRACKING_URI says."""
 
     def __init__(self, subject: Subject) -> None:
-        from mlflow import MlflowClient  # an extra
+        from mlflow import MlflowClient  # an extra  # pyright: ignore[reportMissingImports]
 
         here = f"sqlite:///{subject.folder.resolve() / 'mlflow.db'}"
         self._client: Any = MlflowClient(tracking_uri=None if subject.log.online else here)
@@ -193,7 +193,7 @@ def numbers_of(event: Event) -> dict[str, float]:
             found |= {f"seconds/{name}": seconds for name, seconds in event.breakdown.items()}
             found |= {f"experts/{name}": value for name, value in event.experts.items()}
         case Validation():
-            found = {"validation/loss": event.loss} | {f"validation/{name}": loss for name, loss in event.domains.items()}
+            found = {"validation/loss": event.loss, **{f"validation/{name}": loss for name, loss in event.domains.items()}}
     return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
 

@@ -15,7 +15,7 @@ def _told(folder, **reading) -> set[str]:
 def test_what_is_left_out_of_a_folder_is_counted_and_named_by_reason(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.jsonl").write_text('{"text": "text"}')
-    (tmp_path / "table.parquet").write_bytes(b"PAR1 and no zero byte at all")
+    (tmp_path / "table.arrow").write_bytes(b"PAR1 and no zero byte at all")
     (tmp_path / "notes.pdf.gz").write_bytes(gzip.compress(b"%PDF"))
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "image").write_bytes(b"\x89PNG\0\0")
@@ -27,7 +27,7 @@ def test_what_is_left_out_of_a_folder_is_counted_and_named_by_reason(tmp_path):
     (tmp_path / "gone").symlink_to("nowhere")
     (tmp_path / "linked").symlink_to("deep")
     assert _told(tmp_path) == {
-        "4 binary (1 no ending, 1 .pdf.gz, 1 .gz, 1 .parquet): deep/image, notes.pdf.gz, packed.gz, table.parquet",
+        "4 binary (1 no ending, 1 .pdf.gz, 1 .gz, 1 .arrow): deep/image, notes.pdf.gz, packed.gz, table.arrow",
         "2 hidden (2 no ending): .git, .notes",
         "3 links (2 no ending, 1 .txt): gone, link.txt, linked",
     }
@@ -36,13 +36,13 @@ def test_what_is_left_out_of_a_folder_is_counted_and_named_by_reason(tmp_path):
 def test_of_many_files_left_out_the_first_are_named(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     for number in range(12):
-        (tmp_path / f"{number:02d}.parquet").write_bytes(b"PAR1")
+        (tmp_path / f"{number:02d}.arrow").write_bytes(b"PAR1")
     for number in range(30):
         (tmp_path / f"x.{number:02d}").write_bytes(b"\0")
     (one,) = find(tmp_path, Reading()).left_out()
-    assert (one.count, one.names) == (42, tuple(f"{number:02d}.parquet" for number in range(5)))
-    assert next(iter(one.endings.items())) == (".parquet", 12)
-    assert str(one).endswith("04.parquet and 37 more")
+    assert (one.count, one.names) == (42, tuple(f"{number:02d}.arrow" for number in range(5)))
+    assert next(iter(one.endings.items())) == (".arrow", 12)
+    assert str(one).endswith("04.arrow and 37 more")
 
 
 def test_files_of_other_endings_than_asked_for_are_counted(tmp_path):
@@ -53,22 +53,26 @@ def test_files_of_other_endings_than_asked_for_are_counted(tmp_path):
 
 def test_a_name_that_is_not_utf8_can_be_told(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "caf\udce9.parquet").write_bytes(b"PAR1")
+    (tmp_path / "caf\udce9.arrow").write_bytes(b"PAR1")
     (one,) = find(tmp_path, Reading()).left_out()
-    assert one.names == ("caf\\udce9.parquet",)
+    assert one.names == ("caf\\udce9.arrow",)
     one.model_dump_json()
 
 
 @pytest.mark.parametrize("given", ["folder", "file", "compressed"])
-def test_nothing_but_parquet_is_an_error_with_what_is_read_and_how_to_convert(given, tmp_path):
+def test_nothing_but_parquet_without_its_extra_is_an_error_with_the_way_out(given, tmp_path, monkeypatch):
+    monkeypatch.setattr("megalith.data.files.find_spec", lambda name: None)
     name = "a.parquet.gz" if given == "compressed" else "a.parquet"
     (tmp_path / name).write_bytes(b"PAR1\0")
-    says = "holds no file that is read: left out are 1 binary" if given == "folder" else "is no text: .parquet"
+    says = {
+        "folder": "holds no file that is read: left out are 1 Parquet without the extra `parquet`",
+        "file": "a.parquet is Parquet, and the package pyarrow is not installed",
+        "compressed": "is no text: .parquet.gz files are not read",
+    }
     with pytest.raises(DataError) as error:
         find(tmp_path if given == "folder" else tmp_path / name, Reading())
-    assert says in str(error.value)
-    assert "Read are JSON lines (.jsonl, .ndjson) and UTF-8 text" in str(error.value)
-    assert "Convert" in str(error.value)
+    assert says[given] in str(error.value)
+    assert given == "file" or "Read are JSON lines (.jsonl, .ndjson) and UTF-8 text" in str(error.value)
     assert given == "compressed" or "pandas.read_parquet('a.parquet').to_json('a.jsonl'" in str(error.value)
 
 

@@ -214,15 +214,15 @@ def _mixed_folder(path):
     path.mkdir()
     (path / "a.txt").write_text("one text")
     _lines(path / "b.jsonl", "two", "three")
-    (path / "c.parquet").write_bytes(b"PAR1")
+    (path / "c.arrow").write_bytes(b"PAR1")
     return str(path)
 
 
 def test_what_is_left_out_is_told_and_in_the_manifest(tmp_path, capsys):
     source = _mixed_folder(tmp_path / "d")
     manifest = prepare([source], tokenizer=BYTES, out=tmp_path / "out", progress=True)
-    assert f"{source}: left out 1 binary (1 .parquet): c.parquet" in capsys.readouterr().err
-    assert [str(one) for one in read_manifest(tmp_path / "out").sources[0].left_out] == ["1 binary (1 .parquet): c.parquet"]
+    assert f"{source}: left out 1 binary (1 .arrow): c.arrow" in capsys.readouterr().err
+    assert [str(one) for one in read_manifest(tmp_path / "out").sources[0].left_out] == ["1 binary (1 .arrow): c.arrow"]
     prepare([source], tokenizer=BYTES, out=tmp_path / "again")
     assert _contents(tmp_path / "again") == _contents(tmp_path / "out")
     assert prepare([source], tokenizer=BYTES, out=tmp_path / "out") == manifest
