@@ -247,6 +247,65 @@ def _launched(words: list[str], at: Path, place: dict[str, str]) -> contextlib.A
     return running(*words, at=at, env=place | {"MASTER_PORT": str(port)})
 
 
+def test_a7_parity_proves_the_precision_that_was_asked_for(at: Path) -> None:
+    """It proved fp32 whatever the run trained in."""
+    said = megalith("parity", "run.toml", "--set", "train.precision=bf16", "--json", at=at)
+    assert said.status == 0, said.words
+    assert said.json.get("precision") == "bf16"
+
+
+DEEP = """
+name = "deep"
+data.path = "data"
+train = { steps = 3, global_batch = 2, seq_len = 32, precision = "fp32", device = "cpu" }
+optimizer = { warmup = 0, lr = 1e-3 }
+[model]
+preset = "deepseek-tiny"
+layers = 2
+dim = 32
+heads = 2
+bias_rate = 0.001
+rope_scaling = { factor = 4.0, original_context = 64, mscale = 0.707, mscale_all_dim = 0.707 }
+"""
+
+
+@pytest.fixture(scope="module")
+def deep(at: Path) -> Path:
+    """The run file of a DeepSeek with a bias of its router and YaRN, and its trained folder beside it."""
+    (at / "deep.toml").write_text(DEEP)
+    said = megalith("train", "deep.toml", "--run-dir", "deep", at=at)
+    assert said.status == 0, said.words
+    return at / "deep"
+
+
+def test_a9_yarn_of_one_mscale_is_not_read_otherwise_than_transformers_does(at: Path, deep: Path) -> None:
+    said = megalith("export", "deep", "--out", "one-mscale", at=at)
+    assert said.status == 0, said.words
+    path = at / "one-mscale" / "config.json"
+    config = json.loads(path.read_text())
+    for name in ("rope_scaling", "rope_parameters"):
+        if name in config:
+            assert config[name].pop("mscale", 0.707) == config[name]["mscale_all_dim"] == 0.707
+    path.write_text(json.dumps(config))
+    said = megalith("import", "one-mscale", "--out", "out-mscale", at=at)
+    assert said.status != 0
+    assert "mscale" in said.words
+
+
+def test_a14_an_export_keeps_the_bias_of_a_router_in_fp32(at: Path, deep: Path) -> None:
+    """Steps of the bias are smaller than what bf16 tells apart."""
+    said = megalith("export", "deep", "--dtype", "bf16", "--out", "narrow", at=at)
+    assert said.status == 0, said.words
+    kinds = {}
+    for file in (at / "narrow").glob("*.safetensors"):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        kinds |= {name: one["dtype"] for name, one in header.items() if name != "__metadata__"}
+    biases = {kind for name, kind in kinds.items() if name.endswith("e_score_correction_bias")}
+    assert "BF16" in kinds.values()
+    assert biases == {"F32"}
+
+
 # One run that goes on, for all that is done to it
 
 
