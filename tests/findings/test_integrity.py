@@ -212,6 +212,14 @@ def test_a12_a_value_in_config_json_is_told_by_its_file_and_its_own_key(tmp_path
     assert "num_hidden_layers" in said.words
 
 
+def test_a12_import_says_all_at_once(tmp_path: Path) -> None:
+    """A kind of rotary stretch that nobody knows hid values that are no numbers."""
+    _foreign(tmp_path / "model", rope_scaling={"rope_type": "lama3", "factor": 8.0}, hidden_act="gelu", num_hidden_layers="one")
+    said = megalith("import", "model", "--out", "out", at=tmp_path)
+    assert said.status != 0
+    assert all(name in said.words for name in ("lama3", "hidden_act", "num_hidden_layers"))
+
+
 def test_a14_a_domain_that_no_file_can_be_named_after_is_told_by_its_name(tmp_path: Path) -> None:
     write_verse(tmp_path / "a.txt")
     status, words = _prepare(tmp_path, f"{'d' * 300}=a.txt")

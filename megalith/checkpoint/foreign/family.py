@@ -110,13 +110,14 @@ class Foreign:
         ]
         more = Read({}) if unusable else self.read(config)
         problems += unusable + more.problems
-        if problems:
-            raise ForeignModelError("cannot be represented here:\n  " + "\n  ".join(problems))
-        fields = {ours: config[theirs] for ours, theirs in self.needed.items()}
+        fields = {ours: config[theirs] for ours, theirs in self.needed.items() if theirs in config}
         fields |= {ours: config.get(theirs, default) for ours, (theirs, default) in self.optional.items()}
         found = examine(
             {"family": self.family, "name": name or self.family} | fields | more.fields, self.spec, source=lambda key: ""
         )
+        if problems:
+            given = [self._told(problem) for problem in found.problems if problem.key in fields]  # others may follow from these
+            raise ForeignModelError("cannot be represented here:\n  " + "\n  ".join([*problems, *given]))
         if found.problems:
             raise ForeignModelError(
                 "holds values that cannot be used; correct them there:\n  " + "\n  ".join(map(self._told, found.problems))
