@@ -14,6 +14,7 @@ from megalith.events import (
     Problem,
     Reader,
     RunFinished,
+    RunStarted,
     Sample,
     Skipped,
     Spans,
@@ -85,6 +86,8 @@ def test_an_event_is_written_as_an_old_log_has_it() -> None:
             expected = line.removesuffix("}\n") + experts + ',"updates":null,"noise":{},"scale":null}\n'
         if isinstance(event, Holding):
             expected = line.removesuffix("}\n") + ',"host_bytes":0,"disk_bytes":0}\n'
+        if isinstance(event, RunStarted):
+            expected = line.removesuffix("}\n") + ',"own":{}}\n'
         assert json.dumps(dump(event), separators=(",", ":")) + "\n" == expected
 
 
