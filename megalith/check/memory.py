@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from megalith.check.case import Case, Found, advice, error, format_bytes
@@ -14,7 +15,7 @@ from megalith.spec.plan import AUTO, Plan, StateSpec, segment_size
 from megalith.spec.problem import near
 from megalith.spec.sizes import Count, count_model
 from megalith.spec.state import GRADIENT, MASTER, Slot, bytes_each, bytes_of
-from megalith.spec.treatment import kinds
+from megalith.spec.treatment import kinds, slots_of
 
 PARTS: dict[str, tuple[str, ...]] = {
     "attend": (),
@@ -80,6 +81,10 @@ def state_fits(case: Case) -> Found:
         moved = state_bytes(case, case.plan.model_copy(update={"state": StateSpec(optimizer="host")}))
         if moved < held:
             way_out += f'plan.state.optimizer = "host" or "disk" would keep {format_bytes(moved)} on it. '
+        fewer = case.spec.optimizer.model_copy(update={"moments": "fp8"})
+        rounded = state_bytes(replace(case, spec=case.spec.model_copy(update={"optimizer": fewer})), case.plan)
+        if rounded < held:
+            way_out += f'optimizer.moments = "fp8" would keep {format_bytes(rounded)}, and rounds moments. '
         yield error("plan.zero", case.plan.zero, reason, f"{way_out}Use more of tensor, pipeline or data, or a smaller model.")
 
 
@@ -88,7 +93,7 @@ def optimizer_is_sharded(case: Case) -> Found:
     plan = case.plan
     if plan.zero == 0 and plan.data > 1 and case.model is not None:
         numbers = case.parameters.total // (plan.tensor * plan.pipeline)
-        slots = OPTIMIZERS[case.spec.optimizer.kind].slots
+        slots = slots_of(case.spec.optimizer)
         whole, cut = (bytes_of(slots, numbers, zero=zero, shards=plan.data)["optimizer"] for zero in (0, 1))
         reason = f"keeps {format_bytes(int(whole))} of optimizer moments on each of {plan.data} data ranks"
         yield advice("plan.zero", 0, reason, f"zero = 1 keeps {format_bytes(int(cut))}, for the same bytes exchanged.")
@@ -169,7 +174,7 @@ def state_bytes(case: Case, plan: Plan) -> int:
 def _elsewhere(case: Case) -> list[Slot]:
     """The slots that may live elsewhere: those of the optimizer, and the master weights if products compute with other numbers."""
     narrow = PRECISIONS[case.spec.train.precision].compute.name != MASTER.number
-    return [*([MASTER] if narrow else []), *OPTIMIZERS[case.spec.optimizer.kind].slots]
+    return [*([MASTER] if narrow else []), *slots_of(case.spec.optimizer)]
 
 
 def disk_bytes(case: Case, plan: Plan) -> int:
@@ -200,7 +205,7 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
     ):
         cut = {"zero": plan.zero, "shards": shards}
         numbers = count / (split * places)
-        lasting = [MASTER, *OPTIMIZERS[case.spec.optimizer.kind].slots]
+        lasting = [MASTER, *slots_of(case.spec.optimizer)]
         kept = (
             sum(bytes_of(lasting, numbers, **cut).values())
             - sum(bytes_of(_elsewhere(case), numbers, **cut).values()) * plan.state.away

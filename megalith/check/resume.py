@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megalith.check.case import Found, error
+from megalith.check.moments import crossings
 from megalith.spec.phases import DATA, RAMP, Phases
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem
@@ -26,6 +27,9 @@ MAY_CHANGE: dict[str, str] = {
     "stability": "how a step whose numbers cannot be used is answered from now on",
     "loss_scale": "how gradients that overflow are answered from now on",
     "train.device": "where the work happens",
+    "optimizer.moments": "how many bits moments are kept in from now on; those of the checkpoint are converted",
+    "optimizer.moment_block": "the same",
+    "optimizer.moment_least": "the same",
     "validation": "looks at the weights and leaves them as they are",
     "checkpoint": "the same",
     "log": "output besides the event log",
@@ -75,7 +79,26 @@ def check_resume(
     if not found:
         found += _altered_phases(saved, asked, samples, way_out)
     found += other_sets(saved, asked.plan, "plan")
+    found += _other_moments(saved, asked)
     return [replace(problem, source=(provenance or {}).get(problem.key, "")) for problem in found]
+
+
+def _other_moments(saved: RunSpec, asked: RunSpec) -> Found:
+    """Yield the reasons why moments in another number format cannot be read from the run's checkpoints."""
+    was, now = saved.optimizer, asked.optimizer
+    if was.small == now.small:
+        return
+    if asked.sites is not None:
+        reason = f"the run in this folder has {literal(was.moments)}, and checkpoints of sites keep their number format"
+        yield error("optimizer.moments", now.moments, reason, "Set it back, with moment_block and moment_least.")
+    for found in crossings(saved.model.build(), asked.plan, was):
+        reason = (
+            f"leaves a rank {found.share} of the {found.numbers} numbers in a row of {found.name}, whose moments the checkpoint has in "
+            f"blocks of {was.moment_block}: no rank could read the scale between two of them"
+        )
+        way_out = f"Change optimizer.moments first, and plan.{found.axis} after the next checkpoint."
+        yield error(f"plan.{found.axis}", getattr(asked.plan, found.axis), reason, way_out)
+        return
 
 
 def _altered_phases(saved: RunSpec, asked: RunSpec, samples: int | None, way_out: str) -> Found:

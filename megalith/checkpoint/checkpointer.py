@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as planned_save
 
 from megalith import disk
 from megalith.checkpoint import folder as files
-from megalith.checkpoint.load import Accept, Loaded, Warn, load, silent, whatever
+from megalith.checkpoint.load import Accept, Loaded, Wanted, Warn, load, silent, whatever
 from megalith.checkpoint.party import Party
 from megalith.checkpoint.shares import Held, Laid, Place, Share, owners, shares
 from megalith.checkpoint.staging import Staging
@@ -179,7 +179,7 @@ class Checkpointer:
 
     def load(
         self,
-        state: Mapping[str, Tensor | Laid],
+        state: Wanted,
         *,
         step: int | None = None,
         partial: bool = False,

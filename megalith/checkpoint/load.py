@@ -18,6 +18,9 @@ from megalith.checkpoint.storage import FolderReader, SharesToRead, load_alone
 
 Warn = Callable[[str], None]
 Accept = Callable[[Path, Mapping[str, Any]], None]
+State = Mapping[str, Tensor | Laid]
+Wanted = State | Callable[[Mapping[str, Any]], State]
+"""The tensors to fill, or a function that makes them from what a checkpoint says of itself."""
 
 
 class MismatchError(ValueError):
@@ -44,7 +47,7 @@ def whatever(path: Path, meta: Mapping[str, Any]) -> None:
 
 def load(
     path: Path,
-    state: Mapping[str, Tensor | Laid],
+    state: Wanted,
     *,
     group: dist.ProcessGroup | None = None,
     partial: bool = False,
@@ -93,7 +96,7 @@ def _candidates(path: Path) -> tuple[list[Path], str]:
 
 def _load(
     path: Path,
-    state: Mapping[str, Tensor | Laid],
+    state: Wanted,
     party: Party,
     *,
     partial: bool,
@@ -114,8 +117,9 @@ def _load(
         if problems:
             return None, problems
         accept(path, manifest.meta)
-        mine, refused = _shares(state)
-        _compare(path, index, mine, set(state), refused, party, partial=partial, cast=cast, rows=rows)
+        wanted = state(manifest.meta) if callable(state) else state
+        mine, refused = _shares(wanted)
+        _compare(path, index, mine, set(wanted), refused, party, partial=partial, cast=cast, rows=rows)
         _read(FolderReader(path, index), mine, party)
         return Loaded(path, manifest.step, manifest.meta, frozenset(index)), []
     finally:
@@ -170,7 +174,7 @@ def _verify(path: Path, manifest: files.Manifest, party: Party) -> list[str]:
     return [problem for problems, _ in answers for problem in problems if problem]
 
 
-def _shares(state: Mapping[str, Tensor | Laid]) -> tuple[dict[str, Share], list[str]]:
+def _shares(state: State) -> tuple[dict[str, Share], list[str]]:
     try:
         return shares(state), []
     except ValueError as error:

@@ -84,7 +84,12 @@ def _treated_rows(spec: "RunSpec") -> list[dict[str, object]]:
     from megalith.spec.treatment import summary
 
     return [
-        {"pattern": row.pattern, **row.treatment._asdict(), "parameters": [each.name for each in row.parameters]}
+        {
+            "pattern": row.pattern,
+            **row.treatment._asdict(),
+            "moments": row.treatment.moments.number,
+            "parameters": [each.name for each in row.parameters],
+        }
         for row in summary(spec.model.build(), spec.optimizer)
     ]
 
@@ -94,10 +99,16 @@ def _show_treated(spec: "RunSpec") -> None:
     from megalith.spec.optimizers import OPTIMIZERS
     from megalith.spec.treatment import summary
 
-    if spec.optimizer.groups or OPTIMIZERS[spec.optimizer.kind].rest:
+    few = spec.optimizer.moments != "fp32"
+    if few or spec.optimizer.groups or OPTIMIZERS[spec.optimizer.kind].rest:
         from megalith.report import treated  # drawing
 
         Console(highlight=False).print(treated.table(summary(spec.model.build(), spec.optimizer)))
+    if few:
+        from megalith.spec.numbers import PRECISIONS
+        from megalith.spec.treatment import kept_of
+
+        print(f"a number of a large matrix: {kept_of(spec.optimizer, PRECISIONS[spec.train.precision].compute.name)}")
 
 
 def _show_legal(spec: "RunSpec") -> None:

@@ -167,12 +167,12 @@ def prepare(wanted: "Wanted") -> "Prepared":
 def _state_bytes(run: "RunSpec") -> float | None:
     """Return the bytes of a checkpoint, or None if the sizes do not make a model."""
     from megalith.check import Case
-    from megalith.spec.optimizers import OPTIMIZERS
     from megalith.spec.sizes import count_model
     from megalith.spec.state import MASTER, bytes_each
+    from megalith.spec.treatment import slots_of
 
     model = Case(run, None, files=False).model
-    each = bytes_each([MASTER, *OPTIMIZERS[run.optimizer.kind].slots])
+    each = bytes_each([MASTER, *slots_of(run.optimizer)])
     return None if model is None else each * count_model(model).total
 
 

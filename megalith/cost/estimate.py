@@ -302,7 +302,8 @@ def _optimizer_seconds(workload: Workload, setting: Setting, traced: Parts, here
         return 0.0
     own = updated(workload, numbers(workload, traced, here))
     away = own * workload.plan.state.away
-    each = setting.generation.optimizer * OPTIMIZERS[workload.optimizer].moved / OPTIMIZERS["adamw"].moved  # measured with AdamW
+    moved = OPTIMIZERS[workload.optimizer].moved_with(workload.moments)
+    each = setting.generation.optimizer * moved / OPTIMIZERS["adamw"].moved  # measured with AdamW
     whole = update.seconds(workload, setting, here)
     return each * (own - away) / setting.bandwidth + host.seconds(workload, away) + whole
 

@@ -131,11 +131,11 @@ def held(workload: Workload, figures: Calibration | None = None) -> Memory:
 def of_run(spec: RunSpec) -> Workload:
     """A step of a run as this project's trainer takes it. On "local" nothing here depends on what the devices are."""
     named = spec.cluster if spec.cluster != "local" else f"cpu:{spec.plan.ranks}"
-    model, train, kind = spec.model.build(), spec.train, spec.optimizer.kind
+    model, train, optimizer = spec.model.build(), spec.train, spec.optimizer
     cluster, batch = clusters.load(named), within(spec).train.global_batch
     precision = PRECISIONS[train.precision]
     format = precision.compute.name if precision.emulated else precision.name
-    return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, kind))
+    return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, optimizer.kind, optimizer.small))
 
 
 def _here(workload: Workload, traced: Parts, place: int) -> _Here:

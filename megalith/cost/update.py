@@ -7,11 +7,12 @@ from megalith.cost import network
 from megalith.cost.time import Setting, line
 from megalith.cost.workload import Workload
 from megalith.mesh import Mesh
-from megalith.spec.model import BlockSpec
+from megalith.spec.model import BlockSpec, Growth
 from megalith.spec.optimizers import OPTIMIZERS
-from megalith.spec.sizes import block_parameters
-from megalith.spec.state import bytes_each
-from megalith.spec.treatment import is_matrix
+from megalith.spec.run import OptimizerSpec
+from megalith.spec.sizes import Parameter, block_parameters, part_parameters
+from megalith.spec.state import Moments, bytes_each
+from megalith.spec.treatment import is_matrix, slots_of, treatment
 
 if TYPE_CHECKING:
     from megalith.cost.memory import Held
@@ -28,8 +29,6 @@ class Matrices(NamedTuple):
 
     numbers: int
     """Elements of them all."""
-    others: int
-    """Elements of the block's other parameters."""
     work: float
     """FLOPs of the iteration on them all."""
     largest: tuple[int, int]
@@ -43,12 +42,11 @@ def matrices(block: BlockSpec, dim: int) -> Matrices:
 
 @lru_cache(maxsize=1024)
 def _kept_matrices(block: BlockSpec, dim: int) -> Matrices:
-    each = block_parameters(block, dim)
-    mine = [one for one in each if is_matrix(one)]
+    mine = [one for one in block_parameters(block, dim) if is_matrix(one)]
     sizes = [(one.shape[-2], one.shape[-1], one.numel // (one.shape[-2] * one.shape[-1])) for one in mine]
     numbers = sum(one.numel for one in mine)
     largest = max(((rows, columns) for rows, columns, _ in sizes), key=lambda size: work(*size), default=(0, 0))
-    return Matrices(numbers, sum(one.numel for one in each) - numbers, sum(work(m, n) * times for m, n, times in sizes), largest)
+    return Matrices(numbers, sum(work(m, n) * times for m, n, times in sizes), largest)
 
 
 def work(rows: int, columns: int) -> float:
@@ -58,16 +56,47 @@ def work(rows: int, columns: int) -> float:
 
 
 def rest_bytes(workload: Workload, parts: "Parts", here: "Held") -> float:
-    """Return the bytes that the parameters which another rule updates keep beyond those of the optimizer's own slots, on one rank."""
-    row = OPTIMIZERS[workload.optimizer]
-    if row.rest is None or workload.frozen or workload.practice.moment_bytes is not None:
+    """Return the bytes that some parameters keep beyond those of the optimizer's own slots, on one rank: what another rule updates, and
+    what keeps moments in fp32 where others do not."""
+    one_rule = OPTIMIZERS[workload.optimizer].rest is None and workload.moments.number == "fp32"
+    if one_rule or workload.frozen or workload.practice.moment_bytes is not None:
         return 0.0
-    model, each = workload.model, bytes_each(OPTIMIZERS[row.rest].slots) - bytes_each(row.slots)
-    numbers = float(sum(matrices(_block(workload, kind), model.dim).others * times for kind, times in here.blocks))
-    tied = model.head.tied and here.embedding
-    numbers += parts.embedding.weights if here.embedding or (here.head and parts.ahead) else 0
-    numbers += parts.head.weights if here.head and not tied else 0
-    return each * numbers / _shards(workload)
+    model = workload.model
+    each = {parameter.role: _beyond(parameter, workload) for parameter in part_parameters(model, "embedding")}
+    held = float(
+        sum(_beyond_block(_block(workload, kind), model.dim, workload.optimizer, workload.moments) * n for kind, n in here.blocks)
+    )
+    held += parts.embedding.weights * each["table"] if here.embedding or (here.head and parts.ahead) else 0
+    if here.head and not (model.head.tied and here.embedding):
+        output = Parameter("head.output.weight", (model.embedding.vocab, model.dim), "table" if model.head.tied else "matrix")
+        held += parts.head.weights * _beyond(output, workload)
+    return held / _shards(workload)
+
+
+def _beyond(parameter: Parameter, workload: Workload) -> float:
+    """Bytes of each of a parameter's numbers beyond those of the optimizer's own slots."""
+    optimizer = _optimizer(workload.optimizer, workload.moments)
+    return bytes_each(treatment(parameter, optimizer, Growth()).slots) - bytes_each(slots_of(optimizer))
+
+
+@lru_cache(maxsize=1024)
+def _optimizer(kind: str, moments: Moments) -> OptimizerSpec:
+    return OptimizerSpec.model_validate(
+        {"kind": kind, "moments": moments.number, "moment_block": moments.block, "moment_least": moments.least}
+    )
+
+
+def _beyond_block(block: BlockSpec, dim: int, kind: str, moments: Moments) -> float:
+    return _kept_beyond(block, dim, kind, moments)  # pyright: ignore[reportArgumentType]  # see `matrices`
+
+
+@lru_cache(maxsize=1024)
+def _kept_beyond(block: BlockSpec, dim: int, kind: str, moments: Moments) -> float:
+    """Bytes of all of a block's numbers beyond those of the optimizer's own slots."""
+    optimizer = _optimizer(kind, moments)
+    each = block_parameters(block, dim)
+    own = sum(one.numel * bytes_each(treatment(one, optimizer, Growth()).slots) for one in each)
+    return own - sum(one.numel for one in each) * bytes_each(slots_of(optimizer))
 
 
 def home_bytes(workload: Workload, here: "Held") -> float:
@@ -103,7 +132,6 @@ def _whole(workload: Workload, here: "Held") -> Matrices | None:
     each = [(matrices(_block(workload, kind), workload.model.dim), times) for kind, times in here.blocks]
     return Matrices(
         sum(one.numbers * times for one, times in each),
-        sum(one.others * times for one, times in each),
         sum(one.work * times for one, times in each),
         max((one.largest for one, _ in each), key=lambda size: work(*size)),
     )

@@ -12,7 +12,7 @@ from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
-from megalith.spec.state import GRADIENT, MASTER, bytes_each
+from megalith.spec.state import GRADIENT, MASTER, WIDE, Moments, bytes_each
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ class Workload:
     practice: Practice = Practice()
     optimizer: str = "adamw"
     """A row of `spec.optimizers`."""
+    moments: Moments = WIDE
+    """The number format of the optimizer's moments."""
     frozen: bool = False
     """The weights get no gradient (adapters on frozen weights, LoRA)."""
 
@@ -104,7 +106,7 @@ class Workload:
     def moment_bytes(self) -> float:
         """Bytes that the optimizer keeps for a parameter beside its own copy of it."""
         own = self.practice.moment_bytes
-        return bytes_each(OPTIMIZERS[self.optimizer].slots) if own is None else own
+        return bytes_each(self.moments.of(OPTIMIZERS[self.optimizer].slots)) if own is None else own
 
     @cached_property
     def state_bytes(self) -> float:

@@ -8,7 +8,12 @@ import torch
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.state import GRADIENT, MASTER
 
-DTYPE: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,  # codes, and scales among them: `kernels.moments`
+}
 
 
 class Dtypes(NamedTuple):

@@ -163,7 +163,7 @@ def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda do
 
     found = search(
         asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=asked.format,
-        optimizer=asked.run.optimizer.kind, software=asked.software,
+        optimizer=asked.run.optimizer.kind, moments=asked.run.optimizer.small, software=asked.software,
         top=top, legal=legal, scorer=scorer, space=space_of(asked), tick=tick, differ=skeleton,
     )  # fmt: skip
 
@@ -274,10 +274,18 @@ def _what_if(words: str, asked: Asked) -> WhatIf:
 
 def workload_of(asked: Asked, plan: Plan) -> Workload:
     """A step of what was asked, under a plan."""
-    train, kind = asked.run.train, asked.run.optimizer.kind
+    train, optimizer = asked.run.train, asked.run.optimizer
     return decided(
         Workload(
-            asked.model, plan, asked.cluster, train.seq_len, train.global_batch, asked.format, assumed(plan, asked.software), kind
+            asked.model,
+            plan,
+            asked.cluster,
+            train.seq_len,
+            train.global_batch,
+            asked.format,
+            assumed(plan, asked.software),
+            optimizer.kind,
+            optimizer.small,
         )
     )
 

@@ -33,9 +33,17 @@ class InPhase:
 
 def workload_in(asked: Asked, plan: Plan, phase: Phase) -> Workload:
     """Return a step of a phase under a plan."""
-    kind = asked.run.optimizer.kind
+    optimizer = asked.run.optimizer
     return Workload(
-        asked.model, plan, asked.cluster, phase.seq_len, phase.global_batch, asked.format, assumed(plan, asked.software), kind
+        asked.model,
+        plan,
+        asked.cluster,
+        phase.seq_len,
+        phase.global_batch,
+        asked.format,
+        assumed(plan, asked.software),
+        optimizer.kind,
+        optimizer.small,
     )
 
 

@@ -22,6 +22,7 @@ from megalith.schedule.table import interleaving, kind
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
 from megalith.spec.plan import Plan
+from megalith.spec.state import WIDE, Moments
 
 IDLE_POWER = 1.35
 """Power of a data centre over that of its devices: hosts, network, cooling."""
@@ -101,6 +102,7 @@ def search(
     global_batch: int,
     format: str = "bf16",
     optimizer: str = "adamw",
+    moments: Moments = WIDE,
     software: str = OURS,
     space: Space | None = None,
     top: int = 10,
@@ -115,7 +117,8 @@ def search(
     scorer, space = scorer or Scorer(calibration()), space or Space()
     plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
     workloads = [
-        Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, software), optimizer) for plan in plans
+        Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, software), optimizer, moments)
+        for plan in plans
     ]
     scorer.prepare(workloads, tick)
     fitting: list[Choice] = []

@@ -11,7 +11,7 @@ from megalith.models.router import Record
 from megalith.spec.numbers import Reordered
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import RunSpec
-from megalith.spec.treatment import kinds
+from megalith.spec.treatment import amplifies, kinds
 from megalith.train.optimizers.rates import learning_rate
 
 USUAL = Reordered()
@@ -87,9 +87,9 @@ def moved_tokens(expected: Recording, found: Recording, *, tie: float) -> Iterat
 def compare(expected: Recording, found: Recording, *, spec: RunSpec, limits: Reordered = USUAL) -> list[Row]:
     """Return the worst gap of each quantity between two runs that differ in the order of sums alone.
 
-    An optimizer that amplifies rounding (`spec.optimizers.Kind`) is compared in its first step, and then by its losses alone.
+    An optimizer that amplifies rounding (`spec.treatment.amplifies`) is compared in its first step, and then by its losses alone.
     """
-    if len(expected.losses) > 1 and any(OPTIMIZERS[kind].amplifies for kind in kinds(spec.optimizer)):
+    if len(expected.losses) > 1 and amplifies(spec.optimizer):
         return _by_losses(expected, found, spec=spec, limits=limits)
     assert expected.weights.keys() == found.weights.keys(), expected.weights.keys() ^ found.weights.keys()
     steps = range(len(expected.losses))
@@ -121,7 +121,8 @@ def _by_losses(expected: Recording, found: Recording, *, spec: RunSpec, limits: 
         (abs(theirs - ours) / abs(theirs), f"step {step + 1}")
         for step, (theirs, ours) in enumerate(zip(expected.losses, found.losses, strict=True))
     ]
-    kept = [row for row in one if row.quantity.startswith(("loss", "gradient"))]
+    signs = any(OPTIMIZERS[kind].amplifies for kind in kinds(spec.optimizer))  # also in the first update
+    kept = [row for row in one if row.quantity.startswith(("loss", "gradient")) or not signs]
     return [*kept, Row("loss of all steps, relative", *worst(losses, AMPLIFIED_LIMIT))]
 
 

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from megalith.check import check
-from megalith.prove.parity import LOSS_SCALE, OPTIMIZER, SMALL_TILES, clearly_routed
+from megalith.prove.parity import LOSS_SCALE, OPTIMIZER, SMALL_MOMENTS, SMALL_TILES, clearly_routed
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.families import read
 from megalith.spec.numbers import PRECISIONS, TRAINED, Rounded, is_narrow
@@ -74,6 +74,7 @@ AXES: Axes = {
     "norm": {"known at once": {}, "known late": {"post_validation": True}},
     "phases": {"none": {}, "a larger batch, then shorter sequences": {"phases": PHASES}},
     "optimizer": {kind: {"kind": kind} for kind in OPTIMIZERS},
+    "moments": {number: {"moments": number} for number in ("fp32", "bf16", "fp8")},
     "precision": {name: {"precision": name} for name in TRAINED}
     | {f"fp8, a scale for each {what}": {"precision": "fp8", "granularity": what} for what in ("row", "tensor")},
 }
@@ -81,7 +82,9 @@ AXES: Axes = {
 PLAIN = ("1", "none", "known at once", "on the device", "adamw", "fp32")
 """Values that ask for nothing, which goes without saying."""
 
-FIRST = dict.fromkeys(("shards", "copies", "tensor", "context", "pipeline", "expert", "phases"), 0.5) | {"precision": 0.9}
+FIRST = dict.fromkeys(("shards", "copies", "tensor", "context", "pipeline", "expert", "phases", "moments"), 0.5) | {
+    "precision": 0.9
+}
 """How often an axis has its first value without a draw: axes of ranks, or hardly a combination would have few enough; the precision that
 shows most."""
 
@@ -212,19 +215,27 @@ def legal(choices: tuple[Choice, ...]) -> RunSpec | None:
     """The run of a combination, or None where it has too many ranks, `check` refuses it, or its optimizer would amplify the rounding of a
     narrow format."""
     asked = {key: value for axis, name in choices for key, value in AXES[axis][name].items()}
-    preset, precision, kind, phases = (asked.pop(name, ()) for name in ("preset", "precision", "kind", "phases"))
+    preset, precision, kind, phases, moments = (
+        asked.pop(name, ()) for name in ("preset", "precision", "kind", "phases", "moments")
+    )
     narrow = {"granularity": asked.pop("granularity", "tile")}
     data = asked.get("data", 1) * asked.get("replicate", 1)
     microbatches = 4 if "pipeline" in asked else 2
     plan = Plan.model_validate(asked | {"data": data, "microbatch": max(1, SAMPLES // data // microbatches)})
     if plan.ranks > MOST_RANKS or (OPTIMIZERS[kind].amplifies and precision != "fp32"):
         return None
-    spec = _run(preset, precision, narrow, plan, kind, phases)
+    optimizer = {"kind": kind, "moments": moments} | (SMALL_MOMENTS if moments != "fp32" else {})
+    spec = _run(preset, precision, narrow, plan, optimizer, phases)
     return None if any(problem.severity == "error" for problem in check(spec, files=False)) else spec
 
 
 def _run(
-    preset: str, precision: str, narrow: dict[str, Any], plan: Plan, kind: str, phases: Sequence[Mapping[str, int]]
+    preset: str,
+    precision: str,
+    narrow: dict[str, Any],
+    plan: Plan,
+    optimizer: dict[str, Any],
+    phases: Sequence[Mapping[str, int]],
 ) -> RunSpec:
     return RunSpec.model_validate(
         {
@@ -234,7 +245,7 @@ def _run(
             "data": {"path": "none", "phases": phases},
             "precision": SMALL_TILES | narrow if is_narrow(precision) else {},
             "train": {"steps": 3, "global_batch": SAMPLES, "seq_len": 48, "precision": precision},
-            "optimizer": OPTIMIZER | {"kind": kind},
+            "optimizer": OPTIMIZER | optimizer,
             "loss_scale": {"initial": LOSS_SCALE},
         }
     )

@@ -54,6 +54,9 @@ LOSS_SCALE = 1024
 """Loss scale of a compared run, if it has one: gradients of small models with random weights neither overflow nor underflow."""
 
 
+SMALL_MOMENTS = {"moment_block": 4, "moment_least": 0}
+"""Moments in few bits in a compared run: blocks that its small shares hold."""
+
 SMALL_TILES = {"tile": 4, "wide_first": 1, "wide_last": 0}
 """Choices of a narrow precision in a compared run: tiles that its small shares hold, and a block that multiplies in them."""
 
@@ -96,6 +99,11 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
     if is_narrow(spec.train.precision):
         precision, tile = precision.model_copy(update=SMALL_TILES), SMALL_TILES["tile"]
         unit = lcm(unit, tile * plan.tensor, tile * plan.expert_tensor)
+    optimizer = spec.optimizer.model_copy(update=OPTIMIZER)
+    if optimizer.moments != "fp32":
+        optimizer = optimizer.model_copy(update=SMALL_MOMENTS)
+        block = SMALL_MOMENTS["moment_block"]
+        unit = lcm(unit, block * plan.tensor, block * plan.expert_tensor, block * plan.shards)
     return spec.model_copy(
         update={
             "model": clearly_routed(
@@ -114,7 +122,7 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
                 }
             ),
             "data": spec.data.model_copy(update={"phases": ()}),
-            "optimizer": spec.optimizer.model_copy(update=OPTIMIZER),
+            "optimizer": optimizer,
             "branch": None,
             "loss_scale": LossScaleSpec(initial=LOSS_SCALE),
         }

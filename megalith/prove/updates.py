@@ -11,7 +11,7 @@ from megalith.spec.run import OptimizerSpec
 from megalith.spec.sizes import Parameter, model_parameters
 from megalith.spec.treatment import Treatment, treatments
 from megalith.train.optimizers.orthogonal import steps_of
-from megalith.train.optimizers.rule import Optimizer
+from megalith.train.optimizers.update import Optimizer
 from megalith.train.optimizers.whole import Whole
 from megalith.train.state import State
 
@@ -28,7 +28,10 @@ def update_of(parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec, model
     updates: list[Update] = []
     for kind in dict.fromkeys(treatment.kind for treatment in treated.values()):
         mine = {name: each for name, each in treated.items() if each.kind == kind}
-        updates.append(INDEPENDENT.get(kind, _by_rule)({name: parameters[name] for name in mine}, mine, spec, described))
+        made = (
+            INDEPENDENT.get(kind, _by_rule) if spec.moments == "fp32" else _by_rule
+        )  # no other rounds moments as this trainer does
+        updates.append(made({name: parameters[name] for name in mine}, mine, spec, described))
 
     def update(number: int, lr: float) -> None:
         for each in updates:

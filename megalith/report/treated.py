@@ -11,14 +11,17 @@ from megalith.spec.treatment import Treated
 
 def table(rows: Sequence[Treated]) -> Table:
     """A row for each group of parameters that are updated alike."""
-    drawn = Table("parameters", "optimizer", "lr", "decay", "tensors", "numbers", "such as", box=None, pad_edge=False)
-    for column in drawn.columns[2:6]:
+    few = any(row.treatment.moments.number != "fp32" for row in rows)
+    names = ("parameters", "optimizer", *(["moments"] if few else []), "lr", "decay", "tensors", "numbers", "such as")
+    drawn = Table(*names, box=None, pad_edge=False)
+    for column in drawn.columns[-5:-1]:
         column.justify = "right"
     for row in rows:
         how, numbers, first = row.treatment, count(row.numel), row.parameters[0].name
         drawn.add_row(
             escape(row.pattern or "others"),
             how.kind,
+            *([how.moments.number] if few else []),
             f"x {how.lr:g}",
             f"{how.weight_decay:g}",
             str(len(row.parameters)),

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, NoReturn
 from megalith import own
 from megalith.spec.base import AbsentError
 from megalith.spec.numbers import NUMBERS
-from megalith.spec.state import GRADIENT, MASTER, Slot, bytes_each
+from megalith.spec.state import GRADIENT, MASTER, WIDE, Moments, Slot, bytes_each
 
 Unit = Literal["element", "tensor", "matrix"]
 """Dependency of one value of an update: its own element alone, a norm of its whole tensor, or its whole matrix."""
@@ -32,8 +32,12 @@ class Kind(NamedTuple):
 
     @property
     def moved(self) -> float:
-        """Bytes of memory that an update reads and writes for each parameter: it reads the gradient; it reads and writes the rest."""
-        return self.passes * (bytes_each([GRADIENT]) + 2 * bytes_each([MASTER, *self.slots]))
+        """Bytes of memory that an update reads and writes for each parameter: see `moved_with`."""
+        return self.moved_with(WIDE)
+
+    def moved_with(self, moments: Moments) -> float:
+        """The same with moments in another number format. An update reads the gradient; it reads and writes the rest."""
+        return self.passes * (bytes_each([GRADIENT]) + 2 * bytes_each([MASTER, *moments.of(self.slots)]))
 
 
 class _Rows(dict[str, Kind]):
@@ -50,7 +54,7 @@ OPTIMIZERS: dict[str, Kind] = _Rows(
         "adamw": Kind(
             title="AdamW (Loshchilov & Hutter 2019): two moments",
             rule="megalith.train.optimizers.adamw:AdamW",
-            slots=(Slot("moments.first"), Slot("moments.second")),
+            slots=(Slot("moments.first"), Slot("moments.second", root=True)),
             width=-1.0,
         ),
         "sgd": Kind(
@@ -68,7 +72,7 @@ OPTIMIZERS: dict[str, Kind] = _Rows(
         "lamb": Kind(
             title="LAMB (You et al. 2020): Adam's direction, as long as the matrix that it changes",
             rule="megalith.train.optimizers.lamb:Lamb",
-            slots=(Slot("moments.first"), Slot("moments.second")),
+            slots=(Slot("moments.first"), Slot("moments.second", root=True)),
             unit="tensor",
             passes=2.0,
         ),

@@ -29,6 +29,7 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.quantity import Thousand
 from megalith.spec.sites import SitesSpec
+from megalith.spec.state import Moments
 
 
 def _own_part(name: str) -> str:
@@ -189,11 +190,25 @@ class OptimizerSpec(Spec):
     split_heads: bool = Field(
         default=False, description="muon: the part of queries, keys and values of each head is a matrix of its own"
     )
+    moments: Literal["fp32", "bf16", "fp8"] = Field(
+        default="fp32", description="number format in which the moments of matrices are kept between two updates"
+    )
+    moment_block: PositiveInt = Field(
+        default=128, description="fp8 moments: numbers along a matrix's last dimension that share a scale"
+    )
+    moment_least: NonNegativeInt = Field(
+        default=4096, description="bf16 and fp8 moments: parameters with fewer elements keep fp32"
+    )
     groups: tuple[GroupSpec, ...] = Field(
         default=(), description="parameters that are updated in another way; the last match counts"
     )
 
     _row = field_validator("kind")(_has_a_row)
+
+    @property
+    def small(self) -> Moments:
+        """The number format of large moments."""
+        return Moments(self.moments, self.moment_block, self.moment_least)
 
     def warmup_updates(self, steps: int) -> int:
         """Return the number of updates of warm-up in a run of `steps` steps. A share is rounded to at least one, unless it is 0."""

@@ -25,10 +25,20 @@ class Slot(NamedTuple):
     """The ZeRO stage from which data ranks share it out (Rajbhandari et al. 2019, arXiv:1910.02054)."""
     lasting: bool = True
     """True if training resumes from it: it is in checkpoints, copies and digests."""
+    root: bool = False
+    """True for a mean of squares: in 8 bits its root is kept, whose range is half as wide."""
+    block: int = 0
+    """Numbers along the last dimension that share a scale of one byte, which lies behind their codes; 0: none do."""
 
     def shape_of(self, parameter: Sequence[int]) -> tuple[int, ...]:
-        """The slot's shape for a parameter of this shape."""
-        return tuple(size for dim, size in enumerate(parameter) if dim != self.dropped(len(parameter)))
+        """The slot's shape for a parameter of this shape, or for a share of it that is cut between blocks."""
+        shape = tuple(size for dim, size in enumerate(parameter) if dim != self.dropped(len(parameter)))
+        return (*shape[:-1], shape[-1] + -(-shape[-1] // self.block)) if self.block else shape
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of one number, with its share of a scale."""
+        return NUMBERS[self.number].bytes + (1 / self.block if self.block else 0)
 
     def dropped(self, dims: int) -> int | None:
         """The dimension of a parameter with `dims` dimensions that the slot does not have."""
@@ -37,6 +47,26 @@ class Slot(NamedTuple):
         return dims - (1 if self.shape == "row" else 2)
 
 
+class Moments(NamedTuple):
+    """The number format of the moments that have their parameter's shape."""
+
+    number: str = "fp32"
+    """`fp32`, `bf16` or `fp8`."""
+    block: int = 128
+    """fp8: numbers along the last dimension that share a scale."""
+    least: int = 4096
+    """Parameters of fewer elements keep moments in fp32."""
+
+    def of(self, slots: Iterable[Slot]) -> tuple[Slot, ...]:
+        """Return an optimizer's slots as a large matrix has them."""
+        if self.number == "fp32":
+            return tuple(slots)
+        block = self.block if self.number == "fp8" else 0
+        return tuple(slot._replace(number=self.number, block=block) if slot.shape == "like" else slot for slot in slots)
+
+
+WIDE = Moments()
+"""Moments in fp32."""
 MASTER = Slot("weights", category="weights")
 """The weights that updates change."""
 GRADIENT = Slot("gradients", category="gradients", zero=2, lasting=False)
@@ -55,7 +85,7 @@ def kept(number: str, optimizer: Iterable[Slot]) -> tuple[Slot, ...]:
 
 def bytes_each(slots: Iterable[Slot]) -> float:
     """Bytes that these slots take for one parameter, all of it on one rank. A row or a column of a matrix counts as nothing."""
-    return sum(NUMBERS[slot.number].bytes for slot in slots if slot.shape == "like")
+    return sum(slot.bytes for slot in slots if slot.shape == "like")
 
 
 def lasting(slots: Iterable[Slot]) -> tuple[Slot, ...]:

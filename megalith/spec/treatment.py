@@ -8,7 +8,7 @@ from megalith.spec.model import Growth, ModelSpec
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import GroupSpec, OptimizerSpec
 from megalith.spec.sizes import Parameter, model_parameters
-from megalith.spec.state import Slot
+from megalith.spec.state import MASTER, WIDE, Moments, Slot, bytes_each, kept
 
 NOT_MATRICES = ("head.output.weight", "*router.weight", "*shared_gate.weight")
 """Names of parameters with the shape of a matrix whose rows are independent of each other: scores of tokens and of experts."""
@@ -24,11 +24,13 @@ class Treatment(NamedTuple):
     weight_decay: float = 0.0
     eps: float = 1.0
     """Factor of the optimizer's epsilon."""
+    moments: Moments = WIDE
+    """The number format of its moments."""
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         """Tensors kept for the parameter between two updates."""
-        return OPTIMIZERS[self.kind].slots
+        return self.moments.of(OPTIMIZERS[self.kind].slots)
 
 
 def treatments(model: ModelSpec, optimizer: OptimizerSpec) -> dict[str, Treatment]:
@@ -46,6 +48,7 @@ def treatment(parameter: Parameter, optimizer: OptimizerSpec, scaling: Growth) -
         kind=kind if rest is None or is_matrix(parameter) else rest,
         lr=group.lr,
         weight_decay=usual if group.weight_decay is None else group.weight_decay,
+        moments=optimizer.small if takes_small_moments(parameter, optimizer) else WIDE,
     )
     return found if scaling == Growth() else _scaled(found, parameter, scaling)
 
@@ -68,11 +71,40 @@ def is_matrix(parameter: Parameter) -> bool:
     return parameter.role in ("matrix", "experts") and not outside
 
 
+def takes_small_moments(parameter: Parameter, optimizer: OptimizerSpec) -> bool:
+    """Return True if the parameter's moments are kept in the run's own number format, and not in fp32: those of a matrix, or of experts,
+    with enough elements. An embedding keeps fp32: most of its rows see no token in a step."""
+    return parameter.role in ("matrix", "experts") and parameter.numel >= optimizer.moment_least
+
+
 def kinds(optimizer: OptimizerSpec) -> tuple[str, ...]:
     """Return every kind of optimizer that a run may use, the usual one first."""
     named = [optimizer.kind, *(group.kind for group in optimizer.groups if group.kind)]
     found = (kind for name in named for kind in (name, OPTIMIZERS[name].rest) if kind)
     return tuple(dict.fromkeys(found))
+
+
+def amplifies(optimizer: OptimizerSpec) -> bool:
+    """Return True if rounding in a gradient can change a later update by a visible part of it: by the rule, or because it takes a moment
+    of few bits to another number."""
+    return optimizer.moments != "fp32" or any(OPTIMIZERS[kind].amplifies for kind in kinds(optimizer))
+
+
+def slots_of(optimizer: OptimizerSpec) -> tuple[Slot, ...]:
+    """Return the slots of a large parameter: nearly all of a model's."""
+    return optimizer.small.of(OPTIMIZERS[optimizer.kind].slots)
+
+
+def kept_of(optimizer: OptimizerSpec, compute: str) -> str:
+    """Say what is kept of one number of a large parameter, as a sum of bytes. `compute`: the format that products compute in; where it
+    is the master weights' own, these are the ones that compute."""
+    words = {"compute": "compute", "weights": "master", "gradients": "gradient"}
+    found: dict[str, float] = {}
+    for slot in kept(compute, slots_of(optimizer)):
+        if slot.name != "compute" or compute != MASTER.number:
+            word = words.get(slot.name, "moments")
+            found[word] = found.get(word, 0.0) + bytes_each([slot])
+    return f"{sum(found.values()):.4g} bytes ({' + '.join(f'{word} {size:.4g}' for word, size in found.items())})"
 
 
 class Treated(NamedTuple):

@@ -30,7 +30,7 @@ from megalith.spec.treatment import treatments
 from megalith.train.measure.noise import NoiseMeter
 from megalith.train.offload.home import home_of, lots_of
 from megalith.train.optimizers.rates import learning_rate
-from megalith.train.optimizers.rule import Optimizer
+from megalith.train.optimizers.update import Optimizer
 from megalith.train.optimizers.whole import Whole
 from megalith.train.own.callbacks import Callbacks
 from megalith.train.own.loss import use_loss
@@ -154,7 +154,7 @@ def assemble(
     buckets = dict.fromkeys(bucket for runner in runners.values() for used in runner.buckets for bucket in used)
     treated = treatments(model, spec.optimizer)
     kinds = {name: OPTIMIZERS[each.kind] for name, each in treated.items()}
-    slots = {name: kind.slots for name, kind in kinds.items()}
+    slots = {name: each.slots for name, each in treated.items()}
     lots = lots_of(plan.state, builder.by_name, slots, whole={name: kind.unit != "element" for name, kind in kinds.items()})
     scale = Scale.first(spec.loss_scale) if PRECISIONS[spec.train.precision].scaled else None
     return Trainer(

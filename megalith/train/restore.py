@@ -31,6 +31,7 @@ from megalith.spec.sites import within
 from megalith.train.assemble import Trainer
 from megalith.train.batches import indices
 from megalith.train.own.callbacks import CALLBACKS
+from megalith.train.received import receive
 from megalith.train.sites.adopt import adopt, sites_in
 from megalith.train.sites.merge import Sites
 from megalith.train.stability.history import History
@@ -220,8 +221,8 @@ def _from_store(
     if sites is not None and before not in (None, sites.spec.count):
         loaded = adopt(sites, checkpointer, before, step=step, accept=accept, warn=warn)
     else:
-        held = trainer.state if sites is None else sites.state
-        loaded = checkpointer.load(held.laid(), step=step, accept=accept)
+        fill = partial(checkpointer.load, step=step, accept=accept)
+        loaded = receive(trainer, fill, warn) if sites is None else fill(sites.state.laid())
     if loaded is None:
         return None
     position = position_in(loaded.meta)
@@ -238,7 +239,8 @@ def _from_branch(trainer: Trainer, stream: Stream, group: dist.ProcessGroup | No
         if problems := check_branch(meta, trainer.run):
             raise OtherRunError("\n".join(map(str, problems)))
 
-    loaded = load(Path(branch.checkpoint), trainer.state.laid(), group=group, accept=accept, warn=warn)
+    loaded = receive(trainer, lambda wanted: load(Path(branch.checkpoint), wanted, group=group, accept=accept, warn=warn), warn)
+    assert loaded is not None
     position = position_in(loaded.meta)
     stream.check_same(loaded.meta["data"], samples=position.samples)
     return replace(position, samples=position.samples + branch.skip)

@@ -135,6 +135,14 @@ class State:
         }
         return found | self._scaling_of(categories)
 
+    def put(self, slot: Slot, name: str, values: Tensor) -> None:
+        """Fill this rank's share of a slot, wherever it is."""
+        share = self._held[slot][name]
+        if isinstance(share, Tensor):
+            share.copy_(values)
+        else:
+            share.fill((0,) * values.dim(), values.cpu())
+
     def _laid(self, slot: Slot, name: str, share: Tensor | Stored, whole: Tensor) -> Tensor | Laid:
         if self.home is None or (slot, name) not in self.home.held:
             assert isinstance(share, Tensor)
@@ -192,7 +200,7 @@ def _bytes(share: Tensor | Stored) -> int:
 
 def _zeros(slot: Slot, share: Tensor) -> Tensor:
     """A slot's share before the first update: plain memory like the parameter's share."""
-    if slot.dropped(share.dim()) is None:
+    if slot.dropped(share.dim()) is None and not slot.block:
         return torch.zeros_like(share, dtype=DTYPE[slot.number])
     return share.new_zeros(slot.shape_of(share.shape), dtype=DTYPE[slot.number])
 
@@ -202,10 +210,10 @@ def like(slot: Slot, share: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return share
     dropped = slot.dropped(parameter.dim())
-    if dropped is None:
-        placements, shape, stride = parameter.placements, parameter.shape, parameter.stride()
-    else:
+    placements, shape, stride = parameter.placements, parameter.shape, parameter.stride()
+    if dropped is not None:
         placements = [_without(dropped, placement) for placement in parameter.placements]
+    if dropped is not None or slot.block:  # cuts lie between blocks, so those of a row with its scales are the same ones
         shape = torch.Size(slot.shape_of(parameter.shape))
         stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(share, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)

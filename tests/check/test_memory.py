@@ -104,6 +104,7 @@ def test_state_that_fits_when_sharded_is_said_to():
         p for p in errors("cluster=h100:64", "model.preset=llama3-8b", "plan.data=8", "plan.zero=0") if p.key == "plan.zero"
     ]
     assert "plan.zero = 3 would keep" in problem.way_out
+    assert 'optimizer.moments = "fp8" would keep' in problem.way_out
     assert errors("cluster=h100:64", "model.preset=llama3-8b", "plan.data=8", "plan.zero=3") == []
 
 

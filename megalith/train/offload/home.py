@@ -5,7 +5,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -141,7 +141,10 @@ class Disk:
         lot = self.lots[name]
         slot = lot.slots[number]
         starts = [_starts(lot, count)[number] for _, _, count in self.pieces[name]]
-        return Stored(self._stream, number, self.pieces[name], starts, slot.shape_of(lot.share.shape), DTYPE[slot.number])
+        pieces = [
+            (chunk, prod(_shape(slot, lot, first)), prod(_shape(slot, lot, count))) for chunk, first, count in self.pieces[name]
+        ]
+        return Stored(self._stream, number, pieces, starts, slot.shape_of(lot.share.shape), DTYPE[slot.number])
 
     @property
     def masters(self) -> bool:
@@ -160,7 +163,7 @@ class Disk:
             resident = part.weight if lot.whole or master is not None else part.weight.view(-1)[here]
             weight = resident.cpu() if master is None else master
             gradient = (part.gradient if lot.whole else part.gradient.reshape(-1)[here]).cpu()
-            yield part._replace(weight=weight, gradient=gradient, slots=near, home=None)
+            yield part._replace(weight=weight, gradient=gradient, slots=near, first=first, home=None)
             if master is not None:
                 lot.weight.take_over(first, master)
             elif weight is not resident:
@@ -211,15 +214,19 @@ def home_of(lots: Mapping[str, Lot], state: StateSpec, *, folder: Path | None, r
 
 
 def _cut(lot: Lot, most: int) -> list[tuple[int, int]]:
-    """The first and past-the-last numbers of a share's pieces."""
+    """The first and past-the-last numbers of a share's pieces. Rows with scales among them are not cut."""
     numbers = lot.share.numel()
-    step = numbers if lot.whole else max(ROUND, most // MASTER_BYTES // ROUND * ROUND)
+    grain = lcm(ROUND, lot.share.shape[-1]) if any(slot.number != "fp32" for slot in lot.slots) else ROUND
+    step = numbers if lot.whole else max(grain, most // MASTER_BYTES // grain * grain)
     return [(first, min(first + step, numbers)) for first in range(0, numbers, step)]
 
 
 def _shape(slot: Slot, lot: Lot, count: int) -> tuple[int, ...]:
-    """The shape of a slot's piece."""
-    return slot.shape_of(lot.share.shape) if lot.whole else (count,)
+    """The shape of a slot's piece of so many of the share's numbers."""
+    if lot.whole:
+        return slot.shape_of(lot.share.shape)
+    columns = lot.share.shape[-1] if slot.block else 1
+    return (count // columns, *slot.shape_of((columns,))) if slot.block else (count,)
 
 
 def _bytes(slot: Slot, shape: Sequence[int]) -> int:

@@ -1,15 +1,12 @@
-"""Rule of an optimizer: a function over the slots of each parameter's share, found by its row in `spec.optimizers`."""
+"""Rule of an optimizer: a function over the slots of each parameter's share."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import OptimizerSpec
-from megalith.spec.treatment import Treatment
 from megalith.train.optimizers.whole import Whole
 
 
@@ -28,6 +25,10 @@ class Part(NamedTuple):
     """Factor of the epsilon, for rules that have one."""
     home: "Home | None" = None
     """The home of its slots, if they are not at hand: `opened` yields the part with them."""
+    first: int = 0
+    """The first number of the share, where this is a flat piece of it."""
+    small: "Few | None" = None
+    """The way to its moments, if they are kept in few bits: `opened` yields the part with them in fp32."""
 
 
 class Home(Protocol):
@@ -43,6 +44,14 @@ class Home(Protocol):
         ...
 
 
+class Few(Protocol):
+    """Moments of one part that are kept in few bits (`train.optimizers.small`)."""
+
+    def opened(self, part: Part) -> Iterator[Part]:
+        """Yield the part, or flat pieces of it, with its moments in fp32. Changes are kept once the next is asked for."""
+        ...
+
+
 def opened(parts: Iterable[Part], *, weights_alone: bool = False) -> Iterator[Part]:
     """Yield the parts one by one with all that an update changes at hand. A part whose rule's unit is one element may come in pieces.
     `weights_alone`: the slots are not looked at."""
@@ -52,15 +61,19 @@ def opened(parts: Iterable[Part], *, weights_alone: bool = False) -> Iterator[Pa
 
     for where, group in groupby(parts, home):
         some = list(group)
-        yield from some if where is None else where.stream(some)
+        for part in some if where is None else where.stream(some):
+            if part.small is None or weights_alone:
+                yield part
+            else:
+                yield from part.small.opened(part)
 
 
 def together(parts: Sequence[Part]) -> Iterator[list[Part]]:
     """Yield the parts in lists that an update may take at once: all that are at hand, and then each of the others."""
-    at_hand = [part for part in parts if part.home is None]
+    at_hand = [part for part in parts if part.home is None and part.small is None]
     if at_hand:
         yield at_hand
-    for part in opened(part for part in parts if part.home is not None):
+    for part in opened(part for part in parts if part.home is not None or part.small is not None):
         yield [part]
 
 
@@ -79,40 +92,6 @@ class Rule(Protocol):
         share that is empty on this rank; any other gets them all. Weights and slots are read and changed within `opened` alone.
         """
         ...
-
-
-class Optimizer:
-    """The rule of each parameter. Ranks of one pipeline place hold shares of the same parameters, so they use the same rules."""
-
-    def __init__(self, spec: OptimizerSpec, treated: Mapping[str, Treatment], whole: Whole) -> None:
-        """`treated`: how each parameter of the whole model is updated. A rank may repeat the update of another one, of another stage."""
-        self.treated, self.whole = treated, whole
-        kinds = dict.fromkeys(treatment.kind for treatment in treated.values())
-        first = sorted(
-            kinds, key=lambda kind: OPTIMIZERS[kind].unit != "matrix"
-        )  # its messages are on their way while others compute
-        self.rules: dict[str, Rule] = {kind: rule_of(kind)(spec, whole) for kind in first}
-
-    def update(self, parts: Sequence[Part], *, number: int, lr: float) -> None:
-        """Update all parts by their rules."""
-        left = []
-        for kind, rule in self.rules.items():
-            alone = OPTIMIZERS[kind].unit == "element"
-            mine = [
-                part._replace(lr=treatment.lr, weight_decay=treatment.weight_decay, eps=treatment.eps)
-                for part in parts
-                if (treatment := self.treated[part.name]).kind == kind and (part.weight.numel() or not alone)
-            ]
-            if mine and (rest := rule.update(mine, number=number, lr=lr)) is not None:
-                left.append(rest)
-        for rest in left:
-            rest()
-
-
-def rule_of(kind: str) -> type[Rule]:
-    """Import the rule of an optimizer."""
-    module, _, name = OPTIMIZERS[kind].rule.partition(":")
-    return getattr(import_module(module), name)
 
 
 def alike(parts: Sequence[Part]) -> Iterator[list[Part]]:

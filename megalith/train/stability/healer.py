@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -29,6 +30,7 @@ from megalith.spec.phases import Phase
 from megalith.train.assemble import Trainer
 from megalith.train.decide import Decision, Rewind, Update
 from megalith.train.guard import Guard
+from megalith.train.received import receive
 from megalith.train.restore import Position, history_in, position_in, report_copy
 from megalith.train.stability.extremes import PartExtremes
 from megalith.train.stability.findings import JUMP, NAMED, Findings, Jump, Replayed, Sampled, first_moved
@@ -247,7 +249,7 @@ class Healer:
                 report_copy(CopyCorrupt, error.tier, error.step, error.slot, str(error))
             self.trainer.state.loaded()
             return Position(label.step, label.samples, label.updates, history_in(self.memory.told))
-        loaded = self.checkpointer.load(self.trainer.state.laid(), step=target.step)
+        loaded = receive(self.trainer, partial(self.checkpointer.load, step=target.step))
         assert loaded is not None
         self.trainer.state.loaded()
         if self.memory is not None:

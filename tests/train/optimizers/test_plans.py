@@ -85,7 +85,7 @@ def updated(spec: RunSpec, groups: Groups) -> dict[str, Tensor]:
         set_gradients(trainer, step)
         trainer.update()
         trainer.state.drop_gradients()
-    return _together(trainer.state.tensors(), trainer)
+    return _together(trainer.state.laid(), trainer)
 
 
 def _all_kinds(rank: int, specs: dict[str, RunSpec]) -> dict[str, dict[str, Tensor]]:

@@ -1,0 +1,89 @@
+"""Rules about moments in few bits: blocks inside shards, and something to keep small."""
+
+from collections.abc import Iterator
+from math import gcd
+from typing import NamedTuple
+
+from megalith.check.case import Case, Found, advice, error
+from megalith.mesh import Mesh
+from megalith.spec.model import ModelSpec
+from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.plan import Plan
+from megalith.spec.run import OptimizerSpec
+from megalith.spec.sizes import Parameter, model_parameters
+from megalith.spec.treatment import kinds, takes_small_moments, treatment
+
+INPUTS = ("attention.out.weight", "mamba.out.weight", "mlp.down.weight", "mlp.shared.down.weight")
+"""Ends of names of the matrices whose inputs, their last dimension, tensor ranks split."""
+
+
+class Crossing(NamedTuple):
+    """A row of a parameter that the plan cuts within a block."""
+
+    name: str
+    axis: str
+    """Key of the plan."""
+    ranks: int
+    """The ranks that cut the row."""
+    numbers: int
+    """The numbers of a row."""
+    share: int
+    """The most of them that one rank holds."""
+
+
+def crossings(model: ModelSpec, plan: Plan, optimizer: OptimizerSpec) -> Iterator[Crossing]:
+    """Yield the parameters that have moments in blocks, and in which a block would lie across two ranks."""
+    if optimizer.moments != "fp8":
+        return
+    shards = max(1, Mesh.of(plan).experts[2])
+    for each in model_parameters(model).values():
+        axis, ranks = _cut(each, plan, shards)
+        if ranks == 1 or not takes_small_moments(each, optimizer):
+            continue
+        share = -(-each.shape[-1] // ranks)
+        blocked = any(slot.block for slot in treatment(each, optimizer, model.scaling).slots)
+        if blocked and share % optimizer.moment_block:
+            yield Crossing(each.name, axis, ranks, each.shape[-1], share)
+
+
+def _cut(parameter: Parameter, plan: Plan, shards: int) -> tuple[str, int]:
+    """The axis that cuts a parameter's last dimension, and into how many parts. `shards`: those of ZeRO, of experts."""
+    if parameter.role == "experts":  # inputs of the way up are cut by ZeRO, those of the way down by `expert_tensor`
+        return ("expert_tensor", plan.expert_tensor) if parameter.name.endswith("experts.down") else ("data", shards)
+    return "tensor", plan.tensor if parameter.name.endswith(INPUTS) else 1
+
+
+def blocks_lie_inside_shards(case: Case) -> Found:
+    """A rank keeps its share of a moment in the bytes of the whole one only where no block lies across the border."""
+    if case.model is None or case.plan.data % case.plan.replicate:
+        return
+    block, seen = case.spec.optimizer.moment_block, set[tuple[str, int]]()
+    for found in crossings(case.model, case.plan, case.spec.optimizer):
+        if (found.axis, found.numbers) in seen:
+            continue
+        seen.add((found.axis, found.numbers))
+        reason = (
+            f"leaves a rank {found.share} of the {found.numbers} numbers in a row of {found.name}, no multiple of the "
+            f"{block} of optimizer.moment_block: a scale of its moments would lie across two ranks"
+        )
+        fits = gcd(found.share, block)
+        smaller = f"Use optimizer.moment_block = {fits}, or " if fits > 1 else "Use "
+        yield error(f"plan.{found.axis}", getattr(case.plan, found.axis), reason, f'{smaller}optimizer.moments = "bf16".')
+
+
+def something_is_small(case: Case) -> Found:
+    """A choice that changes nothing is a mistake."""
+    spec = case.spec.optimizer
+    if spec.moments == "fp32":
+        for key in ("moment_block", "moment_least"):
+            if key in spec.model_fields_set and getattr(spec, key) != type(spec).model_fields[key].default:
+                reason = 'changes nothing with optimizer.moments = "fp32"'
+                yield advice(f"optimizer.{key}", getattr(spec, key), reason, 'Leave it out, or use optimizer.moments = "fp8".')
+        return
+    if not any(slot.shape == "like" for kind in kinds(spec) for slot in OPTIMIZERS[kind].slots):
+        reason = f"changes nothing: {spec.kind} keeps a number for each row and column, all in fp32"
+        yield advice("optimizer.moments", spec.moments, reason, "Leave it out.")
+    elif case.model is not None and not any(takes_small_moments(each, spec) for each in model_parameters(case.model).values()):
+        largest = max(each.numel for each in model_parameters(case.model).values() if each.role in ("matrix", "experts"))
+        reason = f"changes nothing: the model's largest matrix has {largest:,} elements, and optimizer.moment_least = {spec.moment_least:,}"
+        yield advice("optimizer.moments", spec.moments, reason, f"Use moment_least <= {largest}, or leave it out.")

@@ -1,0 +1,72 @@
+"""Loading a checkpoint whose moments have another number format than this run's: they are read as they were saved, and then converted."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.load import Loaded, State, Wanted, Warn, silent
+from megalith.kernels.numbers import DTYPE
+from megalith.parallel.data import local
+from megalith.spec.run import RunSpec
+from megalith.spec.state import Slot
+from megalith.spec.treatment import treatments
+from megalith.train.assemble import Trainer
+from megalith.train.optimizers.small import keep, rows_of, wide
+from megalith.train.state import like
+
+
+def receive(trainer: Trainer, load: Callable[[Wanted], Loaded | None], warn: Warn = silent) -> Loaded | None:
+    """Fill a trainer's state by `load`, and convert the moments that were saved in another number format. `warn` is told once of those."""
+    received = _Received(trainer)
+    loaded = load(received.wanted)
+    if loaded is not None and received.scratch:
+        received.convert(loaded.meta["position"].get("updates", loaded.step))
+        warn(_converted(loaded, trainer))
+    return loaded
+
+
+class _Received:
+    """The moments of a checkpoint as it holds them."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.scratch: dict[tuple[Slot, Slot, str], Tensor] = {}
+        """This rank's shares, by slot as it was saved, slot as it is kept, and parameter."""
+
+    def wanted(self, meta: Mapping[str, Any]) -> State:
+        """The tensors to fill from a checkpoint that says `meta` of itself."""
+        state, treated = self.trainer.state, self.trainer.rule.treated
+        saved = RunSpec.model_validate(meta["spec"]).optimizer
+        found, self.scratch = state.laid(), {}
+        if saved.small == self.trainer.spec.optimizer.small:
+            return found
+        before = treatments(self.trainer.model, saved)
+        for name, parameter in state.parameters.items():
+            share = local(parameter)
+            for was, now in zip(before[name].slots, treated[name].slots, strict=True):
+                if was != now:
+                    made = torch.zeros(was.shape_of(share.shape), dtype=DTYPE[was.number], device=share.device)
+                    self.scratch[was, now, name] = made
+                    found[f"{was.name}.{name}"] = like(was, made, parameter)
+        return found
+
+    @torch.no_grad()
+    def convert(self, number: int) -> None:
+        """Keep all that came as this run does. `number`: the updates made, by which it is rounded alike under every plan."""
+        for (was, now, name), share in self.scratch.items():
+            cut = self.trainer.rule.whole.cuts[name]
+            kept = torch.zeros(now.shape_of(cut.sizes), dtype=DTYPE[now.number], device=share.device)
+            if kept.numel():
+                columns, rows = cut.sizes[-1], rows_of(cut, share.device)
+                moment = wide(was, share.view(len(rows), -1), columns)
+                keep(moment, kept.view(len(rows), -1), now, name=name, number=number, rows=rows, first=cut.offset[-1])
+            self.trainer.state.put(now, name, kept)
+
+
+def _converted(loaded: Loaded, trainer: Trainer) -> str:
+    """Say what became of the moments."""
+    was, now = (RunSpec.model_validate(loaded.meta["spec"]).optimizer.small, trainer.spec.optimizer.small)
+    how = "exactly" if now.number == "fp32" else "rounded as an update rounds them"
+    return f"optimizer.moments was {was.number} when step {loaded.step} was saved and is {now.number}: the moments are converted, {how}"

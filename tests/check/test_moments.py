@@ -1,0 +1,73 @@
+"""Moments in few bits: blocks inside shards, and choices that change something."""
+
+import pytest
+
+from megalith.check import check_resume
+from megalith.spec.treatment import treatments
+from tests.check.runs import advice, errors, found, spec
+
+FP8 = ("optimizer.moments=fp8", "model.preset=llama3.2-1b", "train.seq_len=4096")
+
+
+def test_a_model_whose_shares_are_whole_blocks_is_legal() -> None:
+    assert not errors(*FP8, "plan.tensor=8", "plan.data=2", "plan.zero=3")
+    assert not errors(*FP8, "plan.tensor=2", "model.ffn=8000", "optimizer.moments=bf16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "said"),
+    [
+        (
+            (*FP8, "plan.tensor=2", "model.ffn=8000"),
+            "plan.tensor",
+            "leaves a rank 4000 of the 8000 numbers in a row of blocks.0.mlp.down.weight, no multiple of the 128 of optimizer.moment_block",
+        ),
+        (
+            ("optimizer.moments=fp8", "model.preset=deepseek-tiny", "plan.data=2", "plan.expert_tensor=2"),
+            "plan.expert_tensor",
+            "in a row of blocks.1.mlp.experts.down",
+        ),
+        (
+            ("optimizer.moments=fp8", "model.preset=deepseek-tiny", "plan.data=2"),
+            "plan.data",
+            "in a row of blocks.1.mlp.experts.gate",
+        ),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_a_block_would_lie_across_is_refused(settings: tuple[str, ...], key: str, said: str) -> None:
+    problem = next(problem for problem in errors(*settings) if problem.key == key)
+    assert said in problem.reason and 'optimizer.moments = "bf16".' in problem.way_out
+    block = problem.way_out.removeprefix("Use optimizer.moment_block = ").partition(",")[0]
+    assert key not in {problem.key for problem in errors(*settings, f"optimizer.moment_block={block}")}
+
+
+def test_a_choice_that_changes_nothing_is_named() -> None:
+    assert "optimizer.moment_block" in advice("optimizer.moment_block=64")
+    assert "optimizer.moments" in advice("optimizer.moments=fp8", "optimizer.kind=adafactor")
+    assert "optimizer.moments" in advice("optimizer.moments=fp8", "optimizer.moment_least=100000000")
+    assert "optimizer.moments" not in advice("optimizer.moments=fp8")
+
+
+def test_updates_of_small_moments_are_not_verified() -> None:
+    verified = ("fleet.verify_every=10", "plan.data=2", "fleet.memory_every=1")
+    assert "fleet.verify_every" not in advice(*verified)
+    assert "fleet.verify_every" in advice(*verified, "optimizer.moments=bf16")
+
+
+def test_a_resumed_run_may_change_them() -> None:
+    wide, small = spec(), spec("optimizer.moments=fp8")
+    assert check_resume(wide, small) == check_resume(small, wide) == []
+    (problem,) = check_resume(small, spec("plan.tensor=4"))
+    assert problem.key == "plan.tensor" and "whose moments the checkpoint has in blocks of 128" in problem.reason
+    assert [p.key for p in check_resume(spec("sites.count=2"), spec("sites.count=2", "optimizer.moments=bf16"))] == [
+        "optimizer.moments"
+    ]
+
+
+def test_embeddings_vectors_and_few_elements_keep_fp32() -> None:
+    run = spec("optimizer.moments=fp8")
+    kept = {name: each.moments.number for name, each in treatments(run.model.build(), run.optimizer).items()}
+    assert kept["embedding.weight"] == kept["head.norm.weight"] == kept["blocks.0.mlp_norm.weight"] == "fp32"
+    assert kept["blocks.0.mlp.down.weight"] == kept["head.output.weight"] == "fp8"
+    assert not found("optimizer.moments=fp8", "plan.state.optimizer=host")
