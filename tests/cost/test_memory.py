@@ -1,4 +1,5 @@
 from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from megalith.planner.candidates import offloaded
 from megalith.prove.fake import groups_of
 from megalith.spec.model import AheadSpec, MoeSpec
 from megalith.spec.plan import Plan
+from megalith.spec.run import OptimizerSpec
+from megalith.spec.state import Moments
+from megalith.spec.treatment import treatments
 from tests.cost.models import dense, mixture, workload
 
 GENERATION = calibration().generations["fused"]
@@ -72,6 +76,26 @@ def test_a_rank_s_share_of_the_state_is_the_one_that_the_trainer_keeps(model, si
     assert found.optimizer / load.state_bytes == kept
     if plan.zero < 3:
         assert found.weights / load.width == whole
+
+
+@pytest.mark.parametrize("sizes", STATES[3:6], ids=str)
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_moments_in_few_bits_take_what_the_trainer_keeps(kind: str, sizes: dict[str, int]):
+    """What stays in fp32 is counted too: embeddings, vectors, and matrices of few elements."""
+    model, plan, moments = mixture(2), Plan(**{**sizes, "expert": sizes.get("expert", 1)}), Moments("fp8", block=32, least=4096)
+    optimizer = OptimizerSpec.model_validate({"kind": kind, "moments": "fp8", "moment_block": 32})
+    with groups_of(plan.ranks, rank=0):
+        groups, meta = Groups.build(Mesh.of(plan), device="cpu"), torch.device("meta")
+        builder = Builder(model, plan=plan, groups=groups, precision="bf16", device=meta, seed=None)
+        builder.build(0, len(model.part_names))
+        treated = treatments(model, optimizer)
+        shapes = {name: tuple(local(weight.kept).shape) for name, weight in builder.by_name.items()}
+    kept = sum(4 * prod(shape) for shape in shapes.values())
+    for name, shape in shapes.items():
+        kept += sum((1 if slot.block else 4) * prod(slot.shape_of(shape)) for slot in treated[name].slots)
+    load = workload(model, plan, optimizer=kind, moments=moments)
+    (found,) = every_rank(load, parts(load), GENERATION)
+    assert found.optimizer == pytest.approx(kept, rel=1e-2)
 
 
 def test_the_first_rank_of_a_pipeline_keeps_the_most_microbatches():
