@@ -259,8 +259,9 @@ def _small(preset: str, precision: str) -> Any:
 
 def key_of(spec: RunSpec) -> Any:
     """Return all that a run on one process depends on: the model, the precision, the optimizer, the phases, and the samples of a
-    microbatch where balance losses are over these, or where their gradients are compared one by one."""
+    microbatch where balance losses are over these, or where their gradients are compared one by one. Scales that span tokens span those
+    of one rank's microbatch."""
     rounded = isinstance(PRECISIONS[spec.train.precision].parity, Rounded)
     sequences = spec.plan.set_sequences if rounded or spec.model.build().balances_microbatches else 0
-    choices = spec.precision if is_narrow(spec.train.precision) else None
+    choices = (spec.precision, spec.plan.microbatch) if is_narrow(spec.train.precision) else None
     return spec.model, spec.train.precision, choices, spec.optimizer, spec.data.phases, sequences

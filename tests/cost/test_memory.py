@@ -81,7 +81,7 @@ def test_a_rank_s_share_of_the_state_is_the_one_that_the_trainer_keeps(model, si
 @pytest.mark.parametrize("sizes", STATES[3:6], ids=str)
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_moments_in_few_bits_take_what_the_trainer_keeps(kind: str, sizes: dict[str, int]):
-    """What stays in fp32 is counted too: embeddings, vectors, and matrices of few elements."""
+    """Embeddings, vectors and matrices of few elements, which stay in fp32, are counted too."""
     model, plan, moments = mixture(2), Plan(**{**sizes, "expert": sizes.get("expert", 1)}), Moments("fp8", block=32, least=4096)
     optimizer = OptimizerSpec.model_validate({"kind": kind, "moments": "fp8", "moment_block": 32})
     with groups_of(plan.ranks, rank=0):

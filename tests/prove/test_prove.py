@@ -8,8 +8,10 @@ import torch
 
 from megalith.prove import prove as module
 from megalith.prove.compare import Recording, Row, compare
-from megalith.prove.draw import Draw, draw
-from megalith.prove.prove import FEW, Proof, few, prove, prove_drawn
+from megalith.prove.draw import Draw, draw, key_of
+from megalith.prove.parity import reference, shrink
+from megalith.prove.prove import CPU, FEW, Proof, few, prove, prove_drawn
+from tests.specs import tiny_run
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +44,16 @@ def test_a_combination_in_bf16_is_measured_from_fp32() -> None:
     exact, alone = (next(r for key, r in references.items() if key[1] == precision) for precision in ("fp32", "bf16"))
     assert len(references) == 2
     assert not any(row.equal for row in compare(exact, alone, spec=one.spec) if row.quantity.startswith("gradients"))
+
+
+def test_scales_over_the_tokens_of_a_microbatch_have_a_reference_for_each_size_of_it() -> None:
+    """Two data ranks with one sequence each take two maxima where one rank with two sequences takes one."""
+    plans = ({"data": 2, "microbatch": 1}, {"microbatch": 2})
+    small = {"train": {"global_batch": 8, "precision": "fp8"}, "precision": {"granularity": "row"}}
+    apart, together = (shrink(tiny_run(plan=plan, **small), steps=1) for plan in plans)
+    assert apart.plan.set_sequences == together.plan.set_sequences
+    assert reference(apart, device=CPU).maxima != reference(together, device=CPU).maxima
+    assert key_of(apart) != key_of(together)
 
 
 def test_ranks_that_fail_are_a_failure_of_their_case_only(two_ranks: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
