@@ -300,6 +300,7 @@ function build() {
   panels.heat = new Heat(); panels.heatwhy = h("div", {class: "muted"}); panels.scale = h("span", {class: "scale"});
   panels.causes = h("div", {}); panels.memory = h("div", {}); panels.incidents = h("div", {}); panels.samples = h("div", {}); panels.about = h("div", {}); panels.losslegend = h("div", {});
   panels.load = new Curves(150, v => v.toFixed(2), {}); panels.experts = card("", "Experts: load of the busiest over the mean, in the least even layer", [], panels.load.canvas);
+  panels.apart = new Curves(150, v => v.toPrecision(3), {log: () => state.log}); panels.merged = h("div", {}); panels.sites = card("", "Sites: how far apart they are when they merge", [], panels.apart.canvas, panels.merged);
   panels.samplecard = card("", "Text that it wrote", [], panels.samples);
   const rows = h("select", {"aria-label": "what is shown", on: {change: e => { state.row = e.target.value; fetchNow(["rank-heatmap"]); }}}, [["own", "own work"], ["forward", "forward"], ["backward", "backward"], ["communication", "communication"], ["bubble", "waiting"], ["data", "data"], ["optimizer", "optimizer"], ["other", "other"], ["memory", "memory"]].map(([v, w]) => h("option", {value: v}, w)));
   const sorts = h("select", {"aria-label": "order of ranks", on: {change: e => { state.sort = e.target.value; fetchNow(["rank-heatmap"]); }}}, ["rank", "node", "stage", "data", "slowest"].map(v => h("option", {value: v}, "by " + v)));
@@ -315,7 +316,7 @@ function build() {
       card("", "Learning rate", [], panels.lr.canvas),
       card("", "Memory of each rank at its peak", [], panels.memory),
       card("", "Incidents, and where the time went", [], panels.incidents),
-      panels.experts, panels.samplecard,
+      panels.sites, panels.experts, panels.samplecard,
       card("wide", "The run", [], panels.about)),
     h("footer", {}, "Drag over a drawing to look at a part of the steps; double-click or ", h("kbd", {}, "r"), " for all of them. ", h("kbd", {}, "l"), " log axes, ", h("kbd", {}, "s"), " smooth, ", h("kbd", {}, "b"), " bits a byte, ", h("kbd", {}, "1"), "–", h("kbd", {}, "9"), " another run."),
     tip);
@@ -434,7 +435,7 @@ function fillMemory() {
     const part = (size, colour) => h("i", {style: {width: 100 * size / most + "%", background: "var(--" + colour + ")"}}), p = predicted(r);
     return [h("span", {}, "rank " + r.rank), h("div", {class: "track"}, part(r.weights, "c0"), part(r.gradients, "c1"), part(r.optimizer, "c2"), r.peak ? part(Math.max(0, r.peak - state_of(r)), "c6") : null, p ? h("u", {style: {left: 100 * p / most + "%"}}) : null), h("span", {class: "num"}, bytes(r.peak || state_of(r)), h("span", {class: "muted"}, p ? "  /  " + bytes(p) : ""))];
   });
-  panels.memory.replaceChildren(rows.length ? h("div", {class: "rows scroll"}, made) : h("p", {class: "muted"}, "not known yet"), rows.length ? legend([["weights", "c0"], ["gradients", "c1"], ["optimizer", "c2"], ["activations and all else", "c6"], ["line: predicted of its state and activations", "ink"]]) : null);
+  panels.memory.replaceChildren(rows.length ? h("div", {class: "rows scroll"}, made) : h("p", {class: "muted"}, "not known yet"), rows.length ? legend([["weights", "c0"], ["gradients", "c1"], ["optimizer", "c2"], ["activations and all else", "c6"], ["line: predicted of its state and activations", "ink"]]) : "");
 }
 
 function fillIncidents() {
@@ -457,13 +458,22 @@ function fillRest() {
   const has = experts && experts.max_load.mean.some(v => v !== null);
   panels.experts.style.display = has ? "" : "none";
   if (has) panels.load.set([points(experts, "max_load", {name: "busiest over the mean", colour: "c4"}), points(experts, "entropy", {name: "evenness", colour: "c2"})]);
+  const merged = now().sites, merges = merged ? merged.merges : [];
+  panels.sites.style.display = merges.length ? "" : "none";
+  if (merges.length) {
+    const x = merges.map(m => m.step), last = merges[merges.length - 1];
+    panels.apart.set([{name: "norm of the mean difference", x, y: merges.map(m => m.norm), colour: "c0", dots: true}, {name: "distance of the sites to it", x, y: merges.map(m => m.spread), colour: "c1", dots: true}]);
+    panels.merged.replaceChildren(legend([["norm of the mean difference", "c0"], ["root mean square distance of the sites to it", "c1"]]), h("p", {class: "muted"}, whole(merged.count) + " merges of " + merged.sites + " sites, last with losses " + last.losses.map(v => v === null ? "?" : v.toFixed(3)).join(", ") + ". The first site sent " + bytes(merged.sent) + (merged.instead ? ", where gradients in fp32 after each step would be " + bytes(merged.instead) : "") + ". Its ranks waited " + duration(merged.waited) + " for others."));
+  }
   const texts = samples ? samples.samples : [];
-  panels.samplecard.className = has ? "card" : "card wide";
+  const also = +!!has + (merges.length > 0) + (texts.length > 0);  // cards that share rows of two: one alone takes its row
+  for (const one of [panels.sites, panels.experts]) one.className = also === 1 ? "card wide" : "card";
+  panels.samplecard.className = also === 2 ? "card" : "card wide";
   panels.samplecard.style.display = texts.length ? "" : "none";
   panels.samples.replaceChildren(...texts.slice().reverse().slice(0, 4).map(s => h("blockquote", {}, h("small", {class: "muted"}, "step " + whole(s.step)), h("p", {}, h("b", {}, s.prompt), s.text))));
   if (!about) return;
   const plan = about.plan ? Object.entries(about.plan).filter(([k, v]) => (typeof v === "number" && v !== 1) || ["data", "zero", "schedule"].includes(k) || v === true).map(([k, v]) => k + " " + v) : [];
-  panels.about.replaceChildren(h("div", {class: "chips"}, [...about.said, ...plan, ...Object.entries(about.versions).map(([k, v]) => k + " " + v)].map(w => h("span", {}, w))), h("p", {class: "muted", style: {overflowWrap: "anywhere", margin: "4px 0"}}, about.folder), about.peak && about.peak.flops ? h("p", {class: "muted", style: {margin: "4px 0", fontSize: "12.5px"}}, "MFU is of " + flops(about.peak.flops) + " (" + about.peak.source + "); " + about.peak.convention) : null, h("details", {}, h("summary", {}, "every value of the run"), h("pre", {}, JSON.stringify(about.spec, null, 1))));
+  panels.about.replaceChildren(h("div", {class: "chips"}, [...about.said, ...plan, ...Object.entries(about.versions).map(([k, v]) => k + " " + v)].map(w => h("span", {}, w))), h("p", {class: "muted", style: {overflowWrap: "anywhere", margin: "4px 0"}}, about.folder), about.peak && about.peak.flops ? h("p", {class: "muted", style: {margin: "4px 0", fontSize: "12.5px"}}, "MFU is of " + flops(about.peak.flops) + " (" + about.peak.source + "); " + about.peak.convention) : "", h("details", {}, h("summary", {}, "every value of the run"), h("pre", {}, JSON.stringify(about.spec, null, 1))));
 }
 
 function fill() {
@@ -474,7 +484,7 @@ function fill() {
 // ---- Data
 
 let asking = false, again = null;
-const EVERY = ["alive", "loss"], OF_ONE = ["speed", "rank-heatmap", "what-if", "memory", "experts", "incidents", "samples", "run"];
+const EVERY = ["alive", "loss"], OF_ONE = ["speed", "rank-heatmap", "what-if", "memory", "experts", "sites", "incidents", "samples", "run"];
 async function ask(run, name) {
   const asked = new URLSearchParams({run});
   if (state.from !== null && ["loss", "speed", "rank-heatmap", "memory", "experts"].includes(name)) { asked.set("from", state.from); asked.set("to", state.to); }

@@ -241,6 +241,26 @@ def experts(source: Source, asked: Asked) -> dict[str, Any]:
     return _curves(source, asked, "max_load", "entropy", "dropped")
 
 
+def sites(source: Source, asked: Asked) -> dict[str, Any]:
+    """Return the merges of a run with sites: divergence, the losses of the sites, bytes and waits. `instead`: bytes that the first site
+    would have sent by now if it had sent its gradients in fp32 to every other site after each step."""
+    made, merged = list(source.merges)[-POINTS:], source.merged
+    last, start = made[-1] if made else None, source.start
+    instead = 4.0 * start.parameters * last.step * (last.sites - 1) if last and start else None
+    return {
+        "merges": [
+            {"step": one.step, "sent_after": one.sent, "fragment": one.fragment, "norm": one.norm, "spread": one.spread,
+             "losses": one.losses, "waited": one.waited, "seconds": one.seconds}
+            for one in made
+        ],
+        "sites": last.sites if last else None,
+        "count": merged.merges,
+        "sent": merged.sent,
+        "waited": merged.waited,
+        "instead": instead,
+    }  # fmt: skip
+
+
 def incidents(source: Source, asked: Asked) -> dict[str, Any]:
     """Return incidents, decisions and their cost; warnings and errors; nodes that are out, and spares."""
     rows = []
@@ -305,6 +325,7 @@ PANELS: dict[str, Callable[[Source, Asked], dict[str, Any]]] = {
     "what-if": what_if,
     "memory": memory,
     "experts": experts,
+    "sites": sites,
     "incidents": incidents,
     "samples": samples,
     "run": run,

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from megalith.events import (
     Holding,
     Incident,
     Lowered,
+    Merge,
     Order,
     PhaseBegan,
     Problem,
@@ -54,6 +55,19 @@ SPANS = 8  # drawings of the pipeline that are held
 ACCOUNT = 16 << 20  # bytes at the end of a log that the account of its time is made from
 
 
+class Merged(NamedTuple):
+    """The sums over all merges of a run with sites, as its first site saw them."""
+
+    merges: int = 0
+    sent: int = 0
+    """Bytes."""
+    waited: float = 0.0
+    """Seconds."""
+
+    def and_one(self, merge: Merge) -> "Merged":
+        return Merged(self.merges + 1, self.sent + merge.bytes_sent, self.waited + merge.waited)
+
+
 class Source:
     """One run. Methods may be called from several threads; `lock` keeps them apart."""
 
@@ -73,6 +87,8 @@ class Source:
         self.recoveries: dict[int, Recovery] = {}
         self.problems: deque[Problem | Answer] = deque(maxlen=KEPT)
         self.phases: deque[PhaseBegan] = deque(maxlen=KEPT)  # but the first
+        self.merges: deque[Merge] = deque(maxlen=KEPT)
+        self.merged = Merged()
         self.holdings: dict[int, Holding] = {}
         self.finished: RunFinished | None = None
         self.last_time = 0.0  # of the newest event
@@ -165,6 +181,9 @@ class Source:
                 self.problems.append(Problem("warning", words, time=event.time))
             case PhaseBegan():
                 self.phases.extend([event] if event.number else [])
+            case Merge():
+                self.merges.append(event)
+                self.merged = self.merged.and_one(event)
             case Holding():
                 self.holdings[event.rank] = event
             case RunFinished():

@@ -69,6 +69,19 @@ def test_it_is_drawn_without_an_error_and_fits(width: int, dark: bool, browser: 
     server.close()
 
 
+def test_what_a_run_does_not_know_is_not_shown_as_null(browser: Browser, tmp_path: Path) -> None:
+    log = events.EventLog(tmp_path)
+    log.write(start())
+    log.write(step(1))
+    log.close()
+    server = _serve(tmp_path)
+    browser.open(server.address)
+    assert browser.until("document.body.innerText.includes('not known yet')")
+    assert browser.run("document.body.innerText.match(/\\b(null|undefined|NaN)\\b/)") is None
+    _is_clean(browser, server)
+    server.close()
+
+
 def test_ten_million_steps_and_16384_ranks_are_painted_within_a_second(browser: Browser, tmp_path: Path) -> None:
     """Measured here: the server's own work for the page, and from navigation to the first paint with contents, in the browser's clock."""
     folder = synthetic.write(tmp_path / "run", steps=10_000_000, data=256, pipeline=8, tensor=8, slow=777, keep=0)

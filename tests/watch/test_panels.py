@@ -199,3 +199,21 @@ def test_causes_are_not_looked_for_again_at_once(tmp_path: Path, monkeypatch: py
         source.revision += 1
         causes.causes(source)
     assert len(calls) == 1
+
+
+def test_the_merges_of_sites_with_bytes_saved(tmp_path: Path) -> None:
+    """Sums are over all merges, also those that are no longer drawn."""
+    merge = {"fragment": 0, "sites": 3, "losses": [3.0, None, 3.2], "bytes_received": 0, "seconds": 0.5}
+    made = [
+        events.Merge(step=10 * i, sent=10 * i, bytes_sent=700, waited=0.25, norm=1.0 / i, spread=0.5 / i, **merge)
+        for i in range(1, panels.POINTS + 11)
+    ]
+    found = panels.panel(_write(tmp_path, start(), *made), "sites")
+    assert found["count"] == panels.POINTS + 10 and len(found["merges"]) == panels.POINTS
+    assert found["merges"][-1] == {
+        "step": made[-1].step, "sent_after": made[-1].sent, "fragment": 0, "norm": made[-1].norm, "spread": made[-1].spread,
+        "losses": [3.0, None, 3.2], "waited": 0.25, "seconds": 0.5,
+    }  # fmt: skip
+    assert found["sent"] == 700 * len(made) and found["waited"] == 0.25 * len(made)
+    assert found["instead"] == 4 * start().parameters * made[-1].step * 2, "to each of two others"
+    assert panels.panel(_live(tmp_path / "alone"), "sites")["merges"] == []
