@@ -15,7 +15,7 @@ from megalith.cost.segments import decided
 from megalith.cost.software import SOFTWARE
 from megalith.cost.workload import Workload
 from megalith.planner.asked import DATA, STEPS, Asked
-from megalith.planner.candidates import Space, candidates
+from megalith.planner.candidates import Space, candidates, offloaded
 from megalith.planner.explain import Neighbour, explain
 from megalith.planner.measured import Own
 from megalith.planner.phases import InPhase, fits_all, in_phases, whole_training
@@ -339,8 +339,9 @@ def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:
 
 
 def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str:
-    """List changes that would make it fit: more devices, larger ones, less to keep."""
-    ways = []
+    """List changes that would make it fit: a cheap one on the same devices; more devices, larger ones, less to keep."""
+    remedy = cheapest_remedy(asked, scorer) if asked.ours and not asked.forward_only else ""
+    ways = [f"{remedy} would do on these"] if remedy else []
     cluster, batch = asked.cluster, asked.run.train.global_batch
     for times in (2, 4, 8, 16, 32, 64):
         larger = cluster.model_copy(update={"count": cluster.count * times})
@@ -356,7 +357,31 @@ def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str
     else:
         ways.append("so would a smaller model")
     text = "; ".join(ways)
-    return f"{text[0].upper()}{text[1:]}."
+    return f"{text if remedy else text[0].upper() + text[1:]}."
+
+
+def cheapest_remedy(asked: Asked, scorer: Scorer) -> str:
+    """Return the first of a few changes, those that cost less time first, with which a legal plan fits; empty: none does."""
+    optimizer = asked.run.optimizer.model_copy(update={"moments": "fp8"})
+    rounded = replace(asked, run=asked.run.model_copy(update={"optimizer": optimizer}))
+    plans = [plan for plan in _plans(asked, asked.cluster) if plan.recompute == "full"]
+    away = [offloaded(plan, 1.0) for plan in plans]
+    again = {policy: [plan.model_copy(update={"recompute": policy}) for plan in plans] for policy in ("segments:auto", "sqrt")}
+    few = 'optimizer.moments = "fp8", which rounds moments,'
+    remedies = [
+        ('plan.recompute = "segments:auto"', asked, again["segments:auto"]),
+        (few, rounded, plans),
+        ('plan.recompute = "sqrt"', asked, again["sqrt"]),
+    ]
+    if not asked.offload:
+        remedies += [("--offload", asked, away), (f"{few} with --offload", rounded, away)]
+
+    def works(changed: Asked, plan: Plan) -> bool:
+        workload = workload_of(changed, plan)
+        rough = scorer.fits(workload, scorer.memory(workload))
+        return rough and changed.legal(plan) and scorer.fits(workload, scorer.held(workload))
+
+    return next((words for words, changed, those in remedies if any(works(changed, plan) for plan in those)), "")
 
 
 def _plans(asked: Asked, cluster: ClusterSpec) -> Any:

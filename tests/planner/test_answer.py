@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megalith.cli import app
 from megalith.commands.shared.arguments import RunRequest
 from megalith.commands.shared.runs import check
-from megalith.planner.answer import Answer, answer, as_run, frontier, short, skeleton
+from megalith.planner.answer import Answer, answer, as_run, cheapest_remedy, frontier, scorer_of, short, skeleton
 from megalith.planner.asked import Question, ask
 from megalith.planner.candidates import offloaded
 from megalith.planner.varied import vary
@@ -164,8 +164,33 @@ def test_where_nothing_fits_the_category_and_ways_out_are_named():
         answer(ask(Question(model="llama3-8b", cluster="h100:1", seq_len=8192, global_batch=16, offload=False)))
     (problem,) = caught.value.problems
     assert "optimizer is what is too large" in problem.reason
-    assert "2 h100 would do" in problem.way_out
+    assert problem.way_out.startswith(
+        'optimizer.moments = "fp8", which rounds moments, with --offload would do on these; 2 h100 would do'
+    )
     assert "b200" in problem.way_out
+
+
+DEEP = """
+name = "deep"
+cluster = "h100:1"
+model = {{ preset = "llama3.2-1b", layers = {layers} }}
+data = {{ path = "none" }}
+train = {{ steps = 100, global_batch = 4, seq_len = {seq_len}, precision = "bf16" }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("layers", "seq_len", "remedy"),
+    [
+        (48, 65536, 'plan.recompute = "segments:auto"'),
+        (64, 24576, 'optimizer.moments = "fp8", which rounds moments,'),
+        (2000, 8192, ""),
+    ],
+)
+def test_the_cheapest_change_is_named_first(layers: int, seq_len: int, remedy: str, tmp_path: Path):
+    (tmp_path / "deep.toml").write_text(DEEP.format(layers=layers, seq_len=seq_len))
+    asked = ask(Question(path=tmp_path / "deep.toml"))
+    assert cheapest_remedy(asked, scorer_of(asked)) == remedy
 
 
 def test_the_command_prints_a_table_or_json(answered: Answer, tmp_path: Path):

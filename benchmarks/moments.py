@@ -1,0 +1,108 @@
+"""Loss with moments in bf16 and in 8 bits, beside fp32: the same steps from the same weights on the same samples.
+
+    megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
+    python benchmarks/moments.py --data data/austen-bytes --steps 2000 --seeds 3 --out moments.jsonl
+
+A loss is the mean over the last tenth of the steps, each on samples that the run has not seen. `noise` is fp32 with a learning rate that is
+larger by a millionth: how far two runs get apart by nothing else. Cases that the file has already are not run again.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from megalith.prove.worlds import run_ranks
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import assemble, mesh_groups
+from megalith.train.restore import Position, read_step
+from megalith.train.step import train_step
+from megalith.train.stream import open_stream
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "noise": {"lr": 1e-3 * (1 + 1e-6)},
+    "bf16": {"moments": "bf16"},
+    "fp8": {"moments": "fp8"},
+}
+BETA2 = (0.95, 0.999)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("moments.jsonl"), help="where finished cases are kept")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    known = _read(given.out)
+    for seed in range(given.seeds):
+        for beta2 in BETA2:
+            for name, optimizer in CASES.items():
+                key = [name, beta2, seed, given.steps]
+                if key in [row["case"] for row in known]:
+                    continue
+                spec = run_of(given.data, given.steps, seed, {"beta2": beta2} | optimizer)
+                (loss,) = run_ranks(train, 1, spec, timeout=3600.0)
+                known.append({"case": key, "loss": loss})
+                with given.out.open("a") as file:
+                    file.write(json.dumps(known[-1]) + "\n")
+    _show({tuple(row["case"]): row["loss"] for row in known}, given.steps, given.seeds)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _show(losses: dict[tuple[Any, ...], float], steps: int, seeds: int) -> None:
+    """Print the gap to fp32 of each case: the mean over the seeds, and its standard error."""
+    print("beta2  moments  loss    gap to fp32")
+    for beta2 in BETA2:
+        for name in CASES:
+            mine = [losses[name, beta2, seed, steps] for seed in range(seeds)]
+            gaps = [100 * (loss / losses["fp32", beta2, seed, steps] - 1) for seed, loss in enumerate(mine)]
+            error = statistics.stdev(gaps) / seeds**0.5 if seeds > 1 else float("nan")
+            gap = "" if name == "fp32" else f"{statistics.mean(gaps):+.3f} % (+-{error:.3f})"
+            print(f"{beta2:<6} {name:8s} {statistics.mean(mine):.4f}  {gap}".rstrip())
+
+
+def run_of(data: str, steps: int, seed: int, optimizer: dict[str, Any]) -> RunSpec:
+    """A run of a small Llama: two blocks of width 128."""
+    return RunSpec.model_validate(
+        {
+            "model": {
+                "layers": 2,
+                "dim": 128,
+                "heads": 4,
+                "kv_heads": 2,
+                "head_dim": 32,
+                "ffn": 384,
+                "vocab": 512,
+                "context": 64,
+            },
+            "data": {"path": data},
+            "train": {"steps": steps, "global_batch": 8, "seq_len": 64, "precision": "fp32", "seed": seed},
+            "optimizer": {"lr": 1e-3, "warmup": 50} | optimizer,
+        }
+    )
+
+
+def train(rank: int, spec: RunSpec) -> float:
+    """Train; return the mean loss of the last steps."""
+    device = torch.device("cpu")
+    trainer, stream = assemble(spec, groups=mesh_groups(spec, device), device=device), open_stream(spec, "train")
+    losses = list[float]()
+    for step in range(spec.train.steps):
+        losses.append(train_step(trainer, read_step(stream, spec, Position(), step, 0), step=step).loss)
+    return statistics.mean(losses[-max(1, spec.train.steps // 10) :])
+
+
+if __name__ == "__main__":
+    main()
