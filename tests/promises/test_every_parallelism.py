@@ -15,7 +15,7 @@ from megalith.spec.numbers import FAST
 from tests.specs import tiny_run
 
 FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
-DRAWS = draw(300, seed=1) if FULL else draw(110, seed=0, precisions=FAST)
+DRAWS = draw(300, seed=1) if FULL else draw(115, seed=0, precisions=FAST)
 
 torch.set_num_threads(1)  # a forked child hangs in OpenMP if its parent ever used more than one thread
 REFERENCES: dict[Any, Recording] = {}
