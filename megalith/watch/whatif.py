@@ -1,7 +1,7 @@
 """A step with something as fast as the median: replayed by the simulator of its schedule, with each rank's measured own work (the what-if
 analysis of Lin et al. 2025, arXiv:2505.05713, section 3)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,14 +65,7 @@ class Replay:
         return work
 
     def _one(self, work: tuple[float, ...]) -> float:
-        if self.plan.pipeline == 1:
-            return work[0]
-
-        def cost(slot: Slot) -> float:
-            actions = [action for action in parts(slot) if isinstance(action, Action)]
-            return sum(self._of(action, work) for action in actions if action.kind in WEIGHTS)
-
-        return simulate(self._program, cost).end
+        return work[0] if self.plan.pipeline == 1 else pipeline_seconds(self._program, lambda action: self._of(action, work))
 
     @cached_property
     def _home(self) -> dict[tuple[int, int], int]:
@@ -90,6 +83,15 @@ class Replay:
         own[at] = np.minimum(own[at], usual[at])
         whole = self.seconds()
         return 1 - self.seconds(own) / whole if whole > 0 else 0.0
+
+
+def pipeline_seconds(program: Program, of: Callable[[Action], float]) -> float:
+    """Return the seconds from the first computation of a pipeline to the end of the last. `of`: those that a computation takes."""
+
+    def cost(slot: Slot) -> float:
+        return sum(of(action) for action in parts(slot) if isinstance(action, Action) and action.kind in WEIGHTS)
+
+    return simulate(program, cost).end
 
 
 def peers(own: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.float64]:

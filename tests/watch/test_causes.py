@@ -90,7 +90,7 @@ def test_a_rank_without_peers_is_measured_by_its_own_past() -> None:
 @pytest.mark.parametrize("slowdown", [1.1, 1.5, 3.0])
 @pytest.mark.parametrize("place", range(4))
 def test_a_step_replayed_without_a_slow_stage_is_the_simulated_one(slowdown: float, place: int) -> None:
-    """Traces that the simulator makes with a known slowdown: the published ones (arXiv:2505.05713) are parquet files elsewhere."""
+    """Traces that the simulator makes with a known slowdown; test_whatif.py has published ones."""
     plan = _plan("1f1b")
     seen = _window(
         plan, slow=dict.fromkeys(np.flatnonzero(_window(plan, slow={}, noise=0).pipeline == place).tolist(), slowdown), noise=0.01

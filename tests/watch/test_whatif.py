@@ -1,0 +1,19 @@
+"""Our replay of published traces finds the slowdowns that their authors found."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.stragglers import TRACES, kept, replayed
+
+FOLDER = Path(__file__).parent / "traces"
+"""Seconds of the computations in three traces of Lin et al. 2025 (arXiv:2505.05713; github.com/ByteDance-Seed/StragglerAnalysis,
+Apache-2.0), and the slowdowns that they publish: `benchmarks/stragglers.py --keep` made them."""
+
+
+@pytest.mark.parametrize("trace", TRACES)
+def test_the_slowdown_of_each_stage_and_data_rank_is_the_published_one_within_2_percent(trace: str) -> None:
+    seconds, published = kept(FOLDER, trace)
+    found = dict(replayed(seconds))
+    assert found.keys() == published.keys() and len(found) > 6
+    assert found == pytest.approx(published, rel=0.02)
