@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ from megalith.commands.shared.output import print_json
 
 if TYPE_CHECKING:
     from megalith.spec.alerts import AlertsSpec
+    from megalith.watch.law import Law
     from megalith.watch.source import Source
 
 
@@ -29,6 +30,12 @@ def command(
             metavar="RUN.toml",
             help="Also send the alerts of this run file. `megalith train` sends them by itself.",
             allow_dash=True,
+        ),
+    ] = None,
+    law: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="RUN_DIR", help="Draw the loss beside a scaling law fitted to this run and the other ones that --law names."
         ),
     ] = None,
     page: Annotated[
@@ -49,6 +56,8 @@ def command(
 
     Example:  megalith watch runs/first runs/second
 
+    With the loss that smaller runs foretell:  megalith watch runs/large --law runs/s --law runs/m --law runs/l
+
     For programs:  megalith watch runs/first --json rank-heatmap --ask row=memory
     """
     from megalith.watch import panels  # numpy
@@ -59,8 +68,11 @@ def command(
     if not page and alerts is None:
         raise typer.BadParameter("--no-page shows nothing. Give the run file with [alerts] too: --alerts RUN.toml.")
     rules = None if alerts is None else _rules(alerts)
+    fitted = _law(law) if law else None
     sources = [Source(folder) for folder in runs]
     try:
+        for source in sources:
+            source.law = fitted
         if as_json is not None or out is not None:
             _at_once(sources, as_json, out, {key: value for key, _, value in (pair.partition("=") for pair in ask or ())})
         elif not page and rules is not None:
@@ -86,6 +98,19 @@ def _at_once(sources: "list[Source]", panel: str | None, out: Path | None, asked
     if panel is not None:
         found = [panels.panel(source, panel, asked) for source in sources]
         print_json(found[0] if len(found) == 1 else {"runs": found})
+
+
+def _law(runs: Sequence[Path]) -> "Law":
+    """Return the scaling law of runs. Raises ValueError where they do not suffice for one."""
+    from megalith.watch.law import of_runs
+    from megalith.watch.source import Source
+
+    with contextlib.ExitStack() as stack:
+        sources = [stack.enter_context(contextlib.closing(Source(folder, predicts=False))) for folder in runs]
+        for source in sources:
+            while source.poll():
+                pass
+        return of_runs(sources)
 
 
 def _order(source: "Source", wanted: Mapping[str, Any]) -> str:

@@ -163,6 +163,7 @@ class Curves extends Plot {
       }
       g.globalAlpha = 1;
     }
+    g.setLineDash(s.dash ? [6, 4] : []);
     g.strokeStyle = colour; g.fillStyle = colour; g.lineWidth = s.faint ? 1 : 1.8; g.globalAlpha = s.faint ? 0.35 : 1; g.lineJoin = "round";
     g.beginPath();
     let open = false;
@@ -173,7 +174,7 @@ class Curves extends Plot {
       if (open) g.lineTo(x, at); else g.moveTo(x, at);
       open = true;
     }
-    g.stroke();
+    g.stroke(); g.setLineDash([]);
     if (s.dots || s.x.length === 1) s.x.forEach((x, i) => { if (s.y[i] !== null) { g.beginPath(); g.arc(this.place(x), y(s.y[i]), 2.6, 0, 7); g.fill(); } });
     g.globalAlpha = 1; g.lineWidth = 1;
   }
@@ -361,6 +362,12 @@ function fillRuns() {
 }
 
 const bitsOf = (found, domain) => (state.bits && found.tokens_a_byte && found.tokens_a_byte[domain] ? found.tokens_a_byte[domain] / Math.LN2 : state.bits ? null : 1);
+function lawWords(found) {
+  const law = found.law, factor = bitsOf(found, "");
+  if (factor === null) return "";
+  const now = Math.abs(law.off) < 0.005 ? "the loss is on it" : `the loss is ${(100 * Math.abs(law.off)).toFixed(1)} % ${law.off > 0 ? "above" : "below"} it`;
+  return `; by the scaling law of ${law.of} the loss ends at ${(law.end * factor).toFixed(3)}; ${now}`;
+}
 function fillLoss() {
   const series = [], rows = [], many = GIVEN.names.length > 1;
   GIVEN.names.forEach((name, at) => {
@@ -372,6 +379,10 @@ function fillLoss() {
     series.push({...own, y, low: times(own.low), high: times(own.high), name: many ? name : "training", colour, faint: smooth});
     if (smooth) series.push({name: many ? name : "training", x: own.x, y: smoothed(y, own.piece), piece: own.piece, colour});
     rows.push([many ? name : "training", colour]);
+    if (found.law) {
+      series.push({name: (many ? name + " " : "") + "law of " + found.law.of, x: found.law.step, y: times(found.law.loss), colour: many ? colour : "c6", dash: true});
+      if (!many) rows.push(["scaling law of " + found.law.of, "c6"]);
+    }
     if (found.validation.length) {
       const one = many ? colour : "c1", domains = Object.keys(found.validation[found.validation.length - 1].domains);
       series.push({name: (many ? name + " " : "") + "validation", x: found.validation.map(v => v.step), y: times(found.validation.map(v => v.loss)), colour: one, dots: true});
@@ -385,7 +396,7 @@ function fillLoss() {
   });
   const found = now().loss;
   panels.loss.set(series, found ? found.marks : []);
-  panels.losslegend.replaceChildren(legend(rows), h("div", {class: "muted", style: {fontSize: "12px", marginTop: "3px"}}, state.bits ? (found && found.tokens_a_byte[""] ? "bits a byte" : "bits a byte are not known: the data's manifest cannot be read") : "nats a token", found && found.marks.length ? "; lines: dashed where it was started again, red at incidents" : ""));
+  panels.losslegend.replaceChildren(legend(rows), h("div", {class: "muted", style: {fontSize: "12px", marginTop: "3px"}}, state.bits ? (found && found.tokens_a_byte[""] ? "bits a byte" : "bits a byte are not known: the data's manifest cannot be read") : "nats a token", found && found.marks.length ? "; lines: dashed where it was started again, red at incidents" : "", found && found.law ? lawWords(found) : ""));
   if (!found) return;
   panels.norm.set([points(found, "grad_norm", {name: "gradient norm", colour: "c2"})], found.marks);
   panels.lr.set([points(found, "lr", {name: "learning rate", colour: "c7"})]);

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megalith.control import times
 from megalith.events import Problem, RunStarted
 from megalith.report import units
-from megalith.watch import causes
+from megalith.watch import causes, law
 from megalith.watch.alive import alive
 from megalith.watch.index import PARTS
 from megalith.watch.source import Source
@@ -61,7 +61,8 @@ def _curves(source: Source, asked: Asked, *names: str) -> dict[str, Any]:
 
 
 def loss(source: Source, asked: Asked) -> dict[str, Any]:
-    """Training loss, gradient norm and learning rate by step; validation loss by domain, in nats and in bits a byte; what happened when."""
+    """Training loss, gradient norm and learning rate by step; validation loss by domain, in nats and in bits a byte; what happened when;
+    the loss by a scaling law."""
     found = _curves(source, asked, "loss", "grad_norm", "lr")
     rates = source.tokens_a_byte()
     found["validation"] = [
@@ -70,6 +71,7 @@ def loss(source: Source, asked: Asked) -> dict[str, Any]:
     found["tokens_a_byte"] = rates
     found["marks"] = marks(source)
     found["total"] = source.setting("train", "steps")
+    found["law"] = law.drawn(source)
     return found
 
 

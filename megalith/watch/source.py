@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,9 @@ from megalith.report.history import plan_of
 from megalith.spec.alerts import AlertsSpec
 from megalith.spec.plan import Plan
 from megalith.watch import index, predict
+
+if TYPE_CHECKING:
+    from megalith.watch.law import Law
 
 Answer = Skipped | Spike | Rewound | Lowered
 """A spike, and what the run did about it, or about an update that could not be made."""
@@ -110,6 +113,8 @@ class Source:
         self.causes: tuple[int, float, list[Any]] | None = (
             None  # of `watch.causes`: at which revision, until when, what was found
         )
+        self.law: Law | None = None  # fitted to other runs: the loss is drawn beside it
+        self.own_law: tuple[int, Law] | None = None  # of `watch.law`: fitted to this run up to a step
         self.rules: AlertsSpec | None = None  # those that whoever follows the run was given
         self.served = False  # whether a server follows the run, and so looks for causes
         self._places: tuple[tuple[float, int], dict[str, NDArray[np.int64]]] | None = None
