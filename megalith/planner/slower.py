@@ -11,17 +11,10 @@ from megalith.cost.estimate import Time
 from megalith.cost.foreseen import of_run
 from megalith.planner.asked import refusals
 from megalith.planner.explain import neighbours
+from megalith.planner.gains import NOTABLE, TERMS, Try, tries
 from megalith.planner.measured import spec_of, steps_of
 from megalith.planner.search import Scorer, hiding
-
-TERMS = {
-    "compute": ("forward", "backward"), "communication": ("communication",), "bubble": ("bubble",), "optimizer": ("optimizer",),
-    "other": ("other", "data"),
-}  # fmt: skip
-"""A term of a predicted step -> the kinds of a measured one that it stands for."""
-
-NOTABLE = 0.01
-"""Share of a step below which a difference or a gain is none."""
+from megalith.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -36,14 +29,6 @@ class Term:
     def over(self) -> float:
         """Seconds that it takes longer than predicted."""
         return self.measured - self.predicted
-
-
-@dataclass(frozen=True)
-class Try:
-    """A change of the plan, and the seconds of a step that it should gain, each term taken as much longer as it was measured."""
-
-    change: str
-    gain: float
 
 
 @dataclass(frozen=True)
@@ -74,24 +59,26 @@ class Slower:
 def slower(folder: Path) -> Slower:
     """Compare the run in a folder with its prediction. Raises ValueError if it names no cluster or has too few steps."""
     spec, steps = spec_of(folder), steps_of(folder)
-    workload, scorer = of_run(spec), Scorer(calibration())
-    here = by_term(scorer.estimate(workload).time)
+    here = by_term(Scorer(calibration()).estimate(of_run(spec)).time)
     measured = {
         name: median(sum(step.breakdown.get(kind, 0.0) for kind in kinds) for step in steps) for name, kinds in TERMS.items()
     }
     terms = [Term(name, here[name], measured[name]) for name in TERMS]
-    ratios = {one.name: one.measured / one.predicted if one.predicted else 1.0 for one in terms}
-    tries = list[Try]()
+    return Slower(
+        folder.name, sum(here.values()), median(step.seconds for step in steps),
+        tuple(sorted(terms, key=lambda one: -one.over)), tries(here, measured, alternatives(spec)),
+    )  # fmt: skip
+
+
+def alternatives(spec: RunSpec) -> dict[str, dict[str, float]]:
+    """Predict a step by term under each plan that differs from the run's in one choice, can train it and fits. Raises ValueError for a
+    run that cannot be predicted."""
+    workload, scorer, found = of_run(spec), Scorer(calibration()), dict[str, dict[str, float]]()
     for change, plan in neighbours(workload):
         other = replace(workload, plan=plan, practice=hiding(plan, replace(workload.practice, overlap_expert=False)))
         if not refusals(spec, plan) and scorer.fits(other, scorer.held(other)):
-            there = by_term(scorer.estimate(other).time)
-            gain = sum(ratios[name] * (here[name] - there[name]) for name in TERMS)
-            tries += [Try(change, gain)] if gain > NOTABLE * sum(measured.values()) else []
-    return Slower(
-        folder.name, sum(here.values()), median(step.seconds for step in steps),
-        tuple(sorted(terms, key=lambda one: -one.over)), tuple(sorted(tries, key=lambda one: -one.gain)),
-    )  # fmt: skip
+            found[change] = by_term(scorer.estimate(other).time)
+    return found
 
 
 def by_term(time: Time) -> dict[str, float]:

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalith.control.times import decode
+from megalith.planner.gains import TERMS, tries
 from megalith.report import units
 from megalith.watch.source import Source
 from megalith.watch.whatif import Replay, levelled, peers
@@ -25,6 +26,9 @@ PART = {"data": 0.05, "saving": 0.03, "communication": 0.25, "other": 0.15}
 """Shares of a step from which on waiting for data, saving, communication and unexplained time are named."""
 REST, LONGEST = 100, 60.0  # times, and seconds at most, that what was found stands
 FABRIC = 1.3  # times the predicted seconds of communication
+PLANNED = ("unbalanced stage", "communication", "slow fabric")
+"""Kinds of causes that another plan may remedy."""
+SHOWN = 3  # plans to try that are shown
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,30 @@ def _find(source: Source) -> list[Cause]:
     if seen is not None:
         found += _of_ranks(source, seen)
     found += [*_of_step(source)]
+    found = [_with_the_planner(one, source) if one.kind in PLANNED else one for one in found]
     return sorted((one for one in found if one.gain >= GAIN), key=lambda one: -one.gain)
+
+
+def plans(source: Source) -> list[dict[str, Any]]:
+    """Return the changes of the plan that are worth a try, the most gain first: what each should save of the seconds of a step as it is,
+    where each term is as much longer as it was measured. Empty where the planner has no prediction."""
+    predicted = source.predicted or {}
+    here, others = predicted.get("time"), predicted.get("others")
+    recent = source.recent(["seconds", *{part for parts in TERMS.values() for part in parts}], WINDOW)
+    if not here or not others or len(recent["seconds"]) < ENOUGH:
+        return []
+    measured = {name: sum(float(np.nanmean(recent[part])) for part in parts) for name, parts in TERMS.items()}
+    step = float(np.nanmean(recent["seconds"]))
+    return [{"change": one.change, "seconds": one.gain, "gain": one.gain / step} for one in tries(here, measured, others)[:SHOWN]]
+
+
+def _with_the_planner(cause: Cause, source: Source) -> Cause:
+    """The cause with the change of the plan that should gain the most."""
+    best = next(iter(plans(source)), None)
+    if best is None:
+        return cause
+    words = f"The planner expects {units.percent(best['gain'])} shorter steps with {best['change']}."
+    return replace(cause, change=f"{cause.change} {words}")
 
 
 def slow_ranks(seen: Window) -> list[tuple[int, float]]:

@@ -196,12 +196,12 @@ def _place(ranks: NDArray[np.int64], places: Mapping[str, NDArray[np.int64]]) ->
 
 
 def what_if(source: Source, asked: Asked) -> dict[str, Any]:
-    """Explain long steps: the rank to blame, the cost and the remedy; the most expensive first."""
+    """Explain long steps: the rank to blame, the cost and the remedy, the most expensive first; the best changes of the plan."""
     seconds = source.recent(["seconds"], causes.WINDOW)["seconds"]
     step = float(np.nanmedian(seconds)) if len(seconds) else None
     found = causes.causes(source)
     words = "" if found or causes.window(source) is not None else "too few steps of all ranks are known"
-    return {"step": step, "causes": causes.as_json(found, step), "why": words}
+    return {"step": step, "causes": causes.as_json(found, step), "plans": causes.plans(source), "why": words}
 
 
 def memory(source: Source, asked: Asked) -> dict[str, Any]:

@@ -17,8 +17,8 @@ LIMIT = 300.0  # seconds that a prediction may take
 
 
 def predicted(spec: RunSpec) -> dict[str, Any]:
-    """Return what a step of a run should take, by term and in seconds; bytes of a rank of each pipeline place, by category; watts and
-    dollars an hour of a device. A figure that cannot be predicted is None, and `why` says so."""
+    """Return the seconds that a step of a run should take, by term, also under `others`, plans that differ in one choice; the bytes of a
+    rank of each pipeline place, by category; watts and dollars an hour of a device. Figures that cannot be predicted are None: `why`."""
     found: dict[str, Any] = {"time": None, "mfu": None, "tokens_per_second": None, "memory": None, "why": ""}
     accelerator = None
     if spec.cluster != "local":
@@ -36,18 +36,16 @@ def predicted(spec: RunSpec) -> dict[str, Any]:
 def _of_time(spec: RunSpec, found: dict[str, Any]) -> None:
     from megalith.cost.estimate import estimate  # a prediction, for whoever can make one
     from megalith.cost.foreseen import of_run
+    from megalith.planner.slower import alternatives, by_term
 
     try:
         one = estimate(of_run(spec))
+        found["others"] = alternatives(spec)
     except (ValueError, AssertionError, KeyError) as error:
         found["why"] = f"the seconds of a step are not predicted: {error or type(error).__name__}"
         return
     time, devices = one.time, one.devices
-    terms = {
-        "compute": time.compute, "communication": time.exposed, "bubble": time.bubble, "optimizer": time.optimizer,
-        "other": time.other,
-    }  # fmt: skip
-    found |= {"time": {"step": time.step, **terms}, "mfu": one.mfu, "tokens_per_second": one.tokens_per_second * devices}
+    found |= {"time": {"step": time.step, **by_term(time)}, "mfu": one.mfu, "tokens_per_second": one.tokens_per_second * devices}
 
 
 def _of_memory(spec: RunSpec, found: dict[str, Any]) -> None:

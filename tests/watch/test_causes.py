@@ -1,16 +1,24 @@
 """Blame and cost of slow ranks, and no blame where nothing is slow."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from megalith import events
 from megalith.control.times import decode, encode
 from megalith.mesh import Mesh
 from megalith.schedule import SCHEDULES, build, lower, simulate
 from megalith.schedule.action import Action, Slot, parts
 from megalith.spec.plan import Plan
+from megalith.watch import panels, predict
 from megalith.watch.causes import WINDOW, Window, _of_samples, _of_stages, slow_ranks, steady
+from megalith.watch.source import Source
 from megalith.watch.whatif import WEIGHTS, Replay, levelled
+from tests.report import run_folder
+from tests.specs import tiny_run
 
 SLOW = 1.2
 
@@ -50,6 +58,17 @@ def _true_seconds(plan: Plan, work: NDArray[np.float64], microbatches: int = 8) 
         return sum(seconds.get(action, 0.0) for action in parts(slot))
 
     return simulate(program, cost).end
+
+
+def _run(folder: Path, written: Sequence[events.Event]) -> Source:
+    log = events.EventLog(folder)
+    for event in written:
+        log.write(event)
+    log.close()
+    source = Source(folder, predicts=False)
+    while source.poll():
+        pass
+    return source
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
@@ -126,3 +145,33 @@ def test_uneven_samples_slow_another_data_rank_each_time() -> None:
     )
     calm = _window(plan, slow={}, noise=0.03)
     assert not list(_of_samples(_replay(plan, calm), calm, 1.0, set()))
+
+
+def test_a_cause_that_another_plan_remedies_says_what_the_planner_expects(tmp_path: Path) -> None:
+    """The run's communication takes three times what was predicted. So a plan without it gains three times the predicted seconds."""
+    parts = {"forward": 0.2, "backward": 0.4, "communication": 0.3, "bubble": 0.1}
+    source = _run(
+        tmp_path, [run_folder.start(), *(run_folder.step(number, seconds=1.0, breakdown=parts) for number in range(1, 31))]
+    )
+    here = {"compute": 0.6, "communication": 0.1, "bubble": 0.1, "optimizer": 0.0, "other": 0.0}
+    others = {"zero 3 -> 1": here | {"communication": 0.0}, "pipeline 2 -> 1": here | {"bubble": 0.0}, "tensor 1 -> 2": here}
+    source.predicted = {"time": here | {"step": 0.8}, "others": others}
+    found = panels.panel(source, "what-if")
+    assert [(one["change"], pytest.approx(one["gain"])) for one in found["plans"]] == [
+        ("zero 3 -> 1", 0.3),
+        ("pipeline 2 -> 1", 0.1),
+    ]
+    (fabric,) = [one for one in found["causes"] if one["kind"] == "slow fabric"]
+    assert fabric["change"].endswith("The planner expects 30.0 % shorter steps with zero 3 -> 1.")
+    source.predicted = {"time": None}
+    assert panels.panel(source, "what-if")["plans"] == []
+    source.close()
+
+
+def test_the_prediction_of_a_run_names_plans_that_differ_in_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGALITH_CACHE", "")
+    spec = tiny_run(plan={"data": 2, "pipeline": 2}, train={"seq_len": 256, "global_batch": 16})
+    found = predict.predicted(spec.model_copy(update={"cluster": "h100:4"}))
+    assert found["time"] is not None and found["others"]
+    for change, terms in found["others"].items():
+        assert " -> " in change and terms.keys() == found["time"].keys() - {"step"}
