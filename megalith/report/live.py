@@ -27,10 +27,7 @@ from megalith.events import (
     Step,
     Validation,
 )  # fmt: skip
-from megalith.report import units
-
-RECENT = 30
-"""Steps whose times the estimate of the remaining time stands on."""
+from megalith.report import pace, units
 
 
 class Follow:
@@ -64,7 +61,7 @@ class Follow:
         self._half = b""  # the beginning of a line whose end is not written yet
         self._step: Step | None = None
         self._validation: Validation | None = None
-        self._times: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self._recent: deque[Step] = deque(maxlen=pace.RECENT)  # since the newest start
         self._said: tuple[int, float] | None = None  # the step of the last plain line, and when it was written
         self._reason = ""  # of the last incident
         self._live: Live | None = None
@@ -153,10 +150,10 @@ class Follow:
     def _take(self, event: Event) -> None:
         match event:
             case RunStarted():
-                self._times.clear()
+                self._recent.clear()
             case Step():
                 self._step = event
-                self._times.append((event.step, event.time))
+                self._recent.append(event)
             case Validation():
                 self._validation = event
             case Incident():
@@ -196,14 +193,16 @@ class Follow:
         self._console.print(line, soft_wrap=True)
 
     def line(self) -> str:
-        """The newest step in words: step, loss, validation loss, tokens a second, MFU, time left."""
+        """The newest step in words: step, loss, validation loss, time left; tokens a second and MFU as they usually are of late."""
         assert self._step is not None, "no step yet"
         step = self._step
         words = [f"step {step.step}/{self._steps + step.left_out}", f"loss {step.loss:.4f}"]
         words += [self._validated(step)] if self._validation else []
         words += [f"scale {step.scale:,.0f}"] if step.scale is not None else []
-        words.append(f"{units.count(step.tokens_per_second)} tokens/s")
-        words += [f"MFU {units.percent(step.mfu)}"] if step.mfu is not None else []
+        recent = list(self._recent) or [step]
+        words.append(f"{units.count(pace.usual([one.tokens_per_second for one in recent]))} tokens/s")
+        mfu = pace.usual([one.mfu for one in recent])
+        words += [f"MFU {units.percent(mfu)}"] if mfu is not None else []
         words += [f"noise scale {units.count(step.noise['tokens'])} tokens"] if "tokens" in step.noise else []
         left = self._left()
         words += [f"ETA {units.clock(left)}"] if left is not None else []
@@ -216,13 +215,12 @@ class Follow:
         return f"val {self._validation.loss:.4f}{earlier}"
 
     def _left(self) -> float | None:
-        """Seconds to the last step: what recent steps took from one to the next, validations and checkpoints between included."""
-        assert self._step is not None, "no step yet"
-        if not self._times:  # the ranks have started again and not done a step yet
+        """Seconds to the last step; None if the ranks have started again and not done a step yet."""
+        if not self._recent:
             return None
-        (first, begin), (last, end) = self._times[0], self._times[-1]
-        each = (end - begin) / (last - first) if last > first else self._step.seconds
-        return max(self._steps + self._step.left_out - last, 0) * each
+        steps, times = [one.step for one in self._recent], [one.time for one in self._recent]
+        newest = self._recent[-1]
+        return pace.seconds_left(steps, times, last=self._steps + newest.left_out, seconds=newest.seconds)
 
     def _redraw(self) -> None:
         assert self._step is not None, "no step yet"

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from megalith.report import pace
 from megalith.watch import signs
 from megalith.watch.signs import Health, Say
 from megalith.watch.source import Source
@@ -55,7 +56,8 @@ def alive(source: Source) -> Alive:
     """Return how a run is now."""
     recent = source.recent(["loss", "seconds", "tokens_per_second", "mfu", "tokens_seen", "entropy", "max_load"], RECENT)
     found = Alive(_state(source), "good", "", [], age=source.age(), starts=len(source.starts), incidents=len(source.incidents))
-    found.behind, found.total = source.behind, source.setting("train", "steps")
+    updates = source.setting("train", "steps")
+    found.behind, found.total = source.behind, updates and updates + source.left_out
     step = source.last_step()
     if step is not None and len(recent["step"]):
         _numbers(found, source, recent, step)
@@ -80,16 +82,15 @@ def _state(source: Source) -> str:
 def _numbers(found: Alive, source: Source, recent: dict[str, Any], step: int) -> None:
     last = lambda name: _finite(recent[name][-1])  # noqa: E731
     found.step, found.loss, found.tokens = step, last("loss"), last("tokens_seen")
-    usual = lambda name: _finite(np.median(recent[name][-50:]))  # noqa: E731
+    usual = lambda name: pace.usual(recent[name].tolist())  # noqa: E731
     found.tokens_per_second, found.mfu, found.seconds = usual("tokens_per_second"), usual("mfu"), usual("seconds")
     found.pulse = [_finite(value) for value in recent["loss"][-60:]]
     found.validation = source.validations[-1].loss if source.validations else None
     predicted = (source.predicted or {}).get("time")
     found.predicted = predicted["step"] if predicted else None
     if found.total and found.state == "running":
-        each = np.diff(recent["time"])[-50:]
-        between = float(np.mean(each)) if len(each) else found.seconds or 0.0
-        found.left = max(found.total - step, 0) * between
+        steps, times = recent["step"].tolist(), recent["time"].tolist()
+        found.left = pace.seconds_left(steps, times, last=found.total, seconds=found.seconds or 0.0)
 
 
 def _finite(value: float) -> float | None:

@@ -37,6 +37,7 @@ from megalith.events import (
     Skipped,
     Spans,
     Spike,
+    Step,
     Validation,
 )
 from megalith.fleet.seat import slot_of
@@ -55,6 +56,7 @@ Answer = Skipped | Spike | Rewound | Lowered
 
 KEPT = 2000  # events of a kind that are held; the newest count
 SPANS = 8  # drawings of the pipeline that are held
+TAIL = 1 << 20  # bytes of a log in which its last step lies
 ACCOUNT = 16 << 20  # bytes at the end of a log that the account of its time is made from
 
 
@@ -102,6 +104,8 @@ class Source:
         self._until = found and (found[0], found[1])
         begin = index.end_of(self._base)
         self.last_time = found[3] if found else 0.0
+        self.left_out = _left_out(epochs.newest(run_dir, events.FILE), begin)
+        """Updates that the run has left out so far: it makes so many steps more."""
         for at, event in index.notes(self._base):
             if at <= begin:
                 self._take(event)
@@ -163,6 +167,8 @@ class Source:
         if not isinstance(event, Sample):  # `generate` adds these when the run is over
             self.last_time = max(self.last_time, event.time)
         match event:
+            case Step():
+                self.left_out = event.left_out
             case RunStarted():
                 self.starts.append(event)
                 self.finished = None
@@ -347,6 +353,17 @@ class Source:
             found = os.statvfs(self.run_dir)
             return found.f_bavail * found.f_frsize
         return None
+
+
+def _left_out(log: Path, end: int) -> int:
+    """The updates that a run has left out by the last step in its log before byte `end`."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, end - TAIL))
+        for line in reversed(file.read(min(end, TAIL)).split(b"\n")):
+            event = events.parse(line.decode("utf-8", "replace") + "\n")
+            if isinstance(event, Step):
+                return event.left_out
+    return 0
 
 
 def _joined(one: View, other: View) -> View:

@@ -1,6 +1,7 @@
 """The page shows what the files say: live, after restarts, of earlier versions, of nothing."""
 
 import base64
+import io
 import json
 import shutil
 import time
@@ -9,13 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from megalith import events
 from megalith.control.times import ROWS, Times
 from megalith.events import Incident, RunFinished, Skipped
 from megalith.fleet.heartbeat import KINDS, Beat
-from megalith.watch import causes, panels
+from megalith.report import units
+from megalith.report.live import Follow
+from megalith.watch import causes, index, panels
 from megalith.watch.source import Source
+from tests.report import run_folder
 from tests.report.run_folder import start, step, write_run
 from tests.watch import synthetic
 
@@ -217,3 +222,33 @@ def test_the_merges_of_sites_with_bytes_saved(tmp_path: Path) -> None:
     assert found["sent"] == 700 * len(made) and found["waited"] == 0.25 * len(made)
     assert found["instead"] == 4 * start().parameters * made[-1].step * 2, "to each of two others"
     assert panels.panel(_live(tmp_path / "alone"), "sites")["merges"] == []
+
+
+def test_the_live_line_and_the_page_show_the_same_figures(tmp_path: Path) -> None:
+    """Speed, MFU and time left: in a run that left updates out, and speeds up; also for a page that is opened later."""
+    log, console = events.EventLog(tmp_path), Console(file=io.StringIO(), width=200)
+    log.write(start())
+    follow = Follow(tmp_path, run_folder.STEPS, console)
+    now = time.time() - 40
+    for number in range(1, 31):
+        rate = 4096.0 if number < 10 else 8192.0 + number
+        log.write(step(number, tokens_per_second=rate, mfu=rate / 1e5, updates=number - min(number, 5), time=now + number))
+    log.close()
+    follow._offset = 0
+    follow.poll()
+    live = follow.line()
+    for source in (_source(tmp_path), _reopened(tmp_path)):
+        found = panels.panel(source, "alive")
+        assert live.startswith(f"step {found['step']}/{found['total']}  loss {found['loss']:.4f}")
+        assert f"{units.count(found['tokens_per_second'])} tokens/s  MFU {units.percent(found['mfu'])}" in live
+        assert found["left"] == pytest.approx(15) and f"ETA {units.clock(found['left'])}" in live
+        source.close()
+
+
+def _reopened(folder: Path) -> Source:
+    """A run of which an index was kept, as a page finds it that is opened later."""
+    kept = index.Index(folder, folder / index.FOLDER)
+    while kept.poll():
+        pass
+    kept.close()
+    return _source(folder)
