@@ -24,7 +24,7 @@ UNEVEN = 1.15  # times the median data rank that the slowest one works, in the m
 STAGE = 1.08  # times the median stage that a stage works
 PART = {"data": 0.05, "saving": 0.03, "communication": 0.25, "other": 0.15}
 """Shares of a step from which on waiting for data, saving, communication and unexplained time are named."""
-REST, LONGEST = 100, 60.0  # times, and seconds at most, that what was found stands
+REST, LONGEST = 300, 120.0  # times as long as finding took, and seconds at most, that what was found stands
 FABRIC = 1.3  # times the predicted seconds of communication
 PLANNED = ("unbalanced stage", "communication", "slow fabric")
 """Kinds of causes that another plan may remedy."""
@@ -75,7 +75,7 @@ def window(source: Source, size: int = WINDOW) -> Window | None:
 
 def causes(source: Source) -> list[Cause]:
     """Return what costs the run time, the dearest first; empty where nothing stands out. While it is asked often, what was found last
-    stands for a hundred times as long as finding it took: a server must not take a core from who trains."""
+    stands for REST times as long as finding it took: a server must not take a core from who trains."""
     known = source.causes
     if source.served:  # `refresh` looks for them, in the thread that follows the run: a page must not wait
         return known[2] if known else []
@@ -87,10 +87,10 @@ def refresh(source: Source) -> list[Cause]:
     known = source.causes
     if known is not None and (known[0] == source.revision or time.monotonic() < known[1]):
         return known[2]
-    began = time.monotonic()
+    began = time.thread_time()
     found = _find(source)
-    now = time.monotonic()
-    source.causes = source.revision, now + min(REST * (now - began), LONGEST), found
+    stands = min(REST * (time.thread_time() - began), LONGEST)
+    source.causes = source.revision, time.monotonic() + stands, found
     return found
 
 

@@ -495,6 +495,7 @@ function fill() {
 // ---- Data
 
 let asking = false, again = null;
+const QUICK = ["alive", "loss", "speed", "rank-heatmap"], REST = 5000; // the others are asked for at most so often
 const EVERY = ["alive", "loss"], OF_ONE = ["speed", "rank-heatmap", "what-if", "memory", "experts", "sites", "incidents", "samples", "run"];
 async function ask(run, name) {
   const asked = new URLSearchParams({run});
@@ -547,8 +548,8 @@ fill();
 if (GIVEN.live) {
   fetchNow();
   const news = new EventSource("news");
-  let seen = null, last = 0, timer = null;
-  news.onmessage = e => { if (e.data === seen) return; seen = e.data; clearTimeout(timer); const wait = Math.max(0, 1000 - (Date.now() - last)); timer = setTimeout(() => { last = Date.now(); fetchNow(); }, wait); };
+  let seen = null, last = 0, whole = 0, timer = null;
+  news.onmessage = e => { if (e.data === seen) return; seen = e.data; clearTimeout(timer); const wait = Math.max(0, 1000 - (Date.now() - last)); timer = setTimeout(() => { last = Date.now(); if (last - whole < REST) fetchNow(QUICK); else { whole = last; fetchNow(); } }, wait); };
   setInterval(() => { if (!document.hidden) fillRuns(); }, 1000);
   setInterval(() => { if (!document.hidden) fetchNow(["alive"]); }, 5000);
 }

@@ -32,6 +32,9 @@ POLL_SECONDS = 0.5  # between looks at the logs
 ALERT_SECONDS = 2.0  # between looks for what must be told
 BEAT_SECONDS = 10.0  # at most between two words of a stream, so that a closed one is noticed
 STREAM_SECONDS = 3600.0  # that a stream lasts; a page opens the next by itself
+SHARE = 0.001  # of a core that the same question about a panel may take, however often it is asked
+STANDS, FRESH = 60.0, {"alive": 5.0}  # seconds at most that an answer stands; of panels that tell how long ago something was
+KEPT = 64  # answers that are kept
 
 FIRST = ("alive", "loss", "speed", "rank-heatmap")
 """Panels whose data come with the page, so that it can be painted at once."""
@@ -78,6 +81,7 @@ class Server:
         self.port = self._socket.getsockname()[1]
         self._open, self._streams = threading.BoundedSemaphore(CONNECTIONS), threading.BoundedSemaphore(STREAMS)
         self._looked = -math.inf
+        self._answers: dict[tuple[str, ...], tuple[float, bytes]] = {}  # until when each stands
         self._news, self._done = threading.Condition(), threading.Event()
 
     @property
@@ -201,8 +205,24 @@ class Server:
         return self.sources[at]
 
     def _panel(self, connection: socket.socket, name: str, asked: Mapping[str, str]) -> None:
-        whole = json.dumps(panels.panel(self._source(asked), name, asked), separators=(",", ":"), default=str).encode()
+        whole = self._panel_data(self._source(asked), name, asked)
         _send(connection, _head(200, "json", len(whole)) + whole)
+
+    def _panel_data(self, source: Source, name: str, asked: Mapping[str, str]) -> bytes:
+        """Data of a panel as JSON: what was made last, until it is old enough that making it anew takes no more than SHARE of a core."""
+        key = (name, *(f"{one}={asked[one]}" for one in sorted(asked)))
+        kept = self._answers.get(key)
+        if kept is not None and time.monotonic() < kept[0]:
+            return kept[1]
+        began = time.thread_time()
+        whole = json.dumps(panels.panel(source, name, asked), separators=(",", ":"), default=str).encode()
+        stands = min((time.thread_time() - began) / SHARE, FRESH.get(name, STANDS))
+        with contextlib.suppress(KeyError, StopIteration, RuntimeError):  # another thread changes them too
+            self._answers.pop(key, None)
+            if len(self._answers) >= KEPT:
+                del self._answers[next(iter(self._answers))]
+        self._answers[key] = time.monotonic() + stands, whole
+        return whole
 
     def _obey(self, connection: socket.socket, request: Request) -> None:
         given = request.head.get("x-megalith-act", "")

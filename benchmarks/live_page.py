@@ -1,0 +1,200 @@
+"""Cost of the live page: of its server while it follows a run, and to the run that is watched.
+
+    python benchmarks/live_page.py follow --seconds 60         # ten million steps on 16,384 ranks, one more each second
+    python benchmarks/live_page.py train --pairs 20            # four real ranks, watched and not, in turn
+
+`follow` prints the server's share of one core, from its processor time, and its memory at the peak: while no page is open, and while one
+is, which asks for all panels at each news as the page does. `train` trains the quickstart model (its data: `make quickstart`). Blocks of
+steps with the server and an open page alternate with blocks without. The cost is the median over pairs of neighbouring blocks of one
+block's median step over the other's, with the interval that holds 95 % of the medians of pairs drawn again.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+
+from megalith import events, pyramid
+from megalith.control import times
+from megalith.watch.panels import PANELS
+from tests.report import run_folder
+from tests.watch import synthetic
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS, DATA, PIPELINE, TENSOR = 10_000_000, 256, 8, 8
+SETTLE = 3  # steps at the beginning of a block that do not count
+QUICK, REST = ("alive", "loss", "speed", "rank-heatmap"), 5.0  # as page.js asks: these at each news, all so often
+LIVE = ("alive", "loss", "speed", "rank-heatmap", "what-if", "memory", "experts", "sites", "incidents", "samples", "run")
+
+
+class Watched:
+    """A server in a process of its own."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megalith.cli", "watch", str(run_dir)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().split()[-1]
+
+    def processor_seconds(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def most_resident(self) -> int:
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+    def ask(self, name: str) -> Any:
+        with urllib.request.urlopen(f"{self.address}panel/{name}?run=0&columns=130") as answer:
+            return json.load(answer)
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def page(server: Watched) -> Iterator[None]:
+    """A page is open: it asks for panels at each news, once a second at most."""
+    done = threading.Event()
+    with contextlib.closing(urllib.request.urlopen(server.address)) as whole:
+        whole.read()
+
+    def follow() -> None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.address}news") as news:
+            seen, last, whole = b"", 0.0, 0.0
+            while not done.is_set():
+                line = news.readline()
+                if line.startswith(b"data:") and line != seen:
+                    seen = line
+                    done.wait(max(0.0, 1.0 - (time.monotonic() - last)))
+                    last = time.monotonic()
+                    asked = QUICK if last - whole < REST else LIVE
+                    whole = last if asked is LIVE else whole
+                    for name in asked:
+                        server.ask(name)
+
+    threading.Thread(target=follow, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def follow(seconds: float) -> dict[str, Any]:
+    """Measure the server on a long, large run that goes on."""
+    assert tuple(PANELS) == LIVE, "the page asks for every panel"
+    with tempfile.TemporaryDirectory() as folder:
+        run = synthetic.write(Path(folder) / "run", steps=STEPS, data=DATA, pipeline=PIPELINE, tensor=TENSOR, slow=777, keep=0)
+        server = Watched(run)
+        try:
+            while server.ask("alive")["behind"]:
+                time.sleep(0.5)
+            ranks = pyramid.Writer(run / times.FOLDER, kind="codes", width=len(times.ROWS) * DATA * PIPELINE * TENSOR)
+            log, random, number = events.EventLog(run), np.random.default_rng(0), STEPS
+            found: dict[str, Any] = {}
+            for name, opened in (("no page open", contextlib.nullcontext()), ("a page open", page(server))):
+                with opened:
+                    begun, before = time.monotonic(), server.processor_seconds()
+                    for second in range(1, round(seconds) + 1):
+                        number += 1
+                        codes = times.encode(1 + 0.03 * random.standard_normal(len(times.ROWS) * DATA * PIPELINE * TENSOR))
+                        ranks.append(number, codes, bases=(0.5, 4e10))
+                        log.write(run_folder.step(number, loss=2.0, seconds=1.0, time=time.time()))
+                        time.sleep(max(0.0, begun + second - time.monotonic()))
+                    taken = server.processor_seconds() - before
+                    found[name] = taken / (time.monotonic() - begun)
+            return found | {"most_resident": server.most_resident()}
+        finally:
+            server.close()
+
+
+def train(pairs: int, block: int, recipe: Path) -> dict[str, Any]:
+    """Measure a run that is watched and not, in turn."""
+    steps = 2 * pairs * block + 20
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        settings = [f"train.steps={steps}", f"validation.every={10 * steps}", f"checkpoint.every={10 * steps}"]
+        command = [sys.executable, "-m", "megalith.cli", "train", str(recipe), "--run-dir", str(run)]
+        command += [word for one in settings for word in ("--set", one)]
+        training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+        try:
+            _await_step(run, 10, training)
+            ratios, processor = [], 0.0
+            for pair in range(pairs):
+                medians = {}
+                for watched in (True, False) if pair % 2 else (False, True):
+                    first = _last_step(run) + 1
+                    server = Watched(run) if watched else None
+                    with page(server) if server else contextlib.nullcontext():
+                        _await_step(run, first + block, training)
+                    if server:
+                        processor += server.processor_seconds()
+                        server.close()
+                    took = [one.seconds for one in _steps(run) if first + SETTLE <= one.step <= first + block]
+                    medians[watched] = statistics.median(took)
+                ratios.append(medians[True] / medians[False])
+        finally:
+            training.terminate()
+            training.wait()
+    drawn = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975)).tolist()
+    return {"ratio": statistics.median(ratios), "low": low, "high": high, "pairs": pairs, "server_seconds": processor / pairs}
+
+
+def _steps(run: Path) -> list[events.Step]:
+    with contextlib.suppress(OSError):
+        return [event for event in events.read(run / events.FILE) if isinstance(event, events.Step)]
+    return []
+
+
+def _last_step(run: Path) -> int:
+    return max((one.step for one in _steps(run)), default=0)
+
+
+def _await_step(run: Path, number: int, training: "subprocess.Popen[bytes]") -> None:
+    while _last_step(run) < number:
+        if training.poll() is not None:
+            raise RuntimeError(f"training ended with status {training.returncode}; `make quickstart` prepares its data")
+        time.sleep(0.2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("follow", "train"))
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement of `follow`")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks of `train`")
+    parser.add_argument("--block", type=int, default=13, help=f"steps of a block, of which the first {SETTLE} do not count")
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes/quickstart.toml")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    found = follow(given.seconds) if given.what == "follow" else train(given.pairs, given.block, given.recipe)
+    if given.json:
+        print(json.dumps(found))
+    elif given.what == "follow":
+        shares = ", ".join(f"{100 * found[name]:.2f} % of a core with {name}" for name in ("no page open", "a page open"))
+        print(f"{STEPS:,} steps, {DATA * PIPELINE * TENSOR:,} ranks: {shares}; {found['most_resident'] / 1e6:.0f} MB at the peak")
+    else:
+        print(
+            f"a watched step takes {100 * (found['ratio'] - 1):+.2f} % ({100 * (found['low'] - 1):+.2f} to "
+            f"{100 * (found['high'] - 1):+.2f} %; {found['pairs']} pairs)"
+        )
+
+
+if __name__ == "__main__":
+    main()
