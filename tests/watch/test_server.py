@@ -67,6 +67,28 @@ def test_the_page_and_its_panels(served: Server) -> None:
         assert status == 200 and isinstance(json.loads(found), dict), name
 
 
+def test_a_panel_that_is_dear_to_make_stands_and_one_that_tells_of_time_does_not_for_long(
+    served: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, seconds, now = dict[str, int](), {"loss": 0.02, "alive": 0.02, "run": 0.0}, [1000.0]
+
+    def panel(source: Source, name: str, asked: Mapping[str, str]) -> dict[str, Any]:
+        end = time.thread_time() + seconds[name]
+        while time.thread_time() < end:
+            pass
+        made[name + asked.get("from", "")] = made.get(name + asked.get("from", ""), 0) + 1
+        return made
+
+    monkeypatch.setattr(server.panels, "panel", panel)
+    monkeypatch.setattr(server.time, "monotonic", lambda: now[0])
+    for at in range(41):  # a page that asks each second
+        now[0] = 1000.0 + at
+        for name, asked in (("loss", {}), ("loss", {"from": "7"}), ("alive", {}), ("run", {})):
+            assert json.loads(served._panel_data(served.sources[0], name, asked))
+    assert made["loss"] in (2, 3) and made["loss7"] in (2, 3), "20 ms at a thousandth of a core stand for 20 s"
+    assert made["alive"] == 9 and made["run"] > 30
+
+
 def test_the_server_is_on_this_machine_alone(served: Server) -> None:
     assert served._socket.getsockname()[0] == "127.0.0.1"
 
