@@ -18,7 +18,10 @@ from megalith.events import Incident, RunFinished, Skipped
 from megalith.fleet.heartbeat import KINDS, Beat
 from megalith.report import units
 from megalith.report.live import Follow
+from megalith.spec.alerts import AlertsSpec
+from megalith.spec.plan import Plan
 from megalith.watch import causes, index, panels
+from megalith.watch.alerts import Alert, Alerts
 from megalith.watch.source import Source
 from tests.report import run_folder
 from tests.report.run_folder import start, step, write_run
@@ -123,6 +126,55 @@ def test_a_run_that_was_resumed_compares_nothing_with_the_generation_before(tmp_
     source.poll()
     alive = panels.panel(source, "alive")
     assert (alive["health"], alive["starts"]) == ("good", 2)
+
+
+def test_a_kill_another_plan_a_shrink_and_a_rewind_are_one_page_without_a_false_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at after every event of the log, by the page and by alerts of all signs, in the log's own time."""
+    rules = AlertsSpec(run="true", on=("ended", "silent", "loss", "slow", "memory", "experts"))
+    now, log, told = [1000.0], events.EventLog(tmp_path), list[Alert]()
+    monkeypatch.setattr("time.time", lambda: now[0])
+    log.write(start())
+    source = Source(tmp_path, predicts=False)
+    alerts = Alerts(source, rules, lambda _: None)
+
+    def write(event: events.Event, *, after: float = 1.0) -> None:
+        now[0] += after
+        object.__setattr__(event, "time", now[0])
+        log.write(event)
+        source.poll()
+        told.extend(alerts.look(now[0]))
+        assert panels.panel(source, "alive")["health"] in ("good", "warn" if source.incidents or source.problems else "good")
+
+    def train(first: int, last: int, *, rate: float = 8192.0, updates: int = 0) -> None:
+        for number in range(first, last + 1):
+            write(step(number, seconds=1.0, tokens_per_second=rate, updates=number - updates))
+
+    train(1, 60)
+    write(Incident(1, now[0], 60, "rank_failed", "rank 3 was killed", "a", 3, {}, [{"kind": "restart"}]))
+    write(start(50), after=5.0)
+    write(events.Recovery(1, 50, "step 50 in memory", 10))
+    train(51, 100)
+    write(RunFinished("stopped", 100))
+    write(start(100, plan=Plan(data=4)), after=3600.0)
+    train(101, 150, rate=5000.0)
+    write(Incident(2, now[0], 150, "node_lost", "node b is gone", "b", None, {}, [{"kind": "shrink"}]))
+    write(start(150, plan=Plan(data=2)), after=8.0)
+    write(events.Recovery(2, 150, "step 150 in the store", 0))
+    train(151, 200, rate=2500.0)
+    write(events.Rewound(200, 190, 10, 3040, 3200, "memory", 0.4, 1, 3))
+    train(201, 260, rate=2500.0, updates=10)
+
+    assert told == []
+    found = _all(source)
+    assert found["alive"]["health"] == "good"
+    assert (found["alive"]["starts"], found["alive"]["incidents"], found["run"]["world"]) == (4, 2, 2)
+    assert found["loss"]["step"] == [*range(1, 61), *range(51, 261)], "one curve, with what was done again"
+    kinds = [(mark["step"], mark["kind"]) for mark in found["loss"]["marks"]]
+    assert kinds == [(50, "start"), (60, "incident"), (100, "start"), (150, "start"), (150, "incident"), (200, "rewound")]
+    assert sum("under another plan" in mark["words"] for mark in found["loss"]["marks"]) == 2
+    source.close()
 
 
 def test_recovering_and_failing(tmp_path: Path) -> None:
