@@ -8,12 +8,15 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from importlib.metadata import version
+from itertools import chain
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megalith.cost import kept
 from megalith.cost.profile import Layout, Profile, twice
 from megalith.cost.workload import Workload
+from megalith.kernels.chunks import chunk_rows
 from megalith.machine import lifeline
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
 from megalith.spec.plan import recomputed, segment_size
@@ -128,7 +131,8 @@ def prepare(workloads: Iterable[Workload], tick: Callable[[int, int], None] = la
     how many."""
     keys = (key for workload in workloads for key in _every_key(workload))
     unknown = [key for key in dict.fromkeys(keys) if _read(key) is None]
-    missing = [key for key in dict.fromkeys(base for key in unknown for base in _bases(key) or (key,)) if _read(key) is None]
+    traced_for = ((on.one, on.other) if (on := _line(key)) else (key,) for key in unknown)
+    missing = [key for key in dict.fromkeys(chain.from_iterable(traced_for)) if _read(key) is None]
     with closing(_traced(missing)) as traced:
         for done, (key, profile) in enumerate(zip(missing, traced, strict=True)):
             tick(done, len(missing))
@@ -206,19 +210,51 @@ def _found(key: Key) -> Profile:
 
 def _followed(key: Key) -> Profile | None:
     """From those of smaller microbatches."""
-    if bases := _bases(key):
-        two, four = map(_found, bases)
-        return two.further(four, (key.layout.microbatch - 2) // 2)
+    if on := _line(key):
+        return _found(on.one).further(_found(on.other), on.times)
     return None
 
 
-def _bases(key: Key) -> tuple[Key, ...]:
-    """The same part for microbatches of two and four, from which larger even ones' figures follow. One sequence alone would not do: what
-    is copied of two can be a mere view of one."""
-    size = key.layout.microbatch
-    if size <= 4 or size % 2:
-        return ()
-    return tuple(key._replace(layout=replace(key.layout, microbatch=small)) for small in (2, 4))
+class _Line(NamedTuple):
+    """Two traces on a line: a part's figures lie as far beyond the first one's as the second one's do, `times` over."""
+
+    one: Key
+    other: Key
+    times: int
+
+
+def _line(key: Key) -> _Line | None:
+    """The two smaller traces that a part's figures follow from; None where it is traced itself. Sequences of a microbatch are computed
+    alike, and so are the chunks of a head's loss."""
+    layout = key.layout
+    if key.kind == "head" and layout.loss == "chunked":
+        return _chunks(key)
+    if layout.microbatch <= 4 or layout.microbatch % 2:
+        return None
+    # one sequence alone would not do: what is copied of two can be a mere view of one
+    two, four = (key._replace(layout=replace(layout, microbatch=small)) for small in (2, 4))
+    return _Line(two, four, (layout.microbatch - 2) // 2)
+
+
+def _chunks(key: Key) -> _Line | None:
+    """The traces of a head with fewer chunks of logits, whose last chunk is as short. How sequences are cut over context ranks, and how
+    long each is, does not matter to it: only how many tokens there are."""
+    layout, head = key.layout, key.model.head
+    tokens = layout.microbatch * (layout.seq_len // layout.context)
+    rows = chunk_rows(head.vocab // layout.tensor, capped=head.softcap is not None)
+    sequences = min(layout.microbatch, 2)
+    shared = sequences * (layout.tensor if layout.sequence else 1)
+    step = shared // gcd(rows, shared)  # chunks that tensor ranks and sequences share evenly
+    chunks = tokens // rows
+    first = 2 + (chunks - 2) % step
+    if chunks <= first + step or tokens % shared:
+        return None
+
+    def fewer(count: int) -> Key:
+        length = (tokens - (chunks - count) * rows) // sequences
+        return key._replace(layout=replace(layout, microbatch=sequences, seq_len=length, context=1, ulysses=1))
+
+    return _Line(fewer(first), fewer(first + step), (chunks - first) // step)
 
 
 def _read(key: Key) -> Profile | None:

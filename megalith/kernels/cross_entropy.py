@@ -7,13 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalith.kernels.chunks import chunk_rows
 from megalith.kernels.multiply import PLAIN, Multiply
 
 Reduce = Callable[[Tensor, str], Tensor]  # (values, "sum" | "max") -> the same, over the ranks that share the vocabulary
 Gather = Callable[[Tensor], Tensor]  # columns of this rank's part of the vocabulary -> those of the whole
 TokenLoss = Callable[[Tensor, Tensor], Tensor]  # logits [tokens, vocab] in fp32 and targets [tokens] -> the loss of each token
-CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full-speed products, small beside the activations
-TILE = 128  # rows a matrix product computes at once: it is fastest on whole ones
 IGNORE = -100
 
 
@@ -75,8 +74,7 @@ def cross_entropy(
     `of_token`: the loss of each token, instead of cross-entropy; it is then also `Loss.nll`. It gets whole rows of finished logits, which
     `gather` puts together where the vocabulary is split. Raises ValueError if it does not return one floating-point value a token.
     """
-    held = 4 * weight.shape[0] * (1 if softcap is None else 2)  # bytes a row: its logits, and with a cap the slope at each
-    rows = chunk or max(1, CHUNK_BYTES // held // TILE * TILE or CHUNK_BYTES // held)
+    rows = chunk or chunk_rows(weight.shape[0], capped=softcap is not None)
     terms = _Terms(scale, z_loss, logit_scale, softcap, gradient_scale, offset, reduce, multiply, of_token, gather)
     objective, nll = _Chunked.apply(hidden, weight, targets, terms, rows)  # pyright: ignore[reportGeneralTypeIssues]
     return Loss(objective, nll)

@@ -13,8 +13,9 @@ from megalith.cost import parts as known
 from megalith.cost.kept import CACHE
 from megalith.cost.parts import Parts, _seen, parts, prepare
 from megalith.cost.profile import Layout, Profile
+from megalith.cost.software import TRAINER
 from megalith.cost.trace import trace_block, trace_embedding, trace_head
-from megalith.spec.model import AheadSpec, BlockSpec, LatentAttentionSpec, MambaSpec
+from megalith.spec.model import AheadSpec, BlockSpec, LatentAttentionSpec, MambaSpec, ModelSpec
 from megalith.spec.plan import Plan
 from tests.cost.models import dense, mixture, workload
 
@@ -217,6 +218,50 @@ def test_plain_operations_give_what_torch_says_they_do(block: BlockSpec, recompu
 def test_so_do_those_of_the_ends(trace: Callable[..., Profile], loss: Any) -> None:
     two, four, eight = (trace(dense(), Layout(microbatch=size, seq_len=256, tensor=2, loss=loss)) for size in (2, 4, 8))
     assert two.further(four, 3) == eight
+
+
+CHUNKED = Layout(microbatch=2, seq_len=2048, loss="chunked", fused=False)
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"microbatch": 1, "seq_len": 3900},
+        {"microbatch": 8, "context": 2},
+        {"microbatch": 3, "seq_len": 2500, "tensor": 2, "sequence": False},
+        {"tensor": 3, "seq_len": 6144},
+        {"width": 4},
+    ],
+    ids=str,
+)
+def test_a_head_s_loss_in_many_chunks_lies_on_the_line_through_two_of_few(
+    change: dict[str, Any], softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the last chunk is short, and where tensor ranks share a number of chunks evenly, but not one."""
+    monkeypatch.setenv(CACHE, "")
+    layout = replace(CHUNKED, **change)
+    key = known.Key("head", _with_vocab(129_024, softcap), None, layout, "")
+    on = known._line(key)
+    assert on is not None
+    assert known._found(key) == trace_head(key.model, layout)
+    few = sum(one.layout.microbatch * one.layout.seq_len for one in (on.one, on.other))
+    assert few < layout.microbatch * layout.seq_len // layout.context
+
+
+def _with_vocab(vocab: int, softcap: float | None = None) -> ModelSpec:
+    return dense().model_copy(update={"head": dense().head.model_copy(update={"vocab": vocab, "softcap": softcap})})
+
+
+def test_no_chunk_of_a_large_microbatch_has_less_than_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 2,048 tokens, sequences of 1,774: the last chunk of two has 1,500 rows, of four 952; on their line 8 would have -144."""
+    monkeypatch.setenv(CACHE, "")
+    model = _with_vocab(16_384)
+    load = workload(model, Plan(microbatch=8), seq_len=1774, practice=TRAINER)
+    found = parts(load).head
+    assert min(product.rows for product in found.products) == 8 * 1774 % 2048 == 1904
+    assert found == trace_head(model, load.layout)
 
 
 def test_profiles_of_other_operations_have_nothing_beyond() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.kernels import chunks
 from megalith.kernels import cross_entropy as kernel
 from megalith.kernels.cross_entropy import IGNORE, Loss, cross_entropy, cross_entropy_plain
 from tests.kernels.largest import Largest
@@ -173,7 +174,7 @@ def test_no_tensor_is_ever_as_large_as_all_logits():
 def test_the_default_chunk_keeps_fp32_logits_within_their_bytes(monkeypatch, softcap, held):
     """With a cap, the slope at each logit is held beside it."""
     tokens, dim, vocab = 512, 4, 1024
-    monkeypatch.setattr(kernel, "CHUNK_BYTES", 100_000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 100_000)
     with Largest() as largest:
         differentiate(cross_entropy, *inputs(tokens, dim, vocab), softcap=softcap)
     assert 50_000 < 4 * largest.elements[torch.float32] * held <= 100_000
