@@ -14,8 +14,8 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import AUTO, Plan, StateSpec, segment_size
 from megalith.spec.problem import near
 from megalith.spec.sizes import Count, count_model
-from megalith.spec.state import GRADIENT, MASTER, Slot, bytes_each, bytes_of
-from megalith.spec.treatment import kinds, slots_of
+from megalith.spec.state import GRADIENT, LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of
+from megalith.spec.treatment import kinds, masters_of, slots_of
 
 PARTS: dict[str, tuple[str, ...]] = {
     "attend": (),
@@ -174,7 +174,7 @@ def state_bytes(case: Case, plan: Plan) -> int:
 def _elsewhere(case: Case) -> list[Slot]:
     """The slots that may live elsewhere: those of the optimizer, and the master weights if products compute with other numbers."""
     narrow = PRECISIONS[case.spec.train.precision].compute.name != MASTER.number
-    return [*([MASTER] if narrow else []), *slots_of(case.spec.optimizer)]
+    return [*(masters_of(case.spec.optimizer) if narrow else []), *slots_of(case.spec.optimizer)]
 
 
 def disk_bytes(case: Case, plan: Plan) -> int:
@@ -205,7 +205,9 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
     ):
         cut = {"zero": plan.zero, "shards": shards}
         numbers = count / (split * places)
-        lasting = [MASTER, *slots_of(case.spec.optimizer)]
+        lasting = [*masters_of(case.spec.optimizer), *slots_of(case.spec.optimizer)]
+        if case.spec.optimizer.master in LOWER and (shards > 1 or plan.zero == 3):
+            lasting.append(UPPER)
         kept = (
             sum(bytes_of(lasting, numbers, **cut).values())
             - sum(bytes_of(_elsewhere(case), numbers, **cut).values()) * plan.state.away

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from megalith.check.case import Case, Found, advice, error
 from megalith.mesh import Mesh
 from megalith.spec.model import ModelSpec
+from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.run import OptimizerSpec
@@ -69,6 +70,32 @@ def blocks_lie_inside_shards(case: Case) -> Found:
         fits = gcd(found.share, block)
         smaller = f"Use optimizer.moment_block = {fits}, or " if fits > 1 else "Use "
         yield error(f"plan.{found.axis}", getattr(case.plan, found.axis), reason, f'{smaller}optimizer.moments = "bf16".')
+
+
+def halves_can_be_had(case: Case) -> Found:
+    """A weight in bf16 is the upper half of one in fp32; one of another format is not."""
+    spec = case.spec
+    if spec.optimizer.master == "fp32":
+        return
+    compute = PRECISIONS[spec.train.precision].compute.name
+    if compute != "bf16":
+        reason = f"keeps bf16 weights and what they leave of fp32, and weights compute in {compute}"
+        yield error(
+            "optimizer.master", spec.optimizer.master, reason, 'Use optimizer.master = "fp32", or train.precision = "bf16".'
+        )
+    if spec.sites is not None:
+        reason = "keeps no fp32 weights, and sites merge theirs in fp32"
+        yield error("optimizer.master", spec.optimizer.master, reason, 'Use optimizer.master = "fp32", or leave out [sites].')
+    if (
+        case.plan.zero
+        and case.plan.data % case.plan.replicate == 0
+        and case.plan.shards > 1
+        and spec.optimizer.master == "split16"
+    ):
+        reason = (
+            f"saves nothing over {case.plan.shards} shards: a rank keeps 2 + 2 bytes of each weight of its share, as of fp32 4"
+        )
+        yield advice("optimizer.master", "split16", reason, 'Leave it out, or use optimizer.master = "split8", which keeps 3.')
 
 
 def something_is_small(case: Case) -> Found:

@@ -27,6 +27,7 @@ MAY_CHANGE: dict[str, str] = {
     "stability": "how a step whose numbers cannot be used is answered from now on",
     "loss_scale": "how gradients that overflow are answered from now on",
     "train.device": "where the work happens",
+    "optimizer.master": "the form of the master weights from now on; those of a checkpoint are in fp32",
     "optimizer.moments": "how many bits moments are kept in from now on; those of the checkpoint are converted",
     "optimizer.moment_block": "the same",
     "optimizer.moment_least": "the same",

@@ -179,6 +179,7 @@ RULES: tuple[Rule, ...] = (
     Rule("own", own.callbacks_are_the_same_everywhere),
     Rule("moments", moments.blocks_lie_inside_shards),
     Rule("moments", moments.something_is_small),
+    Rule("moments", moments.halves_can_be_had),
     Rule("sites", sites.merges_fit_the_round),
     Rule("sites", sites.fragments_have_parts),
     Rule("sites", sites.sites_stay_together),

@@ -18,7 +18,7 @@ from megalith import disk
 from megalith.checkpoint import folder as files
 from megalith.checkpoint.load import Accept, Loaded, Wanted, Warn, load, silent, whatever
 from megalith.checkpoint.party import Party
-from megalith.checkpoint.shares import Held, Laid, Place, Share, owners, shares
+from megalith.checkpoint.shares import Held, Laid, Place, Share, at_hand, owners, shares
 from megalith.checkpoint.staging import Staging
 from megalith.checkpoint.storage import FolderWriter, SharesToWrite, Written, describe_error, save_alone
 
@@ -117,9 +117,7 @@ class Checkpointer:
         there is no checkpoint of this step, for which all ranks must have written.
         """
         job = _Job(step, began=time.monotonic())
-        asynchronous = asynchronous and all(
-            not isinstance(each, Laid) or isinstance(each.data, Tensor) for each in state.values()
-        )
+        asynchronous = asynchronous and all(not isinstance(each, Laid) or at_hand(each.data) for each in state.values())
         self._join()
         try:
             mine = self._claim(state)

@@ -32,10 +32,15 @@ class Held:
 
 
 class Stored(Protocol):
-    """A share that is not in memory: it is read and filled piece by piece."""
+    """A share that is no tensor in memory: it is read and filled piece by piece."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def in_memory(self) -> bool:
+        """True if it is made of what is in memory, so that it can be copied at once."""
+        ...
 
     def numel(self) -> int:
         """The number of elements."""
@@ -81,6 +86,11 @@ class Share:
     data: Tensor | Stored
 
 
+def at_hand(data: Tensor | Stored) -> bool:
+    """Return True if a share can be copied at the speed of memory."""
+    return isinstance(data, Tensor) or data.in_memory
+
+
 def whole_of(share: Share) -> Tensor:
     """A share's values, in memory."""
     data = share.data
@@ -98,7 +108,8 @@ def shares(state: Mapping[str, Tensor | Laid]) -> dict[str, Share]:
     problems: list[str] = []
     for key, tensor in state.items():
         if isinstance(tensor, Laid):
-            found[key] = Share(tensor.held, tensor.data)
+            if prod(tensor.held.sizes) or not prod(tensor.held.shape):
+                found[key] = Share(tensor.held, tensor.data)
             continue
         try:
             share = _share(key, tensor)

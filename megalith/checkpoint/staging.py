@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.shares import Share
+from megalith.checkpoint.shares import Share, at_hand
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any element
 
@@ -31,11 +31,15 @@ class Staging:
         copied: dict[str, Share] = {}
         start = 0
         for key, share in shares.items():
-            if not isinstance(share.data, Tensor):
+            if not at_hand(share.data):
                 copied[key] = share
                 continue
             place = memory[start : start + share.held.bytes].view(share.data.dtype).view(share.data.shape)
-            place.copy_(share.data, non_blocking=True)
+            if isinstance(share.data, Tensor):
+                place.copy_(share.data, non_blocking=True)
+            else:
+                for first, piece in share.data.pieces():
+                    place.view(-1)[first : first + len(piece)].copy_(piece)
             copied[key] = Share(share.held, place)
             start += _aligned(share.held.bytes)
         for device in _devices(shares):
@@ -43,7 +47,7 @@ class Staging:
         return copied
 
     def _grow(self, shares: Mapping[str, Share]) -> Tensor:
-        size = sum(_aligned(share.held.bytes) for share in shares.values() if isinstance(share.data, Tensor))
+        size = sum(_aligned(share.held.bytes) for share in shares.values() if at_hand(share.data))
         pinned = bool(_devices(shares))  # an accelerator copies into pinned memory several times as fast
         if len(self._memory) < size or (pinned and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # let go of the old block before asking for a larger one

@@ -99,7 +99,7 @@ def _show_treated(spec: "RunSpec") -> None:
     from megalith.spec.optimizers import OPTIMIZERS
     from megalith.spec.treatment import summary
 
-    few = spec.optimizer.moments != "fp32"
+    few = spec.optimizer.moments != "fp32" or spec.optimizer.master != "fp32"
     if few or spec.optimizer.groups or OPTIMIZERS[spec.optimizer.kind].rest:
         from megalith.report import treated  # drawing
 

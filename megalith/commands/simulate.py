@@ -172,7 +172,7 @@ def _state_bytes(run: "RunSpec") -> float | None:
     from megalith.spec.treatment import slots_of
 
     model = Case(run, None, files=False).model
-    each = bytes_each([MASTER, *slots_of(run.optimizer)])
+    each = bytes_each([MASTER, *slots_of(run.optimizer)])  # as checkpoints hold them
     return None if model is None else each * count_model(model).total
 
 

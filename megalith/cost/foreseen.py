@@ -135,7 +135,11 @@ def of_run(spec: RunSpec) -> Workload:
     cluster, batch = clusters.load(named), within(spec).train.global_batch
     precision = PRECISIONS[train.precision]
     format = precision.compute.name if precision.emulated else precision.name
-    return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, optimizer.kind, optimizer.small))
+    return decided(
+        Workload(
+            model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, optimizer.kind, optimizer.small, optimizer.master
+        )
+    )
 
 
 def _here(workload: Workload, traced: Parts, place: int) -> _Here:
@@ -184,7 +188,7 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     plan, practice = workload.plan, workload.practice
     found = every_rank(workload, traced, figures.generations[practice.generation])[place]
     mine = updated(workload, numbers(workload, traced, shares(workload, traced).held[place]))
-    own = mine * practice.master_bytes
+    own = mine * workload.master_bytes
     if workload.width < SUM_BYTES:
         near = own * (1 - plan.state.away)
         weights, optimizer = found.weights + near, found.optimizer - near

@@ -336,8 +336,10 @@ def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, floa
     gradients = practice.gradient_bytes * numbers / (shards if zero >= 2 else 1)
     own = numbers / (shards if zero >= 1 else 1)
     away = own * state.away
-    if zero in (1, 2) and shards > 1 and workload.width < practice.master_bytes:
-        weights += workload.width * away  # what is gathered, where the master weights are not at hand
+    if zero in (1, 2) and shards > 1 and (workload.halved or workload.width < practice.master_bytes):
+        weights += workload.width * (
+            own if workload.halved else away
+        )  # what is gathered, where whole master weights are not at hand
     near = workload.state_bytes * (own - away)
     if state.optimizer == "disk":
         return weights, gradients, near, 0.0, host.SLOTS * workload.state_bytes * away

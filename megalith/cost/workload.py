@@ -12,7 +12,7 @@ from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
-from megalith.spec.state import GRADIENT, MASTER, WIDE, Moments, bytes_each
+from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, bytes_each
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ class Workload:
     """A row of `spec.optimizers`."""
     moments: Moments = WIDE
     """The number format of the optimizer's moments."""
+    master: str = "fp32"
+    """The form of the master weights, see `spec.state.LOWER`."""
     frozen: bool = False
     """The weights get no gradient (adapters on frozen weights, LoRA)."""
 
@@ -109,9 +111,19 @@ class Workload:
         return bytes_each(self.moments.of(OPTIMIZERS[self.optimizer].slots)) if own is None else own
 
     @cached_property
+    def master_bytes(self) -> float:
+        """Bytes of the optimizer's own copy of a parameter: of its lower half alone where the weight that computes is the upper one."""
+        return bytes_each([LOWER[self.master]]) if self.halved else self.practice.master_bytes
+
+    @property
+    def halved(self) -> bool:
+        """True if the weights that compute are the upper half of the master weights."""
+        return self.master in LOWER
+
+    @cached_property
     def state_bytes(self) -> float:
         """Bytes of all that the optimizer keeps for a parameter: its own copy of it too, where weights are narrower than that."""
-        return self.moment_bytes + (self.practice.master_bytes if self.width < 4 else 0)
+        return self.moment_bytes + (self.master_bytes if self.width < 4 else 0)
 
     @cached_property
     def shards(self) -> tuple[int, int]:

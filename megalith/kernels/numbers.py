@@ -12,6 +12,8 @@ DTYPE: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "int16": torch.int16,
+    "int8": torch.int8,
     "fp8": torch.uint8,  # codes, and scales among them: `kernels.moments`
 }
 

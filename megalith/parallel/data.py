@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from megalith.kernels import halves
 from megalith.kernels.numbers import Dtypes
 from megalith.parallel.groups import wait_for
 
@@ -110,16 +111,26 @@ class Weight:
     def move_out(self) -> Tensor:
         """Hand over the master weights, of the share's shape: they are kept elsewhere from now on. What computes is gathered from a share
         in its own format, or stays whole if there is one shard."""
-        share = local(self.kept)
-        master = share.clone(memory_format=torch.contiguous_format)
+        master = local(self.kept).clone(memory_format=torch.contiguous_format)
+        self._compute_from(master)
+        return master
+
+    def split(self, bits: int) -> Tensor:
+        """Keep the master weights as the share that computes, and return the lower half of `bits` bits, of the share's shape
+        (`kernels.halves`). It is the caller's from now on, and `moved` the upper half."""
+        upper, lower = halves.split(local(self.kept), bits)
+        self._compute_from(upper)
+        return lower
+
+    def _compute_from(self, share: Tensor) -> None:
+        """Gather what computes from this share, in its own format, and drop the master weights."""
         if self.mesh.size(1) == 1:
             self.computes.untyped_storage().resize_(self.bytes)
             self._moved = self.computes.detach()
-            self._moved.copy_(master)
+            self._moved.copy_(share)
         else:
             self._moved = share.to(self.computes.dtype)
-        share.untyped_storage().resize_(0)
-        return master
+        local(self.kept).untyped_storage().resize_(0)
 
     def take_over(self, first: int, masters: Tensor) -> None:
         """Compute with these master weights from the share's number `first` on."""
@@ -129,7 +140,7 @@ class Weight:
 
     @property
     def moved(self) -> Tensor | None:
-        """The share in the format that computes, if the master weights are elsewhere."""
+        """The share in the format that computes, if the master weights are elsewhere, or this is their upper half."""
         return self._moved
 
     def add(self, share: Tensor) -> None:

@@ -163,7 +163,8 @@ def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda do
 
     found = search(
         asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=asked.format,
-        optimizer=asked.run.optimizer.kind, moments=asked.run.optimizer.small, software=asked.software,
+        optimizer=asked.run.optimizer.kind, moments=asked.run.optimizer.small, master=asked.run.optimizer.master,
+        software=asked.software,
         top=top, legal=legal, scorer=scorer, space=space_of(asked), tick=tick, differ=skeleton,
     )  # fmt: skip
 
@@ -286,6 +287,7 @@ def workload_of(asked: Asked, plan: Plan) -> Workload:
             assumed(plan, asked.software),
             optimizer.kind,
             optimizer.small,
+            optimizer.master,
         )
     )
 

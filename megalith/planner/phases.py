@@ -44,6 +44,7 @@ def workload_in(asked: Asked, plan: Plan, phase: Phase) -> Workload:
         assumed(plan, asked.software),
         optimizer.kind,
         optimizer.small,
+        optimizer.master,
     )
 
 

@@ -103,6 +103,7 @@ def search(
     format: str = "bf16",
     optimizer: str = "adamw",
     moments: Moments = WIDE,
+    master: str = "fp32",
     software: str = OURS,
     space: Space | None = None,
     top: int = 10,
@@ -117,7 +118,7 @@ def search(
     scorer, space = scorer or Scorer(calibration()), space or Space()
     plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
     workloads = [
-        Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, software), optimizer, moments)
+        Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, software), optimizer, moments, master)
         for plan in plans
     ]
     scorer.prepare(workloads, tick)

@@ -21,6 +21,7 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
 from megalith.spec.run import RunSpec
+from megalith.spec.state import LOWER
 
 MOST_RANKS = 8
 SAMPLES = 8
@@ -76,7 +77,8 @@ AXES: Axes = {
     "optimizer": {kind: {"kind": kind} for kind in OPTIMIZERS},
     "moments": {number: {"moments": number} for number in ("fp32", "bf16", "fp8")},
     "precision": {name: {"precision": name} for name in TRAINED}
-    | {f"fp8, a scale for each {what}": {"precision": "fp8", "granularity": what} for what in ("row", "tensor")},
+    | {f"fp8, a scale for each {what}": {"precision": "fp8", "granularity": what} for what in ("row", "tensor")}
+    | {f"bf16, master {form}": {"precision": "bf16", "master": form} for form in LOWER},
 }
 
 PLAIN = ("1", "none", "known at once", "on the device", "adamw", "fp32")
@@ -224,7 +226,9 @@ def legal(choices: tuple[Choice, ...]) -> RunSpec | None:
     plan = Plan.model_validate(asked | {"data": data, "microbatch": max(1, SAMPLES // data // microbatches)})
     if plan.ranks > MOST_RANKS or (OPTIMIZERS[kind].amplifies and precision != "fp32"):
         return None
-    optimizer = {"kind": kind, "moments": moments} | (SMALL_MOMENTS if moments != "fp32" else {})
+    optimizer = {"kind": kind, "moments": moments, "master": asked.pop("master", "fp32")} | (
+        SMALL_MOMENTS if moments != "fp32" else {}
+    )
     spec = _run(preset, precision, narrow, plan, optimizer, phases)
     return None if any(problem.severity == "error" for problem in check(spec, files=False)) else spec
 

@@ -24,6 +24,7 @@ Made: TypeAlias = Callable[[Mapping[str, nn.Parameter], Mapping[str, Treatment],
 
 def update_of(parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec, model: ModelSpec) -> Update:
     """Return the update of a whole model: by an implementation that is not the trainer's where there is one, else by its rule."""
+    spec = spec.model_copy(update={"master": "fp32"})  # these parameters are in fp32, whatever they compute in
     treated, described = treatments(model, spec), model_parameters(model)
     updates: list[Update] = []
     for kind in dict.fromkeys(treatment.kind for treatment in treated.values()):

@@ -57,6 +57,9 @@ NUMBERS: Mapping[str, Number] = {
         Number("bf16", bits=16, significand=8, rate="bf16"),
         Number("fp16", bits=16, significand=11, rate="fp16"),
         Number("fp8", bits=8, significand=4, rate="fp8", scale="tensor"),  # E4M3 (Micikevicius et al. 2022, arXiv:2209.05433)
+        # Lower halves of master weights (`kernels.halves`): no products are computed in them
+        Number("int16", bits=16, significand=16, rate="fp32"),
+        Number("int8", bits=8, significand=8, rate="fp32"),
         # OCP Microscaling Formats 1.0, section 5: E4M3 in blocks of 32, with a power of two as scale
         Number("mxfp8", bits=8, significand=4, rate="fp8", scale="block", block=32, scale_bits=8),
         # NVFP4 (NVIDIA 2025, arXiv:2509.25149): E2M1 in blocks of 16, with an E4M3 scale

@@ -103,7 +103,7 @@ def admit(name: str) -> None:
     if not isinstance(row, Kind):
         raise own.OwnPartError(f"it is a {type(row).__name__}, and an optimizer is a megalith.spec.optimizers.Kind")
     faults = [f"its slot {slot.name} has the number format {slot.number}" for slot in row.slots if slot.number not in NUMBERS]
-    taken = {"weights", "gradients", "compute", "buffers"}
+    taken = {"weights", "gradients", "compute", "buffers", "lower", "upper"}
     faults += [f"its slot {slot.name} has a name that is taken" for slot in row.slots if slot.name in taken]
     names = [slot.name for slot in row.slots]
     faults += [f"two of its slots are called {one}" for one in dict.fromkeys(names) if names.count(one) > 1]

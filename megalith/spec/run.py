@@ -29,7 +29,7 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
 from megalith.spec.quantity import Thousand
 from megalith.spec.sites import SitesSpec
-from megalith.spec.state import Moments
+from megalith.spec.state import MasterForm, Moments
 
 
 def _own_part(name: str) -> str:
@@ -189,6 +189,10 @@ class OptimizerSpec(Spec):
     iterations: PositiveInt = Field(default=5, le=20, description="muon: steps of the iteration")
     split_heads: bool = Field(
         default=False, description="muon: the part of queries, keys and values of each head is a matrix of its own"
+    )
+    master: MasterForm = Field(
+        default="fp32",
+        description="form of the master weights: fp32, or the bf16 weight that computes and 16 bits (exact) or 8 bits beside it",
     )
     moments: Literal["fp32", "bf16", "fp8"] = Field(
         default="fp32", description="number format in which the moments of matrices are kept between two updates"

@@ -69,6 +69,15 @@ WIDE = Moments()
 """Moments in fp32."""
 MASTER = Slot("weights", category="weights")
 """The weights that updates change."""
+MasterForm: TypeAlias = Literal["fp32", "split16", "split8"]
+LOWER: Mapping[str, Slot] = {
+    "split16": Slot("lower", number="int16", category="weights", lasting=False),
+    "split8": Slot("lower", number="int8", category="weights", lasting=False),
+}
+"""The lower half of master weights whose upper half is the weight that computes (`kernels.halves`). Checkpoints hold both joined, as
+master weights in fp32."""
+UPPER = Slot("upper", number="bf16", category="weights", lasting=False)
+"""A rank's share of the upper half, where the weights that compute are gathered from it."""
 GRADIENT = Slot("gradients", category="gradients", zero=2, lasting=False)
 """The sums of gradients, from the first backward of a step to its update."""
 
@@ -78,9 +87,9 @@ def compute(number: str) -> Slot:
     return Slot("compute", number=number, category="weights", zero=3, lasting=False)
 
 
-def kept(number: str, optimizer: Iterable[Slot]) -> tuple[Slot, ...]:
-    """All slots of a run that computes in the format `number`."""
-    return (compute(number), MASTER, GRADIENT, *optimizer)
+def kept(number: str, optimizer: Iterable[Slot], *, master: str = "fp32") -> tuple[Slot, ...]:
+    """All slots of a run that computes in the format `number` and keeps its master weights in the form `master`."""
+    return (compute(number), LOWER.get(master, MASTER), GRADIENT, *optimizer)
 
 
 def bytes_each(slots: Iterable[Slot]) -> float:

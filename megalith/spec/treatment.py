@@ -8,7 +8,7 @@ from megalith.spec.model import Growth, ModelSpec
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import GroupSpec, OptimizerSpec
 from megalith.spec.sizes import Parameter, model_parameters
-from megalith.spec.state import MASTER, WIDE, Moments, Slot, bytes_each, kept
+from megalith.spec.state import LOWER, MASTER, WIDE, Moments, Slot, bytes_each, kept
 
 NOT_MATRICES = ("head.output.weight", "*router.weight", "*shared_gate.weight")
 """Names of parameters with the shape of a matrix whose rows are independent of each other: scores of tokens and of experts."""
@@ -26,11 +26,14 @@ class Treatment(NamedTuple):
     """Factor of the optimizer's epsilon."""
     moments: Moments = WIDE
     """The number format of its moments."""
+    master: str = "fp32"
+    """The form of its master weights, see `spec.state.LOWER`."""
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         """Tensors kept for the parameter between two updates."""
-        return self.moments.of(OPTIMIZERS[self.kind].slots)
+        lower = (LOWER[self.master],) if self.master in LOWER else ()
+        return (*lower, *self.moments.of(OPTIMIZERS[self.kind].slots))
 
 
 def treatments(model: ModelSpec, optimizer: OptimizerSpec) -> dict[str, Treatment]:
@@ -49,6 +52,7 @@ def treatment(parameter: Parameter, optimizer: OptimizerSpec, scaling: Growth) -
         lr=group.lr,
         weight_decay=usual if group.weight_decay is None else group.weight_decay,
         moments=optimizer.small if takes_small_moments(parameter, optimizer) else WIDE,
+        master="split16" if optimizer.master == "split8" and len(parameter.shape) < 2 else optimizer.master,
     )
     return found if scaling == Growth() else _scaled(found, parameter, scaling)
 
@@ -91,16 +95,21 @@ def amplifies(optimizer: OptimizerSpec) -> bool:
 
 
 def slots_of(optimizer: OptimizerSpec) -> tuple[Slot, ...]:
-    """Return the slots of a large parameter: nearly all of a model's."""
+    """Return the optimizer's slots of a large parameter: nearly all of a model's."""
     return optimizer.small.of(OPTIMIZERS[optimizer.kind].slots)
+
+
+def masters_of(optimizer: OptimizerSpec) -> tuple[Slot, ...]:
+    """Return the slots of a large parameter's master weights, beside the weights that compute."""
+    return (LOWER.get(optimizer.master, MASTER),)
 
 
 def kept_of(optimizer: OptimizerSpec, compute: str) -> str:
     """Say what is kept of one number of a large parameter, as a sum of bytes. `compute`: the format that products compute in; where it
     is the master weights' own, these are the ones that compute."""
-    words = {"compute": "compute", "weights": "master", "gradients": "gradient"}
+    words = {"compute": "compute", "weights": "master", "lower": "correction", "gradients": "gradient"}
     found: dict[str, float] = {}
-    for slot in kept(compute, slots_of(optimizer)):
+    for slot in kept(compute, slots_of(optimizer), master=optimizer.master):
         if slot.name != "compute" or compute != MASTER.number:
             word = words.get(slot.name, "moments")
             found[word] = found.get(word, 0.0) + bytes_each([slot])

@@ -12,6 +12,7 @@ from megalith.mesh import Mesh
 from megalith.models.moe import Moe
 from megalith.models.stage import Stage
 from megalith.parallel.apply import Builder
+from megalith.parallel.data import local
 from megalith.parallel.execute import Executor, Hidden
 from megalith.parallel.gradients import Shared, shared
 from megalith.parallel.groups import Groups
@@ -26,6 +27,7 @@ from megalith.spec.phases import Phase, Phases, during
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import within
 from megalith.spec.sizes import model_parameters, tied_names
+from megalith.spec.state import LOWER
 from megalith.spec.treatment import treatments
 from megalith.train.measure.noise import NoiseMeter
 from megalith.train.offload.home import home_of, lots_of
@@ -155,6 +157,9 @@ def assemble(
     treated = treatments(model, spec.optimizer)
     kinds = {name: OPTIMIZERS[each.kind] for name, each in treated.items()}
     slots = {name: each.slots for name, each in treated.items()}
+    halved = {
+        name: weight for name, weight in builder.by_name.items() if treated[name].master in LOWER and local(weight.kept).numel()
+    }
     lots = lots_of(plan.state, builder.by_name, slots, whole={name: kind.unit != "element" for name, kind in kinds.items()})
     scale = Scale.first(spec.loss_scale) if PRECISIONS[spec.train.precision].scaled else None
     return Trainer(
@@ -167,7 +172,7 @@ def assemble(
         parameters=parameters,
         shared=partly,
         executor=Executor(program, runners, reducer=builder.reducer, groups=groups, hidden=hidden_of(spec, device)),
-        state=State(parameters, buffers, slots, scale, home_of(lots, plan.state, folder=folder, rank=groups.rank)),
+        state=State(parameters, buffers, slots, scale, home_of(lots, plan.state, folder=folder, rank=groups.rank), halved),
         rule=Optimizer(spec.optimizer, treated, Whole.of(parameters, model_parameters(model), partly, groups)),
         noise=NoiseMeter(builder.by_name, buckets, partly, groups, spec),
         site=site,

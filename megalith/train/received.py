@@ -10,7 +10,7 @@ from megalith.checkpoint.load import Loaded, State, Wanted, Warn, silent
 from megalith.kernels.numbers import DTYPE
 from megalith.parallel.data import local
 from megalith.spec.run import RunSpec
-from megalith.spec.state import Slot
+from megalith.spec.state import Slot, lasting
 from megalith.spec.treatment import treatments
 from megalith.train.assemble import Trainer
 from megalith.train.optimizers.small import keep, rows_of, wide
@@ -24,6 +24,8 @@ def receive(trainer: Trainer, load: Callable[[Wanted], Loaded | None], warn: War
     if loaded is not None and received.scratch:
         received.convert(loaded.meta["position"].get("updates", loaded.step))
         warn(_converted(loaded, trainer))
+    if loaded is not None and (text := _split(loaded, trainer)):
+        warn(text)
     return loaded
 
 
@@ -45,7 +47,7 @@ class _Received:
         before = treatments(self.trainer.model, saved)
         for name, parameter in state.parameters.items():
             share = local(parameter)
-            for was, now in zip(before[name].slots, treated[name].slots, strict=True):
+            for was, now in zip(lasting(before[name].slots), lasting(treated[name].slots), strict=True):
                 if was != now:
                     made = torch.zeros(was.shape_of(share.shape), dtype=DTYPE[was.number], device=share.device)
                     self.scratch[was, now, name] = made
@@ -63,6 +65,13 @@ class _Received:
                 moment = wide(was, share.view(len(rows), -1), columns)
                 keep(moment, kept.view(len(rows), -1), now, name=name, number=number, rows=rows, first=cut.offset[-1])
             self.trainer.state.put(now, name, kept)
+
+
+def _split(loaded: Loaded, trainer: Trainer) -> str:
+    """Say how master weights are kept from now on, if otherwise than in the run that saved them; empty: as before."""
+    was, now = RunSpec.model_validate(loaded.meta["spec"]).optimizer.master, trainer.spec.optimizer.master
+    how = "rounded to 24 bits" if now == "split8" else "the same numbers"
+    return "" if was == now else f"optimizer.master was {was} when step {loaded.step} was saved and is {now}: {how}"
 
 
 def _converted(loaded: Loaded, trainer: Trainer) -> str:

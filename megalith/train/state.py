@@ -9,8 +9,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from megalith.checkpoint.shares import Laid, Stored
 from megalith.kernels.numbers import DTYPE
-from megalith.parallel.data import local
-from megalith.spec.state import CATEGORIES, GRADIENT, MASTER, Category, Slot, bytes_each
+from megalith.parallel.data import Weight, local
+from megalith.spec.numbers import NUMBERS
+from megalith.spec.state import CATEGORIES, GRADIENT, LOWER, MASTER, UPPER, Category, Slot, bytes_each
+from megalith.train.masters import Joined
 from megalith.train.offload.home import Disk, Host
 from megalith.train.optimizers.rule import Part
 from megalith.train.stability.history import History
@@ -30,10 +32,11 @@ class State:
         slots: Mapping[str, Sequence[Slot]],
         scale: Scale | None = None,
         home: Host | Disk | None = None,
+        halved: Mapping[str, Weight] | None = None,
     ) -> None:
         """`buffers`: tensors that training changes besides parameters, such as routers' biases. `slots`: the tensors that the optimizer
         keeps for each parameter; they begin as zeros. `scale`: the first loss scale; None: the run has none. `home`: what is kept
-        elsewhere than on the device."""
+        elsewhere than on the device. `halved`: the weights whose master weights are in two halves."""
         self.parameters, self.buffers, self.slots, self.home = parameters, buffers, slots, home
         self.updates = 0
         """Updates made: what bias correction and the learning rate follow."""
@@ -45,16 +48,28 @@ class State:
         """The loss scale as checkpoints, copies and digests hold it; empty if the run has none."""
         self._scale = scale
         self._shares = {name: local(parameter).detach() for name, parameter in parameters.items()}
+        self._halved = halved or {}
         away = home.held if home is not None else {}
         named = dict.fromkeys([MASTER, *(slot for name in self._shares for slot in slots[name])])
         self._held: dict[Slot, dict[str, Tensor | Stored]] = {slot: {} for slot in named}
-        for name, share in self._shares.items():
+        for name in self._shares:
             for slot in (MASTER, *slots[name]):
                 kept = away.get((slot, name))
-                self._held[slot][name] = (share if slot == MASTER else _zeros(slot, share)) if kept is None else kept
+                self._held[slot][name] = self._first(slot, name) if kept is None else kept
+            for slot in (slot for slot in slots[name] if name in self._halved and slot in LOWER.values()):
+                bits = NUMBERS[slot.number].bits
+                self._held[MASTER][name] = Joined(self._halved[name], self._held[slot][name], bits)
         if scale is not None:
             device = next(iter(self._shares.values())).device
             self.scaling[SCALE] = torch.tensor(scale, dtype=torch.float32, device=device)
+
+    def _first(self, slot: Slot, name: str) -> Tensor:
+        """Return what a slot holds on the device before the first update."""
+        if slot == MASTER:
+            return self._shares[name]
+        if name in self._halved and slot in LOWER.values():
+            return self._halved[name].split(NUMBERS[slot.number].bits)
+        return _zeros(slot, self._shares[name])
 
     @property
     def scale(self) -> Scale | None:
@@ -86,10 +101,16 @@ class State:
         gradient = self.parameters[name].grad
         assert gradient is not None or not share.numel(), f"{name} is a parameter without gradient"
         gradient = torch.zeros_like(share) if gradient is None else local(gradient)
+        share = self._upper(name, share)
         if self.home is not None and name in self.home.lots:
             return Part(name, share, gradient, {}, home=self.home)
         kept = {slot.name: self._held[slot][name] for slot in self.slots[name]}
         return Part(name, share, gradient, {key: held for key, held in kept.items() if isinstance(held, Tensor)})
+
+    def _upper(self, name: str, share: Tensor) -> Tensor:
+        """Return the share of the weights that an update changes: of those in two halves the upper one."""
+        moved = self._halved[name].moved if name in self._halved else None
+        return share if moved is None else moved
 
     def settle(self) -> None:
         """Let an update count that is complete on this rank."""
@@ -110,7 +131,8 @@ class State:
     def changed(self) -> list[Tensor]:
         """Return all that an update changes in memory: shares, and compute weights whose master weights are elsewhere."""
         held = [share for kept in self._held.values() for share in kept.values() if isinstance(share, Tensor)]
-        moved = (lot.weight.moved for lot in self.home.lots.values()) if self.home is not None else ()
+        away = {name: lot.weight for name, lot in self.home.lots.items()} if self.home is not None else {}
+        moved = (weight.moved for weight in {**away, **self._halved}.values())
         return [*held, *(share for share in moved if share is not None)]
 
     def drop_gradients(self) -> None:
@@ -120,6 +142,10 @@ class State:
     def shares(self, *categories: Category) -> dict[str, Tensor]:
         """The shares in memory as plain tensors, buffers among the weights. `categories`: of these alone, without the loss scale."""
         found = {f"{slot.name}.{name}": share for slot, name, share, _ in self._walk(categories) if isinstance(share, Tensor)}
+        if not categories or UPPER.category in categories:
+            found |= {
+                f"{UPPER.name}.{name}": self._upper(name, share) for name, share in self._shares.items() if name in self._halved
+            }
         return found | self._scaling_of(categories)
 
     def tensors(self, *categories: Category) -> dict[str, Tensor]:
@@ -129,9 +155,11 @@ class State:
         return found
 
     def laid(self, *categories: Category) -> dict[str, Tensor | Laid]:
-        """The same wherever they are: what a checkpoint holds."""
+        """The same wherever they are: what a checkpoint holds. Master weights in two halves are one, in fp32."""
         found = {
-            f"{slot.name}.{name}": self._laid(slot, name, share, whole) for slot, name, share, whole in self._walk(categories)
+            f"{slot.name}.{name}": self._laid(slot, name, share, whole)
+            for slot, name, share, whole in self._walk(categories)
+            if slot.lasting
         }
         return found | self._scaling_of(categories)
 
@@ -144,8 +172,7 @@ class State:
             share.fill((0,) * values.dim(), values.cpu())
 
     def _laid(self, slot: Slot, name: str, share: Tensor | Stored, whole: Tensor) -> Tensor | Laid:
-        if self.home is None or (slot, name) not in self.home.held:
-            assert isinstance(share, Tensor)
+        if isinstance(share, Tensor) and (self.home is None or (slot, name) not in self.home.held):
             return like(slot, share, whole)
         cut = like(slot, torch.empty(tuple(share.shape), dtype=share.dtype, device="meta"), whole)
         return Laid.of(f"{slot.name}.{name}", cut, share)
@@ -180,7 +207,10 @@ class State:
         found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         found[GRADIENT.category] = int(sum(share.numel() for share in self._shares.values()) * bytes_each([GRADIENT]))
         for slot, kept in self._held.items():
-            found[slot.category] += sum(_bytes(share) for name, share in kept.items() if (slot, name) not in away)
+            here = (share for name, share in kept.items() if (slot, name) not in away and not isinstance(share, Joined))
+            found[slot.category] += sum(map(_bytes, here))
+        apart = (weight for weight in self._halved.values() if weight.mesh.size(1) > 1)  # else they are the weights that compute
+        found[UPPER.category] += sum(_bytes(weight.moved) for weight in apart if weight.moved is not None)
         return found | (self.home.bytes if self.home is not None else {})
 
     def _walk(self, categories: Sequence[Category]) -> Iterator[tuple[Slot, str, Tensor | Stored, Tensor]]:

@@ -71,3 +71,21 @@ def test_embeddings_vectors_and_few_elements_keep_fp32() -> None:
     assert kept["embedding.weight"] == kept["head.norm.weight"] == kept["blocks.0.mlp_norm.weight"] == "fp32"
     assert kept["blocks.0.mlp.down.weight"] == kept["head.output.weight"] == "fp8"
     assert not found("optimizer.moments=fp8", "plan.state.optimizer=host")
+
+
+def test_halves_need_weights_in_bf16_and_no_sites() -> None:
+    """All at once."""
+    wrong = errors("optimizer.master=split16", "train.precision=fp16", "sites.count=2")
+    assert [problem.reason for problem in wrong if problem.key == "optimizer.master"] == [
+        "keeps bf16 weights and what they leave of fp32, and weights compute in fp16",
+        "keeps no fp32 weights, and sites merge theirs in fp32",
+    ]
+    assert not errors("optimizer.master=split8", "train.precision=fp8")
+
+
+def test_halves_that_save_nothing_are_told() -> None:
+    said = [problem.reason for problem in found("optimizer.master=split16", "plan.data=2") if problem.key == "optimizer.master"]
+    assert said == ["saves nothing over 2 shards: a rank keeps 2 + 2 bytes of each weight of its share, as of fp32 4"]
+    for settings in (("optimizer.master=split8", "plan.data=2"), ("optimizer.master=split16",)):
+        assert "optimizer.master" not in advice(*settings)
+    assert "optimizer.master" not in advice("optimizer.master=split16", "plan.data=2", "plan.zero=0")

@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megalith.kernels.numbers import DTYPE
 from megalith.parallel.data import Weight, local
+from megalith.spec.numbers import NUMBERS
 from megalith.spec.plan import StateSpec
-from megalith.spec.state import MASTER, Slot, away_names
+from megalith.spec.state import LOWER, MASTER, Slot, away_names
 from megalith.train.offload.slots import SlotFile, padded
 from megalith.train.offload.stored import Stored
 from megalith.train.offload.stream import Stream
@@ -47,12 +48,21 @@ class Lot(NamedTuple):
 def lots_of(
     state: StateSpec, weights: Mapping[str, Weight], slots: Mapping[str, Sequence[Slot]], whole: Mapping[str, bool]
 ) -> dict[str, Lot]:
-    """Return the parameters whose state goes elsewhere. Master weights go too where products compute with other numbers."""
+    """Return the parameters whose state goes elsewhere. Master weights go too where products compute with other numbers; of those in two
+    halves the lower one goes."""
     sizes = {name: local(weight.kept).numel() for name, weight in weights.items()}
-    return {
-        name: Lot(weights[name], (*([MASTER] if weights[name].narrow else []), *slots[name]), whole[name])
-        for name in away_names(sizes, state.away)
-    }
+
+    def masters(name: str) -> list[Slot]:
+        return [MASTER] if weights[name].narrow and not any(slot in LOWER.values() for slot in slots[name]) else []
+
+    return {name: Lot(weights[name], (*masters(name), *slots[name]), whole[name]) for name in away_names(sizes, state.away)}
+
+
+def _first(slot: Slot, lot: Lot) -> Tensor | None:
+    """Take a slot's first values from the weights: its master weights, or their lower half; None: they are zeros."""
+    if slot == MASTER:
+        return lot.weight.move_out()
+    return lot.weight.split(NUMBERS[slot.number].bits) if slot in LOWER.values() else None
 
 
 class Host:
@@ -64,17 +74,14 @@ class Host:
         for name, lot in lots.items():
             share = lot.share
             for slot in lot.slots:
-                made = (
-                    torch.zeros(slot.shape_of(share.shape), dtype=DTYPE[slot.number])
-                    if slot != MASTER
-                    else lot.weight.move_out().cpu()
-                )
-                self.held[slot, name] = made
+                first = _first(slot, lot)
+                zeros = torch.zeros(slot.shape_of(share.shape), dtype=DTYPE[slot.number])
+                self.held[slot, name] = zeros if first is None else first.cpu()
 
     @property
     def masters(self) -> bool:
-        """True if the master weights are here too."""
-        return any(slot == MASTER for slot, _ in self.held)
+        """True if the master weights are here too, or their lower halves."""
+        return any(slot == MASTER or slot in LOWER.values() for slot, _ in self.held)
 
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
         """Yield the parts with their state. What they changed reaches the weights that compute."""
@@ -133,9 +140,8 @@ class Disk:
             (slot, name): self._stored(name, number) for name, lot in lots.items() for number, slot in enumerate(lot.slots)
         }
         for (slot, name), stored in self.held.items():
-            if slot == MASTER:
-                master = lots[name].weight.move_out()
-                stored.fill((0,) * master.dim(), master)
+            if (first := _first(slot, lots[name])) is not None:
+                stored.fill((0,) * first.dim(), first)
 
     def _stored(self, name: str, number: int) -> Stored:
         lot = self.lots[name]
@@ -148,8 +154,8 @@ class Disk:
 
     @property
     def masters(self) -> bool:
-        """True if the master weights are here too."""
-        return any(slot == MASTER for slot, _ in self.held)
+        """True if the master weights are here too, or their lower halves."""
+        return any(slot == MASTER or slot in LOWER.values() for slot, _ in self.held)
 
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
         """Yield the parts piece by piece with their state, while the next ones are read and those before are written."""

@@ -28,6 +28,11 @@ class Stored:
             ((chunk, _, _),) = self._pieces
             self._pieces = ((chunk, 0, prod(self.shape)),)
 
+    @property
+    def in_memory(self) -> bool:
+        """False: it is on disk."""
+        return False
+
     def numel(self) -> int:
         """The number of elements."""
         return prod(self.shape)

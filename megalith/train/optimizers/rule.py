@@ -28,7 +28,7 @@ class Part(NamedTuple):
     first: int = 0
     """The first number of the share, where this is a flat piece of it."""
     small: "Few | None" = None
-    """The way to its moments, if they are kept in few bits: `opened` yields the part with them in fp32."""
+    """The way to its moments and master weights, if they are kept in few bits: `opened` yields the part with them in fp32."""
 
 
 class Home(Protocol):
@@ -45,10 +45,16 @@ class Home(Protocol):
 
 
 class Few(Protocol):
-    """Moments of one part that are kept in few bits (`train.optimizers.small`)."""
+    """Moments and master weights of one part that are kept in few bits (`train.optimizers.small`)."""
 
-    def opened(self, part: Part) -> Iterator[Part]:
-        """Yield the part, or flat pieces of it, with its moments in fp32. Changes are kept once the next is asked for."""
+    @property
+    def masters(self) -> bool:
+        """True if the master weights are kept so."""
+        ...
+
+    def opened(self, part: Part, *, weights_alone: bool = False) -> Iterator[Part]:
+        """Yield the part, or flat pieces of it, with its moments and master weights in fp32. Changes are kept once the next is asked
+        for. `weights_alone`: the moments are not looked at."""
         ...
 
 
@@ -62,10 +68,10 @@ def opened(parts: Iterable[Part], *, weights_alone: bool = False) -> Iterator[Pa
     for where, group in groupby(parts, home):
         some = list(group)
         for part in some if where is None else where.stream(some):
-            if part.small is None or weights_alone:
+            if part.small is None or (weights_alone and not part.small.masters):
                 yield part
             else:
-                yield from part.small.opened(part)
+                yield from part.small.opened(part, weights_alone=weights_alone)
 
 
 def together(parts: Sequence[Part]) -> Iterator[list[Part]]:

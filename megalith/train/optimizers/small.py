@@ -1,6 +1,7 @@
-"""Moments in few bits, opened for an update: fp32 for as long as a rule looks at them, a piece at a time where it may."""
+"""Moments and master weights in few bits: fp32 for as long as a rule looks at them, a piece at a time where it may."""
 
 from collections.abc import Iterator, Sequence
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -8,21 +9,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalith.kernels import moments
-from megalith.spec.state import Slot
+from megalith.kernels.halves import join, split
+from megalith.spec.numbers import NUMBERS
+from megalith.spec.state import LOWER, Slot
 from megalith.train.optimizers.rule import Part
 from megalith.train.optimizers.whole import Cut
 
 PIECE = 1 << 18
 """About how many numbers of a part are wide at once, where each is updated by itself: they stay in a processor's cache."""
+WORD = 16
+"""Bits that bf16 leaves of an fp32 number."""
 LANES = 64
 """A piece is filled up to whole vectors: kernels round what is left behind them in another way, and then a cut would decide about bits."""
 
 
 class Small(NamedTuple):
-    """Opens the slots of one parameter that are kept in few bits."""
+    """Opens the slots of one parameter that are kept in few bits, and its master weights if they are in two halves."""
 
     name: str
     slots: tuple[Slot, ...]
+    """The moments of the parameter's shape; some may be wide."""
+    lower: Slot | None
+    """The lower half of its master weights; None: they are in fp32."""
     number: int
     """The update, which draws of stochastic rounding depend on."""
     cut: Cut
@@ -31,35 +39,76 @@ class Small(NamedTuple):
 
     @classmethod
     def of(cls, name: str, slots: Sequence[Slot], number: int, cut: Cut, *, alone: bool) -> "Small | None":
-        """None if all slots are wide."""
-        few = tuple(slot for slot in slots if slot.shape == "like" and slot.number != "fp32")
-        return cls(name, few, number, cut, alone) if few else None
+        """None if all slots are wide, and the master weights too."""
+        moments = tuple(slot for slot in slots if slot.shape == "like" and slot.category == "optimizer")
+        lower = next((slot for slot in slots if slot in LOWER.values()), None)
+        few = lower is not None or any(slot.number != "fp32" for slot in moments)
+        return cls(name, moments, lower, number, cut, alone) if few else None
 
-    def opened(self, part: Part) -> Iterator[Part]:
-        """Yield a part, or a flat piece of one, with its moments in fp32. Changes are kept once the next is asked for."""
+    @property
+    def masters(self) -> bool:
+        """True if the master weights are in two halves."""
+        return self.lower is not None
+
+    def opened(self, part: Part, *, weights_alone: bool = False) -> Iterator[Part]:
+        """Yield a part, or a flat piece of one, with its moments and master weights in fp32. Changes are kept once the next is asked for.
+        `weights_alone`: the moments are not looked at."""
+        slots = () if weights_alone else self.slots
         if not part.weight.numel():
+            weight = part.weight.float()
             yield part._replace(
-                slots={**part.slots, **{slot.name: torch.zeros_like(part.weight) for slot in self.slots}}, small=None
+                weight=weight, slots={**part.slots, **{slot.name: torch.zeros_like(weight) for slot in slots}}, small=None
             )
             return
         columns = self.cut.sizes[-1]
         weight, gradient = part.weight.view(-1, columns), part.gradient.reshape(-1, columns)
         rows = rows_of(self.cut, weight.device)[part.first // columns :]
-        kept = {slot: part.slots[slot.name].view(len(weight), -1) for slot in self.slots}
-        step = max(1, PIECE // columns) if self.alone else len(weight)
+        kept = {slot: part.slots[slot.name].view(len(weight), -1) for slot in slots}
+        lower = None if self.lower is None else part.slots[self.lower.name].view(-1, columns)
+        grain = LANES // gcd(columns, LANES)  # rows of whole vectors
+        step = max(grain, PIECE // columns // grain * grain) if self.alone else len(weight)
         for start in range(0, len(weight), step):
             here = slice(start, start + step)
             near = {slot: wide(slot, tensor[here], columns) for slot, tensor in kept.items()}
+            master = weight[here] if lower is None else join(weight[here], lower[here])
             if self.alone:
-                yield from _filled(part, weight[here], gradient[here], near)
+                yield from self._filled(part, master, gradient[here], near)
             else:
-                slots = {slot.name: moment.view_as(part.weight) for slot, moment in near.items()}
-                yield part._replace(slots={**part.slots, **slots}, small=None)
+                held = {slot.name: moment.view_as(part.weight) for slot, moment in near.items()}
+                yield part._replace(weight=master.view_as(part.weight), slots={**part.slots, **held}, small=None)
             for slot, moment in near.items():
                 self._keep(slot, moment, kept[slot][here], rows[here])
+            if lower is not None:
+                self._split(master, weight[here], lower[here], rows[here])
 
     def _keep(self, slot: Slot, moment: Tensor, into: Tensor, rows: Tensor) -> None:
-        keep(moment, into, slot, name=self.name, number=self.number, rows=rows[: len(moment)], first=self.cut.offset[-1])
+        if slot.number != "fp32":  # a wide one was changed where it is
+            keep(moment, into, slot, name=self.name, number=self.number, rows=rows[: len(moment)], first=self.cut.offset[-1])
+
+    def _split(self, master: Tensor, upper: Tensor, lower: Tensor, rows: Tensor) -> None:
+        """Keep rows of the master weights in two halves."""
+        assert self.lower is not None
+        bits, drawn = NUMBERS[self.lower.number].bits, None
+        if bits < WORD:
+            seed = moments.seed_of_draws(self.name, self.lower.name, self.number)
+            drawn = moments.words(seed, rows[: len(master)], self.cut.offset[-1], master.shape[1])
+        high, low = split(master, bits, drawn)
+        upper.copy_(high)
+        lower.copy_(low)
+
+    def _filled(self, part: Part, weight: Tensor, gradient: Tensor, near: dict[Slot, Tensor]) -> Iterator[Part]:
+        """Yield a piece, flat. One with moments of few bits is filled up to whole vectors; else it ends as it would in fp32."""
+        few = any(slot.number != "fp32" for slot in near)
+        numbers, missing = weight.numel(), -weight.numel() % LANES if few else 0
+        whole = [
+            F.pad(tensor.reshape(-1), (0, missing)) if missing else tensor.view(-1)
+            for tensor in (weight, gradient, *near.values())
+        ]
+        slots = dict(zip((slot.name for slot in near), whole[2:], strict=True))
+        yield part._replace(weight=whole[0], gradient=whole[1], slots=slots, small=None)
+        if missing:
+            for tensor, changed in zip((weight, *near.values()), (whole[0], *whole[2:]), strict=True):
+                tensor.copy_(changed[:numbers].view_as(tensor))
 
 
 def rows_of(cut: Cut, device: torch.device) -> Tensor:
@@ -83,16 +132,3 @@ def keep(moment: Tensor, into: Tensor, slot: Slot, *, name: str, number: int, ro
 def wide(slot: Slot, kept: Tensor, columns: int) -> Tensor:
     """Rows of a moment in fp32, [rows, columns]."""
     return moments.unpack(kept, slot.block, columns, root=slot.root) if slot.block else kept.float()
-
-
-def _filled(part: Part, weight: Tensor, gradient: Tensor, near: dict[Slot, Tensor]) -> Iterator[Part]:
-    """Yield a piece of whole vectors, flat."""
-    numbers, missing = weight.numel(), -weight.numel() % LANES
-    whole = [
-        F.pad(tensor.reshape(-1), (0, missing)) if missing else tensor.view(-1) for tensor in (weight, gradient, *near.values())
-    ]
-    slots = dict(zip((slot.name for slot in near), whole[2:], strict=True))
-    yield part._replace(weight=whole[0], gradient=whole[1], slots=slots, small=None)
-    if missing:
-        for tensor, changed in zip((weight, *near.values()), (whole[0], *whole[2:]), strict=True):
-            tensor.copy_(changed[:numbers].view_as(tensor))

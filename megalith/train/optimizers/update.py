@@ -41,7 +41,7 @@ class Optimizer:
     def _treated(self, part: Part, treatment: Treatment, number: int) -> Part:
         """Return the part as its rule gets it."""
         small = None
-        if treatment.moments.number != "fp32":
+        if treatment.moments.number != "fp32" or treatment.master != "fp32":
             alone = OPTIMIZERS[treatment.kind].unit == "element"
             small = Small.of(part.name, treatment.slots, number, self.whole.cuts[part.name], alone=alone)
         return part._replace(lr=treatment.lr, weight_decay=treatment.weight_decay, eps=treatment.eps, small=small)

@@ -1,0 +1,31 @@
+"""Master weights in two halves: the bf16 weight that computes, and what it leaves of the fp32 one.
+
+The upper half is the master weight rounded to bf16 with ties away from zero: half of its last place is added to the bits, and the lower 16
+are cut off. The difference fits 16 bits exactly. With ties to even it would not: both ties beside an even number belong to it, so it
+stands for 65,537 numbers. With 8 bits of the difference a weight has 24 bits (FlashOptim, arXiv:2602.23349).
+"""
+
+import torch
+from torch import Tensor
+
+
+def split(master: Tensor, bits: int, drawn: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Split master weights (fp32) into bf16 and a lower half of 16 or 8 `bits` (int16 or int8), of the same shape.
+
+    With 16 bits `join` gives the same numbers. With 8 they are rounded first: to the nearest, or by a random word (int32) for each that is
+    `drawn` (Gupta et al. 2015, arXiv:1502.02551, section 3). A number that 24 bits hold is never changed.
+    """
+    words = master.contiguous().view(torch.int32)
+    if bits == 8:
+        words = (words + (0x80 if drawn is None else drawn & 0xFF)).bitwise_and_(-0x100)
+    upper = (words + 0x8000) >> 16
+    lower = words - (upper << 16)
+    narrow = torch.int16 if bits == 16 else torch.int8
+    return upper.to(torch.int16).view(torch.bfloat16), (lower if bits == 16 else lower >> 8).to(narrow)
+
+
+def join(upper: Tensor, lower: Tensor) -> Tensor:
+    """The inverse: bf16, and int16 or int8 of the same shape -> fp32."""
+    low = lower.to(torch.int32)
+    words = (upper.contiguous().view(torch.int16).to(torch.int32) << 16).add_(low if lower.dtype == torch.int16 else low << 8)
+    return words.view(torch.float32)

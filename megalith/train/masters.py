@@ -1,0 +1,72 @@
+"""Master weights in two halves, as checkpoints read and fill them: fp32 numbers, whatever they are kept in."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.shares import Stored
+from megalith.kernels.halves import join, split
+from megalith.parallel.data import Weight, local
+
+PIECE = 1 << 20
+"""Numbers that are joined at once."""
+
+
+class Joined:
+    """The fp32 master weights of one parameter's share: the half that computes, and the lower half, wherever that is."""
+
+    dtype = torch.float32
+
+    def __init__(self, weight: Weight, lower: Tensor | Stored, bits: int) -> None:
+        """`bits`: those of a number's lower half."""
+        self.weight, self.lower, self.bits = weight, lower, bits
+        self.shape = tuple(local(weight.kept).shape)
+
+    @property
+    def upper(self) -> Tensor:
+        """The half that computes, or this rank's share of it: bf16, of the share's shape."""
+        assert self.weight.moved is not None
+        return self.weight.moved
+
+    @property
+    def in_memory(self) -> bool:
+        """True if no half is on disk."""
+        return isinstance(self.lower, Tensor) or self.lower.in_memory
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.upper.numel()
+
+    def element_size(self) -> int:
+        """Bytes of one element, joined."""
+        return self.dtype.itemsize
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the share from its first number on: the number that a piece begins with, and the piece, flat and in the host's memory."""
+        upper = self.upper.view(-1)
+        for first, lower in self._lower_pieces():
+            yield first, join(upper[first : first + lower.numel()].to(lower.device), lower).cpu()
+
+    def _lower_pieces(self) -> Iterator[tuple[int, Tensor]]:
+        if isinstance(self.lower, Tensor):
+            flat = self.lower.view(-1)
+            yield from ((first, flat[first : first + PIECE]) for first in range(0, flat.numel(), PIECE))
+        else:
+            yield from self.lower.pieces()
+
+    @torch.no_grad()
+    def fill(self, offset: Sequence[int], values: Tensor) -> None:
+        """Write a box of the share, which begins at `offset`. Eight bits take the nearest number."""
+        upper, lower = split(values.float(), self.bits)
+        _box(self.upper, offset, values).copy_(upper)
+        if isinstance(self.lower, Tensor):
+            _box(self.lower, offset, values).copy_(lower)
+        else:
+            self.lower.fill(offset, lower.cpu())
+
+
+def _box(whole: Tensor, offset: Sequence[int], values: Tensor) -> Tensor:
+    for dim, (start, size) in enumerate(zip(offset, values.shape, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole
