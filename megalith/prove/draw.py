@@ -221,14 +221,13 @@ def legal(choices: tuple[Choice, ...]) -> RunSpec | None:
         asked.pop(name, ()) for name in ("preset", "precision", "kind", "phases", "moments")
     )
     narrow = {"granularity": asked.pop("granularity", "tile")}
+    master = asked.pop("master", "fp32")
     data = asked.get("data", 1) * asked.get("replicate", 1)
     microbatches = 4 if "pipeline" in asked else 2
     plan = Plan.model_validate(asked | {"data": data, "microbatch": max(1, SAMPLES // data // microbatches)})
     if plan.ranks > MOST_RANKS or (OPTIMIZERS[kind].amplifies and precision != "fp32"):
         return None
-    optimizer = {"kind": kind, "moments": moments, "master": asked.pop("master", "fp32")} | (
-        SMALL_MOMENTS if moments != "fp32" else {}
-    )
+    optimizer = {"kind": kind, "moments": moments, "master": master} | (SMALL_MOMENTS if moments != "fp32" else {})
     spec = _run(preset, precision, narrow, plan, optimizer, phases)
     return None if any(problem.severity == "error" for problem in check(spec, files=False)) else spec
 
