@@ -1,7 +1,9 @@
 """`megalith plan`: the best layouts of a model on a cluster, predicted."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -89,6 +91,12 @@ Atlas = Annotated[
         "--atlas", help="Show a map of the best layouts instead, by model (--model A,B,...) and nodes, up to the cluster's."
     ),
 ]
+Guide = Annotated[
+    bool,
+    typer.Option(
+        "--guide", help="Walk from what you have to a plan: fit, batch, throughput, one technique at a time. Asks on a terminal."
+    ),
+]
 Out = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the best layout as a run to this file (.toml); the map (.html).")
 ]
@@ -127,6 +135,7 @@ def command(
     software: Software = "megalith",
     offload: Offload = False,
     atlas: Atlas = False,
+    guide: Guide = False,
     out: Out = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -160,6 +169,9 @@ def command(
         tokens=tokens, compute_optimal=compute_optimal, format=format, forward_only=forward_only, offload=offload, software=software,
         overrides=tuple(settings or ()), out=out is not None,
     )  # fmt: skip
+    if guide:
+        _walk(question, measured or (), out, overwrite=overwrite, as_json=as_json)
+        return
     with _searching() as tick:
         others = [(change, varied.vary(question, change)) for change in what_if or ()]
         wanted = asked.ask(question)
@@ -234,6 +246,54 @@ def _explain(run: Path, *, as_json: bool) -> None:
     console.print(escape(plans.slower(found)), plans.terms(found), sep="\n")
     if found.tries:
         console.print(plans.tries(found))
+
+
+def _walk(question: "Question", measured: Sequence[Path], out: Path | None, *, overwrite: bool, as_json: bool) -> None:
+    """Print a walk to a plan, after asking for what no option gave. Raises SpecErrors where nothing fits, or the question is wrong."""
+    from megalith.planner import answer, asked
+    from megalith.planner import measured as rows
+    from megalith.planner.walk import walk
+    from megalith.report.walk import pages  # drawing
+    from megalith.spec.problem import Problem, SpecErrors
+
+    if question.forward_only:
+        reason = "leads to a plan for training, and --forward-only asks for none"
+        raise SpecErrors([Problem("error", "--guide", None, reason, "Leave out one of them.", "command line")])
+    if sys.stdin.isatty() and not as_json:
+        question = _interview(question)
+    with _searching() as tick:
+        found = walk(asked.ask(question), measured=rows.measured(measured, question.software), tick=tick)
+    if found.answered is not None and out is not None:
+        write(answer.as_run(found.answered), out, overwrite=overwrite)
+    if not as_json:
+        console = Console(highlight=False)
+        for page in pages(found):
+            console.print(page)
+    if found.answered is None:
+        raise SpecErrors(found.problems)
+    if as_json:
+        print_json({"ok": True} | found.to_json() | ({"out": str(out)} if out else {}))
+    elif out is not None:
+        print(f"written: {out}\nnext: megalith check {out}")
+
+
+def _interview(question: "Question") -> "Question":
+    """Ask for the model, the devices, the sequence and the tokens that no option or run file gave; an empty answer takes the default."""
+    if question.path is not None:
+        return question
+    model = question.model or typer.prompt("Model, such as llama3.1-8b or 8b (`megalith models` lists them)")
+    cluster = question.cluster or typer.prompt("Devices, such as 8xh100, or a cluster file")
+    asked = replace(question, model=model, cluster=cluster)
+    if question.seq_len is None:
+        length = typer.prompt("Tokens of a sequence, such as 8k (empty: the model's context, at most 8k)", "", show_default=False)
+        asked = replace(asked, seq_len=whole(length) if length else None)
+    if question.global_batch is None and question.global_batch_tokens is None:
+        batch = typer.prompt("Tokens of a step, such as 4M (empty: 4M)", "", show_default=False)
+        asked = replace(asked, global_batch_tokens=batch or None)
+    if question.tokens is None and not question.compute_optimal:
+        tokens = typer.prompt("Tokens of the whole training, such as 15T (empty: 20 a parameter)", "", show_default=False)
+        asked = replace(asked, tokens=tokens or None, compute_optimal=not tokens)
+    return asked
 
 
 def _draw_atlas(question: "Question", models: list[str], out: Path, *, overwrite: bool, as_json: bool) -> None:

@@ -65,15 +65,15 @@ def dollars(value: float) -> str:
 def table(found: Answer) -> Table:
     """Layouts, best first, with what there is to choose by among those as fast as the best; the run's own plan last."""
     choices, own = found.found.choices, found.own
-    drawn = _table("layout", "again", "MFU", "step", "80 %", "GiB", "waits", "beside the first")
+    drawn = columns("layout", "again", "MFU", "step", "80 %", "GiB", "waits", "beside the first")
     drawn.columns[-1].justify, drawn.columns[-1].no_wrap = "left", False
     for choice in choices:
         drawn.add_row(
-            short(choice.plan), _again(choice.plan), *_figures(choice.estimate, found.sure), _beside(choice, choices[0], found)
+            short(choice.plan), again(choice.plan), *_figures(choice.estimate, found.sure), _beside(choice, choices[0], found)
         )
     if own is not None:
         figures = *_figures(own.estimate, found.sure), _beside(own, choices[0], found)
-        drawn.add_row(f"[bold]{short(own.plan)} (yours)[/]", _again(own.plan), *figures)
+        drawn.add_row(f"[bold]{short(own.plan)} (yours)[/]", again(own.plan), *figures)
     return drawn
 
 
@@ -97,14 +97,14 @@ def _splits(plan: Plan) -> int:
 
 def frontier(points: Sequence[Point]) -> Table:
     """Layouts that nothing beats in time, cost and memory at once."""
-    drawn = _table("devices", "layout", "again", "step", "tok/s", "MFU", "GiB", "free", "$/B tok")
+    drawn = columns("devices", "layout", "again", "step", "tok/s", "MFU", "GiB", "free", "$/B tok")
     for point in points:
         plan, estimate = point.choice.plan, point.choice.estimate
         free = f"{1 - estimate.memory.total / estimate.limit:.0%}" if estimate.limit else "-"
         price = f"{point.dollars:,.0f}" if point.dollars is not None else "-"
         rate = amount(estimate.tokens_per_second * point.devices)
         drawn.add_row(
-            f"{point.devices:,}", short(plan), _again(plan), seconds(estimate.time.step), rate, f"{estimate.mfu:.1%}",
+            f"{point.devices:,}", short(plan), again(plan), seconds(estimate.time.step), rate, f"{estimate.mfu:.1%}",
             f"{estimate.memory.total / GIB:.1f}", free, price,
         )  # fmt: skip
     return drawn
@@ -112,7 +112,7 @@ def frontier(points: Sequence[Point]) -> Table:
 
 def what_ifs(found: Answer) -> Table:
     """The best layout of each change, beside the best as things are."""
-    drawn = _table("if", "layout", "tok/s", "MFU", "step", "GiB", "days", "cost")
+    drawn = columns("if", "layout", "tok/s", "MFU", "step", "GiB", "days", "cost")
     as_it_is = ("as it is", found.found.best, next(iter(found.trainings), None))
     for change, choice, training in (as_it_is, *((one.change, one.choice, one.training) for one in found.what_ifs)):
         if choice is None:
@@ -130,7 +130,7 @@ def what_ifs(found: Answer) -> Table:
 
 def prices(broken: Sequence[Price]) -> Table:
     """Broken rules, the plan that follows each, and the difference."""
-    drawn = _table("broken rule", "followed", "step", "GiB", "cost", "")
+    drawn = columns("broken rule", "followed", "step", "GiB", "cost", "")
     drawn.columns[-1].justify, drawn.columns[-1].no_wrap = "left", False
     for one in broken:
         rule = f"{one.problem.key} = {one.problem.value}"
@@ -142,16 +142,16 @@ def prices(broken: Sequence[Price]) -> Table:
     return drawn
 
 
-def _table(*columns: str) -> Table:
-    """All columns but the first two keep to the right, and are not broken."""
-    drawn = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def columns(*names: str) -> Table:
+    """Return a table of these columns. All but the first two keep to the right, and are not broken."""
+    drawn = Table(*names, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in drawn.columns[2:]:
         column.justify = "right"
         column.no_wrap = True
     return drawn
 
 
-def _again(plan: Plan) -> str:
+def again(plan: Plan) -> str:
     """Describe the recomputation of a plan."""
     return {"none": "-", "selective": "+".join(plan.recompute_parts)}.get(plan.recompute, plan.recompute)
 
@@ -233,7 +233,7 @@ def trainings(found: Answer) -> str:
 
 def phases(found: Answer) -> Table:
     """The best plan in each phase of the run."""
-    drawn = _table("from sample", "a step", "steps", "step", "in all", "GiB")
+    drawn = columns("from sample", "a step", "steps", "step", "in all", "GiB")
     for one in found.phases:
         time, held = one.estimate.time.step, one.estimate.memory.total
         drawn.add_row(
@@ -255,7 +255,7 @@ def slower(found: Slower) -> str:
 
 def terms(found: Slower) -> Table:
     """The terms of a step, what takes longest over its prediction first."""
-    drawn = _table("term", "", "predicted", "measured", "over")
+    drawn = columns("term", "", "predicted", "measured", "over")
     for one in found.terms:
         over = f"{'-' if one.over < 0 else '+'}{seconds(abs(one.over))}"
         drawn.add_row(one.name, "", seconds(one.predicted), seconds(one.measured), over)
@@ -264,7 +264,7 @@ def terms(found: Slower) -> Table:
 
 def tries(found: Slower) -> Table:
     """Tabulate changes to try, the most gain first."""
-    drawn = _table("try", "", "should gain")
+    drawn = columns("try", "", "should gain")
     for one in found.tries:
         drawn.add_row(escape(one.change), "", f"{seconds(one.gain)} ({one.gain / found.measured:.1%})")
     return drawn

@@ -1,0 +1,262 @@
+"""Walk to a first plan: does the model fit, which batch, what makes it fast. One technique at a time. No torch unless parts are traced."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megalith.cost.estimate import Estimate
+from megalith.cost.memory import Memory
+from megalith.cost.workload import Workload
+from megalith.planner.answer import Answer, answer, choice_of, scorer_of, short, space_of, spare, workload_of
+from megalith.planner.asked import Asked
+from megalith.planner.candidates import MICROBATCHES, candidates, offloaded
+from megalith.planner.measured import Own
+from megalith.planner.search import Choice, Scorer
+from megalith.spec.numbers import PRECISIONS
+from megalith.spec.plan import Plan
+from megalith.spec.problem import Problem, SpecErrors
+from megalith.spec.sizes import count_model
+from megalith.spec.state import MASTER, bytes_each, kept
+from megalith.spec.treatment import kept_of, slots_of
+
+CLOSE = 3
+"""Smallest layouts, by the quick count of memory, whose memory is counted as the trainer's program takes it."""
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One way of splitting or sparing, and what it does, in a sentence."""
+
+    name: str
+    does: str
+    used: Callable[[Plan], bool]
+    spares: bool = True
+    """True if it makes the fullest rank hold less."""
+
+
+PLAIN = Technique(
+    "data parallelism", "each device holds the whole model and reads its own share of the batch", lambda plan: False
+)
+
+TECHNIQUES: tuple[Technique, ...] = (
+    Technique("expert parallelism", "experts are dealt out, and tokens travel to them", lambda plan: plan.expert > 1),
+    Technique("ZeRO 1", "each data rank keeps a share of the optimizer's state", lambda plan: plan.zero == 1),
+    Technique("ZeRO 2", "and of the gradients", lambda plan: plan.zero == 2),
+    Technique("ZeRO 3", "and of the weights, which are gathered block by block (FSDP)", lambda plan: plan.zero == 3),
+    Technique("recomputation", "activations are computed again in the backward", lambda plan: plan.recompute != "none"),
+    Technique("tensor parallelism", "each product is split inside the fast links", lambda plan: plan.tensor > 1),
+    Technique("pipeline", "each rank holds some of the blocks, and microbatches pass through", lambda plan: plan.pipeline > 1),
+    Technique("context parallelism", "each sequence is split", lambda plan: plan.context > 1),
+    Technique("HSDP", "shares of the state lie near, in several copies", lambda plan: plan.replicate > 1, spares=False),
+    Technique("interleaving", "a pipeline rank holds several short stages, and waits less", lambda plan: plan.chunks > 1, spares=False),
+)  # fmt: skip
+"""Techniques in the order in which they are tried: the simpler ones first."""
+
+ELSEWHERE = Technique(
+    "state in host memory", "the optimizer's state waits in the hosts' memory", lambda plan: plan.state.away > 0
+)
+"""Tried where nothing else fits."""
+
+SCHEDULES_TOO = Technique(
+    "other schedules", "the order of forwards and backwards fills the pipeline's gaps", lambda plan: False, spares=False
+)
+"""Schedules without a closed form of their idle time, which the whole search looks at."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The best layout with one technique more. `choice` is None where no layout of this kind exists; `why` says so."""
+
+    technique: Technique
+    choice: Choice | None
+    gain: float = 0.0
+    """Share by which a step is shorter than in the row before."""
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        named = {"technique": self.technique.name, "does": self.technique.does, "gain": self.gain, "why": self.why}
+        return named | ({"layout": None} if self.choice is None else {"layout": short(self.choice.plan)} | self.choice.to_json())
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The three stages of a walk. `answered` is None where nothing fits, and `problems` say what would."""
+
+    asked: Asked
+    parameters: int
+    state: float
+    """Bytes of weights, gradients and the optimizer's state of the whole model."""
+    fit: tuple[Row, ...]
+    """The smallest layout with each technique more, until one fits."""
+    batch: tuple[Choice, ...]
+    """The layout that fits, with each size of a microbatch that it can have."""
+    throughput: tuple[Row, ...]
+    """The fastest layout with each technique more."""
+    answered: Answer | None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def first(self) -> Choice | None:
+        """The simplest layout that fits."""
+        last = self.fit[-1].choice
+        return last if last is not None and last.estimate.fits else None
+
+    def to_json(self) -> dict[str, Any]:
+        train = self.asked.run.train
+        return {
+            "model": self.asked.run.model.name, "parameters": self.parameters, "state": self.state, "cluster": self.asked.run.cluster,
+            "devices": self.asked.cluster.count, "seq_len": train.seq_len, "global_batch": train.global_batch,
+            "tokens_per_step": train.seq_len * train.global_batch, "notes": list(self.asked.notes),
+            "fit": [row.to_json() for row in self.fit],
+            "batch": [{"layout": short(one.plan), "microbatches": rounds(one.plan, self.asked)} | one.to_json() for one in self.batch],
+            "throughput": [row.to_json() for row in self.throughput],
+            "answer": None if self.answered is None else self.answered.to_json(),
+        }  # fmt: skip
+
+
+def walk(asked: Asked, *, measured: Sequence[Own] = (), tick: Callable[[int, int], None] = lambda done, total: None) -> Walk:
+    """Walk through fit, batch and throughput for what was asked. `measured` and `tick` as `planner.answer.answer` takes them."""
+    parameters = count_model(asked.model).total
+    state = parameters * _state(asked)
+    asked = replace(asked, offload=False)
+    found, problems, spread = None, (), _Spread.of(asked, scorer_of(asked), tick)
+    fit = tuple(_fit(spread))
+    if fit[-1].technique is ELSEWHERE:
+        asked = replace(asked, offload=True)
+    try:
+        found = answer(asked, top=3, measured=measured, tick=tick)
+    except SpecErrors as errors:
+        problems = tuple(errors.problems)
+    first = fit[-1].choice
+    if found is None or first is None or not first.estimate.fits:
+        return Walk(asked, parameters, state, fit, (), (), found, problems)
+    spread = replace(spread, scorer=scorer_of(found.asked), asked=found.asked)
+    return Walk(found.asked, parameters, state, fit, spread.sizes(first), tuple(_throughput(spread, fit, found)), found)
+
+
+def rounds(plan: Plan, asked: Asked) -> int:
+    """Return the microbatches that a data rank computes in a step."""
+    return asked.run.train.global_batch // (plan.data * plan.microbatch)
+
+
+def a_parameter(asked: Asked) -> str:
+    """Return the bytes that a parameter takes in all, as a sum: weights, gradient, moments."""
+    return kept_of(asked.run.optimizer, _compute(asked))
+
+
+def _state(asked: Asked) -> float:
+    """Return those bytes. Weights that compute as they are kept are kept once."""
+    compute = _compute(asked)
+    slots = kept(compute, slots_of(asked.run.optimizer))
+    return bytes_each(slot for slot in slots if slot.name != "compute" or compute != MASTER.number)
+
+
+def _compute(asked: Asked) -> str:
+    return PRECISIONS[asked.run.train.precision].compute.name
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """All layouts whose schedule has a closed form, with the quick count of their memory."""
+
+    asked: Asked
+    scorer: Scorer
+    workloads: tuple[tuple[Workload, Memory], ...]
+
+    @classmethod
+    def of(cls, asked: Asked, scorer: Scorer, tick: Callable[[int, int], None]) -> "_Spread":
+        train, space = asked.run.train, replace(space_of(asked), schedules=(), zero=(0, 1, 2, 3))
+        plans = candidates(asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, space=space)
+        workloads = [workload_of(asked, plan) for plan in plans]
+        scorer.prepare(workloads, tick)
+        return cls(asked, scorer, tuple((one, scorer.memory(one)) for one in workloads))
+
+    def smallest(self, allowed: Sequence[Technique]) -> Choice | None:
+        """Return the layout that holds least, of those that use nothing but what is allowed."""
+        mine = sorted(self._with(allowed), key=lambda one: one[1].total)
+        few = [choice_of(self.asked, one.plan, self.scorer) for one, _ in mine[:CLOSE]]
+        return min(few, key=lambda one: (not one.estimate.fits, one.estimate.memory.total), default=None)
+
+    def elsewhere(self) -> Choice | None:
+        """Return the layout that holds least with the optimizer's state in host memory."""
+        mine = min(self.workloads, key=lambda one: one[1].total - one[1].optimizer, default=None)
+        return None if mine is None else choice_of(self.asked, offloaded(mine[0].plan, 1.0), self.scorer)
+
+    def fastest(self, allowed: Sequence[Technique]) -> Choice | None:
+        """Return the fastest layout that fits and is legal, of those that use nothing but what is allowed."""
+        mine = [(self.scorer.estimate(one, held), one) for one, held in self._with(allowed) if self.scorer.fits(one, held)]
+        for _, one in sorted(mine, key=lambda pair: pair[0].time.step):
+            if self.asked.legal(one.plan):
+                choice = choice_of(self.asked, one.plan, self.scorer)
+                if choice.estimate.fits:
+                    return choice
+        return None
+
+    def sizes(self, choice: Choice) -> tuple[Choice, ...]:
+        """Return a layout with each size of a microbatch that a search tries and that deals the batch out."""
+        plans = [choice.plan.model_copy(update={"microbatch": size}) for size in MICROBATCHES]
+        dealt = [plan for plan in plans if self.asked.run.train.global_batch % (plan.data * plan.microbatch) == 0]
+        return tuple(choice_of(self.asked, plan, self.scorer) for plan in dealt if self.asked.legal(plan))
+
+    def _with(self, allowed: Sequence[Technique]) -> list[tuple[Workload, Memory]]:
+        denied = [one for one in TECHNIQUES if one not in allowed]
+        return [pair for pair in self.workloads if not any(one.used(pair[0].plan) for one in denied)]
+
+
+def _fit(spread: _Spread) -> Iterator[Row]:
+    """Yield the smallest layout with each technique that spares memory, until one fits; techniques that spare nothing are left out."""
+    allowed: list[Technique] = []
+    before: Choice | None = None
+    for technique in (PLAIN, *(one for one in TECHNIQUES if one.spares)):
+        allowed.append(technique)
+        choice = spread.smallest(allowed)
+        if choice is None and technique is PLAIN:
+            yield Row(technique, None, why="no layout of this model is whole on each device and deals the batch out")
+        if choice is None or (before is not None and choice.plan == before.plan):
+            continue
+        yield Row(technique, choice)
+        if choice.estimate.fits:
+            return
+        before = choice
+    last = spread.elsewhere()
+    yield Row(ELSEWHERE, last, why="" if last is None else _host_too_small(last.estimate))
+
+
+def _host_too_small(found: Estimate) -> str:
+    """Say that a layout would fit its devices, but not their hosts; empty where that is not so."""
+    here = found.limit is None or found.memory.total * (1 + spare()) <= found.limit
+    held = found.memory.host / 2**30
+    return f"it would fit the device, but needs {held:,.0f} GiB of its host for each" if here and not found.fits else ""
+
+
+def _throughput(spread: _Spread, fit: Sequence[Row], found: Answer) -> Iterator[Row]:
+    """Yield the fastest layout with what makes it fit, then with each technique more that makes a step shorter."""
+    best = found.found.best
+    assert best is not None
+    allowed = [
+        PLAIN,
+        *TECHNIQUES[: 1 + max((TECHNIQUES.index(row.technique) for row in fit if row.technique in TECHNIQUES), default=-1)],
+    ]
+    before = spread.fastest(allowed)
+    if before is not None:
+        yield Row(allowed[-1], before)
+    for technique in TECHNIQUES:
+        if technique in allowed:
+            continue
+        allowed.append(technique)
+        choice = spread.fastest(allowed)
+        if choice is None or (before is not None and choice.plan == before.plan):
+            continue
+        yield Row(technique, choice, _gain(before, choice))
+        before = choice
+    last = ELSEWHERE if best.offload else SCHEDULES_TOO
+    if before is None or before.estimate.time.step > best.estimate.time.step:
+        yield Row(last, best, _gain(before, best))
+
+
+def _gain(before: Choice | None, choice: Choice) -> float:
+    return 0.0 if before is None else 1 - _step(choice.estimate) / _step(before.estimate)
+
+
+def _step(estimate: Estimate) -> float:
+    return estimate.time.step

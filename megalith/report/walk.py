@@ -1,0 +1,105 @@
+"""A walk to a first plan, as sentences and tables for a terminal of 80 columns."""
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from megalith.planner.answer import short, spare
+from megalith.planner.search import Choice
+from megalith.planner.walk import Row, Walk, a_parameter, rounds
+from megalith.report import plans
+
+GIB = 2**30
+
+
+def pages(found: Walk) -> Iterator[RenderableType]:
+    """Yield the walk: fit, batch, throughput, each a few sentences and a table; the answer last."""
+    yield from map(escape, found.asked.notes)
+    yield from ("", "[bold]1. Does it fit?[/]", escape(_fit_words(found)), _fit(found))
+    first = found.first
+    if first is None or found.answered is None:
+        yield "Nothing fits."
+        return
+    yield from ("", "[bold]2. Which batch?[/]", escape(_batch_words(found, first)), _batch(found))
+    yield from ("", "[bold]3. What makes it fast?[/]", _throughput_words(found), _throughput(found))
+    yield from ("", escape(plans.best(found.answered)), escape(plans.trainings(found.answered)))
+
+
+def _fit_words(found: Walk) -> str:
+    asked = found.asked
+    limit = asked.cluster.accelerator.memory
+    room = (
+        f"a device has {limit / GIB:.0f} GiB, of which plans leave {spare():.0%} free"
+        if limit
+        else "a device's memory is not known"
+    )
+    return (
+        f"{plans.amount(found.parameters)} parameters x {a_parameter(asked)} = {found.state / GIB:,.0f} GiB of state; {room}. "
+        "Activations, logits and buffers come on top. Each row may use one technique more, and shows the layout that needs least:"
+    )
+
+
+def _fit(found: Walk) -> Table:
+    drawn = plans.columns("with", "layout", "GiB", "")
+    _to_the_left(drawn)
+    for row in found.fit:
+        drawn.add_row(row.technique.name, _layout(row.choice), *_held(row), row.technique.does if not row.why else row.why)
+    return drawn
+
+
+def _held(row: Row) -> tuple[str]:
+    if row.choice is None:
+        return ("-",)
+    estimate = row.choice.estimate
+    return (f"{estimate.memory.total / GIB:,.1f}{'' if estimate.fits else '!'}",)
+
+
+def _batch_words(found: Walk, first: Choice) -> str:
+    train, data = found.asked.run.train, first.plan.data
+    each = train.global_batch // data
+    return (
+        f"{train.global_batch:,} sequences of {train.seq_len:,} tokens are {train.global_batch * train.seq_len:,} tokens a step. "
+        f"{data:,} data rank{'s' * (data > 1)} read {each:,} each, in microbatches one after the other, whose gradients add up: the result "
+        f"is the same, whatever their size. Larger ones compute faster and need more memory (! is too much):"
+    )
+
+
+def _batch(found: Walk) -> Table:
+    drawn = plans.columns("sequences", "microbatches", "step", "GiB")
+    for one in found.batch:
+        estimate = one.estimate
+        held = f"{estimate.memory.total / GIB:,.1f}{'' if estimate.fits else '!'}"
+        drawn.add_row(str(one.plan.microbatch), f"{rounds(one.plan, found.asked):,}", plans.seconds(estimate.time.step), held)
+    return drawn
+
+
+def _throughput_words(found: Walk) -> str:
+    return (
+        "The first row has what made it fit. Each further row may use one technique more, and shows the fastest layout; techniques that "
+        "gain nothing are left out:"
+    )
+
+
+def _throughput(found: Walk) -> Table:
+    drawn = plans.columns("with", "layout", "tokens/s", "MFU", "step", "GiB", "gain")
+    for number, row in enumerate(found.throughput):
+        if row.choice is None:
+            continue
+        estimate = row.choice.estimate
+        rate = plans.amount(estimate.tokens_per_second * row.choice.plan.ranks)
+        gain = f"{row.gain:.1%}" if number else ""
+        figures = rate, f"{estimate.mfu:.1%}", plans.seconds(estimate.time.step), f"{estimate.memory.total / GIB:.1f}", gain
+        drawn.add_row(row.technique.name, _layout(row.choice), *figures)
+    return drawn
+
+
+def _layout(choice: Choice | None) -> str:
+    if choice is None:
+        return "-"
+    return short(choice.plan) + (f" ({plans.again(choice.plan)})" if choice.plan.recompute != "none" else "")
+
+
+def _to_the_left(drawn: Table) -> None:
+    drawn.columns[-1].justify, drawn.columns[-1].no_wrap = "left", False
