@@ -45,6 +45,27 @@ def matrices_fit(case: Case) -> Found:
         yield error("optimizer.kind", case.spec.optimizer.kind, reason, way_out)
 
 
+def clipping_makes_sense(case: Case) -> Found:
+    """Adaptive clipping leaves usual gradients alone, and begins before the run ends. QK-clip has heads to scale."""
+    optimizer, steps = case.spec.optimizer, case.spec.train.steps
+    if 0 < optimizer.adaptive_clip < 1:
+        reason = "cuts even a gradient of the usual norm, which then becomes smaller with every update"
+        yield error(
+            "optimizer.adaptive_clip", optimizer.adaptive_clip, reason, "Use a number above 1, such as 1.05, or 0 for none."
+        )
+    elif optimizer.adaptive_clip and optimizer.adaptive_clip_after >= steps:
+        reason = f"leaves nothing of the run's {steps} updates to adaptive clipping"
+        yield advice("optimizer.adaptive_clip_after", optimizer.adaptive_clip_after, reason, "Use fewer, or adaptive_clip = 0.")
+    if optimizer.qk_clip and case.model is not None:
+        layers = sum(block.attention is not None for block in case.blocks)
+        normed = sum(getattr(block.attention, "qk_norm", None) is not None for block in case.blocks)
+        if not layers:
+            yield error("optimizer.qk_clip", optimizer.qk_clip, "has no attention to clip in this model", "Use qk_clip = 0.")
+        elif normed:
+            reason = f"scales weights in front of a norm, in {normed} of {layers} layers: that norm bounds their logits already"
+            yield error("optimizer.qk_clip", optimizer.qk_clip, reason, "Use qk_clip = 0, or a model without qk_norm.")
+
+
 def rates_scale(case: Case) -> Found:
     """A parametrization has a base, and a rule for what it scales."""
     model, optimizer = case.spec.model, case.spec.optimizer

@@ -174,6 +174,7 @@ RULES: tuple[Rule, ...] = (
     Rule("loss_scale", loss_scale.scale_is_used),
     Rule("optimizer", optimizer.groups_match),
     Rule("optimizer", optimizer.matrices_fit),
+    Rule("optimizer", optimizer.clipping_makes_sense),
     Rule("optimizer", optimizer.rates_scale),
     Rule("own", own.state_is_at_hand),
     Rule("own", own.callbacks_are_the_same_everywhere),

@@ -76,15 +76,20 @@ AXES: Axes = {
     "phases": {"none": {}, "a larger batch, then shorter sequences": {"phases": PHASES}},
     "optimizer": {kind: {"kind": kind} for kind in OPTIMIZERS},
     "moments": {number: {"moments": number} for number in ("fp32", "bf16", "fp8")},
+    "clipping": {
+        "by the global norm": {},
+        "each gradient": {"adaptive_clip": 1.01},
+        "each gradient and attention": {"adaptive_clip": 1.01, "qk_clip": 1e-3},
+    },
     "precision": {name: {"precision": name} for name in TRAINED}
     | {f"fp8, a scale for each {what}": {"precision": "fp8", "granularity": what} for what in ("row", "tensor")}
     | {f"bf16, master {form}": {"precision": "bf16", "master": form} for form in LOWER},
 }
 
-PLAIN = ("1", "none", "known at once", "on the device", "adamw", "fp32")
+PLAIN = ("1", "none", "known at once", "on the device", "adamw", "fp32", "by the global norm")
 """Values that ask for nothing, which goes without saying."""
 
-FIRST = dict.fromkeys(("shards", "copies", "tensor", "context", "pipeline", "expert", "phases", "moments"), 0.5) | {
+FIRST = dict.fromkeys(("shards", "copies", "tensor", "context", "pipeline", "expert", "phases", "moments", "clipping"), 0.5) | {
     "precision": 0.9
 }
 """How often an axis has its first value without a draw: axes of ranks, or hardly a combination would have few enough; the precision that
@@ -222,12 +227,13 @@ def legal(choices: tuple[Choice, ...]) -> RunSpec | None:
     )
     narrow = {"granularity": asked.pop("granularity", "tile")}
     master = asked.pop("master", "fp32")
+    clipping = {name: asked.pop(name) for name in ("adaptive_clip", "qk_clip") if name in asked}
     data = asked.get("data", 1) * asked.get("replicate", 1)
     microbatches = 4 if "pipeline" in asked else 2
     plan = Plan.model_validate(asked | {"data": data, "microbatch": max(1, SAMPLES // data // microbatches)})
     if plan.ranks > MOST_RANKS or (OPTIMIZERS[kind].amplifies and precision != "fp32"):
         return None
-    optimizer = {"kind": kind, "moments": moments, "master": master} | (SMALL_MOMENTS if moments != "fp32" else {})
+    optimizer = {"kind": kind, "moments": moments, "master": master} | clipping | (SMALL_MOMENTS if moments != "fp32" else {})
     spec = _run(preset, precision, narrow, plan, optimizer, phases)
     return None if any(problem.severity == "error" for problem in check(spec, files=False)) else spec
 

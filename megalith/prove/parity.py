@@ -28,6 +28,7 @@ from megalith.models.moe import Moe
 from megalith.models.router import Record, recording
 from megalith.models.stage import Stage
 from megalith.parallel.precision import apply_precision
+from megalith.prove.clipping import Clipping
 from megalith.prove.compare import Recording, Routed
 from megalith.prove.updates import update_of
 from megalith.prove.verdict import judge
@@ -46,7 +47,7 @@ from megalith.train.post_validation import Unchecked
 from megalith.train.step import accumulate, conclude, update
 from megalith.train.tally import Accumulated, Totals
 
-OPTIMIZER = {"warmup": 0, "lr": 1e-4, "schedule": "constant", "eps": 1e-5, "iteration": "fp32"}
+OPTIMIZER = {"warmup": 0, "adaptive_clip_after": 1, "lr": 1e-4, "schedule": "constant", "eps": 1e-5, "iteration": "fp32"}
 """Optimizer of a compared run. With the usual eps of 1e-8, Adam turns rounding in a gradient near 0 into a step, which later gradients
 show; Muon's iteration in bf16 turns 1e-7 of a gradient into a hundredth of a step."""
 
@@ -165,7 +166,7 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
         p.data = p.data.to(Dtypes.of(spec.train.precision).compute)
     kept, phases, samples = Recording(), Phases.of(spec), 0
     o = spec.optimizer
-    advance = update_of(parameters, o, model)
+    advance, clipping = update_of(parameters, o, model), Clipping(o, model, stage, parameters)
     for step in range(spec.train.steps):
         now = during(spec, phases.at(samples))
         for multiply in narrow.values():
@@ -174,8 +175,9 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
         samples += now.train.global_batch
         grads = {name: _gradient(p).clone() for name, p in parameters.items()}
         norm = sum(float(grad.double().square().sum()) for grad in grads.values()) ** 0.5  # torch's norm drifts in a large tensor
-        nn.utils.clip_grads_with_norm_(parameters.values(), o.clip or float("inf"), torch.tensor(norm))
+        clipping.clip(norm, number=step)
         advance(step, learning_rate(step, spec=o, steps=spec.train.steps))
+        clipping.scale_heads()
         for parameter in parameters.values():
             parameter.grad = None
         for p, parameter in faces.values():

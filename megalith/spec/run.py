@@ -175,6 +175,17 @@ class OptimizerSpec(Spec):
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
     clip: NonNegativeFloat = Field(default=1.0, description="global gradient norm is cut to this; 0 switches clipping off")
+    adaptive_clip: NonNegativeFloat = Field(
+        default=0.0, description="each parameter's gradient is cut to this many times its usual norm (AdaGC); 0: off"
+    )
+    adaptive_clip_after: NonNegativeInt = Field(
+        default=100, description="updates before adaptive clipping, in which `clip` cuts the global norm; after them it does not"
+    )
+    adaptive_clip_decay: NonNegativeFloat = Field(default=0.98, lt=1.0, description="share of a usual norm that an update keeps")
+    qk_clip: NonNegativeFloat = Field(
+        default=0.0,
+        description="largest attention logit: an update scales the queries and keys of heads above it (QK-clip); 0: off",
+    )
     momentum: NonNegativeFloat = Field(default=0.95, lt=1.0, description="sgd, muon: share of the moment that an update keeps")
     nesterov: bool = Field(default=True, description="sgd, muon: look one update ahead")
     relative_step: bool = Field(

@@ -1,10 +1,11 @@
 """How a run's optimizer updates each parameter: by which rule, at which share of the learning rate, with which weight decay. No torch."""
 
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
 from megalith.spec.families.parametrization import is_hidden
-from megalith.spec.model import Growth, ModelSpec
+from megalith.spec.model import AttentionSpec, Growth, LatentAttentionSpec, ModelSpec
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import GroupSpec, OptimizerSpec
 from megalith.spec.sizes import Parameter, model_parameters
@@ -158,3 +159,60 @@ def true_matrices(parameter: Parameter, *, split_heads: bool) -> tuple[Runs, ...
         runs = tuple((head * sum(sizes) + sum(sizes[:number]), size) for head in range(heads))
         found += [(run,) for run in runs] if split_heads else [runs]
     return tuple(found)
+
+
+class Rows(NamedTuple):
+    """The rows of one head in a weight, or numbers in a bias: `runs` of them, each with the power of the head's factor that it takes."""
+
+    runs: tuple[tuple[int, float], ...]
+
+    @property
+    def size(self) -> int:
+        """The rows of a head."""
+        return sum(rows for rows, _ in self.runs)
+
+
+class Heads(NamedTuple):
+    """One layer of attention."""
+
+    name: str
+    """Its name in the whole model."""
+    queries: int
+    keys: int
+    """Heads of keys, each of which serves as many heads of queries."""
+    rows: dict[str, Rows]
+    """The rows of a head by parameter of the whole model: those that make queries and keys and follow a head's factor."""
+
+
+def heads_of(model: ModelSpec) -> list[Heads]:
+    """Return all layers of attention whose queries and keys have no norm of their own, in the order of the model.
+
+    A factor f of a head's scores is shared out as in QK-clip (Kimi K2, arXiv:2507.20534, section 2.1): sqrt(f) for queries and for keys,
+    f for the rotated part of latent attention's queries, whose rotated key all heads share. Likewise, where several heads of queries share
+    one of keys, queries take all of it.
+    """
+    return [found for name, attention in _attentions(model) if (found := _heads(name, attention)) is not None]
+
+
+def _attentions(model: ModelSpec) -> Iterator[tuple[str, AttentionSpec | LatentAttentionSpec]]:
+    for number, block in enumerate(model.blocks):
+        if block.attention is not None:
+            yield f"blocks.{number}.attention", block.attention
+    ahead = model.head.ahead
+    if ahead is not None and ahead.block.attention is not None:
+        yield from ((f"head.ahead.{depth}.block.attention", ahead.block.attention) for depth in range(ahead.depth))
+
+
+def _heads(name: str, attention: AttentionSpec | LatentAttentionSpec) -> Heads | None:
+    if isinstance(attention, LatentAttentionSpec):
+        queries = f"{name}.q.weight" if attention.q_rank is None else f"{name}.q_up.weight"
+        nope, rope, values = attention.nope_dim, attention.rope_dim, attention.v_dim
+        rows = {queries: Rows(((nope, 0.5), (rope, 1.0))), f"{name}.kv_up.weight": Rows(((nope, 0.5), (values, 0.0)))}
+        return Heads(name, attention.heads, attention.heads, rows)
+    if attention.qk_norm is not None:
+        return None
+    alone = attention.heads == attention.kv_heads
+    powers = {"q": 0.5, "k": 0.5} if alone else {"q": 1.0}
+    ends = ("weight", "bias") if attention.bias else ("weight",)
+    rows = {f"{name}.{one}.{end}": Rows(((attention.head_dim, power),)) for one, power in powers.items() for end in ends}
+    return Heads(name, attention.heads, attention.kv_heads, rows)

@@ -11,6 +11,7 @@ from megalith.kernels.numbers import Dtypes
 from megalith.mesh import Mesh
 from megalith.models.moe import Moe
 from megalith.models.stage import Stage
+from megalith.parallel import gradients
 from megalith.parallel.apply import Builder
 from megalith.parallel.data import local
 from megalith.parallel.execute import Executor, Hidden
@@ -36,6 +37,8 @@ from megalith.train.optimizers.update import Optimizer
 from megalith.train.optimizers.whole import Whole
 from megalith.train.own.callbacks import Callbacks
 from megalith.train.own.loss import use_loss
+from megalith.train.stability.adaptive_clip import UNKNOWN, AdaptiveClip
+from megalith.train.stability.attention import HeadClip
 from megalith.train.stability.loss_scale import Scale
 from megalith.train.state import State
 
@@ -58,6 +61,8 @@ class Trainer:
     noise: NoiseMeter
     site: int = 0
     callbacks: Callbacks = field(default_factory=Callbacks)
+    adaptive: AdaptiveClip | None = None
+    heads: HeadClip | None = None
 
     def enter(self, phase: Phase) -> None:
         """Train a phase of the run from now on: between two steps, when nothing is left to check, on all ranks together. Modules, state
@@ -106,11 +111,27 @@ class Trainer:
         rate = learning_rate(self.state.updates, spec=spec.optimizer, steps=spec.train.steps, branch=spec.branch)
         return rate * spec.stability.lower_by if self.state.updates < self.state.history.lowered else rate
 
+    def clip(self, factor: float, *, number: int) -> None:
+        """Multiply all gradients by `factor`, and hold each to its usual norm if the run asks for it, for update `number` of the run. All
+        ranks call it together."""
+        gradients.scale([p.grad for p in self.parameters.values() if p.grad is not None], factor)
+        if self.adaptive is not None:
+            self.adaptive.clip(number=number)
+
+    @torch.no_grad()
+    def advance(self, *, number: int, lr: float) -> None:
+        """Update all weights from their gradients, which stay and are clipped, as update `number` of the run."""
+        parts = self.state.parts()
+        self.rule.update(parts, number=number, lr=lr)
+        if self.heads is not None:
+            self.heads.apply(parts, self.rule.whole.cuts)
+        if self.adaptive is not None:
+            self.adaptive.commit()
+        self.state.settle()
+
     def update(self) -> None:
         """Update all weights from their gradients, which stay."""
-        with torch.no_grad():
-            self.rule.update(self.state.parts(), number=self.state.updates, lr=self.lr)
-            self.state.settle()
+        self.advance(number=self.state.updates, lr=self.lr)
         self.state.updates += 1
         if self.state.scale is not None:
             self.state.scale = self.state.scale.updated(self.spec.loss_scale)
@@ -162,6 +183,12 @@ def assemble(
     }
     lots = lots_of(plan.state, builder.by_name, slots, whole={name: kind.unit != "element" for name, kind in kinds.items()})
     scale = Scale.first(spec.loss_scale) if PRECISIONS[spec.train.precision].scaled else None
+    described, optimizer, adaptive = model_parameters(model), spec.optimizer, None
+    usual = torch.full((len(described),), UNKNOWN, device=device) if optimizer.adaptive_clip else None
+    if usual is not None:
+        adaptive = AdaptiveClip(optimizer, usual, [*described], parameters=parameters, shared=partly, groups=groups)
+    stages = [runner.stage for runner in runners.values()]
+    heads = HeadClip(optimizer.qk_clip, model, stages, groups=groups, device=device) if optimizer.qk_clip else None
     return Trainer(
         run=whole,
         spec=spec,
@@ -172,11 +199,13 @@ def assemble(
         parameters=parameters,
         shared=partly,
         executor=Executor(program, runners, reducer=builder.reducer, groups=groups, hidden=hidden_of(spec, device)),
-        state=State(parameters, buffers, slots, scale, home_of(lots, plan.state, folder=folder, rank=groups.rank), halved),
-        rule=Optimizer(spec.optimizer, treated, Whole.of(parameters, model_parameters(model), partly, groups)),
+        state=State(parameters, buffers, slots, scale, home_of(lots, plan.state, folder=folder, rank=groups.rank), usual, halved),
+        rule=Optimizer(spec.optimizer, treated, Whole.of(parameters, described, partly, groups)),
         noise=NoiseMeter(builder.by_name, buckets, partly, groups, spec),
         site=site,
         callbacks=callbacks or Callbacks(),
+        adaptive=adaptive,
+        heads=heads,
     )
 
 

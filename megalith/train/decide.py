@@ -115,7 +115,8 @@ def decide(
     known = history or History()
     if not vitals.finite:
         return _overflow(vitals, loss_scale) or _not_finite(vitals, stability, known)
-    clipped = 0 < optimizer.clip < vitals.norm
+    adaptive = optimizer.adaptive_clip > 0 and vitals.updates >= optimizer.adaptive_clip_after
+    clipped = 0 < optimizer.clip < vitals.norm and not adaptive
     update = Update(optimizer.clip / (vitals.norm + _TINY) if clipped else 1.0)
     return _spike(vitals, departures(vitals, stability, known), stability, known, update) or update
 

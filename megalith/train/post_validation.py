@@ -72,6 +72,8 @@ class Unchecked:
         self._before = [tensor.clone() for tensor in trainer.state.changed()]
         self._routers_before = [buffer.clone() for buffer in trainer.state.buffers.values()]
         self._scale_before = accumulated.scale
+        self._usual_before = [norms.clone() for norms in trainer.state.usual.values()]
+        trainer.clip(1.0, number=trainer.state.updates)
         tell(watchers, "before_update", trainer, step)
         trainer.update()
         self.updates = trainer.state.updates  # the next step is under way when this one is told of
@@ -100,6 +102,10 @@ class Unchecked:
     def correct(self) -> None:
         """Undo the update, then do what was decided. Raises gradients.NotFinite, or Undone if the step is to be computed again."""
         torch._foreach_copy_(self.trainer.state.changed(), self._before)
+        for norms, before in zip(self.trainer.state.usual.values(), self._usual_before, strict=True):
+            norms.copy_(before)
+        if self.trainer.heads is not None:
+            self.trainer.heads.clear()  # the forwards since were computed with weights that are undone
         self.trainer.state.undo()
         self.trainer.state.updates -= 1
         self.trainer.state.scale = self._scale_before
@@ -108,7 +114,8 @@ class Unchecked:
         if isinstance(self.decision, Update):
             self._drop_copies()
             self._remember()
-            clipped_update(self.trainer, self.decision.factor, step=self.step, watchers=self.watchers)
+            # adaptive clipping never follows a factor: it begins where clipping by the global norm ends
+            clipped_update(self.trainer, self.decision.factor, step=self.step, watchers=self.watchers, clipped=True)
             self._tell_of_update()  # the step's tokens have been counted, whatever the factor
             return
         for buffer, before in zip(self.trainer.state.buffers.values(), self._routers_before, strict=True):

@@ -195,6 +195,8 @@ class Updates:
     def begin(self, step: int) -> None:
         """Right before the update: the gradients set out."""
         self._grads, self._number, self._lr = None, self.trainer.state.updates, self.trainer.lr
+        if self.trainer.heads is not None and self.trainer.heads.acts:  # a copy does not know which rows it has of a head
+            return
         if self.memory.own.find(step) is None:  # the same on every rank: copies are made at the same steps
             return
         parameters = self.trainer.parameters

@@ -20,6 +20,8 @@ from megalith.train.stability.loss_scale import Scale
 
 SCALE = "loss_scale"
 """Key of the loss scale and its counters: fp32 [4], the fields of `Scale`, the same on every rank."""
+USUAL = "usual_norms"
+"""Key of the usual gradient norms of all parameters of the model: fp32, the same on every rank (`stability.adaptive_clip`)."""
 
 
 class State:
@@ -32,11 +34,13 @@ class State:
         slots: Mapping[str, Sequence[Slot]],
         scale: Scale | None = None,
         home: Host | Disk | None = None,
+        usual: Tensor | None = None,
         halved: Mapping[str, Weight] | None = None,
     ) -> None:
         """`buffers`: tensors that training changes besides parameters, such as routers' biases. `slots`: the tensors that the optimizer
         keeps for each parameter; they begin as zeros. `scale`: the first loss scale; None: the run has none. `home`: what is kept
-        elsewhere than on the device. `halved`: the weights whose master weights are in two halves."""
+        elsewhere than on the device. `usual`: usual norms of gradients, if the run has them. `halved`: the weights whose master weights
+        are in two halves."""
         self.parameters, self.buffers, self.slots, self.home = parameters, buffers, slots, home
         self.updates = 0
         """Updates made: what bias correction and the learning rate follow."""
@@ -44,6 +48,8 @@ class State:
         """Updates left out: steps tried are both together."""
         self.history = History()
         """Numbers of the last updates, and what is known of spikes: a part of the run's position."""
+        self.usual: dict[str, Tensor] = {} if usual is None else {USUAL: usual}
+        """The usual norms of gradients, as checkpoints, copies and digests hold them; empty if the run has none."""
         self.scaling: dict[str, Tensor] = {}
         """The loss scale as checkpoints, copies and digests hold it; empty if the run has none."""
         self._scale = scale
@@ -140,13 +146,13 @@ class State:
             parameter.grad = None
 
     def shares(self, *categories: Category) -> dict[str, Tensor]:
-        """The shares in memory as plain tensors, buffers among the weights. `categories`: of these alone, without the loss scale."""
+        """The shares in memory as plain tensors, buffers among the weights. `categories`: of these alone, without what all ranks share."""
         found = {f"{slot.name}.{name}": share for slot, name, share, _ in self._walk(categories) if isinstance(share, Tensor)}
         if not categories or UPPER.category in categories:
             found |= {
                 f"{UPPER.name}.{name}": self._upper(name, share) for name, share in self._shares.items() if name in self._halved
             }
-        return found | self._scaling_of(categories)
+        return found | self._common(categories)
 
     def tensors(self, *categories: Category) -> dict[str, Tensor]:
         """All shares as tensors of whole shapes that know how they are cut. All must be on the device: see `laid`."""
@@ -161,7 +167,7 @@ class State:
             for slot, name, share, whole in self._walk(categories)
             if slot.lasting
         }
-        return found | self._scaling_of(categories)
+        return found | self._common(categories)
 
     def put(self, slot: Slot, name: str, values: Tensor) -> None:
         """Fill this rank's share of a slot, wherever it is."""
@@ -177,8 +183,9 @@ class State:
         cut = like(slot, torch.empty(tuple(share.shape), dtype=share.dtype, device="meta"), whole)
         return Laid.of(f"{slot.name}.{name}", cut, share)
 
-    def _scaling_of(self, categories: Sequence[Category]) -> dict[str, Tensor]:
-        return {} if categories else self.scaling
+    def _common(self, categories: Sequence[Category]) -> dict[str, Tensor]:
+        """The tensors that all ranks share."""
+        return {} if categories else self.scaling | self.usual
 
     @property
     def on_host(self) -> list[Tensor]:
@@ -211,6 +218,7 @@ class State:
             found[slot.category] += sum(map(_bytes, here))
         apart = (weight for weight in self._halved.values() if weight.mesh.size(1) > 1)  # else they are the weights that compute
         found[UPPER.category] += sum(_bytes(weight.moved) for weight in apart if weight.moved is not None)
+        found["optimizer"] += sum(map(_bytes, self.usual.values()))
         return found | (self.home.bytes if self.home is not None else {})
 
     def _walk(self, categories: Sequence[Category]) -> Iterator[tuple[Slot, str, Tensor | Stored, Tensor]]:

@@ -221,12 +221,16 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
     with, see Executor.run."""
     clock = trainer.executor.clock
     start = clock.mark()
+    if trainer.heads is not None:
+        trainer.heads.clear()
     batches = to_batches(trainer, microbatches, valid=count_valid(microbatches, groups=trainer.groups))
     ready = clock.mark()
     executed = trainer.executor.run(batches, check=check)
     done = clock.mark()
     gradients.add_up(trainer.parameters, trainer.shared, trainer.groups)
     gradients.scale([p.grad for p in trainer.parameters.values() if p.grad is not None], 1 / trainer.gradient_scale)
+    if trainer.heads is not None:
+        trainer.heads.gather()
     return Accumulated(executed, batches, [("data", start, ready), ("communication", done, clock.mark())], trainer.state.scale)
 
 
@@ -405,9 +409,13 @@ def update(trainer: Trainer, computed: Computed, *, step: int, watchers: Sequenc
     carry_out(trainer, decision_of(trainer, vitals), vitals, totals=computed.totals, watchers=watchers)
 
 
-def clipped_update(trainer: Trainer, factor: float, *, step: int, watchers: Sequence[Watcher] = ()) -> None:
-    """Multiply the gradients by `factor`, update the weights, drop the gradients."""
-    gradients.scale([p.grad for p in trainer.parameters.values() if p.grad is not None], factor)
+def clipped_update(
+    trainer: Trainer, factor: float, *, step: int, watchers: Sequence[Watcher] = (), clipped: bool = False
+) -> None:
+    """Multiply the gradients by `factor`, update the weights, drop the gradients. `clipped`: the gradients went through `Trainer.clip`
+    with a factor of 1 already."""
+    if factor != 1.0 or not clipped:
+        trainer.clip(factor, number=trainer.state.updates)
     tell(watchers, "before_update", trainer, step)
     trainer.update()
     trainer.state.drop_gradients()

@@ -24,7 +24,6 @@ from megalith.data.stream import Batch as Samples
 from megalith.events import Rewound
 from megalith.fleet.signs import CopyCorrupt
 from megalith.fleet.tiers import Tier
-from megalith.parallel import gradients
 from megalith.schedule.action import parts
 from megalith.spec.phases import Phase
 from megalith.train.assemble import Trainer
@@ -288,9 +287,9 @@ class Healer:
     def _update(self, past: _Past, updates: int) -> int:
         """Update as that step did."""
         trainer = self.trainer
-        gradients.scale([p.grad for p in trainer.parameters.values() if p.grad is not None], past.factor or 0.0)
-        trainer.rule.update(trainer.state.parts(), number=updates, lr=past.lr)
-        trainer.state.settle()
+        assert past.factor is not None, f"step {past.step} had no update"
+        trainer.clip(past.factor, number=updates)
+        trainer.advance(number=updates, lr=past.lr)
         trainer.state.drop_gradients()
         trainer.take_in_loads()
         return updates + 1

@@ -1,0 +1,74 @@
+"""Adaptive clipping (AdaGC, Wang et al. 2025, arXiv:2502.11034, Algorithm 1): each parameter's gradient is held to its own usual norm.
+
+The usual norm is a moving average of clipped norms, so one wild gradient hardly widens it. Norms are those of whole parameters, all experts
+of a layer together: an expert without tokens has no gradient, and a usual norm of its own would go to 0 and stay there.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalith.parallel import gradients
+from megalith.parallel.data import local
+from megalith.parallel.gradients import Shared
+from megalith.parallel.groups import Groups
+from megalith.spec.run import OptimizerSpec
+
+UNKNOWN = float("inf")
+"""The usual norm of a parameter that had no gradient yet."""
+
+
+class AdaptiveClip:
+    """Holds gradients to their usual norms, the same on all ranks. Every method is collective."""
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        usual: Tensor,
+        names: Sequence[str],
+        *,
+        parameters: Mapping[str, nn.Parameter],
+        shared: Shared,
+        groups: Groups,
+    ) -> None:
+        """`usual`: fp32 [parameters of the model], a part of the state, which `commit` changes. `names`: of these parameters. `parameters`,
+        `shared`: this rank's."""
+        self.spec, self.usual, self.groups, self.parameters = spec, usual, groups, parameters
+        self._place = {name: number for number, name in enumerate(names)}
+        self._counted = gradients.counted(parameters, shared, groups)
+        self._next = usual
+
+    @torch.no_grad()
+    def clip(self, *, number: int) -> None:
+        """Multiply each gradient by what its usual norm asks for. `number`: the updates made so far. Before update
+        `adaptive_clip_after`, nothing is multiplied and the smallest norm is remembered."""
+        norms, usual = self._norms(), self.usual.double()
+        factors = torch.ones_like(norms)
+        if number < self.spec.adaptive_clip_after:
+            after = torch.minimum(usual, norms)
+        else:
+            limits = self.spec.adaptive_clip * usual
+            factors = torch.where(norms > limits, limits / norms, 1.0)
+            decay = self.spec.adaptive_clip_decay
+            after = torch.where(usual == UNKNOWN, norms, decay * usual + (1 - decay) * norms * factors)
+            for name, parameter in self.parameters.items():
+                if parameter.grad is not None:
+                    local(parameter.grad).mul_(factors[self._place[name]].float())
+        self._next = torch.where(norms > 0, after, usual).float()
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Remember the norms of the gradients that were clipped last. Until the update is made, the state is what it was."""
+        self.usual.copy_(self._next)
+
+    def _norms(self) -> Tensor:
+        """The norm of each parameter's whole gradient, fp64, the same on every rank: one all-reduce takes the squares."""
+        grads = {name: grad for name in self._counted if (grad := self.parameters[name].grad) is not None}
+        squares = torch.zeros(len(self._place), dtype=torch.float64, device=self.usual.device)
+        if grads:
+            places = torch.tensor([self._place[name] for name in grads], device=squares.device)
+            squares[places] = torch.stack([gradients.sum_of_squares([grad]) for grad in grads.values()]).to(squares.device)
+        dist.all_reduce(squares, group=self.groups.world)
+        return squares.sqrt()
