@@ -1,12 +1,13 @@
-"""Rules about narrow precisions: tiles lie inside shards, and something is left to narrow."""
+"""Rules about narrow precisions: tiles lie inside shards, draws follow whole tensors, and something is left to narrow."""
 
 from collections.abc import Iterator
 from math import gcd
 from typing import NamedTuple
 
 from megalith.check.case import Case, Found, advice, error, next_multiple
+from megalith.spec.lengths import DECAYING
 from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, MoeSpec
-from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, is_narrow, stays_wide, tile_of
+from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, is_narrow, settled, stays_wide, tile_of
 
 
 class Cut(NamedTuple):
@@ -59,28 +60,77 @@ def tiles_lie_inside_sequences(case: Case) -> Found:
 def maxima_can_be_shared(case: Case) -> Found:
     """A scale of a row or a tensor follows the largest number on all ranks that hold a part of it."""
     choices, precision, plan = case.spec.precision, case.spec.train.precision, case.plan
-    if choices.granularity == "tile" or not is_narrow(precision):
+    if not is_narrow(precision):
         return
-    if PRECISIONS[precision].products not in RECIPE.values():
+    whole = PRECISIONS[precision].factors.name == "nvfp4"
+    if choices.granularity == "tile" and not whole:
+        return
+    if PRECISIONS[precision].products not in RECIPE.values() and choices.granularity != "tile":
         reason = f"does not go with train.precision = {precision!r}, whose blocks are part of the format"
         yield error("precision.granularity", choices.granularity, reason, 'Leave it out, or use train.precision = "fp8".')
-    if plan.overlap_tensor > 1 and choices.granularity == "tensor":
-        reason = 'with precision.granularity = "tensor": each piece would have a scale of its own'
-        yield error("plan.overlap_tensor", plan.overlap_tensor, reason, 'Use overlap_tensor = 1, or granularity = "row".')
-    if case.model is not None and plan.expert_tensor > 1:
-        blocks = len(case.model.blocks)
-        cut = [
-            name
-            for number, block in enumerate(case.model.blocks)
-            if isinstance(block.mlp, MoeSpec)
-            and not stays_wide(name := f"blocks.{number}.mlp.experts", blocks=blocks, choices=choices)
-        ]
-        if cut:
-            reason = (
-                f"cuts {cut[0]}, whose weights have a scale for each {choices.granularity}: ranks that cut experts share none"
-            )
-            way_out = 'Use expert_tensor = 1, precision.granularity = "tile", or precision.wide = ["*.experts"].'
-            yield error("plan.expert_tensor", plan.expert_tensor, reason, way_out)
+    asked = f'train.precision = "{precision}"' if whole else f'precision.granularity = "{choices.granularity}"'
+    if plan.overlap_tensor > 1 and (whole or choices.granularity == "tensor"):
+        reason = f"with {asked}: each piece would have a scale of its own"
+        yield error("plan.overlap_tensor", plan.overlap_tensor, reason, f"Use overlap_tensor = 1, or {_other(precision)}.")
+    if plan.expert_tensor > 1 and (cut := _narrow_experts(case)):
+        share = "tensor" if whole else choices.granularity
+        reason = f"cuts {cut}, whose weights have a scale for each {share}: ranks that cut experts share none"
+        yield error(
+            "plan.expert_tensor", plan.expert_tensor, reason, f"Use expert_tensor = 1, {_other(precision)}, or {_NO_EXPERTS}."
+        )
+
+
+_NO_EXPERTS = 'precision.wide = ["*.experts"]'
+
+
+def _other(precision: str) -> str:
+    """Return what else a run may choose instead of scales that span ranks."""
+    return (
+        'train.precision = "mxfp4" with precision.rounding = "nearest"'
+        if precision == "nvfp4"
+        else 'granularity = "row" or "tile"'
+    )
+
+
+def _narrow_experts(case: Case) -> str:
+    """Return the name of the first experts that multiply in the narrow format, or nothing."""
+    mixtures = (f"blocks.{n}.mlp.experts" for n, block in enumerate(case.model.blocks if case.model else ()) if _mixes(block))
+    blocks = len(case.model.blocks) if case.model else 0
+    return next((name for name in mixtures if not stays_wide(name, blocks=blocks, choices=case.spec.precision)), "")
+
+
+def _mixes(block: BlockSpec) -> bool:
+    return isinstance(block.mlp, MoeSpec)
+
+
+def draws_know_their_numbers(case: Case) -> Found:
+    """Stochastic rounding follows the place of each number in the whole tensor, and its token."""
+    plan, precision = case.plan, case.spec.train.precision
+    if not is_narrow(precision) or settled(case.spec.precision, precision).rounding != "stochastic":
+        return
+    nearest = 'precision.rounding = "nearest"'
+    if plan.overlap_tensor > 1:
+        reason = "with gradients rounded stochastically: a piece does not know which tokens it has"
+        yield error("plan.overlap_tensor", plan.overlap_tensor, reason, f"Use overlap_tensor = 1, or {nearest}.")
+    if plan.expert_tensor > 1 and (cut := _narrow_experts(case)):
+        reason = (
+            f"cuts {cut}, whose gradients are rounded stochastically: a share of an expert does not know which outputs it has"
+        )
+        yield error("plan.expert_tensor", plan.expert_tensor, reason, f"Use expert_tensor = 1, {nearest}, or {_NO_EXPERTS}.")
+
+
+def rotations_fit(case: Case) -> Found:
+    """A Hadamard transform is over the tokens of a tile, a power of two."""
+    precision, choices = case.spec.train.precision, case.spec.precision
+    if not is_narrow(precision) or not settled(choices, precision).hadamard or choices.weight_gradient == "wide":
+        return
+    tile = tile_of(choices, precision)
+    if choices.granularity != "tile":
+        reason = f'with precision.granularity = "{choices.granularity}": the tokens of a tile are transformed together'
+        yield error("precision.hadamard", True, reason, "Use one or the other.")
+    elif tile & (tile - 1):
+        reason = "is no power of two, and precision.hadamard transforms the tokens of a tile"
+        yield error("precision.tile", tile, reason, f"Use tile = {1 << (tile.bit_length() - 1)}, or hadamard = false.")
 
 
 def something_is_narrow(case: Case) -> Found:
@@ -92,6 +142,13 @@ def something_is_narrow(case: Case) -> Found:
             reason = f'changes nothing with train.precision = "{precision}", which has no narrow products'
             yield advice(f"precision.{key}", getattr(choices, key), reason, f"Leave it out, or use train.precision = {able}.")
         return
+    for key in _idle(case):
+        reason = f'changes nothing with train.precision = "{precision}"'
+        yield advice(f"precision.{key}", getattr(choices, key), reason, "Leave it out.")
+    branch = case.spec.branch
+    if choices.wide_decay and case.spec.optimizer.schedule not in DECAYING and not (branch and branch.decay):
+        reason = f'changes nothing with optimizer.schedule = "{case.spec.optimizer.schedule}", which has no decay phase'
+        yield advice("precision.wide_decay", True, reason, f"Leave it out, or use schedule = {' or '.join(map(repr, DECAYING))}.")
     if choices.tile and choices.granularity != "tile":
         reason = f'changes nothing with precision.granularity = "{choices.granularity}"'
         yield advice("precision.tile", choices.tile, reason, "Leave one of them out.")
@@ -102,11 +159,20 @@ def something_is_narrow(case: Case) -> Found:
         yield error("precision.wide_first", choices.wide_first, reason, f'{most}, or train.precision = "bf16".')
 
 
+def _idle(case: Case) -> Iterator[str]:
+    """Choices that the format of the run leaves no room for."""
+    factors, asked = PRECISIONS[case.spec.train.precision].factors, case.spec.precision.model_dump(exclude_defaults=True)
+    if factors.bits == 4 and "gradients" in asked:
+        yield "gradients"
+    if factors.name == "nvfp4" and "scale" in asked:
+        yield "scale"
+
+
 def narrow_is_emulated(case: Case) -> Found:
     """The trainer has the numbers of a narrow format, and not its speed."""
     precision = case.spec.train.precision
     if precision not in FAST:
-        reason = "has exactly the format's numbers, and is slower than bf16 on every device: each product is one in bf16 of rounded factors"
+        reason = "has exactly the format's numbers, and is slower than bf16 on every device: each product is a wide one of rounded factors"
         yield advice("train.precision", precision, reason, "Use it to see what the format does to the model, and bf16 for speed.")
     if precision not in FAST and case.plan.compile:
         reason = f'with train.precision = "{precision}", whose roundings a compiler may leave out'

@@ -164,6 +164,8 @@ RULES: tuple[Rule, ...] = (
     Rule("narrow", narrow.tiles_lie_inside_shards),
     Rule("narrow", narrow.tiles_lie_inside_sequences),
     Rule("narrow", narrow.maxima_can_be_shared),
+    Rule("narrow", narrow.draws_know_their_numbers),
+    Rule("narrow", narrow.rotations_fit),
     Rule("narrow", narrow.something_is_narrow),
     Rule("narrow", narrow.narrow_is_emulated),
     Rule("steps", steps.warmup_and_decay_fit),

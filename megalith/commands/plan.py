@@ -46,7 +46,7 @@ BatchTokens = Annotated[
 ]
 ComputeOptimal = Annotated[bool, typer.Option("--compute-optimal", help="Set --tokens by Chinchilla's rule: 20 a parameter.")]
 Format = Annotated[
-    str | None, typer.Option(help="bf16, fp16, fp32, or predicted only: fp8, mxfp8, fp4. Default: the run's, or bf16.")
+    str | None, typer.Option(help="bf16, fp16, fp32, or predicted only: fp8, mxfp8, nvfp4, mxfp4. Default: the run's, or bf16.")
 ]
 Pareto = Annotated[
     bool,

@@ -110,6 +110,8 @@ class Batch:
     positions: Ids
     pieces: tuple[tuple[int, ...], ...]
     domains: tuple[str, ...]
+    numbers: tuple[int, ...]
+    """Each sample's number in the order of the data"""
 
 
 class Stream:
@@ -212,13 +214,15 @@ class Stream:
 
     def batch(self, indices: Iterable[int]) -> Batch:
         """Samples `indices`, stacked in that order."""
-        samples = [self.sample(index) for index in indices]
+        numbers = tuple(indices)
+        samples = [self.sample(index) for index in numbers]
         return Batch(
             tokens=np.stack([sample.tokens for sample in samples]),
             targets=np.stack([sample.targets for sample in samples]),
             positions=np.stack([sample.positions for sample in samples]),
             pieces=tuple(sample.pieces for sample in samples),
             domains=tuple(sample.domain for sample in samples),
+            numbers=numbers,
         )
 
     @property

@@ -66,10 +66,15 @@ def rounded(values: Tensor, element: Element, draws: Tensor | None = None) -> Te
     step = spacing(held, element)
     if draws is None:
         return held.div_(step).round_().mul_(step)
-    steps = held.abs().div_(step)
-    below = steps.floor()
-    below += draws < steps.sub_(below)  # never of a number that the format has: then nothing is left
-    return below.mul_(step).copysign_(values)
+    return stochastic(held.div_(step), draws).mul_(step)
+
+
+def stochastic(steps: Tensor, draws: Tensor) -> Tensor:
+    """One of the two whole numbers beside each of `steps` (fp32), to each as often as the other is far away. `draws`: uniform in [0, 1)."""
+    size = steps.abs()
+    below = size.floor()
+    below += draws < size.sub_(below)  # never of a whole number: then nothing is left
+    return below.copysign_(steps)
 
 
 def encode(values: Tensor, element: Element, draws: Tensor | None = None) -> Tensor:

@@ -18,6 +18,8 @@ class Sizes:
 
     def __init__(self, counts: Tensor | Sequence[int]) -> None:
         self._counts = counts if isinstance(counts, Tensor) else tuple(counts)
+        self.tokens: Tensor | None = None
+        """int64 [rows]: the number of each row's token, for products that round stochastically."""
 
     @cached_property
     def host(self) -> tuple[int, ...]:

@@ -33,6 +33,9 @@ class Multiply(nn.Module):
     `wgrad`, and the rest follows.
     """
 
+    draws: bool = False
+    """True if products of this recipe round stochastically, and need to know which tokens they work on (`kernels.draws`)."""
+
     @classmethod
     def of(cls, choices: PrecisionSpec) -> Self:
         """Return the recipe by the choices of a run; the plain one has none."""

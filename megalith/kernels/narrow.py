@@ -1,10 +1,12 @@
-"""Recipes whose products have factors in 8-bit formats, with a power of two as the scale of a tile.
+"""Recipes whose products have factors in formats of 8 or 4 bits.
 
-Every such number is one of bf16's. So a product here is one bf16 product of rounded factors. The definition adds up fp32 partial sums, one
-for each tile of the inner dim: the same numbers in another order of sums. Each factor is rounded along the dim that its product sums over.
-Nothing here is faster than bf16: only the numbers are those of hardware that multiplies in 8 bits.
+Where scales are powers of two, every such number is one of bf16's, and a product here is one bf16 product of rounded factors. NVFP4's
+scales are not, so its products are computed in fp32 and rounded once. The definition adds up fp32 partial sums, one for each tile of the
+inner dim: the same numbers in another order of sums. Each factor is rounded along the dim that its product sums over. Nothing here is
+faster than bf16: only the numbers are those of hardware that multiplies in few bits.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +15,8 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from megalith.kernels.elements import E4M3, ELEMENTS
+from megalith.kernels.draws import key_of, signs, tokens_at_work, uniform
+from megalith.kernels.elements import E2M1, E4M3, ELEMENTS, Element
 from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.quantise import ALL, Scale, Scaling, Share, narrowed
@@ -23,16 +26,35 @@ SLAB = 1 << 16
 """Numbers that are rounded at once: their copies in fp32 stay in a processor's cache."""
 
 
-def in_slabs(x: Tensor, scaling: Scaling) -> Tensor:
-    """Return the numbers of `narrowed(x, scaling)`, x [..., rows, columns], worked out some rows at a time."""
+def in_slabs(x: Tensor, scaling: Scaling, draws: Tensor | None = None) -> Tensor:
+    """Return the numbers of `narrowed(x, scaling)`, x and draws [..., rows, columns], worked out some rows at a time."""
     height, columns = scaling.block[0], x.shape[-1]
     matrices = x.flatten(0, -2)[None] if height == 1 else x[None].flatten(0, -3)
     out = torch.empty_like(matrices, memory_format=torch.contiguous_format)
     rows = max(1, SLAB // (max(columns, 1) * height)) * height
-    for matrix, rounded in zip(matrices, out, strict=True):
+    drawn = [None] * len(out) if draws is None else draws.view(matrices.shape)
+    for matrix, rounded, random in zip(matrices, out, drawn, strict=True):
         for first in range(0, matrix.shape[0], rows):
-            rounded[first : first + rows] = narrowed(matrix[first : first + rows], scaling)
+            part = slice(first, first + rows)
+            rounded[part] = narrowed(matrix[part], scaling, draws=None if random is None else random[part])
     return out.view(x.shape)
+
+
+def rotated(x: Tensor, size: int) -> Tensor:
+    """Return fp32 x [rows, columns] with each `size` rows, a power of two, replaced by their random Hadamard transform: the orthogonal
+    matrix H D, where D flips signs that never change (NVIDIA 2025, arXiv:2509.25149, section 4.2). It spreads an outlier over the rows,
+    and (H D a)ᵀ (H D b) = aᵀ b.
+
+    The sums are taken in a fixed order, so equal rows give equal bits on every machine.
+    """
+    groups = x.float().unflatten(0, (-1, size)) * signs("hadamard", size).to(x.device)[:, None]
+    half = 1
+    while half < size:
+        pairs = groups.unflatten(1, (-1, 2, half))
+        one, other = pairs[:, :, 0], pairs[:, :, 1]
+        groups = torch.stack((one + other, one - other), 2).flatten(1, 3)
+        half *= 2
+    return groups.mul_(size**-0.5).flatten(0, 1)
 
 
 TOKENS, INPUTS, OUTPUTS = "tokens", "inputs", "outputs"
@@ -50,22 +72,34 @@ class Blocks(NamedTuple):
     weight_down: tuple[int, int]
 
 
-class Narrow(Multiply):
-    """A product whose factors are rounded to 8 bits. A subclass says which of their numbers share a scale."""
+class Narrow(Multiply, ABC):
+    """A product whose factors are rounded to few bits. A subclass says which of their numbers share a scale."""
 
     tile: ClassVar[int] = 0
+    element: ClassVar[Element] = E4M3
+    scale: ClassVar[Scale | None] = None
+    """None: the power of two that the run chooses."""
 
     def __init__(self, choices: PrecisionSpec | None = None) -> None:
         super().__init__()
         self.choices = choices = choices or PrecisionSpec()
-        scale, gradients, blocks = _SCALES[choices.scale], ELEMENTS[choices.gradients], self.blocks(choices.tile or self.tile)
-        self.along, self.down = Scaling(E4M3, blocks.along, scale), Scaling(E4M3, blocks.down, scale)
+        size = choices.tile or self.tile
+        scale, blocks = self.scale or _SCALES[choices.scale], self.blocks(size)
+        gradients = ELEMENTS[choices.gradients] if self.element is E4M3 else self.element
+        self.along, self.down = (Scaling(self.element, block, scale) for block in (blocks.along, blocks.down))
         self.gradient_along, self.gradient_down = replace(self.along, element=gradients), replace(self.down, element=gradients)
-        self.weight_along, self.weight_down = (Scaling(E4M3, block, scale) for block in (blocks.weight_along, blocks.weight_down))
+        self.weight_along, self.weight_down = (
+            Scaling(self.element, block, scale) for block in (blocks.weight_along, blocks.weight_down)
+        )
+        self.draws = choices.rounding == "stochastic"
+        self.rotation = size if choices.hadamard else 0
+        """Tokens that are rotated together before a weight gradient's factors are rounded; 0: none are."""
         self.shares: dict[str, Share] = {}
         """For each dim of which other ranks hold a part: the largest of their numbers."""
         self.layer = ""
         """Its name in the model."""
+        self.first_output = 0
+        """The first of the layer's outputs that this rank has."""
         self.partial = False
         """True if this rank's gradient of the outputs is only its part of a sum."""
         self.microbatch = ALL
@@ -76,47 +110,85 @@ class Narrow(Multiply):
         return cls(choices)
 
     @classmethod
+    @abstractmethod
     def blocks(cls, tile: int) -> Blocks:
         """Return which numbers share a scale."""
-        raise NotImplementedError
 
     def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None) -> Tensor:
-        x = self._tokens(x, self.along, INPUTS, grouped=sizes is not None)
-        return super().fprop(x, self._weight(weight, self.weight_along), bias, sizes=sizes)
+        if _wide():
+            return super().fprop(x, weight, bias, sizes=sizes)
+        rows = self._tokens(x, self.along, INPUTS, grouped=sizes is not None)
+        bias = None if bias is None else bias.to(rows.dtype)
+        return super().fprop(rows, self._weight(weight, self.weight_along), bias, sizes=sizes).to(x.dtype)
 
     def dgrad(self, grad: Tensor, weight: Tensor, *, sizes: Sizes | None = None, out: Tensor | None = None) -> Tensor:
-        if self.choices.input_gradient == "narrow":
-            grad = self._tokens(grad, self.gradient_along, OUTPUTS, grouped=sizes is not None)
-            weight = self._weight(weight, self.weight_down)
-        return super().dgrad(grad, weight, sizes=sizes, out=out)
+        if self.choices.input_gradient == "wide" or _wide():
+            return super().dgrad(grad, weight, sizes=sizes, out=out)
+        draws = self._draws(grad, "of inputs", sizes)
+        rows = self._tokens(grad, self.gradient_along, OUTPUTS, grouped=sizes is not None, draws=draws)
+        weight = self._weight(weight, self.weight_down)
+        if rows.dtype == grad.dtype:
+            return super().dgrad(rows, weight, sizes=sizes, out=out)
+        of_x = super().dgrad(rows, weight, sizes=sizes).to(grad.dtype)
+        return of_x if out is None else out.copy_(of_x)
 
     def wgrad(self, grad: Tensor, x: Tensor, *, sizes: Sizes | None = None) -> Tensor:
         """gradᵀ x, the gradient of the weight, as in `Multiply`. That of experts stays wide: which tokens meet in a block depends on the
         plan."""
-        if sizes is None and self.choices.weight_gradient == "narrow":
-            grad, x = self._tokens(grad, self.gradient_down, OUTPUTS), self._tokens(x, self.down, INPUTS)
-        return super().wgrad(grad, x, sizes=sizes)
+        if sizes is not None or self.choices.weight_gradient == "wide" or _wide():
+            return super().wgrad(grad, x, sizes=sizes)
+        dtype, draws = grad.dtype, self._draws(grad, "of weights")
+        if self.rotation:
+            grad, x = rotated(grad, self.rotation), rotated(x, self.rotation)
+        grad, x = self._tokens(grad, self.gradient_down, OUTPUTS, draws=draws), self._tokens(x, self.down, INPUTS)
+        if self.down.exact:
+            grad, x = grad.to(dtype), x.to(dtype)  # what was rotated in fp32 is rounded to numbers of bf16
+        return super().wgrad(grad, x).to(dtype)
 
-    def _tokens(self, x: Tensor, scaling: Scaling, channels: str, *, grouped: bool = False) -> Tensor:
+    def _draws(self, grad: Tensor, product: str, sizes: Sizes | None = None) -> Tensor | None:
+        """Draw for each of the gradients of outputs [..., outputs], or None if they are rounded to nearest.
+
+        Raises RuntimeError if nobody said which tokens these are.
+        """
+        if not self.draws:
+            return None
+        work = tokens_at_work()
+        numbers = work and (work.numbers if sizes is None else sizes.tokens)
+        if numbers is None:
+            raise RuntimeError(
+                f"{self.layer or 'a layer'} rounds gradients stochastically and does not know of which tokens: "
+                "run forward and backward inside kernels.draws.working_on"
+            )
+        outputs = range(self.first_output, self.first_output + grad.shape[-1])
+        return uniform(key_of(f"{self.layer}, {product}"), numbers, outputs).view(grad.shape)
+
+    def _tokens(
+        self, x: Tensor, scaling: Scaling, channels: str, *, grouped: bool = False, draws: Tensor | None = None
+    ) -> Tensor:
         """Round activations or gradients x [..., channels]. Tokens of experts (`grouped`) share no scale."""
         if grouped and scaling.block[0] == ALL:
             scaling = replace(scaling, block=(1, scaling.block[1]))
-        if ALL not in scaling.block:
-            return in_slabs(x, scaling)
+        if not _spans(scaling):
+            return in_slabs(x, scaling, draws)
         rows = x.reshape(-1, x.shape[-1])
-        if scaling.block[0] == ALL and self.microbatch != ALL:
-            rows = rows.unflatten(0, (-1, self.microbatch))
-        return narrowed(rows, scaling, share=self._share(scaling, TOKENS, channels)).view(x.shape)
+        if grouped and scaling.scale == "e4m3":
+            rows = rows.unsqueeze(1)  # each token is a matrix with a scale of its own
+        elif scaling.block[0] != 1 or scaling.scale == "e4m3":
+            rows = rows if self.microbatch == ALL else rows.unflatten(0, (-1, self.microbatch))
+        share = self._share(scaling, TOKENS, channels, whole=scaling.whole and not grouped)
+        return narrowed(rows, scaling, share=share, draws=None if draws is None else draws.view(rows.shape)).view(x.shape)
 
     def _weight(self, weight: Tensor, scaling: Scaling) -> Tensor:
         """Round a weight [out, in], or those of experts [experts, out, in]."""
-        if ALL not in scaling.block:
+        if not _spans(scaling):
             return in_slabs(weight, scaling)
-        return narrowed(weight, scaling, share=self._share(scaling, OUTPUTS, INPUTS))
+        return narrowed(weight, scaling, share=self._share(scaling, OUTPUTS, INPUTS, whole=scaling.whole))
 
-    def _share(self, scaling: Scaling, rows: str, columns: str) -> Share | None:
-        """Return how maxima are taken over the ranks that hold a part of a block."""
-        dims = [dim for dim, size in zip((rows, columns), scaling.block, strict=True) if size == ALL and dim in self.shares]
+    def _share(self, scaling: Scaling, rows: str, columns: str, *, whole: bool) -> Share | None:
+        """Return how maxima are taken over the ranks that hold a part of a block, or of a matrix that has a scale. `whole`: each maximum
+        is that of a whole tensor."""
+        cut = zip((rows, columns), scaling.block, strict=True)
+        dims = [dim for dim, size in cut if (size == ALL or scaling.scale == "e4m3") and dim in self.shares]
         if not dims and _seen is None:
             return None
 
@@ -125,7 +197,7 @@ class Narrow(Multiply):
                 amax = self.shares[dim](amax)
             if _seen is not None and amax.numel() and not (self.partial and (rows, columns) == (TOKENS, OUTPUTS)):
                 name = f"{self.layer}, {rows} x {columns}, {scaling.block}"
-                _seen[name] = Noted.of(amax, scaling).joined(_seen.get(name))
+                _seen[name] = Noted.of(amax, whole=whole).joined(_seen.get(name))
             return amax
 
         return share
@@ -141,8 +213,8 @@ class Noted(NamedTuple):
     """True if a maximum is that of a whole tensor."""
 
     @classmethod
-    def of(cls, amax: Tensor, scaling: Scaling) -> Self:
-        return cls(float(amax.min()), float(amax.double().sum()), amax.numel(), scaling.block == (ALL, ALL))
+    def of(cls, amax: Tensor, *, whole: bool) -> Self:
+        return cls(float(amax.min()), float(amax.double().sum()), amax.numel(), whole)
 
     def joined(self, other: "Noted | None") -> "Noted":
         """Return both together."""
@@ -208,6 +280,38 @@ class Tensorwise(Narrow):
     @classmethod
     def blocks(cls, tile: int) -> Blocks:
         return Blocks((ALL, ALL), (ALL, ALL), (ALL, ALL), (ALL, ALL))
+
+
+class Microscaled4(Blockwise):
+    """MXFP4 (OCP Microscaling Formats 1.0, section 6) with scales of weights in two dimensions, as NVIDIA 2025, arXiv:2509.25149, section
+    4.3 recommends for 4 bits: E2M1 with a power of two for 32 numbers along the inner dim, and for 32 x 32 of a weight."""
+
+    tile = 32
+    element = E2M1
+
+
+class NvFp4(Narrow):
+    """NVFP4 (NVIDIA 2025, arXiv:2509.25149): E2M1 with an E4M3 scale for 16 numbers along the inner dim, for 16 x 16 of a weight, and an
+    fp32 scale for the whole tensor of a microbatch. Tokens of experts have a scale each in place of the tensor's."""
+
+    tile = 16
+    element = E2M1
+    scale = "e4m3"
+
+    @classmethod
+    def blocks(cls, tile: int) -> Blocks:
+        return Blocks((1, tile), (tile, 1), (tile, tile), (tile, tile))
+
+
+def _spans(scaling: Scaling) -> bool:
+    """Return True if a scale may follow numbers of several ranks."""
+    return ALL in scaling.block or scaling.scale == "e4m3"
+
+
+def _wide() -> bool:
+    """Return True if every product is wide now."""
+    work = tokens_at_work()
+    return work is not None and work.wide
 
 
 _SCALES: dict[str, Scale] = {"up": "up", "ocp": "down"}

@@ -24,6 +24,7 @@ from megalith.kernels.elements import (
     exponent_up,
     power,
     rounded,
+    stochastic,
 )
 
 Scale = Literal["up", "down", "fp32", "e4m3"]
@@ -49,6 +50,11 @@ class Scaling:
     def exact(self) -> bool:
         """True if every number is one of bf16's: its code times a power of two."""
         return self.scale in ("up", "down")
+
+    @property
+    def whole(self) -> bool:
+        """True if a scale follows the largest number of a whole matrix."""
+        return self.scale == "e4m3" or self.block == (ALL, ALL)
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,39 @@ class Narrowed:
 def quantise(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: Tensor | None = None) -> Narrowed:
     """x [..., rows, columns] in a narrow format. `share` where other ranks hold a part of its blocks, or of the matrix where that has a
     scale. `draws`, of the shape of x and uniform in [0, 1): round stochastically."""
+    scaled, scales, whole = _scaled(x, scaling, share)
+    return Narrowed(encode(scaled.nan_to_num_(0.0), scaling.element, draws), scales, whole, scaling)
+
+
+def narrowed(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: Tensor | None = None) -> Tensor:
+    """The numbers of `quantise(x, scaling)`, without codes and in a few passes: in the dtype of x where scales are powers of two, else in
+    fp32, since they are none of bf16's.
+
+    Where scales are powers of two, they are the same for every block whose largest number is at least 2^-90; in smaller ones, differences
+    of 2^-126 are lost.
+    """
+    if not scaling.exact:
+        scaled, scales, whole = _scaled(x, scaling, share)
+        blocks = _blocked(rounded(scaled, scaling.element, draws), scaling.block).mul_(scales[..., :, None, :, None])
+        numbers = _unblocked(blocks, x.shape)
+        return numbers if whole is None else numbers * whole
+    element, blocks = scaling.element, _blocked(x.float(), scaling.block)
+    amax, _ = _maxima(blocks, scaling, share)
+    k = (exponent_up if scaling.scale == "up" else exponent_down)(amax, element)[..., :, None, :, None]
+    least = (k + (127 + element.lowest)).clamp_(min=element.mantissa + 1) << MANTISSA
+    step = blocks.view(torch.int32).bitwise_and(EXPONENTS)
+    step = torch.maximum(step, least, out=step).sub_(element.mantissa << MANTISSA).view(torch.float32)
+    numbers = blocks.div(step)
+    numbers = numbers.round_() if draws is None else stochastic(numbers, _blocked(draws, scaling.block))
+    numbers = numbers.mul_(step)
+    if scaling.scale == "down":
+        most = power(k) * element.largest
+        numbers = numbers.clamp_(-most, most)
+    return _unblocked(numbers.masked_fill_(k > 127, torch.nan), x.shape).to(x.dtype)
+
+
+def _scaled(x: Tensor, scaling: Scaling, share: Share | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what is to be rounded (fp32, of the shape of x), the scales of the blocks, and that of the whole matrix if it has one."""
     element, blocks = scaling.element, _blocked(x.float(), scaling.block)
     amax, of_all = _maxima(blocks, scaling, share)
     whole = None
@@ -88,26 +127,7 @@ def quantise(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: 
     else:
         k = (exponent_up if scaling.scale == "up" else exponent_down)(amax, element)
         by, scales = power(-k.clamp(max=127)), power(k)
-    scaled = _unblocked(blocks * by[..., :, None, :, None], x.shape)
-    return Narrowed(encode(scaled.nan_to_num_(0.0), element, draws), scales, whole, scaling)
-
-
-def narrowed(x: Tensor, scaling: Scaling, *, share: Share | None = None) -> Tensor:
-    """The numbers of `quantise(x, scaling)` in the dtype of x, where scales are powers of two: without codes, in a few passes.
-
-    They are the same for every block whose largest number is at least 2^-90; in smaller ones, differences of 2^-126 are lost.
-    """
-    element, blocks = scaling.element, _blocked(x.float(), scaling.block)
-    amax, _ = _maxima(blocks, scaling, share)
-    k = (exponent_up if scaling.scale == "up" else exponent_down)(amax, element)[..., :, None, :, None]
-    least = (k + (127 + element.lowest)).clamp_(min=element.mantissa + 1) << MANTISSA
-    step = blocks.view(torch.int32).bitwise_and(EXPONENTS)
-    step = torch.maximum(step, least, out=step).sub_(element.mantissa << MANTISSA).view(torch.float32)
-    numbers = blocks.div(step).round_().mul_(step)
-    if scaling.scale == "down":
-        most = power(k) * element.largest
-        numbers = numbers.clamp_(-most, most)
-    return _unblocked(numbers.masked_fill_(k > 127, torch.nan), x.shape).to(x.dtype)
+    return _unblocked(blocks * by[..., :, None, :, None], x.shape), scales, whole
 
 
 def _maxima(blocks: Tensor, scaling: Scaling, share: Share | None) -> tuple[Tensor, Tensor | None]:

@@ -1,6 +1,6 @@
 """Mixture of experts, in steps between which tensors alone pass. How tokens reach the experts is a seam: expert parallelism swaps it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from megalith.kernels.draws import Tokens, tokens_at_work
 from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import Multiply
-from megalith.kernels.permute import Order, collect, spread
+from megalith.kernels.permute import Order, collect, rows_of, spread
 from megalith.models.batch import Batch
 from megalith.models.linear import Linear
 from megalith.models.mlp import ACTIVATIONS, Mlp
@@ -97,6 +98,10 @@ class Exchange(Protocol):
         """`combine`, started, without autograd. Also the backward of `dispatch`."""
         ...
 
+    def arrive(self, rows: Tensor, traffic: Traffic) -> Tensor:
+        """Rows [sent, n], sorted by expert, as the experts this rank holds have them. Without autograd."""
+        ...
+
     def run(self, experts: Experts, rows: Tensor, traffic: Traffic) -> Tensor:
         """The experts this rank holds on the rows that arrived; results in the order in which those came."""
         ...
@@ -129,6 +134,9 @@ class Here:
 
     def start_combine(self, rows: Tensor, traffic: Traffic) -> Pending:
         return Arrived(rows)
+
+    def arrive(self, rows: Tensor, traffic: Traffic) -> Tensor:
+        return rows
 
     def run(self, experts: Experts, rows: Tensor, traffic: Traffic) -> Tensor:
         return experts(rows, traffic.sizes)
@@ -200,7 +208,17 @@ class Moe(nn.Module):
         counts.scatter_add_(0, choices.flatten(), torch.ones_like(choices.flatten()))
         dealing = Dealing(batch, seq, active, experts) if routing.dealt else None
         traffic = self.exchange.plan(counts[:-1], choices.numel() if routing.kept is None else None, dealing)
-        return Deal(Order.sorted_by(choices, traffic.rows), weights, batch, traffic)
+        order = Order.sorted_by(choices, traffic.rows)
+        work = tokens_at_work()
+        if work is not None and self.experts.multiply.draws:
+            traffic.sizes.tokens = self._tokens_of(work, routing.choices.shape[1], order, traffic)
+        return Deal(order, weights, batch, traffic)
+
+    def _tokens_of(self, work: Tokens, seq: int, order: Order, traffic: Traffic) -> Tensor:
+        """The number of each row's token, for the rows that this rank's experts compute."""
+        spans = (torch.arange(span.start, span.stop, device=work.samples.device) for span in self.sets.spans(seq))
+        numbers = self.sets.own(replace(work, positions=torch.cat([*spans])).numbers)
+        return self.exchange.arrive(rows_of(numbers.reshape(-1, 1), order), traffic).flatten()
 
     def run(self, rows: Tensor, deal: Deal) -> Tensor:
         """The experts on the rows that arrived."""

@@ -24,7 +24,7 @@ from megalith.parallel.precision import apply_precision, share_maxima
 from megalith.parallel.recompute import apply_recompute
 from megalith.parallel.tensor import Split
 from megalith.spec.model import ModelSpec
-from megalith.spec.numbers import PrecisionSpec, recipe_of
+from megalith.spec.numbers import PrecisionSpec, recipe_of, settled
 from megalith.spec.plan import Plan, segment_size, segments
 from megalith.spec.sizes import tied_names
 
@@ -45,7 +45,7 @@ class Builder:
     ) -> None:
         """`seed` None: weights are left unset, to be loaded. `choices`: those of a narrow precision."""
         self.spec, self.plan, self.groups, self.device, self.seed = spec, plan, groups, device, seed
-        self.choices = choices or PrecisionSpec()
+        self.choices = settled(choices or PrecisionSpec(), precision)
         self.dtypes, self.products = Dtypes.of(precision), recipe_of(self.choices, precision)
         self.split = Split(groups.tensor, sequence=plan.sequence, pieces=plan.overlap_tensor)
         self.tied = tied_names(spec)

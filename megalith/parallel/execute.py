@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.kernels.cross_entropy import Loss
+from megalith.kernels.draws import Tokens, working_on
 from megalith.models.batch import Batch
 from megalith.models.moe import Pending
 from megalith.parallel.clock import Clock
@@ -58,14 +59,17 @@ class _Turn:
 
     name: str
     steps: Steps[None]
+    work: Tokens | None
     pending: Pending | None = None
 
     def begin(self) -> Pending | None:
-        return next(self.steps, None)
+        with working_on(self.work):
+            return next(self.steps, None)
 
     def go_on(self, arrived: Tensor) -> Pending | None:
         try:
-            return self.steps.send(arrived)
+            with working_on(self.work):
+                return self.steps.send(arrived)
         except StopIteration:
             return None
 
@@ -193,7 +197,10 @@ class Executor:
         for action in parts(slot):
             if work := flight.waiting.pop((_reads(action), *_key(action)), None):
                 self._mark("WAIT", partial(wait_for, work), flight)
-        turns = [_Turn(str(action), self._computations[action.kind](action, flight)) for action in parts(slot)]
+        turns = [
+            _Turn(str(action), self._computations[action.kind](action, flight), flight.batches[_key(action)[1]].work)
+            for action in parts(slot)
+        ]
         while turns:
             for turn in list(turns):
                 if turn.pending is None:

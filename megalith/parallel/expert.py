@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
 from megalith.kernels.grouped import Sizes
-from megalith.kernels.permute import Order, spread
+from megalith.kernels.permute import Order, rows_of, spread
 from megalith.models.init import Held
 from megalith.models.moe import Arrived, Experts, Moe, Pending, Traffic
 from megalith.models.router import Dealing, earlier
@@ -222,6 +222,13 @@ class ByExpert:
     def start_combine(self, rows: Tensor, traffic: Traffic) -> Pending:
         assert isinstance(traffic, Travel)
         return _homeward(rows, traffic, self.expert)
+
+    def arrive(self, rows: Tensor, traffic: Traffic) -> Tensor:
+        assert isinstance(traffic, Travel)
+        rows = _outward(rows, traffic, self.expert).wait()
+        if self.expert_tensor.size() > 1:
+            rows = _gather_rows(rows, traffic.gathered, self.expert_tensor)
+        return rows if traffic.order is None else rows_of(rows, traffic.order)
 
     def run(self, experts: Experts, rows: Tensor, traffic: Traffic) -> Tensor:
         assert isinstance(traffic, Travel)

@@ -8,7 +8,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
 from megalith.kernels.multiply import Multiply
-from megalith.kernels.narrow import INPUTS, OUTPUTS, TOKENS, Blockwise, Microscaled, Narrow, Rowwise, Tensorwise
+from megalith.kernels.narrow import (
+    INPUTS,
+    OUTPUTS,
+    TOKENS,
+    Blockwise,
+    Microscaled,
+    Microscaled4,
+    Narrow,
+    NvFp4,
+    Rowwise,
+    Tensorwise,
+)
 from megalith.kernels.quantise import Share
 from megalith.models.linear import Linear
 from megalith.parallel.groups import Groups
@@ -21,6 +32,8 @@ RECIPES: dict[str, type[Multiply]] = {
     "microscaled": Microscaled,
     "rowwise": Rowwise,
     "tensorwise": Tensorwise,
+    "nvfp4": NvFp4,
+    "microscaled4": Microscaled4,
 }
 
 
@@ -51,9 +64,9 @@ def share_maxima(
     partial: Collection[nn.Parameter],
     groups: Groups,
 ) -> None:
-    """Have the recipes of split layers take maxima over the ranks that hold a part of a tensor, and over no others: tensor ranks, of the
-    channels that the axis splits; context ranks, of tokens. `placed`: how the tensor axis holds each weight; `partial`: the weights whose
-    gradient on a rank is only its part of the sum."""
+    """Tell the recipes of split layers which outputs this rank has, and have them take maxima over the ranks that hold a part of a
+    tensor, and over no others: tensor ranks, of the channels that the axis splits; context ranks, of tokens. `placed`: how the tensor axis
+    holds each weight; `partial`: the weights whose gradient on a rank is only its part of the sum."""
     for layer, recipe in narrow.items():
         if not isinstance(layer, Linear) or not isinstance(layer.weight, nn.Parameter):
             continue  # experts: their tokens share no scale, and `check` keeps each whole
@@ -62,8 +75,15 @@ def share_maxima(
         if isinstance(placement, Shard) or layer.rows is not None:
             inputs = isinstance(placement, Shard) and placement.dim == 1
             recipe.shares[INPUTS if inputs else OUTPUTS] = over(groups.tensor)
+            if not inputs:
+                recipe.first_output = _first_output(layer, groups)
         if groups.mesh.context > 1:
             recipe.shares[TOKENS] = over(groups.context)
+
+
+def _first_output(layer: Linear, groups: Groups) -> int:
+    """Return the first output of a layer that this tensor rank computes: of its rows of a whole weight, or of its share of a split one."""
+    return layer.rows.start if layer.rows is not None else groups.coordinates["tensor"] * layer.weight.shape[0]
 
 
 def over(group: dist.ProcessGroup) -> Share:

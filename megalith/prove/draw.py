@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from megalith.check import check
-from megalith.prove.parity import LOSS_SCALE, OPTIMIZER, SMALL_MOMENTS, SMALL_TILES, clearly_routed
+from megalith.prove.parity import LOSS_SCALE, OPTIMIZER, SMALL_MOMENTS, clearly_routed, small_choices
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.families import read
 from megalith.spec.numbers import PRECISIONS, TRAINED, Rounded, is_narrow
@@ -24,6 +24,7 @@ from megalith.spec.run import RunSpec
 from megalith.spec.state import LOWER
 
 MOST_RANKS = 8
+LAYERS = 4
 SAMPLES = 8
 """Samples of a global batch: a rank's are two microbatches, in a pipeline four, or two for four data ranks."""
 
@@ -252,7 +253,7 @@ def _run(
             "model": _small(preset, precision).model_dump(),
             "plan": plan.model_dump(),
             "data": {"path": "none", "phases": phases},
-            "precision": SMALL_TILES | narrow if is_narrow(precision) else {},
+            "precision": small_choices(precision, LAYERS) | narrow if is_narrow(precision) else {},
             "train": {"steps": 3, "global_batch": SAMPLES, "seq_len": 48, "precision": precision},
             "optimizer": OPTIMIZER | optimizer,
             "loss_scale": {"initial": LOSS_SCALE},
@@ -263,7 +264,7 @@ def _run(
 @cache
 def _small(preset: str, precision: str) -> Any:
     """The preset's family in sizes that every combination can split: one reference serves all its plans."""
-    return clearly_routed(read(presets()[preset].values).small(layers=4, unit=4, heads_unit=4), precision)
+    return clearly_routed(read(presets()[preset].values).small(layers=LAYERS, unit=4, heads_unit=4), precision)
 
 
 def key_of(spec: RunSpec) -> Any:

@@ -95,4 +95,4 @@ def single_documents(spec: RunSpec) -> Samples:
     rows, length = spec.plan.microbatch, spec.train.seq_len
     tokens = np.zeros((rows, length), dtype=np.int64)
     positions = np.tile(np.arange(length), (rows, 1))
-    return Samples(tokens, tokens, positions, ((length,),) * rows, ("none",) * rows)
+    return Samples(tokens, tokens, positions, ((length,),) * rows, ("none",) * rows, tuple(range(rows)))

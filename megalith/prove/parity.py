@@ -21,6 +21,7 @@ from megalith.checkpoint.shares import Laid, shares, whole_of
 from megalith.data.stream import Batch as Samples
 from megalith.fleet import environment
 from megalith.fleet.heartbeat import Heartbeat
+from megalith.kernels.draws import working_on
 from megalith.kernels.narrow import Narrow, Noted, maxima
 from megalith.kernels.numbers import Dtypes
 from megalith.models.init import initialise, seed_of
@@ -34,7 +35,7 @@ from megalith.prove.updates import update_of
 from megalith.prove.verdict import judge
 from megalith.schedule.table import FILE
 from megalith.spec.families import Model
-from megalith.spec.numbers import PRECISIONS, Rounded, is_narrow, recipe_of
+from megalith.spec.numbers import PRECISIONS, Rounded, is_narrow, recipe_of, settled
 from megalith.spec.phases import Phases, during
 from megalith.spec.run import LossScaleSpec, RampSpec, RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
@@ -58,8 +59,16 @@ LOSS_SCALE = 1024
 SMALL_MOMENTS = {"moment_block": 4, "moment_least": 0}
 """Moments in few bits in a compared run: blocks that its small shares hold."""
 
-SMALL_TILES = {"tile": 4, "wide_first": 1, "wide_last": 0}
-"""Choices of a narrow precision in a compared run: tiles that its small shares hold, and a block that multiplies in them."""
+SMALL_TILE = 4
+"""Numbers that share a scale in a compared run: its small shares hold whole tiles."""
+
+
+def small_choices(precision: str, layers: int) -> dict[str, int]:
+    """Return the choices of a narrow precision in a compared run of so many layers. In 8 bits all blocks but the first multiply in them,
+    in 4 bits the last two: there one number that is rounded the other way moves others by a tenth, and through more blocks that would
+    grow to the size of a fault."""
+    narrow = 2 if PRECISIONS[precision].factors.bits == 4 else layers
+    return {"tile": SMALL_TILE, "wide_first": max(1, layers - narrow), "wide_last": 0}
 
 
 class RandomText:
@@ -73,7 +82,7 @@ class RandomText:
         """Samples `numbers`; about one target in eight is missing, so that a mean taken over the wrong set shows."""
         rows = [self._row(number) for number in numbers]
         tokens, targets, positions = (np.stack([row[i] for row in rows]) for i in range(3))
-        return Samples(tokens, targets, positions, tuple(row[3] for row in rows), ("random",) * len(rows))
+        return Samples(tokens, targets, positions, tuple(row[3] for row in rows), ("random",) * len(rows), tuple(numbers))
 
     def _row(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
         random = np.random.default_rng(seed_of(self.seed, f"sample {number}"))
@@ -98,7 +107,7 @@ def shrink(spec: RunSpec, *, steps: int) -> RunSpec:
     unit = plan.tensor * plan.shards  # a weight is split by tensor ranks and then by data ranks
     precision, tile = spec.precision, 1
     if is_narrow(spec.train.precision):
-        precision, tile = precision.model_copy(update=SMALL_TILES), SMALL_TILES["tile"]
+        precision, tile = precision.model_copy(update=small_choices(spec.train.precision, layers)), SMALL_TILE
         unit = lcm(unit, tile * plan.tensor, tile * plan.expert_tensor)
     optimizer = spec.optimizer.model_copy(update=OPTIMIZER)
     if optimizer.moments != "fp32":
@@ -155,9 +164,10 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
         stage = Stage(model)
     if spec.train.loss is not None:
         use_loss([stage], spec.train.loss)
-    recipe, narrow = recipe_of(spec.precision, spec.train.precision), dict[nn.Module, Narrow]()
+    recipe, choices = recipe_of(spec.precision, spec.train.precision), settled(spec.precision, spec.train.precision)
+    narrow = dict[nn.Module, Narrow]()
     for name, part in stage.parts():
-        narrow |= apply_precision(part, recipe, name=name, blocks=len(model.blocks), choices=spec.precision)
+        narrow |= apply_precision(part, recipe, name=name, blocks=len(model.blocks), choices=choices)
         initialise(part, name=name, spec=model, seed=spec.train.seed)
     computes = stage.parameters_by_name()
     parameters = {name: nn.Parameter(p.detach().clone()) for name, p in computes.items()}
@@ -220,8 +230,9 @@ def _reference_step(
                 sequences=spec.train.global_batch,
                 gradient_scale=scale,
             )
-            loss = stage(batch.tokens, batch)
-            loss.objective.backward()
+            with working_on(batch.work):
+                loss = stage(batch.tokens, batch)
+                loss.objective.backward()
             total += float(loss.nll)
             grads = {name: _gradient(computes).float() / scale for name, (computes, _) in faces.items()}
             for name, (computes, parameter) in faces.items():

@@ -15,6 +15,9 @@ from megalith.spec.toml import literal
 
 Tree = dict[str, Any]
 
+DECAYING = ("wsd", "1-sqrt")
+"""Schedules of the learning rate that end in a decay phase."""
+
 
 def convert(tree: Tree, sources: MutableMapping[str, str]) -> None:
     """Turn the lengths of a tree of values into numbers. `sources` notes what was written. A text that is no length, or whose value

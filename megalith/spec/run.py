@@ -96,7 +96,7 @@ class TrainSpec(Spec):
     seq_len: Annotated[PositiveInt, Thousand(1024)]
     precision: Trained = Field(
         default="bf16",
-        description="narrow ones keep fp32 master weights, moments and reductions; fp8 and mxfp8 also multiply in 8 bits, emulated exactly",
+        description="narrow ones keep fp32 master weights, moments and reductions; others also multiply in 8 or 4 bits, emulated exactly",
     )
     seed: NonNegativeInt = 0
     z_loss: NonNegativeFloat = Field(default=0.0, description="weight of mean(logsumexp^2), which keeps logits from drifting")

@@ -32,7 +32,7 @@ from megalith.spec.state import LOWER
 from megalith.spec.treatment import treatments
 from megalith.train.measure.noise import NoiseMeter
 from megalith.train.offload.home import home_of, lots_of
-from megalith.train.optimizers.rates import learning_rate
+from megalith.train.optimizers.rates import decays, learning_rate
 from megalith.train.optimizers.update import Optimizer
 from megalith.train.optimizers.whole import Whole
 from megalith.train.own.callbacks import Callbacks
@@ -135,6 +135,14 @@ class Trainer:
         self.state.updates += 1
         if self.state.scale is not None:
             self.state.scale = self.state.scale.updated(self.spec.loss_scale)
+
+    @property
+    def wide(self) -> bool:
+        """True if narrow products are wide in the next update: it is one of the learning rate's decay, and the run chose so."""
+        spec = self.spec
+        if not spec.precision.wide_decay:
+            return False
+        return decays(self.state.updates, spec=spec.optimizer, steps=spec.train.steps, branch=spec.branch)
 
     @property
     def gradient_scale(self) -> float:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.data.stream import Batch as Samples
+from megalith.kernels.draws import Tokens
 from megalith.models.batch import Batch
 from megalith.parallel.context import parts
 from megalith.parallel.groups import Groups
@@ -53,16 +54,18 @@ def to_batch(
     z_loss: float = 0.0,
     sequences: int = 1,
     gradient_scale: float = 1.0,
+    wide: bool = False,
 ) -> Batch:
-    """A microbatch on the device. `sequences`: of the whole global batch."""
+    """A microbatch on the device. `sequences`: of the whole global batch. `wide`: narrow products are wide now."""
     several = cut.masked and any(len(row) > 1 for row in samples.pieces)
     length = samples.tokens.shape[1]
     positions = samples.positions if cut.masked else np.broadcast_to(np.arange(length), samples.tokens.shape)
     arrays = {"tokens": samples.tokens, "targets": samples.targets, "positions": positions}
     if cut.ahead:
         arrays |= _ahead(samples, cut)
+    places = np.arange(length)
     if cut.contexts > 1:
-        mine = np.concatenate([np.arange(*run) for run in parts(length, cut.contexts)[cut.context]])
+        mine = places = np.concatenate([np.arange(*run) for run in parts(length, cut.contexts)[cut.context]])
         arrays = {name: array[..., mine] for name, array in arrays.items()}
     elif not cut.masked:
         del arrays["positions"]
@@ -74,6 +77,7 @@ def to_batch(
         z_loss=z_loss,
         sequences=sequences,
         gradient_scale=gradient_scale,
+        work=Tokens(_tensor(np.array(samples.numbers), device), _tensor(places, device), wide),
     )
 
 

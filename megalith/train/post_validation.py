@@ -127,9 +127,9 @@ class Unchecked:
         self.outcome = carry_out(self.trainer, self.decision, self._vitals, **more)
 
     def batches(self, begun: Sequence[Batch]) -> Sequence[Batch]:
-        """See `Check`: with an update that is not made, the loss scale does not grow, or even shrinks."""
-        scale = self.trainer.gradient_scale
-        return [batch if batch.gradient_scale == scale else replace(batch, gradient_scale=scale) for batch in begun]
+        """See `Check`: with an update that is not made, the loss scale does not grow, or even shrinks, and the decay does not begin."""
+        scale, wide = self.trainer.gradient_scale, self.trainer.wide
+        return [replace(each, gradient_scale=scale, work=each.work and replace(each.work, wide=wide)) for each in begun]
 
     def _remember(self) -> None:
         """Let the run's history know of an update."""

@@ -246,6 +246,7 @@ def to_batches(trainer: Trainer, microbatches: Sequence[Samples], *, valid: int)
             z_loss=spec.train.z_loss,
             sequences=spec.train.global_batch,
             gradient_scale=trainer.gradient_scale,
+            wide=trainer.wide,
         )
         for samples in microbatches
     ]

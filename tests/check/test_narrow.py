@@ -82,3 +82,50 @@ def test_a_choice_that_changes_nothing_is_named() -> None:
 def test_what_is_emulated_is_said() -> None:
     assert "train.precision" in advice(*FP8)
     assert "train.precision" not in advice("train.precision=bf16")
+
+
+FP4 = ("train.precision=nvfp4", *FP8[1:])
+
+
+def test_four_bits_are_legal_where_their_tiles_are() -> None:
+    for precision in ("nvfp4", "mxfp4"):
+        assert not errors(f"train.precision={precision}", *FP8[1:], "plan.tensor=4", "plan.context=2")
+    assert "no multiple of a tile's 16 tokens" in reasons(*FP4, "train.seq_len=4104")["train.seq_len"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (("train.precision=nvfp4", "plan.tensor=2", "plan.overlap_tensor=2"), "plan.overlap_tensor"),
+        (("train.precision=mxfp4", "plan.tensor=2", "plan.overlap_tensor=2"), "plan.overlap_tensor"),
+        (("train.precision=nvfp4", "precision.granularity=row", "precision.hadamard=false"), "precision.granularity"),
+        (("precision.granularity=row", "precision.hadamard=true"), "precision.hadamard"),
+        (("precision.tile=96", "precision.hadamard=true", "train.seq_len=4128"), "precision.tile"),
+        (("precision.rounding=stochastic", "plan.tensor=2", "plan.overlap_tensor=2"), "plan.overlap_tensor"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_draw_or_a_rotation_cannot_follow_is_refused(settings: tuple[str, ...], key: str) -> None:
+    assert {problem.key for problem in errors(*FP8, *settings)} == {key}
+
+
+def test_cut_experts_have_no_shared_scale_and_no_place() -> None:
+    cut = ("model.preset=deepseek-tiny", "train.seq_len=128", "plan.data=2", "plan.expert_tensor=2", "precision.tile=16")
+    said = [f"{p.reason}. {p.way_out}" for p in errors("train.precision=nvfp4", *cut) if p.key == "plan.expert_tensor"]
+    assert any("a scale for each tensor" in one for one in said) and any("does not know which outputs" in one for one in said)
+    assert not errors("train.precision=nvfp4", *cut, 'precision.wide=["*.experts"]')
+    assert not errors("train.precision=mxfp4", *cut, "precision.rounding=nearest")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (("train.precision=mxfp4", "precision.gradients=e5m2"), "precision.gradients"),
+        (("train.precision=nvfp4", "precision.scale=ocp"), "precision.scale"),
+        (("train.precision=nvfp4", "precision.wide_decay=true", "optimizer.schedule=cosine"), "precision.wide_decay"),
+    ],
+    ids=str,
+)
+def test_a_choice_that_a_format_leaves_no_room_for_is_named(settings: tuple[str, ...], key: str) -> None:
+    assert key in advice(*FP8, *settings)
+    assert "precision.wide_decay" not in advice(*FP4, "precision.wide_decay=true", "optimizer.schedule=wsd")

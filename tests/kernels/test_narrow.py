@@ -1,4 +1,4 @@
-"""Recipes of 8 bits: products of rounded factors, cut among ranks, within the definition's bound."""
+"""Recipes of few bits: products of rounded factors, cut among ranks, within the definition's bound."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.kernels.draws import Tokens, working_on
 from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.narrow import (
@@ -15,16 +16,22 @@ from megalith.kernels.narrow import (
     TOKENS,
     Blockwise,
     Microscaled,
+    Microscaled4,
     Narrow,
+    NvFp4,
     Rowwise,
     Tensorwise,
     in_slabs,
     maxima,
+    rotated,
 )
 from megalith.kernels.quantise import Scaling, quantise
 from megalith.spec.numbers import PrecisionSpec
 
-RECIPES: list[type[Narrow]] = [Blockwise, Microscaled]
+RECIPES: list[type[Narrow]] = [Blockwise, Microscaled, Microscaled4]
+EVERY: list[type[Narrow]] = [*RECIPES, NvFp4]
+SQUARES = (Blockwise, NvFp4, Microscaled4)
+"""Recipes with a scale for a square of a weight."""
 
 
 def lively(*shape: int, seed: int = 0) -> Tensor:
@@ -76,13 +83,12 @@ def partial_sums(a: Tensor, b: Tensor, tile: int) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EVERY)
 def test_the_three_products_are_those_of_the_definition(recipe: type[Narrow]) -> None:
     """Up to the order of fp32 sums, and the rounding of the result to bf16: a bound that follows from both, not from what was seen."""
     here, x, weight, grad = small(recipe), lively(64, 96), lively(80, 96, seed=1), lively(64, 80, seed=2)
-    rows, columns = Scaling(here.along.element, (1, 16)), Scaling(here.along.element, (16, 1))
-    both = Scaling(here.along.element, (16, 16))
-    along, down = (both, both) if recipe is Blockwise else (rows, columns)
+    rows, columns, both = (Scaling(here.along.element, block, here.along.scale) for block in ((1, 16), (16, 1), (16, 16)))
+    along, down = (both, both) if recipe in SQUARES else (rows, columns)
     factors = [
         (here.fprop(x, weight), decoded(x, rows), decoded(weight, along)),
         (here.dgrad(grad, weight), decoded(grad, rows), decoded(weight, down).T),
@@ -107,19 +113,42 @@ def test_a_scale_in_another_place_would_break_that_bound(recipe: type[Narrow]) -
 
 
 def test_weights_in_squares_are_the_same_forward_and_backward() -> None:
-    here = small(Blockwise)
-    assert here.weight_along == here.weight_down
+    for recipe in SQUARES:
+        assert small(recipe).weight_along == small(recipe).weight_down
     assert small(Microscaled).weight_along != small(Microscaled).weight_down
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EVERY)
 def test_choices_leave_products_wide(recipe: type[Narrow]) -> None:
     x, weight, grad, plain = lively(64, 96), lively(80, 96, seed=1), lively(64, 80, seed=2), Multiply()
     here = small(recipe, input_gradient="wide", weight_gradient="wide")
     assert torch.equal(here.dgrad(grad, weight), plain.dgrad(grad, weight))
     assert torch.equal(here.wgrad(grad, x), plain.wgrad(grad, x))
     assert not torch.equal(small(recipe).dgrad(grad, weight), plain.dgrad(grad, weight))
-    assert not torch.equal(small(recipe, gradients="e5m2").wgrad(grad, x), small(recipe).wgrad(grad, x))
+    finer = torch.equal(small(recipe, gradients="e5m2").wgrad(grad, x), small(recipe).wgrad(grad, x))
+    assert finer == (recipe not in (Blockwise, Microscaled)), "4 bits have one layout"
+
+
+@pytest.mark.parametrize("recipe", EVERY)
+def test_a_time_to_be_wide_leaves_every_product_wide(recipe: type[Narrow]) -> None:
+    x, weight, grad, plain, here = lively(64, 96), lively(80, 96, seed=1), lively(64, 80, seed=2), Multiply(), small(recipe)
+    with working_on(Tokens(torch.arange(1), torch.arange(64), wide=True)):
+        assert torch.equal(here.fprop(x, weight), plain.fprop(x, weight))
+        assert torch.equal(here.dgrad(grad, weight), plain.dgrad(grad, weight))
+        assert torch.equal(here.wgrad(grad, x), plain.wgrad(grad, x))
+    with working_on(Tokens(torch.arange(1), torch.arange(64))):
+        assert not torch.equal(here.fprop(x, weight), plain.fprop(x, weight))
+
+
+def test_a_bias_is_added_before_the_one_rounding() -> None:
+    x, weight, bias, here = lively(64, 96), lively(80, 96, seed=1), lively(1, 80)[0], small(NvFp4)
+    exact = decoded(x, here.along).double() @ decoded(weight, here.weight_along).double().T + bias.double()
+    assert ((here.fprop(x, weight, bias).double() - exact).abs() <= 2**-8 * exact.abs() + 1e-3).all()
+
+
+def test_a_recipe_that_names_no_blocks_is_told_so() -> None:
+    with pytest.raises(TypeError, match="abstract method"):
+        Narrow()  # pyright: ignore[reportAbstractUsage]
 
 
 # --- cuts ---
@@ -150,7 +179,7 @@ def test_a_group_of_experts_is_each_of_them(recipe: type[Narrow]) -> None:
 
 # --- rows and tensors ---
 
-SPANNING: list[type[Narrow]] = [Rowwise, Tensorwise]
+SPANNING: list[type[Narrow]] = [Rowwise, Tensorwise, NvFp4]
 
 
 def of_factors(here: Narrow, x: Tensor, grad: Tensor, weight: Tensor) -> list[Tensor]:
@@ -168,7 +197,7 @@ def of_factors(here: Narrow, x: Tensor, grad: Tensor, weight: Tensor) -> list[Te
 @pytest.mark.parametrize("recipe", SPANNING)
 @pytest.mark.parametrize("cut", [TOKENS, INPUTS, OUTPUTS])
 def test_with_the_maxima_of_all_ranks_a_share_has_the_numbers_of_the_whole(cut: str, recipe: type[Narrow]) -> None:
-    factors = [lively(64, 96), lively(64, 80, seed=2), lively(80, 96, seed=1)]
+    factors = [lively(64, 96), lively(64, 64, seed=2), lively(64, 96, seed=1)]
     dims = [{TOKENS: 0, INPUTS: 1}, {TOKENS: 0, OUTPUTS: 1}, {OUTPUTS: 0, INPUTS: 1}]
     for x, d in zip(factors, dims, strict=True):
         if cut in d:
@@ -221,3 +250,126 @@ def test_the_least_maximum_of_each_factor_is_noted() -> None:
         here.fprop(x / 2, weight)
     assert sorted(noted.value for noted in seen.values()) == sorted([float(x.abs().max()) / 2, float(weight.abs().max())])
     assert all(name.startswith("up, ") for name in seen)
+
+
+@pytest.mark.parametrize("alone", [Tensorwise, NvFp4])
+def test_tokens_of_experts_have_the_same_numbers_in_any_order(alone: type[Narrow]) -> None:
+    here, x, weight, order = alone(), lively(64, 96), lively(1, 80, 96, seed=1), torch.arange(64).flip(0)
+    sizes = Sizes((64,))
+    assert torch.equal(here.fprop(x, weight, sizes=sizes), here.fprop(x[order], weight, sizes=sizes)[order])
+
+
+# --- stochastic rounding ---
+
+DRAWING: list[type[Narrow]] = [Blockwise, Microscaled4, NvFp4]
+
+
+def tokens(sample: int = 0, *, first: int = 0, count: int = 64) -> Tokens:
+    """`count` consecutive tokens of one sample."""
+    return Tokens(torch.tensor([sample]), torch.arange(first, first + count))
+
+
+def of_gradients(here: Narrow, grad: Tensor, work: Tokens) -> tuple[Tensor, Tensor]:
+    """Gradients [tokens, outputs] rounded for the gradient of inputs, and for that of weights."""
+    with working_on(work):
+        along = here._tokens(grad, here.gradient_along, OUTPUTS, draws=here._draws(grad, "of inputs"))
+        down = here._tokens(grad, here.gradient_down, OUTPUTS, draws=here._draws(grad, "of weights"))
+    return along.float(), down.float()
+
+
+@pytest.mark.parametrize("recipe", DRAWING)
+def test_256_draws_are_unbiased_and_the_nearest_number_is_not(recipe: type[Narrow]) -> None:
+    """The mean of the draws is the gradient within 4 standard errors, along the gradient and number by number. Left out is what saturates:
+    in NVFP4 the largest numbers of a block whose E4M3 scale was rounded down."""
+    here, near, grad = small(recipe, rounding="stochastic"), small(recipe), lively(64, 80)
+    drawn = torch.stack([torch.stack(of_gradients(here, grad, tokens(sample))) for sample in range(256)]).double()
+    nearest = torch.stack(of_gradients(near, grad, tokens())).double()
+    for product, scaling in enumerate((here.gradient_along, here.gradient_down)):
+        exact = grad.double()
+        inside = (drawn[:, product].amin(0) <= exact) & (exact <= drawn[:, product].amax(0))
+        moves = inside & (drawn[:, product].var(0) > 0)
+        assert inside.float().mean() > (0.85 if recipe is NvFp4 else 0.95), scaling
+        mean, error = drawn[:, product].mean(0)[moves], (drawn[:, product].var(0)[moves] / 256).sqrt()
+        off, exact = mean - exact[moves], exact[moves]
+        assert (off * exact).sum().abs() < 4 * (error * exact).norm()
+        assert (off / error).square().mean() < 2
+        assert ((nearest[product][moves] - exact) / error).square().mean() > 16
+    assert not torch.equal(drawn[0], drawn[1]), "every sample has draws of its own"
+    assert not torch.equal(drawn[0, 0] - nearest[0], drawn[0, 1] - nearest[1]), "and every product"
+
+
+@pytest.mark.parametrize("recipe", DRAWING)
+def test_a_share_of_the_gradients_is_drawn_as_the_whole(recipe: type[Narrow]) -> None:
+    """Whichever tokens and outputs a rank has; and once more, the same."""
+    here, grad = small(recipe, rounding="stochastic"), lively(64, 96)
+    here.layer = "blocks.1.mlp.up"
+    whole = of_gradients(here, grad, tokens(5))
+    assert all(map(torch.equal, whole, of_gradients(here, grad, tokens(5))))
+    part = small(recipe, rounding="stochastic")
+    part.layer, part.first_output = here.layer, 48
+    for dim in (TOKENS, OUTPUTS):
+        part.shares[dim] = lambda amax: amax.fill_(float(grad.abs().max()))  # the maximum of all ranks
+    found = of_gradients(part, grad[32:, 48:], tokens(5, first=32, count=32))
+    assert all(torch.equal(share, all_of_it[32:, 48:]) for share, all_of_it in zip(found, whole, strict=True))
+    part.first_output = 0
+    moved = of_gradients(part, grad[32:, 48:], tokens(5, first=32, count=32))
+    assert not any(map(torch.equal, found, moved))
+
+
+@pytest.mark.parametrize("recipe", DRAWING)
+def test_rows_of_experts_are_drawn_by_their_tokens(recipe: type[Narrow]) -> None:
+    here, grad, weight, order = small(recipe, rounding="stochastic"), lively(64, 80), lively(1, 80, 96), torch.randperm(64)
+    one, other = Sizes((64,)), Sizes((64,))
+    one.tokens, other.tokens = torch.arange(64), torch.arange(64)[order]
+    with working_on(tokens()):
+        assert torch.equal(here.dgrad(grad, weight, sizes=one)[order], here.dgrad(grad[order], weight, sizes=other))
+        assert not torch.equal(here.dgrad(grad, weight, sizes=one)[order], here.dgrad(grad[order], weight, sizes=one))
+
+
+def test_who_does_not_say_which_tokens_are_at_work_is_told_how() -> None:
+    here, grad, weight = small(NvFp4, rounding="stochastic"), lively(64, 80), lively(80, 96)
+    here.layer = "blocks.1.mlp.up"
+    with pytest.raises(RuntimeError, match=r"blocks.1.mlp.up rounds .* inside kernels.draws.working_on"):
+        here.dgrad(grad, weight)
+
+
+# --- Hadamard transforms ---
+
+
+@pytest.mark.parametrize("size", [1, 4, 16, 32])
+def test_a_rotation_is_orthogonal(size: int) -> None:
+    """Its matrix has entries of one size, and products of two rotated factors are those of the factors."""
+    matrix = rotated(torch.eye(size), size)
+    assert torch.equal(matrix.abs(), torch.full((size, size), size**-0.5))
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(size), atol=1e-6, rtol=0)
+    grad, x = lively(64, 80), lively(64, 96)
+    torch.testing.assert_close(rotated(grad, size).T @ rotated(x, size), grad.float().T @ x.float(), rtol=1e-4, atol=1e-2)
+    assert torch.equal(rotated(x, size)[32:], rotated(x[32:], size)), "a share is rotated as the whole"
+
+
+def ratio_of_errors(recipe: type[Narrow], grad: Tensor, x: Tensor) -> float:
+    """The error of a weight gradient whose factors are rotated, in that of one whose factors are not."""
+    exact = grad.double().T @ x.double()
+    rotates, plain = ((recipe(PrecisionSpec(hadamard=h)).wgrad(grad, x).double() - exact).norm() for h in (True, False))
+    return float(rotates / plain)
+
+
+def ordinary(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_rotation_lowers_the_error_of_weight_gradients_with_outliers() -> None:
+    """A power of two holds an outlier no better than another number, so MXFP4 gains. NVFP4's scale follows the outlier itself, which is
+    then nearly exact: a rotation spreads that over all tokens, and gains nothing."""
+    grad, x = ordinary(512, 80, seed=0), ordinary(512, 96, seed=1)
+    x[5::16] *= 16
+    assert ratio_of_errors(Microscaled4, grad.bfloat16(), x.bfloat16()) < 0.8
+    assert 1 < ratio_of_errors(NvFp4, grad.bfloat16(), x.bfloat16()) < 1.2
+
+
+@pytest.mark.parametrize("recipe", [Microscaled4, NvFp4])
+def test_a_rotation_saves_what_outliers_would_hide(recipe: type[Narrow]) -> None:
+    """A few tokens with large activations and no gradient: beside them, what all other tokens share is rounded to nothing."""
+    grad, x = 1 + 0.2 * ordinary(512, 80, seed=0), 1 + 0.2 * ordinary(512, 96, seed=1)
+    grad[5::16], x[5::16] = 0, 32
+    assert ratio_of_errors(recipe, grad.bfloat16(), x.bfloat16()) < 0.3

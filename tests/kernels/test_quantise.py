@@ -65,6 +65,32 @@ def test_matrices_are_apart() -> None:
             assert torch.equal(whole.codes[number], quantise(one, Scaling(E4M3, (1, 16), scale)).codes)
 
 
+@pytest.mark.parametrize("scale", ["up", "down", "fp32", "e4m3"])
+@pytest.mark.parametrize("block", [(1, 16), (16, 16)], ids=str)
+@pytest.mark.parametrize("element", FORMATS, ids=lambda element: element.name)
+def test_the_quick_way_draws_alike(element: Element, block: tuple[int, int], scale: Scale) -> None:
+    x, draws, scaling = (
+        lively(2, 33, 40),
+        torch.rand(2, 33, 40, generator=torch.Generator().manual_seed(1)),
+        Scaling(element, block, scale),
+    )
+    found = quantise(x, scaling, draws=draws).decoded()
+    assert torch.equal(narrowed(x, scaling, draws=draws), found)
+    assert not torch.equal(narrowed(x, scaling), found)
+
+
+@pytest.mark.parametrize("scale", ["fp32", "e4m3"])
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("element", FORMATS, ids=lambda element: element.name)
+def test_the_quick_way_has_scales_that_are_no_powers_of_two(element: Element, block: tuple[int, int], scale: Scale) -> None:
+    x = lively(3, 33, 40)
+    x[0, 3, 4], x[1, 7], x[2, 20:] = math.nan, 0.0, x[2, 20:] * 2.0**-60
+    scaling = Scaling(element, block, scale)
+    found, numbers = quantise(x.bfloat16(), scaling).decoded(), narrowed(x.bfloat16(), scaling)
+    assert numbers.dtype == torch.float32, "bf16 has not all of them"
+    assert torch.equal(numbers.isnan(), found.isnan()) and torch.equal(numbers.nan_to_num(), found.nan_to_num())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", ["up", "down"])
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

@@ -11,7 +11,7 @@ from megalith.prove.compare import Recording, compare
 from megalith.prove.draw import AXES, Draw, draw, legal, uncovered
 from megalith.prove.parity import reference, shrink
 from megalith.prove.prove import CPU, prove, recorded
-from megalith.spec.numbers import FAST
+from megalith.spec.numbers import FAST, PRECISIONS
 from tests.specs import tiny_run
 
 FULL = os.environ.get("MEGALITH_FULL") == "1"  # `make test-full`
@@ -49,13 +49,14 @@ def test_every_pair_of_choices_is_shown_or_refused() -> None:
     """A pair that no draw shows cannot be drawn: `check` refuses it whatever else is chosen. `make test` draws none in 8 bits."""
     shown = (*AXES["precision"],) if FULL else FAST
     wide = {*AXES["precision"]} - {*shown}
+    drawn = [name for name in shown if PRECISIONS[AXES["precision"][name]["precision"]].draws]
     spanning = [name for name in shown if "granularity" in AXES["precision"][name]]
     assert {pair for pair in uncovered(DRAWS) if pair[1].removeprefix("precision ") not in wide} == {
         *(("model dense", f"expert {value}") for value in AXES["expert"] if value != "1"),
         *((f"zero {stage}", "pipeline dualpipe") for stage in (2, 3)),
         *(("optimizer lion", f"precision {name}") for name in shown if name != "fp32"),
-        *((f"expert {value}", f"precision {name}") for value in ("2, each of 2", "each of 2") for name in spanning),
-        *(("tensor 2, whole sequence, in pieces", f"precision {name}") for name in spanning if "tensor" in name),
+        *((f"expert {value}", f"precision {name}") for value in ("2, each of 2", "each of 2") for name in spanning + drawn),
+        *(("tensor 2, whole sequence, in pieces", f"precision {name}") for name in spanning + drawn if "row" not in name),
     }
 
 
@@ -128,7 +129,7 @@ def test_a_scaled_model_trains_like_one_process(preset: str, kind: str, plan: di
     assert all(row.equal for row in rows), "\n".join(map(str, rows))
 
 
-IN_8_BITS: list[tuple[str, str, str, dict[str, Any]]] = [
+IN_FEW_BITS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("fp8", "tile", "tiny", {"tensor": 2, "context": 2, "zero": 3}),
     ("fp8", "tile", "deepseek-tiny", {"tensor": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2, "expert": 2}),
     ("fp8", "tile", "nemotron-h-tiny", {"data": 2, "tensor": 2, "overlap_tensor": 2}),
@@ -137,11 +138,13 @@ IN_8_BITS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("fp8", "tensor", "deepseek-tiny", {"context": 2, "tensor": 2, "recompute": "full"}),
     ("mxfp8", "tile", "mixtral-8x7b", {"data": 2, "expert": 2, "recompute": "full"}),
     ("mxfp8", "tile", "tiny", {"pipeline": 2, "schedule": "dualpipe", "tensor": 2, "sequence": False}),
+    ("nvfp4", "tile", "deepseek-tiny", {"data": 2, "tensor": 2, "expert": 2}),
+    ("mxfp4", "tile", "tiny", {"context": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2}),
 ]
 
 
-@pytest.mark.parametrize(("precision", "granularity", "preset", "plan"), IN_8_BITS, ids=str)
-def test_a_plan_in_8_bits_trains_like_one_process(precision: str, granularity: str, preset: str, plan: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("precision", "granularity", "preset", "plan"), IN_FEW_BITS, ids=str)
+def test_a_plan_in_few_bits_trains_like_one_process(precision: str, granularity: str, preset: str, plan: dict[str, Any]) -> None:
     """`make test-full` draws more."""
     run = tiny_run(
         plan=plan,

@@ -4,13 +4,21 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from megalith.spec.cluster import catalogue
-from megalith.spec.numbers import FAST, NUMBERS, PRECISIONS, TRAINED, Rate, Trained
+from megalith.spec.numbers import FAST, NUMBERS, PRECISIONS, TRAINED, PrecisionSpec, Rate, Trained, settled
 from megalith.spec.state import MASTER
 
 
 @pytest.mark.parametrize(
     ("name", "width", "stored"),
-    [("fp32", 4, 4), ("bf16", 2, 2), ("fp16", 2, 2), ("fp8", 1, 1), ("mxfp8", 1, 8.25 / 8), ("fp4", 0.5, 4.5 / 8)],
+    [
+        ("fp32", 4, 4),
+        ("bf16", 2, 2),
+        ("fp16", 2, 2),
+        ("fp8", 1, 1),
+        ("mxfp8", 1, 8.25 / 8),
+        ("nvfp4", 0.5, 4.5 / 8),
+        ("mxfp4", 0.5, 4.25 / 8),
+    ],
 )
 def test_a_number_takes_its_bits_and_its_share_of_a_scale(name: str, width: float, stored: float) -> None:
     assert NUMBERS[name].width == width
@@ -31,10 +39,21 @@ def test_the_catalogue_gives_rates_of_known_formats() -> None:
 
 
 def test_the_trainer_computes_in_what_parity_has_limits_for() -> None:
-    assert TRAINED == ("fp32", "bf16", "fp16", "fp8", "mxfp8")
-    assert [name for name, precision in PRECISIONS.items() if precision.parity] == [*TRAINED]
-    with pytest.raises(ValidationError, match="'fp32', 'bf16', 'fp16', 'fp8' or 'mxfp8'"):
+    assert TRAINED == ("fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "mxfp4")
+    with pytest.raises(ValidationError, match="'mxfp8', 'nvfp4' or 'mxfp4'"):
         TypeAdapter(Trained).validate_python("fp4")
+
+
+def test_a_run_that_leaves_rounding_open_gets_its_precisions_own() -> None:
+    for precision, rounding, hadamard in (
+        ("fp8", "nearest", False),
+        ("nvfp4", "stochastic", True),
+        ("mxfp4", "stochastic", True),
+    ):
+        own = settled(PrecisionSpec(), precision)
+        assert (own.rounding, own.hadamard) == (rounding, hadamard)
+        chosen = PrecisionSpec(rounding="nearest", hadamard=False)
+        assert settled(chosen, precision) == chosen
 
 
 def test_narrow_formats_multiply_and_weights_stay_wide() -> None:
@@ -47,4 +66,4 @@ def test_what_is_emulated_counts_as_what_it_computes_in() -> None:
     assert FAST == ("fp32", "bf16", "fp16")
     for precision in PRECISIONS.values():
         assert precision.rate == (precision.compute if precision.emulated else precision.factors).rate
-        assert precision.emulated == (precision.tile > 0), "no kernel multiplies tiles in 8 bits"
+        assert precision.emulated == (precision.tile > 0), "no kernel multiplies tiles in few bits"

@@ -70,8 +70,18 @@ def samples(**parts: Any) -> Samples:
         "positions": np.array([[0, 1, 0, 1], [0, 1, 2, 3]]),
         "pieces": ((2, 2), (4,)),
         "domains": ("a", "a"),
+        "numbers": (7, 9),
     }
     return Samples(**whole | parts)
+
+
+def test_a_batch_says_which_samples_and_positions_its_tokens_are():
+    """Also on a context rank, which has the first and the last of four chunks of each sequence."""
+    whole = to_batch(samples(), Cut(), device=CPU, loss_scale=1.0).work
+    part = to_batch(samples(), Cut(contexts=2, context=0), device=CPU, loss_scale=1.0, wide=True).work
+    assert whole is not None and part is not None
+    assert (whole.samples.tolist(), whole.positions.tolist(), whole.wide) == ([7, 9], [0, 1, 2, 3], False)
+    assert (part.samples.tolist(), part.positions.tolist(), part.wide) == ([7, 9], [0, 3], True)
 
 
 def test_a_masked_batch_carries_positions_and_the_cuts_of_its_rows():

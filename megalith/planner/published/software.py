@@ -86,7 +86,7 @@ RECORDED = ("GB200", "GB300", "B300")
 
 FORMATS: dict[str, str] = {
     "bf16": "bf16", "bf16-amp": "bf16", "fp16": "fp16", "fp16/bf16 (not stated)": "bf16", "fp8": "fp8", "fp8-cs": "fp8",
-    "fp8-amp": "fp8", "mxfp8": "mxfp8", "nvfp4": "fp4", "fp32": "fp32",
+    "fp8-amp": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4", "fp32": "fp32",
 }  # fmt: skip
 
 

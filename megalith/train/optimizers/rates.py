@@ -2,7 +2,7 @@
 
 import math
 
-from megalith.spec.lengths import decay_updates
+from megalith.spec.lengths import DECAYING, decay_updates
 from megalith.spec.run import BranchSpec, OptimizerSpec
 
 
@@ -41,6 +41,15 @@ def _branched(update: int, branch: BranchSpec, spec: OptimizerSpec) -> float:
     left = max(0, branch.updates + branch.decay - 1 - update) / branch.decay
     low = spec.lr * spec.min_lr_ratio
     return low + (start - low) * (1 - math.sqrt(1 - left) if spec.schedule == "1-sqrt" else left)
+
+
+def decays(update: int, *, spec: OptimizerSpec, steps: int, branch: BranchSpec | None = None) -> bool:
+    """Return True if update `update` (0 is the first) of `steps` is in the decay at the end of `wsd` or `1-sqrt`, or in a branch's own:
+    its rate is lower than the one before the decay."""
+    if branch is not None and branch.decay:
+        return update >= branch.updates
+    total = steps if branch is None else branch.steps
+    return spec.schedule in DECAYING and _left(update, spec=spec, steps=total) < 1
 
 
 def _left(update: int, *, spec: OptimizerSpec, steps: int) -> float:

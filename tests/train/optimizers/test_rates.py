@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megalith.spec.run import OptimizerSpec
-from megalith.train.optimizers.rates import learning_rate
+from megalith.spec.run import BranchSpec, OptimizerSpec
+from megalith.train.optimizers.rates import decays, learning_rate
 
 LR = 3e-3
 SCHEDULES = ["cosine", "linear", "wsd", "1-sqrt", "constant"]
@@ -94,3 +94,19 @@ def test_a_share_of_the_steps_warms_up_as_that_number_of_updates(share: str, upd
 def test_what_is_neither_a_number_of_updates_nor_a_share_is_refused(wrong: Any):
     with pytest.raises(ValueError):
         OptimizerSpec(warmup=wrong)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_decay_is_where_the_rate_of_a_late_decay_has_begun_to_fall(schedule: str) -> None:
+    spec = OptimizerSpec.model_validate({"lr": LR, "schedule": schedule, "warmup": 10, "decay": 0.2})
+    found = [decays(update, spec=spec, steps=100) for update in range(100)]
+    late = schedule in DECAY_LATE
+    assert found == [
+        late and update >= 10 and rate < LR for update, rate in enumerate(rates(100, schedule=schedule, warmup=10, decay=0.2))
+    ]
+
+
+def test_a_branch_decays_from_its_first_update_on() -> None:
+    spec = OptimizerSpec(lr=LR, schedule="constant")
+    branch = BranchSpec(checkpoint="other", samples=0, updates=40, steps=100, decay=10)
+    assert [decays(update, spec=spec, steps=50, branch=branch) for update in (39, 40, 49)] == [False, True, True]
