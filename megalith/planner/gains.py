@@ -1,4 +1,4 @@
-"""What other plans would gain a run, given how far its own step is from its prediction. No torch, and nothing that takes long to import."""
+"""Gains of other plans for a run, given how far its own step is from its prediction. No torch, and nothing that takes long to import."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
