@@ -198,7 +198,7 @@ PRECISIONS: Mapping[str, Precision] = {
                 scale=0.012,  # 0.0 in 18 runs, none of a model with ReLUs, which may switch
                 microbatch=0.002,  # 3e-4
                 norm=0.002,  # 3e-4
-                weights=0.1,  # 0.016
+                weights=0.25,  # 0.12, as in bf16: one of 288 elements whose gradient is nearly 0 changes its sign; 0.016 where none does
                 tie=2.0**-11,
             ),
         ),
