@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from megalith.watch.source import Source
 
 
+NOTICED = 0.5
+"""Seconds until a signal is noticed at the latest. Any thread may take one from the system, and then the main thread sleeps on."""
+
+
 def command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs.", show_default=False)],
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1. Default: a free one.")] = 0,
@@ -166,6 +170,6 @@ def _serve(sources: "list[Source]", port: int, *, act: bool, rules: "AlertsSpec 
         print(f"who has this one may also give orders: {server.acting_address}", flush=True)
     try:
         while True:
-            time.sleep(3600)
+            time.sleep(NOTICED)
     except KeyboardInterrupt:
         server.close()

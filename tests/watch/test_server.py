@@ -1,10 +1,14 @@
 """The server hands out a run's page to who has its address, and nothing else to anybody, whatever is asked."""
 
 import contextlib
+import ctypes
 import http.client
 import json
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -248,3 +252,19 @@ def test_a_run_that_vanishes_leaves_its_page(tmp_path: Path) -> None:
     for name in panels.PANELS:
         assert _ask(one, _path(one, f"panel/{name}"))[0] == 200, name
     one.close()
+
+
+def test_it_ends_when_it_is_told_to_whichever_thread_is_told(tmp_path: Path) -> None:
+    """The system gives a signal to any thread of a process. Python's handlers run in the main one, which must not sleep on."""
+    run = write_run(tmp_path / "run")
+    command = [sys.executable, "-m", "megalith.cli", "watch", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and "http://127.0.0.1" in process.stdout.readline()
+        process.stdout.readline()  # all that it says has been said, so its threads run
+        tasks = {int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()}
+        other = max(tasks - {process.pid})
+        assert ctypes.CDLL(None).tgkill(process.pid, other, signal.SIGTERM) == 0
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
