@@ -36,6 +36,7 @@ from tests.watch import synthetic
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, DATA, PIPELINE, TENSOR = 10_000_000, 256, 8, 8
+ENDLESS = 1_000_000  # steps: the run is stopped when it was measured
 SETTLE = 3  # steps at the beginning of a block that do not count
 QUICK, REST = ("alive", "loss", "speed", "rank-heatmap"), 5.0  # as page.js asks: these at each news, all so often
 LIVE = ("alive", "loss", "speed", "rank-heatmap", "what-if", "memory", "experts", "sites", "incidents", "samples", "run")
@@ -126,10 +127,9 @@ def follow(seconds: float) -> dict[str, Any]:
 
 def train(pairs: int, block: int, recipe: Path) -> dict[str, Any]:
     """Measure a run that is watched and not, in turn."""
-    steps = 2 * pairs * block + 20
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        settings = [f"train.steps={steps}", f"validation.every={10 * steps}", f"checkpoint.every={10 * steps}"]
+        settings = [f"train.steps={ENDLESS}", f"validation.every={ENDLESS}", f"checkpoint.every={ENDLESS}"]
         command = [sys.executable, "-m", "megalith.cli", "train", str(recipe), "--run-dir", str(run)]
         command += [word for one in settings for word in ("--set", one)]
         training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
@@ -159,7 +159,7 @@ def train(pairs: int, block: int, recipe: Path) -> dict[str, Any]:
 
 def _steps(run: Path) -> list[events.Step]:
     with contextlib.suppress(OSError):
-        return [event for event in events.read(run / events.FILE) if isinstance(event, events.Step)]
+        return [event for event in events.read(run) if isinstance(event, events.Step)]
     return []
 
 

@@ -17,7 +17,7 @@ def test_fails():
     assert Path(os.environ["MEGALITH_TREE"], "megalith").is_dir() and 1 + 1 == 3
 
 def test_holds():
-    assert True
+    assert Path(os.environ["MEGALITH_TREE"], "megalith").is_dir()
 
 def test_is_late():
     raise TimeoutError("nothing came")

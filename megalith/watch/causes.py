@@ -100,8 +100,11 @@ def _find(source: Source) -> list[Cause]:
     if seen is not None:
         found += _of_ranks(source, seen)
     found += [*_of_step(source)]
-    found = [_with_the_planner(one, source) if one.kind in PLANNED else one for one in found]
-    return sorted((one for one in found if one.gain >= GAIN), key=lambda one: -one.gain)
+    found = [one for one in found if one.gain >= GAIN]
+    if any(one.kind in PLANNED for one in found) and (tried := plans(source)):
+        words = f"The planner expects {units.percent(tried[0]['gain'])} shorter steps with {tried[0]['change']}."
+        found = [replace(one, change=f"{one.change} {words}") if one.kind in PLANNED else one for one in found]
+    return sorted(found, key=lambda one: -one.gain)
 
 
 def plans(source: Source) -> list[dict[str, Any]]:
@@ -115,15 +118,6 @@ def plans(source: Source) -> list[dict[str, Any]]:
     measured = {name: sum(float(np.nanmean(recent[part])) for part in parts) for name, parts in TERMS.items()}
     step = float(np.nanmean(recent["seconds"]))
     return [{"change": one.change, "seconds": one.gain, "gain": one.gain / step} for one in tries(here, measured, others)[:SHOWN]]
-
-
-def _with_the_planner(cause: Cause, source: Source) -> Cause:
-    """The cause with the change of the plan that should gain the most."""
-    best = next(iter(plans(source)), None)
-    if best is None:
-        return cause
-    words = f"The planner expects {units.percent(best['gain'])} shorter steps with {best['change']}."
-    return replace(cause, change=f"{cause.change} {words}")
 
 
 def slow_ranks(seen: Window) -> list[tuple[int, float]]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megalith.control import times
 from megalith.events import Problem, RunStarted
+from megalith.planner import gains
 from megalith.report import units
 from megalith.watch import causes, law
 from megalith.watch.alive import alive
@@ -102,11 +103,8 @@ def speed(source: Source, asked: Asked) -> dict[str, Any]:
     return found | {"now": measured and terms(measured), "predicted": predicted_time(source), "why": _why(source)}
 
 
-TERMS: Mapping[str, tuple[str, ...]] = {
-    "compute": ("forward", "backward"), "communication": ("communication",), "bubble": ("bubble",), "data": ("data",),
-    "optimizer": ("optimizer",), "other": ("other",),
-}  # fmt: skip
-"""Term of a prediction -> parts of a step as the log has them."""
+TERMS: Mapping[str, tuple[str, ...]] = {**gains.TERMS, "data": ("data",), "other": ("other",)}
+"""Term of a prediction -> parts of a step as the log has them; waiting for data, which no prediction has, is shown apart."""
 
 
 def terms(measured: Mapping[str, float]) -> dict[str, float]:

@@ -82,6 +82,7 @@ class Server:
         self._open, self._streams = threading.BoundedSemaphore(CONNECTIONS), threading.BoundedSemaphore(STREAMS)
         self._looked = -math.inf
         self._answers: dict[tuple[str, ...], tuple[float, bytes]] = {}  # until when each stands
+        self._keeping = threading.Lock()
         self._news, self._done = threading.Condition(), threading.Event()
 
     @property
@@ -217,11 +218,11 @@ class Server:
         began = time.thread_time()
         whole = json.dumps(panels.panel(source, name, asked), separators=(",", ":"), default=str).encode()
         stands = min((time.thread_time() - began) / SHARE, FRESH.get(name, STANDS))
-        with contextlib.suppress(KeyError, StopIteration, RuntimeError):  # another thread changes them too
-            self._answers.pop(key, None)
-            if len(self._answers) >= KEPT:
+        with self._keeping:
+            self._answers.pop(key, None)  # it goes to the end: the first was made longest ago
+            self._answers[key] = time.monotonic() + stands, whole
+            if len(self._answers) > KEPT:
                 del self._answers[next(iter(self._answers))]
-        self._answers[key] = time.monotonic() + stands, whole
         return whole
 
     def _obey(self, connection: socket.socket, request: Request) -> None:

@@ -60,6 +60,20 @@ def test_every_pair_of_choices_is_shown_or_refused() -> None:
     }
 
 
+def test_each_value_of_an_axis_makes_a_run_or_is_refused() -> None:
+    """Also those that only `make test-full` and `parity --random` draw: asked for alone, none is an error of the draw itself."""
+    plain = {axis: next(iter(values)) for axis, values in AXES.items()}
+    refused = {
+        (axis, value)
+        for axis, values in AXES.items()
+        for value in values
+        if legal(tuple((plain | {axis: value}).items())) is None
+    }
+    assert refused == {("expert", value) for value in AXES["expert"] if value != plain["expert"]}, (
+        "the first model has no experts"
+    )
+
+
 def test_draws_are_a_function_of_the_seed() -> None:
     assert [one.choices for one in draw(20, seed=5)] == [one.choices for one in draw(20, seed=5)]
     assert [one.choices for one in draw(20, seed=5)] != [one.choices for one in draw(20, seed=6)]

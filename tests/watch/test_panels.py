@@ -286,7 +286,6 @@ def test_the_live_line_and_the_page_show_the_same_figures(tmp_path: Path) -> Non
         rate = 4096.0 if number < 10 else 8192.0 + number
         log.write(step(number, tokens_per_second=rate, mfu=rate / 1e5, updates=number - min(number, 5), time=now + number))
     log.close()
-    follow._offset = 0
     follow.poll()
     live = follow.line()
     for source in (_source(tmp_path), _reopened(tmp_path)):
