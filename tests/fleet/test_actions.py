@@ -50,7 +50,16 @@ def seat(tmp_path: Path) -> Seat:
 
 
 def _befall(kind: str, seat: Seat, *, step: int = 4) -> int:
-    """How a process ended that a fault came to, as in `subprocess`; 0 if it outlived it."""
+    """How a rank ended that a fault came to, as in `subprocess`; 0 if it outlived it. Its parent is a server of ranks, which has no
+    others."""
+    server = os.fork()
+    if server == 0:
+        os._exit(_befall_rank(kind, seat, step) & 0xFF)
+    end = os.waitstatus_to_exitcode(os.waitpid(server, 0)[1])
+    return end if end < 0x80 else end - 0x100
+
+
+def _befall_rank(kind: str, seat: Seat, step: int) -> int:
     process = os.fork()
     if process == 0:
         faulthandler.disable()
@@ -128,6 +137,24 @@ def test_memory_is_lost_or_altered_with_the_process(kind: str, run: Path, seat: 
     newest = (run / "checkpoints" / "step-00000004" / "rank-1").read_bytes()
     wrong = sum(one != other for one, other in zip(newest, range(101), strict=False))
     assert (len(newest), wrong) == {"checkpoint": (50, 0), "altered": (101, 1)}.get(kind, (101, 0))
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "altered"])
+def test_memory_stays_lost_though_another_rank_was_copying(kind: str, run: Path, seat: Seat):
+    """Else the run would go on from memory, and the damage to its newest checkpoint would wait for the next fault."""
+    assert seat.memory is not None
+    server = os.fork()
+    if server == 0:
+        busy = os.fork()
+        while busy == 0:
+            (node_folder(seat.memory, "a") / "own-0-1").write_bytes(b"copy")
+        time.sleep(0.1)
+        end = _befall_rank(kind, seat, 4)
+        time.sleep(0.1)
+        left = [path for node in seat.placement for path in node_folder(seat.memory, node).iterdir()]
+        os.kill(busy, signal.SIGKILL)
+        os._exit(0 if end == -signal.SIGKILL and not left else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(server, 0)[1]) == 0
 
 
 def test_torn_connections_end_for_both_sides_and_the_process_lives(run: Path, seat: Seat):
