@@ -119,6 +119,14 @@ def draws_know_their_numbers(case: Case) -> Found:
         yield error("plan.expert_tensor", plan.expert_tensor, reason, f"Use expert_tensor = 1, {nearest}, or {_NO_EXPERTS}.")
 
 
+def scales_are_the_formats(case: Case) -> Found:
+    """The blocks of MXFP8 and MXFP4 have powers of two as scales (OCP Microscaling Formats 1.0, section 5.3.4)."""
+    precision, scale = case.spec.train.precision, case.spec.precision.scale
+    if scale == "fp32" and PRECISIONS[precision].factors.name in ("mxfp8", "mxfp4"):
+        reason = f"does not go with train.precision = {precision!r}, whose scales are powers of two"
+        yield error("precision.scale", scale, reason, 'Use scale = "up", or train.precision = "fp8".')
+
+
 def rotations_fit(case: Case) -> Found:
     """A Hadamard transform is over the tokens of a tile, a power of two."""
     precision, choices = case.spec.train.precision, case.spec.precision

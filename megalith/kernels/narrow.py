@@ -1,9 +1,9 @@
 """Recipes whose products have factors in formats of 8 or 4 bits.
 
 Where scales are powers of two, every such number is one of bf16's, and a product here is one bf16 product of rounded factors. NVFP4's
-scales are not, so its products are computed in fp32 and rounded once. The definition adds up fp32 partial sums, one for each tile of the
-inner dim: the same numbers in another order of sums. Each factor is rounded along the dim that its product sums over. Nothing here is
-faster than bf16: only the numbers are those of hardware that multiplies in few bits.
+scales and those in fp32 are not, so these products are computed in fp32 and rounded once. The definition adds up fp32 partial sums, one for
+each tile of the inner dim: the same numbers in another order of sums. Each factor is rounded along the dim that its product sums over.
+Nothing here is faster than bf16: only the numbers are those of hardware that multiplies in few bits.
 """
 
 from abc import ABC, abstractmethod
@@ -27,10 +27,12 @@ SLAB = 1 << 16
 
 
 def in_slabs(x: Tensor, scaling: Scaling, draws: Tensor | None = None) -> Tensor:
-    """Return the numbers of `narrowed(x, scaling)`, x and draws [..., rows, columns], worked out some rows at a time."""
+    """Return the numbers of `narrowed(x, scaling)`, x and draws [..., rows, columns], worked out some rows at a time: in the dtype of x
+    where scales are powers of two, else in fp32."""
     height, columns = scaling.block[0], x.shape[-1]
     matrices = x.flatten(0, -2)[None] if height == 1 else x[None].flatten(0, -3)
-    out = torch.empty_like(matrices, memory_format=torch.contiguous_format)
+    dtype = x.dtype if scaling.exact else torch.float32
+    out = torch.empty_like(matrices, dtype=dtype, memory_format=torch.contiguous_format)
     rows = max(1, SLAB // (max(columns, 1) * height)) * height
     drawn = [None] * len(out) if draws is None else draws.view(matrices.shape)
     for matrix, rounded, random in zip(matrices, out, drawn, strict=True):
@@ -314,4 +316,4 @@ def _wide() -> bool:
     return work is not None and work.wide
 
 
-_SCALES: dict[str, Scale] = {"up": "up", "ocp": "down"}
+_SCALES: dict[str, Scale] = {"up": "up", "ocp": "down", "fp32": "fp32"}

@@ -84,6 +84,7 @@ AXES: Axes = {
     },
     "precision": {name: {"precision": name} for name in TRAINED}
     | {f"fp8, a scale for each {what}": {"precision": "fp8", "granularity": what} for what in ("row", "tensor")}
+    | {"fp8, scales in fp32": {"precision": "fp8", "scale": "fp32"}}
     | {f"bf16, master {form}": {"precision": "bf16", "master": form} for form in LOWER},
 }
 
@@ -226,7 +227,7 @@ def legal(choices: tuple[Choice, ...]) -> RunSpec | None:
     preset, precision, kind, phases, moments = (
         asked.pop(name, ()) for name in ("preset", "precision", "kind", "phases", "moments")
     )
-    narrow = {"granularity": asked.pop("granularity", "tile")}
+    narrow = {key: asked.pop(key) for key in ("granularity", "scale") if key in asked}
     master = asked.pop("master", "fp32")
     clipping = {name: asked.pop(name) for name in ("adaptive_clip", "qk_clip") if name in asked}
     data = asked.get("data", 1) * asked.get("replicate", 1)

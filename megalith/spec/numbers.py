@@ -263,9 +263,9 @@ class PrecisionSpec(Spec):
         default="tile",
         description="numbers that share a scale in fp8: a tile; all along the inner dim of a product; a microbatch's whole tensor",
     )
-    scale: Literal["up", "ocp"] = Field(
+    scale: Literal["up", "ocp", "fp32"] = Field(
         default="up",
-        description="power of two that a tile shares: the smallest at which nothing saturates, or OCP's, rounded down",
+        description="scale in 8 bits: the smallest power of two at which nothing saturates; OCP's, rounded down; in fp8 any fp32 number",
     )
     rounding: Literal["nearest", "stochastic"] | None = Field(
         default=None, description="rounding of gradients as factors of products; default: stochastic in nvfp4 and mxfp4"

@@ -99,13 +99,15 @@ def test_four_bits_are_legal_where_their_tiles_are() -> None:
         (("train.precision=nvfp4", "plan.tensor=2", "plan.overlap_tensor=2"), "plan.overlap_tensor"),
         (("train.precision=mxfp4", "plan.tensor=2", "plan.overlap_tensor=2"), "plan.overlap_tensor"),
         (("train.precision=nvfp4", "precision.granularity=row", "precision.hadamard=false"), "precision.granularity"),
+        (("train.precision=mxfp8", "precision.scale=fp32"), "precision.scale"),
+        (("train.precision=mxfp4", "precision.scale=fp32"), "precision.scale"),
         (("precision.granularity=row", "precision.hadamard=true"), "precision.hadamard"),
         (("precision.tile=96", "precision.hadamard=true", "train.seq_len=4128"), "precision.tile"),
         (("precision.rounding=stochastic", "plan.tensor=2", "plan.overlap_tensor=2"), "plan.overlap_tensor"),
     ],
     ids=str,
 )  # fmt: skip
-def test_what_a_draw_or_a_rotation_cannot_follow_is_refused(settings: tuple[str, ...], key: str) -> None:
+def test_what_a_format_a_draw_or_a_rotation_leaves_no_room_for_is_refused(settings: tuple[str, ...], key: str) -> None:
     assert {problem.key for problem in errors(*FP8, *settings)} == {key}
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.draws import Tokens, working_on
+from megalith.kernels.elements import E4M3
 from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.narrow import (
@@ -63,6 +64,8 @@ def test_slabs_have_the_numbers_of_the_definition(block: tuple[int, int], shape:
     for scaling in (Blockwise().along, Blockwise(PrecisionSpec(scale="ocp", gradients="e5m2")).gradient_along):
         scaling = Scaling(scaling.element, block, scaling.scale)
         assert torch.equal(in_slabs(x, scaling).float(), decoded(x, scaling))
+    scaling = Scaling(E4M3, block, "fp32")
+    assert torch.equal(in_slabs(x, scaling), decoded(x, scaling)), "in fp32, since bf16 has not all of them"
 
 
 def test_an_infinity_is_no_large_number() -> None:
@@ -99,6 +102,23 @@ def test_the_three_products_are_those_of_the_definition(recipe: type[Narrow]) ->
         inner = a.shape[1]
         assert ((partial_sums(a, b, 16) - exact).abs() <= inner * 2**-24 * sizes).all()
         assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + inner * 2**-23 * sizes).all()
+
+
+def test_products_with_fp32_scales_are_those_of_the_definition() -> None:
+    """The largest number of a tile becomes E4M3's largest, so such a number is exact, and every one keeps its four significant bits."""
+    here, x, weight, grad = small(Blockwise, scale="fp32"), lively(64, 96), lively(80, 96, seed=1), lively(64, 80, seed=2)
+    rows, columns, both = (Scaling(E4M3, block, "fp32") for block in ((1, 16), (16, 1), (16, 16)))
+    factors = [
+        (here.fprop(x, weight), decoded(x, rows), decoded(weight, both)),
+        (here.dgrad(grad, weight), decoded(grad, rows), decoded(weight, both).T),
+        (here.wgrad(grad, x), decoded(grad, columns).T, decoded(x, columns).T),
+    ]
+    for found, a, b in factors:
+        assert found.dtype == torch.bfloat16
+        exact, sizes = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
+        sums = 2 * a.shape[1] * 2.0**-24 * sizes
+        assert ((found.double() - exact).abs() <= sums + 2.0**-8 * (exact.abs() + sums)).all()
+    assert not torch.equal(here.fprop(x, weight), small(Blockwise).fprop(x, weight))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -143,28 +143,31 @@ def test_a_scaled_model_trains_like_one_process(preset: str, kind: str, plan: di
     assert all(row.equal for row in rows), "\n".join(map(str, rows))
 
 
-IN_FEW_BITS: list[tuple[str, str, str, dict[str, Any]]] = [
-    ("fp8", "tile", "tiny", {"tensor": 2, "context": 2, "zero": 3}),
-    ("fp8", "tile", "deepseek-tiny", {"tensor": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2, "expert": 2}),
-    ("fp8", "tile", "nemotron-h-tiny", {"data": 2, "tensor": 2, "overlap_tensor": 2}),
-    ("fp8", "row", "deepseek-tiny", {"data": 2, "tensor": 2, "expert": 2, "overlap_tensor": 2}),
-    ("fp8", "tensor", "nemotron-h-tiny", {"tensor": 2, "data": 2, "microbatch": 2}),
-    ("fp8", "tensor", "deepseek-tiny", {"context": 2, "tensor": 2, "recompute": "full"}),
-    ("mxfp8", "tile", "mixtral-8x7b", {"data": 2, "expert": 2, "recompute": "full"}),
-    ("mxfp8", "tile", "tiny", {"pipeline": 2, "schedule": "dualpipe", "tensor": 2, "sequence": False}),
-    ("nvfp4", "tile", "deepseek-tiny", {"data": 2, "tensor": 2, "expert": 2}),
-    ("mxfp4", "tile", "tiny", {"context": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2}),
+IN_FEW_BITS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("fp8", {}, "tiny", {"tensor": 2, "context": 2, "zero": 3}),
+    ("fp8", {}, "deepseek-tiny", {"tensor": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2, "expert": 2}),
+    ("fp8", {}, "nemotron-h-tiny", {"data": 2, "tensor": 2, "overlap_tensor": 2}),
+    ("fp8", {"granularity": "row"}, "deepseek-tiny", {"data": 2, "tensor": 2, "expert": 2, "overlap_tensor": 2}),
+    ("fp8", {"granularity": "tensor"}, "nemotron-h-tiny", {"tensor": 2, "data": 2, "microbatch": 2}),
+    ("fp8", {"granularity": "tensor"}, "deepseek-tiny", {"context": 2, "tensor": 2, "recompute": "full"}),
+    ("mxfp8", {}, "mixtral-8x7b", {"data": 2, "expert": 2, "recompute": "full"}),
+    ("mxfp8", {}, "tiny", {"pipeline": 2, "schedule": "dualpipe", "tensor": 2, "sequence": False}),
+    ("nvfp4", {}, "deepseek-tiny", {"data": 2, "tensor": 2, "expert": 2}),
+    ("mxfp4", {}, "tiny", {"context": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2}),
+    ("fp8", {"scale": "fp32"}, "mixtral-8x7b", {"tensor": 2, "context": 2, "expert": 2}),
 ]
 
 
-@pytest.mark.parametrize(("precision", "granularity", "preset", "plan"), IN_FEW_BITS, ids=str)
-def test_a_plan_in_few_bits_trains_like_one_process(precision: str, granularity: str, preset: str, plan: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("precision", "choices", "preset", "plan"), IN_FEW_BITS, ids=str)
+def test_a_plan_in_few_bits_trains_like_one_process(
+    precision: str, choices: dict[str, Any], preset: str, plan: dict[str, Any]
+) -> None:
     """`make test-full` draws more."""
     run = tiny_run(
         plan=plan,
         train={"global_batch": 8, "precision": precision},
         model={"preset": preset},
-        precision={"granularity": granularity},
+        precision=choices,
     )
     proof = prove(Draw((), shrink(run, steps=2)), references={})
     assert proof.outcome == "equal", proof.error or "\n".join(map(str, proof.rows))

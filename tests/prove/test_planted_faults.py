@@ -164,6 +164,21 @@ def test_each_fault_is_found(preset: str, plan: dict[str, Any], precision: str) 
     assert expected in gaps(verdicts["microbatch off"]), verdicts["microbatch off"]
 
 
+def test_a_transposed_scale_in_fp32_is_found() -> None:
+    run = tiny_run(
+        plan={"tensor": 2},
+        model={"preset": "tiny", "tied": True},
+        train={"global_batch": 8, "precision": "fp8"},
+        precision={"scale": "fp32"},
+    )
+    spec = shrink(run, steps=2)
+    found = run_ranks(recordings, spec.plan.ranks, spec)[0]
+    verdicts = {name: judge(recording, spec=spec, alone=alone) for name, recording in found.items()}
+    assert verdicts["none"].equal, verdicts["none"]
+    assert "gradients" in gaps(verdicts["part off"]), verdicts["part off"]
+    assert "gradients" in gaps(verdicts["scales transposed"]), verdicts["scales transposed"]
+
+
 @pytest.mark.parametrize("plan", [{"tensor": 2}, {"context": 2}], ids=str)
 @pytest.mark.parametrize(("precision", "granularity"), [("fp8", "row"), ("fp8", "tensor"), ("nvfp4", "tile")])
 def test_a_maximum_that_is_not_shared_is_found(precision: str, granularity: str, plan: dict[str, Any]) -> None:
