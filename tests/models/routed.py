@@ -13,6 +13,9 @@ ROUTED: dict[str, Model] = {
     "mixtral": Mixtral(**SIZES, kv_heads=2, head_dim=8, ffn=24, experts=4, balance_weight=0.04),
     "mixtral of four": Mixtral(**SIZES, kv_heads=4, head_dim=12, ffn=24, experts=5, active=4, rope_theta=5000.0, window=7),
     "qwen3_moe": Qwen3Moe(**SIZES, kv_heads=2, head_dim=12, expert_ffn=16, experts=6, active=2, balance_weight=0.002),
+    "qwen3_moe with dense layers": Qwen3Moe(
+        **SIZES, kv_heads=2, head_dim=12, ffn=20, dense_layers=(1,), expert_ffn=16, experts=4, active=2
+    ),
     "qwen3_moe not normalised": Qwen3Moe(
         **SIZES, kv_heads=4, head_dim=8, expert_ffn=16, experts=4, active=1, normalise=False, tied=True
     ),

@@ -3,7 +3,7 @@
 from megalith.checkpoint.foreign.family import SIZES, Foreign, Json, Read, habits, plain_rope, write_rope
 from megalith.checkpoint.foreign.mixtral import BALANCE, read_balance, write_balance
 from megalith.checkpoint.foreign.qwen3 import HEAD_NORMS
-from megalith.checkpoint.foreign.weights import ATTENTION, NORMS, Piece, ends, layers, same, stacked
+from megalith.checkpoint.foreign.weights import ATTENTION, GATED_MLP, NORMS, Piece, ends, layers, same, stacked
 from megalith.spec.families.qwen3_moe import Qwen3Moe
 
 
@@ -12,19 +12,37 @@ def _pieces(spec: Qwen3Moe) -> list[Piece]:
         stacked(f"mlp.experts.{part}", f"mlp.experts.{{e}}.{part}_proj.weight", spec.experts) for part in ("gate", "up", "down")
     ]
     router = same("mlp.router.weight", "mlp.gate.weight")
-    return ends(spec.tied) + layers([*NORMS, *ATTENTION, *HEAD_NORMS, router, *experts], range(spec.layers))
+    common = [*NORMS, *ATTENTION, *HEAD_NORMS]
+    routed = [number for number in range(spec.layers) if number not in spec.dense_layers]
+    return ends(spec.tied) + layers([*common, *GATED_MLP], spec.dense_layers) + layers([*common, router, *experts], routed)
 
 
 def _write(spec: Qwen3Moe) -> Json:
-    unused = {"intermediate_size": spec.expert_ffn * spec.active}  # of dense layers, which there are none of
-    return {"num_experts": spec.experts} | unused | write_balance(spec.balance_weight, spec.active) | write_rope(spec.rope_theta)
+    dense = {"intermediate_size": spec.ffn or spec.expert_ffn * spec.active, "mlp_only_layers": list(spec.dense_layers)}
+    return {"num_experts": spec.experts} | dense | write_balance(spec.balance_weight, spec.active) | write_rope(spec.rope_theta)
 
 
 def _read(config: Json) -> Read:
     rope = plain_rope(config)
     experts = config.get("num_experts", config.get("num_local_experts"))  # transformers 5 writes the latter
     problems = [] if experts else ["num_experts is not given"]
-    return Read({"experts": experts} | rope.fields | read_balance(config, 0.001), rope.problems + problems)
+    dense, unusable = _dense_layers(config)
+    fields = {"experts": experts, "dense_layers": dense} | ({"ffn": config.get("intermediate_size", 6144)} if dense else {})
+    return Read(fields | rope.fields | read_balance(config, 0.001), rope.problems + problems + unusable)
+
+
+def _dense_layers(config: Json) -> tuple[list[int], list[str]]:
+    """Return the layers without experts, as transformers chooses them: those of `mlp_only_layers`, and all whose number from 1 is no
+    multiple of `decoder_sparse_step`; and what cannot be read of the two."""
+    every, listed, layers = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers"), config.get("num_hidden_layers")
+    problems = []
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        problems.append(f"decoder_sparse_step = {every!r}: a whole number from 1 on is needed")
+    if listed is not None and not (isinstance(listed, list) and all(isinstance(one, int) for one in listed)):
+        problems.append(f"mlp_only_layers = {listed!r}: a list of whole numbers is needed")
+    if problems or not isinstance(layers, int):
+        return [], problems
+    return [number for number in range(layers) if number in (listed or ()) or (number + 1) % every], []
 
 
 QWEN3_MOE = Foreign(
@@ -39,10 +57,8 @@ QWEN3_MOE = Foreign(
         "hidden_act": ("silu", "swish", None),
         "attention_bias": (False, None),
         "use_sliding_window": (False, None),
-        "decoder_sparse_step": (1, None),
-        "mlp_only_layers": ([], None),
     },
     write=_write,
     read=_read,
-    further=BALANCE | {"experts": "num_experts"},
+    further=BALANCE | {"experts": "num_experts", "dense_layers": "mlp_only_layers", "ffn": "intermediate_size"},
 )

@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megalith.spec.families.common import (
     Active,
@@ -20,7 +20,7 @@ from megalith.spec.families.common import (
     shrunk,
 )
 from megalith.spec.families.parametrization import ParametrizedSpec
-from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec, NormSpec
+from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 
 
 class Qwen3Moe(ParametrizedSpec):
@@ -34,6 +34,10 @@ class Qwen3Moe(ParametrizedSpec):
     heads: PositiveInt
     kv_heads: PositiveInt
     head_dim: PositiveInt = 128
+    ffn: PositiveInt | None = Field(default=None, description="width of the MLP of a layer without experts")
+    dense_layers: tuple[NonNegativeInt, ...] = Field(
+        default=(), description="numbers of the layers, from 0, with one MLP of `ffn` each and no experts"
+    )
     expert_ffn: ExpertWidth
     experts: PositiveInt = 128
     active: Active = 8
@@ -51,6 +55,17 @@ class Qwen3Moe(ParametrizedSpec):
 
     _enough = model_validator(mode="after")(enough_experts)
 
+    @model_validator(mode="after")
+    def _dense_layers_are_there(self) -> Self:
+        problems = []
+        if self.dense_layers and self.ffn is None:
+            problems.append(f"dense_layers = {list(self.dense_layers)} have no width: give ffn")
+        if beyond := [number for number in self.dense_layers if number >= self.layers]:
+            problems.append(f"dense_layers names {beyond} of {self.layers} layers: give numbers below {self.layers}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
     def build(self) -> ModelSpec:
         """The model as a tuple of parts."""
         norm = NormSpec(eps=self.norm_eps)
@@ -60,9 +75,12 @@ class Qwen3Moe(ParametrizedSpec):
             mlp=MoeSpec(experts=self.experts, hidden=self.expert_ffn, router=router),
             norm=norm,
         )
-        return model_of(self, (block,) * self.layers, norm)
+        dense = block.model_copy(update={"mlp": MlpSpec(hidden=self.ffn)}) if self.ffn and self.dense_layers else block
+        return model_of(self, (dense if number in self.dense_layers else block for number in range(self.layers)), norm)
 
     def small(self, layers: int, unit: int, heads_unit: int) -> Self:
         """See `family.shrunk`; heads are multiples of `heads_unit`."""
-        own = {"expert_ffn": multiple(16, unit), "experts": multiple(8, unit), "active": min(self.active, 3)}
+        dense = (0,) if self.dense_layers and layers > 1 else ()
+        own = {"ffn": multiple(48, unit) if self.ffn else None, "dense_layers": dense}
+        own |= {"expert_ffn": multiple(16, unit), "experts": multiple(8, unit), "active": min(self.active, 3)}
         return shrunk(self, layers=layers, unit=unit, **own, **few_heads(self.heads, self.kv_heads, unit=heads_unit))

@@ -113,6 +113,8 @@ def drawn(kind: str, draw: random.Random) -> dict[str, Any]:
                 "moe_intermediate_size": 12,
                 "norm_topk_prob": draw.random() < 0.5,
                 "num_experts": experts.pop("experts"),
+                "decoder_sparse_step": draw.choice((1, 2)),
+                "mlp_only_layers": draw.choice(([], [0])),
             } | experts
         case "gemma2":
             found |= {"sliding_window": draw.choice((3, 17)), "query_pre_attn_scalar": draw.choice((4, 9))}
