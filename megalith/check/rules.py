@@ -199,7 +199,6 @@ RULES: tuple[Rule, ...] = (
     Rule("data", data.weighted_domains_exist),
     Rule("data", data.weighted_domains_have_text),
     Rule("data", data.validation_has_text),
-    Rule("software", software.tensorboard_is_there),
     Rule("software", software.sinks_are_there),
     Rule("software", software.alerts_can_be_sent),
     Rule("data", data.data_is_not_worn_out),

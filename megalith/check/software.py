@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megalith.check.case import Case, Found, advice, error
 from megalith.spec.alerts import ENVIRONMENT, address_of
-from megalith.spec.run import SINKS
+from megalith.spec.run import SERVED, SINKS
 
 COMPILES_COLLECTIVES = (2, 15)
 """The first PyTorch that is shown to compile blocks that are split among ranks to the right gradients; 2.11 was seen not to."""
@@ -70,13 +70,6 @@ def compiler_keeps_collectives(case: Case) -> Found:
         yield error("plan.compile", True, reason, f"Use torch {'.'.join(map(str, COMPILES_COLLECTIVES))}, or compile = false.")
 
 
-def tensorboard_is_there(case: Case) -> Found:
-    """An extra that is asked for is installed."""
-    if case.files and case.spec.log.tensorboard and find_spec("tensorboard") is None:
-        way_out = 'Install the extra "tensorboard" (uv sync --extra tensorboard), or set log.tensorboard = false.'
-        yield error("log.tensorboard", True, "the package tensorboard is not installed", way_out)
-
-
 def sinks_are_there(case: Case) -> Found:
     """Tools that the run's numbers are sent to are installed."""
     log = case.spec.log
@@ -85,9 +78,9 @@ def sinks_are_there(case: Case) -> Found:
         if case.files and find_spec(name) is None:
             way_out = f'Install the extra "{name}" (uv sync --extra {name}), or set log.{name} = false.'
             yield error(f"log.{name}", True, f"the package {name} is not installed", way_out)
-    if log.online and not asked:
+    if log.online and not set(asked) & set(SERVED):
         yield advice(
-            "log.online", True, "and the run logs to no tool that has a server", f"Set one of log.{', log.'.join(SINKS)}."
+            "log.online", True, "and the run logs to no tool that has a server", f"Set one of log.{', log.'.join(SERVED)}."
         )
 
 

@@ -304,14 +304,16 @@ class CheckpointSpec(Spec):
     asynchronous: bool = Field(default=True, description="copy, then write while the next steps run")
 
 
-SINKS = ("wandb", "trackio", "mlflow")
-"""Other tools that a run's numbers can be sent to: keys of `[log]`, packages and extras of the same names."""
+SERVED = ("wandb", "trackio", "mlflow")
+"""Other tools with a server that a run's numbers can be sent to: keys of `[log]`, packages and extras of the same names."""
+SINKS = ("tensorboard", *SERVED)
+"""All other tools that can show a run's numbers."""
 
 
 class LogSpec(Spec):
     """Output besides the event log."""
 
-    tensorboard: bool = Field(default=False, description="also write a TensorBoard log (needs the extra `tensorboard`)")
+    tensorboard: bool = Field(default=False, description="also log to TensorBoard (needs the extra `tensorboard`)")
     wandb: bool = Field(default=False, description="also log to Weights & Biases (needs the extra `wandb`)")
     trackio: bool = Field(default=False, description="also log to trackio (needs the extra `trackio`)")
     mlflow: bool = Field(default=False, description="also log to MLflow (needs the extra `mlflow`)")

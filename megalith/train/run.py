@@ -90,7 +90,7 @@ def main(
     standing.answer()
     world = join(place, launch=spec.launch, device=device)
     epoch = _epoch(world)
-    log = _open_log(spec, folder, epoch) if place.rank == 0 else None
+    log = EventLog(folder, epoch=epoch) if place.rank == 0 else None
     try:
         heartbeat.beat("building")
         hooks.at("building")
@@ -186,14 +186,6 @@ def _epoch(world: dist.ProcessGroup) -> int:
     epoch = torch.tensor(int(os.environ.get(epochs.VARIABLE, "0")))
     dist.broadcast(epoch, group=world, group_src=0)
     return int(epoch)
-
-
-def _open_log(spec: RunSpec, folder: Path, epoch: int) -> EventLog:
-    if not spec.log.tensorboard:
-        return EventLog(folder, epoch=epoch)
-    from megalith.train.measure.tensorboard import BoardLog  # an extra that takes seconds to import
-
-    return BoardLog(folder, epoch=epoch)
 
 
 def _warner(log: EventLog | None) -> Callable[[str], None]:

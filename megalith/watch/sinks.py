@@ -1,4 +1,4 @@
-"""Sends a run's numbers to other tools (`log.wandb`, `log.trackio`, `log.mlflow`). Follows the run's log in a process of its own.
+"""Sends a run's numbers to other tools (keys of `[log]`). Follows the run's log in a process of its own.
 
 One run folder is one run there, also when it is stopped and resumed: `sinks.json` in the folder keeps its id, and how much of the log each
 tool has. Nothing leaves the machine unless `log.online` is set. A tool that fails is given up with a warning, and training continues.
@@ -49,6 +49,32 @@ class Sink(Protocol):
     def close(self) -> None:
         """Write what is left."""
         ...
+
+
+class TensorBoard:
+    """TensorBoard: one run, RUN_DIR/tensorboard, to which each start adds a file."""
+
+    def __init__(self, subject: Subject) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # an extra
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
+        self._writer: Any = EventFileWriter(str(subject.folder / "tensorboard"))
+        self._last: int | None = None  # step trained
+
+    def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
+        if "train/loss" in values and (
+            self._last is None or step <= self._last
+        ):  # drops what is shown of this step and later ones
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._writer.add_event(self._events.Event(wall_time=time, step=step, session_log=start))
+        self._last = step if "train/loss" in values else self._last
+        found = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(self._events.Event(wall_time=time, step=step, summary=self._summaries.Summary(value=found)))
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class Wandb:
@@ -129,7 +155,7 @@ class Mlflow:
         self._client.set_terminated(self._id)
 
 
-KINDS: dict[str, Callable[[Subject], Sink]] = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+KINDS: dict[str, Callable[[Subject], Sink]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
 """The tools by the key of `[log]` that asks for each."""
 assert set(KINDS) == set(SINKS)
 

@@ -13,7 +13,7 @@ import pytest
 
 from megalith.check import check
 from megalith.events import EventLog, Step, Validation
-from megalith.spec.run import SINKS, LogSpec
+from megalith.spec.run import SERVED, SINKS, LogSpec
 from megalith.watch import sinks
 from megalith.watch.beside import Beside
 from megalith.watch.sinks import Feed, numbers_of
@@ -27,7 +27,7 @@ class Tools:
     """Stand-ins of all three tools, and what they were given: runs by identity, each with its points."""
 
     def __init__(self) -> None:
-        self.runs: dict[str, dict[str, list[tuple[int, dict[str, float]]]]] = {name: {} for name in SINKS}
+        self.runs: dict[str, dict[str, list[tuple[int, dict[str, float]]]]] = {name: {} for name in SERVED}
         self.calls: list[tuple[str, Any]] = []
 
     # --- Weights & Biases ---
@@ -108,7 +108,7 @@ class Tools:
 def tools(monkeypatch: pytest.MonkeyPatch) -> Tools:
     found = Tools()
     monkeypatch.setenv("TRACKIO_DIR", "unused")
-    for name in SINKS:
+    for name in SERVED:
         monkeypatch.setitem(sys.modules, name, getattr(found, name)())
     return found
 
@@ -127,7 +127,7 @@ def test_a_run_that_is_resumed_is_one_run_without_a_point_twice(tools: Tools, tm
     for steps in ((1, 2), (3, 4)):
         write(tmp_path, *steps)
         Feed(tmp_path, ALL, warn=pytest.fail).close()
-    for name in SINKS:
+    for name in SERVED:
         ((_, points),) = tools.runs[name].items()
         assert [(step, values["train/loss"]) for step, values in points] == [(1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)], name
         assert all("train/mfu" not in values for _, values in points), "an unknown MFU is not a zero"
@@ -165,6 +165,35 @@ def test_a_log_of_which_half_a_line_is_there_waits(tools: Tools, tmp_path: Path)
     feed.poll()
     feed.poll()
     assert len(next(iter(tools.runs["wandb"].values()))) == 1
+
+
+def test_tensorboard_shows_one_run_of_a_run_that_is_resumed(tmp_path: Path) -> None:
+    """Steps that are trained again after a fault are shown once, and a start from an older log replaces what was there."""
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs the extra tensorboard"
+    )
+    log = LogSpec(tensorboard=True)
+    for steps in ((1, 2, 3), (3, 4)):
+        write(tmp_path, *steps)
+        Feed(tmp_path, log, warn=pytest.fail).close()
+    events = EventLog(tmp_path)
+    events.write(Validation(step=4, loss=4.5, domains={"tale": 4.25}, seconds=1.0))
+    events.close()
+    Feed(tmp_path, log, warn=pytest.fail).close()
+    board = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("train/loss")] == [(1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)]
+    assert [event.value for event in board.Scalars("validation/tale")] == [4.25]
+    assert {"train/lr", "seconds/forward"} <= set(board.Tags()["scalars"]) and "train/mfu" not in board.Tags()["scalars"]
+    assert [path for path in (tmp_path / "tensorboard").iterdir() if path.is_dir()] == [], "no further runs"
+
+
+def test_tensorboard_that_cannot_write_costs_its_files_alone(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
+    write(tmp_path, 1)
+    (tmp_path / "tensorboard").write_text("a file, where a folder is needed")
+    said: list[str] = []
+    Feed(tmp_path, LogSpec(tensorboard=True), warn=said.append).close()
+    assert len(said) == 1 and "log.tensorboard: no more numbers are sent" in said[0]
 
 
 def test_numbers_are_named_alike_everywhere() -> None:

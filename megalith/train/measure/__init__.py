@@ -1,1 +1,1 @@
-"""Measurements of a run while it trains: its yardstick of speed, its profile, its gradient noise, and curves for TensorBoard."""
+"""Measurements of a run while it trains: its yardstick of speed, its profile, and its gradient noise."""
