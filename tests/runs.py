@@ -27,10 +27,14 @@ from megalith.data.tokenizer import load
 from megalith.events import Step, of_kind, read
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.spec.run import RunSpec
+from megalith.spec.sites import folder_of
 from tests.fleet.conftest import until
 from tests.patience import PATIENCE
 
 torch.set_num_threads(1)
+
+SITE = "TEST_SITE"
+"""Variable: the site that a rank is of."""
 
 
 def prepare_text(folder: Path) -> Path:
@@ -68,7 +72,12 @@ def process_of(rank: int, folder: Path) -> int:
 def start(
     spec: RunSpec, folder: Path, *, source: dict[str, Any] | None = None, environment: Mapping[str, str] | None = None
 ) -> dict[int, int]:
-    """Fork the run's ranks; rank by process id. `source`: what they go on from."""
+    """Fork the run's ranks; rank by process id. `source`: what they go on from. All sites of a run are started, their ranks counted on."""
+    if spec.sites is not None and spec.sites.site is None:
+        found = {}
+        for site in range(spec.sites.count):
+            found |= start_site(spec, folder, site, source=source, environment=environment)
+        return found
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "spec.json").write_text(spec.model_dump_json())
     store = folder / f"store-{secrets.token_hex(4)}"
@@ -80,6 +89,16 @@ def start(
             _rank(spec, folder, rank, store, source)
         pids[pid] = rank
     return pids
+
+
+def start_site(
+    spec: RunSpec, folder: Path, site: int, *, source: dict[str, Any] | None = None, environment: Mapping[str, str] | None = None
+) -> dict[int, int]:
+    """Fork the ranks of one site of a run, which begin with its first in the number of their first."""
+    assert spec.sites is not None
+    own = spec.model_copy(update={"sites": spec.sites.model_copy(update={"site": site})})
+    started = start(own, folder_of(folder, site), source=source, environment={SITE: str(site), **(environment or {})})
+    return {pid: site * spec.ranks + rank for pid, rank in started.items()}
 
 
 def _rank(spec: RunSpec, folder: Path, rank: int, store: Path, source: dict[str, Any] | None) -> None:
@@ -126,14 +145,15 @@ def train(spec: RunSpec, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def when(phase: str, step: int, *, rank: int, act: Callable[[], object]) -> Iterator[None]:
-    """In runs that are started meanwhile, `rank` acts when it says that it is in this phase of this step: the others wait for it there, so
-    nothing depends on how soon somebody looks."""
+def when(phase: str, step: int | None, *, rank: int = 0, site: int = 0, act: Callable[[], object]) -> Iterator[None]:
+    """In runs that are started meanwhile, `rank` (of a site, if there are any) acts when it says that it is in this phase of this step
+    (None: of any): the others wait for it there, so nothing depends on how soon somebody looks."""
     say = Heartbeat.beat
 
     def say_and_act(self: Heartbeat, name: str, at: int = -1, **rest: float) -> None:
         say(self, name, at, **rest)
-        if (name, at, os.environ["RANK"]) == (phase, step, str(rank)):
+        here = (name, os.environ["RANK"], os.environ.get(SITE, "0"))
+        if here == (phase, str(rank), str(site)) and step in (None, at):
             act()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -35,8 +35,8 @@ class Here:
 
 
 def all_ranks(spec: RunSpec) -> int:
-    """Return the number of ranks that `megalith train` starts on a machine by itself."""
-    return spec.ranks
+    """Return the number of ranks that `megalith train` starts on a machine by itself: those of all sites, unless it is told one."""
+    return spec.ranks if spec.sites is None or spec.sites.site is not None else spec.sites.count * spec.ranks
 
 
 def node_ranks(spec: RunSpec) -> int:

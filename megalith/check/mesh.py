@@ -23,8 +23,8 @@ def ranks_match_the_plan(case: Case) -> Found:
     axes = [("data", plan.data), ("context", plan.context), ("tensor", plan.tensor), ("pipeline", plan.pipeline)]
     sizes = " x ".join(f"{name} {size}" for name, size in axes if name != "context" or size > 1)
     sites, ranks = case.spec.sites, case.spec.ranks
-    need = f"{f'sites {sites.count} x ' if sites else ''}{sizes} = {ranks} ranks are needed"
-    fixed = plan.context * plan.tensor * plan.pipeline * (sites.count if sites else 1)
+    need = f"{sizes} = {ranks} ranks are needed{' in each site' if sites else ''}"
+    fixed = plan.context * plan.tensor * plan.pipeline
     if case.world is not None and case.world != ranks:
         fits = case.world % fixed == 0
         way_out = f"Use plan.data = {case.world // fixed}" if fits else f"Start a multiple of {fixed} ranks"

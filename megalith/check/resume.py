@@ -38,7 +38,10 @@ MAY_CHANGE: dict[str, str] = {
     "launch": "ranks and their limits",
     "fleet": "how faults are met",
     "sites.addresses": "how sites reach each other",
-    "sites.count": "who trains from the next merge on; what was not merged yet is",
+    "sites.count": "who trains from the next merge on",
+    "sites.site": "which site a command trains",
+    "sites.decides": "with whom the sites go on",
+    "sites.grace": "how long a merge waits for a site",
 }
 """Keys, or whole tables, that may differ when a run is resumed, and why."""
 

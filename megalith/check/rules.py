@@ -188,6 +188,7 @@ RULES: tuple[Rule, ...] = (
     Rule("sites", sites.fragments_have_parts),
     Rule("sites", sites.sites_stay_together),
     Rule("sites", sites.addresses_are_each_sites),
+    Rule("sites", sites.sites_are_numbered),
     Rule("sites", sites.state_stays_on_the_device),
     Rule("sites", sites.faults_go_back_to_checkpoints),
     Rule("fleet", fleet.verification_has_a_replica),

@@ -2,6 +2,7 @@
 
 from megalith.check.case import Case, Found, advice, error
 from megalith.spec.numbers import PRECISIONS
+from megalith.spec.run import RunSpec
 
 
 def merges_fit_the_round(case: Case) -> Found:
@@ -56,11 +57,38 @@ def sites_stay_together(case: Case) -> Found:
 
 
 def addresses_are_each_sites(case: Case) -> Found:
-    """Every site has an address, or none has."""
+    """Every site has an address with a port, or none has."""
     sites = case.spec.sites
-    if sites is not None and sites.addresses and len(sites.addresses) != sites.count:
+    if sites is None:
+        return
+    if sites.addresses and len(sites.addresses) != sites.count:
         reason = f"names {len(sites.addresses)} addresses for sites.count = {sites.count}"
         yield error("sites.addresses", list(sites.addresses), reason, "Give one for each site, or none on one machine.")
+    for address in sites.addresses:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            reason = f"has {address}, without a port that the site's first machine listens at"
+            yield error("sites.addresses", list(sites.addresses), reason, f'Write "{host or address}:29400".')
+
+
+def sites_are_numbered(case: Case) -> Found:
+    """Sites that are named by a number exist, and a launcher's ranks know theirs."""
+    sites = case.spec.sites
+    if sites is None:
+        return
+    for key, number in (("sites.site", sites.site), ("sites.decides", sites.decides)):
+        if number is not None and number >= sites.count:
+            yield error(key, number, f"is none of the sites 0 to {sites.count - 1}", "Name one of these, or raise sites.count.")
+    if case.world is not None:
+        yield from launched_alone(case.spec)
+
+
+def launched_alone(spec: RunSpec) -> Found:
+    """A launcher starts the ranks of one site."""
+    sites = spec.sites
+    if sites is not None and sites.count > 1 and sites.site is None:
+        reason = "is not set, and a launcher starts the ranks of one site alone"
+        yield error("sites.site", None, reason, "Launch each site with --set sites.site=0, 1 and so on, and its own run folder.")
 
 
 def state_stays_on_the_device(case: Case) -> Found:
@@ -72,10 +100,10 @@ def state_stays_on_the_device(case: Case) -> Found:
 
 
 def faults_go_back_to_checkpoints(case: Case) -> Found:
-    """Sites are at different steps, so copies in memory would not be of one."""
+    """With sites no copies of the state are kept in memory."""
     spec = case.spec
     if spec.sites is not None and spec.fleet.recover and not spec.checkpoint.every:
         reason = (
-            "saves nothing before the end: with sites there are no copies in memory, so a fault sends the run to its beginning"
+            "saves nothing before the end: with sites there are no copies in memory, so a fault of too many sites loses the run"
         )
         yield advice("checkpoint.every", 0, reason, f"Use checkpoint.every = {spec.sites.inner_steps}, say.")

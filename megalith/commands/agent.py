@@ -36,6 +36,7 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     ValueError where nothing says how to meet the others, TimeoutError when too few of them come.
     """
     from megalith.check import node_ranks
+    from megalith.check.sites import launched_alone
     from megalith.commands.shared import ranks, runs
     from megalith.control.owner import hold
     from megalith.fleet import environment
@@ -48,7 +49,7 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
     checked = runs.check(request, here="error", count=node_ranks)
     spec = checked.resolved.spec
     folder = request.folder(spec)
-    runs.refuse(checked.errors, checked.resolved, folder)
+    runs.refuse([*checked.errors, *launched_alone(spec)], checked.resolved, folder)
     runs.tell(checked)
     job = ranks.job(spec, folder.resolve(), ranks.TRAIN, {"run_dir": str(folder.resolve())})
     directs = agents.directs(place)

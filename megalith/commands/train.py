@@ -138,7 +138,8 @@ def train(
     `watch`: serve the live page too.
     Raises SpecErrors before anything starts, and InUseError before anything is written, if another process owns the run folder.
     """
-    from megalith.commands.shared import ranks, runs
+    from megalith.check import all_ranks
+    from megalith.commands.shared import ranks, runs, siblings
     from megalith.fleet import environment
 
     place = environment.find()
@@ -147,7 +148,7 @@ def train(
         request,
         world=place.world if place else None,
         here="error",
-        count=lambda spec: place.local_world if place else spec.ranks,
+        count=lambda spec: place.local_world if place else all_ranks(spec),
     )
     resolved, spec = checked.resolved, checked.resolved.spec
     folder = request.folder(spec)
@@ -161,7 +162,9 @@ def train(
         if owner is None:
             assert place is not None
             return Trained(folder, ranks.join(resolved, folder, place, ranks.TRAIN, arguments), "", None)
-        return _followed(resolved, owner, place, arguments, console, watch=watch, on_event=on_event)
+        with siblings.beside(request, spec, folder) as others:
+            trained = _followed(resolved, owner, place, arguments, console, watch=watch, on_event=on_event)
+            return replace(trained, left=(*trained.left, *others.finish(trained.code, patience=spec.launch.timeout)))
 
 
 def _followed(

@@ -125,6 +125,11 @@ class Phases:
             samples, steps = samples + room * phase.global_batch, steps - room
         return samples
 
+    def steps_in(self, samples: int) -> int:
+        """Return the whole steps in the first `samples` samples."""
+        phase = self.at(samples)
+        return phase.step + (samples - phase.first) // phase.global_batch
+
     def tokens(self, samples: int) -> int:
         """Return the tokens in the first `samples` samples."""
         phase = self.at(samples)

@@ -380,8 +380,8 @@ class RunSpec(Spec):
 
     @property
     def ranks(self) -> int:
-        """Ranks of the whole run: those of the plan, in every site."""
-        return self.plan.ranks if self.sites is None else self.sites.count * self.plan.ranks
+        """Ranks that meet in one world: those of the plan. Each site of a run with sites has as many."""
+        return self.plan.ranks
 
     @property
     def own_parts(self) -> dict[str, str]:

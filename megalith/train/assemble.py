@@ -59,23 +59,29 @@ class Trainer:
     state: State
     rule: Optimizer
     noise: NoiseMeter
-    site: int = 0
     callbacks: Callbacks = field(default_factory=Callbacks)
     adaptive: AdaptiveClip | None = None
     heads: HeadClip | None = None
+    schedule: int | None = None  # steps of the schedule of learning rates that are done; None: as many as the state has updates
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: Phase, size: int | None = None) -> None:
         """Train a phase of the run from now on: between two steps, when nothing is left to check, on all ranks together. Modules, state
-        and groups stay, so nothing is compiled again but what meets tensors of another shape."""
-        spec = within(during(self.run, phase))
+        and groups stay, so nothing is compiled again but what meets tensors of another shape. `size`: samples of this site in a step; None:
+        its part of the phase's batch. Raises ValueError if the plan cannot share them out."""
+        spec = within(during(self.run, phase), size)
+        if size is not None and size % (unit := spec.plan.data * spec.plan.microbatch):
+            raise ValueError(
+                f"{size} samples that another site handed back are no multiple of plan.data x plan.microbatch = {unit}. Set the plan and "
+                "sites.count back until they are trained"
+            )
         if spec.microbatches != self.spec.microbatches or spec.train.seq_len != self.spec.train.seq_len:
             self.executor.adopt(program_of(spec, self.groups), hidden_of(spec, self.device))
         self.spec = spec
 
     @property
     def reader(self) -> int:
-        """This rank's number among all that read different samples: the data ranks of all sites, those of the first site first."""
-        return self.site * self.groups.mesh.data + self.groups.coordinates["data"]
+        """This rank's number among those that read different samples."""
+        return self.groups.coordinates["data"]
 
     @property
     def stages(self) -> dict[int, Stage]:
@@ -108,7 +114,8 @@ class Trainer:
     def lr(self) -> float:
         """The learning rate of the next update."""
         spec = self.spec
-        rate = learning_rate(self.state.updates, spec=spec.optimizer, steps=spec.train.steps, branch=spec.branch)
+        done = self.state.updates if self.schedule is None else self.schedule
+        rate = learning_rate(done, spec=spec.optimizer, steps=spec.train.steps, branch=spec.branch)
         return rate * spec.stability.lower_by if self.state.updates < self.state.history.lowered else rate
 
     def clip(self, factor: float, *, number: int) -> None:
@@ -156,7 +163,6 @@ def assemble(
     groups: Groups,
     device: torch.device,
     load: bool = False,
-    site: int = 0,
     folder: Path | None = None,
     callbacks: Callbacks | None = None,
 ) -> Trainer:
@@ -210,7 +216,6 @@ def assemble(
         state=State(parameters, buffers, slots, scale, home_of(lots, plan.state, folder=folder, rank=groups.rank), usual, halved),
         rule=Optimizer(spec.optimizer, treated, Whole.of(parameters, described, partly, groups)),
         noise=NoiseMeter(builder.by_name, buckets, partly, groups, spec),
-        site=site,
         callbacks=callbacks or Callbacks(),
         adaptive=adaptive,
         heads=heads,

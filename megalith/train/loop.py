@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,9 +24,10 @@ from megalith.train.guard import Guard
 from megalith.train.measure.peak import Yardstick, counted_flops
 from megalith.train.own.callbacks import Done, same_on_all
 from megalith.train.post_validation import LateStepper
-from megalith.train.restore import Position, meta, read_indices, read_numbers, read_step
-from megalith.train.sites.merge import Sites
-from megalith.train.stability.healer import Data, Healer
+from megalith.train.reader import Reader
+from megalith.train.restore import Position, meta
+from megalith.train.sites.merge import Sites, Turn
+from megalith.train.stability.healer import Healer
 from megalith.train.step import Referee, Stepper, Watcher, seed_step, tell
 from megalith.train.tally import Stepped
 from megalith.train.validate import Validator
@@ -95,12 +97,13 @@ class Loop:
         self.trainer, self.stream, self.checkpointer, self.position = trainer, stream, checkpointer, position
         self.yardstick, self.log, self.heartbeat = yardstick, log, heartbeat
         self.spec, self.phases = trainer.run, Phases.of(trainer.run)
+        self.reader = Reader(trainer, stream, position, sites)
         self._phase: Phase | None = None
         self.validator = validator
         self.guard, self.sites = guard, sites
         self._watchers = [*watchers, *([guard] if guard else [])]
         healer = (
-            Healer(trainer, self._data(), checkpointer=checkpointer, guard=guard, beat=heartbeat.beat)
+            Healer(trainer, self.reader.data(), checkpointer=checkpointer, guard=guard, beat=heartbeat.beat)
             if self.spec.stability.watch
             else None
         )
@@ -113,21 +116,7 @@ class Loop:
         self._measured: Measured | None = None  # the newest step whose seconds are known
         self._save_failed = False
         self._stop_asked = False  # by a callback of this rank
-
-    def _data(self) -> Data:
-        """Return what this rank reads in any step since it began."""
-        here, begin = self.trainer.reader, self.position
-
-        def place(number: int) -> str:
-            return f"{self.stream.sample(number).domain} in {self.stream.bytes_of(number)[0].name}"
-
-        return Data(
-            read=lambda step: read_step(self.stream, self.spec, begin, step, here),
-            mine=lambda step: read_indices(self.spec, begin, step, here),
-            numbers=lambda step: read_numbers(self.spec, begin, step),
-            phase=lambda step: self.phases.at(read_numbers(self.spec, begin, step).start),
-            place=place,
-        )
+        self._turn: Turn | None = None  # with sites: how the step was dealt out
 
     @property
     def step(self) -> int:
@@ -136,8 +125,8 @@ class Loop:
 
     @property
     def left(self) -> int:
-        """Updates that are still to be made."""
-        return self.spec.train.steps - self.trainer.state.updates
+        """Updates that are still to be made; with sites, samples that are still to be read."""
+        return self.spec.train.steps - self.trainer.state.updates if self.sites is None else self.sites.left
 
     def run(self, *, stop: object, after_step: Callable[[int], object]) -> str:
         """Train to the last step ("finished") or until a rank is asked to stop ("stopped"), and save.
@@ -145,15 +134,18 @@ class Loop:
         Raises NotSavedError if there is no way to save for long.
         """
         every = self.spec.validation.every
+        if self.sites is not None and self.sites.enters:
+            self._enter(self.sites)
         after_step(self.step)
         if self.log and self.left <= 0:
-            self.log.write(Problem("warning", nothing_left(self.trainer.state.updates, steps=self.spec.train.steps)))
+            done = self.trainer.state.updates if self.sites is None else self.step
+            self.log.write(Problem("warning", nothing_left(done, steps=self.spec.train.steps)))
         if self.left == 0 and not self.checkpointer.holds(self.step):
             self._save_last(patience=self.spec.fleet.wait_limit)  # a fault came in between
         while self.left > 0:
             stopping = self._one_step(bool(stop))
+            stopping = stopping if self.sites is None else self._merge(self.sites, stopping)
             last = self.left == 0
-            stopping = stopping if self.sites is None else self._merge(self.sites, stopping, last=last)
             validating = self.validator is not None and (self.step % every == 0 or last)
             saving = self.spec.checkpoint.every and self.step % self.spec.checkpoint.every == 0
             copying = self.guard is not None and self.guard.due(self.step)
@@ -174,15 +166,28 @@ class Loop:
                 return "stopped"
         return "finished"
 
-    def _merge(self, sites: Sites, stop: bool, *, last: bool) -> bool:
-        """Merge with the other sites what is due; True if all sites are to stop now. `stop`: this site is to."""
-        if sites.due(self.step, last=last):
-            self.heartbeat.beat("merge", self.step, measured=self._measured)
-        made, stopping = sites.after_step(self.step, stop=stop, last=last)
+    def _enter(self, sites: Sites) -> None:
+        """Take part in what the other sites do: from where they are."""
+        self.heartbeat.beat("merge", self.step)
+        step = sites.enter()
+        self.position = Position(step, sites.progress.deal.dealt, 0)
+        self._first = step
         if self.log:
-            for event in made:
+            self.log.write(
+                Problem("advice", f"this site has the merged weights of step {step} from the others, and trains once they agree")
+            )
+
+    def _merge(self, sites: Sites, stop: bool) -> bool:
+        """Merge with the other sites what is due; True if this one is to stop now. `stop`: this site was asked to."""
+        if sites.due(self.step):
+            self.heartbeat.beat("merge", self.step, measured=self._measured)
+        done = sites.after_step(self.step, stop=stop)
+        if self.log:
+            for event in done.made:
                 self.log.write(event)
-        return stopping
+            if done.refused:
+                self._warn(f"{done.refused} connections to this site's port did not prove the run's key, and were closed")
+        return done.stop
 
     def _suspicious(self) -> bool:
         """Is the state perhaps one that the run will go back from? A checkpoint of it would take the place of an older, good one."""
@@ -191,12 +196,17 @@ class Loop:
 
     def _one_step(self, stop: bool) -> bool:
         """Train one step; True if all ranks are to stop now."""
+        if self.sites is not None:
+            self._turn = self.sites.deal(self.step)
+            if self._turn.share is None:
+                self._advance(self.step + 1)
+                return self.sites.agree(stop)
         ended = self._enter_phase()
         began, worked, step = time.perf_counter(), time.thread_time(), self.step
         self.heartbeat.beat(self._doing, step, compute=self._compute, measured=self._measured)
         tell(self._watchers, "before_step", self.trainer, step)
         seed_step(self.trainer, step)
-        microbatches = read_step(self.stream, self.spec, self.position, step, self.trainer.reader)
+        microbatches = self.reader.read(step)
         read = time.perf_counter() - began
         if self._drawn(step):
             dist.barrier(group=self.trainer.groups.world)  # one zero for all ranks' clocks
@@ -218,18 +228,26 @@ class Loop:
 
     def _enter_phase(self) -> bool:
         """Train the phase that the next step is in; True if all ranks are to stop, as the step says that a new phase waited for."""
-        phase = self.phases.at(self.position.samples)
-        stopping = False if phase is self._phase else self._learn(self._stepper.settle())
+        share = None if self._turn is None else self._turn.share
+        phase = self.phases.at(self.position.samples if share is None else share.first)
+        same = phase is self._phase and (share is None or share.size == self.trainer.spec.train.global_batch)
+        stopping = False if same else self._learn(self._stepper.settle())
         state = self.trainer.state
         state.history = state.history.of_text(self.phases.texts[phase.number])  # also after a rewind into another phase
-        if phase is self._phase:
+        self.trainer.schedule = None if self._turn is None else self._turn.schedule
+        if same:
             return False
         if self._phase is not None and phase.seq_len != self._phase.seq_len:  # noise is a sequence's
             self._noise = (0.0, 0.0)
-        self.trainer.enter(phase)
+        self.trainer.enter(phase, None if share is None else share.size)
         if self.yardstick.folder is not None:
             self.yardstick = replace(self.yardstick, flops_per_token=counted_flops(self.trainer, self.yardstick.folder))
-        if self.log and len(self.phases.all) > 1 and (self._phase or phase.first == self.position.samples):
+        if (
+            self.log
+            and len(self.phases.all) > 1
+            and phase is not self._phase
+            and (self._phase or phase.first == self.position.samples)
+        ):
             about = {"seq_len": phase.seq_len, "global_batch": phase.global_batch, "weights": phase.weights or {}}
             self.log.write(PhaseBegan(step=self.step + 1, samples=self.position.samples, number=phase.number, **about))
         self._phase = phase
@@ -246,7 +264,10 @@ class Loop:
 
     def _advance(self, step: int) -> None:
         """Stand at `step`: its samples are consumed, whether its update was made or left out."""
-        samples = self.position.samples + self.phases.at(self.position.samples).global_batch
+        if self.sites is not None:
+            samples = self.sites.progress.deal.dealt
+        else:
+            samples = self.position.samples + self.phases.at(self.position.samples).global_batch
         self.position = Position(step, samples, self.trainer.state.updates, self.trainer.state.history)
 
     def _drawn(self, step: int) -> bool:
@@ -280,9 +301,8 @@ class Loop:
 
     def _tokens_seen(self, done: Stepped) -> int:
         """Return the tokens that the run had read by the end of a step."""
-        later = self.step - (done.step + 1)  # steps done since
-        sites = 1 if self.sites is None else self.sites.spec.count
-        return self.phases.tokens(self.position.samples - later * sites * self.trainer.spec.train.global_batch)
+        later = self.step - (done.step + 1)  # steps done since: none with sites
+        return self.phases.tokens(self.position.samples - later * self.trainer.spec.train.global_batch)
 
     def _log_skip(self, done: Stepped, timed: _Timed) -> None:
         assert self.log is not None
@@ -294,14 +314,14 @@ class Loop:
     def _log_step(self, done: Stepped, timed: _Timed) -> None:
         assert self.log is not None
         rate = done.tokens / timed.whole  # of this site
-        sites = 1 if self.sites is None else self.sites.spec.count
+        sites = 1.0 if self._turn is None or self._turn.share is None else self._turn.samples / self._turn.share.size
         self.log.write(
             Step(
                 step=done.step + 1,
                 loss=done.loss,
                 grad_norm=done.grad_norm,
                 lr=done.lr,
-                tokens=sites * done.tokens,
+                tokens=round(sites * done.tokens),
                 tokens_seen=self._tokens_seen(done),
                 seconds=timed.whole,
                 tokens_per_second=sites * rate,
@@ -376,8 +396,12 @@ class Loop:
         self.heartbeat.beat(phase, self.step, measured=self._measured)
         hooks.at("saving", self.step)
         held = self.trainer.state if self.sites is None else self.sites.state
-        state, told = held.laid(), meta(self._settled(), spec=self.spec, stream=self.stream)
+        state, told = held.laid(), self._meta()
         self.checkpointer.save(self.step, state, told, asynchronous=asynchronous, check=self._look)
+
+    def _meta(self) -> dict[str, Any]:
+        progress = None if self.sites is None else self.sites.progress
+        return meta(self._settled(), spec=self.spec, stream=self.stream, sites=progress)
 
     def _settled(self) -> Position:
         """Return the position, now that it is known whether the last update holds."""

@@ -28,12 +28,13 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.phases import Phases, during
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import within
+from megalith.spec.sites.deal import Share
 from megalith.train.assemble import Trainer
 from megalith.train.batches import indices
 from megalith.train.own.callbacks import CALLBACKS
 from megalith.train.received import receive
-from megalith.train.sites.adopt import adopt, sites_in
-from megalith.train.sites.merge import Sites
+from megalith.train.sites.meet import cuts_in
+from megalith.train.sites.merge import Progress, Sites
 from megalith.train.stability.history import History
 
 
@@ -59,8 +60,8 @@ class Position:
             object.__setattr__(self, "updates", self.step)
 
 
-def meta(position: Position, *, spec: RunSpec, stream: Stream) -> dict[str, Any]:
-    """Return the contents of a checkpoint besides its tensors."""
+def meta(position: Position, *, spec: RunSpec, stream: Stream, sites: Progress | None = None) -> dict[str, Any]:
+    """Return the contents of a checkpoint besides its tensors. `sites`: the progress of a run across sites."""
     return {
         "position": {name: getattr(position, name) for name in ("step", "samples", "updates")},
         "history": asdict(position.history),
@@ -71,7 +72,10 @@ def meta(position: Position, *, spec: RunSpec, stream: Stream) -> dict[str, Any]
         },
         "data": stream.fingerprint,
         "spec": spec.model_dump(mode="json"),
-    } | ({CALLBACKS: dict(position.callbacks)} if position.callbacks else {})
+    } | (
+        ({CALLBACKS: dict(position.callbacks)} if position.callbacks else {})
+        | ({} if sites is None else {"sites": sites.record()})
+    )
 
 
 def _random_state() -> str:
@@ -93,18 +97,16 @@ def read_numbers(spec: RunSpec, position: Position, step: int) -> range:
     return range(first, first + phases.at(first).global_batch)
 
 
-def first_sample(spec: RunSpec, position: Position, step: int, data_rank: int) -> int:
-    """The number of the first sample that `read_step` reads."""
-    return read_indices(spec, position, step, data_rank)[0].start
-
-
 def read_indices(spec: RunSpec, position: Position, step: int, data_rank: int) -> list[range]:
-    """The numbers of the samples of each of a data rank's microbatches in a step. Data ranks are counted over all sites
-    (`Trainer.reader`): each site reads a run of samples of the step."""
-    first = read_numbers(spec, position, step).start
-    here = within(during(spec, Phases.of(spec).at(first)))
-    site, rank = divmod(data_rank, spec.plan.data)
-    return indices(here, first=first + site * here.train.global_batch, data_rank=rank)
+    """The numbers of the samples of each of a data rank's microbatches in a step."""
+    numbers = read_numbers(spec, position, step)
+    return indices_in(spec, Share(numbers.start, len(numbers)), data_rank)
+
+
+def indices_in(spec: RunSpec, share: Share, data_rank: int) -> list[range]:
+    """The numbers of the samples of each of a data rank's microbatches, in a step in which its site (or the whole run) reads `share`."""
+    here = within(during(spec, Phases.of(spec).at(share.first)), share.size)
+    return indices(here, first=share.first, data_rank=data_rank)
 
 
 def restore(
@@ -119,17 +121,19 @@ def restore(
     sites: Sites | None = None,
 ) -> Position:
     """Load what `source` says (None: the newest intact checkpoint of the run), or `train.init_from`'s weights, or keep the first weights.
-    Copies in memory of later steps are forgotten.
+    Copies in memory of later steps are forgotten. Sites agree on a checkpoint, of at most the step of `source`.
 
     Raises OtherRunError if the checkpoint is another run's, data errors if the data or tokenizer are not those it was trained on, and
     Reported if a piece of `source` cannot be used, which is reported as CopyCorrupt, or cannot be read just now (CopyAway).
     """
     seat = memory.seat if memory else Seat.find()
     position = None
+    anew = False
     try:
-        if source is None or Tier.STORE in (source.tier, *dict(source.elsewhere).values()):
-            how = {"sites": sites, "warn": warn}
-            position = _from_store(trainer, checkpointer, stream, step=None if source is None else source.step, **how)
+        if sites is not None:
+            position, anew = _with_sites(sites, trainer, checkpointer, stream, at_most=None if source is None else source.step)
+        elif source is None or Tier.STORE in (source.tier, *dict(source.elsewhere).values()):
+            position = _from_store(trainer, checkpointer, stream, step=None if source is None else source.step, warn=warn)
         if source is not None and memory is not None:
             label = memory.restore(source)
             if label is not None:
@@ -144,7 +148,7 @@ def restore(
             report_copy(CopyAway if isinstance(error, AwayError) else CopyCorrupt, Tier.STORE, source.step, None, str(error))
         raise Reported(str(error)) from error
     if position is None:
-        assert source is None or source.tier is None, f"{source}, and no copies in memory"
+        assert source is None or source.tier is None or sites is not None, f"{source}, and no copies in memory"
         if trainer.spec.train.init_from:
             loaded = load(
                 Path(trainer.spec.train.init_from),
@@ -162,13 +166,30 @@ def restore(
             sites.state.begin()
     if memory is not None:
         memory.forget_after(position.step)
-    trainer.state.updates, trainer.state.skipped = position.updates, position.step - position.updates
+    trainer.state.updates = position.updates
+    trainer.state.skipped = 0 if sites is not None else position.step - position.updates
     trainer.state.history = position.history
     trainer.state.loaded()
     trainer.callbacks.load(position.callbacks)
-    if sites is not None:
+    if sites is not None and not anew:
         sites.resume()
     return position
+
+
+def _with_sites(
+    sites: Sites, trainer: Trainer, checkpointer: Checkpointer, stream: Stream, *, at_most: int | None
+) -> tuple[Position | None, bool]:
+    """Agree with the other sites, and load the checkpoint that all begin from; None: there is none. Also returns True if this site takes
+    part anew, with what the others have."""
+    beginning = sites.begin(cuts_in(checkpointer.folder, at_most=at_most) if sites.leads else [])
+    if beginning.step is None:
+        return None, beginning.anew
+    loaded = checkpointer.load(sites.state.laid(), step=beginning.step, accept=partial(_accept, trainer.run))
+    assert loaded is not None
+    position = position_in(loaded.meta)
+    stream.check_same(loaded.meta["data"], samples=position.samples)
+    sites.progress = Progress.of(loaded.meta["sites"])
+    return position, False
 
 
 def history_in(told: str) -> History:
@@ -213,16 +234,9 @@ def _from_store(
     stream: Stream,
     *,
     step: int | None,
-    sites: Sites | None,
     warn: Callable[[str], None],
 ) -> Position | None:
-    accept = partial(_accept, trainer.run)
-    before = None if sites is None else checkpointer.told(sites_in, step=step)
-    if sites is not None and before not in (None, sites.spec.count):
-        loaded = adopt(sites, checkpointer, before, step=step, accept=accept, warn=warn)
-    else:
-        fill = partial(checkpointer.load, step=step, accept=accept)
-        loaded = receive(trainer, fill, warn) if sites is None else fill(sites.state.laid())
+    loaded = receive(trainer, partial(checkpointer.load, step=step, accept=partial(_accept, trainer.run)), warn)
     if loaded is None:
         return None
     position = position_in(loaded.meta)

@@ -49,8 +49,8 @@ from megalith.train.measure.peak import Yardstick, yardstick_of
 from megalith.train.measure.profiler import Profile, idle_profile
 from megalith.train.own.admit import admit, changes, compare_ranks
 from megalith.train.own.callbacks import Callbacks
-from megalith.train.restore import OtherRunError, first_sample, read_step, restore
-from megalith.train.sites.meet import meet, site_of
+from megalith.train.restore import OtherRunError, read_step, restore
+from megalith.train.sites.meet import build
 from megalith.train.stream import open_stream
 from megalith.train.validate import Validator
 
@@ -125,6 +125,8 @@ def main(
         log.close()
     if loop.guard:
         loop.guard.close()
+    if loop.sites:
+        loop.sites.close()
     dist.barrier(group=world)
     dist.destroy_process_group()
     if reason == "stopped":
@@ -246,15 +248,12 @@ def prepare(
         warn(f"{spec.data.path} has no sums, so changes of its bytes are not seen: `megalith data verify` writes them")
     if log:
         copy_tokenizer(Path(spec.data.path), folder)
-    site, inner = site_of(spec, world)
-    groups = mesh_groups(spec, device, inner)
+    groups = mesh_groups(spec, device, world)
     savers = another(world, timeout=timedelta(seconds=spec.launch.timeout))
     checkpointer = Checkpointer(folder / epochs.name(FOLDER, epoch), keep=spec.checkpoint.keep, group=savers, warn=warn)
     with refusing(own.OwnPartError):
-        trainer = assemble(
-            spec, groups=groups, device=device, site=site, folder=folder, callbacks=Callbacks(spec.train.callbacks)
-        )
-    sites = meet(trainer, world=world, savers=savers) if spec.sites else None
+        trainer = assemble(spec, groups=groups, device=device, folder=folder, callbacks=Callbacks(spec.train.callbacks))
+    sites = build(trainer, folder, beat=heartbeat.again) if spec.sites else None
     if spec.checkpoint.every and spec.checkpoint.asynchronous:
         checkpointer.reserve(
             (sites.state if sites else trainer.state).laid()
@@ -278,8 +277,8 @@ def prepare(
             warn(text)
     _introduce(trainer, yardstick, resumed=position.step, log=log, parts=parts)
     validator = Validator(trainer, held_out) if held_out else None
-    injector = inject.watcher(reads=lambda step: stream.bytes_of(first_sample(spec, position, step, trainer.reader)))
-    return Loop(
+    injector = inject.watcher(reads=lambda step: stream.bytes_of(loop.reader.first_sample(step)))
+    loop = Loop(
         trainer,
         stream,
         checkpointer,
@@ -292,6 +291,7 @@ def prepare(
         watchers=[injector] if injector else [],
         sites=sites,
     )
+    return loop
 
 
 def holding_of(trainer: Trainer) -> Holding:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megalith.check import check
+from megalith.check import all_ranks, check
 from tests.specs import tiny_run
 
 
@@ -23,7 +23,10 @@ def test_a_run_with_sites_is_legal() -> None:
         ("sites.overlap", {"sites": {"inner_steps": 2, "overlap": 2}}),
         ("sites.fragments", {"sites": {"inner_steps": 2, "fragments": 3}}),
         ("sites.fragments", {"sites": {"inner_steps": 20, "fragments": 7}}),
-        ("sites.addresses", {"sites": {"inner_steps": 2, "addresses": ("127.0.0.1",)}}),
+        ("sites.addresses", {"sites": {"inner_steps": 2, "addresses": ("127.0.0.1:29400",)}}),
+        ("sites.addresses", {"sites": {"inner_steps": 2, "addresses": ("127.0.0.1", "127.0.0.1:29400")}}),
+        ("sites.site", {"sites": {"inner_steps": 2, "site": 2}}),
+        ("sites.decides", {"sites": {"inner_steps": 2, "decides": 2}}),
         ("train.global_batch", {"sites": {"count": 3}}),
         ("stability.answers", {"stability": {"answers": ("skip",)}}),
         ("stability.not_finite", {"stability": {"not_finite": "skip"}}),
@@ -36,13 +39,16 @@ def test_what_sites_cannot_do_is_refused(key: str, parts: dict[str, Any]) -> Non
     assert key in _keys(**parts)
 
 
-def test_ranks_are_those_of_all_sites() -> None:
-    run = tiny_run(sites={"count": 2}, plan={"data": 2})
+def test_a_launcher_starts_the_ranks_of_one_site() -> None:
+    run = tiny_run(sites={"count": 2, "site": 1}, plan={"data": 2}, checkpoint={"every": 2})
     assert not [
-        problem for problem in check(run, world=4, files=False) if problem.severity == "error" and "ranks" in problem.reason
+        problem for problem in check(run, world=2, files=False) if problem.severity == "error" and "data" not in problem.key
     ]
-    (found,) = [problem for problem in check(run, world=2, files=False) if "were started" in problem.reason]
-    assert found.reason == "sites 2 x data 2 x tensor 1 x pipeline 1 = 4 ranks are needed, and 2 were started"
+    (found,) = [problem for problem in check(run, world=4, files=False) if "were started" in problem.reason]
+    assert found.reason == "data 2 x tensor 1 x pipeline 1 = 2 ranks are needed in each site, and 4 were started"
+    unnamed = tiny_run(sites={"count": 2}, plan={"data": 2})
+    assert "sites.site" in [problem.key for problem in check(unnamed, world=2, files=False)]
+    assert all_ranks(unnamed) == 4 and all_ranks(run) == 2
 
 
 def test_faults_go_back_to_checkpoints() -> None:

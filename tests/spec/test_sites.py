@@ -42,7 +42,7 @@ def test_vectors_are_sent_in_full() -> None:
 def test_bytes() -> None:
     assert encoded_bytes(129, 4) == 2 * 4 + 65
     assert encoded_bytes(129, 32) == 4 * 129
-    assert wire_bytes(Fragment(0, ())) == 32 + 44
+    assert wire_bytes(Fragment(0, ())) == 40 + 44
 
 
 @pytest.mark.parametrize(("steps", "count"), [(6, 1), (6, 3), (7, 3), (5, 5), (1, 1)])
@@ -56,7 +56,7 @@ def test_each_fragment_is_due_once_a_round(steps: int, count: int) -> None:
 
 def test_a_site_has_its_share_of_the_batch() -> None:
     run = tiny_run(sites={"count": 2}, plan={"data": 2})
-    assert (run.ranks, run.microbatches) == (4, within(run).microbatches) == (4, 2)
+    assert (run.ranks, run.microbatches) == (2, within(run).microbatches) == (2, 2)
     assert within(run).train.global_batch == 4 and within(run).sites is None
 
 

@@ -1,19 +1,21 @@
-"""Authenticated connections between the processes that lead a run's sites: every site has one to every other.
+"""Authenticated connections between the processes that lead a run's sites: every site has one to every other that is there.
 
-They meet once, at a start of the ranks. A port is open only until all have met. Both ends of a connection prove that they know the run's
-key (`fleet.secure.session`), and each frame carries a MAC and a counter. Nothing is encrypted. Threads send and receive, so that a rank
-computes meanwhile. Messages of one site arrive in the order in which they were sent.
+A site connects to those before it, again and again while they are away. Both ends of a connection prove that they know the run's key
+(`fleet.secure.session`), and each frame carries a MAC and a counter. Nothing is encrypted. Threads send and receive, so that a rank
+computes meanwhile. Messages of one connection arrive whole, and in the order in which they were sent; those that a broken connection
+loses are the caller's to send again.
 """
 
 import contextlib
 import queue
+import secrets
 import socket
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megalith.fleet.exit_codes import ExitCode
 from megalith.fleet.secure.key import Key
@@ -32,96 +34,132 @@ from megalith.fleet.secure.store_server import listen
 
 PIECE_BYTES = 1 << 20  # of a message in one frame
 READ_BYTES = 1 << 18
+MOST_MESSAGE_BYTES = 1 << 40
 PROOF_SECONDS = 5.0  # that one end of a new connection may take to prove itself
-AGAIN_SECONDS = 0.05  # between attempts to connect
+AGAIN_SECONDS = 0.25  # between attempts to connect
+CUT_SECONDS = 20  # without an acknowledgement, after which a connection counts as broken
 AT_ONCE = 64  # connections that have not proved themselves yet; a further one is closed
-_HELLO = struct.Struct(">I32s")  # the number of the site that connects, and the name of this start of the ranks
+_HELLO = struct.Struct(">I8s")  # the number of a site, and the name of this start of its ranks
 _LENGTH = struct.Struct(">Q")
+
+Address = tuple[str, int]
 
 
 class PeerGone(RuntimeError):  # noqa: N818  # it says what happened
-    """Another site does not answer, or its connection broke. The run continues from its newest checkpoint."""
+    """Too few other sites answer. The site continues from its newest checkpoint, or with what the others have merged since."""
 
     exit_code = ExitCode.LOST
 
 
+class News(NamedTuple):
+    """Something that came from a site. `start`: a name for that start of its ranks. `message`: None for a new connection."""
+
+    site: int
+    start: bytes
+    message: bytes | None
+
+
 @dataclass
 class _Peer:
-    """One other site, once it is connected."""
+    """One other site, while it is connected."""
 
+    site: int
+    start: bytes
     connection: socket.socket
     sealer: Sealer
     opener: Opener
     out: "queue.SimpleQueue[bytes | None]" = field(default_factory=queue.SimpleQueue)
-    arrived: deque[bytes] = field(default_factory=deque)
-    lost: str = ""
+    threads: list[threading.Thread] = field(default_factory=list)
+    broken: threading.Event = field(default_factory=threading.Event)
 
 
 class Peers:
-    """The other sites of a run, as the leader of site `own` of `count` reaches them. `start`: 32 bytes, a name for this start of all
-    ranks, so that nobody meets those of an earlier one."""
+    """The other sites of a run, as the leader of site `own` of `count` reaches them."""
 
-    def __init__(self, own: int, count: int, key: Key, *, start: bytes = bytes(32), host: str = "127.0.0.1") -> None:
-        """Listen at `host`, on a free port. Raises OSError where that is impossible."""
-        self.own, self.count = own, count
-        self._key, self._hello = key, _HELLO.pack(own, start)
-        self._start = start
+    def __init__(
+        self,
+        own: int,
+        count: int,
+        key: Key,
+        *,
+        address_of: Callable[[int], Address | None],
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        """Listen at `host`, on a free port if `port` is 0. `address_of`: where a site listens; None while that is not known. Raises
+        OSError where nothing can listen."""
+        self.own, self.count, self.start = own, count, secrets.token_bytes(8)
+        self._key, self._address_of = key, address_of
+        self._hello = _HELLO.pack(own, self.start)
         self._peers: dict[int, _Peer] = {}
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._server = listen(host, 0) if own < count - 1 else None  # a site connects to those before it
-        self.address = (host, self._server.getsockname()[1] if self._server else 0)
+        self._closed = threading.Event()
         self.sent = 0
-        """Bytes given to TCP since all sites met, those of all connections together."""
-        self.sending: list[threading.Thread] = []
-        self.turned_away = 0
-        """Connections that did not prove the key."""
+        """Bytes of messages given to TCP, those of all connections together."""
+        self._turned_away = 0
+        self._server = listen(host, port) if own < count - 1 else None
+        self.address: Address = (host, self._server.getsockname()[1] if self._server else 0)
 
-    def meet(self, addresses: Sequence[tuple[str, int]], *, seconds: float) -> None:
-        """Connect to all other sites, by the `address` of each. Raises PeerGone for those that are not there within `seconds`."""
-        end = time.monotonic() + seconds
-        accepting = threading.Thread(target=self._accept, args=(end,), name="sites-accept", daemon=True)
+    def open(self) -> None:
+        """Begin to let others in and to connect to them. What they say comes out of `next`."""
         if self._server is not None:
-            accepting.start()
-        try:
-            for number in range(self.own):
-                self._connect(number, addresses[number], end)
-            with self._changed:
-                self._changed.wait_for(lambda: len(self._peers) == self.count - 1, timeout=max(0.0, end - time.monotonic()))
-                missing = sorted(set(range(self.count)) - set(self._peers) - {self.own})
-        finally:
-            if self._server is not None:
-                self._server.close()
-                accepting.join()
-        if missing:
-            self.close()
-            raise PeerGone(f"site {self.own} has not met site {', '.join(map(str, missing))} within {seconds:g} s")
-        for number, peer in self._peers.items():
-            peer.connection.settimeout(None)
-            threading.Thread(target=self._receive_all, args=(peer,), name=f"site-{number}", daemon=True).start()
-            self.sending.append(threading.Thread(target=self._send_all, args=(peer,), name=f"site-{number}", daemon=True))
-            self.sending[-1].start()
+            self._begin(self._accept, "accept")
+        for site in range(self.own):
+            self._begin(self._keep_connected, str(site), site)
 
-    def send(self, message: bytes) -> None:
-        """Send a message to all other sites. Returns at once."""
-        for peer in self._peers.values():
-            peer.out.put(message)
+    def _begin(self, work: Callable[..., object], name: str, *arguments: object) -> threading.Thread:
+        thread = threading.Thread(target=work, args=arguments, name=f"sites-{name}", daemon=True)
+        thread.start()
+        return thread
 
-    def receive(self, number: int, *, seconds: float) -> bytes:
-        """Wait for the next message of a site. Raises PeerGone when none comes within `seconds`, or the connection broke."""
-        peer = self._peers[number]
+    @property
+    def turned_away(self) -> int:
+        """Connections that did not prove the key."""
+        return self._turned_away
+
+    def connected(self, site: int) -> bool:
+        """True while there is a connection to a site."""
+        return site in self._peers
+
+    def send(self, message: bytes, to: int | None = None) -> None:
+        """Send a message to one site, or to all others, where there is a connection. Returns at once."""
         with self._changed:
-            self._changed.wait_for(lambda: peer.arrived or peer.lost, timeout=seconds)
-            if peer.arrived:
-                return peer.arrived.popleft()
-        why = peer.lost or f"wait timeout after {round(1000 * seconds)}ms"
-        raise PeerGone(f"site {number} is away: {why}")
+            for site, peer in self._peers.items():
+                if to in (None, site):
+                    peer.out.put(message)
 
-    def close(self) -> None:
-        """End all connections, once everything has been sent."""
-        for peer in self._peers.values():
+    def next(self, seconds: float) -> News | None:
+        """Return what came next from any site; None if nothing came within `seconds`."""
+        with contextlib.suppress(queue.Empty):
+            return self._news.get(timeout=seconds) if seconds > 0 else self._news.get_nowait()
+        return None
+
+    def close(self, *, seconds: float) -> None:
+        """End all connections once everything has been sent and read, or `seconds` have passed."""
+        end = time.monotonic() + seconds
+        self._closed.set()
+        if self._server is not None:
+            _cut(self._server)  # closing alone does not wake the thread that waits for connections
+            self._server.close()
+        peers = list(self._peers.values())
+        for peer in peers:
             peer.out.put(None)
+        for thread in [thread for peer in peers for thread in peer.threads]:
+            thread.join(max(0.0, end - time.monotonic()))
 
-    # --- threads ---
+    # --- one connection ---
+
+    def _take(self, site: int, start: bytes, connection: socket.socket, sealer: Sealer, opener: Opener) -> _Peer:
+        connection.settimeout(None)
+        peer = _Peer(site, start, connection, sealer, opener)
+        with self._changed:
+            before, self._peers[site] = self._peers.get(site), peer
+            self._news.put(News(site, start, None))
+        if before is not None:
+            self._lose(before)
+        peer.threads += [self._begin(self._send_all, f"to-{site}", peer), self._begin(self._receive_all, f"from-{site}", peer)]
+        return peer
 
     def _send_all(self, peer: _Peer) -> None:
         while (message := peer.out.get()) is not None:
@@ -132,91 +170,92 @@ class Peers:
                     peer.connection.sendall(frame)
                     with self._changed:
                         self.sent += len(frame)
-            except OSError as error:
-                self._lose(peer, str(error))
+            except OSError:
+                self._lose(peer)
                 return
         with contextlib.suppress(OSError):
             peer.connection.shutdown(socket.SHUT_WR)
 
     def _receive_all(self, peer: _Peer) -> None:
         came, data, open_ = bytearray(), b"", True  # a first message may have come together with the hello
-        try:
+        with contextlib.suppress(OSError, TooLong):
             while open_:
                 for payload in peer.opener.feed(data):
                     came += payload
-                if peer.opener.dropped:
-                    raise ConnectionError("connection closed: a frame was altered or injected")
+                if peer.opener.dropped:  # a frame was altered or injected
+                    break
                 self._deliver(peer, came)
                 data = peer.connection.recv(READ_BYTES)
                 open_ = bool(data)
-            self._lose(peer, "connection closed by peer")
-        except (OSError, TooLong) as error:
-            self._lose(peer, str(error))
+        self._lose(peer)
 
     def _deliver(self, peer: _Peer, came: bytearray) -> None:
-        """Take the whole messages out of what came."""
+        """Take the whole messages out of what came. Raises TooLong for one that cannot be."""
         while len(came) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(came)
+            if length > MOST_MESSAGE_BYTES:
+                raise TooLong(f"a message says that it has {length} bytes")
             end = _LENGTH.size + length
             if len(came) < end:
                 return
-            message = bytes(came[_LENGTH.size : end])
+            self._news.put(News(peer.site, peer.start, bytes(came[_LENGTH.size : end])))
             del came[:end]
-            with self._changed:
-                peer.arrived.append(message)
-                self._changed.notify_all()
 
-    def _lose(self, peer: _Peer, why: str) -> None:
-        peer.connection.close()
+    def _lose(self, peer: _Peer) -> None:
         with self._changed:
-            peer.lost = peer.lost or why
-            self._changed.notify_all()
+            if self._peers.get(peer.site) is peer:
+                del self._peers[peer.site]
+        peer.out.put(None)
+        _cut(peer.connection)
+        peer.connection.close()
+        peer.broken.set()
 
     # --- meeting ---
 
-    def _connect(self, number: int, address: tuple[str, int], end: float) -> None:
-        """Connect to a site. One that is not there yet, or whose places strangers take, is tried again."""
-        why = "nobody answers"
-        while (left := end - time.monotonic()) > 0:
-            connection = None
-            try:
-                connection = socket.create_connection(address, timeout=min(left, PROOF_SECONDS))
-                _prepare(connection)
-                handshake = ClientHandshake(self._key, _exactly(connection, GREETING_BYTES))
-                connection.sendall(handshake.proof)
-                first = _exactly(connection, 1)
-                ends = None if first == REFUSED else handshake.finish(first + _exactly(connection, REPLY_BYTES - 1))
-                if ends is not None:
-                    connection.sendall(ends[0].seal(self._hello))
-                    self._take(number, connection, *ends)
-                    return
-                why = "it knows another key"
-            except (OSError, EOFError, ValueError) as error:
-                why = str(error)
-            if connection is not None:
-                connection.close()
-            time.sleep(AGAIN_SECONDS)
-        raise PeerGone(f"site {number} at {address[0]}, port {address[1]}, cannot be reached: {why}")
+    def _keep_connected(self, site: int) -> None:
+        """Connect to a site, and again whenever the connection breaks. Nobody may be there, or strangers take its places."""
+        while not self._closed.is_set():
+            if (address := self._address_of(site)) is not None and (peer := self._connect(site, address)) is not None:
+                peer.broken.wait()
+            self._closed.wait(AGAIN_SECONDS)
 
-    def _accept(self, end: float) -> None:
-        """Let sites in until all are there, or the port is closed."""
+    def _connect(self, site: int, address: Address) -> _Peer | None:
+        connection = None
+        try:
+            connection = socket.create_connection(address, timeout=PROOF_SECONDS)
+            _prepare(connection)
+            handshake = ClientHandshake(self._key, _exactly(connection, GREETING_BYTES))
+            connection.sendall(handshake.proof)
+            first = _exactly(connection, 1)
+            ends = None if first == REFUSED else handshake.finish(first + _exactly(connection, REPLY_BYTES - 1))
+            if ends is not None:
+                connection.sendall(ends[0].seal(self._hello))
+                number, start = _HELLO.unpack(_first(connection, ends[1]))
+                if number == site:
+                    return self._take(site, start, connection, *ends)
+        except (OSError, EOFError, ValueError, struct.error):
+            pass
+        if connection is not None:
+            connection.close()
+        return None
+
+    def _accept(self) -> None:
+        """Let sites in for as long as the run lasts: they may come back at any time."""
         assert self._server is not None
         places = threading.BoundedSemaphore(AT_ONCE)
-        self._server.settimeout(AGAIN_SECONDS)
-        while time.monotonic() < end and len(self._peers) < self.count - 1:
+        while not self._closed.is_set():
             try:
                 connection, _ = self._server.accept()
-            except TimeoutError:
+            except OSError:  # closed, or too many open files, which strangers may have caused
+                self._closed.wait(AGAIN_SECONDS)
                 continue
-            except OSError:  # closed: the others are missing
-                return
             if places.acquire(blocking=False):
-                threading.Thread(target=self._judge, args=(connection, places), name="sites-judge", daemon=True).start()
+                self._begin(self._judge, "judge", connection, places)
             else:
                 self._turn_away(connection)
 
     def _judge(self, connection: socket.socket, places: threading.BoundedSemaphore) -> None:
-        """Let a connection in if it proves the key within PROOF_SECONDS, and is of a site of this start."""
+        """Let a connection in if it proves the key within PROOF_SECONDS, and is of a site after this one."""
         timer = threading.Timer(PROOF_SECONDS, _cut, (connection,))  # each byte may come in time, and the whole not
         timer.daemon = True
         timer.start()
@@ -231,12 +270,14 @@ class Peers:
                 raise ValueError("another key")
             opener, sealer = ends
             number, start = _HELLO.unpack(_first(connection, opener))
-            if not self.own < number < self.count or start != self._start or number in self._peers:
+            if not self.own < number < self.count:
                 raise ValueError("no site that is awaited")
+            connection.sendall(sealer.seal(self._hello))
         except (OSError, EOFError, ValueError, struct.error):
             self._turn_away(connection)
         else:
-            self._take(number, connection, sealer, opener)
+            timer.cancel()
+            self._take(number, start, connection, sealer, opener)
         finally:
             timer.cancel()
             places.release()
@@ -244,22 +285,17 @@ class Peers:
     def _turn_away(self, connection: socket.socket) -> None:
         connection.close()
         with self._changed:
-            self.turned_away += 1
-
-    def _take(self, number: int, connection: socket.socket, sealer: Sealer, opener: Opener) -> None:
-        with self._changed:
-            self._peers[number] = _Peer(connection, sealer, opener)
-            self._changed.notify_all()
-
-    @property
-    def met(self) -> Mapping[int, object]:
-        """The sites that are connected."""
-        return self._peers
+            self._turned_away += 1
 
 
 def _prepare(connection: socket.socket) -> None:
+    """Set what makes a silent link show: without these a site that was cut off would seem connected for hours."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    limits = {"KEEPIDLE": CUT_SECONDS // 2, "KEEPINTVL": CUT_SECONDS // 4, "KEEPCNT": 2, "USER_TIMEOUT": 1000 * CUT_SECONDS}
+    for name, value in limits.items():
+        if (option := getattr(socket, f"TCP_{name}", None)) is not None:  # Linux has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _cut(connection: socket.socket) -> None:

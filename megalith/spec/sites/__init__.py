@@ -6,15 +6,17 @@ from megalith.spec.sites.cut import (
     FRAME_BYTES,
     FRAME_PAYLOAD,
     HEAD_BYTES,
+    VERDICT_BYTES,
     Fragment,
     Piece,
     encoded_bytes,
     fragments,
     part_of,
     sent_after,
+    verdict_bytes,
     wire_bytes,
 )
-from megalith.spec.sites.table import FULL, SitesSpec, within
+from megalith.spec.sites.table import FULL, SitesSpec, folder_of, within
 
 __all__ = [
     "BLOCK",
@@ -22,13 +24,16 @@ __all__ = [
     "FRAME_PAYLOAD",
     "FULL",
     "HEAD_BYTES",
+    "VERDICT_BYTES",
     "Fragment",
     "Piece",
     "SitesSpec",
     "encoded_bytes",
+    "folder_of",
     "fragments",
     "part_of",
     "sent_after",
+    "verdict_bytes",
     "wire_bytes",
     "within",
 ]

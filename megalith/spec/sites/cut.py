@@ -12,8 +12,11 @@ from megalith.spec.sites.table import FULL, SitesSpec
 
 BLOCK = 128
 """Neighbouring elements of a tensor that share a scale."""
-HEAD_BYTES = 32
-"""Bytes in front of a fragment's differences: its number, its step, a request to stop, the site's mean loss, and a length."""
+HEAD_BYTES = 40
+"""Bytes in front of a fragment's differences: a kind, its number, its step, a request to stop, the site's mean loss, the name of the start
+that all take part in, and a length."""
+VERDICT_BYTES = 76
+"""Bytes of the message that says which sites' differences are merged."""
 FRAME_BYTES, FRAME_PAYLOAD = 44, 1 << 20
 """Bytes that authentication adds to a frame, and the most that it carries."""
 
@@ -81,6 +84,11 @@ def wire_bytes(fragment: Fragment) -> int:
     """Return the bytes that one site sends to another for a fragment: what is below TCP comes on top."""
     message = HEAD_BYTES + fragment.bytes
     return message + FRAME_BYTES * -(-message // FRAME_PAYLOAD)
+
+
+def verdict_bytes() -> int:
+    """Return the bytes that the site that decides sends to another for each merge."""
+    return VERDICT_BYTES + FRAME_BYTES
 
 
 def part_of(name: str) -> str:

@@ -1,5 +1,6 @@
 """The table `[sites]` of a run file, and a run as one of its sites sees it. No torch."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -34,8 +35,19 @@ class SitesSpec(Spec):
     lr: PositiveFloat = Field(default=0.7, description="outer learning rate")
     momentum: NonNegativeFloat = Field(default=0.9, lt=1.0, description="outer momentum; 0 keeps no velocity")
     nesterov: bool = Field(default=True, description="outer momentum looks one merge ahead")
+    site: NonNegativeInt | None = Field(
+        default=None, description="number of the site that this command trains; default: all of them, on this machine"
+    )
     addresses: tuple[str, ...] = Field(
-        default=(), description="address of each site's first machine, by which the others reach it; default: all on this machine"
+        default=(),
+        description='"HOST:PORT" of each site\'s first machine, by which the others reach it; default: all on this machine',
+    )
+    decides: NonNegativeInt | None = Field(
+        default=None, description="number of the site that others go on with; default: more than half of the sites must be there"
+    )
+    grace: PositiveFloat | None = Field(
+        default=None,
+        description="seconds that a merge waits for a site; default: as long as inner_steps steps take, and 5 s at least",
     )
 
     @property
@@ -51,9 +63,14 @@ class SitesSpec(Spec):
         return self.error_feedback and self.bits < FULL
 
 
-def within(spec: "RunSpec") -> "RunSpec":
-    """Return a run as one of its sites sees it: its share of the global batch, and no other sites."""
+def within(spec: "RunSpec", size: int | None = None) -> "RunSpec":
+    """Return a run as one of its sites sees it: its share of the global batch, or a step of `size` samples, and no other sites."""
     if spec.sites is None:
         return spec
-    train = spec.train.model_copy(update={"global_batch": spec.train.global_batch // spec.sites.count})
+    train = spec.train.model_copy(update={"global_batch": size or spec.train.global_batch // spec.sites.count})
     return spec.model_copy(update={"train": train, "sites": None})
+
+
+def folder_of(run_dir: Path, site: int) -> Path:
+    """Return the folder of a site of a run all of whose sites are on one machine. `run_dir`: the first site's, which is the run's."""
+    return run_dir if site == 0 else run_dir / f"site-{site}"

@@ -1,85 +1,91 @@
-"""Sites find each other when a run starts: which ranks make up a site, and the connections between those that lead one."""
+"""A site's part in a run across sites: its connections to the others, and where its ranks begin."""
 
-import secrets
-import socket
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
-import torch.distributed as dist
-
-from megalith.checkpoint.party import Party
+from megalith import disk
+from megalith.checkpoint.folder import DamagedCheckpointError, committed, read_manifest
 from megalith.fleet.secure import key
 from megalith.fleet.secure.key import NoKey
-from megalith.fleet.secure.peers import Peers
-from megalith.parallel.groups import another, group_of
-from megalith.spec.run import RunSpec
-from megalith.spec.sites import SitesSpec, fragments
+from megalith.fleet.secure.peers import Address, Peers
+from megalith.parallel.groups import another
+from megalith.spec.sites import SitesSpec, folder_of, fragments
 from megalith.train.assemble import Trainer
-from megalith.train.sites.merge import Sites
+from megalith.train.sites.council import Council
+from megalith.train.sites.merge import Progress, Sites
+from megalith.train.sites.messages import Cut
 from megalith.train.sites.state import OuterState
 from megalith.train.sites.whole import Wholes
 
 LOOPBACK = "127.0.0.1"
+ADDRESS_FILE = "site.address"
+"""The address at which the leader of a site listens, in the site's folder: for the other sites of this machine."""
 
 
-def site_of(spec: RunSpec, world: dist.ProcessGroup) -> tuple[int, dist.ProcessGroup]:
-    """Return the number of this rank's site, and the group of its ranks; 0 and `world` for a run without sites. Sites are runs of
-    neighbouring ranks, as many as the plan has. Raises ValueError for another number of ranks."""
-    if spec.sites is None:
-        return 0, world
-    if world.size() != spec.ranks:
-        raise ValueError(
-            f"{spec.sites.count} sites of {spec.plan.ranks} ranks need {spec.ranks} ranks, {world.size()} were started"
-        )
-    site, size = world.rank() // spec.plan.ranks, spec.plan.ranks
-    return site, group_of(world, range(site * size, (site + 1) * size))
+def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object]) -> Sites:
+    """Build this rank's part in the merges. All ranks of a site call it together.
 
-
-def meet(trainer: Trainer, *, world: dist.ProcessGroup, savers: dist.ProcessGroup) -> Sites:
-    """Build this rank's part in the merges. All ranks of all sites call it together. `savers`: gloo, of all of them.
-
-    Raises NoKey on every rank where the ranks that lead sites know no key, and PeerGone where they cannot reach each other.
+    `folder`: the site's own. `beat` is called several times a second while others are waited for. Raises NoKey without a key, and OSError
+    where nothing can listen at the site's address.
     """
-    spec = trainer.run.sites
+    run, spec = trainer.run, trainer.run.sites
     assert spec is not None
-    lanes = another(trainer.groups.world, timeout=timedelta(seconds=trainer.run.launch.timeout))
+    lanes = another(
+        trainer.groups.world, timeout=timedelta(seconds=3 * run.launch.timeout)
+    )  # the leader waits twice that in between
     tensors = {name.removeprefix("weights."): tensor for name, tensor in trainer.state.tensors("weights").items()}
     wholes = Wholes(tensors, lanes)
     cut = fragments({name: wholes.shapes[name] for name in sorted(wholes.shapes)}, spec)
     leads = trainer.groups.rank == 0
-    state = OuterState(trainer.state, cut, spec, site=trainer.site, leads=leads)
-    wire = _connect(spec, trainer.site, Party(savers), leads=leads, seconds=trainer.run.launch.start_timeout)
-    return Sites(spec, cut, state, wholes, site=trainer.site, wire=wire, patience=trainer.run.launch.timeout)
-
-
-def _connect(spec: SitesSpec, site: int, everyone: Party, *, leads: bool, seconds: float) -> Peers | None:
-    """Connect the ranks that lead sites; None on others, and where there is one site."""
-    if spec.count == 1:
-        return None
-    peers, wrong = None, ""
-    start = everyone.tell(secrets.token_bytes(32))
+    state = OuterState(trainer.state, cut, spec, leads=leads)
+    site = spec.site or 0
+    peers = _listen(spec, site, folder) if leads and spec.count > 1 else None
+    council = None
     if leads:
-        try:
-            peers = _listen(spec, site, start)
-        except (NoKey, OSError) as error:  # the others are on their way to the exchange below
-            wrong = str(error)
-    address = peers.address if peers is not None else ("", 0)
-    told = everyone.gather_all((wrong, address, socket.gethostname()) if leads else None)
-    led = [one for one in told if one is not None]
-    if any(why for why, _, _ in led):
-        raise NoKey("; ".join(sorted({why for why, _, _ in led if why})))
-    if not spec.addresses and len({host for _, _, host in led}) > 1:
-        raise ValueError(
-            f"sites are led from {', '.join(sorted({host for _, _, host in led}))}, and sites.addresses names no address by which they "
-            "reach each other. Give one for each site"
-        )
-    if peers is not None:
-        peers.meet([address for _, address, _ in led], seconds=seconds)
-    return peers
+        patience, start = run.launch.timeout, run.launch.start_timeout
+        council = Council(spec, site, peers, patience=patience, start=start, limit=run.fleet.wait_limit, beat=beat)
+    return Sites(run, cut, state, wholes, site=site, council=council)
 
 
-def _listen(spec: SitesSpec, site: int, start: bytes) -> Peers:
-    """Raises NoKey, and OSError where nothing can listen at the site's address."""
+def _listen(spec: SitesSpec, site: int, folder: Path) -> Peers:
     if (secret := key.given()) is None:
         names = f"{key.VARIABLE} or {key.FILE_VARIABLE}"
         raise NoKey(f"sites know each other by the run's key, and this rank was given none. Set {names}: megalith key makes one")
-    return Peers(site, spec.count, secret, start=start, host=spec.addresses[site] if spec.addresses else LOOPBACK)
+    run_dir = folder if site == 0 else folder.parent
+
+    def address_of(other: int) -> Address | None:
+        if spec.addresses:
+            return parsed(spec.addresses[other])
+        path = folder_of(run_dir, other) / ADDRESS_FILE
+        return parsed(path.read_text(encoding="ascii")) if path.is_file() else None
+
+    host, port = parsed(spec.addresses[site]) if spec.addresses else (LOOPBACK, 0)
+    peers = Peers(site, spec.count, secret, address_of=address_of, host=host, port=port)
+    if not spec.addresses:
+        disk.write_whole(folder / ADDRESS_FILE, f"{peers.address[0]}:{peers.address[1]}")
+    peers.open()
+    return peers
+
+
+def parsed(address: str) -> Address:
+    """Return host and port of "HOST:PORT". Raises ValueError for anything else."""
+    host, _, port = address.strip().rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"{address!r} is no address of a site. Write HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def cuts_in(folder: Path, *, at_most: int | None) -> list[Cut]:
+    """Return the checkpoints in a folder from which a run across sites can be resumed, of at most so many steps."""
+    found = []
+    for path in committed(folder):
+        try:
+            meta = read_manifest(path).meta
+        except (OSError, DamagedCheckpointError):  # whoever loads it says so
+            continue
+        step = meta["position"]["step"]
+        if "sites" in meta and (at_most is None or step <= at_most):
+            progress = Progress.of(meta["sites"])
+            found.append(Cut(step, progress.mark, progress.deal.dealt, tuple(sorted(progress.deal.members))))
+    return found

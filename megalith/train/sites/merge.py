@@ -1,123 +1,233 @@
 """Merges: when a fragment is due, its difference leaves for the other sites, and what they sent becomes new weights."""
 
 import math
-import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalith.checkpoint.party import Party
 from megalith.events import Merge
-from megalith.spec.sites import FULL, HEAD_BYTES, Fragment, SitesSpec, sent_after, wire_bytes
+from megalith.spec.phases import Phases
+from megalith.spec.run import RunSpec
+from megalith.spec.sites import FULL, Fragment, sent_after, verdict_bytes, wire_bytes
+from megalith.spec.sites.deal import Deal, Share
 from megalith.train.sites import codes, outer
+from megalith.train.sites.council import Beginning, Council
+from megalith.train.sites.messages import Cut, Difference, Held, Told, Verdict
 from megalith.train.sites.state import NOT_SENT, OuterState
 from megalith.train.sites.whole import Wholes
 
-_HEAD = struct.Struct(">IQB3xd")  # fragment, step, a request to stop, mean loss; the transport puts 8 bytes of length in front
-assert _HEAD.size + 8 == HEAD_BYTES
+T = TypeVar("T")
+WAIT_SECONDS = 10.0  # after which the ranks of a site that wait for others hear that they still do
+REMEMBERED = 1024  # steps of which it is known what they read
 
 
-class Wire(Protocol):
-    """How the rank that leads a site reaches the others (`fleet.secure.peers.Peers`)."""
+@dataclass
+class Progress:
+    """How far a run across sites is. All sites that have made the same merges have the same, but for `anew`."""
 
-    def send(self, message: bytes) -> None:
-        """Send to all other sites, without waiting."""
-        ...
+    deal: Deal
+    merges: int = 0
+    mark: str = ""
+    """The digest of all merges so far."""
 
-    def receive(self, number: int, *, seconds: float) -> bytes:
-        """Wait for the next message of a site."""
-        ...
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {"merges": self.merges, "mark": self.mark, "deal": self.deal.record()}
 
-
-class OutOfStepError(RuntimeError):
-    """Another site sent something else than is due: the sites do not run the same program."""
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Progress":
+        """Return what `record` returned."""
+        return cls(Deal.of(record["deal"]), record["merges"], record["mark"])
 
 
 @dataclass(frozen=True)
-class _Message:
-    """A fragment as one site sends it."""
+class Round:
+    """The outcome of the merges after a step: those that were made, on the rank that leads; True if the site is to stop here; and how many
+    connections have not proved the run's key since the last time."""
 
-    fragment: int
-    step: int
-    stop: bool
-    loss: float
-    encoded: Tensor
-    """Scales and codes: uint8 on the CPU."""
+    made: tuple[Merge, ...] = ()
+    stop: bool = False
+    refused: int = 0
 
-    def pack(self) -> bytes:
-        return _HEAD.pack(self.fragment, self.step, self.stop, self.loss) + self.encoded.numpy().tobytes()
 
-    @classmethod
-    def unpack(cls, data: bytes) -> "_Message":
-        fragment, step, stop, loss = _HEAD.unpack_from(data)
-        return cls(fragment, step, bool(stop), loss, torch.frombuffer(bytearray(data[_HEAD.size :]), dtype=torch.uint8))
+@dataclass(frozen=True)
+class Turn:
+    """A step as it is dealt out: what this site reads in it (None: nothing), how many samples all read, and how many steps came before it
+    in the schedule of learning rates, which follows the samples dealt out."""
+
+    share: Share | None
+    samples: int
+    schedule: int
+
+
+class Made(NamedTuple):
+    """A merge: as it was decided, and on the rank that leads, its event."""
+
+    verdict: Verdict
+    event: Merge | None
 
 
 class Sites:
-    """One rank's part in the merges of its site with the others. All ranks of all sites call its methods at the same steps."""
+    """One rank's part in the merges of its site with the others. All ranks of a site call its methods together, and all sites at the same
+    steps. A site that does not train goes through the steps and merges all the same."""
 
     def __init__(
         self,
-        spec: SitesSpec,
+        spec: RunSpec,
         fragments: Sequence[Fragment],
         state: OuterState,
         wholes: Wholes,
         *,
         site: int,
-        wire: Wire | None,
-        patience: float,
+        council: Council | None,
     ) -> None:
-        """`wire`: on the rank that leads its site; None on others. `patience`: seconds to wait for a site."""
-        self.spec, self.fragments, self.state, self.site = spec, tuple(fragments), state, site
-        self._wholes, self._wire, self._patience = wholes, wire, patience
+        """`council`: on the rank that leads its site; None on others."""
+        assert spec.sites is not None
+        self.spec, self.fragments, self.state, self.site = spec.sites, tuple(fragments), state, site
+        self.progress = Progress(Deal.first(spec.sites.count))
+        self._phases = Phases.of(spec)
+        self._total = self._phases.after(0, spec.train.steps)
+        self._wholes, self._council, self._party = wholes, council, Party(wholes.group)
         self._stop = False
-        self._losses = deque[float](maxlen=spec.inner_steps)
-        self._own: dict[int, _Message] = {}  # on the rank that leads, what is under way
+        self._trains = True
+        self.enters = False
+        """True if `enter` must be called before the first step."""
+        self._losses = deque[float](maxlen=self.spec.inner_steps)
+        self._shares: dict[int, Share] = {}
+        self._refused = 0
 
     @property
     def leads(self) -> bool:
         """True on the rank that sends and receives for its site."""
         return self._wholes.rank == 0
 
+    @property
+    def trains(self) -> bool:
+        """True if this site reads samples; False while it only follows the merges of the others."""
+        return self._trains
+
+    @property
+    def left(self) -> int:
+        """Samples that are still to be dealt out."""
+        return self.progress.deal.left(self._total)
+
     def note(self, loss: float) -> None:
         """Take note of the loss of a step of this site."""
         self._losses.append(loss)
 
+    def agree(self, flag: bool) -> bool:
+        """True if the flag is set on any rank of this site."""
+        return self._party.any(flag)
+
+    # --- beginning ---
+
+    def begin(self, cuts: Sequence[Cut]) -> Beginning:
+        """Agree with the other sites where to begin. `cuts`: the site's checkpoints, on the rank that leads it."""
+        beginning = None
+        while beginning is None:
+            beginning = self._tell(self._council.begin(cuts, WAIT_SECONDS) if self._council is not None else None)
+        self.enters = beginning.anew
+        return beginning
+
     def resume(self) -> None:
-        """Send again what was under way when the state that was loaded was saved."""
+        """Take part with the state that was loaded: send again what was under way when it was saved."""
+        deal = self.progress.deal
+        self._trains = self.site in deal.members
         sent = self.state.sent.tolist()
         for step, number in sorted((step, number) for number, step in enumerate(sent) if step != NOT_SENT):
-            if self.leads:
-                self._post(_Message(number, step, False, math.nan, self.state.flights[number].clone()))
+            if self._council is not None and self.site in deal.due(step):
+                self._council.post(Difference(number, step, False, math.nan, self.state.flights[number].clone()))
+        self._say_ready()
 
-    def due(self, step: int, *, last: bool) -> bool:
+    def enter(self) -> int:
+        """Take part anew: wait for the merged weights of the others, and return the steps that they have done."""
+        while (told := self._tell(self._council.told(WAIT_SECONDS) if self._council is not None else None)) is None:
+            pass
+        for fragment in self.fragments:
+            size = sum(piece.numel for piece in fragment.pieces)
+            values = torch.empty(2 * size) if self._council is None else self._council.held(fragment.number).values
+            self._wholes.tell(values)
+            for kept, flat in zip((self.state.anchors, self.state.velocities), values.split(size), strict=True):
+                for piece, whole in zip(fragment.pieces, flat.split([piece.numel for piece in fragment.pieces]), strict=True):
+                    if piece.name in kept:
+                        kept[piece.name].copy_(self._wholes.share(piece.name, whole.view(piece.shape)))
+        self.enters = False
+        self.state.begin_anew()
+        self.state.sent.copy_(torch.tensor(told.sent))
+        self.progress = Progress(Deal.of(told.deal), told.number, told.mark)
+        self._trains = False
+        self._say_ready()
+        return told.step
+
+    def _say_ready(self) -> None:
+        """Say that this site could train, if it does not."""
+        if not self._trains and self._council is not None:
+            self._council.say_ready()
+
+    def _tell(self, value: T) -> T:
+        """The leading rank's value, on every rank of the site."""
+        return self._party.tell(value) if self._wholes.size > 1 else value
+
+    # --- steps ---
+
+    def deal(self, step: int) -> Turn:
+        """Deal out the samples of the step that `step` steps were done before."""
+        deal = self.progress.deal
+        schedule = self._phases.steps_in(deal.dealt)
+        shares = deal.deal(step, self._phases, self._total)
+        turn = Turn(shares.get(self.site), sum(share.size for share in shares.values()), schedule)
+        if turn.share is not None:
+            self._shares[step] = turn.share
+        self._shares.pop(step - REMEMBERED, None)
+        return turn
+
+    def share(self, step: int) -> Share:
+        """Return the samples of this site in a step that was dealt lately."""
+        return self._shares[step]
+
+    def due(self, step: int) -> bool:
         """True if something is sent or merged after `step` steps."""
-        return last or bool(self._arriving(step)) or any(True for _ in sent_after(step, self.spec))
+        return self.left == 0 or bool(self._arriving(step)) or any(True for _ in sent_after(step, self.spec))
 
-    def after_step(self, step: int, *, stop: bool, last: bool) -> tuple[list[Merge], bool]:
-        """Send and merge what is due after `step` steps of the run. `stop`: this site was asked to stop, and says so with what it sends
-        next. `last`: the run ends here, so that everything is merged.
-
-        Returns the merges that were made, on the rank that leads, and True if the sites are to stop here: all of them hear of it with the
-        same merge, so at the same step.
-        """
+    def after_step(self, step: int, *, stop: bool) -> Round:
+        """Send and merge what is due after `step` steps of the run; everything, if no samples are left. `stop`: this site was asked to
+        stop, and says so with what it sends next. Without it the others may go on; if they do not, all stop with the same merge."""
         self._stop |= stop
-        made, stopping = list[Merge](), False
-        for number in self._arriving(step):
-            made, stopping = self._merged(number, step, made, stopping)
-        for number in sent_after(step, self.spec):
+        if self._council is not None:
+            self._council.listen()
+        trained, merges = self._trains, self.progress.merges
+        made = [self._merge(number, step) for number in self._arriving(step)]
+        fresh = list(sent_after(step, self.spec))
+        for number in fresh:
             self._send(number, step)
             if not self.spec.overlap:
-                made, stopping = self._merged(number, step, made, stopping)
-        if last:
-            made, stopping = self._merge_all(step, made, stopping)
-        return made, stopping
+                made.append(self._merge(number, step))
+        if self.left == 0:
+            made += self._merge_all(step, fresh)
+        if any(self.site in verdict.joined for verdict, _ in made):
+            self.state.begin_anew()
+            self._losses.clear()
+            self._trains = True
+        elif trained and not self._trains:
+            self._say_ready()
+        if self.progress.merges > merges:
+            self._serve(step)
+        stopping = any(verdict.stop for verdict, _ in made) or (self._stop and not self._trains)
+        before, self._refused = self._refused, self._council.turned_away if self._council is not None else 0
+        return Round(tuple(event for _, event in made if event is not None), stopping, self._refused - before)
+
+    def close(self) -> None:
+        """End the connections to the other sites, once they have what this one has sent."""
+        if self._council is not None:
+            self._council.close()
 
     def _arriving(self, step: int) -> list[int]:
         """The fragments that are merged after `step` steps, among those that were sent before."""
@@ -127,31 +237,28 @@ class Sites:
             if sent != NOT_SENT and sent + self.spec.overlap == step
         ]
 
-    def _merge_all(self, step: int, made: list[Merge], stopping: bool) -> tuple[list[Merge], bool]:
+    def _merge_all(self, step: int, fresh: Collection[int]) -> list[Made]:
         """Merge what is under way, in the order in which it was sent, then what was not sent at this step. All sites end with the merged
         weights."""
-        fresh = set(sent_after(step, self.spec))
         under_way = sorted((sent, number) for number, sent in enumerate(self.state.sent.tolist()) if sent != NOT_SENT)
-        for _, number in under_way:
-            made, stopping = self._merged(number, step, made, stopping)
+        made = [self._merge(number, step) for _, number in under_way]
         for fragment in self.fragments:
             if fragment.number not in fresh:
                 self._send(fragment.number, step)
-                made, stopping = self._merged(fragment.number, step, made, stopping)
+                made.append(self._merge(fragment.number, step))
         for name, anchor in self.state.anchors.items():
             self.state.weights[name].copy_(anchor)
-        return made, stopping
-
-    def _merged(self, number: int, step: int, made: list[Merge], stopping: bool) -> tuple[list[Merge], bool]:
-        merge, stop = self._merge(number, step)
-        return [*made, *([merge] if merge else [])], stopping or stop
+        return made
 
     # --- one fragment ---
 
     @torch.no_grad()
     def _send(self, number: int, step: int) -> None:
-        """Take the difference of a fragment and let it leave."""
+        """Take the difference of a fragment and let it leave. A site that does not train only takes note of what the others send."""
         fragment, state, wholes = self.fragments[number], self.state, self._wholes
+        state.sent[number] = step
+        if self.site not in self.progress.deal.due(step):
+            return
         mine = [piece for piece in fragment.pieces if piece.name in state.anchors]
         values = {
             piece.name: outer.difference(state.anchors[piece.name], state.weights[piece.name], state.feedback.get(piece.name))
@@ -165,74 +272,86 @@ class Sites:
             told = self._decoded(fragment, wholes.tell(message))
             for name in values.keys() & state.feedback.keys():
                 state.feedback[name].copy_(values[name] - told[name].to(values[name].device))
-        state.sent[number] = step
-        if self.leads:
+        if self._council is not None:
             if number in state.flights:
                 state.flights[number].copy_(message)
             loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
-            self._post(_Message(number, step, self._stop, loss, message))
-
-    def _post(self, message: _Message) -> None:
-        self._own[message.fragment] = message
-        if self._wire is not None:
-            self._wire.send(message.pack())
+            self._council.post(Difference(number, step, self._stop, loss, message))
 
     @torch.no_grad()
-    def _merge(self, number: int, step: int) -> tuple[Merge | None, bool]:
-        """Wait for a fragment of all sites, and update the merged weights and the site's own."""
-        fragment, state = self.fragments[number], self.state
-        began = time.perf_counter()
-        messages = self._receive(number) if self.leads else []
+    def _merge(self, number: int, step: int) -> Made:
+        """Wait for the verdict about a fragment and for what it merges, and update the merged weights and the site's own."""
+        fragment, state, progress = self.fragments[number], self.state, self.progress
+        began, sent = time.perf_counter(), int(state.sent[number])
+        verdict, messages = None, list[Difference]()
+        if self._council is not None:
+            verdict = self._council.decide(progress.merges, number, sent, step, members=progress.deal.members)
+            messages = self._council.differences(verdict, bytes_each=fragment.bytes)
         waited = time.perf_counter() - began
-        table = torch.zeros(self.spec.count, 1 + fragment.bytes, dtype=torch.uint8)
+        verdict = self._tell(verdict)
+        assert verdict is not None
+        table = torch.zeros(len(verdict.merged), fragment.bytes, dtype=torch.uint8)
         for row, message in zip(table, messages, strict=False):
-            row[0], row[1:] = int(message.stop), message.encoded
-        self._wholes.tell(table)
-        theirs = [self._decoded(fragment, row[1:]) for row in table]
+            row.copy_(message.encoded)
+        theirs = [self._decoded(fragment, row) for row in self._wholes.tell(table)]
         spread = torch.zeros(2, dtype=torch.float64)
         for piece in fragment.pieces:
-            if piece.name in state.anchors:
+            if piece.name in state.anchors and theirs:
                 self._update(piece.name, [each[piece.name] for each in theirs], spread)
         if self._wholes.size > 1:
             dist.all_reduce(spread, group=self._wholes.group)
-        sent, state.sent[number] = int(state.sent[number]), NOT_SENT
-        stop = bool(table[:, 0].any())
-        if not self.leads:
-            return None, stop
-        others = (self.spec.count - 1) * wire_bytes(fragment)
+        state.sent[number] = NOT_SENT
+        deal = progress.deal
+        deal.merge(sent=sent, step=step, merged=verdict.merged, left=verdict.left, joined=verdict.joined)
+        deal.count = verdict.count
+        progress.merges, progress.mark = progress.merges + 1, verdict.mark(progress.mark)
+        self._trains &= self.site not in verdict.left
+        if self._council is None:
+            return Made(verdict, None)
         norm, apart = (float(value) ** 0.5 for value in spread)
-        return Merge(
+        others = len(set(verdict.merged) - {self.site})
+        telling = others * verdict_bytes() if self._council.decides else 0
+        event = Merge(
             step=step,
             sent=sent,
             fragment=number,
-            sites=self.spec.count,
+            sites=len(verdict.merged),
             losses=[None if math.isnan(message.loss) else message.loss for message in messages],
-            bytes_sent=others,
-            bytes_received=others,
+            bytes_sent=others * wire_bytes(fragment) + telling if self.site in verdict.merged else 0,
+            bytes_received=others * wire_bytes(fragment) + (0 if self._council.decides else verdict_bytes()),
             waited=waited,
             seconds=time.perf_counter() - began,
             norm=norm,
             spread=apart,
-        ), stop
+            number=verdict.number,
+            merged=list(verdict.merged),
+            left=list(verdict.left),
+            joined=list(verdict.joined),
+            count=verdict.count,
+            samples=deal.merged,
+            total=self._total,
+            mark=progress.mark,
+        )
+        return Made(verdict, event)
 
-    def _receive(self, number: int) -> list[_Message]:
-        """This fragment's messages of all sites, in the order of their numbers."""
-        own = self._own.pop(number)
-        found = []
-        for site in range(self.spec.count):
-            if site == self.site:
-                found.append(own)
-                continue
-            assert self._wire is not None
-            message = _Message.unpack(self._wire.receive(site, seconds=self._patience))
-            if (message.fragment, message.step, len(message.encoded)) != (number, own.step, self.fragments[number].bytes):
-                raise OutOfStepError(
-                    f"site {site} sent fragment {message.fragment} of step {message.step} in {len(message.encoded)} bytes, and site "
-                    f"{self.site} expects fragment {number} of step {own.step} in {self.fragments[number].bytes}. All sites must run "
-                    "the same version and run file"
-                )
-            found.append(message)
-        return found
+    def _serve(self, step: int) -> None:
+        """Send the merged weights to sites that ask for them. All ranks of the site that decides gather them."""
+        asking = self._tell(self._council.asking(self.progress.deal.members) if self._council is not None else [])
+        if not asking:
+            return
+        progress, state = self.progress, self.state
+        if self._council is not None:
+            told = Told(
+                self._council.line, step, progress.merges, progress.mark, tuple(state.sent.tolist()), progress.deal.record()
+            )
+            self._council.tell(asking, told)
+        for fragment in self.fragments:
+            mine = [piece.name for piece in fragment.pieces if piece.name in state.anchors]
+            still = {name: state.velocities.get(name, torch.zeros_like(state.anchors[name])) for name in mine}
+            parts = [self._wholes.gather(fragment, kept) for kept in (state.anchors, still)]
+            if self._council is not None:
+                values = torch.cat([whole[piece.name].flatten() for whole in parts for piece in fragment.pieces])
+                self._council.tell(asking, Held(fragment.number, values))
 
     def _decoded(self, fragment: Fragment, encoded: Tensor) -> dict[str, Tensor]:
         """This rank's boxes of the values that `encoded` stands for, fp32 on the CPU."""

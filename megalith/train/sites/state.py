@@ -15,11 +15,11 @@ _WEIGHTS = f"{MASTER.name}."
 
 class OuterState:
     """This rank's shares, cut as the weights are. In a checkpoint of a run with sites, `weights.NAME` is the anchor: the merged weights,
-    which every site holds, and which everything that reads weights alone finds. Each site's own state is under `sites.NUMBER.`"""
+    which every site holds, and which everything that reads weights alone finds. The site's own state is under `site.`"""
 
-    def __init__(self, inner: State, fragments: Sequence[Fragment], sites: SitesSpec, *, site: int, leads: bool) -> None:
+    def __init__(self, inner: State, fragments: Sequence[Fragment], sites: SitesSpec, *, leads: bool) -> None:
         """`inner`: the state that the site trains. `leads`: this rank sends and receives for its site."""
-        self._inner, self._site, self._spec = inner, site, sites
+        self._inner = inner
         self.weights = {name.removeprefix(_WEIGHTS): share for name, share in inner.shares(MASTER.category).items()}
         """The live weights and buffers of the site, which training changes."""
         pieces = {piece.name: piece for fragment in fragments for piece in fragment.pieces if piece.name in self.weights}
@@ -47,7 +47,7 @@ class OuterState:
 
     def laid(self) -> dict[str, Tensor]:
         """All that a checkpoint holds, as tensors of whole shapes that know how they are cut."""
-        own = f"sites.{self._site}."
+        own = "site."
         found = {f"{own}{key}": tensor for key, tensor in self._inner.tensors().items()}
         found |= {f"{_WEIGHTS}{name}": tensor for name, tensor in self.cut(self.anchors).items()}
         found |= {f"outer.velocity.{name}": tensor for name, tensor in self.cut(self.velocities).items()}
@@ -55,14 +55,13 @@ class OuterState:
         found |= {f"{own}outer.flight.{number}": message for number, message in self.flights.items()}
         return found | {"outer.sent": self.sent}
 
-    def merged(self) -> dict[str, Tensor]:
-        """The part of it that does not depend on the number of sites: anchors and velocities."""
-        found = {f"{_WEIGHTS}{name}": tensor for name, tensor in self.cut(self.anchors).items()}
-        return found | {f"outer.velocity.{name}": tensor for name, tensor in self.cut(self.velocities).items()}
-
-    def moments(self) -> dict[str, Tensor]:
-        """Return the state of the site's own optimizer."""
-        return self._inner.tensors("optimizer")
+    def begin_anew(self) -> None:
+        """Take the merged weights, and forget what the site's own optimizer and rounding have kept: where a site begins to train."""
+        for name, anchor in self.anchors.items():
+            self.weights[name].copy_(anchor)
+        for share in (*self._inner.shares("optimizer").values(), *self.feedback.values()):
+            share.zero_()
+        self._inner.updates = 0
 
     def cut(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return shares of weights, by name, as tensors that know how they are cut."""

@@ -1,96 +1,118 @@
-"""Connections between sites: whole messages in order, and nobody else's."""
+"""Connections between sites: whole messages in order, and nobody else's; also after a connection broke."""
 
+import contextlib
 import socket
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 
 import pytest
 
+from megalith.fleet.secure import peers as transport
 from megalith.fleet.secure.key import Key
-from megalith.fleet.secure.peers import AT_ONCE, PIECE_BYTES, PeerGone, Peers
+from megalith.fleet.secure.peers import AT_ONCE, PIECE_BYTES, Peers
 from megalith.fleet.secure.session import PROOF_BYTES
+from tests.fleet.conftest import until
 from tests.keys import KEY, OTHER_KEY
 from tests.patience import PATIENCE
 
 
-def _met(
-    count: int,
-    *,
-    keys: dict[int, Key] | None = None,
-    before: Callable[[list[Peers]], object] = lambda peers: None,
-    seconds: float = PATIENCE,
-) -> tuple[list[Peers], list[str]]:
-    """All sites of a run in this process, and what kept each from meeting the others."""
-    peers = [Peers(number, count, (keys or {}).get(number, KEY)) for number in range(count)]
-    before(peers)
-    errors = [""] * count
-
-    def meet(number: int) -> None:
-        try:
-            peers[number].meet([one.address for one in peers], seconds=seconds)
-        except PeerGone as error:
-            errors[number] = str(error)
-
-    threads = [threading.Thread(target=meet, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return peers, errors
-
-
-def _accepts(peers: Peers) -> bool:
+@contextlib.contextmanager
+def _sites(count: int, *, keys: Mapping[int, Key] | None = None) -> Iterator[list[Peers]]:
+    """All sites of a run in this process, none of which has begun to connect."""
+    found = list[Peers]()
+    for number in range(count):
+        key = (keys or {}).get(number, KEY)
+        found.append(Peers(number, count, key, address_of=lambda site: found[site].address))
     try:
-        socket.create_connection(peers.address, timeout=PATIENCE).close()
-    except ConnectionRefusedError:
-        return False
-    return True
+        yield found
+    finally:
+        for one in found:
+            one.close(seconds=0.0)
+
+
+def _open(sites: list[Peers]) -> None:
+    for one in sites:
+        one.open()
+    until(lambda: all(one.connected(site.own) for one in sites for site in sites if site is not one), seconds=PATIENCE)
+
+
+def _messages(peers: Peers, count: int) -> dict[int, list[bytes]]:
+    """Return the next messages from each site, `count` in all."""
+    found = dict[int, list[bytes]]()
+    while sum(map(len, found.values())) < count:
+        news = peers.next(PATIENCE)
+        assert news is not None, f"{found}"
+        if news.message is not None:
+            found.setdefault(news.site, []).append(news.message)
+    return found
+
+
+def _greeted(peers: Peers) -> int:
+    """Return the site that the next news is about, which is a new connection."""
+    news = peers.next(PATIENCE)
+    assert news is not None and news.message is None
+    return news.site
 
 
 def test_messages_arrive_whole_and_in_order() -> None:
-    peers, errors = _met(3)
-    assert errors == ["", "", ""]
     sizes = (0, 1, PIECE_BYTES - 8, PIECE_BYTES, 3 * PIECE_BYTES + 5)
-    for number, one in enumerate(peers):
-        for size in sizes:
-            one.send(bytes([number]) * size)
-    for number, one in enumerate(peers):
-        for other in {0, 1, 2} - {number}:
-            assert [one.receive(other, seconds=PATIENCE) for _ in sizes] == [bytes([other]) * size for size in sizes]
-    frames = sum(-(-(8 + size) // PIECE_BYTES) for size in sizes)
-    for one in peers:
-        one.close()
-        for thread in one.sending:
-            thread.join()
-        assert one.sent == 2 * (sum(sizes) + 8 * len(sizes) + 44 * frames)
+    with _sites(3) as sites:
+        _open(sites)
+        for one in sites:
+            for size in sizes:
+                one.send(bytes([one.own]) * size)
+        for one in sites:
+            wanted = {site.own: [bytes([site.own]) * size for size in sizes] for site in sites if site is not one}
+            assert _messages(one, 2 * len(sizes)) == wanted
+        frames = sum(-(-(8 + size) // PIECE_BYTES) for size in sizes)
+        assert [one.sent for one in sites] == [2 * (sum(sizes) + 8 * len(sizes) + 44 * frames)] * 3
 
 
-def test_no_port_is_open_once_sites_have_met() -> None:
-    peers, _ = _met(2)
-    assert not _accepts(peers[0])
+def test_a_message_may_be_for_one_site() -> None:
+    with _sites(3) as sites:
+        _open(sites)
+        sites[0].send(b"for 1", to=1)
+        sites[0].send(b"for all")
+        assert _messages(sites[1], 2) == {0: [b"for 1", b"for all"]}
+        assert _messages(sites[2], 1) == {0: [b"for all"]}
 
 
-def test_a_site_that_ends_is_noticed() -> None:
-    peers, _ = _met(2)
-    peers[1].send(b"last")
-    peers[1].close()
-    assert peers[0].receive(1, seconds=PATIENCE) == b"last"
-    with pytest.raises(PeerGone, match="site 1 is away: connection closed by peer"):
-        peers[0].receive(1, seconds=PATIENCE)
+def test_what_was_sent_before_the_end_still_arrives() -> None:
+    with _sites(2) as sites:
+        _open(sites)
+        sites[1].send(bytes(5 * PIECE_BYTES))
+        sites[1].close(seconds=PATIENCE)
+        assert _messages(sites[0], 1) == {1: [bytes(5 * PIECE_BYTES)]}
+        until(lambda: not sites[0].connected(1), seconds=PATIENCE)
 
 
-def test_a_site_that_is_silent_is_not_waited_for_longer() -> None:
-    peers, _ = _met(2)
-    with pytest.raises(PeerGone, match="site 1 is away: wait timeout after 50ms"):
-        peers[0].receive(1, seconds=0.05)
+def test_a_broken_connection_is_made_again() -> None:
+    with _sites(2) as sites:
+        _open(sites)
+        assert _greeted(sites[0]) == 1 and _greeted(sites[1]) == 0
+        sites[1]._peers[0].connection.shutdown(socket.SHUT_RDWR)
+        assert _greeted(sites[0]) == 1 and _greeted(sites[1]) == 0
+        sites[0].send(b"hello")
+        assert _messages(sites[1], 1) == {0: [b"hello"]}
+
+
+def test_a_site_that_is_started_again_has_another_name() -> None:
+    with _sites(2) as sites:
+        _open(sites)
+        first = sites[1].next(PATIENCE)
+        sites[0].close(seconds=0.0)
+        sites[0] = Peers(0, 2, KEY, address_of=lambda _: None)
+        sites[0].open()
+        second = sites[1].next(PATIENCE)
+        assert first and second and first.site == second.site == 0 and first.start != second.start
 
 
 def test_another_key_is_refused() -> None:
-    peers, errors = _met(2, keys={1: OTHER_KEY}, seconds=1.0)
-    assert "cannot be reached: it knows another key" in errors[1]
-    assert errors[0] == "site 0 has not met site 1 within 1 s"
-    assert peers[0].turned_away
+    with _sites(2, keys={1: OTHER_KEY}) as sites:
+        for one in sites:
+            one.open()
+        until(lambda: sites[0].turned_away > 0, seconds=PATIENCE)
+        assert not sites[0].connected(1) and not sites[1].connected(0)
 
 
 STRANGERS = {
@@ -102,28 +124,36 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("what", STRANGERS)
-def test_strangers_do_not_keep_sites_apart(what: str) -> None:
-    """More of them than there are places, before any site comes."""
+def test_strangers_do_not_keep_sites_apart(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there are places, before any site comes, and while sites are connected."""
+    monkeypatch.setattr(transport, "PROOF_SECONDS", 1.0)
     crowd = list[socket.socket]()
 
-    def crowd_in(peers: list[Peers]) -> None:
+    def crowd_in() -> None:
         for _ in range(AT_ONCE + 8):
-            crowd.append(socket.create_connection(peers[0].address, timeout=PATIENCE))
-            crowd[-1].sendall(STRANGERS[what])
+            with contextlib.suppress(OSError):
+                crowd.append(socket.create_connection(sites[0].address, timeout=PATIENCE))
+                crowd[-1].sendall(STRANGERS[what])
 
-    began = time.monotonic()
-    peers, errors = _met(2, before=crowd_in)
-    assert errors == ["", ""] and time.monotonic() - began < PATIENCE
-    peers[0].send(b"hello")
-    assert peers[1].receive(0, seconds=PATIENCE) == b"hello"
+    with _sites(2) as sites:
+        sites[0].open()
+        crowd_in()
+        began = time.monotonic()
+        _open(sites)
+        assert time.monotonic() - began < PATIENCE
+        crowd_in()
+        sites[0].send(b"hello")
+        assert _messages(sites[1], 1) == {0: [b"hello"]}
+        until(lambda: sites[0].turned_away >= AT_ONCE + 8, seconds=PATIENCE)
+        assert _greeted(sites[0]) == 1 and sites[0].next(0.0) is None, "the connection between the sites was not disturbed"
     for one in crowd:
         one.close()
 
 
 def test_an_altered_frame_ends_the_connection() -> None:
     """Whoever is on the path can cut it, and nothing else."""
-    peers, _ = _met(2)
-    connection = peers[1]._peers[0].connection
-    connection.sendall(bytes(44 + 10))
-    with pytest.raises(PeerGone, match=r"connection closed: a frame was altered or injected"):
-        peers[0].receive(1, seconds=PATIENCE)
+    with _sites(2) as sites:
+        _open(sites)
+        assert _greeted(sites[0]) == 1
+        sites[1]._peers[0].connection.sendall(bytes(44 + 10))
+        assert _greeted(sites[0]) == 1, "it was made again, and nothing came of the frame"

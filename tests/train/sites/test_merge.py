@@ -1,6 +1,9 @@
 """Merges equal, bit for bit, an implementation in numpy that knows no ranks: whatever the plan inside a site, given the same weights."""
 
 import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,12 +12,14 @@ import torch
 
 from megalith.events import Merge
 from megalith.parallel.data import local
+from megalith.parallel.groups import group_of
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import Fragment, fragments, sent_after, wire_bytes
+from megalith.spec.sites import FRAME_BYTES, Fragment, folder_of, fragments, sent_after, verdict_bytes, wire_bytes
 from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.sites import codes, merge, outer
-from megalith.train.sites.meet import meet, site_of
+from megalith.train.sites.meet import build
 from megalith.train.sites.merge import Sites
+from megalith.train.sites.messages import LENGTH_BYTES
 from tests.keys import GIVEN
 from tests.ranks import everyone, run_ranks
 from tests.specs import tiny_run
@@ -38,7 +43,8 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def _run(plan: str, method: str, sites: int) -> RunSpec:
-    return tiny_run(sites={"count": sites} | METHODS[method], **PLANS[plan])
+    parts = PLANS[plan]
+    return tiny_run(sites={"count": sites} | METHODS[method], **parts | {"train": {"steps": STEPS} | parts.get("train", {})})
 
 
 def _moved(site: int, step: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -70,21 +76,50 @@ def _spoil(fault: str, sites: Sites) -> None:
 Box = tuple[tuple[slice, ...], np.ndarray]
 
 
-def _merge(rank: int, spec: RunSpec, fault: str) -> tuple[int, dict[str, dict[str, Box]], list[Merge], int]:
-    """This rank's site, its boxes of all tensors by kind and name, its site's merges, and the bytes that left it."""
+def _site_of(spec: RunSpec, rank: int) -> RunSpec:
+    """The run as the site of a rank trains it: sites are runs of neighbouring ranks."""
+    assert spec.sites is not None
+    return spec.model_copy(update={"sites": spec.sites.model_copy(update={"site": rank // spec.ranks})})
+
+
+def _other_bytes(sites: Sites) -> list[int]:
+    """Return a list that gets the bytes of every message that leaves this site and is neither a difference nor a verdict."""
+    found = list[int]()
+    wire = sites._council._wire if sites._council is not None else None
+    if wire is not None:
+        send, others = wire.send, sites.spec.count - 1
+
+        def counted(message: bytes, to: int | None = None) -> None:
+            if message[:1] not in b"dv":
+                found.append((others if to is None else 1) * (LENGTH_BYTES + len(message) + FRAME_BYTES))
+            send(message, to)
+
+        wire.send = counted  # type: ignore[method-assign]
+    return found
+
+
+def _merge(rank: int, spec: RunSpec, fault: str, folder: str) -> tuple[int, dict[str, dict[str, Box]], list[Merge], int]:
+    """This rank's site, its boxes of all tensors by kind and name, its site's merges, and the bytes that left it for them."""
     os.environ.update(GIVEN)
-    site, inner = site_of(spec, everyone())
-    trainer = assemble(spec, groups=mesh_groups(spec, torch.device("cpu"), inner), device=torch.device("cpu"), site=site)
-    sites = meet(trainer, world=everyone(), savers=everyone())
+    site, ranks = rank // spec.ranks, spec.ranks
+    inner = group_of(everyone(), range(site * ranks, (site + 1) * ranks))
+    spec = _site_of(spec, rank)
+    trainer = assemble(spec, groups=mesh_groups(spec, torch.device("cpu"), inner), device=torch.device("cpu"))
+    own = folder_of(Path(folder), site)
+    own.mkdir(exist_ok=True)
+    sites = build(trainer, own, beat=lambda: None)
+    other = _other_bytes(sites)
     sites.state.begin()
+    sites.begin([])
     _spoil(fault, sites)
     made = []
     for step in range(1, STEPS + 1):
+        sites.deal(step - 1)
         for name, weight in sites.state.weights.items():
             if name in sites._wholes.mine:
                 weight += sites._wholes.share(name, torch.from_numpy(_moved(site, step, name, sites._wholes.shapes[name])))
         sites.note(float(step))
-        made += sites.after_step(step, stop=False, last=step == STEPS)[0]
+        made += sites.after_step(step, stop=False).made
     kinds = {"anchor": sites.state.anchors, "velocity": sites.state.velocities, "feedback": sites.state.feedback}
     kinds["weight"] = sites.state.weights
     held = {
@@ -95,14 +130,9 @@ def _merge(rank: int, spec: RunSpec, fault: str) -> tuple[int, dict[str, dict[st
         }
         for kind, shares in kinds.items()
     }
-    sent = 0
-    if sites._wire is not None:
-        assert sites.leads
-        sites._wire.close()  # type: ignore[attr-defined]
-        for thread in sites._wire.sending:  # type: ignore[attr-defined]
-            thread.join()
-        sent = sites._wire.sent  # type: ignore[attr-defined]
-    return site, held, made, sent
+    sites.close()
+    wire = sites._council._wire if sites._council is not None else None
+    return site, held, made, 0 if wire is None else wire.sent - sum(other)  # type: ignore[attr-defined]
 
 
 def _first(rank: int, spec: RunSpec) -> dict[str, np.ndarray]:
@@ -132,7 +162,9 @@ def _different(spec: RunSpec, fault: str = "") -> list[str]:
     cut = fragments({name: first[name].shape for name in sorted(first)}, spec.sites)
     wanted = _reference(spec, cut, first)
     found = []
-    for site, held, made, sent in run_ranks(_merge, spec.ranks, spec, fault):
+    with tempfile.TemporaryDirectory() as folder:
+        ran: Sequence[Any] = run_ranks(_merge, spec.sites.count * spec.ranks, spec, fault, folder)
+    for site, held, made, sent in ran:
         tables = {"anchor": wanted.anchors, "velocity": wanted.velocities, "feedback": wanted.feedback[site]}
         tables["weight"] = wanted.weights[site]
         found += [
@@ -144,7 +176,9 @@ def _different(spec: RunSpec, fault: str = "") -> list[str]:
         if made and not fault:
             others = spec.sites.count - 1
             assert sorted(cut[one.fragment].bytes for one in made) == sorted(wanted.bytes)
-            assert sum(one.bytes_sent for one in made) == sent == others * sum(wire_bytes(cut[one.fragment]) for one in made)
+            told = verdict_bytes() * len(made) if site == 0 else 0
+            theory = others * (told + sum(wire_bytes(cut[one.fragment]) for one in made))
+            assert sum(one.bytes_sent for one in made) == sent == theory
             assert all(one.losses == [one.losses[0]] * spec.sites.count for one in made)
     return found
 

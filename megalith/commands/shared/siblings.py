@@ -1,0 +1,78 @@
+"""The other sites of a run all of whose sites are on this machine: each is trained by a command of its own, in a folder in the run's."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from megalith.commands.shared.arguments import RunRequest
+from megalith.fleet.secure import key
+from megalith.machine import lifeline
+from megalith.spec.files import FILE
+from megalith.spec.run import RunSpec
+from megalith.spec.sites import folder_of
+
+LOG = "train.log"
+"""The output of a further site's command, in the site's folder."""
+LEAVE_SECONDS = 60.0  # that a site has to save and end, once it is asked to
+
+
+class Siblings:
+    """The commands of all sites but the first."""
+
+    def __init__(self, request: RunRequest, run_dir: Path, sites: Sequence[int], more: Sequence[str] = ()) -> None:
+        """`more`: further arguments of each command."""
+        self._folders = [folder_of(run_dir, site) for site in sites]
+        self._processes = [_start(request, folder, site, more) for site, folder in zip(sites, self._folders, strict=True)]
+
+    def finish(self, code: int, *, patience: float) -> list[str]:
+        """Wait for the other sites, once the first has ended with this status: after status 0 they end by themselves within `patience`
+        seconds, else they are asked to stop. Returns a sentence for each that ended otherwise."""
+        found = []
+        for process, folder in zip(self._processes, self._folders, strict=True):
+            if code or not _ends(process, patience):
+                process.terminate()
+                if not _ends(process, LEAVE_SECONDS):
+                    process.kill()
+            if (other := process.wait()) != code:
+                found.append(f"{folder.name} ended with status {other}: see {folder / LOG}")
+        return found
+
+
+@contextlib.contextmanager
+def beside(request: RunRequest, spec: RunSpec, run_dir: Path, *, more: Sequence[str] = ()) -> Iterator[Siblings]:
+    """Train all other sites while the block trains the first; none, if the run file says that this command trains one site alone."""
+    sites = range(1, spec.sites.count) if spec.sites is not None and spec.sites.site is None else ()
+    if sites:
+        os.environ.update(key.of_run(run_dir).variables)  # all of them have the first one's
+    siblings = Siblings(request, run_dir, sites, more)
+    try:
+        yield siblings
+    except BaseException:
+        siblings.finish(1, patience=0.0)
+        raise
+
+
+def _start(request: RunRequest, folder: Path, site: int, more: Sequence[str]) -> "subprocess.Popen[bytes]":
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = [word for each in (*request.overrides, f"sites.site={site}") for word in ("--set", each)]
+    begun = request.saved and (folder / FILE).is_file()
+    which = ["resume", str(folder)] if begun else ["train", str(request.file), "--run-dir", str(folder)]
+    with (folder / LOG).open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "megalith.cli", *which, *settings, *more],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=partial(lifeline.die_with_parent, os.getpid()),
+        )
+
+
+def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
+    """Wait for a process for so long; True if it has ended."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.poll() is not None

@@ -1,0 +1,107 @@
+"""The samples that each site reads in each step: a pure function of the run file and of the merges that were recorded. No torch.
+
+In an undisturbed run, site i of M reads the i-th part of each step's batch. A site that leaves hands back what no merge has taken from it.
+What was handed back is dealt out first, to whoever is there, so that no sample is lost or read twice.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megalith.spec.phases import Phases
+
+
+class Share(NamedTuple):
+    """The samples that one site reads in one step: `size` of them, from number `first` on, all of one phase."""
+
+    first: int
+    size: int
+
+
+@dataclass
+class Deal:
+    """The samples of a run, as far as they are dealt out. `count`: sites among which a step's batch is shared out."""
+
+    count: int
+    members: dict[int, int]
+    """The sites that train, and the steps that were done when each came."""
+    next: int = 0
+    """The first sample that was never dealt out."""
+    returned: list[Share] = field(default_factory=list)
+    """Shares that sites handed back, and nobody has got since; in order."""
+    open: dict[int, list[tuple[int, Share]]] = field(default_factory=dict)
+    """Shares of each site that no merge has taken yet, each with the steps that are done once it is trained."""
+
+    @classmethod
+    def first(cls, count: int) -> "Deal":
+        """The deal at a run's beginning: all sites are there."""
+        return cls(count, dict.fromkeys(range(count), 0))
+
+    @property
+    def dealt(self) -> int:
+        """Samples that sites have read, or are reading, without those handed back."""
+        return self.next - sum(share.size for share in self.returned)
+
+    @property
+    def merged(self) -> int:
+        """Samples that the merged weights have seen."""
+        return self.dealt - sum(share.size for shares in self.open.values() for _, share in shares)
+
+    def left(self, total: int) -> int:
+        """Samples of a run of `total` that are still to be dealt out."""
+        return max(0, total - self.next) + sum(share.size for share in self.returned)
+
+    def deal(self, step: int, phases: Phases, total: int) -> dict[int, Share]:
+        """Deal out the samples of a step, before which `step` steps were done: a share for each site that trains, in the order of their
+        numbers, as long as there are any of the run's `total`."""
+        found = {}
+        for site in sorted(self.members):
+            if not self.returned and self.next >= total:
+                break
+            found[site] = share = self.returned.pop(0) if self.returned else self._new(phases, total)
+            self.open.setdefault(site, []).append((step + 1, share))
+        return found
+
+    def _new(self, phases: Phases, total: int) -> Share:
+        """Return the next share that nobody had before. It ends where a phase or the run ends."""
+        phase = phases.at(self.next)
+        ends = [total, *(each.first for each in phases.all if each.first > self.next)]
+        size = min([phase.global_batch // self.count, *(end - self.next for end in ends)])
+        self.next += size
+        return Share(self.next - size, size)
+
+    def merge(self, *, sent: int, step: int, merged: Collection[int], left: Collection[int], joined: Collection[int]) -> None:
+        """Take account of a merge, after `step` steps, of differences that the sites `merged` took after `sent` steps. The sites `left`
+        train no longer and hand back their shares; the sites `joined` train from here on."""
+        for site in merged:
+            self.open[site] = [one for one in self.open.get(site, []) if one[0] > sent]
+        for site in left:
+            self.returned += [share for _, share in self.open.pop(site, [])]
+            self.members.pop(site, None)
+        self.returned.sort()
+        self.members |= dict.fromkeys(joined, step)
+
+    def due(self, sent: int) -> set[int]:
+        """Return the sites that take differences after `sent` steps: those that have trained a step by then."""
+        return {site for site, since in self.members.items() if since < sent}
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {
+            "count": self.count,
+            "members": {str(site): since for site, since in self.members.items()},
+            "next": self.next,
+            "returned": [list(share) for share in self.returned],
+            "open": {str(site): [[after, *share] for after, share in shares] for site, shares in self.open.items() if shares},
+        }
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Deal":
+        """Return the deal that `record` returned."""
+        return cls(
+            record["count"],
+            {int(site): since for site, since in record["members"].items()},
+            record["next"],
+            [Share(*share) for share in record["returned"]],
+            {int(site): [(after, Share(*share)) for after, *share in shares] for site, shares in record["open"].items()},
+        )

@@ -1,0 +1,51 @@
+"""The samples that a rank reads in the steps since it began."""
+
+from megalith.data.stream import Batch as Samples
+from megalith.data.stream import Stream
+from megalith.spec.phases import Phases
+from megalith.spec.sites.deal import Share
+from megalith.train.assemble import Trainer
+from megalith.train.restore import Position, indices_in, read_numbers
+from megalith.train.sites.merge import Sites
+from megalith.train.stability.healer import Data
+
+
+class Reader:
+    """Samples by step: of a run that stood at `begin` when this rank began, or of one of its sites."""
+
+    def __init__(self, trainer: Trainer, stream: Stream, begin: Position, sites: Sites | None) -> None:
+        self._trainer, self._stream, self._begin, self._sites = trainer, stream, begin, sites
+        self._phases = Phases.of(trainer.run)
+
+    def share(self, step: int) -> Share:
+        """Return the samples that this rank's site, or the whole run, reads in a step."""
+        if self._sites is not None:
+            return self._sites.share(step)
+        numbers = read_numbers(self._trainer.run, self._begin, step)
+        return Share(numbers.start, len(numbers))
+
+    def indices(self, step: int) -> list[range]:
+        """Return the numbers of the samples of each of this rank's microbatches in a step."""
+        return indices_in(self._trainer.run, self.share(step), self._trainer.reader)
+
+    def read(self, step: int) -> list[Samples]:
+        """Return this rank's microbatches of a step."""
+        return [self._stream.batch(part) for part in self.indices(step)]
+
+    def first_sample(self, step: int) -> int:
+        """Return the number of the first sample that this rank reads in a step."""
+        return self.indices(step)[0].start
+
+    def data(self) -> Data:
+        """Return the data as a healer looks at it."""
+
+        def place(number: int) -> str:
+            return f"{self._stream.sample(number).domain} in {self._stream.bytes_of(number)[0].name}"
+
+        return Data(
+            read=self.read,
+            mine=self.indices,
+            numbers=lambda step: range(self.share(step).first, sum(self.share(step))),
+            phase=lambda step: self._phases.at(self.share(step).first),
+            place=place,
+        )

@@ -1,0 +1,433 @@
+"""The agreement of the ranks that lead sites: which merges are made, by whom and with whom.
+
+One site decides. At a merge it waits for the differences of all sites that train, but no longer than a grace, and sends its verdict to
+all. A verdict needs the differences of a quorum: of more than half of the run's sites, or of those with the site that the run file names.
+So of two halves that cannot see each other, at most one makes merges. A site that has no quorum, or loses the site that decides, ends;
+started again, it meets the others and goes on from a checkpoint that they share, or takes part anew in what they do (`Council.begin`).
+"""
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Protocol
+
+from megalith.fleet.secure.peers import News, PeerGone
+from megalith.spec.sites import SitesSpec
+from megalith.train.sites import messages
+from megalith.train.sites.messages import LINE_BYTES, Cut, Difference, Held, Hello, Message, Ready, Start, Told, Verdict
+
+TURN_SECONDS = 0.25  # between looks at the clock while nothing comes
+LEAST_GRACE = 5.0  # seconds: how long a busy machine may do something else
+LEAVING_SECONDS = 10.0  # that a site which has ended stays, so that the others get its last messages
+ROUNDS = 16  # whose lengths the grace follows
+
+
+SAME = "All sites must run the same version and run file"
+
+
+class Wire(Protocol):
+    """How the rank that leads a site reaches the others (`fleet.secure.peers.Peers`)."""
+
+    def send(self, message: bytes, to: int | None = None) -> None:
+        """Send to a site, or to all others that are connected, without waiting."""
+        ...
+
+    def next(self, seconds: float) -> News | None:
+        """Return what came next; None if nothing came within `seconds`."""
+        ...
+
+    def connected(self, site: int) -> bool:
+        """True while there is a connection to a site."""
+        ...
+
+    @property
+    def turned_away(self) -> int:
+        """Connections that did not prove the run's key."""
+        ...
+
+    def close(self, *, seconds: float) -> None:
+        """End all connections, once everything has been sent and read or `seconds` have passed."""
+        ...
+
+
+class OutOfStepError(RuntimeError):
+    """Another site sent something else than is due: the sites do not run the same program."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """How a site takes part: from its checkpoint of a step, from the first weights (None), or anew, with the weights of the others."""
+
+    step: int | None
+    anew: bool = False
+
+
+class Council:
+    """The view that the leader of site `site` has of the others."""
+
+    def __init__(
+        self,
+        spec: SitesSpec,
+        site: int,
+        wire: Wire | None,
+        *,
+        patience: float,
+        start: float,
+        limit: float,
+        beat: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`wire`: None where there is one site. `patience`: seconds that a merge waits for a site without which no quorum is left. `start`:
+        seconds that a site may take for its first round; a quorum begins without the others after a quarter of it. `limit`: seconds to
+        wait for a quorum at the beginning. `beat` is called several times a second during waits."""
+        self.spec, self.site, self._wire = spec, site, wire
+        self._patience, self._start_seconds, self._limit = patience, start, limit
+        self._beat = beat
+        self._since: float | None = None  # when this site began to wait for the others
+        self.line, self.decider = "", site
+        self._cuts: Sequence[Cut] = ()
+        self._here: dict[int, bytes] = {}  # each other site, by the newest start of its ranks that came
+        self._ours: dict[int, bytes] = {}  # those that take part in this line, by the start that does
+        self._hellos: dict[int, Hello] = {}
+        self._start: tuple[int, Start] | None = None
+        self._differences: dict[tuple[str, int, int], dict[int, Difference]] = {}  # by line, fragment and step
+        self._own: dict[int, Difference] = {}  # the newest of each fragment
+        self._verdicts: dict[tuple[str, int], Verdict] = {}
+        self._given: deque[Verdict] = deque(maxlen=2 * spec.fragments + 2)  # as the site that decides
+        self._told: Told | None = None
+        self._held: dict[int, Held] = {}
+        self._asks: Hello | Ready | None = None  # what this site wants of the one that decides
+        self._asking: set[int] = set()
+        self._ready: set[int] = set()
+        self._rounds: deque[float] = deque(maxlen=ROUNDS)
+        self._last: dict[int, float] = {}  # when each fragment was merged last
+        self._lost_since: float | None = None  # the connection to the site that decides
+
+    @property
+    def decides(self) -> bool:
+        """True if this site decides."""
+        return self.decider == self.site
+
+    def quorum(self, sites: Collection[int]) -> bool:
+        """True if these sites may merge without the others."""
+        return self.spec.decides in sites if self.spec.decides is not None else 2 * len(set(sites)) > self.spec.count
+
+    @property
+    def grace(self) -> float:
+        """Seconds that a merge waits for a site: as the run file says, or as long as a whole round takes here."""
+        if self.spec.grace is not None:
+            return self.spec.grace
+        return max(LEAST_GRACE, median(self._rounds)) if self._rounds else self._start_seconds
+
+    # --- beginning ---
+
+    def begin(self, cuts: Sequence[Cut], seconds: float) -> Beginning | None:
+        """Meet the others, and agree with them where to begin; None if `seconds` were not enough, and the call is to be made again. `cuts`:
+        this site's checkpoints. Raises PeerGone where too few come for the limit."""
+        self._cuts = cuts
+        if self._wire is None:
+            return self._begun(Start("", max(cuts, default=None)), self.site)
+        began, all_here = time.monotonic(), set(range(self.spec.count))
+        self._since = began if self._since is None else self._since
+        while time.monotonic() - began < seconds:
+            self._hear(TURN_SECONDS)
+            lines = {site: hello.line for site, hello in self._hellos.items() if hello.line}
+            for site, line in lines.items():
+                if (decider := self._hellos[site].decides) in self._here and lines.get(decider) == line:
+                    self._follow(line, decider)
+                    self.ask()
+                    return Beginning(None, anew=True)
+            if self._start is not None:
+                return self._begun(self._start[1], self._start[0])
+            # A site with a line under way, which lost the site that decides, comes again once it knows.
+            offered = {site: hello.cuts for site, hello in self._hellos.items() if not hello.line} | {self.site: tuple(cuts)}
+            waited = time.monotonic() - self._since
+            if offered.keys() == all_here or (waited >= self._start_seconds / 4 and self.quorum(offered)):
+                cut, caller = called(offered, self.spec.decides)
+                if caller == self.site:
+                    start = Start(secrets.token_hex(LINE_BYTES), cut)
+                    self._post(start)
+                    return self._begun(start, self.site)
+        if time.monotonic() - self._since < self._limit:
+            return None
+        met = ", ".join(map(str, sorted(self._here))) or "nobody"
+        need = f"more than half of {self.spec.count}" if self.spec.decides is None else f"site {self.spec.decides}"
+        raise PeerGone(f"site {self.site} has met {met} within {self._limit:.0f} s, and {need} must be there")
+
+    def _begun(self, start: Start, decider: int) -> Beginning:
+        self._follow(start.line, decider)
+        self._ours = dict(self._here)
+        if start.cut is None or start.cut in self._cuts:
+            return Beginning(None if start.cut is None else start.cut.step)
+        self.ask()
+        return Beginning(None, anew=True)
+
+    def _follow(self, line: str, decider: int) -> None:
+        self.line, self.decider = line, decider
+        self._differences = {key: there for key, there in self._differences.items() if key[0] == line}
+
+    def ask(self) -> None:
+        """Ask the site that decides for the weights of the others."""
+        self._asks = Hello(self.line, self.decider, asks=True)
+        self._post(self._asks, to=self.decider)
+
+    # --- a merge ---
+
+    def post(self, difference: Difference) -> None:
+        """Send this site's difference to all others."""
+        self._own[difference.fragment] = difference = replace(difference, line=self.line)
+        self._note(self.site, difference)
+        self._post(difference)
+
+    def decide(self, number: int, fragment: int, sent: int, step: int, *, members: Mapping[int, int]) -> Verdict:
+        """Return the verdict about the merge of a fragment after `step` steps, of differences that were taken after `sent` steps: this
+        site's, if it decides, or the one that comes. `members`: as in a `Deal`. Raises PeerGone, and OutOfStepError."""
+        began = time.monotonic()
+        self._hear(0.0)  # who was connected since the last merge may lack what this site has sent
+        verdict = (
+            self._decided(number, fragment, sent, step, members) if self.decides else self._awaited(number, fragment, sent, step)
+        )
+        if fragment in self._last:
+            self._rounds.append(began - self._last[fragment])  # without what this merge waits
+        self._last[fragment] = time.monotonic()
+        self._asks = None if self.site in verdict.joined else self._asks
+        return verdict
+
+    def _decided(self, number: int, fragment: int, sent: int, step: int, members: Mapping[int, int]) -> Verdict:
+        """Wait for what the others send, decide, and tell them."""
+        due = {site for site, since in members.items() if since < sent}
+        began, verdict = time.monotonic(), None
+        while verdict is None:
+            got = due & self._there(fragment, sent).keys()
+            verdict = self._judged(
+                number, fragment, sent, step, due=due, got=got, members=members, waited=time.monotonic() - began
+            )
+            if verdict is None:
+                self._hear(TURN_SECONDS)
+        verdict = replace(verdict, line=self.line)
+        self._ready -= set(verdict.joined)
+        self._given.append(verdict)
+        self._post(verdict)
+        return verdict
+
+    def _judged(
+        self,
+        number: int,
+        fragment: int,
+        sent: int,
+        step: int,
+        *,
+        due: set[int],
+        got: set[int],
+        members: Mapping[int, int],
+        waited: float,
+    ) -> Verdict | None:
+        """Return the verdict, if it is time for one."""
+        may_come = {site for site in due - got if self._takes_part(site)}
+        if may_come and waited < self.grace:
+            return None
+        if due and not self.quorum(got):
+            if not self.quorum(got | may_come) or waited >= self._patience:
+                who = ", ".join(map(str, sorted(due - got)))
+                raise PeerGone(f"site {who} is away, and the others are no quorum: waited {waited:.0f} s at step {step}")
+            return None
+        left = (due - got) | {site for site in members if site != self.site and not self._takes_part(site)}
+        leaving = {site for site, one in self._there(fragment, sent).items() if site in got and one.stop}
+        stop = bool(leaving) and (self.site in leaving or not self.quorum(got - leaving))
+        left |= set() if stop else leaving
+        joined = {site for site in self._ready - members.keys() if self._takes_part(site)}
+        sets = [tuple(sorted(each)) for each in (got, left, joined)]
+        return Verdict(number, fragment, sent, step, *sets, count=self.spec.count, stop=stop)
+
+    def _takes_part(self, site: int) -> bool:
+        """True for a site whose newest start takes part in this line: one that was started again since knows nothing of it."""
+        return site == self.site or (site in self._ours and self._here.get(site) == self._ours[site])
+
+    def _awaited(self, number: int, fragment: int, sent: int, step: int) -> Verdict:
+        """Wait for the verdict of the site that decides."""
+        began = time.monotonic()
+        while (self.line, number) not in self._verdicts:
+            self._hear(TURN_SECONDS)
+            self._need_decider(began, step)
+        verdict = self._verdicts.pop((self.line, number))
+        if (verdict.fragment, verdict.sent, verdict.step) != (fragment, sent, step):
+            raise OutOfStepError(
+                f"site {self.decider} merges fragment {verdict.fragment} of step {verdict.sent} at step {verdict.step}, and site "
+                f"{self.site} fragment {fragment} of step {sent} at step {step}. {SAME}"
+            )
+        return verdict
+
+    def _need_decider(self, began: float, step: int) -> None:
+        """Raise PeerGone if the site that decides was started again, has been cut off for a grace, or silent for the patience."""
+        assert self._wire is not None
+        now = time.monotonic()
+        connected = self._wire.connected(self.decider)
+        self._lost_since = None if connected else now if self._lost_since is None else self._lost_since
+        lost = self._lost_since is not None and now - self._lost_since >= self.grace
+        if lost or not self._takes_part(self.decider) or now - began >= self._patience:
+            raise PeerGone(f"site {self.decider}, which decides, is away: waited {now - began:.0f} s at step {step}")
+
+    def differences(self, verdict: Verdict, *, bytes_each: int) -> list[Difference]:
+        """Return what a verdict merges, in the order of the sites. Raises PeerGone for what does not come, and OutOfStepError."""
+        there = self._there(verdict.fragment, verdict.sent)
+        began = time.monotonic()
+        while missing := set(verdict.merged) - there.keys():
+            if time.monotonic() - began >= self.grace:
+                who = ", ".join(map(str, sorted(missing)))
+                raise PeerGone(
+                    f"site {who} is away from site {self.site}, and the others have merged its difference of step {verdict.sent}"
+                )
+            self._hear(TURN_SECONDS)
+            there = self._there(verdict.fragment, verdict.sent)
+        found = [there[site] for site in verdict.merged]
+        for site, one in zip(verdict.merged, found, strict=True):
+            if len(one.encoded) != bytes_each:
+                raise OutOfStepError(
+                    f"site {site} sent fragment {one.fragment} of step {one.step} in {len(one.encoded)} bytes, and site {self.site} "
+                    f"expects {bytes_each}. {SAME}"
+                )
+        late = [key for key in self._differences if key[0] == self.line and key[1] == verdict.fragment and key[2] <= verdict.sent]
+        for key in late:
+            del self._differences[key]
+        return found
+
+    def _there(self, fragment: int, sent: int) -> dict[int, Difference]:
+        return self._differences.setdefault((self.line, fragment, sent), {})
+
+    # --- taking part anew ---
+
+    def asking(self, members: Collection[int]) -> list[int]:
+        """Return the sites that ask for the weights, each once; only where this site decides. One of `members` must have left first."""
+        found = sorted(self._asking - set(members)) if self.decides else []
+        self._asking -= set(found)
+        return found
+
+    def tell(self, sites: Sequence[int], message: Told | Held) -> None:
+        """Send what was asked for."""
+        for site in sites:
+            self._post(message, to=site)
+
+    def told(self, seconds: float) -> Told | None:
+        """Return what a site that takes part anew must know, once it and the weights of all fragments are there; None after `seconds`.
+        Raises PeerGone if the site that decides is lost."""
+        began = time.monotonic()
+        self._ours.setdefault(self.decider, self._here[self.decider])
+        while self._told is None or len(self._held) < self.spec.fragments:
+            if time.monotonic() - began >= seconds:
+                return None
+            self._hear(TURN_SECONDS)
+            self._need_decider(began, 0)
+        found, self._told = self._told, None
+        self._verdicts = {key: one for key, one in self._verdicts.items() if key[0] == self.line and key[1] >= found.number}
+        return found
+
+    def held(self, fragment: int) -> Held:
+        """Return the weights of a fragment that `told` has announced."""
+        return self._held.pop(fragment)
+
+    def say_ready(self) -> None:
+        """Say that this site has all merges so far, and can train."""
+        self._asks = Ready(self.line)
+        self._post(self._asks, to=self.decider)
+
+    @property
+    def turned_away(self) -> int:
+        """Connections that did not prove the run's key."""
+        return self._wire.turned_away if self._wire is not None else 0
+
+    def close(self) -> None:
+        """End the connections, once the others have what this site has sent."""
+        if self._wire is not None:
+            self._wire.close(seconds=LEAVING_SECONDS)
+
+    def listen(self) -> None:
+        """Take in what has come, and answer whoever has been connected. Returns at once."""
+        self._hear(0.0)
+
+    # --- what comes ---
+
+    def _post(self, message: Message, to: int | None = None) -> None:
+        if self._wire is not None:
+            self._wire.send(message.pack(), to)
+
+    def _hear(self, seconds: float) -> None:
+        """Take in what has come, or what comes first within `seconds`."""
+        self._beat()
+        if self._wire is None:
+            return
+        news = self._wire.next(seconds)
+        while news is not None:
+            self._take(news)
+            news = self._wire.next(0.0)
+
+    def _take(self, news: News) -> None:
+        site, start, data = news
+        if data is None:
+            if self._here.get(site) != start:
+                self._here[site] = start
+                self._hellos.pop(site, None)
+                self._asking.discard(site)
+                self._ready.discard(site)
+            self._greet(site)
+        elif self._here.get(site) == start:
+            self._note(site, messages.unpack(data))
+
+    def _greet(self, site: int) -> None:
+        """Tell a site that has just been connected how this one stands, and what a broken connection may have lost."""
+        self._post(Hello(self.line, self.decider if self.line else -1, cuts=tuple(self._cuts)), to=site)
+        for difference in self._own.values():
+            self._post(difference, to=site)
+        for verdict in self._given:
+            self._post(verdict, to=site)
+        if self._asks is not None and site == self.decider:
+            self._post(self._asks, to=site)
+
+    def _note(self, site: int, message: Message) -> None:
+        match message:
+            case Hello():
+                self._hellos[site] = message
+                if message.asks and message.line == self.line:
+                    self._asking.add(site)
+                    self._ours.pop(site, None)  # until it has all merges, nobody waits for it
+            case Start():
+                self._start = self._start or (site, message)
+            case Difference():
+                self._differences.setdefault((message.line, message.fragment, message.step), {})[site] = message
+            case Verdict():
+                self._verdicts[message.line, message.number] = message
+            case Told() if message.line == self.line and site == self.decider:
+                self._told = message
+                self._held.clear()
+            case Held() if site == self.decider:
+                self._held[message.fragment] = message
+            case Ready() if message.line == self.line:
+                self._ready.add(site)
+                self._ours[site] = self._here[site]
+            case _:  # of a line that is over
+                pass
+
+
+def called(offered: Mapping[int, Sequence[Cut]], decides: int | None) -> tuple[Cut | None, int]:
+    """Return the checkpoint to begin from (None: the first weights), and the site that decides from there on.
+
+    `offered`: the checkpoints of each site that is there. The newest of all says which sites trained then. The newest that all of these
+    hold, as far as they are there, loses nobody's state; if there is none, it is the newest of all. `decides`: the site that the run
+    file names; else the first that holds the checkpoint decides. Raises ValueError where a named site has no checkpoint, but others do.
+    """
+    age = lambda cut: (cut.samples, cut.step, cut.mark)  # noqa: E731
+    newest = max((cut for cuts in offered.values() for cut in cuts), key=age, default=None)
+    if newest is None:
+        return None, min(offered) if decides is None else decides
+    if decides is not None and not offered.get(decides):
+        raise ValueError(
+            f"sites.decides = {decides}, and site {decides} has no checkpoint of the run, but others have one of step {newest.step}. "
+            "Copy its run folder back, or name a site that has one"
+        )
+    held = [set(cuts) for site, cuts in offered.items() if site in newest.members]
+    usable = set.intersection(*held) if held else set()
+    if decides is not None and not usable & set(offered[decides]):
+        usable = set(offered[decides])
+    cut = max(usable, key=age, default=newest)
+    return cut, min(site for site, cuts in offered.items() if cut in cuts) if decides is None else decides

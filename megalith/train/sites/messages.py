@@ -1,0 +1,197 @@
+"""The messages of sites to each other: what the ranks that lead them send over `fleet.secure.peers`. Each begins with its kind, a byte."""
+
+import hashlib
+import json
+import struct
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalith.spec.sites import HEAD_BYTES, VERDICT_BYTES
+
+LENGTH_BYTES = 8
+"""Bytes that the transport puts in front of a message."""
+LINE_BYTES = MARK_BYTES = 8
+_DIFFERENCE = struct.Struct(f">cB2xIQd{LINE_BYTES}s")  # kind, a request to stop, fragment, step, mean loss, line
+_VERDICT = struct.Struct(
+    f">cB2xIQQQQQQI{LINE_BYTES}s"
+)  # kind, stop, fragment, number, sent, step, three sets of sites, count, line
+assert _DIFFERENCE.size + LENGTH_BYTES == HEAD_BYTES
+assert _VERDICT.size + LENGTH_BYTES == VERDICT_BYTES
+
+
+class Cut(NamedTuple):
+    """A checkpoint from which a run across sites can be resumed. Two sites hold the same one if all fields are equal."""
+
+    step: int
+    mark: str
+    """The digest of all merges before it."""
+    samples: int
+    members: tuple[int, ...]
+
+
+def _cut(fields: list[Any]) -> Cut:
+    step, mark, samples, members = fields
+    return Cut(step, mark, samples, tuple(members))
+
+
+@dataclass(frozen=True)
+class Hello:
+    """How a site stands, sent to each site that it meets. `line`: the name of the start that it takes part in; empty: of none yet.
+    `decides`: the site that decides there. `asks`: it wants to take part in a line that is under way. `cuts`: its checkpoints."""
+
+    kind = b"h"
+    line: str = ""
+    decides: int = -1
+    asks: bool = False
+    cuts: tuple[Cut, ...] = ()
+
+    def pack(self) -> bytes:
+        return self.kind + json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Hello":
+        fields = json.loads(data[1:])
+        return cls(**fields | {"cuts": tuple(map(_cut, fields["cuts"]))})
+
+
+@dataclass(frozen=True)
+class Start:
+    """All begin: from the checkpoint `cut`, or from the first weights."""
+
+    kind = b"s"
+    line: str
+    cut: Cut | None
+
+    def pack(self) -> bytes:
+        return self.kind + json.dumps([self.line, self.cut]).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Start":
+        line, cut = json.loads(data[1:])
+        return cls(line, None if cut is None else _cut(cut))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A fragment as one site sends it."""
+
+    kind = b"d"
+    fragment: int
+    step: int
+    stop: bool
+    loss: float
+    encoded: Tensor
+    """Scales and codes: uint8 on the CPU."""
+    line: str = ""
+
+    def pack(self) -> bytes:
+        head = _DIFFERENCE.pack(self.kind, self.stop, self.fragment, self.step, self.loss, bytes.fromhex(self.line))
+        return head + self.encoded.numpy().tobytes()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Difference":
+        _, stop, fragment, step, loss, line = _DIFFERENCE.unpack_from(data)
+        encoded = torch.frombuffer(bytearray(data[_DIFFERENCE.size :]), dtype=torch.uint8)
+        return cls(fragment, step, bool(stop), loss, encoded, line.hex())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A merge as it was decided and is recorded: `number` merges came before it. The sites `merged` took differences of `fragment` after
+    `sent` steps, and their mean is merged after `step` steps. The sites `left` train no longer; the sites `joined` train from here on.
+    From here on a step's batch is shared out among `count` sites."""
+
+    kind = b"v"
+    number: int
+    fragment: int
+    sent: int
+    step: int
+    merged: tuple[int, ...]
+    left: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+    count: int = 1
+    stop: bool = False
+    """All sites stop here."""
+    line: str = ""
+
+    def pack(self) -> bytes:
+        sets = [sum(1 << site for site in sites) for sites in (self.merged, self.left, self.joined)]
+        numbers = (self.fragment, self.number, self.sent, self.step, *sets, self.count)
+        return _VERDICT.pack(self.kind, self.stop, *numbers, bytes.fromhex(self.line))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Verdict":
+        _, stop, fragment, number, sent, step, *sets, count, line = _VERDICT.unpack(data)
+        merged, left, joined = (tuple(site for site in range(64) if sites >> site & 1) for sites in sets)
+        return cls(number, fragment, sent, step, merged, left, joined, count, bool(stop), line.hex())
+
+    def mark(self, before: str) -> str:
+        """Return the digest of all merges up to this one. `before`: that of those before it."""
+        told = asdict(self) | {"stop": False, "line": ""}
+        return hashlib.sha256((before + json.dumps(told)).encode()).hexdigest()[: 2 * MARK_BYTES]
+
+
+@dataclass(frozen=True)
+class Told:
+    """The facts that a site which takes part anew needs besides tensors: steps done, merges recorded and their digest, `sent` (for each
+    fragment, the step at which differences were taken that are not merged yet), and the deal as it records itself."""
+
+    kind = b"t"
+    line: str
+    step: int
+    number: int
+    mark: str
+    sent: tuple[int, ...]
+    deal: dict[str, Any]
+
+    def pack(self) -> bytes:
+        return self.kind + json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Told":
+        fields = json.loads(data[1:])
+        return cls(**fields | {"sent": tuple(fields["sent"])})
+
+
+@dataclass(frozen=True)
+class Held:
+    """The merged weights of a fragment, and then its velocities: fp32 bytes of whole tensors."""
+
+    kind = b"w"
+    fragment: int
+    values: Tensor
+
+    def pack(self) -> bytes:
+        return self.kind + struct.pack(">I", self.fragment) + self.values.numpy().tobytes()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Held":
+        (fragment,) = struct.unpack_from(">I", data, 1)
+        return cls(fragment, torch.frombuffer(bytearray(data[5:]), dtype=torch.float32))
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A site that takes part anew has all merges so far, and can train."""
+
+    kind = b"r"
+    line: str
+
+    def pack(self) -> bytes:
+        return self.kind + self.line.encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Ready":
+        return cls(data[1:].decode())
+
+
+Message = Hello | Start | Difference | Verdict | Told | Held | Ready
+_KINDS = {each.kind: each for each in (Hello, Start, Difference, Verdict, Told, Held, Ready)}
+
+
+def unpack(data: bytes) -> Message:
+    """Return the message in `data`, which a site with the run's key has sent. Raises KeyError for a kind that is not known."""
+    return _KINDS[data[:1]].unpack(data)

@@ -1,0 +1,101 @@
+"""The samples that sites read: none is lost or read twice, whoever comes and goes."""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+from megalith.spec.phases import Phases
+from megalith.spec.run import RunSpec
+from megalith.spec.sites import SitesSpec, sent_after
+from megalith.spec.sites.deal import Deal, Share
+from tests.specs import tiny_run
+
+
+def _run(count: int, steps: int, **parts: object) -> RunSpec:
+    train = {"steps": steps, "global_batch": 12} | parts
+    return tiny_run(sites={"count": count}, train=train)
+
+
+def _samples(shares: Iterable[Share]) -> Counter[int]:
+    return Counter(number for share in shares for number in range(share.first, share.first + share.size))
+
+
+def _walk(deal: Deal, run: RunSpec, sites: SitesSpec, draw: random.Random) -> list[Share]:
+    """Deal out a whole run under a drawn membership, and return the shares that a merge took."""
+    phases, total = Phases.of(run), Phases.of(run).after(0, run.train.steps)
+    flying, step, taken = dict[int, int](), 0, list[Share]()
+    away = set[int]()
+
+    def merge(number: int) -> None:
+        sent = flying.pop(number)
+        due = deal.due(sent)
+        left = {site for site in deal.members if draw.random() < 0.15} if len(deal.members) > 1 else set[int]()
+        left = left if left < deal.members.keys() else set()
+        joined = {site for site in away - deal.members.keys() if draw.random() < 0.3}
+        merged = due - (left if draw.random() < 0.5 else set())  # a site may leave with its last difference
+        taken.extend(share for site in merged for after, share in deal.open.get(site, []) if after <= sent)
+        deal.merge(sent=sent, step=step, merged=merged, left=left, joined=joined)
+        away.difference_update(joined)
+        away.update(left)
+
+    while deal.left(total):
+        deal.deal(step, phases, total)
+        step += 1
+        assert step < 1000, "a run ends"
+        for number in [one for one, sent in flying.items() if sent + sites.overlap == step]:
+            merge(number)
+        for number in sent_after(step, sites):
+            flying[number] = step
+            if not sites.overlap:
+                merge(number)
+        if not deal.left(total):
+            for number in sorted(flying, key=lambda one: (flying[one], one)):
+                merge(number)
+            for number in range(sites.fragments):
+                flying[number] = step
+                merge(number)
+        everything = _samples([*deal.returned, *taken, *(share for shares in deal.open.values() for _, share in shares)])
+        assert everything == Counter(range(deal.next)), "each sample that was dealt out is in one place"
+        assert deal.merged == sum(share.size for share in taken)
+        again = Deal.of(json.loads(json.dumps(deal.record())))
+        assert again.record() == deal.record()
+        if draw.random() < 0.2:
+            deal = again  # the run is resumed
+    return taken
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_sample_is_merged_once_whoever_comes_and_goes(seed: int) -> None:
+    draw = random.Random(seed)
+    count = draw.choice((1, 2, 3, 4))
+    steps, fragments = draw.choice(((4, 1), (4, 2), (6, 3)))
+    sites = SitesSpec(count=count, inner_steps=steps, fragments=fragments, overlap=draw.choice((0, 1, 3)))
+    grows = {"batch_ramp": [{"begin": 60, "global_batch": 24}]} if draw.random() < 0.5 else {}
+    run = _run(count, draw.choice((9, 14, 20)), **grows)
+    taken = _walk(Deal.first(count), run, sites, draw)
+    assert _samples(taken) == Counter(range(Phases.of(run).after(0, run.train.steps)))
+    phases = Phases.of(run)
+    assert all(phases.at(share.first) is phases.at(share.first + share.size - 1) for share in taken)
+
+
+def test_samples_handed_back_are_dealt_out_first() -> None:
+    deal, phases = Deal.first(2), Phases.of(_run(2, 20))
+    for step in range(2):
+        deal.deal(step, phases, 240)
+    deal.merge(sent=2, step=2, merged={0}, left={1}, joined=())
+    assert deal.returned == [Share(6, 6), Share(18, 6)]
+    assert [deal.deal(step, phases, 240) for step in (2, 3, 4)] == [{0: Share(6, 6)}, {0: Share(18, 6)}, {0: Share(24, 6)}]
+    deal.merge(sent=5, step=5, merged={0}, left=(), joined={1})
+    assert deal.deal(5, phases, 240) == {0: Share(30, 6), 1: Share(36, 6)}
+    assert deal.due(5) == {0} and deal.due(6) == {0, 1}
+
+
+def test_undisturbed_sites_read_their_part_of_every_step() -> None:
+    deal, phases = Deal.first(3), Phases.of(_run(3, 4))
+    assert [deal.deal(step, phases, 48) for step in range(5)] == [
+        *({site: Share(12 * step + 4 * site, 4) for site in range(3)} for step in range(4)),
+        {},
+    ]

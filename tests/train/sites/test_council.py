@@ -1,0 +1,309 @@
+"""The agreement of sites, over a wire in this process that can be cut: who merges, who leaves, who comes back, and never two halves."""
+
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Iterable
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.fleet.secure.peers import News, PeerGone
+from megalith.spec.sites import HEAD_BYTES, VERDICT_BYTES, SitesSpec
+from megalith.train.sites import messages
+from megalith.train.sites.council import Beginning, Council, OutOfStepError, called
+from megalith.train.sites.messages import LENGTH_BYTES, Cut, Difference, Held, Hello, Ready, Start, Told, Verdict
+
+LINE = "ab" * 8
+FULL = pytest.mark.skipif(os.environ.get("MEGALITH_FULL") != "1", reason="`make test-full`")
+
+
+class Hub:
+    """All wires between sites."""
+
+    def __init__(self) -> None:
+        self.wires: dict[int, Wire] = {}
+        self.broken = set[frozenset[int]]()
+
+    def open(self, one: int, other: int) -> bool:
+        return frozenset((one, other)) not in self.broken
+
+    def cut(self, half: Iterable[int], rest: Iterable[int]) -> None:
+        self.broken |= {frozenset((one, other)) for one in half for other in rest}
+
+    def mend(self) -> None:
+        """Connect again what was cut."""
+        pairs, self.broken = self.broken, set()
+        for one, other in map(sorted, pairs):
+            self.wires[one].meet(self.wires[other])
+
+
+class Wire:
+    """One site's end of them, as `fleet.secure.peers.Peers` is."""
+
+    turned_away = 0
+
+    def __init__(self, hub: Hub, site: int, start: str) -> None:
+        self.hub, self.site, self.start, self.news = hub, site, start.encode(), deque[News]()
+        for other in hub.wires.values():
+            if other.site != site and hub.open(site, other.site):
+                self.meet(other)
+        hub.wires[site] = self
+
+    def meet(self, other: "Wire") -> None:
+        self.news.append(News(other.site, other.start, None))
+        other.news.append(News(self.site, self.start, None))
+
+    def connected(self, site: int) -> bool:
+        return site in self.hub.wires and self.hub.open(self.site, site)
+
+    def send(self, message: bytes, to: int | None = None) -> None:
+        for site, wire in self.hub.wires.items():
+            if site != self.site and to in (None, site) and self.hub.open(self.site, site):
+                wire.news.append(News(self.site, self.start, message))
+
+    def next(self, seconds: float) -> News | None:
+        if not self.news and seconds:
+            time.sleep(min(seconds, 0.005))
+        return self.news.popleft() if self.news else None
+
+    def close(self, *, seconds: float) -> None:
+        pass
+
+
+def _council(hub: Hub, site: int, *, start: str = "first", **spec: Any) -> Council:
+    sites = SitesSpec(**{"count": 3, "grace": 0.1} | spec)
+    return Council(sites, site, Wire(hub, site, start), patience=0.3, start=0.4, limit=0.4)
+
+
+def _all(hub: Hub, **spec: Any) -> list[Council]:
+    """All sites of a run, which have begun from the first weights; the first decides."""
+    found = [_council(hub, site, **spec) for site in range(spec.get("count", 3))]
+    _listen(found)
+    assert [one.begin([], 1.0) for one in found] == [Beginning(None)] * len(found)
+    _listen(found)
+    return found
+
+
+def _listen(councils: Iterable[Council]) -> None:
+    for one in [*councils] * 2:  # an answer may follow
+        one.listen()
+
+
+def _difference(step: int, *, fragment: int = 0, stop: bool = False) -> Difference:
+    return Difference(fragment, step, stop, 2.5, torch.arange(7, dtype=torch.uint8))
+
+
+MEMBERS = dict.fromkeys(range(3), 0)
+
+
+def test_a_merge_of_all() -> None:
+    councils = _all(Hub())
+    for one in councils:
+        one.post(_difference(4))
+    verdicts = [one.decide(0, 0, 4, 4, members=MEMBERS) for one in councils]
+    assert len(set(verdicts)) == 1 and verdicts[0].merged == (0, 1, 2) and not verdicts[0].left and not verdicts[0].stop
+    for one in councils:
+        assert [each.step for each in one.differences(verdicts[0], bytes_each=7)] == [4, 4, 4]
+
+
+def test_a_site_that_is_late_is_left_out_after_the_grace() -> None:
+    councils = _all(Hub())
+    for one in councils[:2]:
+        one.post(_difference(4))
+    began = time.monotonic()
+    verdict = councils[0].decide(0, 0, 4, 4, members=MEMBERS)
+    assert time.monotonic() - began >= 0.1
+    assert (verdict.merged, verdict.left, verdict.joined) == ((0, 1), (2,), ())
+    councils[2].post(_difference(4))  # it comes too late, and learns so
+    assert councils[2].decide(0, 0, 4, 4, members=MEMBERS) == verdict
+    councils[2].say_ready()
+    rest = {0: 0, 1: 0}
+    for one in councils[:2]:
+        one.post(_difference(8))
+    assert councils[0].decide(1, 0, 8, 8, members=rest).joined == (2,)
+
+
+def test_a_site_that_is_started_again_is_not_waited_for() -> None:
+    hub = Hub()
+    councils = _all(hub, grace=60.0)
+    again = _council(hub, 2, start="again", grace=60.0)
+    for one in councils[:2]:
+        one.post(_difference(4))
+    began = time.monotonic()
+    verdict = councils[0].decide(0, 0, 4, 4, members=MEMBERS)
+    assert verdict.left == (2,) and time.monotonic() - began < 30
+    assert again.begin([], 5.0) == Beginning(None, anew=True)
+    councils[0].listen()
+    assert councils[0].asking({0: 0, 1: 0}) == [2] and councils[0].asking({0: 0, 1: 0}) == [], "once"
+    told = Told(councils[0].line, 4, 1, verdict.mark(""), (-1,), {"count": 3})
+    councils[0].tell([2], told)
+    assert again.told(0.05) is None, "the weights are not there"
+    councils[0].tell([2], Held(0, torch.ones(3)))
+    assert again.told(5.0) == told and again.held(0).values.tolist() == [1, 1, 1]
+    again.say_ready()
+    for one in councils[:2]:
+        one.post(_difference(8))
+    verdict = councils[0].decide(1, 0, 8, 8, members={0: 0, 1: 0})
+    assert verdict.joined == (2,) and again.decide(1, 0, 8, 8, members={0: 0, 1: 0}) == verdict
+    assert again.differences(verdict, bytes_each=7)[1].step == 8
+
+
+def test_without_a_quorum_nobody_merges() -> None:
+    councils = _all(Hub())
+    councils[0].post(_difference(4))
+    with pytest.raises(PeerGone, match="site 1, 2 is away, and the others are no quorum"):
+        councils[0].decide(0, 0, 4, 4, members=MEMBERS)
+
+
+def test_without_the_site_that_decides_the_others_end() -> None:
+    hub = Hub()
+    councils = _all(hub)
+    hub.cut([0], [1, 2])
+    for one in councils[1:]:
+        one.post(_difference(4))
+        with pytest.raises(PeerGone, match="site 0, which decides, is away"):
+            one.decide(0, 0, 4, 4, members=MEMBERS)
+
+
+HALVES = [half for size in range(1, 5) for half in combinations(range(5), size)]
+QUICK = {(0,), (4,), (0, 1), (0, 3, 4)}
+
+
+@pytest.mark.parametrize("half", [half if half in QUICK else pytest.param(half, marks=FULL) for half in HALVES])
+def test_of_two_halves_that_are_cut_apart_at_most_one_goes_on(half: tuple[int, ...]) -> None:
+    """Sites that end are started again, as their supervisors do, and meet whom they can."""
+    hub = Hub()
+    councils = _all(hub, count=5)
+    rest = tuple(set(range(5)) - set(half))
+    hub.cut(half, rest)
+    members = dict.fromkeys(range(5), 0)
+    for one in councils:
+        one.post(_difference(4))
+    bigger = half if len(half) > len(rest) else rest
+    if 0 in bigger:
+        assert councils[0].decide(0, 0, 4, 4, members=members).left == tuple(sorted(set(range(5)) - set(bigger)))
+    else:
+        with pytest.raises(PeerGone):
+            councils[0].decide(0, 0, 4, 4, members=members)
+        again = [_council(hub, site, start="again", count=5) for site in bigger]
+        _listen(again)
+        assert {one.begin([], 1.0) for one in again} == {Beginning(None)} and len({one.line for one in again}) == 1
+    smaller = [_council(hub, site, start="later", count=5) for site in set(range(5)) - set(bigger)]
+    _listen(smaller)
+    for one in smaller[:1]:
+        with pytest.raises(PeerGone, match="more than half of 5 must be there"):
+            one.begin([], 1.0)
+
+
+@pytest.mark.parametrize("decides", [None, 1])
+@pytest.mark.parametrize("count", range(1, 7))
+def test_two_sets_without_a_common_site_are_never_both_a_quorum(count: int, decides: int | None) -> None:
+    council = Council(SitesSpec(count=count, decides=decides), 0, None, patience=1, start=1, limit=1)
+    for _ in range(200):
+        half = {site for site in range(count) if random.random() < 0.5}
+        assert not (council.quorum(half) and council.quorum(set(range(count)) - half))
+    assert decides is not None or council.quorum(range(count))
+
+
+def test_the_site_that_the_run_file_names_goes_on_alone() -> None:
+    hub = Hub()
+    councils = _all(hub, count=2, decides=0)
+    councils[0].post(_difference(4))
+    verdict = councils[0].decide(0, 0, 4, 4, members={0: 0, 1: 0})
+    assert (verdict.merged, verdict.left) == ((0,), (1,))
+    hub.cut([0], [1])
+    alone = _council(hub, 1, start="again", count=2, decides=0)
+    with pytest.raises(PeerGone, match="site 0 must be there"):
+        alone.begin([], 1.0)
+
+
+def test_a_connection_that_breaks_in_between_loses_nothing() -> None:
+    hub = Hub()
+    councils = _all(hub, grace=5.0)
+    for one in councils[1:]:
+        one.post(_difference(4))
+    hub.cut([0], [1])
+    councils[0].post(_difference(4))
+    hub.mend()
+    verdict = councils[0].decide(0, 0, 4, 4, members=MEMBERS)
+    assert verdict.merged == (0, 1, 2)
+    hub.cut([1], [0])
+    hub.mend()
+    _listen(councils)
+    assert councils[1].decide(0, 0, 4, 4, members=MEMBERS) == verdict
+    assert len(councils[1].differences(verdict, bytes_each=7)) == 3
+
+
+def test_a_site_that_is_asked_to_stop_leaves_and_the_others_go_on() -> None:
+    councils = _all(Hub())
+    for one in councils:
+        one.post(_difference(4, stop=one.site == 2))
+    verdict = councils[0].decide(0, 0, 4, 4, members=MEMBERS)
+    assert (verdict.merged, verdict.left, verdict.stop) == ((0, 1, 2), (2,), False)
+    for one in councils[:2]:
+        one.post(_difference(8, stop=one.site == 1))
+    verdict = councils[0].decide(1, 0, 8, 8, members={0: 0, 1: 0})
+    assert (verdict.merged, verdict.left, verdict.stop) == ((0, 1), (), True), "the rest would be no quorum"
+
+
+def test_another_program_is_noticed() -> None:
+    councils = _all(Hub())
+    for one in councils:
+        one.post(_difference(4))
+    verdict = councils[0].decide(0, 0, 4, 4, members=MEMBERS)
+    with pytest.raises(OutOfStepError, match="7 bytes, and site 0 expects 8"):
+        councils[0].differences(verdict, bytes_each=8)
+    with pytest.raises(OutOfStepError, match="merges fragment 0 of step 4 at step 4"):
+        councils[1].decide(0, 1, 4, 4, members=MEMBERS)
+
+
+def test_the_grace_follows_the_rounds() -> None:
+    council = Council(SitesSpec(count=1, inner_steps=2), 0, None, patience=1, start=30, limit=1)
+    assert council.grace == 30
+    council._rounds.extend((20.0, 21.0, 90.0))
+    assert council.grace == 21
+    council._rounds.extend((0.1,) * 16)
+    assert council.grace == 5
+
+
+def _cut(step: int, *members: int, mark: str = "") -> Cut:
+    return Cut(step, mark or f"m{step}", 12 * step, members)
+
+
+def test_sites_begin_from_the_newest_checkpoint_that_all_who_trained_have() -> None:
+    old, new = _cut(3, 0, 1, 2), _cut(6, 0, 1, 2)
+    assert called({0: (old, new), 1: (old, new), 2: (old,)}, None) == (old, 0)
+    assert called({0: (), 1: (old, new)}, None) == (new, 1), "a site that lost its disk does not set the others back"
+    alone = _cut(9, 0, 1)
+    assert called({0: (new, alone), 1: (alone,), 2: (new,)}, None) == (alone, 0), "2 had left"
+    assert called({0: (new,), 1: (_cut(7, 0, 1, mark="other"),)}, None)[0] == _cut(7, 0, 1, mark="other")
+    assert called({1: (), 2: ()}, None) == (None, 1)
+    with pytest.raises(ValueError, match=r"sites\.decides = 0, and site 0 has no checkpoint"):
+        called({0: (), 1: (old,)}, 0)
+
+
+def test_messages_come_back_as_they_were() -> None:
+    cut = _cut(3, 0, 1)
+    told = Told(LINE, 4, 1, "m", (-1, 4), {"count": 2})
+    every = [Hello(LINE, 1, asks=True, cuts=(cut,)), Hello(), Start(LINE, cut), Start(LINE, None), told, Ready(LINE)]
+    every += [Verdict(7, 1, 4, 6, (0, 63), (1,), (2,), 64, True, LINE), Verdict(0, 0, 1, 1, (0,), line=LINE)]
+    for message in every:
+        assert messages.unpack(message.pack()) == message
+    difference = Difference(1, 4, True, 2.5, torch.arange(7, dtype=torch.uint8), LINE)
+    found = messages.unpack(difference.pack())
+    assert isinstance(found, Difference) and torch.equal(found.encoded, difference.encoded)
+    assert (found.fragment, found.step, found.stop, found.loss, found.line) == (1, 4, True, 2.5, LINE)
+    held = messages.unpack(Held(3, torch.tensor([1.0, -0.0])).pack())
+    assert isinstance(held, Held) and held.fragment == 3 and held.values.tolist() == [1.0, 0.0]
+    assert len(difference.pack()) - 7 + LENGTH_BYTES == HEAD_BYTES
+    assert len(every[-1].pack()) + LENGTH_BYTES == VERDICT_BYTES
+
+
+def test_the_mark_names_all_merges_so_far() -> None:
+    one, other = Verdict(0, 0, 4, 4, (0, 1), line=LINE), Verdict(0, 0, 4, 4, (0,), (1,), line=LINE)
+    assert one.mark("") != other.mark("") != one.mark("x")
+    assert one.mark("") == Verdict(0, 0, 4, 4, (0, 1), stop=True, line="cd" * 8).mark(""), "neither who started nor who stops"
