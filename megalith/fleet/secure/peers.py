@@ -71,6 +71,8 @@ class _Peer:
     out: "queue.SimpleQueue[bytes | None]" = field(default_factory=queue.SimpleQueue)
     threads: list[threading.Thread] = field(default_factory=list)
     broken: threading.Event = field(default_factory=threading.Event)
+    waiting: int = 0
+    """Bytes of messages that TCP has not taken yet."""
 
 
 class Peers:
@@ -85,11 +87,14 @@ class Peers:
         address_of: Callable[[int], Address | None],
         host: str = "127.0.0.1",
         port: int = 0,
+        most_waiting: int = 1 << 40,
     ) -> None:
-        """Listen at `host`, on a free port if `port` is 0. `address_of`: where a site listens; None while that is not known. Raises
-        OSError where nothing can listen."""
+        """Listen at `host`, on a free port if `port` is 0. `address_of`: where a site listens; None while that is not known.
+        `most_waiting`: bytes that may wait for one connection; one for which more would wait is cut. Raises OSError where nothing can
+        listen."""
         self.own, self.count, self.start = own, count, secrets.token_bytes(8)
-        self._key, self._address_of = key, address_of
+        self._key, self._address_of, self._most_waiting = key, address_of, most_waiting
+        self._troubles: dict[int, str] = {}
         self._hello = _HELLO.pack(own, self.start)
         self._peers: dict[int, _Peer] = {}
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -122,12 +127,24 @@ class Peers:
         """True while there is a connection to a site."""
         return site in self._peers
 
+    def trouble(self, site: int) -> str:
+        """Return why there is no connection to a site, in words."""
+        return self._troubles.get(site, "it has not connected")
+
     def send(self, message: bytes, to: int | None = None) -> None:
         """Send a message to one site, or to all others, where there is a connection. Returns at once."""
+        slow = list[_Peer]()
         with self._changed:
             for site, peer in self._peers.items():
-                if to in (None, site):
+                if to not in (None, site):
+                    continue
+                if peer.waiting and peer.waiting + len(message) > self._most_waiting:
+                    slow.append(peer)
+                else:
+                    peer.waiting += len(message)
                     peer.out.put(message)
+        for peer in slow:
+            self._lose(peer)
 
     def next(self, seconds: float) -> News | None:
         """Return what came next from any site; None if nothing came within `seconds`."""
@@ -173,6 +190,8 @@ class Peers:
             except OSError:
                 self._lose(peer)
                 return
+            with self._changed:
+                peer.waiting -= len(message)
         with contextlib.suppress(OSError):
             peer.connection.shutdown(socket.SHUT_WR)
 
@@ -215,12 +234,14 @@ class Peers:
     def _keep_connected(self, site: int) -> None:
         """Connect to a site, and again whenever the connection breaks. Nobody may be there, or strangers take its places."""
         while not self._closed.is_set():
-            if (address := self._address_of(site)) is not None and (peer := self._connect(site, address)) is not None:
+            if (address := self._address_of(site)) is None:
+                self._troubles[site] = "its address is not known: it has not started"
+            elif (peer := self._connect(site, address)) is not None:
                 peer.broken.wait()
             self._closed.wait(AGAIN_SECONDS)
 
     def _connect(self, site: int, address: Address) -> _Peer | None:
-        connection = None
+        connection, trouble = None, "who listens there has another key"
         try:
             connection = socket.create_connection(address, timeout=PROOF_SECONDS)
             _prepare(connection)
@@ -233,8 +254,12 @@ class Peers:
                 number, start = _HELLO.unpack(_first(connection, ends[1]))
                 if number == site:
                     return self._take(site, start, connection, *ends)
-        except (OSError, EOFError, ValueError, struct.error):
-            pass
+                trouble = f"site {number} listens there"
+        except OSError as error:
+            trouble = error.strerror or str(error)
+        except (EOFError, ValueError, struct.error) as error:
+            trouble = str(error)
+        self._troubles[site] = f"{address[0]}:{address[1]}: {trouble}"
         if connection is not None:
             connection.close()
         return None
@@ -308,7 +333,7 @@ def _first(connection: socket.socket, opener: Opener) -> bytes:
     while True:
         data = connection.recv(READ_BYTES)
         if not data:
-            raise EOFError("closed")
+            raise EOFError("the other end has closed the connection")
         for payload in opener.feed(data):
             return payload
         if opener.dropped:
@@ -320,6 +345,6 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     while len(data) < count:
         more = connection.recv(count - len(data))
         if not more:
-            raise EOFError("closed")
+            raise EOFError("the other end has closed the connection")
         data += more
     return data

@@ -43,6 +43,10 @@ class Wire(Protocol):
         """True while there is a connection to a site."""
         ...
 
+    def trouble(self, site: int) -> str:
+        """Return why there is no connection to a site, in words."""
+        ...
+
     @property
     def turned_away(self) -> int:
         """Connections that did not prove the run's key."""
@@ -152,9 +156,11 @@ class Council:
                     return self._begun(start, self.site)
         if time.monotonic() - self._since < self._limit:
             return None
-        met = ", ".join(map(str, sorted(self._here))) or "nobody"
-        need = f"more than half of {self.spec.count}" if self.spec.decides is None else f"site {self.spec.decides}"
-        raise PeerGone(f"site {self.site} has met {met} within {self._limit:.0f} s, and {need} must be there")
+        need = f"more than half of the {self.spec.count} sites" if self.spec.decides is None else f"site {self.spec.decides}"
+        away = [site for site in range(self.spec.count) if site != self.site and not self._wire.connected(site)]
+        why = "; ".join(f"site {site}: {self._wire.trouble(site)}" for site in away)
+        refused = f". {self.turned_away} connections did not prove the run's key" if self.turned_away else ""
+        raise PeerGone(f"no quorum within {self._limit:.0f} s: {need} must be there, and site {self.site} misses {why}{refused}")
 
     def _begun(self, start: Start, decider: int) -> Beginning:
         self._follow(start.line, decider)
@@ -230,8 +236,7 @@ class Council:
             return None
         if due and not self.quorum(got):
             if not self.quorum(got | may_come) or waited >= self._patience:
-                who = ", ".join(map(str, sorted(due - got)))
-                raise PeerGone(f"site {who} is away, and the others are no quorum: waited {waited:.0f} s at step {step}")
+                raise PeerGone(f"{_are(due - got)} away, and the others are no quorum: waited {waited:.0f} s at step {step}")
             return None
         left = (due - got) | {site for site in members if site != self.site and not self._takes_part(site)}
         leaving = {site for site, one in self._there(fragment, sent).items() if site in got and one.stop}
@@ -275,9 +280,8 @@ class Council:
         began = time.monotonic()
         while missing := set(verdict.merged) - there.keys():
             if time.monotonic() - began >= self.grace:
-                who = ", ".join(map(str, sorted(missing)))
                 raise PeerGone(
-                    f"site {who} is away from site {self.site}, and the others have merged its difference of step {verdict.sent}"
+                    f"{_are(missing)} away from site {self.site}, and the others have merged what was sent after step {verdict.sent}"
                 )
             self._hear(TURN_SECONDS)
             there = self._there(verdict.fragment, verdict.sent)
@@ -407,6 +411,11 @@ class Council:
                 self._ours[site] = self._here[site]
             case _:  # of a line that is over
                 pass
+
+
+def _are(sites: Collection[int]) -> str:
+    """Return the beginning of a sentence about sites."""
+    return f"site{'s' * (len(sites) > 1)} {', '.join(map(str, sorted(sites)))} {'are' if len(sites) > 1 else 'is'}"
 
 
 def called(offered: Mapping[int, Sequence[Cut]], decides: int | None) -> tuple[Cut | None, int]:

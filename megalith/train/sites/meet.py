@@ -1,6 +1,6 @@
 """A site's part in a run across sites: its connections to the others, and where its ranks begin."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from megalith.fleet.secure import key
 from megalith.fleet.secure.key import NoKey
 from megalith.fleet.secure.peers import Address, Peers
 from megalith.parallel.groups import another
-from megalith.spec.sites import SitesSpec, folder_of, fragments
+from megalith.spec.sites import HEAD_BYTES, Fragment, SitesSpec, folder_of, fragments
 from megalith.train.assemble import Trainer
 from megalith.train.sites.council import Council
 from megalith.train.sites.merge import Progress, Sites
@@ -19,6 +19,8 @@ from megalith.train.sites.state import OuterState
 from megalith.train.sites.whole import Wholes
 
 LOOPBACK = "127.0.0.1"
+SLOW_ROUNDS = 4  # whose differences may wait for a link before the site behind it is cut off, so that memory stays bounded
+SPARE_BYTES = 1 << 20  # for verdicts and what else is short
 ADDRESS_FILE = "site.address"
 """The address at which the leader of a site listens, in the site's folder: for the other sites of this machine."""
 
@@ -40,7 +42,7 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object]) -> Site
     leads = trainer.groups.rank == 0
     state = OuterState(trainer.state, cut, spec, leads=leads)
     site = spec.site or 0
-    peers = _listen(spec, site, folder) if leads and spec.count > 1 else None
+    peers = _listen(spec, site, folder, most_waiting=_most_waiting(cut)) if leads and spec.count > 1 else None
     council = None
     if leads:
         patience, start = run.launch.timeout, run.launch.start_timeout
@@ -48,7 +50,13 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object]) -> Site
     return Sites(run, cut, state, wholes, site=site, council=council)
 
 
-def _listen(spec: SitesSpec, site: int, folder: Path) -> Peers:
+def _most_waiting(cut: Sequence[Fragment]) -> int:
+    """Return the bytes that may wait to be sent to a site: weights and velocities, and the differences of SLOW_ROUNDS rounds."""
+    whole = sum(8 * piece.numel for fragment in cut for piece in fragment.pieces)
+    return whole + SLOW_ROUNDS * sum(HEAD_BYTES + fragment.bytes for fragment in cut) + SPARE_BYTES
+
+
+def _listen(spec: SitesSpec, site: int, folder: Path, *, most_waiting: int) -> Peers:
     if (secret := key.given()) is None:
         names = f"{key.VARIABLE} or {key.FILE_VARIABLE}"
         raise NoKey(f"sites know each other by the run's key, and this rank was given none. Set {names}: megalith key makes one")
@@ -61,7 +69,7 @@ def _listen(spec: SitesSpec, site: int, folder: Path) -> Peers:
         return parsed(path.read_text(encoding="ascii")) if path.is_file() else None
 
     host, port = parsed(spec.addresses[site]) if spec.addresses else (LOOPBACK, 0)
-    peers = Peers(site, spec.count, secret, address_of=address_of, host=host, port=port)
+    peers = Peers(site, spec.count, secret, address_of=address_of, host=host, port=port, most_waiting=most_waiting)
     if not spec.addresses:
         disk.write_whole(folder / ADDRESS_FILE, f"{peers.address[0]}:{peers.address[1]}")
     peers.open()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megalith.spec.sites import FULL, Fragment, SitesSpec
 from megalith.spec.state import MASTER
+from megalith.train.stability.adaptive_clip import UNKNOWN
 from megalith.train.state import State, like
 
 NOT_SENT = -1
@@ -61,6 +62,8 @@ class OuterState:
             self.weights[name].copy_(anchor)
         for share in (*self._inner.shares("optimizer").values(), *self.feedback.values()):
             share.zero_()
+        for usual in self._inner.usual.values():
+            usual.fill_(UNKNOWN)
         self._inner.updates = 0
 
     def cut(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -113,6 +113,27 @@ def test_another_key_is_refused() -> None:
             one.open()
         until(lambda: sites[0].turned_away > 0, seconds=PATIENCE)
         assert not sites[0].connected(1) and not sites[1].connected(0)
+        until(lambda: "has another key" in sites[1].trouble(0), seconds=PATIENCE)
+
+
+def test_it_is_known_why_a_site_is_missing() -> None:
+    with _sites(3) as sites:
+        sites[0].close(seconds=0.0)
+        sites[2].open()
+        until(lambda: "refused" in sites[2].trouble(0), seconds=PATIENCE)
+        assert sites[2].trouble(0).startswith("127.0.0.1:") and sites[1].trouble(2) == "it has not connected"
+
+
+def test_a_link_that_is_too_slow_fills_no_memory() -> None:
+    """The connection is cut, and both ends learn of it; what waited is lost."""
+    with _sites(2) as sites:
+        sites[0]._most_waiting = 64 * PIECE_BYTES
+        _open(sites)
+        stuck, there = sites[1]._peers[0], sites[0]._peers[1]
+        stuck.opener.feed = lambda data: time.sleep(PATIENCE) or iter(())  # type: ignore[method-assign, func-returns-value]
+        while not there.broken.is_set():
+            sites[0].send(bytes(PIECE_BYTES))
+        assert there.waiting <= 64 * PIECE_BYTES
 
 
 STRANGERS = {

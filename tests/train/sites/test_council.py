@@ -60,6 +60,9 @@ class Wire:
     def connected(self, site: int) -> bool:
         return site in self.hub.wires and self.hub.open(self.site, site)
 
+    def trouble(self, site: int) -> str:
+        return "no route"
+
     def send(self, message: bytes, to: int | None = None) -> None:
         for site, wire in self.hub.wires.items():
             if site != self.site and to in (None, site) and self.hub.open(self.site, site):
@@ -155,7 +158,7 @@ def test_a_site_that_is_started_again_is_not_waited_for() -> None:
 def test_without_a_quorum_nobody_merges() -> None:
     councils = _all(Hub())
     councils[0].post(_difference(4))
-    with pytest.raises(PeerGone, match="site 1, 2 is away, and the others are no quorum"):
+    with pytest.raises(PeerGone, match="sites 1, 2 are away, and the others are no quorum"):
         councils[0].decide(0, 0, 4, 4, members=MEMBERS)
 
 
@@ -195,7 +198,7 @@ def test_of_two_halves_that_are_cut_apart_at_most_one_goes_on(half: tuple[int, .
     smaller = [_council(hub, site, start="later", count=5) for site in set(range(5)) - set(bigger)]
     _listen(smaller)
     for one in smaller[:1]:
-        with pytest.raises(PeerGone, match="more than half of 5 must be there"):
+        with pytest.raises(PeerGone, match="more than half of the 5 sites must be there"):
             one.begin([], 1.0)
 
 
@@ -217,7 +220,7 @@ def test_the_site_that_the_run_file_names_goes_on_alone() -> None:
     assert (verdict.merged, verdict.left) == ((0,), (1,))
     hub.cut([0], [1])
     alone = _council(hub, 1, start="again", count=2, decides=0)
-    with pytest.raises(PeerGone, match="site 0 must be there"):
+    with pytest.raises(PeerGone, match="site 0 must be there, and site 1 misses site 0: no route"):
         alone.begin([], 1.0)
 
 

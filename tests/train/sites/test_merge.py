@@ -211,6 +211,22 @@ def test_three_sites_and_one() -> None:
     assert _different(_run("alone", "streaming", 1)) == []
 
 
+def _anew(rank: int, spec: RunSpec) -> list[float]:
+    trainer = assemble(spec, groups=mesh_groups(spec, torch.device("cpu"), everyone()), device=torch.device("cpu"))
+    sites = build(trainer, Path(), beat=lambda: None)
+    trainer.state.updates = 5
+    for share in [*trainer.state.shares("optimizer").values(), *trainer.state.usual.values()]:
+        share.fill_(3.0)
+    sites.state.begin_anew()
+    kept = [*trainer.state.shares("optimizer").values(), *trainer.state.usual.values()]
+    return [trainer.state.updates, *(float(value) for share in kept for value in share.unique())]
+
+
+def test_a_site_that_begins_anew_forgets_moments_and_usual_norms() -> None:
+    spec = tiny_run(sites={"count": 1}, optimizer={"adaptive_clip": 1.05})
+    assert set(run_ranks(_anew, 1, spec)[0]) == {0.0, float("inf")}
+
+
 FAULTS = {"sign": 2, "late": 2, "left out": 2, "no feedback": 2, "order": 3, "rounding": 2}
 
 
