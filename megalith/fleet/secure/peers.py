@@ -1,9 +1,9 @@
 """Authenticated connections between the processes that lead a run's sites: every site has one to every other that is there.
 
 A site connects to those before it, again and again while they are away. Both ends of a connection prove that they know the run's key
-(`fleet.secure.session`), and each frame carries a MAC and a counter. Nothing is encrypted. Threads send and receive, so that a rank
-computes meanwhile. Messages of one connection arrive whole, and in the order in which they were sent; those that a broken connection
-loses are the caller's to send again.
+(`fleet.secure.session`), and each frame carries a MAC and a counter, encrypted or not (`fleet.secure.tls`). Threads send and receive, so
+that a rank computes meanwhile. Messages of one connection arrive whole, and in the order in which they were sent; those that a broken
+connection loses are the caller's to send again.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ from megalith.fleet.secure.session import (
     TooLong,
 )
 from megalith.fleet.secure.store_server import listen
+from megalith.fleet.secure.tls import Connection, Tls
 
 PIECE_BYTES = 1 << 20  # of a message in one frame
 READ_BYTES = 1 << 18
@@ -65,7 +66,7 @@ class _Peer:
 
     site: int
     start: bytes
-    connection: socket.socket
+    connection: Connection
     sealer: Sealer
     opener: Opener
     out: "queue.SimpleQueue[bytes | None]" = field(default_factory=queue.SimpleQueue)
@@ -88,12 +89,14 @@ class Peers:
         host: str = "127.0.0.1",
         port: int = 0,
         most_waiting: int = 1 << 40,
+        tls: Tls | None = None,
     ) -> None:
         """Listen at `host`, on a free port if `port` is 0. `address_of`: where a site listens; None while that is not known.
-        `most_waiting`: bytes that may wait for one connection; one for which more would wait is cut. Raises OSError where nothing can
-        listen."""
+        `most_waiting`: bytes that may wait for one connection; one for which more would wait is cut. `tls`: encrypt connections. Raises
+        OSError where nothing can listen."""
         self.own, self.count, self.start = own, count, secrets.token_bytes(8)
         self._key, self._address_of, self._most_waiting = key, address_of, most_waiting
+        self._tls = tls
         self._troubles: dict[int, str] = {}
         self._hello = _HELLO.pack(own, self.start)
         self._peers: dict[int, _Peer] = {}
@@ -167,7 +170,7 @@ class Peers:
 
     # --- one connection ---
 
-    def _take(self, site: int, start: bytes, connection: socket.socket, sealer: Sealer, opener: Opener) -> _Peer:
+    def _take(self, site: int, start: bytes, connection: Connection, sealer: Sealer, opener: Opener) -> _Peer:
         connection.settimeout(None)
         peer = _Peer(site, start, connection, sealer, opener)
         with self._changed:
@@ -241,10 +244,12 @@ class Peers:
             self._closed.wait(AGAIN_SECONDS)
 
     def _connect(self, site: int, address: Address) -> _Peer | None:
-        connection, trouble = None, "who listens there has another key"
+        connection: Connection | None = None
+        trouble = "who listens there has another key"
         try:
-            connection = socket.create_connection(address, timeout=PROOF_SECONDS)
-            _prepare(connection)
+            plain = connection = socket.create_connection(address, timeout=PROOF_SECONDS)
+            _prepare(plain)
+            connection = plain if self._tls is None else self._tls.connect(plain, address[0])
             handshake = ClientHandshake(self._key, _exactly(connection, GREETING_BYTES))
             connection.sendall(handshake.proof)
             first = _exactly(connection, 1)
@@ -279,14 +284,15 @@ class Peers:
             else:
                 self._turn_away(connection)
 
-    def _judge(self, connection: socket.socket, places: threading.BoundedSemaphore) -> None:
+    def _judge(self, plain: socket.socket, places: threading.BoundedSemaphore) -> None:
         """Let a connection in if it proves the key within PROOF_SECONDS, and is of a site after this one."""
-        timer = threading.Timer(PROOF_SECONDS, _cut, (connection,))  # each byte may come in time, and the whole not
+        timer = threading.Timer(PROOF_SECONDS, _cut, (plain,))  # each byte may come in time, and the whole not
         timer.daemon = True
         timer.start()
         try:
-            _prepare(connection)
-            connection.settimeout(PROOF_SECONDS)
+            _prepare(plain)
+            plain.settimeout(PROOF_SECONDS)
+            connection = plain if self._tls is None else self._tls.accept(plain)
             handshake = ServerHandshake(self._key)
             connection.sendall(handshake.greeting)
             reply, ends = handshake.answer(_exactly(connection, PROOF_BYTES))
@@ -299,7 +305,7 @@ class Peers:
                 raise ValueError("no site that is awaited")
             connection.sendall(sealer.seal(self._hello))
         except (OSError, EOFError, ValueError, struct.error):
-            self._turn_away(connection)
+            self._turn_away(plain)
         else:
             timer.cancel()
             self._take(number, start, connection, sealer, opener)
@@ -323,12 +329,12 @@ def _prepare(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _cut(connection: socket.socket) -> None:
+def _cut(connection: Connection) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _first(connection: socket.socket, opener: Opener) -> bytes:
+def _first(connection: Connection, opener: Opener) -> bytes:
     """The first message of a proved connection: a hello, which is one frame and nothing behind it."""
     while True:
         data = connection.recv(READ_BYTES)
@@ -340,7 +346,7 @@ def _first(connection: socket.socket, opener: Opener) -> bytes:
             raise ValueError("an altered frame")
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _exactly(connection: Connection, count: int) -> bytes:
     data = b""
     while len(data) < count:
         more = connection.recv(count - len(data))

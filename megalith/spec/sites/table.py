@@ -14,6 +14,14 @@ FULL = 32
 """Bits of an element that is sent as it is."""
 
 
+class TlsSpec(Spec):
+    """Files in PEM with which a site encrypts its connections, on each machine that leads one."""
+
+    certificate: Path = Field(description="this site's certificate, which names its address")
+    key: Path = Field(description="the private key of that certificate")
+    authority: Path = Field(description="certificate of the authority that signed the certificates of all sites")
+
+
 class SitesSpec(Spec):
     """Groups of ranks that train apart and merge their weights every `inner_steps` steps."""
 
@@ -49,6 +57,7 @@ class SitesSpec(Spec):
         default=None,
         description="seconds that a merge waits for a site; default: as long as inner_steps steps take, and 5 s at least",
     )
+    tls: TlsSpec | None = Field(default=None, description="encrypt connections between sites; default: authenticate them only")
 
     @property
     def own_share(self) -> float:

@@ -9,6 +9,7 @@ from megalith.checkpoint.folder import DamagedCheckpointError, committed, read_m
 from megalith.fleet.secure import key
 from megalith.fleet.secure.key import NoKey
 from megalith.fleet.secure.peers import Address, Peers
+from megalith.fleet.secure.tls import Tls
 from megalith.parallel.groups import another
 from megalith.spec.sites import HEAD_BYTES, Fragment, SitesSpec, folder_of, fragments
 from megalith.train.assemble import Trainer
@@ -23,6 +24,10 @@ SLOW_ROUNDS = 4  # whose differences may wait for a link before the site behind 
 SPARE_BYTES = 1 << 20  # for verdicts and what else is short
 ADDRESS_FILE = "site.address"
 """The address at which the leader of a site listens, in the site's folder: for the other sites of this machine."""
+
+
+class NoCertificate(RuntimeError):  # noqa: N818  # it says what is missing
+    """The files of `sites.tls` cannot be read, or do not belong together."""
 
 
 def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object]) -> Sites:
@@ -69,11 +74,23 @@ def _listen(spec: SitesSpec, site: int, folder: Path, *, most_waiting: int) -> P
         return parsed(path.read_text(encoding="ascii")) if path.is_file() else None
 
     host, port = parsed(spec.addresses[site]) if spec.addresses else (LOOPBACK, 0)
-    peers = Peers(site, spec.count, secret, address_of=address_of, host=host, port=port, most_waiting=most_waiting)
+    tls = _tls(spec)
+    peers = Peers(site, spec.count, secret, address_of=address_of, host=host, port=port, most_waiting=most_waiting, tls=tls)
     if not spec.addresses:
         disk.write_whole(folder / ADDRESS_FILE, f"{peers.address[0]}:{peers.address[1]}")
     peers.open()
     return peers
+
+
+def _tls(spec: SitesSpec) -> Tls | None:
+    if (files := spec.tls) is None:
+        return None
+    try:
+        return Tls.of(files.certificate, files.key, files.authority)
+    except OSError as error:
+        named = ", ".join(map(str, (files.certificate, files.key, files.authority)))
+        reason = error.strerror or error
+        raise NoCertificate(f"sites.tls names {named}: {reason}. docs/guide/sites.md has the commands that make them") from error
 
 
 def parsed(address: str) -> Address:

@@ -20,6 +20,7 @@ from megalith.train.sites import codes, merge, outer
 from megalith.train.sites.meet import build
 from megalith.train.sites.merge import Sites
 from megalith.train.sites.messages import LENGTH_BYTES
+from tests import certificates
 from tests.keys import GIVEN
 from tests.ranks import everyone, run_ranks
 from tests.specs import tiny_run
@@ -203,6 +204,12 @@ def test_a_merge_is_the_references(method: str) -> None:
 )
 def test_it_does_not_depend_on_the_plan(plan: str, method: str) -> None:
     assert _different(_run(plan, method, 2)) == []
+
+
+def test_encryption_changes_no_bit(tmp_path: Path) -> None:
+    certificates.authority(tmp_path)
+    sites = METHODS["diloco"] | {"count": 2, "tls": certificates.site(tmp_path, "site")}
+    assert _different(tiny_run(sites=sites, train={"steps": STEPS})) == []
 
 
 @FULL

@@ -1,0 +1,135 @@
+"""Encrypted connections: TLS 1.3, in which each end verifies the other's certificate.
+
+The socket is read by one thread and written by another at the same time, which OpenSSL does not allow on one connection. So records are
+made and opened in memory, under a lock that nobody holds while the network is waited for.
+"""
+
+import contextlib
+import socket
+import ssl
+import threading
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+RECORD_BYTES = 1 << 14  # the most that TLS puts into one record
+
+
+class Connection(Protocol):
+    """The part of a socket that a connection between sites uses."""
+
+    def recv(self, count: int, /) -> bytes:
+        """Return what came, `count` bytes at most; nothing at the end."""
+        ...
+
+    def sendall(self, data: bytes, /) -> None:
+        """Send all of `data`."""
+        ...
+
+    def settimeout(self, seconds: float | None, /) -> None:
+        """Limit each wait for the network."""
+        ...
+
+    def shutdown(self, how: int, /) -> None:
+        """End one direction, or both."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection."""
+        ...
+
+
+class Tls(NamedTuple):
+    """How this end connects and listens."""
+
+    client: ssl.SSLContext
+    server: ssl.SSLContext
+
+    @classmethod
+    def of(cls, certificate: Path, key: Path, authority: Path) -> "Tls":
+        """Read this end's certificate, its private key, and the certificate of the authority that signed both ends' (PEM). Raises OSError
+        where a file cannot be read or does not fit."""
+        found = [ssl.SSLContext(protocol) for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)]
+        for context in found:
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_cert_chain(certificate, key)
+            context.load_verify_locations(authority)
+        found[1].num_tickets = 0  # nobody resumes a session: a ticket would be written while another thread writes
+        return cls(*found)
+
+    def connect(self, connection: socket.socket, host: str) -> "Encrypted":
+        """Encrypt a connection that this end has made to `host`, which the other's certificate must name. Raises OSError."""
+        return Encrypted(connection, self.client, host=host)
+
+    def accept(self, connection: socket.socket) -> "Encrypted":
+        """Encrypt a connection that the other end has made. Raises OSError."""
+        return Encrypted(connection, self.server)
+
+
+class Encrypted:
+    """A connected socket with TLS above it. One thread may receive while another sends."""
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, host: str | None = None) -> None:
+        """Do the handshake. `host`: where this end has connected to; None: it was connected to. Raises OSError where the other end proves
+        nothing, and leaves the socket open."""
+        self._socket = connection
+        self._came, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._came, self._leaving, server_side=host is None, server_hostname=host)
+        self._lock, self._turn = threading.Lock(), threading.Lock()
+        try:
+            while True:
+                try:
+                    self._tls.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    self._flush()
+                    self._feed(self._socket.recv(RECORD_BYTES))
+        finally:
+            with contextlib.suppress(OSError):
+                self._flush()  # the end of the handshake, or what was wrong with it
+
+    def recv(self, count: int, /) -> bytes:
+        """Return what came, `count` bytes at most; nothing at the end. Raises OSError."""
+        while True:
+            with self._lock:
+                try:
+                    return self._tls.read(count)
+                except ssl.SSLWantReadError:
+                    pass
+                except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+                    return b""  # also where it was cut: the frames inside say whether anything is missing
+            data = self._socket.recv(count)
+            with self._lock:
+                self._feed(data)
+
+    def sendall(self, data: bytes, /) -> None:
+        """Send all of `data`. Raises OSError."""
+        rest = memoryview(data)
+        with self._turn:  # records must leave in the order in which they were made
+            while rest:
+                with self._lock:
+                    rest = rest[self._tls.write(rest[:RECORD_BYTES]) :]
+                    record = self._leaving.read()
+                self._socket.sendall(record)
+
+    def settimeout(self, seconds: float | None, /) -> None:
+        """Limit each wait for the network."""
+        self._socket.settimeout(seconds)
+
+    def shutdown(self, how: int, /) -> None:
+        """End one direction, or both."""
+        self._socket.shutdown(how)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _feed(self, data: bytes) -> None:
+        if data:
+            self._came.write(data)
+        else:
+            self._came.write_eof()
+
+    def _flush(self) -> None:
+        if record := self._leaving.read():
+            self._socket.sendall(record)
