@@ -13,7 +13,7 @@ from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import AUTO, Plan, StateSpec, segment_size
 from megalith.spec.problem import near
-from megalith.spec.sizes import Count, count_model
+from megalith.spec.sizes import Count, count_model, own_tensors
 from megalith.spec.state import GRADIENT, LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of
 from megalith.spec.treatment import kinds, masters_of, slots_of
 
@@ -226,7 +226,10 @@ def _saved_numbers(block: BlockSpec, dim: int) -> int:
     queries, keys, values and output; of Mamba-2 what its projections give, the recurrence's output and its norm's; the MLP's gate and
     up, activation(gate) and their product, of each expert it meets."""
     halves = bool(block.attention or block.mamba) + bool(block.mlp)
-    return 2 * dim * halves + _saved_by_mixer(block) + (_saved_by_mlp(block.mlp, dim) if block.mlp else 0)
+    own = own_tensors(block, dim)  # of an own half, twice what its matrices give
+    saved = 2 * dim * halves + 2 * sum(each.shape[0] for half in own.values() for each in half if each.role == "matrix")
+    saved += 0 if "attention" in own else _saved_by_mixer(block)
+    return saved + (0 if "mlp" in own or block.mlp is None else _saved_by_mlp(block.mlp, dim))
 
 
 def _saved_by_mixer(block: BlockSpec) -> int:

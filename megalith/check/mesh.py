@@ -4,6 +4,7 @@ from math import gcd
 
 from megalith.check.case import Case, Found, advice, divisors, error, next_multiple
 from megalith.spec.model import AttentionSpec, MlpSpec, MoeSpec
+from megalith.spec.sizes import own_tensors
 
 
 def replicate_divides_data(case: Case) -> Found:
@@ -55,7 +56,8 @@ def kv_heads_meet_the_tensor_ranks(case: Case) -> Found:
     """Tensor ranks share out the heads of keys and values, or each has the one that its queries need."""
     tensor = case.plan.tensor
     for block, name in case.blocks.items():
-        heads = block.attention.kv_heads if isinstance(block.attention, AttentionSpec) else tensor
+        attention = block.attention
+        heads = attention.kv_heads if isinstance(attention, AttentionSpec) and not attention.own else tensor
         if heads % tensor and tensor % heads:
             reason = f"neither divides kv_heads = {heads} ({name}.attention) nor is a multiple of it"
             yield error("plan.tensor", tensor, reason, divisors("tensor", heads, tensor))
@@ -143,12 +145,19 @@ def _split_sizes(case: Case) -> dict[tuple[str, str], int]:
     if case.model.embedding.positions is not None:
         sizes["context", "embedding"] = case.model.embedding.positions
     for block, name in case.blocks.items():
-        if block.attention:
+        declared = own_tensors(block, case.model.dim)
+        sizes |= {
+            (f"the {each.cut} of {each.name}", f"{name}.{half}"): each.units
+            for half, tensors in declared.items()
+            for each in tensors
+            if each.cut
+        }
+        if block.attention and "attention" not in declared:
             sizes["heads", f"{name}.attention"] = block.attention.heads
         if block.mamba:
             sizes["groups", f"{name}.mamba"] = block.mamba.groups  # and with them the heads
-        if isinstance(block.mlp, MlpSpec):
+        if isinstance(block.mlp, MlpSpec) and "mlp" not in declared:
             sizes["ffn", f"{name}.mlp"] = block.mlp.hidden
-        elif block.mlp and block.mlp.shared:
+        elif isinstance(block.mlp, MoeSpec) and block.mlp.shared:
             sizes["shared", f"{name}.mlp"] = block.mlp.shared
     return sizes

@@ -8,6 +8,7 @@ from megalith.check.case import Case, Found, advice, error, next_multiple
 from megalith.spec.lengths import DECAYING
 from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, MoeSpec
 from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, is_narrow, settled, stays_wide, tile_of
+from megalith.spec.sizes import own_tensors
 
 
 class Cut(NamedTuple):
@@ -191,7 +192,15 @@ def _cuts(block: BlockSpec, case: Case) -> Iterator[Cut]:
     """The channels of a block that the plan splits."""
     tensor, experts = case.plan.tensor, case.plan.expert_tensor
     if tensor > 1:
-        for layers, channels, share in (*_mixer(block, tensor), *_mlp(block, tensor)):
+        own = own_tensors(block, case.model.dim) if case.model else {}
+        cuts = [] if "attention" in own else list(_mixer(block, tensor))
+        cuts += [] if "mlp" in own else list(_mlp(block, tensor))
+        for half, tensors in own.items():
+            sizes = [
+                (f"{half}.{each.name.removesuffix('.weight')}", each.shape[each.cut == "inputs"]) for each in tensors if each.cut
+            ]
+            cuts += [((layer,), size, size // tensor) for layer, size in sizes]
+        for layers, channels, share in cuts:
             yield Cut("tensor", layers, channels, share)
     if experts > 1 and isinstance(block.mlp, MoeSpec):
         yield Cut("expert_tensor", ("mlp.experts",), block.mlp.hidden, block.mlp.hidden // experts)

@@ -59,8 +59,12 @@ def clipping_makes_sense(case: Case) -> Found:
     if optimizer.qk_clip and case.model is not None:
         layers = sum(block.attention is not None for block in case.blocks)
         normed = sum(getattr(block.attention, "qk_norm", None) is not None for block in case.blocks)
+        own = next((name for block in case.blocks if (name := getattr(block.attention, "own", None))), None)
         if not layers:
             yield error("optimizer.qk_clip", optimizer.qk_clip, "has no attention to clip in this model", "Use qk_clip = 0.")
+        elif own:
+            reason = f"does not know which weights of {own}, an own attention, make its queries and keys"
+            yield error("optimizer.qk_clip", optimizer.qk_clip, reason, "Use qk_clip = 0, or Megalith's attention.")
         elif normed:
             reason = f"scales weights in front of a norm, in {normed} of {layers} layers: that norm bounds their logits already"
             yield error("optimizer.qk_clip", optimizer.qk_clip, reason, "Use qk_clip = 0, or a model without qk_norm.")

@@ -2,9 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
+
+from pydantic import ValidationError
 
 from megalith import own
 from megalith.check.case import Case, Found, error
+from megalith.spec import parts
 from megalith.spec.base import AbsentError
 from megalith.spec.optimizers import admit as admit_optimizer
 from megalith.spec.problem import Problem
@@ -26,6 +30,8 @@ def admit(spec: RunSpec, provenance: Mapping[str, str]) -> tuple[list[Problem], 
         try:
             if key.startswith("optimizer."):
                 admit_optimizer(name)
+            elif key.startswith("model."):
+                admit_part(spec, key, name)
             elif not (callable(found := own.load(name)) or hasattr(found, "after_step")):
                 raise own.OwnPartError(f"it is a {type(found).__name__}, which cannot be called")
             sources[f"{key}.source"] = f"sha256 {own.digest(name)}"
@@ -33,6 +39,32 @@ def admit(spec: RunSpec, provenance: Mapping[str, str]) -> tuple[list[Problem], 
             source = provenance.get(key) or provenance.get(key.rpartition(".")[0], "")
             problems.append(Problem("error", key, name, str(fault), WAY_OUT, source))
     return problems, sources
+
+
+def admit_part(spec: RunSpec, key: str, name: str) -> None:
+    """Import a part of the model, and ask it for the sizes that this model needs. Raises own.OwnPartError."""
+    parts.admit(name, key.removeprefix("model."))
+    try:
+        with suppress(ValidationError):  # sizes that make no model: other rules say why
+            model = spec.model.build()
+            for block in dict.fromkeys(model.blocks):
+                parts.declared(name, model.dim, getattr(block, parts.PARTS[name].kind))
+    except own.OwnPartError:
+        parts.PARTS.pop(name)
+        raise
+
+
+def own_parts_fit_the_plan(case: Case) -> Found:
+    """An own attention without a core needs whole sequences, and has no core to recompute."""
+    name = getattr(case.spec.model, "attention", None)
+    if name is None or parts.PARTS[name].core:
+        return
+    if case.plan.context > 1:
+        reason = f"splits sequences, and {name} does not say that its tokens see each other through self.core alone"
+        yield error("plan.context", case.plan.context, reason, "Use 1, or an attention that says core = True.")
+    if "attention.core" in case.plan.recompute_parts and case.plan.recompute == "selective":
+        reason = f"names attention.core, and {name} does not say that it has one"
+        yield error("plan.recompute_parts", list(case.plan.recompute_parts), reason, 'Name "attention".')
 
 
 def state_is_at_hand(case: Case) -> Found:

@@ -179,6 +179,7 @@ RULES: tuple[Rule, ...] = (
     Rule("optimizer", optimizer.matrices_fit),
     Rule("optimizer", optimizer.clipping_makes_sense),
     Rule("optimizer", optimizer.rates_scale),
+    Rule("own", own.own_parts_fit_the_plan),
     Rule("own", own.state_is_at_hand),
     Rule("own", own.callbacks_are_the_same_everywhere),
     Rule("moments", moments.blocks_lie_inside_shards),

@@ -28,6 +28,7 @@ from megalith.data import tokenizer as tokenizers
 from megalith.data.tokenizer import TOKENIZER_CONFIG_FILE, Tokenizer
 from megalith.models.stage import Stage
 from megalith.spec.families import Model
+from megalith.spec.parts import named_by
 
 __all__ = [
     "ForeignModelError",
@@ -52,7 +53,9 @@ OUTPUT = "lm_head.weight"  # outside their prefix, and not a tensor of its own w
 
 
 def _foreign(spec: Model) -> Foreign:
-    """Raises ValueError for a family that transformers has not."""
+    """Raises ValueError for a family that transformers has not, and for a model with own parts."""
+    if mine := named_by(spec):
+        raise ValueError(f"cannot export: transformers has no class for a model with own parts ({', '.join(mine.values())})")
     if spec.family not in BY_FAMILY:
         known = ", ".join(BY_FAMILY)
         raise ValueError(f"cannot export: transformers has no class for the family {spec.family!r}; for {known} it has one")
@@ -61,7 +64,9 @@ def _foreign(spec: Model) -> Foreign:
 
 def shapes(spec: Model) -> dict[str, tuple[int, ...]]:
     """Our name of every tensor of `spec` -> its shape, from the modules themselves (built without memory): all parameters, and such
-    buffers as transformers has too."""
+    buffers as transformers has too. Raises ValueError for a model with own parts."""
+    if named_by(spec):
+        _foreign(spec)
     return {name: tuple(tensor.shape) for name, tensor in _meta(spec).items()}
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megalith.commands.data import Extensions, Field, Sources, Split, reading
-from megalith.commands.shared.arguments import AtStep, Json, RunFolder
+from megalith.commands.shared.arguments import AtStep, Json, OwnParts, RunFolder, admit_parts
 from megalith.commands.shared.output import print_json
 
 if TYPE_CHECKING:
@@ -23,12 +23,14 @@ def command(
     extensions: Extensions = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a window. Default: the length trained with.")] = None,
     step: AtStep = None,
+    own: OwnParts = None,
     as_json: Json = False,
 ) -> None:
     """Measure the loss of a trained model on text: nats a token, perplexity, bits a byte. `megalith report` shows the held-out loss.
 
     Example:  megalith eval runs/first texts/new.txt
     """
+    admit_parts(own)
     score = evaluate(run_dir, sources, reading=reading(split, field, extensions), step=step, seq_len=seq_len)
     if as_json:
         print_json({"ok": True, "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte} | asdict(score))

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from megalith.commands.shared.arguments import AtStep, Json, RunFolder
+from megalith.commands.shared.arguments import AtStep, Json, OwnParts, RunFolder, admit_parts
 from megalith.commands.shared.output import print_json
 
 
@@ -22,6 +22,7 @@ def command(
     seed: Annotated[int, typer.Option(help="Seed of the sampling: the same seed gives the same text.")] = 0,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
     step: AtStep = None,
+    own: OwnParts = None,
     as_json: Json = False,
 ) -> None:
     """Generate text with a trained model.
@@ -30,6 +31,7 @@ def command(
     """
     from megalith.train.generate import generate  # needs torch
 
+    admit_parts(own)
     heat = 0.0 if greedy else temperature
     text = generate(run_dir, prompt, tokens=tokens, step=step, temperature=heat, top_k=top_k, top_p=top_p, seed=seed)
     print_json({"ok": True, "prompt": prompt, "text": text}) if as_json else print(text)

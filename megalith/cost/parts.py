@@ -13,12 +13,14 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from megalith import own
 from megalith.cost import kept
 from megalith.cost.profile import Layout, Profile, twice
 from megalith.cost.workload import Workload
 from megalith.kernels.chunks import chunk_rows
 from megalith.machine import lifeline
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
+from megalith.spec.parts import named_in
 from megalith.spec.plan import recomputed, segment_size
 
 VERSION = 3
@@ -340,4 +342,5 @@ def _path(key: Key) -> Path | None:
             subject |= {"head": model.head.model_dump()}
         case "embedding":
             subject |= {"embedding": model.embedding.model_dump()}
-    return kept.file("profiles", [VERSION, kept.code(*TRACED), _torch(), key.kind, subject, asdict(key.layout)])
+    sources = [own.digest(name) for name in named_in(subject)]
+    return kept.file("profiles", [VERSION, kept.code(*TRACED), _torch(), key.kind, subject, asdict(key.layout), *sources])

@@ -54,7 +54,8 @@ def _rank(workload: Workload, traced: Parts, rank: int, here: Held, reserve: flo
 
 def _cache(workload: Workload, number: int, profile: Profile) -> float:
     """Bytes of one block's keys and values of a microbatch on a rank; latent attention keeps what it expands them from, Mamba-2 its
-    state in fp32, whatever the length, and the few tokens that its convolution sees."""
+    state in fp32, whatever the length, and the few tokens that its convolution sees. Nothing is known of a user's own attention without
+    a core."""
     block, plan = workload.model.blocks[number], workload.plan
     attention, mamba = block.attention, block.mamba
     tokens = plan.microbatch * workload.seq_len / plan.context
@@ -66,7 +67,9 @@ def _cache(workload: Workload, number: int, profile: Profile) -> float:
         return 0.0
     if isinstance(attention, LatentAttentionSpec):
         return 2.0 * tokens * (attention.kv_rank + attention.rope_dim)
-    core = next(core for core in profile.cores if core.phase == "F")
+    core = next((core for core in profile.cores if core.phase == "F"), None)
+    if core is None:
+        return 0.0
     return 2.0 * tokens * core.kv_heads * (core.qk_dim + core.v_dim)
 
 

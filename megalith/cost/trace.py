@@ -74,7 +74,7 @@ def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
 def _swap_mixers(module: nn.Module, block: BlockSpec, recorder: Recorder, layout: Layout) -> None:
     """Run attention, or Mamba-2, as the device does."""
     window = block.attention.window if isinstance(block.attention, AttentionSpec) else None
-    if block.attention is not None:
+    if block.attention is not None and hasattr(module.attention, "core"):  # a user's own may have none
         core = FusedCore(core_note(recorder, layout, window)) if layout.attention == "fused" else PlainCore()
         if layout.ulysses > 1:
             core = ByHeads(core, recorder, layout.ulysses)

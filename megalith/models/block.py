@@ -10,10 +10,21 @@ from megalith.models.mamba import Mamba
 from megalith.models.mlp import Mlp
 from megalith.models.moe import Moe
 from megalith.models.norm import norm
+from megalith.models.own import own_part
 from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, MoeSpec
 
 ATTENTIONS = {AttentionSpec: Attention, LatentAttentionSpec: LatentAttention}
 MLPS = {MlpSpec: Mlp, MoeSpec: Moe}
+
+
+def _attention(dim: int, spec: AttentionSpec | LatentAttentionSpec, rope_slot: int) -> nn.Module:
+    own = spec.own if isinstance(spec, AttentionSpec) else None
+    return own_part(own, dim, spec, rope_slot) if own else ATTENTIONS[type(spec)](dim, spec, rope_slot)
+
+
+def _mlp(dim: int, spec: MlpSpec | MoeSpec) -> nn.Module:
+    own = spec.own if isinstance(spec, MlpSpec) else None
+    return own_part(own, dim, spec) if own else MLPS[type(spec)](dim, spec)
 
 
 class Block(nn.Module):
@@ -26,12 +37,12 @@ class Block(nn.Module):
     def __init__(self, dim: int, spec: BlockSpec, rope_slot: int = 0) -> None:
         super().__init__()
         self.attention_norm = norm(dim, spec.norm) if spec.attention else None
-        self.attention = ATTENTIONS[type(spec.attention)](dim, spec.attention, rope_slot) if spec.attention else None
+        self.attention = _attention(dim, spec.attention, rope_slot) if spec.attention else None
         self.attention_post_norm = norm(dim, spec.norm) if spec.post_norms else None
         self.mamba_norm = norm(dim, spec.norm) if spec.mamba else None
         self.mamba = Mamba(dim, spec.mamba) if spec.mamba else None
         self.mlp_norm = norm(dim, spec.norm) if spec.mlp and not spec.parallel else None
-        self.mlp = MLPS[type(spec.mlp)](dim, spec.mlp) if spec.mlp else None
+        self.mlp = _mlp(dim, spec.mlp) if spec.mlp else None
         self.mlp_post_norm = norm(dim, spec.norm) if spec.post_norms else None
         self.residual = spec.residual
 

@@ -1,6 +1,7 @@
 """Writing text with a whole model on one device, a token at a time, keys and values kept where attention alone mixes tokens."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ def generate(
     """Up to `tokens` token ids after `prompt` (at least one id), one by one; ends early after `stop`. Temperature 0 takes the most
     likely token each time (greedy). `top_k` and `top_p` (nucleus, Holtzman et al. 2020) limit the choice.
 
-    A model with Mamba-2 keeps no state, and reads all tokens again for each new one.
+    A model with Mamba-2, or with an own attention without a core, keeps no state, and reads all tokens again for each new one.
 
     Raises ValueError for an empty prompt, or for more tokens than the model's context.
     """
@@ -63,8 +64,10 @@ def generate(
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     blocks = [block for block in model.modules() if isinstance(block, Block)]
-    keeps = all(block.mamba is None for block in blocks)
-    cores = [(block.attention, block.attention.core) for block in blocks if keeps and block.attention is not None]
+    keeps = all(block.mamba is None and (block.attention is None or hasattr(block.attention, "core")) for block in blocks)
+    cores: list[tuple[Any, Any]] = [
+        (block.attention, block.attention.core) for block in blocks if keeps and block.attention is not None
+    ]
     for attention, core in cores:
         attention.core = CachedCore(core)
     try:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from megalith.models.mamba import CausalConv, GatedNorm, Rates
 from megalith.models.moe import Experts
 from megalith.models.norm import LayerNorm, RMSNorm
+from megalith.models.own import declaration
 from megalith.models.router import Router
 from megalith.spec.model import ModelSpec
+from megalith.spec.parts import First
 from megalith.spec.sizes import tied_names
 
 RESIDUAL_OUTPUTS = ("attention.out.weight", "mamba.out.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
@@ -40,13 +42,18 @@ def initialise(
     """Fill a plain part: norms so that they multiply by 1, biases and buffers with 0, matrices with N(0, init_std²), those that write to
     the residual stream with init_std / sqrt(2 · layers), so that its variance does not grow with depth (GPT-2, Radford et al. 2019,
     §2.3); with other factors where sizes are scaled (`spec.families.parametrization`). What Mamba-2 has besides starts as in its own code
-    (RATES). Each expert is drawn by itself, so that whoever holds some need not draw the others; `held`: of experts, which are."""
-    tied = tied_names(spec)
+    (RATES). Own parts declare theirs. Each expert is drawn by itself, so that whoever holds some need not draw the others; `held`: of
+    experts, which are."""
+    tied, declared = tied_names(spec), dict[str, First]()
     for path, module in part.named_modules():
+        if (own := declaration(module)) is not None:
+            declared |= {f"{path}.{each}": tensor.first for each, tensor in own.tensors.items()}
         for child, parameter in module.named_parameters(recurse=False):
             full_name = ".".join(filter(None, (name, path, child)))
             full_name = tied.get(full_name, full_name)
-            if child == "bias":
+            if (first := declared.get(f"{path}.{child}")) is not None:
+                _fill(parameter, full_name, first, spec=spec, seed=seed)
+            elif child == "bias":
                 parameter.zero_()
             elif isinstance(module, Rates):
                 parameter.copy_(RATES[child](_uniform(parameter, full_name, seed=seed)))
@@ -63,6 +70,14 @@ def initialise(
         if isinstance(module, Router):
             for buffer in module.buffers(recurse=False):
                 buffer.zero_()
+
+
+def _fill(parameter: Tensor, name: str, first: First, *, spec: ModelSpec, seed: int) -> None:
+    """Give a declared parameter of an own part its first values."""
+    if first in ("ones", "zeros"):
+        parameter.fill_(float(first == "ones"))
+    else:
+        _draw(parameter, name, spread=_hidden(spec, residual=first == "residual"), seed=seed)
 
 
 def _step(drawn: Tensor) -> Tensor:
@@ -102,7 +117,13 @@ def _spread(name: str, spec: ModelSpec) -> float:
     """Standard deviation of a matrix's first values."""
     if name == "embedding.weight":
         return spec.embedding.init_std or spec.init_std
-    hidden = name != "head.output.weight" and not name.startswith("embedding.")
-    std = spec.init_std / math.sqrt(spec.scaling.width) if hidden and spec.scaling.width != 1.0 else spec.init_std
+    if name == "head.output.weight" or name.startswith("embedding."):
+        return spec.init_std
+    return _hidden(spec, residual=name.endswith(RESIDUAL_OUTPUTS))
+
+
+def _hidden(spec: ModelSpec, *, residual: bool) -> float:
+    """Standard deviation of a matrix inside a block. `residual`: it writes to the residual stream."""
+    std = spec.init_std / math.sqrt(spec.scaling.width) if spec.scaling.width != 1.0 else spec.init_std
     layers = spec.scaling.base_layers or len(spec.blocks)  # else a factor of what each block adds looks after depth
-    return std / math.sqrt(2 * max(1, layers)) if name.endswith(RESIDUAL_OUTPUTS) else std
+    return std / math.sqrt(2 * max(1, layers)) if residual else std

@@ -6,6 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from megalith.kernels.norm import rms_norm
+from megalith.models.own import own_part
 from megalith.spec.model import NormSpec
 
 
@@ -42,11 +43,10 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
 
 
-Norm = RMSNorm | LayerNorm
-
-
-def norm(dim: int, spec: NormSpec) -> Norm:
+def norm(dim: int, spec: NormSpec) -> nn.Module:
     """The module that normalises `dim` channels as `spec` says."""
+    if spec.own:
+        return own_part(spec.own, dim, spec)
     if spec.kind == "layer":
         return LayerNorm(dim, spec.eps, spec.bias)
     return RMSNorm(dim, spec.eps, spec.offset)

@@ -10,7 +10,9 @@ from megalith.models.mamba import Mamba, MambaCore
 from megalith.models.mlp import Mlp
 from megalith.models.moe import Experts, Moe
 from megalith.models.norm import LayerNorm, RMSNorm
+from megalith.models.own import declaration
 from megalith.models.router import Router
+from megalith.parallel.own import split_own
 from megalith.parallel.tensor import (
     Seams,
     Split,
@@ -71,13 +73,18 @@ SEAMS: dict[type[nn.Module], Seams] = {  # where the journeys at a module's boun
 
 
 def split_part(part: nn.Module, split: Split) -> nn.Module:
-    """Split every module of `part` that has a row in LAYOUT; a module that its owner's row names has no say of its own.
+    """Split every module of `part` that has a row in LAYOUT; a module that its owner's row names has no say of its own. A user's own part
+    is split as it declares.
 
     Raises TypeError for parameters no row covers: never silently replicated.
     """
     covered: set[nn.Module] = set()
     for module in list(part.modules()):
-        hides = split.pieces > 1 and type(module) in SEAMS
+        if module not in covered and (declared := declaration(module)) is not None:
+            split_own(module, declared, split)
+            covered |= set(module.modules())
+            continue
+        hides = split.pieces > 1 and type(module) in SEAMS and module not in covered
         for child, style in LAYOUT.get(type(module), {}).items():
             target = getattr(module, child, None) if child else module
             if isinstance(target, nn.Module) and target not in covered:

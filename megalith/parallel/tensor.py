@@ -107,7 +107,7 @@ its gradient."""
 # --- weights ---
 
 
-def _share(module: nn.Module, name: str, split: Split, dim: int) -> None:
+def share(module: nn.Module, name: str, split: Split, dim: int) -> None:
     """Replace a parameter of `module` itself by this rank's part along `dim`."""
     parameter = module.get_parameter(name)
     if parameter in split.placed:  # tied: the same parameter was split under its other name
@@ -125,13 +125,13 @@ def _share(module: nn.Module, name: str, split: Split, dim: int) -> None:
 def column(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """Split the outputs of a linear layer."""
     for name in _own(module):
-        _share(module, name, split, dim=0)
+        share(module, name, split, dim=0)
 
 
 def row(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """Split the inputs of a linear layer; its outputs are partial sums, which the boundary around it adds up, and then its bias."""
     assert isinstance(module, Linear)
-    _share(module, "weight", split, dim=1)
+    share(module, "weight", split, dim=1)
     if module.bias is not None:
         whole(module, split, owner)
         split.late.setdefault(owner, []).append(module)
@@ -279,7 +279,7 @@ class VocabularyCrossEntropy(nn.Module):
 def vocabulary_embedding(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """Split the embedding tables by their rows."""
     for name in _own(module):  # the tokens' table, and that of learned positions if there is one
-        _share(module, name, split, dim=0)
+        share(module, name, split, dim=0)
     module.lookup = VocabularyLookup(split.rank)
     module.position_lookup = VocabularyLookup(split.rank)
     leave(module, split, owner)
@@ -287,7 +287,7 @@ def vocabulary_embedding(module: nn.Module, split: Split, owner: nn.Module) -> N
 
 def vocabulary_output(module: nn.Module, split: Split, owner: nn.Module) -> None:
     """Split the output projection by tokens; logits, where they are asked for, are gathered whole."""
-    _share(module, "weight", split, dim=0)
+    share(module, "weight", split, dim=0)
     module.loss = VocabularyCrossEntropy(split)
     enter(module, split, owner)
     module.register_forward_hook(lambda _, args, out: gather(out, split.group, dim=2) if isinstance(out, Tensor) else out)

@@ -10,6 +10,7 @@ from megalith.schedule.table import SCHEDULES
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import AttentionSpec, ModelSpec, MoeSpec
 from megalith.spec.plan import Plan, StateSpec, Zero
+from megalith.spec.sizes import own_tensors
 
 POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("none", ("attention.core",)),
@@ -133,6 +134,11 @@ def _tensors(model: ModelSpec, cluster: ClusterSpec) -> list[int]:
             shared = block.attention.kv_heads if isinstance(block.attention, AttentionSpec) else heads
             groups = block.mamba.groups if block.mamba else size
             hidden = block.mlp.shared if isinstance(block.mlp, MoeSpec) else block.mlp.hidden if block.mlp else size
+            if own := own_tensors(block, model.dim):
+                heads, shared = (size, size) if "attention" in own else (heads, shared)
+                hidden = size if "mlp" in own else hidden
+                if any(each.units % size for tensors in own.values() for each in tensors):
+                    return False
             if heads % size or (shared % size and size % shared) or groups % size or hidden % size:
                 return False
         return model.embedding.vocab % size == 0 and model.head.vocab % size == 0

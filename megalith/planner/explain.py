@@ -10,6 +10,7 @@ from megalith.planner.search import Choice, Scorer, hiding
 from megalith.schedule import misfits
 from megalith.schedule.table import SCHEDULES, interleaving
 from megalith.spec.plan import Plan
+from megalith.spec.sizes import own_tensors
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,9 @@ def _with(workload: Workload, ranks: int, **change: Any) -> Plan | None:
     data = ranks // split
     if workload.global_batch % (data * plan.microbatch) or workload.seq_len % (2 * plan.context * plan.tensor):
         return None
-    heads = [block.attention.heads for block in set(workload.model.blocks) if block.attention]
+    own = [own_tensors(block, workload.model.dim) for block in set(workload.model.blocks)]
+    heads = [each.units for halves in own for tensors in halves.values() for each in tensors]
+    heads += [block.attention.heads for block in set(workload.model.blocks) if block.attention]
     heads += [block.mamba.groups for block in set(workload.model.blocks) if block.mamba]
     if any(count % plan.tensor for count in heads) or (data * plan.context * plan.tensor) % (plan.expert * plan.expert_tensor):
         return None

@@ -72,6 +72,7 @@ class AttentionSpec(Spec):
     window: PositiveInt | None = Field(default=None, description="a token sees itself and the window - 1 before it (Gemma 2)")
     softcap: PositiveFloat | None = Field(default=None, description="scores become cap * tanh(scores / cap) (Gemma 2, Grok-1)")
     scale: PositiveFloat | None = Field(default=None, description="factor of the scores; None: 1 / sqrt(head_dim)")
+    own: str | None = Field(default=None, description="own module in its place, `module:object` (`spec.parts`)")
 
 
 class LatentAttentionSpec(Spec):
@@ -120,6 +121,7 @@ class MlpSpec(Spec):
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    own: str | None = Field(default=None, description="own module in its place, `module:object` (`spec.parts`)")
 
 
 class RouterSpec(Spec):
@@ -172,6 +174,7 @@ class NormSpec(Spec):
     eps: PositiveFloat = 1e-5
     offset: bool = Field(default=False, description="the weight is 1 + what is stored (Gemma)")
     bias: bool = Field(default=False, description='for "layer": a bias as well')
+    own: str | None = Field(default=None, description="own module in its place, `module:object` (`spec.parts`)")
 
 
 class BlockSpec(Spec):

@@ -5,7 +5,6 @@ from math import isfinite
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     AliasChoices,
     Field,
     NonNegativeFloat,
@@ -26,20 +25,11 @@ from megalith.spec.fleet import FleetSpec
 from megalith.spec.forward import Change
 from megalith.spec.numbers import PrecisionSpec, Trained
 from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.parts import OwnPart, named_by
 from megalith.spec.plan import Plan
 from megalith.spec.quantity import Thousand
 from megalith.spec.sites import SitesSpec
 from megalith.spec.state import MasterForm, Moments
-
-
-def _own_part(name: str) -> str:
-    if not own.is_own(name):
-        raise PydanticCustomError("own_part", "the name of a module, a colon and an object in it are needed")
-    return name
-
-
-OwnPart = Annotated[str, AfterValidator(_own_part)]
-"""Name of a user's own part, `module:object`."""
 
 Begin = Annotated[
     NonNegativeInt,
@@ -390,4 +380,5 @@ class RunSpec(Spec):
         named = {"data.source": self.data.source, "train.loss": train.loss, "optimizer.kind": optimizer.kind}
         named |= {f"train.callbacks.{number}": name for number, name in enumerate(train.callbacks)}
         named |= {f"optimizer.groups.{number}.kind": group.kind for number, group in enumerate(optimizer.groups)}
+        named |= named_by(self.model)
         return {key: name for key, name in named.items() if name and own.is_own(name)}

@@ -21,6 +21,7 @@ from megalith.spec.model import (
     MoeSpec,
     NormSpec,
 )
+from megalith.spec.parts import Tensor, declared
 
 Role = Literal["matrix", "experts", "table", "filter", "vector"]
 """How tokens meet a parameter. A `matrix` [outputs, inputs] multiplies every token. `experts` [experts, outputs, inputs] are as many
@@ -134,6 +135,13 @@ def count_model(model: ModelSpec) -> Count:
     return Count(outside.dense + inside.dense, outside.experts + inside.experts)
 
 
+def own_tensors(block: BlockSpec, dim: int) -> dict[str, tuple[Tensor, ...]]:
+    """Return what a block's own attention and MLP declare, by the name of that half; a half of Megalith's is left out."""
+    halves = {"attention": block.attention, "mlp": block.mlp}
+    named = {half: spec for half, spec in halves.items() if isinstance(spec, AttentionSpec | MlpSpec) and spec.own}
+    return {half: declared(spec.own or "", dim, spec) for half, spec in named.items()}
+
+
 def _under(path: str, parameters: Iterable[Parameter]) -> Parameters:
     """Yield the parameters of the module at `path`."""
     return (each._replace(name=f"{path}.{each.name}") for each in parameters)
@@ -189,13 +197,23 @@ def _linear(
         yield Parameter(f"{name}.bias", (outputs,), "vector")
 
 
+def _own(name: str, dim: int, spec: AttentionSpec | MlpSpec | NormSpec) -> Parameters:
+    return (Parameter(each.name, each.shape, each.role, each.heads) for each in declared(name, dim, spec))
+
+
 def _norm(dim: int, spec: NormSpec) -> Parameters:
+    if spec.own:
+        yield from _own(spec.own, dim, spec)
+        return
     yield Parameter("weight", (dim,), "vector")
     if spec.kind == "layer" and spec.bias:
         yield Parameter("bias", (dim,), "vector")
 
 
 def _attention(spec: AttentionSpec, dim: int) -> Parameters:
+    if spec.own:
+        yield from _own(spec.own, dim, spec)
+        return
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     yield from _linear("q", dim, queries, bool(spec.bias), heads=spec.heads)
     yield from _linear("k", dim, keys, bool(spec.bias), heads=spec.kv_heads)
@@ -235,6 +253,9 @@ def _mamba(spec: MambaSpec, dim: int) -> Parameters:
 
 
 def _mlp(spec: MlpSpec, dim: int) -> Parameters:
+    if spec.own:
+        yield from _own(spec.own, dim, spec)
+        return
     if spec.gated:
         yield from _linear("gate", dim, spec.hidden, spec.bias)
     yield from _linear("up", dim, spec.hidden, spec.bias)

@@ -11,13 +11,16 @@ from megalith.data.tokenizer import load as load_tokenizer
 from megalith.events import EventLog, Sample
 from megalith.models import generate as writer
 from megalith.models.stage import Stage
-from megalith.spec import families
+from megalith.spec import families, parts
 from megalith.train.join import choose_device
 
 
 def load_model(path: Path, *, device: torch.device) -> Stage:
-    """The whole model of the newest intact checkpoint that `path` means, in fp32."""
-    spec = families.read(folder.read_manifest(path).meta["spec"]["model"]).build()
+    """The whole model of the newest intact checkpoint that `path` means, in fp32. Raises own.OwnPartError for own parts that nobody
+    imported."""
+    sizes = families.read(folder.read_manifest(path).meta["spec"]["model"])
+    parts.need(sizes)
+    spec = sizes.build()
     with torch.device("meta"):
         model = Stage(spec)
     model.to_empty(device=device)

@@ -165,7 +165,7 @@ def test_the_commands_of_the_page_train_and_resume_it(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "runs/own/provenance.json").read_text())
     assert saved["train.loss.source"].startswith("sha256 ")
     first, second = of_kind(read(tmp_path / "runs/own"), RunStarted)
-    assert first.own.keys() == {"data.source", "train.loss", "train.callbacks.0", "optimizer.kind"}
+    assert first.own.keys() == {"model.mlp", "data.source", "train.loss", "train.callbacks.0", "optimizer.kind"}
     assert first.own != second.own
     assert any("has changed since" in event.message for event in of_kind(read(tmp_path / "runs/own"), Problem))
 

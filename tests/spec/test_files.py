@@ -262,7 +262,7 @@ def test_the_keys_of_a_model_are_those_of_its_family(run: Path):
     found = problems(RUN, "model.preset=gpt2", "model.head=3", "model.rope_theta=1e4")
     assert found["model.head"].way_out == "Did you mean model.heads?"
     assert found["model.rope_theta"].way_out.startswith(
-        "Known here: parametrization, base_dim, base_layers, base_head_dim, family, name, layers, dim, heads,"
+        "Known here: parametrization, base_dim, base_layers, base_head_dim, attention, mlp, norm, family, name, layers,"
     )
     assert found["model.rope_theta"].source == "command line"
 

@@ -17,6 +17,12 @@ Settings = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Set a value of the run file, such as train.steps=100. May be repeated."),
 ]
 AtStep = Annotated[int | None, typer.Option("--step", help="The checkpoint of this step. Default: the newest.")]
+OwnParts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--own", metavar="MODULE:OBJECT", help="Import this own part of the model. May be repeated.", show_default=False
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite output that was made with other settings.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 
@@ -45,6 +51,18 @@ class RunRequest:
     def folder(self, spec: "RunSpec") -> Path:
         """Return the folder of the run, which its file describes as `spec`."""
         return self.run_dir or Path("runs") / spec.name
+
+
+def admit_parts(names: Sequence[str] | None) -> None:
+    """Import the own parts of a model that a command line names. Raises own.OwnPartError for what is none."""
+    for name in names or ():
+        from megalith import own
+        from megalith.spec import parts  # specifications take 0.2 s to import
+
+        try:
+            parts.admit(name)
+        except own.OwnPartError as error:
+            raise own.OwnPartError(f"--own {name}: {error}") from error
 
 
 def one_of(option: str, value: str, *known: str) -> None:

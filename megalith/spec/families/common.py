@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from megalith.spec.base import Spec
+from megalith.spec.families.own import OwnPartsSpec, own_norm, replaced
 from megalith.spec.families.parametrization import ParametrizedSpec, applied
 from megalith.spec.model import (
     AheadSpec,
@@ -87,7 +88,9 @@ def model_of(
     ahead: AheadSpec | None = None,
 ) -> ModelSpec:
     """The model of these blocks between an embedding and a head with `norm`; the rest as in EmbeddingSpec and HeadSpec. Its multipliers are
-    those of its parametrization."""
+    those of its parametrization, and a user's own parts take their places."""
+    if isinstance(sizes, OwnPartsSpec) and (sizes.attention or sizes.mlp or sizes.norm):
+        blocks, norm = replaced(blocks, sizes), own_norm(norm, sizes)
     model = ModelSpec(
         name=sizes.name,
         dim=sizes.dim,

@@ -6,11 +6,11 @@ from typing import Literal, Self
 from pydantic import PositiveFloat, PositiveInt
 
 from megalith.spec.families.common import attention_of, few_heads, model_of, multiple, shrunk
-from megalith.spec.families.parametrization import ParametrizedSpec
+from megalith.spec.families.own import OwnPartsSpec
 from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec
 
 
-class Gemma2(ParametrizedSpec):
+class Gemma2(OwnPartsSpec):
     """Sizes of a Gemma 2: every other layer, the first among them, sees a window only; scores and logits are capped; norms before and
     after attention and MLP, their weights stored less one; GeGLU (Gemma Team 2024, arXiv:2408.00118, section 2)."""
 

@@ -5,11 +5,11 @@ from typing import Literal, Self
 from pydantic import PositiveFloat, PositiveInt
 
 from megalith.spec.families.common import model_of, multiple, shrunk
-from megalith.spec.families.parametrization import ParametrizedSpec
+from megalith.spec.families.own import OwnPartsSpec
 from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, NormSpec
 
 
-class Gpt(ParametrizedSpec):
+class Gpt(OwnPartsSpec):
     """Sizes of a GPT: pre-norm blocks with biases everywhere, learned positions, GELU in its tanh form, LayerNorm (Radford et al. 2019).
 
     GPT-3 (Brown et al. 2020, arXiv:2005.14165, section 2.1) is the same except that every other of its layers attends to a sparse

@@ -5,11 +5,11 @@ from typing import Literal, Self
 from pydantic import PositiveFloat, PositiveInt
 
 from megalith.spec.families.common import attention_of, few_heads, model_of, multiple, shrunk
-from megalith.spec.families.parametrization import ParametrizedSpec
+from megalith.spec.families.own import OwnPartsSpec
 from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec, Scaling
 
 
-class Llama(ParametrizedSpec):
+class Llama(OwnPartsSpec):
     """Sizes of a Llama: pre-norm blocks of grouped-query attention with rotary positions and SwiGLU (Touvron et al. 2023)."""
 
     family: Literal["llama"] = "llama"

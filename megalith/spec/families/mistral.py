@@ -5,11 +5,11 @@ from typing import Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megalith.spec.families.common import attention_of, few_heads, model_of, multiple, shrunk
-from megalith.spec.families.parametrization import ParametrizedSpec
+from megalith.spec.families.own import OwnPartsSpec
 from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec, Scaling
 
 
-class Mistral(ParametrizedSpec):
+class Mistral(OwnPartsSpec):
     """Sizes of a Mistral: a Llama in which a token may see only the last `window` tokens, itself included (Jiang et al. 2023,
     arXiv:2310.06825, section 2)."""
 

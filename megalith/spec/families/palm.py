@@ -6,11 +6,11 @@ from typing import Literal, Self
 from pydantic import PositiveFloat, PositiveInt
 
 from megalith.spec.families.common import attention_of, few_heads, model_of, multiple, shrunk
-from megalith.spec.families.parametrization import ParametrizedSpec
+from megalith.spec.families.own import OwnPartsSpec
 from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec
 
 
-class Palm(ParametrizedSpec):
+class Palm(OwnPartsSpec):
     """Sizes of a PaLM: attention and MLP side by side on one LayerNorm, multi-query attention with rotary positions, SwiGLU, no biases,
     one matrix for input and output (Chowdhery et al. 2022, arXiv:2204.02311, section 2)."""
 

@@ -5,11 +5,11 @@ from typing import Literal, Self
 from pydantic import PositiveFloat, PositiveInt
 
 from megalith.spec.families.common import attention_of, few_heads, model_of, multiple, shrunk
-from megalith.spec.families.parametrization import ParametrizedSpec
+from megalith.spec.families.own import OwnPartsSpec
 from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec, Scaling
 
 
-class Qwen2(ParametrizedSpec):
+class Qwen2(OwnPartsSpec):
     """Sizes of a dense Qwen2 or Qwen2.5: a Llama with biases on queries, keys and values (Yang et al. 2024, arXiv:2407.10671,
     section 2.2)."""
 

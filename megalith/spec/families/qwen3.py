@@ -5,11 +5,11 @@ from typing import Literal, Self
 from pydantic import PositiveFloat, PositiveInt
 
 from megalith.spec.families.common import attention_of, few_heads, model_of, multiple, shrunk
-from megalith.spec.families.parametrization import ParametrizedSpec
+from megalith.spec.families.own import OwnPartsSpec
 from megalith.spec.model import BlockSpec, MlpSpec, ModelSpec, NormSpec
 
 
-class Qwen3(ParametrizedSpec):
+class Qwen3(OwnPartsSpec):
     """Sizes of a dense Qwen3: a Llama whose queries and keys are normalised head by head (Qwen Team 2025, arXiv:2505.09388, section 2)."""
 
     family: Literal["qwen3"] = "qwen3"

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -9,21 +10,29 @@ import torch.distributed as dist
 from megalith import own
 from megalith.data.own import OwnStream
 from megalith.data.stream import Stream
+from megalith.spec.families.own import OwnPartsSpec
 from megalith.spec.optimizers import admit as admit_optimizer
+from megalith.spec.parts import admit as admit_part
+from megalith.spec.parts import named_by
 from megalith.spec.run import RunSpec
 from megalith.spec.treatment import kinds
+from megalith.train.own.model_trial import try_parts
 from megalith.train.own.trial import try_rule
 
 
 def admit(spec: RunSpec) -> dict[str, str]:
     """Import every own part of a run that a command was given, and return the digest of its source by its key.
 
-    Raises own.OwnPartError for a part that cannot be imported, and for an optimizer that does not keep its own word."""
+    Raises own.OwnPartError for a part that cannot be imported, and for an optimizer or a part of the
+    model that does not keep its own word."""
     for key, name in spec.own_parts.items():
-        admit_optimizer(name) if key.startswith("optimizer.") else own.load(name)
+        table, _, rest = key.partition(".")
+        {"optimizer": admit_optimizer, "model": partial(admit_part, kind=rest)}.get(table, own.load)(name)
     for kind in kinds(spec.optimizer):
         if own.is_own(kind):
             try_rule(kind, spec.optimizer)
+    if isinstance(spec.model, OwnPartsSpec) and named_by(spec.model):
+        try_parts(spec.model, masked=spec.data.document_mask)
     return own.digests(spec.own_parts)
 
 

@@ -1,0 +1,63 @@
+"""A user's own part of a block as a module: built from its row, and held to what the row declares."""
+
+from typing import Any
+
+from torch import nn
+
+from megalith import own
+from megalith.models.core import CausalCore
+from megalith.spec.parts import PARTS, PartKind, Tensor, declared
+
+
+class Declared:
+    """The declaration of an own part, kept with its module."""
+
+    def __init__(self, name: str, kind: PartKind, tensors: tuple[Tensor, ...]) -> None:
+        self.name, self.kind = name, kind
+        self.tensors = {each.name: each for each in tensors}
+
+    @property
+    def cuts(self) -> bool:
+        """True if tensor ranks cut any of its parameters."""
+        return any(each.cut for each in self.tensors.values())
+
+
+def own_part(name: str, dim: int, spec: Any, *more: Any) -> nn.Module:
+    """Build an own part; `more` follows `dim` and `spec` in the call of its class.
+
+    Raises own.OwnPartError for a module whose parameters are not the declared ones, or that has buffers. Raises AbsentError if no command
+    has imported the part."""
+    row, tensors = PARTS[name], declared(name, dim, spec)
+    make: Any = own.load(row.module)
+    try:
+        module = make(dim, spec, *more)
+    except Exception as error:  # the user's own code runs
+        raise own.OwnPartError(f"{row.module} cannot be made for dim = {dim}: {type(error).__name__}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise own.OwnPartError(f"{row.module} makes a {type(module).__name__}, and a torch.nn.Module is needed")
+    made = [(path, tuple(parameter.shape)) for path, parameter in module.named_parameters()]
+    stated = [(each.name, each.shape) for each in tensors]
+    if made != stated:
+        odd = [
+            f"{path} {list(shape)}" for path, shape in [*made, *stated] if ((path, shape) in made) != ((path, shape) in stated)
+        ]
+        raise own.OwnPartError(
+            f"{row.module} and the tensors that {name} declares differ: {', '.join(odd) or 'in their order'}. Declare each parameter "
+            "of the module, in its order"
+        )
+    if buffers := [path for path, _ in module.named_buffers()]:
+        raise own.OwnPartError(
+            f"{row.module} has buffers ({', '.join(buffers)}), which no checkpoint of a part holds: compute them in forward"
+        )
+    if row.core and not isinstance(getattr(module, "core", None), CausalCore):
+        raise own.OwnPartError(
+            f"{name} says core = True, and {row.module} has no attribute core that is a megalith.models.core.CausalCore"
+        )
+    module.declared = Declared(name, row.kind, tensors)  # pyright: ignore[reportArgumentType]  # no tensor, no module
+    return module
+
+
+def declaration(module: nn.Module) -> Declared | None:
+    """Return the declaration of an own part; None for any other module."""
+    found = vars(module).get("declared")
+    return found if isinstance(found, Declared) else None

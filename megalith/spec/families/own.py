@@ -1,0 +1,37 @@
+"""Families whose attention, MLP and norm a user's own modules can take the place of."""
+
+from collections.abc import Iterable, Iterator
+
+from pydantic import Field
+
+from megalith.spec.families.parametrization import ParametrizedSpec
+from megalith.spec.model import AttentionSpec, BlockSpec, MlpSpec, NormSpec
+from megalith.spec.parts import OwnPart
+
+
+class OwnPartsSpec(ParametrizedSpec):
+    """A family of blocks that all have an attention and a dense MLP."""
+
+    attention: OwnPart | None = Field(default=None, description="own attention of every block, `module:object`")
+    mlp: OwnPart | None = Field(default=None, description="own MLP of every block, `module:object`")
+    norm: OwnPart | None = Field(default=None, description="own norm, `module:object`: those of every block and the final one")
+
+
+def replaced(blocks: Iterable[BlockSpec], sizes: OwnPartsSpec) -> Iterator[BlockSpec]:
+    """Yield the blocks with the own parts that the sizes name. Blocks that are one object stay one."""
+    known: dict[int, tuple[BlockSpec, BlockSpec]] = {}
+    for block in blocks:
+        if id(block) not in known:
+            known[id(block)] = block, _replaced(block, sizes)
+        yield known[id(block)][1]
+
+
+def own_norm(norm: NormSpec, sizes: OwnPartsSpec) -> NormSpec:
+    """Return the norm with the own module that the sizes name."""
+    return norm.model_copy(update={"own": sizes.norm})
+
+
+def _replaced(block: BlockSpec, sizes: OwnPartsSpec) -> BlockSpec:
+    assert isinstance(block.attention, AttentionSpec) and isinstance(block.mlp, MlpSpec), block
+    parts = {"attention": block.attention.model_copy(update={"own": sizes.attention}), "norm": own_norm(block.norm, sizes)}
+    return block.model_copy(update=parts | {"mlp": block.mlp.model_copy(update={"own": sizes.mlp})})
