@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from megalith.commands.shared.arguments import Json, RunFile, RunRequest, Settings
-from megalith.commands.train import Trained, ended, show
+from megalith.commands.train import Trained, ended, followed, show
 
 
 def command(
@@ -32,15 +32,15 @@ def command(
 def agent(request: RunRequest, *, console: Console, machine: str | None = None) -> Trained:
     """Run one machine of a multi-node run, named `machine` (default: its own name): with ranks of its own, or warm as a spare.
 
-    The process that the engine calls the first also directs the run, and shows its progress on `console`. Raises the errors of `train`,
-    ValueError where nothing says how to meet the others, TimeoutError when too few of them come.
+    The process that the engine calls the first also directs the run, shows its progress on `console`, and starts what sends its alerts and
+    feeds other tools. Raises the errors of `train`, ValueError where nothing says how to meet the others, TimeoutError when too few of
+    them come.
     """
     from megalith.check import node_ranks
     from megalith.check.sites import launched_alone
     from megalith.commands.shared import ranks, runs
     from megalith.control.owner import hold
     from megalith.fleet import environment
-    from megalith.report.live import Follow  # drawing, for the one process that people watch
     from megalith.spec import files
     from megalith.train import agents  # needs torch
 
@@ -63,7 +63,7 @@ def agent(request: RunRequest, *, console: Console, machine: str | None = None) 
         runs.refuse(runs.differences(checked.resolved, folder))
         ranks.admit(spec, folder)
         files.save(checked.resolved, folder)
-        with Follow(folder, spec.train.steps, console, errors=False) as follow:
-            store, tick, say = ranks.store_of(owner), follow.poll, follow.say
-            outcome = agents.direct(host, place, owner=owner, checkpoints=store, tick=tick, say=say)
+        with followed(folder, spec, console, errors=False) as (follow, tick):
+            store = ranks.store_of(owner)
+            outcome = agents.direct(host, place, owner=owner, checkpoints=store, tick=tick, say=follow.say)
     return ended(folder, outcome.code, outcome.message(), follow)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megalith.fleet.environment import Place
     from megalith.report.live import Follow
     from megalith.spec.files import Resolved
+    from megalith.spec.run import RunSpec
 
 
 Profile = Annotated[str | None, typer.Option(metavar="A:B", help="Trace steps A to B-1 with torch.profiler; the first is 1.")]
@@ -179,19 +180,9 @@ def _followed(
 ) -> Trained:
     """Train in the run folder that this process owns, while `console` shows how far it is, and the live page if it is to be served."""
     from megalith.commands.shared import ranks
-    from megalith.report.live import Follow  # drawing, for the one process that people watch
-    from megalith.watch.beside import Beside
 
     folder = owner.run_dir
-    with (
-        Beside(folder, serves=watch, alerts=resolved.spec.alerts, log=resolved.spec.log) as beside,
-        Follow(folder, resolved.spec.train.steps, console, errors=place is not None, on_event=on_event) as follow,
-    ):
-
-        def tick() -> None:
-            follow.poll()
-            beside.poll()
-
+    with followed(folder, resolved.spec, console, errors=place is not None, watch=watch, on_event=on_event) as (follow, tick):
         if place is None:
             outcome = ranks.start(resolved, owner, ranks.TRAIN, arguments, tick=tick, say=follow.say, recover=True)
             code, message = outcome.code, outcome.message()
@@ -200,6 +191,35 @@ def _followed(
                 code = ranks.join(resolved, folder, place, ranks.TRAIN, arguments, owner=owner)
             message = f"ended with status {code}" if code else "finished"
     return ended(folder, code, message, follow)
+
+
+@contextmanager
+def followed(
+    folder: Path,
+    spec: "RunSpec",
+    console: Console,
+    *,
+    errors: bool,
+    watch: bool = False,
+    on_event: "Callable[[Event], None] | None" = None,
+) -> "Iterator[tuple[Follow, Callable[[], None]]]":
+    """Show a run's progress on `console`, and give its log to its watchers: alerts, other tools, with `watch` the live page.
+
+    Yields the live line, and a function to call often while the run trains. `errors`: show the errors that ranks log.
+    """
+    from megalith.report.live import Follow  # drawing, for the one process that people watch
+    from megalith.watch.beside import Beside
+
+    with (
+        Beside(folder, serves=watch, alerts=spec.alerts, log=spec.log) as beside,
+        Follow(folder, spec.train.steps, console, errors=errors, on_event=on_event) as follow,
+    ):
+
+        def tick() -> None:
+            follow.poll()
+            beside.poll()
+
+        yield follow, tick
 
 
 def ended(folder: Path, code: int, message: str, follow: "Follow") -> Trained:

@@ -1,13 +1,19 @@
-"""One machine of a run on many, as it is printed."""
+"""One machine of a run on many, as it is printed, and what the machine that directs the run starts besides."""
 
 import json
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from megalith.commands import agent
 from megalith.commands.train import Trained
+from megalith.control.outcome import Outcome
+from megalith.train import agents
+from megalith.watch import beside
 from tests.commands.calling import call
+from tests.patience import PATIENCE
 
 
 def test_an_agent_ends_with_the_runs_exit_status_too(monkeypatch: pytest.MonkeyPatch):
@@ -15,3 +21,28 @@ def test_an_agent_ends_with_the_runs_exit_status_too(monkeypatch: pytest.MonkeyP
     told = call("agent", "run.toml", "--json")
     assert (told.exit_code, json.loads(told.stdout)["code"], json.loads(told.stdout)["ok"]) == (75, 75, False)
     assert "stopped as asked" in call("agent", "run.toml").stderr
+
+
+def test_the_agent_that_directs_feeds_other_tools(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("megalith.check.software.find_spec", lambda name: name)  # no tool is needed to see that one is fed
+    kept, started = Path("runs/first/sinks.json"), list[subprocess.Popen[bytes]]()
+    start = beside._told
+    monkeypatch.setattr(beside, "_told", lambda command, what: started.append(start(command, what)) or started[-1])
+
+    def direct(host: object, place: object, **given: object) -> Outcome:
+        tick = given["tick"]
+        assert callable(tick)
+        tick()
+        end = time.monotonic() + PATIENCE
+        while not kept.exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        return Outcome(0, False, None, (), (), (), None)
+
+    monkeypatch.setattr(agents, "direct", direct)
+    words = ("plan.data=2", "fleet.nodes=2", "fleet.check=return", "log.wandb=true")
+    told = call("agent", "run.toml", *(word for setting in words for word in ("--set", setting)))
+    assert told.exit_code == 0, told.output
+    assert started[0].wait(PATIENCE) == 0, "it ends with the agent"
+    assert json.loads(kept.read_text()).keys() >= {"id", "done"}
