@@ -4,7 +4,8 @@
 
 Both ways share weights and take their steps in changing order, so they meet the same machine; the cost is the median over the rounds of
 one way's time against the other's. Under load that says little, so the processor time of the watching calls alone is given as well: the
-decision, what is remembered, and the text that goes into a copy of the state.
+decision, what is remembered, and the text that goes into a copy of the state. A step that measures extremes (`stability.extremes_every`) is
+compared with one that does not, in processor time.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from megalith.checkpoint.checkpointer import Checkpointer
 from megalith.prove.parity import RandomText
 from megalith.prove.worlds import run_ranks
 from megalith.spec.files import load
+from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.batches import indices
@@ -53,6 +55,8 @@ def main() -> None:
         return
     print(f"a step {1000 * found['step']:.1f} ms; watched, side by side: {100 * (found['ratio'] - 1):+.2f} %")
     print(f"the watching calls alone: {1e6 * found['calls']:.0f} us a step, {100 * found['calls'] / found['step']:.3f} % of it")
+    look, every = 100 * (found["look"] - 1), found["every"]
+    print(f"a step that measures extremes: {look:+.2f} %; one in {every:.0f} does, so a step: {look / every:+.3f} %")
     print(f"the text for a copy: {1e6 * found['text']:.0f} us, {100 * found['text'] / found['step']:.3f} % of a step")
 
 
@@ -60,9 +64,17 @@ def measure(rank: int, spec: RunSpec, rounds: int) -> dict[str, float]:
     """Seconds of a step without watching, the ratio with it, seconds of its calls."""
     device = torch.device("cpu")
     trainer = assemble(spec, groups=mesh_groups(spec, device), device=device)
+    trainer.extremes.every = 0  # demanded below: few steps have them
     blind = replace(trainer, spec=spec.model_copy(update={"stability": spec.stability.model_copy(update={"watch": False})}))
     text, batch = RandomText(spec), spec.train.global_batch
-    nothing = Data(read=lambda step: [], mine=lambda step: [], numbers=lambda step: range(0), place=lambda number: "")
+    (first,) = Phases.of(spec).all
+    nothing = Data(
+        read=lambda step: [],
+        mine=lambda step: [],
+        numbers=lambda step: range(0),
+        phase=lambda step: first,
+        place=lambda number: "",
+    )
     with tempfile.TemporaryDirectory() as folder:
         healer = Healer(trainer, nothing, checkpointer=Checkpointer(Path(folder)), guard=None)
         step, seconds = 0, dict[str, list[float]](on=[], off=[])
@@ -78,13 +90,25 @@ def measure(rank: int, spec: RunSpec, rounds: int) -> dict[str, float]:
         warm = WARM // (2 * BLOCK)
         pairs = list(zip(seconds["on"][warm:], seconds["off"][warm:], strict=True))
         ratio = statistics.median(on / off for on, off in pairs)
+        looks = list[float]()
+        for _ in range(rounds):
+            taken = dict[bool, float]()
+            for demanded in (False, True):
+                data = [text.batch(part) for part in indices(spec, first=step * batch, data_rank=0)]
+                if demanded:
+                    trainer.extremes.demand()
+                began = time.process_time()
+                train_step(trainer, data, step=step)
+                taken[demanded] = time.process_time() - began
+                step += 1
+            looks.append(taken[True] / taken[False])
         calls, dump = [], []
         known = trainer.state.history
         for _ in range(200):
             trainer.state.history = known
             totals = Totals(squares=known.norms[-1] ** 2, loss=known.losses[-1], stop=False, resident=0)
             began = time.thread_time()
-            vitals = vitals_of(trainer, totals, step=step, healer=healer)
+            vitals = vitals_of(trainer, totals, None, step=step, healer=healer)
             remember(
                 trainer, decision_of(trainer, vitals), vitals, totals=totals, lr=trainer.lr, healer=healer, findings=Findings()
             )
@@ -95,6 +119,8 @@ def measure(rank: int, spec: RunSpec, rounds: int) -> dict[str, float]:
     return {
         "step": statistics.median(off for _, off in pairs),
         "ratio": ratio,
+        "look": statistics.median(looks),
+        "every": spec.stability.extremes_every,
         "calls": statistics.median(calls),
         "text": statistics.median(dump),
     }

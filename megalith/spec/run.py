@@ -235,6 +235,9 @@ class StabilitySpec(Spec):
     )
     skips: PositiveInt = Field(default=10, description="updates that a run may skip in all; one more ends it")
     watch: bool = Field(default=True, description="warn when the loss or the gradient norm leaves its band")
+    extremes_every: NonNegativeInt = Field(
+        default=10, description="steps from one measurement of largest outputs and attention logits to the next; 0: never"
+    )
     window: int = Field(default=64, ge=8, le=1024, description="updates whose numbers make the bands: the newest ones")
     width: PositiveFloat = Field(
         default=8.0,

@@ -191,10 +191,11 @@ def heads_of(model: ModelSpec) -> list[Heads]:
     f for the rotated part of latent attention's queries, whose rotated key all heads share. Likewise, where several heads of queries share
     one of keys, queries take all of it.
     """
-    return [found for name, attention in _attentions(model) if (found := _heads(name, attention)) is not None]
+    return [found for name, attention in attentions(model) if (found := _heads(name, attention)) is not None]
 
 
-def _attentions(model: ModelSpec) -> Iterator[tuple[str, AttentionSpec | LatentAttentionSpec]]:
+def attentions(model: ModelSpec) -> Iterator[tuple[str, AttentionSpec | LatentAttentionSpec]]:
+    """Yield each layer of attention, by its name in the whole model, in order."""
     for number, block in enumerate(model.blocks):
         if block.attention is not None:
             yield f"blocks.{number}.attention", block.attention

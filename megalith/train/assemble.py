@@ -39,6 +39,7 @@ from megalith.train.own.callbacks import Callbacks
 from megalith.train.own.loss import use_loss
 from megalith.train.stability.adaptive_clip import UNKNOWN, AdaptiveClip
 from megalith.train.stability.attention import HeadClip
+from megalith.train.stability.extremes import Extremes
 from megalith.train.stability.loss_scale import Scale
 from megalith.train.state import State
 
@@ -59,6 +60,7 @@ class Trainer:
     state: State
     rule: Optimizer
     noise: NoiseMeter
+    extremes: Extremes
     callbacks: Callbacks = field(default_factory=Callbacks)
     adaptive: AdaptiveClip | None = None
     heads: HeadClip | None = None
@@ -103,6 +105,12 @@ class Trainer:
         dist.all_reduce(total, group=self.groups.place)
         for moe, count in zip(routers, total.split([len(count) for count in counts]), strict=True):
             moe.end_of_step(count)
+
+    def forget(self) -> None:
+        """Discard the maxima of this step's forwards, because they run once more."""
+        self.extremes.clear()
+        if self.heads is not None:
+            self.heads.clear()
 
     def drop(self) -> None:
         """Drop what a step has left: gradients, and routers' counts of its tokens."""
@@ -201,8 +209,9 @@ def assemble(
     usual = torch.full((len(described),), UNKNOWN, device=device) if optimizer.adaptive_clip else None
     if usual is not None:
         adaptive = AdaptiveClip(optimizer, usual, [*described], parameters=parameters, shared=partly, groups=groups)
-    stages = [runner.stage for runner in runners.values()]
-    heads = HeadClip(optimizer.qk_clip, model, stages, groups=groups, device=device) if optimizer.qk_clip else None
+    stages = {number: runner.stage for number, runner in runners.items()}
+    heads = HeadClip(optimizer.qk_clip, model, stages.values(), groups=groups, device=device) if optimizer.qk_clip else None
+    looks = spec.stability.extremes_every if spec.stability.watch else 0
     return Trainer(
         run=whole,
         spec=spec,
@@ -216,6 +225,7 @@ def assemble(
         state=State(parameters, buffers, slots, scale, home_of(lots, plan.state, folder=folder, rank=groups.rank), usual, halved),
         rule=Optimizer(spec.optimizer, treated, Whole.of(parameters, described, partly, groups)),
         noise=NoiseMeter(builder.by_name, buckets, partly, groups, spec),
+        extremes=Extremes(model, stages, every=looks, groups=groups, device=device, compiled=plan.compile),
         callbacks=callbacks or Callbacks(),
         adaptive=adaptive,
         heads=heads,

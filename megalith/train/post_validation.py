@@ -104,8 +104,7 @@ class Unchecked:
         torch._foreach_copy_(self.trainer.state.changed(), self._before)
         for norms, before in zip(self.trainer.state.usual.values(), self._usual_before, strict=True):
             norms.copy_(before)
-        if self.trainer.heads is not None:
-            self.trainer.heads.clear()  # the forwards since were computed with weights that are undone
+        self.trainer.forget()  # the forwards since were computed with weights that are undone
         self.trainer.state.undo()
         self.trainer.state.updates -= 1
         self.trainer.state.scale = self._scale_before

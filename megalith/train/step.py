@@ -221,8 +221,9 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
     with, see Executor.run."""
     clock = trainer.executor.clock
     start = clock.mark()
-    if trainer.heads is not None:
-        trainer.heads.clear()
+    step = trainer.state.updates + trainer.state.skipped
+    trainer.forget()
+    trainer.extremes.begin(step)
     batches = to_batches(trainer, microbatches, valid=count_valid(microbatches, groups=trainer.groups))
     ready = clock.mark()
     executed = trainer.executor.run(batches, check=check)
@@ -231,6 +232,7 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
     gradients.scale([p.grad for p in trainer.parameters.values() if p.grad is not None], 1 / trainer.gradient_scale)
     if trainer.heads is not None:
         trainer.heads.gather()
+    trainer.extremes.end(step)
     return Accumulated(executed, batches, [("data", start, ready), ("communication", done, clock.mark())], trainer.state.scale)
 
 

@@ -1,40 +1,165 @@
-"""The largest output of each part of the model, in a step that is computed to find the cause of a spike."""
+"""Extremes of a model's layers: the largest output of each part, and a bound of each attention layer's logits.
 
-from typing import Any
+They are measured in one step out of every few, on the first microbatch of each rank. One all-reduce takes the maxima. The bound of logits
+is the longest query times the longest key times the factor of scores, and needs no kernel that returns maxima. Not measured are the head's
+output, which is the loss; the output of a block that sends tokens to experts on other ranks, which is no single module's; and compiled
+blocks, since a hook that comes and goes would have them compiled again.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from megalith.train.assemble import Trainer
+from megalith.models.core import CausalCore
+from megalith.models.stage import Stage
+from megalith.parallel.context import ContextCore
+from megalith.parallel.groups import Groups
+from megalith.spec.model import ModelSpec
+from megalith.spec.treatment import attentions
+
+KEPT = 8  # earlier looks that a new one is compared with
+JUDGED_FROM = 4  # earlier looks without which nothing is compared
+RISEN = 1.5  # factor above the largest of them from which a number has risen
+LOGITS = "logits of "
 
 
-class PartExtremes:
-    """Watches the outputs of this rank's parts, from now until `close`. A part that runs as several graphs, since tokens travel within it,
-    and the head, whose output is the loss, are not seen."""
+class Look(NamedTuple):
+    """Extremes of one step, the same on all ranks: the largest output by part of the model, and the bound by `logits of LAYER`."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._world = trainer.groups.world
-        self._largest: dict[str, Tensor] = {}
-        parts = [(name, module) for stage in trainer.stages.values() for name, module in stage.parts()]
-        self._hooks = [module.register_forward_hook(self._watch(name)) for name, module in parts]
+    step: int
+    largest: dict[str, float]
 
-    def _watch(self, name: str) -> Any:
-        def look(module: Any, given: Any, out: object) -> None:
-            if isinstance(out, Tensor):
-                here = torch.linalg.vector_norm(out.detach().float(), torch.inf)
-                self._largest[name] = torch.maximum(self._largest[name], here) if name in self._largest else here
+
+class Risen(NamedTuple):
+    """The first extreme, in the order of the model, that is far above its earlier values."""
+
+    name: str
+    step: int
+    was: float
+    now: float
+
+
+class Extremes:
+    """Measures the extremes of this rank's parts. `begin`, `end` and `demand` are called by all ranks together.
+
+    Hooks exist in measured steps only, so all other steps cost nothing.
+    """
+
+    def __init__(
+        self, model: ModelSpec, stages: Mapping[int, Stage], *, every: int, groups: Groups, device: torch.device, compiled: bool
+    ) -> None:
+        """`every`: steps from one look to the next; 0: only looks that are demanded. `compiled`: there are none at all."""
+        self.every, self._groups, self._compiled = every, groups, compiled
+        self.looks = deque[Look](maxlen=KEPT + 1)
+        """Regular looks, newest last."""
+        self.last = Look(-1, {})
+        """The newest look, regular or demanded."""
+        self._parts, self._layers = list(model.part_names), [name for name, _ in attentions(model)]
+        self._stages, self._hooks = stages, list[Any]()
+        self._looking, self._demanded = False, False
+        self._found = torch.zeros(len(self._parts) + 2 * len(self._layers), device=device)
+        """Largest output by part, then the longest query, times the factor of scores, and the longest key by layer."""
+        self._seen = set[int]()
+
+    def demand(self) -> None:
+        """Look at the next step that is computed, besides the regular looks."""
+        self._demanded = True
+
+    def begin(self, step: int) -> None:
+        """Add the hooks if the forwards that follow, of step `step`, are to be looked at."""
+        self._unhook()
+        # nothing but the step decides: ranks that joined later have no looks, and take part in the same all-reduces
+        regular = self.every > 0 and (step + 1) % self.every == 0
+        self._looking = (regular or self._demanded) and not self._compiled
+        if self._looking:
+            self.clear()
+            self._hooks = list(self._hooked())
+
+    def _hooked(self) -> Iterator[Any]:
+        for stage in self._stages.values():
+            for name, part in stage.parts():
+                yield part.register_forward_hook(self._of_output(self._parts.index(name)))
+            for name, module in stage.named_modules():
+                if name in self._layers:
+                    core: Any = module.core
+                    causal = core.causal if isinstance(core, ContextCore) else core
+                    place = len(self._parts) + 2 * self._layers.index(name)
+                    yield core.register_forward_pre_hook(self._of_scores(place, causal))
+
+    def _of_output(self, place: int) -> Any:
+        def look(module: nn.Module, given: Any, out: object) -> None:
+            if isinstance(out, Tensor) and place not in self._seen:
+                self._note(place, torch.linalg.vector_norm(out.detach(), torch.inf, dtype=torch.float32))
 
         return look
 
-    def close(self) -> dict[str, float]:
-        """The largest magnitude of each part's output over all ranks and microbatches. All ranks call it together."""
+    def _of_scores(self, place: int, core: CausalCore) -> Any:
+        def look(module: nn.Module, given: tuple[Any, ...]) -> None:
+            if place not in self._seen:  # else it is a later microbatch, or this one recomputed
+                q, k = (torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32).amax() for x in given[:2])
+                self._note(place, q * core.scale_of(given[0]))
+                self._note(place + 1, k)
+
+        return look
+
+    def _note(self, place: int, largest: Tensor) -> None:
+        self._seen.add(place)
+        self._found[place] = torch.nan_to_num(largest, nan=torch.inf, posinf=torch.inf)  # NaN in a maximum of ranks gets lost
+
+    def clear(self) -> None:
+        """Discard this step's numbers, because its forwards run once more."""
+        if self._looking:
+            self._found.zero_()
+            self._seen.clear()
+
+    def _unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        everyone: list[Any] = [None] * self._world.size()
-        dist.all_gather_object(everyone, {name: float(largest) for name, largest in self._largest.items()}, group=self._world)
-        found = dict[str, float]()
-        for each in everyone:
-            for name, largest in each.items():
-                found[name] = largest if largest != largest else max(largest, found.get(name, 0.0))  # NaN is the largest
-        return found
+        self._hooks.clear()
+
+    @torch.no_grad()
+    def end(self, step: int) -> None:
+        """Remove the hooks and share the numbers of step `step`, if it was looked at."""
+        looking, demanded = self._looking, self._demanded
+        self._looking, self._demanded = False, False
+        if not looking:
+            return
+        self._unhook()
+        dist.all_reduce(self._found, op=dist.ReduceOp.MAX, group=self._groups.world)
+        found, parts = self._found.tolist(), len(self._parts)
+        outputs = {name: value for name, value in zip(self._parts, found, strict=False) if value}
+        bounds = zip(self._layers, found[parts::2], found[parts + 1 :: 2], strict=True)
+        self.last = Look(step, outputs | {LOGITS + name: q * k for name, q, k in bounds if q and k})
+        if not demanded:
+            self.forget(step)
+            self.looks.append(self.last)
+
+    def forget(self, first: int) -> None:
+        """Forget regular looks from step `first` on, because the run went back to it."""
+        self.looks = deque((look for look in self.looks if look.step < first), maxlen=self.looks.maxlen)
+
+    def risen(self, *, before: int | None = None) -> Risen | None:
+        """Return the first extreme of the newest look that is above RISEN times its largest value in the regular looks before.
+
+        `before`: of the newest regular look before that step. None is returned also where there are too few looks.
+        """
+        regular = [look for look in self.looks if before is None or look.step < before]
+        newest = self.last if before is None else regular[-1] if regular else None
+        past = [look.largest for look in regular if newest and look.step < newest.step][-KEPT:]
+        if newest is None or len(past) < JUDGED_FROM:
+            return None
+        for name in self._order():
+            was = max((look[name] for look in past if name in look), default=0.0)
+            if was and name in newest.largest and not newest.largest[name] <= RISEN * was:
+                return Risen(name, newest.step, was, newest.largest[name])
+        return None
+
+    def _order(self) -> Iterator[str]:
+        """The names of all extremes, in the order in which damage shows: the logits of a part's layers before its output."""
+        for part in self._parts:
+            yield from (LOGITS + layer for layer in self._layers if layer.startswith(f"{part}."))
+            yield part

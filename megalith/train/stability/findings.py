@@ -14,6 +14,7 @@ from typing import Literal
 from megalith.events import Lowered, Spike
 from megalith.spec.run import StabilitySpec
 from megalith.train.decide import Decision, Rewind, Skip, Stop, Update, Vitals
+from megalith.train.stability.extremes import LOGITS, Risen
 from megalith.train.stability.history import Departure
 
 Reason = Literal["not finite", "spike"]
@@ -95,6 +96,8 @@ class Findings:
     """The first sample of the step, and the one after the last."""
     replayed: Replayed | None = None
     moved: Moved | None = None
+    risen: Risen | None = None
+    """The first extreme that rose: in the spike, or before it where nothing was computed again."""
     compared: bool = False
     """True if the outputs of all parts were compared with those of the copy's weights."""
     heard: bool = False
@@ -123,9 +126,18 @@ class Findings:
         if self.sound is False:
             same = self.replayed is not None and self.replayed.step is None
             again = f"; {self.replayed.steps} steps computed again gave the same numbers" if self.replayed and same else ""
-            again += f"; {self._part()}" if self.compared else ""
+            again += f"; {self._part()}" if self.compared else f"; {self._risen()}" if self.risen else ""
             found.append(("numerics", f"{self.batch_before}, so the weights are damaged{again}"))
+        elif self.sound is None and self.risen is not None:
+            found.append(("numerics", f"{self._risen()}, before the spike"))
         return found
+
+    def _risen(self) -> str:
+        """Name the first extreme that rose."""
+        assert self.risen is not None
+        one = self.risen
+        what = one.name if one.name.startswith(LOGITS) else f"the largest output of {one.name}"
+        return f"in step {one.step + 1} {what} rose to {one.now:.3g}, and was {one.was:.3g} at most in the looks before"
 
     def _part(self) -> str:
         """Name the part in which the damage shows first."""

@@ -31,7 +31,6 @@ from megalith.train.decide import Decision, Rewind, Update
 from megalith.train.guard import Guard
 from megalith.train.received import receive
 from megalith.train.restore import Position, history_in, position_in, report_copy
-from megalith.train.stability.extremes import PartExtremes
 from megalith.train.stability.findings import JUMP, NAMED, Findings, Jump, Replayed, Sampled, first_moved
 from megalith.train.stability.samples import SampleLosses
 from megalith.train.step import Before, accumulate, seed_step
@@ -112,9 +111,9 @@ class Healer:
         last = next((past for past in reversed(self._past) if past.inside and past.factor is not None), None)
         if last is not None:
             seed_step(self.trainer, last.step)
-            extremes = PartExtremes(self.trainer)
+            self.trainer.extremes.demand()
             now = self._again(last.step)
-            self._damaged = last.step, extremes.close()
+            self._damaged = last.step, self.trainer.extremes.last.largest
             rises = {"loss": _rise(last.loss, now.loss), "norm": _rise(last.squares**0.5, now.norm)}
             out = history.departures(before.totals.loss, before.totals.norm, spec)
             sound = all(rises[one.name] < _rise(one.middle, one.value) / 2 for one in out)
@@ -122,6 +121,7 @@ class Healer:
             found = replace(found, sound=sound, batch_before=words)
             self._put_back(step)
             self.trainer.enter(self.data.phase(step))
+        self.trainer.extremes.demand()  # the spike's own step is computed again next
         if not self.trainer.spec.plan.compile:
             self._sampled = SampleLosses(self.trainer)
         return found
@@ -129,14 +129,17 @@ class Healer:
     def causes(self, step: int, findings: Findings) -> Findings:
         """Add what the learning rates, the samples and the beginning of the spike tell."""
         numbers = self.data.numbers(step)
-        found = replace(findings, jump=self._jump(), read=(numbers.start, numbers.stop))
+        extremes, began = self.trainer.extremes, self.trainer.state.history.began
+        # where nothing was computed again, extremes of the spike itself may be those of bad samples; earlier ones are the weights'
+        risen = extremes.risen(before=began if findings.sound is None else None)
+        found = replace(findings, jump=self._jump(), read=(numbers.start, numbers.stop), risen=risen)
         if self._sampled is not None:
             found = self._with_samples(found, self._sampled.close(), step)
             self._sampled = None
         if found.sound is None and self.trainer.state.history.outside > 1:
             began = self._found
             found = replace(found, sound=began.sound, batch_before=began.batch_before, jump=found.jump or began.jump)
-            found = replace(found, samples=began.samples, typical=began.typical, read=began.read)
+            found = replace(found, risen=began.risen, samples=began.samples, typical=began.typical, read=began.read)
         self._found = found
         return found
 
@@ -234,6 +237,7 @@ class Healer:
         state.history = before.rewound(position.history, step=step, to=target.step, undone=undone)
         if self.guard is not None:
             self.guard.rewound(step + 1)
+        self.trainer.extremes.forget(target.step)
         dropped = range(position.samples, self.data.numbers(step).stop)
         left = spec.rewinds - len(state.history.rewinds)
         said = {"undone": undone, "first": dropped.start, "last": dropped.stop - 1, "tier": target.tier.value}
@@ -270,9 +274,10 @@ class Healer:
             past = known[number]
             self._beat("replay", step)
             self._put_back(number)
-            extremes = PartExtremes(self.trainer) if number == self._damaged[0] else None
+            if number == self._damaged[0]:
+                self.trainer.extremes.demand()
             totals = self._again(number)
-            sound = extremes.close() if extremes else sound
+            sound = self.trainer.extremes.last.largest if number == self._damaged[0] else sound
             same = (totals.loss, totals.squares) == (past.loss, past.squares)
             finite = math.isfinite(past.loss) and math.isfinite(past.squares)
             if not same and (finite or (math.isfinite(totals.loss) and math.isfinite(totals.squares))):
