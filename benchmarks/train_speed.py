@@ -110,7 +110,8 @@ def ours(arguments: dict[str, Any]) -> None:
         for _ in range(spec.microbatches):
             ids = random.integers(0, spec.model.vocab, (spec.plan.microbatch, a.seq + 1))
             positions = np.broadcast_to(np.arange(a.seq), (spec.plan.microbatch, a.seq))
-            batches.append(Batch(ids[:, :-1].copy(), ids[:, 1:].copy(), positions, ((a.seq,),) * spec.plan.microbatch, ()))
+            numbers = tuple(range(spec.plan.microbatch))
+            batches.append(Batch(ids[:, :-1].copy(), ids[:, 1:].copy(), positions, ((a.seq,),) * len(ids), (), numbers))
         start = time.perf_counter()
         done = train_step(trainer, batches, step=number)
         seconds.append(time.perf_counter() - start)
