@@ -47,7 +47,7 @@ def device_suits(case: Case) -> Found:
     if case.cluster is None:
         return
     train, device = case.spec.train, case.cluster.accelerator
-    if train.device != "auto" and (train.device == "cpu") != (device.name == "cpu"):
+    if train.device != "auto" and (train.device == "cpu") != device.is_processor:
         yield error("train.device", train.device, f'contradicts cluster = "{case.spec.cluster}"', 'Use "auto".')
     if device.peak and PRECISIONS[train.precision].rate not in device.peak:
         rate = f", at fp32's {device.peak['fp32'] / 1e12:g} TFLOP/s at best" if "fp32" in device.peak else ""

@@ -38,7 +38,7 @@ def verification_repeats_bits(case: Case) -> Found:
     """Verification needs reproducible bits. On a GPU, half-precision attention adds up gradients in no fixed order."""
     train, fleet, cluster = case.spec.train, case.spec.fleet, case.cluster
     compute = PRECISIONS[train.precision].compute
-    gpu = train.device == "cuda" or (cluster is not None and cluster.accelerator.name != "cpu" and train.device == "auto")
+    gpu = train.device == "cuda" or (cluster is not None and not cluster.accelerator.is_processor and train.device == "auto")
     if gpu and compute.width < 4 and fleet.recover and fleet.verify_every:
         reason = f"would blame ranks that are right: on GPUs, attention in {compute.name} does not give the same bits twice"
         yield error("fleet.verify_every", fleet.verify_every, reason, 'Use verify_every = 0, or train.precision = "fp32".')

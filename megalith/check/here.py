@@ -8,6 +8,7 @@ from megalith.check.case import Case, Found, advice, error, format_bytes
 from megalith.check.memory import state_bytes, total_state_bytes
 from megalith.machine.capacity import Machine
 from megalith.spec.base import AbsentError
+from megalith.spec.cluster import CALIBRATE
 from megalith.spec.plan import StateSpec
 from megalith.spec.problem import Problem, Severity
 from megalith.spec.run import RunSpec
@@ -20,6 +21,8 @@ class Here:
     case: Case
     machine: Machine
     count: Callable[[RunSpec], int]
+    processor: str = ""
+    """The machine's processor by name; empty where nobody asked."""
 
     @property
     def ranks(self) -> int:
@@ -51,11 +54,13 @@ def check_here(
     count: Callable[[RunSpec], int] = all_ranks,
     severity: Severity = "advice",
     provenance: Mapping[str, str] | None = None,
+    processor: str = "",
 ) -> list[Problem]:
-    """Return all that `machine` is short of for the ranks that would start there, as problems of this severity at most."""
-    here = Here(Case(spec, None, files=False), machine, count)
+    """Return all that `machine` is short of for the ranks that would start there, as problems of this severity at most. `processor` is the
+    name of its processor, to compare with that of measured figures."""
+    here = Here(Case(spec, None, files=False), machine, count, processor)
     found: list[Problem] = []
-    for rule in (devices_are_here, memory_holds_the_state, processors_run_the_ranks):
+    for rule in (devices_are_here, memory_holds_the_state, processors_run_the_ranks, figures_are_of_this_machine):
         with suppress(AbsentError):
             found += rule(here)
     origins = provenance or {}
@@ -73,7 +78,7 @@ def devices_are_here(here: Here) -> Found:
     if gpus < ranks and (device == "cuda" or gpus > 0):
         reason = f"{_counted(ranks, 'rank')} would start on this machine, which has {_counted(gpus, 'GPU')}"
         yield error("train.device", device, reason, 'Start one rank a GPU, with torchrun or srun on more machines, or use "cpu".')
-    elif gpus == 0 and here.case.cluster is not None and here.case.cluster.accelerator.name != "cpu":
+    elif gpus == 0 and here.case.cluster is not None and not here.case.cluster.accelerator.is_processor:
         reason = (
             f"names {here.case.cluster.accelerator.name}, and on this machine, which has no GPU, the run would compute on the CPU"
         )
@@ -107,6 +112,16 @@ def processors_run_the_ranks(here: Here) -> Found:
         yield advice(
             "plan.data", here.case.plan.data, reason, f"It works, slowly. A plan of at most {processors} ranks is faster here."
         )
+
+
+def figures_are_of_this_machine(here: Here) -> Found:
+    """Figures of a processor predict runs on that processor."""
+    found = here.case.cluster.measured if here.case.cluster is not None else None
+    if found is not None and found.in_turn and here.processor not in ("", found.processor):
+        reason = (
+            f"was measured on {found.processor}, and this machine has {here.processor}: predictions are for the other machine"
+        )
+        yield advice("cluster", here.case.spec.cluster, reason, f"{CALIBRATE} --ranks {here.ranks} here.")
 
 
 def _counted(number: int, noun: str) -> str:

@@ -107,7 +107,7 @@ def state_elsewhere_can_be_had(case: Case) -> Found:
             yield advice("plan.state.share", state.share, 'says nothing with plan.state.optimizer = "device"', "Leave it out.")
         return
     kind = next((kind for kind in kinds(spec.optimizer) if OPTIMIZERS[kind].unit != "element"), None)
-    gpu = spec.train.device == "cuda" or (case.cluster is not None and case.cluster.accelerator.name != "cpu")
+    gpu = spec.train.device == "cuda" or (case.cluster is not None and not case.cluster.accelerator.is_processor)
     if gpu and kind is not None:
         reason = (
             f"would update by {kind} in host memory, and what it needs of each whole {OPTIMIZERS[kind].unit} is on other GPUs"

@@ -1,5 +1,6 @@
 """`megalith doctor`: whether this machine, or all machines of a job, are fit to train on."""
 
+import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megalith.commands.shared.arguments import Json
-from megalith.commands.shared.output import print_json
+from megalith.commands.shared.arguments import Json, Overwrite
+from megalith.commands.shared.output import counted, print_json, write
 
 if TYPE_CHECKING:
     from megalith.machine.health import Finding
@@ -29,6 +30,18 @@ def command(
         int,
         typer.Option(min=0, help="Check collectives and links among this many processes: NCCL with a GPU for each, else gloo."),
     ] = 0,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.toml",
+            help="Check nothing. Measure what predictions need with --ranks processes at work (default: one a GPU, or 1), and write a "
+            "cluster file.",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="With --calibrate: how long each of about thirty measurements repeats.")
+    ] = 1.0,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> int:
     """Describe this machine, and check whether it is fit to train: memory, disk, network, clock, GPUs, reproducible results.
@@ -37,12 +50,18 @@ def command(
     a burn-in and --ranks no torch is needed. Under torchrun or srun, with one process a GPU, all machines are checked, and also collectives
     and links among all ranks; the first process prints the findings.
 
+    With --calibrate FILE.toml it checks nothing. It measures rates of products, attention, memory and collectives, and writes them as a
+    cluster file: predictions for that cluster use them.
+
     Example:  megalith doctor --folder runs --burn-in 60 --ranks 8
     """
     from megalith.fleet import environment
     from megalith.machine.describe import describe
     from megalith.machine.health import worst
 
+    if calibrate is not None:
+        _calibrate(calibrate, ranks, seconds, overwrite=overwrite, as_json=as_json)
+        return 0
     findings = doctor(folder, burn_in=burn_in, ranks=ranks)
     verdict = worst(findings)
     place = environment.find()
@@ -83,6 +102,29 @@ def doctor(folder: Path, *, burn_in: float = 1.0, ranks: int = 0) -> "list[Findi
     for device in burner.devices() if burn_in else ():
         own += [replace(one, check=f"{one.check}, {device}") for one in burner.burn_in(device, seconds=burn_in)]
     return own
+
+
+def _calibrate(out: Path, ranks: int, seconds: float, *, overwrite: bool, as_json: bool) -> None:
+    """Measure this machine and write its cluster file. Raises FileExistsError, and ValueError under a launcher or for no TOML file."""
+    from megalith.fleet import environment
+    from megalith.machine import capacity
+    from megalith.prove.calibrate import calibrate, text  # needs torch
+
+    if environment.find() is not None:
+        raise ValueError("--calibrate measures one machine and starts its own ranks. Run it without torchrun or srun.")
+    if out.suffix != ".toml":
+        raise ValueError(
+            f"--calibrate {out}: a cluster file is TOML, and is recognised by its name. Use a name that ends in .toml."
+        )
+    if out.exists() and not overwrite:
+        raise FileExistsError(f"--calibrate {out}: the file exists already. Use --overwrite, or another name.")
+    found = calibrate(ranks or capacity.find_gpus()[0] or 1, seconds=seconds)
+    write(text(found, host=platform.node()), out, overwrite=True)
+    if as_json:
+        print_json({"ok": True, "out": str(out)} | found.to_json())
+    else:
+        at_work = counted(found.cluster.count, "rank")
+        print(f'written: {out}\nnext: cluster = "{out}" in a run file of {at_work}, or megalith plan --cluster {out}')
 
 
 def _described(rows: Sequence[tuple[str, str]]) -> Table:

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from megalith.spec.cluster import Accelerator
+from megalith.spec.cluster import Accelerator, ClusterSpec
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,27 @@ class Calibration:
     def device(self, accelerator: Accelerator) -> Device:
         """The figures of an accelerator; of its vendor's newest generation if it has no entry of its own."""
         return self.devices[self.families.get(accelerator.name, "hopper")]
+
+    def device_of(self, cluster: ClusterSpec) -> Device:
+        """Return the figures of a cluster's devices: those that were measured there, and fitted ones for the rest."""
+        known, measured = self.device(cluster.accelerator), cluster.measured
+        if measured is None:
+            return known
+        own = measured.model_dump(include={field.name for field in fields(Device)}, exclude_none=True)
+        # a processor that computes what it starts has no parts that idle, and its operations no least time beside their start
+        alone = {"units": 1, "idle": 0.0, "gap": 0.0} if measured.in_turn else {}
+        return replace(known, **own, **alone)
+
+    def generation_of(self, name: str, cluster: ClusterSpec) -> Generation:
+        """Return the overheads of a generation of software on a cluster, with the start of an operation as it was measured there."""
+        known, measured = self.generations[name], cluster.measured
+        if measured is None:
+            return known
+        # what moves data is the processor that computes: nothing hides behind it
+        alone = ("passes", "tensor_exposed", "expert_exposed", "data_exposed", "message_exposed") if measured.in_turn else ()
+        return replace(
+            known, host=measured.launch, **dict.fromkeys(alone, 1.0), **({"contention": 0.0} if measured.in_turn else {})
+        )
 
     def slower(self, accelerator: Accelerator) -> float:
         """How many times as long as an x86 server what hosts an accelerator takes to start an operation."""

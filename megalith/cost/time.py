@@ -71,16 +71,21 @@ class Setting:
 
     @classmethod
     def of(cls, workload: Workload, calibration: Calibration) -> "Setting":
-        accelerator = workload.cluster.accelerator
-        device = calibration.device(accelerator)
+        cluster = workload.cluster
+        accelerator, device = cluster.accelerator, calibration.device_of(cluster)
         return cls(
             workload,
             accelerator,
             device,
-            calibration.generations[workload.practice.generation],
-            calibration.slower(accelerator),
-            Wires.of(workload.cluster, device),
+            calibration.generation_of(workload.practice.generation, cluster),
+            1.0 if cluster.measured else calibration.slower(accelerator),
+            Wires.of(cluster, device),
         )
+
+    @property
+    def in_turn(self) -> bool:
+        """True if the processor that starts an operation computes it."""
+        return self.workload.cluster.measured is not None and self.workload.cluster.measured.in_turn
 
     @property
     def bandwidth(self) -> float:
@@ -131,14 +136,15 @@ def quantising(products: list[Product], setting: Setting, format: str, phase: Ph
 
 def core_seconds(core: Core, setting: Setting) -> float:
     """One fused attention. Half of the scores are masked, and a kernel that knows skips them."""
-    device = setting.device
+    device, practice = setting.device, setting.workload.practice
     share = device.attention_forward if core.forward else device.attention_backward
-    causal = 0.5 if setting.workload.practice.causal_half else 1.0
-    filled = core.queries / (
-        core.queries + 256
-    )  # blocks on the diagonal are computed whole, and short sequences fill few processors
-    share *= FLASH[setting.workload.practice.flash]
-    return core.flops * causal / (setting.accelerator.wide * share * filled)
+    return core_flops(core, causal_half=practice.causal_half) / (setting.accelerator.wide * share * FLASH[practice.flash])
+
+
+def core_flops(core: Core, *, causal_half: bool = True) -> float:
+    """Return the FLOPs that would take as long at a kernel's full rate. Blocks on the diagonal are computed whole, and short sequences fill
+    few processors."""
+    return core.flops * (0.5 if causal_half else 1.0) * (core.queries + 256) / core.queries
 
 
 def line(axis: str, workload: Workload) -> Line:
@@ -207,6 +213,8 @@ def _lag(
     """
     practice = setting.workload.practice
     around, inside = (setting.slower * seconds for seconds in _started(profile, phases, setting, format))
+    if setting.in_turn:
+        return around + inside
     behind = around + inside - device
     ahead = not practice.waits or practice.graphs == "whole" or practice.overlap_expert  # another microbatch's work is there
     if not profile.expert_weights or "F" not in phases or ahead:

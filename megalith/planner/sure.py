@@ -11,6 +11,7 @@ from megalith.cost.doubt import Interval, Learnt
 from megalith.cost.software import SOFTWARE
 from megalith.planner.asked import Asked
 from megalith.planner.measured import Own
+from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import MoeSpec
 
 
@@ -58,10 +59,11 @@ def _device(asked: Asked) -> str | None:
 
 
 def _words(asked: Asked, mine: Sequence[Own], learnt: Learnt | None, far: str) -> str:
-    """Return what an interval rests on, and which own rows were not followed."""
+    """Return what an interval rests on, which own rows were not followed, and the source of measured rates."""
     where = f"{SOFTWARE[asked.software].title} on {asked.cluster.accelerator.name}"
+    rates = _rates(asked.cluster)
     if learnt is None:
-        return f"{where} was not measured: the interval is that of software nobody measured" + (f", and {far}" if far else "")
+        return f"{where} was not measured: the interval is that of software nobody measured{f', and {far}' * bool(far)}{rates}"
     wrong = [mine[place] for place in learnt.wrong]
     followed = len(mine) - len(wrong)
     said = (
@@ -69,4 +71,14 @@ def _words(asked: Asked, mine: Sequence[Own], learnt: Learnt | None, far: str) -
     )
     for one in wrong:
         said += f"; {one.name} is not followed, it took {one.ratio:.2f} of its prediction, which the rest makes very unlikely"
-    return said
+    return said + rates
+
+
+def _rates(cluster: ClusterSpec) -> str:
+    """Return the source of rates that `megalith doctor --calibrate` measured; nothing for fitted ones."""
+    found = cluster.measured
+    if found is None:
+        return ""
+    beside = found.processor if cluster.accelerator.is_processor else f"{found.device} beside {found.processor}"
+    ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)}"
+    return f"; rates were measured on {beside} at {found.at} UTC with {ranks} and torch {found.torch}"

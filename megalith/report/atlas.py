@@ -36,7 +36,7 @@ def page(found: Atlas) -> str:
         f"{train.global_batch:,} sequences of {train.seq_len:,} = {tokens:,} tokens a step, {found.asked.format}; "
         f"nodes of {cluster.per_node}. Predicted: {assumption(found.asked.software)}."
     )
-    peak = f"{cluster.accelerator.wide / 1e12:,.0f} TFLOP/s"
+    peak = units.flops(cluster.accelerator.wide)
     maps = [
         (f"MFU of the best layout ({CONVENTION} of {peak})", _map(found, _mfu, "c0", _layout)),
         (f"Memory of its fullest rank{_limit(found)}", _map(found, _memory, "c4", _again)),

@@ -13,6 +13,7 @@ from megalith.planner.price import Price
 from megalith.planner.search import Choice
 from megalith.planner.slower import Slower
 from megalith.planner.sure import Sure
+from megalith.report import units
 from megalith.spec.plan import Plan
 
 GIB = 2**30
@@ -180,7 +181,7 @@ def legend(found: Answer) -> str:
         f"t tensor, c context, p pipeline x chunks (1F1B, unless named), e expert x parts of each, d data, z ZeRO stage, r copies, "
         f"m microbatch.\n"
         f"again: computed twice. "
-        f"MFU: {found.convention} of {device.wide / 1e12:,.0f} TFLOP/s.\n"
+        f"MFU: {found.convention} of {units.flops(device.wide)}.\n"
         f"GiB: fullest rank{limit}. waits: bubble and exposed communication, of the step. as fast: within {found.sure.apart - 1:.0%}, "
         f"which no prediction tells apart.\n"
         f"{search.looked_at:,} plans looked at, {search.too_large:,} too large{denied}. Predicted: {found.assumption}."

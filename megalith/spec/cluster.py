@@ -38,6 +38,11 @@ class Accelerator(Spec):
     source: dict[str, str] = Field(description="where peak, memory, links, power and price come from")
 
     @property
+    def is_processor(self) -> bool:
+        """True if ranks compute on the machine's processor, which torch calls "cpu"."""
+        return "cpu" in self.device_names
+
+    @property
     def half(self) -> Rate:
         """The 16-bit format that its matrix units compute in: fp16 on a device without bf16 (V100)."""
         return "fp16" if "bf16" not in self.peak and "fp16" in self.peak else "bf16"
@@ -46,6 +51,32 @@ class Accelerator(Spec):
     def wide(self) -> float:
         """Dense FLOP/s in `half`. Raises KeyError if nobody published them."""
         return self.peak[self.half]
+
+
+class Measured(Spec):
+    """Figures of one machine, as `megalith doctor --calibrate` measured them with all ranks at work.
+
+    Predictions use them in place of fitted ones. Shares are of the accelerator's own rates.
+    """
+
+    device: str = Field(description="the device that was measured, as torch calls it")
+    processor: str = Field(description="the processor beside it, or which computed")
+    at: str = Field(description="date and time of the measurement, in UTC")
+    torch: str = Field(description="version of PyTorch that was measured with")
+    ranks: PositiveInt = Field(description="ranks that computed at once")
+    wide: PositiveFloat = Field(description="share of peak that a large product reaches")
+    ramp: NonNegativeFloat = Field(description="inner size at which a product reaches half of that")
+    attention_forward: PositiveFloat = Field(description="share of the 16-bit peak that attention reaches")
+    attention_backward: PositiveFloat = Field(description="and its backward")
+    memory: PositiveFloat = Field(description="share of the memory bandwidth that element-wise operations reach")
+    fast: PositiveFloat | None = Field(
+        default=None, description="share of scale_up that a large collective reaches; none of one rank"
+    )
+    latency: PositiveFloat | None = Field(default=None, description="seconds that a collective takes to start; none of one rank")
+    launch: PositiveFloat = Field(description="seconds to start an operation")
+    in_turn: bool = Field(
+        description="true where an operation is computed by the processor that starts it, so nothing hides the start"
+    )
 
 
 class ClusterSpec(Spec):
@@ -61,6 +92,7 @@ class ClusterSpec(Spec):
         description="unexpected ones a device-hour; default: Llama 3 405B, 419 in 54 days on 16,384 H100 (arXiv:2407.21783)",
     )
     reliability: Reliability = Field(default=Reliability(), description="how nodes break, and for how long")
+    measured: Measured | None = Field(default=None, description="what `megalith doctor --calibrate` measured")
 
     @property
     def nodes(self) -> int:
@@ -95,6 +127,9 @@ ALIASES = {
 """Short names of accelerators in the catalogue: of several sizes, the one that most clusters have."""
 
 OWN = 'Any other device can be described in a cluster file, as clusters/own-accelerator.toml of the sources does: cluster = "mine.toml".'
+
+
+CALIBRATE = "Measure with megalith doctor --calibrate FILE.toml"
 
 
 COUNTED = re.compile(r"(\d+) ?[x*×] ?(\S+)")
@@ -161,7 +196,7 @@ def _read(path: Path) -> ClusterSpec:
     try:
         own = isinstance(given, dict)
         accelerator = Accelerator.model_validate(given) if own else _named(given, key=f"{path}: accelerator")
-        return _cluster(values, accelerator)
+        cluster = _cluster(values, accelerator)
     except ValidationError as error:
         raise SpecErrors(
             [
@@ -169,6 +204,27 @@ def _read(path: Path) -> ClusterSpec:
                 for e in error.errors()
             ]
         ) from error
+    if problems := _measured_elsewhere(path, cluster):
+        raise SpecErrors(problems)
+    return cluster
+
+
+def _measured_elsewhere(path: Path, cluster: ClusterSpec) -> list[Problem]:
+    """Return a problem for each way in which a file's measured figures are not of its own devices."""
+    found, device = cluster.measured, cluster.accelerator
+    if found is None:
+        return []
+    problems = list[Problem]()
+    if found.device not in device.device_names:
+        reason = f"{device.name} is not the device that was measured: torch calls it {', '.join(device.device_names) or 'nothing known'}"
+        way_out = f"{CALIBRATE} on that device, or leave [measured] out."
+        problems.append(_problem(f"{path}: measured.device", found.device, reason, way_out))
+    if found.ranks > cluster.count or (found.in_turn and found.ranks != cluster.count):
+        shared = "ranks of one machine share its processors, and " * found.in_turn
+        reason = f"{shared}count = {cluster.count}"
+        way_out = f"{CALIBRATE} --ranks {cluster.count}, or set count = {found.ranks}."
+        problems.append(_problem(f"{path}: measured.ranks", found.ranks, reason, way_out))
+    return problems
 
 
 def _problem(key: str, value: Any, reason: str, way_out: str) -> Problem:

@@ -1,5 +1,7 @@
 """Shortages of one machine for a run."""
 
+from pathlib import Path
+
 import pytest
 
 from megalith.check import Problem, check, check_here, node_ranks
@@ -98,3 +100,41 @@ def test_more_ranks_than_processors_are_never_an_error(severity: Severity):
 def test_what_a_machine_lacks_is_no_fault_of_the_run():
     run = spec("model.preset=llama3-70b", "plan.data=64")
     assert not [problem for problem in check(run, files=False) if problem.severity == "error"]
+
+
+CALIBRATED = """
+count = 2
+per_node = 2
+[accelerator]
+name = "this-machine"
+title = "made up"
+vendor = "any"
+device_names = ["cpu"]
+peak = { fp32 = 1e9, bf16 = 1e9 }
+per_node = 2
+source = { peak = "measured" }
+[measured]
+device = "cpu"
+processor = "Made Up 9000"
+at = "2026-01-01 00:00"
+torch = "2.9"
+ranks = 2
+wide = 1.0
+ramp = 0.0
+attention_forward = 1.0
+attention_backward = 1.0
+memory = 1.0
+launch = 1e-6
+in_turn = true
+"""
+
+
+def test_figures_of_another_processor_are_named_before_a_run_trusts_them(tmp_path: Path):
+    file = tmp_path / "mine.toml"
+    file.write_text(CALIBRATED)
+    run = spec("plan.data=2", f'cluster="{file}"')
+    assert check_here(run, LAPTOP, processor="Made Up 9000") == []
+    (told,) = check_here(run, LAPTOP, severity="error", processor="Other 1")
+    assert (told.severity, told.key) == ("advice", "cluster")
+    assert "was measured on Made Up 9000, and this machine has Other 1" in told.reason
+    assert "--calibrate FILE.toml --ranks 2 here" in told.way_out

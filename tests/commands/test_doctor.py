@@ -8,6 +8,8 @@ import pytest
 
 from megalith.commands import doctor
 from megalith.machine.health import Finding
+from megalith.prove import calibrate as calibration
+from megalith.spec.cluster import load
 from tests.commands.calling import call
 
 
@@ -40,3 +42,49 @@ def test_the_doctors_status_is_the_worst_finding(monkeypatch: pytest.MonkeyPatch
     assert ("NOT fit" in result.stdout) == (status == 1)
     said = json.loads(call("doctor", "--json").stdout)
     assert (said["ok"], said["worst"], len(said["findings"])) == (status == 0, verdict, 2)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch):
+    """Calibration of small sizes, on the processor."""
+    sizes = calibration.Sizes(product=64, inner=(16, 32), memory=1 << 16, attention=(64, 2, 16), collective=(1 << 10, 1 << 14))
+    monkeypatch.setitem(calibration.SIZES, "cpu", sizes)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr("megalith.machine.capacity.find_gpus", lambda: (0, 0.0))
+
+
+@pytest.mark.usefixtures("small")
+def test_a_calibration_is_a_cluster_file_that_is_not_overwritten_unasked(tmp_path: Path):
+    file = tmp_path / "machine.toml"
+    found = call("doctor", "--calibrate", str(file), "--seconds", "0", "--ranks", "2", "--json")
+    assert found.exit_code == 0, found.stderr
+    said = json.loads(found.stdout)
+    cluster = load(str(file))
+    assert (said["ok"], said["out"], said["cluster"]["count"], cluster.count) == (True, str(file), 2, 2)
+    assert {"kind", "of", "size", "seconds"} == set(said["points"][0])
+    before = file.read_text()
+    again = call("doctor", "--calibrate", str(file), "--seconds", "0")
+    assert again.exit_code == 1 and "exists already. Use --overwrite" in again.stderr and file.read_text() == before
+    over = call("doctor", "--calibrate", str(file), "--seconds", "0", "--overwrite")
+    assert over.exit_code == 0 and f'cluster = "{file}" in a run file of 1 rank' in over.stdout
+    assert load(str(file)).count == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "said"),
+    [
+        ("machine.json", {}, "Use a name that ends in .toml"),
+        (
+            "machine.toml",
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "Run it without torchrun or srun",
+        ),
+    ],
+)
+def test_a_calibration_that_cannot_be_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, environment: dict[str, str], said: str
+):
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    found = call("doctor", "--calibrate", str(tmp_path / name))
+    assert found.exit_code == 1 and said in found.stderr
+    assert not (tmp_path / name).exists()

@@ -21,6 +21,7 @@ KNOW_IT = {
     "checkpoint/checkpointer.py",  # the same, for who saves without a trainer
     "prove/worlds.py",  # ranks of a small world, which are all there are
     "prove/doctor.py",
+    "prove/calibrate.py",
 }
 
 

@@ -155,3 +155,72 @@ def test_a_wrong_cluster_file_is_refused(tmp_path: Path, text: str, said: str):
     file.write_text(text)
     with pytest.raises(SpecErrors, match=said):
         load(str(file))
+
+
+MEASURED = """
+accelerator = "h100"
+count = {count}
+[measured]
+device = "{device}"
+processor = "x"
+at = "2026-01-01 00:00"
+torch = "2.9"
+ranks = {ranks}
+wide = 0.7
+ramp = 100.0
+attention_forward = 0.5
+attention_backward = 0.4
+memory = 0.9
+launch = 1e-6
+in_turn = {in_turn}
+"""
+
+
+def measured(folder: Path, **changes: object) -> Path:
+    file = folder / "mine.toml"
+    file.write_text(MEASURED.format(**{"count": 8, "device": "NVIDIA H100 80GB HBM3", "ranks": 8, "in_turn": "false"} | changes))
+    return file
+
+
+def test_figures_of_one_node_are_taken_for_several_like_it(tmp_path: Path):
+    cluster = load(str(measured(tmp_path, count=64)))
+    assert cluster.measured is not None and (cluster.nodes, cluster.measured.ranks) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys", "said"),
+    [
+        (
+            {"device": "NVIDIA A100-SXM4-80GB"},
+            ["measured.device"],
+            "h100 is not the device that was measured: torch calls it NVIDIA H100",
+        ),
+        (
+            {"count": 4},
+            ["measured.ranks"],
+            "count = 4. Measure with megalith doctor --calibrate FILE.toml --ranks 4, or set count = 8",
+        ),
+        ({"count": 16, "in_turn": "true"}, ["measured.ranks"], "ranks of one machine share its processors, and count = 16"),
+        ({"count": 4, "device": "cpu"}, ["measured.device", "measured.ranks"], "Measure with megalith doctor --calibrate"),
+        ({"ranks": 0}, ["measured.ranks"], "greater than 0"),
+        ({"in_turn": '"perhaps"'}, ["measured.in_turn"], "valid boolean"),
+    ],
+)
+def test_figures_of_another_machine_are_refused_with_a_way_out(
+    tmp_path: Path, changes: dict[str, object], keys: list[str], said: str
+):
+    file = measured(tmp_path, **changes)
+    with pytest.raises(SpecErrors) as caught:
+        load(str(file))
+    assert [problem.key for problem in caught.value.problems] == [f"{file}: {key}" for key in keys]
+    assert said in " ".join(f"{problem.reason}. {problem.way_out}" for problem in caught.value.problems)
+
+
+def test_a_table_of_figures_that_lacks_some_is_refused_with_all_of_them(tmp_path: Path):
+    file = measured(tmp_path)
+    file.write_text(
+        "".join(line for line in file.read_text().splitlines(keepends=True) if not line.startswith(("wide", "launch")))
+    )
+    with pytest.raises(SpecErrors) as caught:
+        load(str(file))
+    assert [problem.key for problem in caught.value.problems] == [f"{file}: measured.wide", f"{file}: measured.launch"]

@@ -14,6 +14,7 @@ from megalith.check.resume import check_checkpoint
 from megalith.checkpoint.folder import DamagedCheckpointError, committed, of_run, read_manifest
 from megalith.commands.shared.arguments import RunRequest
 from megalith.machine import capacity
+from megalith.machine.describe import processor
 from megalith.spec import files
 from megalith.spec.files import Resolved
 from megalith.spec.plan import AUTO
@@ -66,7 +67,14 @@ def check(
     short = (
         []
         if here is None
-        else check_here(resolved.spec, capacity.measure(), count=count, severity=here, provenance=resolved.provenance)
+        else check_here(
+            resolved.spec,
+            capacity.measure(),
+            count=count,
+            severity=here,
+            provenance=resolved.provenance,
+            processor=processor()[0],
+        )
     )
     found = sorted([*found, *short], key=lambda problem: problem.severity != "error")
     if reading.problems:

@@ -107,7 +107,7 @@ def _ranks_per_node(
 
 
 def _on_gpus(spec: RunSpec, cluster: ClusterSpec | None) -> bool:
-    named = cluster is not None and cluster.accelerator.name != "cpu"
+    named = cluster is not None and not cluster.accelerator.is_processor
     return spec.train.device == "cuda" or (spec.train.device == "auto" and named)
 
 
