@@ -158,6 +158,20 @@ def test_what_only_opens_a_run_imports_no_part_of_its_model(folder: Path, tmp_pa
         parts.PARTS.update(kept)
 
 
+def _extremes(rank: int, spec: RunSpec) -> dict[str, float]:
+    trainer = trainer_of(spec)
+    record(trainer)
+    return trainer.extremes.last.largest
+
+
+@pytest.mark.parametrize(("attention", "measured"), [("GATED", True), ("MEAN", False)])
+def test_extremes_are_measured_where_an_own_attention_has_a_core(attention: str, measured: bool) -> None:
+    spec = run(model={"attention": f"{HERE}:{attention}"}, stability={"extremes_every": 1})
+    found = run_ranks(_extremes, 1, shrink(spec, steps=1))[0]
+    assert {"embedding", "blocks.0", "blocks.1"} <= found.keys()
+    assert any("attention" in name for name in found) == measured
+
+
 # --- refused, never guessed ---
 
 

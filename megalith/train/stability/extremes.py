@@ -2,8 +2,8 @@
 
 They are measured in one step out of every few, on the first microbatch of each rank. One all-reduce takes the maxima. The bound of logits
 is the longest query times the longest key times the factor of scores, and needs no kernel that returns maxima. Not measured are the head's
-output, which is the loss; the output of a block that sends tokens to experts on other ranks, which is no single module's; and compiled
-blocks, since a hook that comes and goes would have them compiled again.
+output, which is the loss; the logits of a user's own attention without a core; the output of a block that sends tokens to experts on other
+ranks, which is no single module's; and compiled blocks, since a hook that comes and goes would have them compiled again.
 """
 
 from collections import deque
@@ -84,9 +84,9 @@ class Extremes:
             for name, part in stage.parts():
                 yield part.register_forward_hook(self._of_output(self._parts.index(name)))
             for name, module in stage.named_modules():
-                if name in self._layers:
-                    core: Any = module.core
-                    causal = core.causal if isinstance(core, ContextCore) else core
+                core: Any = getattr(module, "core", None)  # a user's own attention may have none
+                causal = core.causal if isinstance(core, ContextCore) else core
+                if name in self._layers and isinstance(causal, CausalCore):
                     place = len(self._parts) + 2 * self._layers.index(name)
                     yield core.register_forward_pre_hook(self._of_scores(place, causal))
 
