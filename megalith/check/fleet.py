@@ -52,6 +52,9 @@ def updates_can_be_repeated(case: Case) -> Found:
         whole = OPTIMIZERS[kind].unit
         reason = f"verifies gradients only: an update by {kind} needs each whole {whole}, and a copy holds one rank's share"
         yield advice("fleet.verify_every", fleet.verify_every, reason, 'optimizer.kind = "adamw" has its updates verified too.')
+    elif fleet.recover and fleet.verify_every and fleet.memory_every and case.spec.train.gradients != "fp32":
+        reason = 'verifies gradients only: an update is repeated from gradients in fp32, and train.gradients = "bf16"'
+        yield advice("fleet.verify_every", fleet.verify_every, reason, 'train.gradients = "fp32" has updates verified too.')
     elif fleet.recover and fleet.verify_every and fleet.memory_every and (master := case.spec.optimizer.master) != "fp32":
         reason = f'verifies gradients only: with optimizer.master = "{master}" a copy holds halves, and not how its share lies'
         yield advice("fleet.verify_every", fleet.verify_every, reason, 'optimizer.master = "fp32" has updates verified too.')

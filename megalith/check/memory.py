@@ -14,7 +14,7 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import AUTO, Plan, StateSpec, segment_size
 from megalith.spec.problem import near
 from megalith.spec.sizes import Count, count_model, own_tensors
-from megalith.spec.state import GRADIENT, LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of
+from megalith.spec.state import LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of, gradient
 from megalith.spec.treatment import kinds, masters_of, slots_of
 
 PARTS: dict[str, tuple[str, ...]] = {
@@ -214,8 +214,10 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
         )
         apart = shards > 1 or compute.name != MASTER.number
         whole = numbers * compute.width if plan.zero < 3 and apart else 0
-        gradients = bytes_of([GRADIENT], numbers, **cut)["gradients"]  # whole until the end of a step, below ZeRO-2
-        own = kept + numbers * bytes_each([GRADIENT]) / shards
+        gradients = bytes_of([gradient(case.spec.train.gradients)], numbers, **cut)[
+            "gradients"
+        ]  # whole until the end of a step, below ZeRO-2
+        own = kept + numbers * bytes_each([gradient(case.spec.train.gradients)]) / shards
         undoing = own if plan.post_validation else 0  # gradients and copies, once those are gone
         held += kept + max(gradients, undoing) + whole
     return held

@@ -98,6 +98,14 @@ def halves_can_be_had(case: Case) -> Found:
         yield advice("optimizer.master", "split16", reason, 'Leave it out, or use optimizer.master = "split8", which keeps 3.')
 
 
+def gradients_in_bf16_are_of_bf16(case: Case) -> Found:
+    """Sums in bf16 save memory only where the gradients that are added up are in bf16 too."""
+    compute = PRECISIONS[case.spec.train.precision].compute.name
+    if case.spec.train.gradients == "bf16" and compute != "bf16":
+        reason = f"rounds what backward computes in {compute}"
+        yield error("train.gradients", "bf16", reason, 'Use train.gradients = "fp32", or train.precision = "bf16".')
+
+
 def something_is_small(case: Case) -> Found:
     """A choice that changes nothing is a mistake."""
     spec = case.spec.optimizer

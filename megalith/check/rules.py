@@ -185,6 +185,7 @@ RULES: tuple[Rule, ...] = (
     Rule("moments", moments.blocks_lie_inside_shards),
     Rule("moments", moments.something_is_small),
     Rule("moments", moments.halves_can_be_had),
+    Rule("moments", moments.gradients_in_bf16_are_of_bf16),
     Rule("sites", sites.merges_fit_the_round),
     Rule("sites", sites.fragments_have_parts),
     Rule("sites", sites.sites_stay_together),

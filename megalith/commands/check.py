@@ -104,11 +104,12 @@ def _show_treated(spec: "RunSpec") -> None:
         from megalith.report import treated  # drawing
 
         Console(highlight=False).print(treated.table(summary(spec.model.build(), spec.optimizer)))
-    if few:
+    if few or spec.train.gradients != "fp32":
         from megalith.spec.numbers import PRECISIONS
         from megalith.spec.treatment import kept_of
 
-        print(f"a number of a large matrix: {kept_of(spec.optimizer, PRECISIONS[spec.train.precision].compute.name)}")
+        compute = PRECISIONS[spec.train.precision].compute.name
+        print(f"a number of a large matrix: {kept_of(spec.optimizer, compute, gradients=spec.train.gradients)}")
 
 
 def _show_legal(spec: "RunSpec") -> None:

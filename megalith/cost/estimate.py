@@ -257,16 +257,16 @@ def _data_seconds(workload: Workload, setting: Setting, traced: Parts, here: Hel
         of_dense = gather(bytes_each * dense, shards, wires, calls=calls)
         return of_dense + gather(bytes_each * expert, expert_shards, wires, calls=calls)
 
-    reductions, gathers = moved(practice.gradient_bytes), moved(width)
+    reductions, gathers = moved(workload.gradient_bytes), moved(width)
     if plan.zero and plan.copies > 1:  # and the shards' sums over the groups
         across = network.Line(plan.copies, whole.stride * plan.shards)
-        reductions += network.reduce(practice.gradient_bytes * dense / plan.shards, across, wires, calls=calls)
+        reductions += network.reduce(workload.gradient_bytes * dense / plan.shards, across, wires, calls=calls)
         across = network.Line(copies, own.stride * expert_shards.size)
-        reductions += network.reduce(practice.gradient_bytes * expert / expert_shards.size, across, wires, calls=calls)
+        reductions += network.reduce(workload.gradient_bytes * expert / expert_shards.size, across, wires, calls=calls)
     forward, backward = stage.forward.total, stage.backward.total
     if plan.zero == 0:
-        summed = network.reduce(practice.gradient_bytes * dense, whole, wires, calls=calls)
-        summed += network.reduce(practice.gradient_bytes * expert, own, wires, calls=calls)
+        summed = network.reduce(workload.gradient_bytes * dense, whole, wires, calls=calls)
+        summed += network.reduce(workload.gradient_bytes * expert, own, wires, calls=calls)
         return _beside(summed, backward, setting)
     if plan.zero == 3:
         size = traced.segments.size if traced.segments else 1

@@ -34,8 +34,8 @@ KINDS = {"gather": "all-gather", "scatter": "reduce-scatter", "sum": "all-reduce
 DOES: dict[str, tuple[Phase, ...]] = {"F": ("F",), "B": ("I", "W"), "I": ("I",), "W": ("W",)}
 """Computation of a schedule -> phases of a profile."""
 
-SUM_BYTES = 4
-"""Bytes of a number in a reduction of gradients: sums are kept in fp32."""
+WIDE = 4
+"""Bytes of a number in fp32."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,8 @@ def of_run(spec: RunSpec) -> Workload:
     cluster, batch = clusters.load(named), within(spec).train.global_batch
     precision = PRECISIONS[train.precision]
     format = precision.compute.name if precision.emulated else precision.name
-    return decided(
-        Workload(
-            model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, optimizer.kind, optimizer.small, optimizer.master
-        )
-    )
+    rules = {"optimizer": optimizer.kind, "moments": optimizer.small, "master": optimizer.master, "gradients": train.gradients}
+    return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, **rules))
 
 
 def _here(workload: Workload, traced: Parts, place: int) -> _Here:
@@ -189,7 +186,7 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     found = every_rank(workload, traced, figures.generations[practice.generation])[place]
     mine = updated(workload, numbers(workload, traced, shares(workload, traced).held[place]))
     own = mine * workload.master_bytes
-    if workload.width < SUM_BYTES:
+    if workload.width < WIDE:
         near = own * (1 - plan.state.away)
         weights, optimizer = found.weights + near, found.optimizer - near
     else:  # a share is kept beside the whole weights, unless it is all of them
@@ -222,16 +219,16 @@ def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[f
     leave part by part with each backward. What a backward computes in less than fp32 is added part by part too.
     """
     saved = {stage: _kept(traced, here, stage) for stage in here.stages}
-    sums = {stage: SUM_BYTES * float(sum(map(sum, parts))) for stage, parts in here.weights.items()}
+    sums = {stage: workload.gradient_bytes * float(sum(map(sum, parts))) for stage, parts in here.weights.items()}
     largest = _largest(here)
-    passing = largest * workload.width if workload.width < SUM_BYTES else 0.0
+    passing = largest * workload.width if workload.width < workload.gradient_bytes else 0.0
     kept, shares, adding = 0.0, dict.fromkeys(sums, 0.0), dict.fromkeys(sums, 0.0)
     for action in here.actions:
         stage = action.stage
         if action.kind in DOES:
             kept += saved[stage] if action.kind == "F" else 0.0
             if action.kind in WEIGHT_GRADIENTS:
-                adding[stage] = sums[stage] if workload.plan.zero < 2 else largest * SUM_BYTES
+                adding[stage] = sums[stage] if workload.plan.zero < 2 else largest * workload.gradient_bytes
             form = action.kind in WEIGHT_GRADIENTS
             yield sum(shares.values()) + sum(adding.values()) + form * passing, kept + _temporary(traced, here, action)
             kept -= saved[stage] if form else 0.0
@@ -255,7 +252,7 @@ def _share(workload: Workload, parts: tuple[Numbers, ...]) -> float:
     """Bytes of a rank's share of reduced gradients."""
     mesh = Mesh.of(workload.plan)
     shards, expert_shards = mesh.state[2], mesh.experts[2]
-    return SUM_BYTES * sum(part.dense / shards + part.expert / expert_shards for part in parts)
+    return workload.gradient_bytes * sum(part.dense / shards + part.expert / expert_shards for part in parts)
 
 
 def _temporary(traced: Parts, here: _Here, action: Action) -> float:
@@ -290,7 +287,7 @@ def _travelling(workload: Workload, here: _Here) -> float:
     plan = workload.plan
     if plan.zero < 2 or plan.shards == 1:
         return 0.0
-    return _largest(here) * (SUM_BYTES + (workload.width if plan.zero == 3 else 0))
+    return _largest(here) * (workload.gradient_bytes + (workload.width if plan.zero == 3 else 0))
 
 
 def _traffic(workload: Workload, traced: Parts, here: _Here) -> Iterator[Traffic]:
@@ -355,9 +352,9 @@ def _state(workload: Workload, traced: Parts, here: _Here) -> Iterator[Sent]:
                 if kind == "GATHER" and shards > 1:
                     yield names[1], "all-gather", times, count * workload.width
                 if kind == "REDUCE" and shards > 1:
-                    yield names[1], "reduce-scatter", times, count * SUM_BYTES
+                    yield names[1], "reduce-scatter", times, count * workload.gradient_bytes
                 if kind == "REDUCE" and copies > 1:
-                    yield names[0], "all-reduce", times, count * SUM_BYTES / shards
+                    yield names[0], "all-reduce", times, count * workload.gradient_bytes / shards
 
 
 def _gathered_again(traced: Parts, here: _Here, stage: int) -> tuple[Numbers, ...]:

@@ -56,4 +56,4 @@ def seconds(workload: Workload, numbers: float) -> float:
 
 def _carried(workload: Workload) -> float:
     """Bytes of one parameter that cross the link in a step."""
-    return workload.practice.gradient_bytes + workload.width
+    return workload.gradient_bytes + workload.width

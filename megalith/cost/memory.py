@@ -178,7 +178,6 @@ def _rank(
     workload: Workload, parts: Parts, generation: Generation, shared: Shares, rank: int, outside: float, graphed: frozenset[int]
 ) -> Memory:
     here, flying = shared.held[rank], shared.flying[rank]
-    practice = workload.practice
     own, held = _own(parts, here), numbers(workload, parts, here)
     shards, expert_shards = workload.shards
     state = _state(workload, held.dense, shards), _state(workload, held.expert, expert_shards)
@@ -192,7 +191,7 @@ def _rank(
     on_disk = workload.plan.state.optimizer == "disk"
     return Memory(
         weights=sum(s[0] for s in state) + whole,
-        gradients=sum(s[1] for s in state) + whole / workload.width * practice.gradient_bytes,
+        gradients=sum(s[1] for s in state) + whole / workload.width * workload.gradient_bytes,
         optimizer=sum(s[2] for s in state) + rest * (1 - away),
         activations=saved,
         working=max(working - logits, updating - logits, 0.0),
@@ -333,7 +332,7 @@ def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, floa
     weights = workload.width * numbers / (shards if zero == 3 else 1)
     if workload.frozen:
         return weights, 0.0, 0.0, 0.0, 0.0
-    gradients = practice.gradient_bytes * numbers / (shards if zero >= 2 else 1)
+    gradients = workload.gradient_bytes * numbers / (shards if zero >= 2 else 1)
     own = numbers / (shards if zero >= 1 else 1)
     away = own * state.away
     if zero in (1, 2) and shards > 1 and (workload.halved or workload.width < practice.master_bytes):

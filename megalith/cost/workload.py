@@ -12,7 +12,7 @@ from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
-from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, bytes_each
+from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, bytes_each, gradient
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class Workload:
     """The number format of the optimizer's moments."""
     master: str = "fp32"
     """The form of the master weights, see `spec.state.LOWER`."""
+    gradients: str = "fp32"
+    """The number format in which gradients are added up; fp32: that of the software's practice."""
     frozen: bool = False
     """The weights get no gradient (adapters on frozen weights, LoRA)."""
 
@@ -103,6 +105,11 @@ class Workload:
     def width(self) -> int:
         """Bytes of a weight on the device."""
         return int(PRECISIONS[self.format].compute.width)
+
+    @cached_property
+    def gradient_bytes(self) -> float:
+        """Bytes of an accumulated gradient."""
+        return self.practice.gradient_bytes if self.gradients == "fp32" else bytes_each([gradient(self.gradients)])
 
     @cached_property
     def moment_bytes(self) -> float:

@@ -26,6 +26,6 @@ class Dtypes(NamedTuple):
     reduce: torch.dtype
 
     @classmethod
-    def of(cls, precision: str) -> "Dtypes":
-        """Return those of a row of PRECISIONS; what is kept for all of them is in the table of state."""
-        return cls(DTYPE[PRECISIONS[precision].compute.name], DTYPE[MASTER.number], DTYPE[GRADIENT.number])
+    def of(cls, precision: str, *, gradients: str = GRADIENT.number) -> "Dtypes":
+        """Return those of a row of PRECISIONS, and of sums of gradients in the format `gradients`."""
+        return cls(DTYPE[PRECISIONS[precision].compute.name], DTYPE[MASTER.number], DTYPE[gradients])

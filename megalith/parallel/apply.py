@@ -42,11 +42,13 @@ class Builder:
         device: torch.device,
         seed: int | None,
         choices: PrecisionSpec | None = None,
+        gradients: str = "fp32",
     ) -> None:
-        """`seed` None: weights are left unset, to be loaded. `choices`: those of a narrow precision."""
+        """`seed` None: weights are left unset, to be loaded. `choices`: those of a narrow precision. `gradients`: the number format in
+        which they are added up."""
         self.spec, self.plan, self.groups, self.device, self.seed = spec, plan, groups, device, seed
         self.choices = settled(choices or PrecisionSpec(), precision)
-        self.dtypes, self.products = Dtypes.of(precision), recipe_of(self.choices, precision)
+        self.dtypes, self.products = Dtypes.of(precision, gradients=gradients), recipe_of(self.choices, precision)
         self.split = Split(groups.tensor, sequence=plan.sequence, pieces=plan.overlap_tensor)
         self.tied = tied_names(spec)
         self.reducer = Reducer()

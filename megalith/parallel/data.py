@@ -82,6 +82,8 @@ class Weight:
             t, place.mesh, place.placements(), run_check=False, shape=torch.Size(shape), stride=stride
         )
         kept: Any = self._wrap(share).requires_grad_()
+        if dtypes.reduce != dtypes.master:
+            kept.grad_dtype = dtypes.reduce
         kept._is_param = True  # nn.Parameter's mark; its constructor detaches, which is slow on a mesh of four axes: see `local`
         self.kept: nn.Parameter = kept
         self.shared = False  # other modules of this rank compute with it too
@@ -145,8 +147,8 @@ class Weight:
 
     def add(self, share: Tensor) -> None:
         """Add a reduced gradient [rows, *row] to the kept one."""
-        # laid out like the weight, for a fused optimizer walks both alike; in its dtype, as torch demands of a gradient
-        share = share.movedim(0, self.dim).to(self.kept.dtype).contiguous()
+        # laid out like the weight, for a fused optimizer walks both alike
+        share = share.movedim(0, self.dim).to(self.sums).contiguous()
         if self.kept.grad is None:
             self.kept.grad = self._wrap(share)
         else:

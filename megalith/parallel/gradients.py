@@ -86,13 +86,13 @@ def sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
     for share in map(local, grads):
         if share.device.type == "cpu" and share.numel() > LARGE:
             rows, rest = share.reshape(-1).split([share.numel() // ROW * ROW, share.numel() % ROW])
-            norms.append(torch.linalg.vector_norm(rows.view(-1, ROW), dim=1))
+            norms.append(torch.linalg.vector_norm(rows.view(-1, ROW), dim=1, dtype=torch.float32))
             small.append(rest)
         else:
             small.append(share)
     if not small:
         return torch.zeros((), dtype=torch.float64)
-    return torch.cat([torch.stack(torch._foreach_norm(small)), *norms]).double().square().sum()
+    return torch.cat([torch.stack(torch._foreach_norm(small, dtype=torch.float32)), *norms]).double().square().sum()
 
 
 def scale(grads: Iterable[Tensor], factor: float) -> None:

@@ -164,7 +164,7 @@ def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda do
     found = search(
         asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=asked.format,
         optimizer=asked.run.optimizer.kind, moments=asked.run.optimizer.small, master=asked.run.optimizer.master,
-        software=asked.software,
+        gradients=train.gradients, software=asked.software,
         top=top, legal=legal, scorer=scorer, space=space_of(asked), tick=tick, differ=skeleton,
     )  # fmt: skip
 
@@ -288,6 +288,7 @@ def workload_of(asked: Asked, plan: Plan) -> Workload:
             optimizer.kind,
             optimizer.small,
             optimizer.master,
+            train.gradients,
         )
     )
 

@@ -45,6 +45,7 @@ def workload_in(asked: Asked, plan: Plan, phase: Phase) -> Workload:
         optimizer.kind,
         optimizer.small,
         optimizer.master,
+        asked.run.train.gradients,
     )
 
 

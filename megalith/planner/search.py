@@ -104,6 +104,7 @@ def search(
     optimizer: str = "adamw",
     moments: Moments = WIDE,
     master: str = "fp32",
+    gradients: str = "fp32",
     software: str = OURS,
     space: Space | None = None,
     top: int = 10,
@@ -118,7 +119,9 @@ def search(
     scorer, space = scorer or Scorer(calibration()), space or Space()
     plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
     workloads = [
-        Workload(model, plan, cluster, seq_len, global_batch, format, assumed(plan, software), optimizer, moments, master)
+        Workload(
+            model, plan, cluster, seq_len, global_batch, format, assumed(plan, software), optimizer, moments, master, gradients
+        )
         for plan in plans
     ]
     scorer.prepare(workloads, tick)

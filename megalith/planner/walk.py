@@ -141,13 +141,14 @@ def rounds(plan: Plan, asked: Asked) -> int:
 
 def a_parameter(asked: Asked) -> str:
     """Return the bytes that a parameter takes in all, as a sum: weights, gradient, moments."""
-    return kept_of(asked.run.optimizer, _compute(asked))
+    return kept_of(asked.run.optimizer, _compute(asked), gradients=asked.run.train.gradients)
 
 
 def _state(asked: Asked) -> float:
     """Return those bytes. Weights that compute as they are kept are kept once."""
     compute = _compute(asked)
-    slots = kept(compute, slots_of(asked.run.optimizer))
+    optimizer, gradients = asked.run.optimizer, asked.run.train.gradients
+    slots = kept(compute, slots_of(optimizer), master=optimizer.master, gradients=gradients)
     return bytes_each(slot for slot in slots if slot.name != "compute" or compute != MASTER.number)
 
 

@@ -85,7 +85,8 @@ AXES: Axes = {
     "precision": {name: {"precision": name} for name in TRAINED}
     | {f"fp8, a scale for each {what}": {"precision": "fp8", "granularity": what} for what in ("row", "tensor")}
     | {"fp8, scales in fp32": {"precision": "fp8", "scale": "fp32"}}
-    | {f"bf16, master {form}": {"precision": "bf16", "master": form} for form in LOWER},
+    | {f"bf16, master {form}": {"precision": "bf16", "master": form} for form in LOWER}
+    | {"bf16, also gradients": {"precision": "bf16", "gradients": "bf16"}},
 }
 
 PLAIN = ("1", "none", "known at once", "on the device", "adamw", "fp32", "by the global norm")
@@ -227,7 +228,7 @@ def legal(choices: tuple[Choice, ...]) -> RunSpec | None:
     preset, precision, kind, phases, moments = (
         asked.pop(name, ()) for name in ("preset", "precision", "kind", "phases", "moments")
     )
-    narrow = {key: asked.pop(key) for key in ("granularity", "scale") if key in asked}
+    narrow, summed = {key: asked.pop(key) for key in ("granularity", "scale") if key in asked}, asked.pop("gradients", "fp32")
     master = asked.pop("master", "fp32")
     clipping = {name: asked.pop(name) for name in ("adaptive_clip", "qk_clip") if name in asked}
     data = asked.get("data", 1) * asked.get("replicate", 1)
@@ -236,18 +237,19 @@ def legal(choices: tuple[Choice, ...]) -> RunSpec | None:
     if plan.ranks > MOST_RANKS or (OPTIMIZERS[kind].amplifies and precision != "fp32"):
         return None
     optimizer = {"kind": kind, "moments": moments, "master": master} | clipping | (SMALL_MOMENTS if moments != "fp32" else {})
-    spec = _run(preset, precision, narrow, plan, optimizer, phases)
+    spec = _run(preset, {"precision": precision, "gradients": summed}, narrow, plan, optimizer, phases)
     return None if any(problem.severity == "error" for problem in check(spec, files=False)) else spec
 
 
 def _run(
     preset: str,
-    precision: str,
+    numbers: dict[str, str],
     narrow: dict[str, Any],
     plan: Plan,
     optimizer: dict[str, Any],
     phases: Sequence[Mapping[str, int]],
 ) -> RunSpec:
+    precision = numbers["precision"]
     return RunSpec.model_validate(
         {
             "name": preset,
@@ -255,7 +257,7 @@ def _run(
             "plan": plan.model_dump(),
             "data": {"path": "none", "phases": phases},
             "precision": small_choices(precision, LAYERS) | narrow if is_narrow(precision) else {},
-            "train": {"steps": 3, "global_batch": SAMPLES, "seq_len": 48, "precision": precision},
+            "train": {"steps": 3, "global_batch": SAMPLES, "seq_len": 48, **numbers},
             "optimizer": OPTIMIZER | optimizer,
             "loss_scale": {"initial": LOSS_SCALE},
         }

@@ -88,6 +88,9 @@ class TrainSpec(Spec):
         default="bf16",
         description="narrow ones keep fp32 master weights, moments and reductions; others also multiply in 8 or 4 bits, emulated exactly",
     )
+    gradients: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="number format in which gradients are added up over microbatches and ranks, and kept"
+    )
     seed: NonNegativeInt = 0
     z_loss: NonNegativeFloat = Field(default=0.0, description="weight of mean(logsumexp^2), which keeps logits from drifting")
     loss: OwnPart | None = Field(default=None, description="own loss of a token, `module:object`, instead of cross-entropy")

@@ -87,9 +87,15 @@ def compute(number: str) -> Slot:
     return Slot("compute", number=number, category="weights", zero=3, lasting=False)
 
 
-def kept(number: str, optimizer: Iterable[Slot], *, master: str = "fp32") -> tuple[Slot, ...]:
-    """All slots of a run that computes in the format `number` and keeps its master weights in the form `master`."""
-    return (compute(number), LOWER.get(master, MASTER), GRADIENT, *optimizer)
+def gradient(number: str) -> Slot:
+    """The sums of gradients of a run that adds them up in the format `number`."""
+    return GRADIENT._replace(number=number)
+
+
+def kept(number: str, optimizer: Iterable[Slot], *, master: str = "fp32", gradients: str = "fp32") -> tuple[Slot, ...]:
+    """All slots of a run that computes in the format `number`, keeps its master weights in the form `master`, and adds gradients up in
+    the format `gradients`."""
+    return (compute(number), LOWER.get(master, MASTER), gradient(gradients), *optimizer)
 
 
 def bytes_each(slots: Iterable[Slot]) -> float:

@@ -105,12 +105,12 @@ def masters_of(optimizer: OptimizerSpec) -> tuple[Slot, ...]:
     return (LOWER.get(optimizer.master, MASTER),)
 
 
-def kept_of(optimizer: OptimizerSpec, compute: str) -> str:
+def kept_of(optimizer: OptimizerSpec, compute: str, *, gradients: str = "fp32") -> str:
     """Say what is kept of one number of a large parameter, as a sum of bytes. `compute`: the format that products compute in; where it
-    is the master weights' own, these are the ones that compute."""
+    is the master weights' own, these are the ones that compute. `gradients`: the format in which they are added up."""
     words = {"compute": "compute", "weights": "master", "lower": "correction", "gradients": "gradient"}
     found: dict[str, float] = {}
-    for slot in kept(compute, slots_of(optimizer), master=optimizer.master):
+    for slot in kept(compute, slots_of(optimizer), master=optimizer.master, gradients=gradients):
         if slot.name != "compute" or compute != MASTER.number:
             word = words.get(slot.name, "moments")
             found[word] = found.get(word, 0.0) + bytes_each([slot])

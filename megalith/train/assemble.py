@@ -28,7 +28,7 @@ from megalith.spec.phases import Phase, Phases, during
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import within
 from megalith.spec.sizes import model_parameters, tied_names
-from megalith.spec.state import LOWER
+from megalith.spec.state import LOWER, gradient
 from megalith.spec.treatment import treatments
 from megalith.train.measure.noise import NoiseMeter
 from megalith.train.offload.home import home_of, lots_of
@@ -186,7 +186,14 @@ def assemble(
     bounds = plan.bounds(len(model.blocks))
     seed = None if load else spec.train.seed
     builder = Builder(
-        model, plan=plan, groups=groups, precision=spec.train.precision, device=device, seed=seed, choices=spec.precision
+        model,
+        plan=plan,
+        groups=groups,
+        precision=spec.train.precision,
+        device=device,
+        seed=seed,
+        choices=spec.precision,
+        gradients=spec.train.gradients,
     )
     runners = {stage: builder.build(*bounds[stage]) for stage in schedule.stages_of(groups.coordinates["pipeline"])}
     parameters = {name: weight.kept for name, weight in builder.by_name.items()}
@@ -222,7 +229,16 @@ def assemble(
         parameters=parameters,
         shared=partly,
         executor=Executor(program, runners, reducer=builder.reducer, groups=groups, hidden=hidden_of(spec, device)),
-        state=State(parameters, buffers, slots, scale, home_of(lots, plan.state, folder=folder, rank=groups.rank), usual, halved),
+        state=State(
+            parameters,
+            buffers,
+            slots,
+            scale,
+            home_of(lots, plan.state, folder=folder, rank=groups.rank),
+            usual,
+            halved,
+            gradient(spec.train.gradients),
+        ),
         rule=Optimizer(spec.optimizer, treated, Whole.of(parameters, described, partly, groups)),
         noise=NoiseMeter(builder.by_name, buckets, partly, groups, spec),
         extremes=Extremes(model, stages, every=looks, groups=groups, device=device, compiled=plan.compile),

@@ -52,7 +52,8 @@ class Guard:
         self.recomputer = Recomputer(trainer, self.probe, read=read, microbatches=self.fleet.verify if every else "all")
         used = kinds(trainer.spec.optimizer)
         # a copy holds one rank's share of a tensor, and not where it lies, which rounding to few bits depends on
-        wide = trainer.spec.optimizer.moments == trainer.spec.optimizer.master == "fp32"
+        spec = trainer.spec
+        wide = spec.optimizer.moments == spec.optimizer.master == spec.train.gradients == "fp32"
         repeatable = wide and all(OPTIMIZERS[kind].unit == "element" for kind in used)
         self.updates = Updates(trainer, memory) if every and memory and repeatable else None
 

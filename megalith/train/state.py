@@ -36,11 +36,12 @@ class State:
         home: Host | Disk | None = None,
         usual: Tensor | None = None,
         halved: Mapping[str, Weight] | None = None,
+        gradient: Slot = GRADIENT,
     ) -> None:
         """`buffers`: tensors that training changes besides parameters, such as routers' biases. `slots`: the tensors that the optimizer
         keeps for each parameter; they begin as zeros. `scale`: the first loss scale; None: the run has none. `home`: what is kept
         elsewhere than on the device. `usual`: usual norms of gradients, if the run has them. `halved`: the weights whose master weights
-        are in two halves."""
+        are in two halves. `gradient`: the sums of gradients."""
         self.parameters, self.buffers, self.slots, self.home = parameters, buffers, slots, home
         self.updates = 0
         """Updates made: what bias correction and the learning rate follow."""
@@ -54,7 +55,7 @@ class State:
         """The loss scale as checkpoints, copies and digests hold it; empty if the run has none."""
         self._scale = scale
         self._shares = {name: local(parameter).detach() for name, parameter in parameters.items()}
-        self._halved = halved or {}
+        self._halved, self._gradient = halved or {}, gradient
         away = home.held if home is not None else {}
         named = dict.fromkeys([MASTER, *(slot for name in self._shares for slot in slots[name])])
         self._held: dict[Slot, dict[str, Tensor | Stored]] = {slot: {} for slot in named}
@@ -212,7 +213,7 @@ class State:
         there; buffers are not counted."""
         away = self.home.held if self.home is not None else {}
         found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-        found[GRADIENT.category] = int(sum(share.numel() for share in self._shares.values()) * bytes_each([GRADIENT]))
+        found[GRADIENT.category] = int(sum(share.numel() for share in self._shares.values()) * bytes_each([self._gradient]))
         for slot, kept in self._held.items():
             here = (share for name, share in kept.items() if (slot, name) not in away and not isinstance(share, Joined))
             found[slot.category] += sum(map(_bytes, here))

@@ -89,3 +89,8 @@ def test_halves_that_save_nothing_are_told() -> None:
     for settings in (("optimizer.master=split8", "plan.data=2"), ("optimizer.master=split16",)):
         assert "optimizer.master" not in advice(*settings)
     assert "optimizer.master" not in advice("optimizer.master=split16", "plan.data=2", "plan.zero=0")
+
+
+def test_sums_in_bf16_are_of_gradients_in_bf16() -> None:
+    assert [problem.key for problem in errors("train.gradients=bf16", "train.precision=fp32")] == ["train.gradients"]
+    assert not errors("train.gradients=bf16", "train.precision=fp8")

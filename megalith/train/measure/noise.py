@@ -61,10 +61,12 @@ def _counts(weight: Weight, groups: Groups) -> bool:
 
 
 def _square(grad: Tensor) -> Tensor:
-    """The sum of an fp32 gradient's squares, fp64; rows are added up in fp64, as `gradients.sum_of_squares` says why."""
+    """The sum of a gradient's squares, fp64; rows are added up in fp64, as `gradients.sum_of_squares` says why."""
     flat = local(grad).reshape(-1)
     whole, rest = flat.split([flat.numel() // ROW * ROW, flat.numel() % ROW])
     norms = [
-        torch.linalg.vector_norm(part.view(shape), dim=1) for part, shape in ((whole, (-1, ROW)), (rest, (1, -1))) if part.numel()
+        torch.linalg.vector_norm(part.view(shape), dim=1, dtype=torch.float32)
+        for part, shape in ((whole, (-1, ROW)), (rest, (1, -1)))
+        if part.numel()
     ]
     return torch.cat(norms).double().square().sum() if norms else flat.new_zeros((), dtype=torch.float64)

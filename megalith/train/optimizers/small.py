@@ -24,7 +24,7 @@ LANES = 64
 
 
 class Small(NamedTuple):
-    """Opens the slots of one parameter that are kept in few bits, and its master weights if they are in two halves."""
+    """Opens what is kept of one parameter in few bits: moments, master weights in two halves, and its gradient."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -38,12 +38,17 @@ class Small(NamedTuple):
     """True if each element is updated by itself, so that a part may come in pieces."""
 
     @classmethod
-    def of(cls, name: str, slots: Sequence[Slot], number: int, cut: Cut, *, alone: bool) -> "Small | None":
-        """None if all slots are wide, and the master weights too."""
+    def of(cls, name: str, slots: Sequence[Slot], number: int, cut: Cut, *, alone: bool, narrow: bool = False) -> "Small | None":
+        """None if all slots are wide, and the master weights too. `narrow`: the gradient is not in fp32."""
         moments = tuple(slot for slot in slots if slot.shape == "like" and slot.category == "optimizer")
         lower = next((slot for slot in slots if slot in LOWER.values()), None)
-        few = lower is not None or any(slot.number != "fp32" for slot in moments)
-        return cls(name, moments, lower, number, cut, alone) if few else None
+        found = cls(name, moments, lower, number, cut, alone)
+        return found if narrow or found.few else None
+
+    @property
+    def few(self) -> bool:
+        """True if the state is kept in few bits, and not the gradient alone."""
+        return self.lower is not None or any(slot.number != "fp32" for slot in self.slots)
 
     @property
     def masters(self) -> bool:
@@ -53,11 +58,17 @@ class Small(NamedTuple):
     def opened(self, part: Part, *, weights_alone: bool = False) -> Iterator[Part]:
         """Yield a part, or a flat piece of one, with its moments and master weights in fp32. Changes are kept once the next is asked for.
         `weights_alone`: the moments are not looked at."""
+        if not self.few:
+            yield from self._with_wide_gradient(part)
+            return
         slots = () if weights_alone else self.slots
         if not part.weight.numel():
             weight = part.weight.float()
             yield part._replace(
-                weight=weight, slots={**part.slots, **{slot.name: torch.zeros_like(weight) for slot in slots}}, small=None
+                weight=weight,
+                gradient=part.gradient.float(),
+                slots={**part.slots, **{slot.name: torch.zeros_like(weight) for slot in slots}},
+                small=None,
             )
             return
         columns = self.cut.sizes[-1]
@@ -72,14 +83,29 @@ class Small(NamedTuple):
             near = {slot: wide(slot, tensor[here], columns) for slot, tensor in kept.items()}
             master = weight[here] if lower is None else join(weight[here], lower[here])
             if self.alone:
-                yield from self._filled(part, master, gradient[here], near)
+                yield from self._filled(part, master, gradient[here].float(), near)
             else:
                 held = {slot.name: moment.view_as(part.weight) for slot, moment in near.items()}
-                yield part._replace(weight=master.view_as(part.weight), slots={**part.slots, **held}, small=None)
+                gradient = part.gradient.float()
+                yield part._replace(
+                    weight=master.view_as(part.weight), gradient=gradient, slots={**part.slots, **held}, small=None
+                )
             for slot, moment in near.items():
                 self._keep(slot, moment, kept[slot][here], rows[here])
             if lower is not None:
                 self._split(master, weight[here], lower[here], rows[here])
+
+    def _with_wide_gradient(self, part: Part) -> Iterator[Part]:
+        """Yield the part, or flat pieces of it, with the gradient in fp32. State on disk comes in pieces that need not be whole rows."""
+        if not self.alone:
+            yield part._replace(gradient=part.gradient.float(), small=None)
+            return
+        weight, gradient = part.weight.view(-1), part.gradient.reshape(-1)
+        moments = {slot.name: part.slots[slot.name].view(-1) for slot in self.slots}
+        for start in range(0, len(weight), PIECE):
+            here = slice(start, start + PIECE)
+            near = {name: moment[here] for name, moment in moments.items()}
+            yield part._replace(weight=weight[here], gradient=gradient[here].float(), slots={**part.slots, **near}, small=None)
 
     def _keep(self, slot: Slot, moment: Tensor, into: Tensor, rows: Tensor) -> None:
         if slot.number != "fp32":  # a wide one was changed where it is

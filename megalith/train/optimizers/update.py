@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 
+import torch
+
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.run import OptimizerSpec
 from megalith.spec.treatment import Treatment
@@ -41,9 +43,10 @@ class Optimizer:
     def _treated(self, part: Part, treatment: Treatment, number: int) -> Part:
         """Return the part as its rule gets it."""
         small = None
-        if treatment.moments.number != "fp32" or treatment.master != "fp32":
+        narrow = part.gradient.dtype != torch.float32
+        if narrow or treatment.moments.number != "fp32" or treatment.master != "fp32":
             alone = OPTIMIZERS[treatment.kind].unit == "element"
-            small = Small.of(part.name, treatment.slots, number, self.whole.cuts[part.name], alone=alone)
+            small = Small.of(part.name, treatment.slots, number, self.whole.cuts[part.name], alone=alone, narrow=narrow)
         return part._replace(lr=treatment.lr, weight_decay=treatment.weight_decay, eps=treatment.eps, small=small)
 
 
