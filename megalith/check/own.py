@@ -10,6 +10,7 @@ from megalith import own
 from megalith.check.case import Case, Found, error
 from megalith.spec import parts
 from megalith.spec.base import AbsentError
+from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.optimizers import admit as admit_optimizer
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
@@ -68,14 +69,14 @@ def own_parts_fit_the_plan(case: Case) -> Found:
 
 
 def state_is_at_hand(case: Case) -> Found:
-    """An own optimizer updates state on the device: Megalith's own rules alone are tried on pieces of it elsewhere."""
+    """State in host memory or on disk is updated in pieces of a share, which is enough for an own rule that looks at single elements."""
     kind = case.spec.optimizer.kind
     kinds = [kind, *(group.kind for group in case.spec.optimizer.groups if group.kind)]
-    mine = next((each for each in kinds if own.is_own(each)), None)
+    mine = next((each for each in kinds if own.is_own(each) and OPTIMIZERS[each].unit != "element"), None)
     where = case.plan.state.optimizer
     if mine is not None and where != "device":
-        reason = f'with optimizer.kind = "{mine}", an own optimizer, whose state must be on the device'
-        yield error("plan.state.optimizer", where, reason, 'Use "device", or an optimizer of Megalith.')
+        reason = f'would update pieces of a share by {mine}, an own optimizer whose unit is "{OPTIMIZERS[mine].unit}"'
+        yield error("plan.state.optimizer", where, reason, 'Use "device", or an own optimizer whose unit is "element".')
 
 
 def callbacks_are_the_same_everywhere(case: Case) -> Found:

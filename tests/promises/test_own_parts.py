@@ -13,6 +13,7 @@ import torch
 
 from megalith import own
 from megalith.check import check
+from megalith.checkpoint.shares import shares, whole_of
 from megalith.commands.export import export
 from megalith.commands.report import report
 from megalith.commands.shared.arguments import RunRequest
@@ -28,11 +29,12 @@ from megalith.spec.run import RunSpec
 from megalith.spec.state import Slot
 from megalith.train.evaluate import evaluate
 from megalith.train.generate import generate
+from megalith.train.loop import stepper_of
 from megalith.train.own.admit import changes
 from megalith.train.own.callbacks import Callbacks, Done
 from megalith.train.own.trial import try_rule
 from megalith.train.stream import open_stream
-from tests.parallel.running import CPU, trainer_of
+from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.patience import PATIENCE
 from tests.ranks import run_ranks
 from tests.runs import assert_same_bits, final_state, prepare_text, train
@@ -116,6 +118,27 @@ def test_whole_runs_read_the_users_samples_under_every_plan(folder: Path, tmp_pa
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     plain = run(folder, train={"steps": 3}, data={"path": str(folder / "data"), "source": None})
     assert (open_stream(plain, "train").sample(0).tokens == open_stream(run(folder), "train").sample(1).tokens).all()
+
+
+def _trained(rank: int, spec: RunSpec) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of three steps, and this rank's shares after them, wherever they are."""
+    trainer = trainer_of(spec)
+    stepper = stepper_of(trainer)
+    done = [each for step in range(3) for each in stepper.step(microbatches(trainer, step), step=step)]
+    losses = [each.loss for each in (*done, *stepper.settle())]
+    return losses, {key: whole_of(share).clone() for key, share in shares(trainer.state.laid()).items()}
+
+
+def test_an_own_optimizers_state_elsewhere_changes_no_bit(folder: Path) -> None:
+    """Host memory holds whole shares, and a file holds pieces of them."""
+    found = []
+    for place in ({"optimizer": "device"}, {"optimizer": "host"}, {"optimizer": "disk", "chunk": 1}):
+        found.append(run_ranks(_trained, 2, shrink(run(folder, {"data": 2, "zero": 1, "state": place}), steps=3)))
+    for each in found[1:]:
+        for (losses, state), (expected, held) in zip(each, found[0], strict=True):
+            assert losses == expected
+            assert_same_bits(state, held)
+    assert any("moments.velocity" in str(key) for key in found[0][0][1])
 
 
 # --- resumed exactly ---
@@ -216,9 +239,12 @@ def test_check_names_every_part_that_cannot_be_used(folder: Path, tmp_path: Path
     assert "more than once" in reasons["train.callbacks"]
 
 
-def test_plans_that_a_part_is_not_written_for_are_refused(folder: Path) -> None:
-    away = run(folder, {"state": {"optimizer": "host"}})
-    assert "plan.state.optimizer" in {problem.key for problem in check(away, files=False) if problem.severity == "error"}
+def test_plans_that_a_part_is_not_written_for_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "mine:WHOLE", OPTIMIZERS["mine:MOMENTUM"]._replace(unit="tensor"))
+    for kind, refused in (("mine:MOMENTUM", False), ("mine:WHOLE", True)):
+        away = run(folder, {"state": {"optimizer": "host"}}, optimizer={"kind": kind})
+        found = {problem.key for problem in check(away, files=False) if problem.severity == "error"}
+        assert ("plan.state.optimizer" in found) is refused
     assert "train.callbacks" in {
         problem.key for problem in check(run(folder, sites={"count": 2}), files=False) if problem.severity == "error"
     }
@@ -294,6 +320,26 @@ class Hoarder:
         for part in parts:
             self.moment = self.moment + part.gradient
             part.weight.sub_(self.moment, alpha=lr)
+
+
+class Grasping:
+    """A rule that takes the slots before they are there."""
+
+    def __init__(self, spec: Any, whole: Any) -> None: ...
+
+    def update(self, parts: Any, *, number: int, lr: float) -> None:
+        for part in parts:
+            part.slots["moments.velocity"].add_(part.gradient)
+            part.weight.sub_(part.slots["moments.velocity"], alpha=lr)
+
+
+def test_a_rule_that_cannot_update_state_elsewhere_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = f"{__name__}:GRASPING"
+    monkeypatch.setitem(OPTIMIZERS, kind, OPTIMIZERS["mine:MOMENTUM"]._replace(rule=f"{__name__}:Grasping"))
+    try_rule(kind, tiny_run().optimizer)
+    with pytest.raises(own.OwnPartError, match="in any shape"):
+        try_rule(kind, tiny_run().optimizer, away=True)
+    try_rule("mine:MOMENTUM", tiny_run().optimizer, away=True)
 
 
 @pytest.mark.parametrize(("rule", "says"), [("Normed", 'Say unit = "tensor"'), ("Hoarder", "keep what lasts in slots alone")])

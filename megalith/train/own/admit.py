@@ -30,7 +30,7 @@ def admit(spec: RunSpec) -> dict[str, str]:
         {"optimizer": admit_optimizer, "model": partial(admit_part, kind=rest)}.get(table, own.load)(name)
     for kind in kinds(spec.optimizer):
         if own.is_own(kind):
-            try_rule(kind, spec.optimizer)
+            try_rule(kind, spec.optimizer, away=spec.plan.state.optimizer != "device")
     if isinstance(spec.model, OwnPartsSpec) and named_by(spec.model):
         try_parts(spec.model, masked=spec.data.document_mask)
     return own.digests(spec.own_parts)

@@ -1,6 +1,6 @@
 """A trial of a user's own optimizer on small tensors: does its rule see no more, and keep no more, than its row says?"""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ ROWS, COLUMNS = 8, 4
 
 
 @torch.no_grad()
-def try_rule(kind: str, spec: OptimizerSpec) -> None:
+def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
     """Update a small matrix twice: at once, with a new rule for each update, and in two halves of its rows.
 
     Raises own.OwnPartError if a new rule changes the result: then the rule keeps something outside its slots, which no checkpoint holds.
-    Raises it too if the row says that an update looks at single elements, and halves give another result than the whole."""
+    Raises it too if the row says that an update looks at single elements, and halves give another result than the whole.
+    `away`: also update with the slots elsewhere, in flat pieces, as state in host memory or on disk is (`train.offload.home`)."""
     row = OPTIMIZERS[kind]
     if row.unit == "element" and any(slot.shape != "like" for slot in row.slots):
         raise own.OwnPartError(
@@ -36,10 +37,37 @@ def try_rule(kind: str, spec: OptimizerSpec) -> None:
                 f'{kind} updates a cut parameter otherwise than a whole one, and its unit is "element". Say unit = "tensor" or "matrix", '
                 "and add up over all shares with Whole.add_up"
             )
+    if away:
+        try:
+            found = _updated(kind, spec, [slice(None)], away=True)
+        except Exception as error:  # the user's own code runs
+            raise own.OwnPartError(
+                f"{kind} fails with its state in host memory or on disk: {type(error).__name__}: {error}. Read and change weights and "
+                "slots within megalith.train.optimizers.rule.opened alone, in any shape"
+            ) from error
+        if not torch.equal(at_once, found):
+            raise own.OwnPartError(f"{kind} updates otherwise with its state in host memory or on disk: change weights in place")
 
 
-def _updated(kind: str, spec: OptimizerSpec, cuts: Sequence[slice], *, anew: bool = False) -> Tensor:
-    """Return the matrix after two updates of each of its cuts. `anew`: the second one is by a new rule."""
+class _Pieces:
+    """A home whose state comes in two flat pieces of each share."""
+
+    masters = False
+
+    def __init__(self, slots: Mapping[str, Tensor]) -> None:
+        self.slots = slots
+
+    def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
+        for part in parts:
+            half = part.weight.numel() // 2
+            for here in (slice(0, half), slice(half, None)):
+                slots = {name: slot.view(-1)[here] for name, slot in self.slots.items()}
+                weight, gradient = part.weight.view(-1)[here], part.gradient.view(-1)[here]
+                yield part._replace(weight=weight, gradient=gradient, slots=slots, first=here.start, home=None)
+
+
+def _updated(kind: str, spec: OptimizerSpec, cuts: Sequence[slice], *, anew: bool = False, away: bool = False) -> Tensor:
+    """Return the matrix after two updates of each of its cuts. `anew`: the second one is by a new rule; `away`: its slots are elsewhere."""
     generator = torch.Generator().manual_seed(0)
     weight, *gradients = (torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(3))
     for gradient in gradients:
@@ -51,7 +79,8 @@ def _updated(kind: str, spec: OptimizerSpec, cuts: Sequence[slice], *, anew: boo
         for number, gradient in enumerate(gradients):
             if rule is None or anew:
                 rule = rule_of(kind)(spec, Whole.alone({"trial": share}))
-            left = rule.update([Part("trial", share, gradient[cut].clone(), slots)], number=number, lr=0.1)
+            part = Part("trial", share, gradient[cut].clone(), {} if away else slots, home=_Pieces(slots) if away else None)
+            left = rule.update([part], number=number, lr=0.1)
             if left is not None:
                 left()
         weight[cut] = share
