@@ -31,6 +31,7 @@ TRACED = (
     "kernels/*.py",
     "parallel/*.py",
     "mesh.py",
+    "own.py",
     "cost/trace.py",
     "cost/recorder.py",
     "cost/exchanges.py",
