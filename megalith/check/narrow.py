@@ -128,6 +128,19 @@ def scales_are_the_formats(case: Case) -> Found:
         yield error("precision.scale", scale, reason, 'Use scale = "up", or train.precision = "fp8".')
 
 
+def histories_follow_tensors(case: Case) -> Found:
+    """Delayed scaling is that of whole tensors, and every rank that holds a layer has the same history."""
+    choices, precision = case.spec.precision, case.spec.train.precision
+    if not choices.history or not is_narrow(precision):
+        return
+    if choices.granularity != "tensor":
+        reason = f'with precision.granularity = "{choices.granularity}": only scales of whole tensors follow earlier steps'
+        yield error("precision.history", choices.history, reason, 'Use granularity = "tensor", or history = 0.')
+    if case.spec.sites is not None:
+        reason = "with sites: each would have scales of its own"
+        yield error("precision.history", choices.history, reason, "Use history = 0.")
+
+
 def rotations_fit(case: Case) -> Found:
     """A Hadamard transform is over the tokens of a tile, a power of two."""
     precision, choices = case.spec.train.precision, case.spec.precision

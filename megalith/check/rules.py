@@ -166,6 +166,7 @@ RULES: tuple[Rule, ...] = (
     Rule("narrow", narrow.maxima_can_be_shared),
     Rule("narrow", narrow.draws_know_their_numbers),
     Rule("narrow", narrow.scales_are_the_formats),
+    Rule("narrow", narrow.histories_follow_tensors),
     Rule("narrow", narrow.rotations_fit),
     Rule("narrow", narrow.something_is_narrow),
     Rule("narrow", narrow.narrow_is_emulated),

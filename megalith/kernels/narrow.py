@@ -61,6 +61,10 @@ def rotated(x: Tensor, size: int) -> Tensor:
 
 TOKENS, INPUTS, OUTPUTS = "tokens", "inputs", "outputs"
 """Dims of a product's factors."""
+FACTORS = {(TOKENS, INPUTS): "inputs", (OUTPUTS, INPUTS): "weight", (TOKENS, OUTPUTS): "gradients of outputs"}
+"""A layer's tensors that are factors, by their dims."""
+HISTORY = "multiply.history"
+"""Name, within a layer, of the buffer of a recipe whose scales follow earlier steps."""
 
 
 class Blocks(NamedTuple):
@@ -81,6 +85,10 @@ class Narrow(Multiply, ABC):
     element: ClassVar[Element] = E4M3
     scale: ClassVar[Scale | None] = None
     """None: the power of two that the run chooses."""
+    history: Tensor | None
+    """fp32 [factors, steps]: the largest numbers of the last steps' tensors, newest first; None: scales follow the numbers of now."""
+    latest: Tensor | None
+    """fp32 [factors]: the largest numbers of this step so far, on this rank"""
 
     def __init__(self, choices: PrecisionSpec | None = None) -> None:
         super().__init__()
@@ -88,10 +96,11 @@ class Narrow(Multiply, ABC):
         size = choices.tile or self.tile
         scale, blocks = self.scale or _SCALES[choices.scale], self.blocks(size)
         gradients = ELEMENTS[choices.gradients] if self.element is E4M3 else self.element
-        self.along, self.down = (Scaling(self.element, block, scale) for block in (blocks.along, blocks.down))
+        late = choices.history > 0
+        self.along, self.down = (Scaling(self.element, block, scale, late) for block in (blocks.along, blocks.down))
         self.gradient_along, self.gradient_down = replace(self.along, element=gradients), replace(self.down, element=gradients)
         self.weight_along, self.weight_down = (
-            Scaling(self.element, block, scale) for block in (blocks.weight_along, blocks.weight_down)
+            Scaling(self.element, block, scale, late) for block in (blocks.weight_along, blocks.weight_down)
         )
         self.draws = choices.rounding == "stochastic"
         self.rotation = size if choices.hadamard else 0
@@ -106,10 +115,34 @@ class Narrow(Multiply, ABC):
         """True if this rank's gradient of the outputs is only its part of a sum."""
         self.microbatch = ALL
         """Tokens among which a maximum is taken, where several microbatches are multiplied at once."""
+        self.register_buffer("history", None)
+        self.register_buffer("latest", None, persistent=False)
 
     @classmethod
     def of(cls, choices: PrecisionSpec) -> Self:
         return cls(choices)
+
+    def remember(self, steps: int, device: torch.device) -> None:
+        """Have scales follow the largest number of each tensor over the last `steps` steps: delayed scaling (Micikevicius et al. 2022,
+        arXiv:2209.05433, section 4.2; Transformer Engine's `DelayedScaling`)."""
+        self.history = torch.zeros(len(FACTORS), steps, device=device)
+        self.latest = torch.zeros(len(FACTORS), device=device)
+
+    def take_in(self, largest: Tensor) -> None:
+        """Take in the largest numbers [factors] of a step's tensors, over all microbatches and ranks, after the step."""
+        assert self.history is not None and self.latest is not None
+        self.history.copy_(torch.cat((largest[:, None], self.history[:, :-1]), 1))
+        self.latest.zero_()
+
+    def followed(self) -> dict[str, "Noted"]:
+        """Return the maxima that the next step's scales follow, by layer and factor, but for gradients that are a rank's part of a sum."""
+        assert self.history is not None
+        largest = zip(FACTORS.items(), self.history.amax(1).tolist(), strict=True)
+        return {
+            f"{self.layer}, {name}, of earlier steps": Noted(value, value, 1, whole=True)
+            for (dims, name), value in largest
+            if not (self.partial and dims == (TOKENS, OUTPUTS))
+        }
 
     @classmethod
     @abstractmethod
@@ -191,18 +224,28 @@ class Narrow(Multiply, ABC):
         is that of a whole tensor."""
         cut = zip((rows, columns), scaling.block, strict=True)
         dims = [dim for dim, size in cut if (size == ALL or scaling.scale == "e4m3") and dim in self.shares]
-        if not dims and _seen is None:
+        if not dims and _seen is None and self.history is None:
             return None
 
         def share(amax: Tensor) -> Tensor:
             for dim in dims:
                 amax = self.shares[dim](amax)
+            amax = self._delayed(amax, [*FACTORS].index((rows, columns)))
             if _seen is not None and amax.numel() and not (self.partial and (rows, columns) == (TOKENS, OUTPUTS)):
                 name = f"{self.layer}, {rows} x {columns}, {scaling.block}"
                 _seen[name] = Noted.of(amax, whole=whole).joined(_seen.get(name))
             return amax
 
         return share
+
+    def _delayed(self, amax: Tensor, factor: int) -> Tensor:
+        """Note the largest numbers of a factor, and return those of earlier steps in their place, if there are any. An infinity is
+        returned: its scale must be NaN."""
+        if self.history is None or self.latest is None or not amax.numel():
+            return amax
+        self.latest[factor] = torch.maximum(self.latest[factor], amax.max())
+        before = self.history[factor].amax()
+        return torch.where((before > 0) & amax.isfinite(), before, amax)
 
 
 class Noted(NamedTuple):
@@ -277,7 +320,7 @@ class Rowwise(Narrow):
 
 class Tensorwise(Narrow):
     """A scale for each tensor of a microbatch, from the numbers that it has now (Micikevicius et al. 2022, arXiv:2209.05433; torchao's
-    `tensorwise`). Tokens of experts have one each, as in torch's grouped products."""
+    `tensorwise`), or that it had in earlier steps (`Narrow.remember`). Tokens of experts have one each, as in torch's grouped products."""
 
     @classmethod
     def blocks(cls, tile: int) -> Blocks:

@@ -45,6 +45,8 @@ class Scaling:
     scale: Scale = "up"
     """`up`: the smallest power of two by which nothing saturates. `down`: OCP's, by which the largest may. `fp32`: the block's largest
     number becomes the format's. `e4m3`: the same, rounded to E4M3, and one fp32 scale for the whole matrix."""
+    saturates: bool = False
+    """True if `share` may return less than the largest number: larger ones become the format's largest."""
 
     @property
     def exact(self) -> bool:
@@ -108,7 +110,7 @@ def narrowed(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: 
     numbers = blocks.div(step)
     numbers = numbers.round_() if draws is None else stochastic(numbers, _blocked(draws, scaling.block))
     numbers = numbers.mul_(step)
-    if scaling.scale == "down":
+    if scaling.scale == "down" or scaling.saturates:
         most = power(k) * element.largest
         numbers = numbers.clamp_(-most, most)
     return _unblocked(numbers.masked_fill_(k > 127, torch.nan), x.shape).to(x.dtype)

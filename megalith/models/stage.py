@@ -72,7 +72,8 @@ class Stage(nn.Module):
         return {tied.get(name, name): parameter for name, parameter in self.named_parameters()}
 
     def lasting_buffers(self) -> dict[str, Tensor]:
-        """Buffers that training changes besides parameters, and that a checkpoint holds: loads and biases of routers."""
+        """Buffers that training changes besides parameters, and that a checkpoint holds: loads and biases of routers, and the largest
+        numbers that delayed scales follow."""
         return {name: t for name, t in self.state_dict(keep_vars=True).items() if not isinstance(t, nn.Parameter)}
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor | Loss:

@@ -54,6 +54,8 @@ def apply_precision(
             module.multiply = made = RECIPES[WIDE if wide else recipe].of(choices)
             if isinstance(made, Narrow):
                 made.layer = f"{name}.{path}"
+                if choices.history and isinstance(module, Linear):
+                    made.remember(choices.history, module.weight.device)
                 found[module] = made
     return found
 

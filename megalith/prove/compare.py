@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megalith.kernels.narrow import Noted
+from megalith.kernels.narrow import HISTORY, Noted
 from megalith.models.router import Record
 from megalith.spec.numbers import Reordered
 from megalith.spec.optimizers import OPTIMIZERS
@@ -45,7 +45,8 @@ class Recording:
     microbatches: list[dict[str, Tensor]] = field(default_factory=list)
     """Gradient of each microbatch in the first step. One process alone records it."""
     maxima: dict[str, Noted] = field(default_factory=dict)
-    """Maxima that scales of rows and tensors followed in the first step, by layer and factor (`kernels.narrow.maxima`)."""
+    """Maxima that scales of rows and tensors followed in the first step, by layer and factor (`kernels.narrow.maxima`), and those of the
+    first step that delayed scales follow in the second."""
 
     def first(self) -> "Recording":
         """The first step alone. Weights are those of the end all the same."""
@@ -133,7 +134,7 @@ def learning_rates(spec: RunSpec) -> float:
 
 def router_gaps(expected: Recording, found: Recording) -> list[Gap]:
     """Largest |difference| of each buffer that lasts: loads and biases of routers."""
-    names = sorted(expected.weights.keys() - expected.gradients[0].keys())
+    names = sorted(name for name in expected.weights.keys() - expected.gradients[0].keys() if not name.endswith(HISTORY))
     return [(float((found.weights[name] - expected.weights[name]).abs().max()), name) for name in names]
 
 

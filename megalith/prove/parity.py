@@ -195,6 +195,10 @@ def reference(spec: RunSpec, *, device: torch.device) -> Recording:
         for module in stage.modules():
             if isinstance(module, Moe):
                 module.end_of_step(module.router.counts)
+        for recipe in narrow.values():
+            if recipe.latest is not None:
+                recipe.take_in(recipe.latest.clone())
+                kept.maxima |= {} if step else recipe.followed()
         kept.norms.append(norm)
         kept.gradients.append({name: g.cpu() for name, g in grads.items()})
     kept.weights = {name: t.detach().cpu() for name, t in (parameters | stage.lasting_buffers()).items()}
@@ -283,6 +287,9 @@ def record(trainer: Trainer) -> Recording:
             computed = conclude(trainer, accumulated, step=step)
             totals.append(computed.totals)
             update(trainer, computed, step=step)
+        if step == 0:
+            followed = {name: one for recipe in trainer.delayed() for name, one in recipe.followed().items()}
+            kept.maxima |= _noted(followed, trainer)
     totals += _settled(late)
     kept.losses, kept.norms = [each.loss for each in totals], [each.norm for each in totals]
     weights = trainer.state.laid("weights")

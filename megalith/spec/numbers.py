@@ -267,6 +267,9 @@ class PrecisionSpec(Spec):
         default="up",
         description="scale in 8 bits: the smallest power of two at which nothing saturates; OCP's, rounded down; in fp8 any fp32 number",
     )
+    history: NonNegativeInt = Field(
+        default=0, description="steps whose largest numbers a tensor's scale follows (delayed scaling); 0: the numbers of now"
+    )
     rounding: Literal["nearest", "stochastic"] | None = Field(
         default=None, description="rounding of gradients as factors of products; default: stochastic in nvfp4 and mxfp4"
     )

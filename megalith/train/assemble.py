@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from megalith.kernels.narrow import Narrow
 from megalith.kernels.numbers import Dtypes
 from megalith.mesh import Mesh
 from megalith.models.moe import Moe
@@ -95,8 +96,20 @@ class Trainer:
         stages = self.stages.values()
         return {name: module for stage in stages for name, module in stage.named_modules() if isinstance(module, Moe)}
 
+    def delayed(self) -> list[Narrow]:
+        """The recipes on this rank whose scales follow earlier steps."""
+        modules = (module for stage in self.stages.values() for module in stage.modules())
+        return [module for module in modules if isinstance(module, Narrow) and module.history is not None]
+
+    def counted(self) -> list[Tensor]:
+        """Counts of a step so far on this rank: tokens of each expert, and the largest numbers of tensors."""
+        largest = [recipe.latest for recipe in self.delayed() if recipe.latest is not None]
+        return [moe.router.counts for moe in self.routers().values()] + largest
+
     def take_in_loads(self) -> None:
-        """Tell the routers, after a step, how much all ranks sent to each of their experts."""
+        """Tell the routers, after a step, how much all ranks sent to each of their experts, and recipes whose scales follow earlier steps
+        the largest numbers on all ranks."""
+        self._take_in_maxima()
         routers = list(self.routers().values())
         if not routers:
             return
@@ -106,17 +119,29 @@ class Trainer:
         for moe, count in zip(routers, total.split([len(count) for count in counts]), strict=True):
             moe.end_of_step(count)
 
+    def _take_in_maxima(self) -> None:
+        recipes = self.delayed()
+        if recipes:
+            largest = torch.stack([recipe.latest for recipe in recipes if recipe.latest is not None])
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.groups.place)
+            for recipe, each in zip(recipes, largest, strict=True):
+                recipe.take_in(each)
+
     def forget(self) -> None:
+        """Forget what was counted."""
+        for tensor in self.counted():
+            tensor.zero_()
+
+    def discard(self) -> None:
         """Discard the maxima of this step's forwards, because they run once more."""
         self.extremes.clear()
         if self.heads is not None:
             self.heads.clear()
 
     def drop(self) -> None:
-        """Drop what a step has left: gradients, and routers' counts of its tokens."""
+        """Drop what a step has left: gradients, and what was counted in it."""
         self.state.drop_gradients()
-        for moe in self.routers().values():
-            moe.router.counts.zero_()
+        self.forget()
 
     @property
     def lr(self) -> float:

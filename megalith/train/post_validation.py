@@ -104,7 +104,8 @@ class Unchecked:
         torch._foreach_copy_(self.trainer.state.changed(), self._before)
         for norms, before in zip(self.trainer.state.usual.values(), self._usual_before, strict=True):
             norms.copy_(before)
-        self.trainer.forget()  # the forwards since were computed with weights that are undone
+        self.trainer.discard()  # the forwards since were computed with weights that are undone
+        self.trainer.forget()  # and so were the largest numbers that they had
         self.trainer.state.undo()
         self.trainer.state.updates -= 1
         self.trainer.state.scale = self._scale_before

@@ -122,7 +122,7 @@ class Recomputer:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """A computation of which nothing stays."""
-        probe, counts = self.probe, [moe.router.counts for moe in self.trainer.routers().values()]
+        probe, counts = self.probe, self.trainer.counted()
         before, kept = [count.clone() for count in counts], (probe.digests, probe._sums, probe._before, probe._words)
         probe.clear()
         probe.digests = probe.drops = True

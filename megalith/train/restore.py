@@ -23,6 +23,7 @@ from megalith.fleet.report import Reported, report
 from megalith.fleet.seat import Seat
 from megalith.fleet.signs import CopyAway, CopyCorrupt
 from megalith.fleet.tiers import Source, Tier
+from megalith.kernels.narrow import HISTORY
 from megalith.spec.forward import other_rows
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.phases import Phases, during
@@ -152,7 +153,7 @@ def restore(
         if trainer.spec.train.init_from:
             loaded = load(
                 Path(trainer.spec.train.init_from),
-                trainer.state.laid("weights"),
+                {key: each for key, each in trainer.state.laid("weights").items() if not key.endswith(HISTORY)},
                 group=group,
                 partial=True,
                 cast=True,

@@ -222,7 +222,7 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
     clock = trainer.executor.clock
     start = clock.mark()
     step = trainer.state.updates + trainer.state.skipped
-    trainer.forget()
+    trainer.discard()
     trainer.extremes.begin(step)
     batches = to_batches(trainer, microbatches, valid=count_valid(microbatches, groups=trainer.groups))
     ready = clock.mark()

@@ -37,6 +37,7 @@ class Validator:
     def run(self) -> tuple[float, dict[str, float]]:
         """Mean loss over all held-out targets, and by domain; the same on all ranks."""
         found = {name: self._domain(samples) for name, samples in self.samples.items() if len(samples)}
+        self.trainer.forget()
         targets = sum(count for _, count in found.values())
         return sum(loss * count for loss, count in found.values()) / max(1, targets), {
             name: loss for name, (loss, _) in found.items()

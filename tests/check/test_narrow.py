@@ -101,6 +101,8 @@ def test_four_bits_are_legal_where_their_tiles_are() -> None:
         (("train.precision=nvfp4", "precision.granularity=row", "precision.hadamard=false"), "precision.granularity"),
         (("train.precision=mxfp8", "precision.scale=fp32"), "precision.scale"),
         (("train.precision=mxfp4", "precision.scale=fp32"), "precision.scale"),
+        (("precision.history=16",), "precision.history"),
+        (("precision.granularity=row", "precision.history=16"), "precision.history"),
         (("precision.granularity=row", "precision.hadamard=true"), "precision.hadamard"),
         (("precision.tile=96", "precision.hadamard=true", "train.seq_len=4128"), "precision.tile"),
         (("precision.rounding=stochastic", "plan.tensor=2", "plan.overlap_tensor=2"), "plan.overlap_tensor"),

@@ -279,6 +279,39 @@ def test_tokens_of_experts_have_the_same_numbers_in_any_order(alone: type[Narrow
     assert torch.equal(here.fprop(x, weight, sizes=sizes), here.fprop(x[order], weight, sizes=sizes)[order])
 
 
+# --- scales that follow earlier steps ---
+
+
+@pytest.mark.parametrize("scale", ["up", "fp32"])
+def test_a_delayed_scale_follows_the_largest_number_of_earlier_steps(scale: str) -> None:
+    choices = PrecisionSpec(granularity="tensor", scale=scale, history=2)  # pyright: ignore[reportArgumentType]
+    here, now, x, weight = Tensorwise(choices), Tensorwise(choices), lively(64, 96), lively(80, 96, seed=1)
+    here.remember(2, x.device)
+    assert here.latest is not None
+    assert torch.equal(here.fprop(x, weight), now.fprop(x, weight)), "nothing is earlier: the numbers of now"
+    here.fprop(x / 2, weight)
+    assert here.latest.tolist() == [float(x.abs().max()), float(weight.abs().max()), 0.0], "over all microbatches"
+    here.take_in(here.latest.clone())
+    assert not here.latest.any()
+    less = x / 64
+    whole = now._tokens(torch.cat((x, less)), now.along, INPUTS)
+    assert torch.equal(here._tokens(less, here.along, INPUTS), whole[64:]), "as coarse as the scale of what was"
+    assert not torch.equal(here._tokens(less, here.along, INPUTS), now._tokens(less, now.along, INPUTS))
+    most = float(here._tokens(x * 64, here.along, INPUTS).abs().max())
+    assert 0.99 < most / float(x.abs().max()) < 2, "larger numbers saturate"
+    for _ in range(2):
+        here.take_in(torch.zeros(3))
+    assert torch.equal(here._tokens(less, here.along, INPUTS), now._tokens(less, now.along, INPUTS)), "forgotten after two steps"
+
+
+def test_an_infinity_does_not_saturate_in_a_delayed_scale() -> None:
+    here, x = Tensorwise(PrecisionSpec(granularity="tensor", history=2)), lively(64, 96)
+    here.remember(2, x.device)
+    here.take_in(torch.ones(3))
+    x[3, 5] = torch.inf
+    assert here._tokens(x, here.along, INPUTS).isnan().all()
+
+
 # --- stochastic rounding ---
 
 DRAWING: list[type[Narrow]] = [Blockwise, Microscaled4, NvFp4]

@@ -143,6 +143,7 @@ def test_a_scaled_model_trains_like_one_process(preset: str, kind: str, plan: di
     assert all(row.equal for row in rows), "\n".join(map(str, rows))
 
 
+DELAYED = {"granularity": "tensor", "history": 2}
 IN_FEW_BITS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("fp8", {}, "tiny", {"tensor": 2, "context": 2, "zero": 3}),
     ("fp8", {}, "deepseek-tiny", {"tensor": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2, "expert": 2}),
@@ -155,6 +156,8 @@ IN_FEW_BITS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("nvfp4", {}, "deepseek-tiny", {"data": 2, "tensor": 2, "expert": 2}),
     ("mxfp4", {}, "tiny", {"context": 2, "pipeline": 2, "schedule": "zb-v", "chunks": 2}),
     ("fp8", {"scale": "fp32"}, "mixtral-8x7b", {"tensor": 2, "context": 2, "expert": 2}),
+    ("fp8", DELAYED, "deepseek-tiny", {"tensor": 2, "data": 2, "expert": 2, "recompute": "full"}),
+    ("fp8", DELAYED, "tiny", {"pipeline": 2, "schedule": "zb-h2", "post_validation": True, "context": 2}),
 ]
 
 

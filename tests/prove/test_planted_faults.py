@@ -179,6 +179,34 @@ def test_a_transposed_scale_in_fp32_is_found() -> None:
     assert "gradients" in gaps(verdicts["scales transposed"]), verdicts["scales transposed"]
 
 
+def not_taken_in_together(rank: int, spec: RunSpec) -> Recording:
+    """The run in which each rank follows the largest numbers of its own microbatches and its own part of a tensor."""
+
+    def alone(self: Trainer) -> None:
+        for recipe in self.delayed():
+            assert recipe.latest is not None
+            recipe.take_in(recipe.latest)
+
+    with mock.patch.object(Trainer, "_take_in_maxima", alone):
+        return record(trainer_of(spec))
+
+
+def test_a_history_that_is_not_shared_is_found() -> None:
+    run = tiny_run(
+        plan={"data": 2},
+        model={"preset": "tiny", "tied": True},
+        train={"global_batch": 8, "precision": "fp8"},
+        precision={"granularity": "tensor", "history": 2},
+    )
+    spec = shrink(run, steps=2)
+    found = run_ranks(recordings, spec.plan.ranks, spec)[0]
+    verdicts = {name: judge(recording, spec=spec, alone=alone) for name, recording in found.items()}
+    assert verdicts["none"].equal, verdicts["none"]
+    assert "gradients" in gaps(verdicts["part off"]), verdicts["part off"]
+    fault = judge(run_ranks(not_taken_in_together, spec.plan.ranks, spec)[0], spec=spec, alone=alone)
+    assert "maxima" in gaps(fault), fault
+
+
 @pytest.mark.parametrize("plan", [{"tensor": 2}, {"context": 2}], ids=str)
 @pytest.mark.parametrize(("precision", "granularity"), [("fp8", "row"), ("fp8", "tensor"), ("nvfp4", "tile")])
 def test_a_maximum_that_is_not_shared_is_found(precision: str, granularity: str, plan: dict[str, Any]) -> None:
