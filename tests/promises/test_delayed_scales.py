@@ -18,6 +18,7 @@ from megalith.train.recompute import Probe, Recomputer, buckets_of
 from megalith.train.step import accumulate, train_step
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import everyone, run_ranks
+from tests.runs import final_state, prepare_text, train
 from tests.specs import tiny_run
 
 pytestmark = pytest.mark.slow
@@ -105,3 +106,14 @@ def left_as_it_is(rank: int, spec: RunSpec) -> None:
 def test_a_step_that_is_compared_or_left_out_leaves_the_history_as_it_is() -> None:
     spec = delayed({"data": 2, "zero": 0}, stability={"not_finite": "skip", "skips": 3})
     run_ranks(left_as_it_is, 2, spec)
+
+
+def test_weights_of_a_run_in_another_precision_come_without_a_history(tmp_path: Path) -> None:
+    text, model = {"path": str(prepare_text(tmp_path))}, {"vocab": 264}
+    begun, folder = {"global_batch": 8, "seq_len": 16, "steps": 1, "precision": "bf16"}, tmp_path / "begun"
+    train(tiny_run(model=model, data=text, train=begun), folder)
+    spec = delayed({}, model=model, data=text)
+    going_on = spec.train.model_copy(update={"steps": 1, "init_from": str(folder)})
+    train(spec.model_copy(update={"train": going_on}), tmp_path / "on")
+    found = histories(final_state(tmp_path / "on"))
+    assert len(found) == 14 and all((tensor[:, 0] > 0).all() and not tensor[:, 1:].any() for tensor in found.values())
