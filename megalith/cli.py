@@ -135,19 +135,24 @@ class Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            settable = type(error).__name__ == "NoSuchOption" and any("--set" in each.opts for each in self.params)
-            if settable and (way_out := _setting(str(getattr(error, "option_name", "")))):
+            options = {name for each in self.params for name in each.opts}
+            word = str(getattr(error, "option_name", ""))
+            settable = type(error).__name__ == "NoSuchOption" and "--set" in options
+            if settable and (way_out := _setting(word, clusters="--cluster" in options)):
                 ctx.fail(way_out)
             raise
 
 
-def _setting(option: str) -> str | None:
-    """Return the setting of a run file that a word such as "--steps" stands for, as a sentence; None for a word of no key."""
-    from megalith.spec.foreign_names import meaning  # specifications take 0.2 s to import
+def _setting(option: str, *, clusters: bool) -> str | None:
+    """Return the setting of a run file that a word such as "--steps" stands for, as a sentence; None for a word of no key. `clusters`: the
+    command takes a cluster, whose name holds the number of devices."""
+    from megalith.spec.foreign_names import RANKS, meaning  # specifications take 0.2 s to import
     from megalith.spec.validate import keys_named
 
     word = option.lstrip("-").replace("-", "_")
     found = meaning(word)
+    if clusters and found is not None and found.note == RANKS:
+        return f"No such option: {option}. Write --cluster NAME:DEVICES, such as --cluster h100:16 for two nodes of eight."
     if found is not None:
         return f"No such option: {option}. " + (
             f"Write --set {found.key}=VALUE: {found.note}".rstrip(": ") if found.key else found.note

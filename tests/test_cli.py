@@ -115,6 +115,8 @@ def test_every_commands_help_has_an_example_and_json(command: str):
         (["train", "run.toml", "--learning-rate", "1e-3"], "Write --set optimizer.lr=VALUE"),
         (["check", "run.toml", "--tp", "2"], "Write --set plan.tensor=VALUE"),
         (["train", "run.toml", "--output-dir", "x"], "--run-dir FOLDER"),
+        (["check", "run.toml", "--gpus", "8"], "Write --set plan.data=VALUE"),
+        (["simulate", "--nodes", "2048"], "Write --cluster NAME:DEVICES"),
         (["fit", "run.toml"], "Here it is `megalith train`"),
         (["sample"], "Here it is `megalith generate`"),
         (["generat"], "generate"),
