@@ -296,8 +296,13 @@ def find_complete(path: Path) -> tuple[Path, Manifest]:
 
 def nothing_text(path: Path) -> str:
     """There is no checkpoint, as a person should read it."""
-    reason = "no checkpoint here" + ("" if path.exists() else f", it does not exist (relative paths start at {Path.cwd()})")
-    return f"{path}: {reason}. Give a checkpoint (step-...), the folder it is in, or a run folder."
+    absent = f" does not exist, so there is no checkpoint here (relative paths start at {Path.cwd()})"
+    if (path / "config.json").is_file():
+        return (
+            f"{path}: no checkpoint here, but a model as transformers keeps it. Convert it: megalith import {path} --out FOLDER"
+        )
+    reason = ": no checkpoint here" if path.exists() else absent
+    return f"{path}{reason}. Give a checkpoint (step-...), the folder it is in, or a run folder."
 
 
 def damaged_text(path: Path, problems: list[str]) -> str:
