@@ -8,7 +8,8 @@ Trains a small Llama on bundled text (bytes) in one process. A case is one fault
 harmless: a window of poisoned data, a wrong learning rate for ten steps, a flipped bit in a weight, a moment or a gradient; five of each.
 It is trained without answers and with all of them (`stability.answers`, everything else by default), and compared with the clean run of the
 same seed; three clean seeds give the noise. Thresholds are the defaults of `[stability]`; cases are drawn from a fixed seed. A case counts
-if the control ends at least 5 % worse. `--alarms N` trains N clean steps of each of three models (dense, experts, Muon), with warm-up.
+if the control ends at least 5 % worse. `--alarms N` trains N clean steps of each of three models (dense, experts, Muon), with warm-up, a
+batch that doubles after a third of the steps, and sequences of half the length in the last third.
 
 Each run is kept in the file with commit and machine as soon as it is done, and left out the next time. The table is printed from the file.
 A run takes about half a minute on an idle core; `--quick` does two cases of 160 steps, and 100 clean steps of each model.
@@ -143,7 +144,16 @@ def run_cases(file: Path, folder: Path, steps: int, *, quick: bool) -> None:
 
 def run_alarms(file: Path, folder: Path, steps: int) -> None:
     for model in MODELS:
-        run(file, folder, f"alarms {model} {steps}", spec_of(folder, steps, model=model))
+        run(file, folder, f"alarms {model} {steps}", varied(spec_of(folder, steps, model=model)))
+
+
+def varied(spec: RunSpec) -> RunSpec:
+    """The run with a ramp of the batch and a change of the sequence length."""
+    tables, train = spec.model_dump(exclude_unset=True), spec.train
+    third = train.steps // 3 * train.global_batch
+    tables["train"]["batch_ramp"] = [{"begin": third, "global_batch": 2 * train.global_batch}]
+    tables["data"]["phases"] = [{"begin": 3 * third, "seq_len": train.seq_len // 2}]
+    return RunSpec.model_validate(tables)
 
 
 def run(file: Path, folder: Path, name: str, spec: RunSpec, fault: Fault | None = None) -> None:

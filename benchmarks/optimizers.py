@@ -1,0 +1,296 @@
+"""Every optimizer on the same model and tokens, each with the same search, beside AdamW; and large batches.
+
+    megalith tokenizer train bundled:austen --vocab 4096 --out data/quickstart/tokenizer
+    megalith data prepare bundled:austen --tokenizer data/quickstart/tokenizer --validation 0.05 --out data/quickstart/tokens
+    python benchmarks/optimizers.py --file optimizers.jsonl
+    python benchmarks/optimizers.py --file optimizers.jsonl --part batch
+    python benchmarks/optimizers.py --quick
+
+trains recipes/quickstart.toml in one process: its model, data, tokens, warm-up and schedule. With the first seed, five learning rates
+(factors of two) and two weight decays are searched. The best of them is trained with three other seeds. The table has each optimizer's
+held-out loss at the end, and the share of the tokens after which it was as low as AdamW's at the end. `!` marks a best rate at the end of
+its grid.
+
+`--part batch` does the same at eight times the batch and an eighth of the updates: with AdamW, with LAMB, and with AdamW and a ramp of the
+batch from one to eight times. Tokens are the same.
+
+Each run is kept in the file with commit and machine when it ends, and left out the next time. The table is printed from the file. A run
+takes about three minutes on an idle core. The first part has 78 of them and the second 39; `--kinds muon,lion` trains some of them.
+`--quick` searches two values with a small model on bytes, in a few seconds.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, stdev
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from megalith.data.prepare import prepare
+from megalith.data.tokenizer import load as load_tokenizer
+from megalith.parallel.gradients import NotFinite
+from megalith.prove.worlds import run_ranks
+from megalith.spec.files import load
+from megalith.spec.phases import Phases
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import assemble, mesh_groups
+from megalith.train.restore import Position, read_step
+from megalith.train.step import train_step
+from megalith.train.stream import open_stream
+from megalith.train.validate import Validator
+
+ROOT = Path(__file__).resolve().parents[1]
+SEEDS = (1, 2, 3)  # seed 0 searches
+LOOKS = 24  # validations of a run
+TIMES = 8  # the large batch, in batches of the recipe
+
+
+class Grid(NamedTuple):
+    """The values that an optimizer's search tries. `lr`: the middle of five, factors of two apart."""
+
+    lr: float
+    decays: tuple[float, float]
+    more: Mapping[str, Any] = MappingProxyType({})
+
+
+GRIDS = {
+    "adamw": Grid(4e-3, (0.1, 0.01)),
+    "muon": Grid(8e-3, (0.1, 0.01)),
+    "lamb": Grid(1.6e-2, (0.1, 0.01), {"eps": 1e-6}),
+    "lion": Grid(5e-4, (0.1, 1.0), {"beta2": 0.99}),
+    "adafactor": Grid(4e-3, (0.1, 0.01)),
+    "sgd": Grid(0.4, (0.0, 1e-3), {"momentum": 0.9}),
+}
+"""Kind -> grid, around the values of docs/guide/optimizers.md and of the papers named there."""
+LARGE = {"adamw": GRIDS["adamw"]._replace(lr=8e-3), "lamb": GRIDS["lamb"]._replace(lr=3.2e-2), "ramp": GRIDS["adamw"]}
+"""The grids of `--part batch`: rates grow with about the root of the batch."""
+
+
+class Case(NamedTuple):
+    """One run."""
+
+    part: str
+    kind: str
+    lr: float
+    decay: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Result of a run. `curve`: (share of the tokens, held-out loss), the last one at the end."""
+
+    case: list[Any]
+    curve: list[tuple[float, float]]
+    commit: str
+    machine: str
+
+    @property
+    def loss(self) -> float:
+        """The held-out loss at the end; infinite if the run stopped."""
+        return self.curve[-1][1] if self.curve and self.curve[-1][0] == 1.0 else math.inf
+
+
+@dataclass(frozen=True)
+class Search:
+    """The runs to make. `middle`: of five rates, all are tried, or of two the middle ones."""
+
+    spec: RunSpec
+    part: str
+    rates: Sequence[int]
+    decays: int
+    seeds: Sequence[int]
+
+    @property
+    def grids(self) -> dict[str, Grid]:
+        """The optimizers of this part."""
+        return LARGE if self.part == "batch" else GRIDS
+
+    def first(self, kind: str) -> list[Case]:
+        """The search of one optimizer."""
+        grid = self.grids[kind]
+        return [
+            Case(self.part, kind, grid.lr * 2.0**power, decay, 0) for power in self.rates for decay in grid.decays[: self.decays]
+        ]
+
+    def others(self, best: Case) -> list[Case]:
+        """The best of them with other seeds."""
+        return [best._replace(seed=seed) for seed in self.seeds]
+
+    def spec_of(self, case: Case) -> RunSpec:
+        """The run of a case."""
+        grid, tables = self.grids[case.kind], self.spec.model_dump(exclude_unset=True)
+        kind = "adamw" if case.kind == "ramp" else case.kind
+        tables["plan"] = {"microbatch": 4}
+        tables["optimizer"] |= {"kind": kind, "lr": case.lr, "weight_decay": case.decay, **grid.more}
+        tables["train"] |= {"seed": case.seed}
+        if case.part == "batch":
+            _enlarge(tables, ramp=case.kind == "ramp")
+        steps = RunSpec.model_validate(tables).train.steps
+        tables["validation"] = tables.get("validation", {}) | {"every": max(1, steps // LOOKS)}
+        return RunSpec.model_validate(tables)
+
+
+def _enlarge(tables: dict[str, Any], *, ramp: bool) -> None:
+    """Eight times the batch, at equal tokens. A ramp doubles it at a tenth, a fifth and two fifths of them."""
+    train, optimizer = tables["train"], tables["optimizer"]
+    batch, before = train["global_batch"], train["steps"]
+    if ramp:
+        tenth = before // (10 * TIMES) * batch * TIMES  # whole steps of the largest batch
+        begins = [0, tenth, 2 * tenth, 4 * tenth, batch * before]
+        sizes = [batch << power for power in range(len(begins) - 1)]
+        train["batch_ramp"] = [{"begin": begin, "global_batch": size} for begin, size in zip(begins[1:], sizes[1:], strict=False)]
+        train["steps"] = sum((end - begin) // size for (begin, end), size in zip(pairwise(begins), sizes, strict=True))
+    else:
+        train |= {"global_batch": batch * TIMES, "steps": before // TIMES}
+    optimizer["warmup"] = max(1, optimizer["warmup"] * train["steps"] // before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--file", type=Path, help="where finished runs are kept; default: nowhere")
+    parser.add_argument("--data", default="data/quickstart/tokens")
+    parser.add_argument("--part", choices=("optimizers", "batch"), default="optimizers")
+    parser.add_argument("--kinds", default="", help="names of optimizers, with commas; default: all")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--table", action="store_true", help="print the table of the file, and train nothing")
+    given = parser.parse_args()
+    torch.set_num_threads(1)  # ranks are forked: see `run_ranks`
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        file = given.file or folder / "optimizers.jsonl"
+        for part in ("optimizers", "batch") if given.quick else (given.part,):
+            search = quick(part, folder) if given.quick else full(part, given.data)
+            kinds = given.kinds.split(",") if given.kinds else [*search.grids]
+            if not given.table:
+                for kind in kinds:
+                    run_all(file, search, kind, threads=1 if given.quick else given.threads)
+            print_table(kept(file), search)
+
+
+def full(part: str, data: str) -> Search:
+    """The quickstart."""
+    spec = load(ROOT / "recipes/quickstart.toml", overrides=[f"data.path={data}"]).spec
+    return Search(spec, part, rates=range(-2, 3), decays=2, seeds=SEEDS)
+
+
+def quick(part: str, folder: Path) -> Search:
+    """A small model on bytes: two rates, one decay, one other seed."""
+    if not (folder / "data").exists():
+        prepare(["bundled:austen"], tokenizer=load_tokenizer("bytes"), out=folder / "data", validation=0.03)
+    model = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 260, "context": 64}
+    tables = {
+        "model": model,
+        "data": {"path": str(folder / "data")},
+        "train": {"steps": 80, "global_batch": 4, "seq_len": 32, "precision": "fp32"},
+        "optimizer": {"lr": 1e-3, "warmup": 8},
+        "validation": {"samples": 16},
+    }
+    return Search(RunSpec.model_validate(tables), part, rates=(-1, 0), decays=1, seeds=SEEDS[:1])
+
+
+def run_all(file: Path, search: Search, kind: str, *, threads: int) -> None:
+    """Search, then train the best with other seeds."""
+    for case in search.first(kind):
+        run(file, search, case, threads=threads)
+    for case in search.others(best_of(kept(file), search, kind)):
+        run(file, search, case, threads=threads)
+
+
+def best_of(found: dict[Case, Ran], search: Search, kind: str) -> Case:
+    """The case of the search that ended with the lowest held-out loss."""
+    return min(search.first(kind), key=lambda case: found[case].loss)
+
+
+def run(file: Path, search: Search, case: Case, *, threads: int) -> None:
+    """Train, unless the file has it already."""
+    if case in kept(file):
+        return
+    (curve,) = run_ranks(train, 1, search.spec_of(case), threads, timeout=2 * 3600.0)
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    ran = Ran([*case], curve, commit, machine)
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(asdict(ran)) + "\n")
+    print(f"{case.part} {case.kind} lr {case.lr:g} decay {case.decay:g} seed {case.seed}: {ran.loss:.4f}", flush=True)
+
+
+def train(rank: int, spec: RunSpec, threads: int) -> list[tuple[float, float]]:
+    """Train; return (share of the tokens, held-out loss) at each validation. It ends early where numbers are not finite."""
+    torch.set_num_threads(threads)
+    device, phases, samples = torch.device("cpu"), Phases.of(spec), 0
+    trainer, stream = assemble(spec, groups=mesh_groups(spec, device), device=device), open_stream(spec, "train")
+    validator = Validator(trainer, open_stream(spec, "validation"))
+    sizes = list(batches(spec, phases))
+    curve = list[tuple[float, float]]()
+    for step, size in enumerate(sizes):
+        trainer.enter(phases.at(samples))
+        try:
+            train_step(trainer, read_step(stream, spec, Position(), step, 0), step=step)
+        except NotFinite:
+            return curve
+        samples += size
+        if (step + 1) % spec.validation.every == 0 or step + 1 == len(sizes):
+            curve.append((samples / sum(sizes), validator.run()[0]))
+    return curve
+
+
+def batches(spec: RunSpec, phases: Phases) -> Iterator[int]:
+    """The samples of each step."""
+    samples = 0
+    for _ in range(spec.train.steps):
+        yield (size := phases.at(samples).global_batch)
+        samples += size
+
+
+def kept(file: Path) -> dict[Case, Ran]:
+    """The finished runs of a file."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return {Case(*ran.case): ran for ran in (Ran(**json.loads(line)) for line in lines)}
+
+
+def reached(curve: Sequence[Sequence[float]], loss: float) -> float:
+    """The share of the tokens after which the held-out loss was at most `loss`, by lines between validations; infinite: never."""
+    for (share, above), (after, below) in pairwise(curve):
+        if above > loss >= below:
+            return share + (after - share) * (above - loss) / (above - below)
+    return curve[0][0] if curve and curve[0][1] <= loss else math.inf
+
+
+def print_table(found: dict[Case, Ran], search: Search) -> None:
+    """Print what the file has of a part."""
+    searched = [kind for kind in search.grids if all(case in found for case in search.first(kind))]
+    losses = dict[str, list[float]]()
+    print(f"\n{'kind':10} {'lr':>8} {'decay':>6}  held-out loss (spread of its seeds)   tokens to adamw's")
+    for kind in searched:
+        best, grid = best_of(found, search, kind), search.grids[kind]
+        mine = [found[case] for case in search.others(best) if case in found]
+        if not mine:
+            continue
+        losses[kind] = [one.loss for one in mine]
+        ends = {grid.lr * 2.0**power for power in (search.rates[0], search.rates[-1])}
+        spread = f" (+-{stdev(losses[kind]):.4f})" if len(mine) > 1 else ""
+        row = f"{kind:10} {best.lr:>8.3g}{'!' if best.lr in ends else ' '}{best.decay:>6g}  {mean(losses[kind]):.4f}{spread}"
+        if "adamw" in losses:
+            shares = [reached(one.curve, mean(losses["adamw"])) for one in mine]
+            row = f"{row:56} {100 * mean(shares):.0f} %" if math.isfinite(mean(shares)) else f"{row:56} never"
+        print(row)
+
+
+if __name__ == "__main__":
+    main()

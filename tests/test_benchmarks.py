@@ -1,0 +1,73 @@
+"""Long benchmarks: the cases that they are made of, and all of it in small where tests may take minutes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import optimizers, spikes
+from benchmarks.optimizers import GRIDS, Case, Ran, Search, best_of, kept, print_table, reached
+from megalith.spec.optimizers import OPTIMIZERS
+from megalith.spec.phases import Phases
+
+ROOT = Path(__file__).parents[1]
+FULL = pytest.mark.skipif(os.environ.get("MEGALITH_FULL") != "1", reason="`make test-full`")
+
+
+def search(part: str) -> Search:
+    return optimizers.full(part, "unused")
+
+
+def test_every_optimizer_has_the_same_search() -> None:
+    assert GRIDS.keys() == OPTIMIZERS.keys()
+    assert {kind: len(set(search("optimizers").first(kind))) for kind in GRIDS} == dict.fromkeys(GRIDS, 10)
+    specs = {kind: search("optimizers").spec_of(search("optimizers").first(kind)[0]) for kind in GRIDS}
+    assert {spec.optimizer.kind for spec in specs.values()} == GRIDS.keys()
+    assert len({(spec.train.steps, spec.optimizer.warmup, spec.model) for spec in specs.values()}) == 1
+
+
+def test_large_batches_and_ramps_read_the_same_tokens() -> None:
+    whole = search("optimizers").spec_of(Case("optimizers", "adamw", 1e-3, 0.1, 0)).train
+    for kind in ("adamw", "lamb", "ramp"):
+        spec = search("batch").spec_of(Case("batch", kind, 1e-3, 0.1, 0))
+        sizes = list(optimizers.batches(spec, Phases.of(spec)))
+        assert sum(sizes) == whole.steps * whole.global_batch
+        assert max(sizes) == sizes[-1] == 8 * whole.global_batch and len(set(sizes)) == (4 if kind == "ramp" else 1)
+
+
+def test_tokens_to_a_loss_lie_on_the_line_between_validations() -> None:
+    assert reached([(0.5, 6.0), (1.0, 4.0)], 5.0) == 0.75
+    assert reached([(0.5, 6.0), (1.0, 4.0)], 7.0) == 0.5
+    assert reached([(0.5, 6.0), (1.0, 4.0)], 3.0) == float("inf")
+
+
+def test_a_table_has_what_is_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that stopped is no candidate for the best."""
+    small = optimizers.quick("optimizers", tmp_path)
+    first, second = small.first("adamw")
+    found = {first: Ran([*first], [(0.5, 3.0)], "", ""), second: Ran([*second], [(0.5, 5.0), (1.0, 4.0)], "", "")}
+    assert best_of(found, small, "adamw") == second
+    print_table(found, small)
+    assert len(capsys.readouterr().out.split("\n")) == 3
+    print_table(found | dict.fromkeys(small.others(second), found[second]), small)
+    assert "adamw         0.004!   0.1  4.0000" in capsys.readouterr().out and not kept(tmp_path / "none")
+
+
+def test_clean_runs_that_are_watched_change_batch_and_length(tmp_path: Path) -> None:
+    spec = spikes.varied(spikes.spec_of(tmp_path, 90))
+    assert [(phase.step, phase.global_batch, phase.seq_len) for phase in Phases.of(spec).all] == [
+        (0, 8, 64),
+        (30, 16, 64),
+        (60, 16, 32),
+    ]
+
+
+@FULL
+@pytest.mark.parametrize("benchmark", ["optimizers", "spikes"])
+def test_all_of_it_in_small(benchmark: str, tmp_path: Path) -> None:
+    """The second time everything is in the file."""
+    asked = [sys.executable, str(ROOT / f"benchmarks/{benchmark}.py"), "--quick", "--file", str(tmp_path / "runs.jsonl")]
+    first, second = (subprocess.run(asked, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert second.strip() and {*second.splitlines()} <= {*first.splitlines()}
