@@ -43,6 +43,7 @@ from megalith.commands import (
     watch,
 )
 from megalith.commands.shared.output import lossy_output, readable_errors
+from megalith.commands.sites import replay
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
     "init": init.command,
@@ -59,6 +60,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "eval": evaluate.command,
     "export": export.command,
     "import": import_.command,
+    "replay": replay.command,
     "report": report.command,
     "watch": watch.command,
     "plan": plan.command,
@@ -83,7 +85,7 @@ GROUPS = {
 }
 """A first word that several commands share -> its help."""
 
-LONG = frozenset({"train", "resume", "agent", "campaign", "quickstart", "advise batch"})
+LONG = frozenset({"train", "resume", "replay", "agent", "campaign", "quickstart", "advise batch"})
 """Commands whose work goes on when nobody can read their output any more. Others end then, as programs in a pipe do."""
 
 VERBS = {

@@ -42,6 +42,13 @@ MAY_CHANGE: dict[str, str] = {
     "sites.site": "which site a command trains",
     "sites.decides": "with whom the sites go on",
     "sites.grace": "how long a merge waits for a site",
+    "sites.link": "what predictions assume",
+    "sites.link.megabits": "the same",
+    "sites.link.milliseconds": "the same",
+    "sites.tls": "how connections between sites are encrypted",
+    "sites.tls.certificate": "the same",
+    "sites.tls.key": "the same",
+    "sites.tls.authority": "the same",
 }
 """Keys, or whole tables, that may differ when a run is resumed, and why."""
 

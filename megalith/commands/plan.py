@@ -218,6 +218,8 @@ def _show(found: "Answer", broken: "Sequence[Price]", *, pareto: bool) -> None:
     console.print(escape(plans.legend(found)), style="dim")
     if trainings := plans.trainings(found):
         console.print(escape(trainings))
+    if across := plans.across(found):
+        console.print(escape(across))
     if found.phases:
         narrow.print("", plans.phases(found), sep="\n")
     if found.neighbours:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megalith.check.software import COMPILES_COLLECTIVES
 from megalith.cost import host
+from megalith.cost.across import Across, across
 from megalith.cost.constants import calibration
 from megalith.cost.estimate import Estimate
 from megalith.cost.memory import Memory
@@ -28,6 +29,8 @@ from megalith.spec.files import Resolved
 from megalith.spec.numbers import FAST
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
+from megalith.spec.sites import fragments
+from megalith.spec.sizes import model_parameters
 from megalith.spec.toml import dotted
 from megalith.spec.validate import leaves
 
@@ -59,6 +62,15 @@ class Answer:
     def sure(self) -> Sure:
         """How far off the figures may be."""
         return sure(self.asked, self.measured)
+
+    @cached_property
+    def across(self) -> Across | None:
+        """How far sites wait for each other with the best plan; None without a link between them."""
+        asked, best = self.asked, self.found.best
+        if asked.sites is None or best is None:
+            return None
+        shapes = {name: each.shape for name, each in model_parameters(asked.model).items()}
+        return across(fragments(shapes, asked.sites), asked.sites, best.estimate.time.step)
 
     @property
     def convention(self) -> str:
@@ -107,6 +119,7 @@ class Answer:
             "frontier": [one.to_json() | self._said(one.choice) for one in self.frontier],
             "what_ifs": [one.to_json() | self._said(one.choice) for one in self.what_ifs],
             "phases": [one.to_json() for one in self.phases],
+            "across": None if self.across is None else self.across.to_json(),
         }  # fmt: skip
 
     def _said(self, choice: Choice | None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from megalith.spec.presets import meant, presets
 from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.quantity import Amount, quantity
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import within
+from megalith.spec.sites import SitesSpec, within
 from megalith.spec.sizes import count_active, count_blocks, count_model
 
 DATA = "data/tokens"
@@ -87,6 +87,8 @@ class Asked:
     """Factor on predicted times, from own measurements."""
     whole: RunSpec | None = None
     """The run with all its phases, if it has several; `run` is then one of the phase that reads most tokens."""
+    sites: SitesSpec | None = None
+    """The table `[sites]` of the run file; `run` is then one site's."""
 
     @property
     def ours(self) -> bool:
@@ -183,6 +185,7 @@ def ask(question: Question) -> Asked:
         question.offload,
         question.software,
         whole=whole,
+        sites=sites,
     )
 
 

@@ -6,6 +6,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megalith.cost import host
+from megalith.cost.across import GOOD, INTERVALS
 from megalith.cost.doubt import Interval
 from megalith.cost.estimate import Estimate
 from megalith.planner.answer import Answer, Point, short, spare
@@ -230,6 +231,20 @@ def trainings(found: Answer) -> str:
         parts.append(f"{one.megawatt_hours:,.3g} MWh" if one.megawatt_hours < 1e3 else f"{one.megawatt_hours / 1e3:,.3g} GWh")
     parts.append(f"{one.flops:.2g} FLOP")
     return f"{amount(one.tokens)} tokens with the best: {', '.join(parts)}; no faults counted (megalith simulate counts them)"
+
+
+def across(found: Answer) -> str:
+    """A sentence on how long sites wait for each other; empty where no link between them is known."""
+    one = found.across
+    if one is None:
+        return ""
+    reached = f"{GOOD:.0%} takes inner_steps = {one.shortest}" if one.shortest else ""
+    reached = reached or f"No inner_steps up to {INTERVALS[-1]} reaches {GOOD:.0%}"
+    pays = f"{one.sites} sites train {one.speed:.2g} times as fast as one" if one.speed > 1 else "One site alone trains faster"
+    return (
+        f"across {one.sites} sites: each sends {one.bytes / 1e6:,.3g} MB in a round of {one.inner_steps} steps, waits "
+        f"{seconds(one.waited)} in it, and computes {one.use:.1%} of the time. {reached}. {pays}."
+    )
 
 
 def phases(found: Answer) -> Table:

@@ -38,12 +38,16 @@ def test_a_run_keeps_the_sets_of_tokens_over_which_it_balances():
 def test_sites_may_come_and_go_and_move_but_not_merge_in_another_way():
     before = spec("sites.count=2")
     assert check_resume(before, spec("sites.count=3", 'sites.addresses=["a","b","c"]')) == []
+    files = [f"sites.tls.{name}={name}.pem" for name in ("certificate", "key", "authority")]
+    assert check_resume(before, spec("sites.count=2", *files)) == []
     assert [p.key for p in check_resume(before, spec("sites.count=2", "sites.bits=4"))] == ["sites.bits"]
     assert check_resume(spec(), before), "a run without sites"
 
 
 def test_what_may_change_exists():
-    run = spec("sites.count=2")  # a table that a run need not have
+    tables = [f"sites.tls.{name}={name}.pem" for name in ("certificate", "key", "authority")]
+    tables += ["sites.link.megabits=10", "sites.link.milliseconds=100"]
+    run = spec("sites.count=2", *tables)  # tables that a run need not have
     for name in MAY_CHANGE:
         value: object = run
         for part in name.split("."):

@@ -17,6 +17,7 @@ from megalith.spec.sites import folder_of
 from megalith.spec.sites.deal import Deal
 from megalith.train.generate import load_model
 from megalith.train.restore import indices_in
+from megalith.train.sites.record import recorded
 from tests.keys import GIVEN
 from tests.runs import (
     assert_same_bits,
@@ -171,6 +172,18 @@ def test_a_site_that_is_killed_comes_back(data: Path, tmp_path: Path) -> None:
     one, other = final_state(folder), final_state(folder_of(folder, 1))
     assert all(torch.equal(tensor, other[name]) for name, tensor in _weights(one).items())
     assert made[-1].samples == steps * 12 and _ledger(spec, folder) == list(range(steps * 12))
+    _replayed(spec, folder, tmp_path / "again")
+
+
+def _replayed(spec: RunSpec, folder: Path, again: Path) -> None:
+    """Make the merges of a run again, with no site lost: they end with the same bits."""
+    assert spec.sites is not None
+    made = recorded([folder])
+    assert sorted(made) == list(range(len(made)))
+    sites = spec.sites.model_copy(update={"replay": (str(folder),), "grace": 60.0})
+    _train(spec.model_copy(update={"sites": sites}), again)
+    assert recorded([again]) == made
+    assert_same_bits(_weights(final_state(again)), _weights(final_state(folder)))
 
 
 def test_a_site_that_never_comes_back_loses_no_sample(data: Path, tmp_path: Path) -> None:

@@ -14,6 +14,13 @@ FULL = 32
 """Bits of an element that is sent as it is."""
 
 
+class LinkSpec(Spec):
+    """The link between each two sites, for predictions."""
+
+    megabits: PositiveFloat = Field(description="millions of bits a second, in each direction")
+    milliseconds: NonNegativeFloat = Field(description="time of a round trip")
+
+
 class TlsSpec(Spec):
     """Files in PEM with which a site encrypts its connections, on each machine that leads one."""
 
@@ -57,6 +64,10 @@ class SitesSpec(Spec):
         default=None,
         description="seconds that a merge waits for a site; default: as long as inner_steps steps take, and 5 s at least",
     )
+    replay: tuple[str, ...] = Field(
+        default=(), description="folders of a run whose recorded merges are repeated, as `megalith replay` does; default: none"
+    )
+    link: LinkSpec | None = Field(default=None, description="what `megalith plan` predicts waits for; default: it predicts none")
     tls: TlsSpec | None = Field(default=None, description="encrypt connections between sites; default: authenticate them only")
 
     @property

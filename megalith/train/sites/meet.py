@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from megalith import disk
@@ -16,6 +17,7 @@ from megalith.train.assemble import Trainer
 from megalith.train.sites.council import Council
 from megalith.train.sites.merge import Progress, Sites
 from megalith.train.sites.messages import Cut
+from megalith.train.sites.record import Recorded, recorded
 from megalith.train.sites.state import OuterState
 from megalith.train.sites.whole import Wholes
 
@@ -51,7 +53,8 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object]) -> Site
     council = None
     if leads:
         patience, start = run.launch.timeout, run.launch.start_timeout
-        council = Council(spec, site, peers, patience=patience, start=start, limit=run.fleet.wait_limit, beat=beat)
+        kind = partial(Recorded, record=recorded([Path(folder) for folder in spec.replay])) if spec.replay else Council
+        council = kind(spec, site, peers, patience=patience, start=start, limit=run.fleet.wait_limit, beat=beat)
     return Sites(run, cut, state, wholes, site=site, council=council)
 
 

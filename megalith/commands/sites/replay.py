@@ -1,0 +1,86 @@
+"""`megalith replay`: make the merges of a run across sites again, and compare the bits."""
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megalith.commands.shared.arguments import Json, RunFolder, RunRequest
+from megalith.commands.shared.output import print_json
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The outcome of a replay. `tensors`: those of the merged weights; `different`: names of those that are not the same bit for bit."""
+
+    run_dir: Path
+    code: int
+    tensors: int
+    different: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True if all bits are the same."""
+        return self.tensors > 0 and not self.different
+
+
+def command(
+    run_dir: RunFolder,
+    others: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN_DIR ...]", help="Folders of sites that were launched by themselves.", show_default=False),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder of the replay. Default: RUN_DIR-replay.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Train a run across sites again on this machine, with the merges that its log has recorded, and compare the merged weights.
+
+    The run's sites may have come and gone. Goes up to the run's newest checkpoint. Exit status 1 if any bit differs.
+
+    Example:  megalith replay runs/two --out runs/two-again
+    """
+    found = replay(run_dir, others or (), out or run_dir.with_name(f"{run_dir.name}-replay"), console=Console(stderr=as_json))
+    if as_json:
+        print_json({"ok": found.ok} | asdict(found))
+    elif found.ok:
+        print(f"the same bits in all {found.tensors} tensors of the merged weights: {found.run_dir}")
+    elif found.different:
+        print(f"{len(found.different)} of {found.tensors} tensors differ, {found.different[0]} first", file=sys.stderr)
+    return 0 if found.ok else found.code or 1
+
+
+def replay(run_dir: Path, others: list[Path] | tuple[Path, ...], out: Path, *, console: Console) -> Replayed:
+    """Make the merges again that `run_dir` and `others` have recorded, in the run folder `out`. Raises SpecErrors before anything starts,
+    RecordError if the merges are not all there or the run file was changed on the way, and FileNotFoundError for a folder without a run."""
+    from megalith.checkpoint.read import read_full  # torch takes seconds to import
+    from megalith.commands.train import train
+    from megalith.fleet.exit_codes import ORDERLY
+    from megalith.spec import files
+    from megalith.spec.toml import literal
+    from megalith.train.sites.record import recorded
+
+    folders = [str(folder.resolve()) for folder in (run_dir, *others)]
+    recorded([Path(folder) for folder in folders])  # now, and not from the log of a rank
+    request = RunRequest.in_folder(run_dir)
+    spec = files.read(request.file, saved=True).resolved.spec
+    settings = {"replay": folders, "site": None, "addresses": [], "tls": None, "grace": spec.launch.timeout}
+    overrides = [f"sites.{key}={literal(value)}" for key, value in settings.items()]
+    trained = train(RunRequest(request.file, overrides, out, saved=True), console=console)
+    if trained.code not in ORDERLY:
+        print(trained.message, file=sys.stderr)
+        return Replayed(out, trained.code, 0, ())
+    weights = [
+        {name: tensor for name, tensor in read_full(folder).items() if name.startswith("weights.")} for folder in (run_dir, out)
+    ]
+    names = sorted(weights[0].keys() | weights[1].keys())
+    different = [name for name in names if not _same(weights[0].get(name), weights[1].get(name))]
+    return Replayed(out, trained.code, len(names), tuple(different))
+
+
+def _same(one: object, other: object) -> bool:
+    import torch
+
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)

@@ -1,0 +1,117 @@
+"""Merges that a run has recorded, and a council that makes them again.
+
+An undisturbed run makes the same bits again by itself. One whose sites came and went depends on clocks only in its verdicts: who was
+merged, who left, who joined. So the same run file with the same verdicts makes the same bits.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megalith.checkpoint.folder import find, read_manifest
+from megalith.events import Event, Merge, RunStarted, of_kind, read
+from megalith.fleet.secure.peers import PeerGone
+from megalith.spec.sites import SitesSpec, folder_of
+from megalith.train.sites.council import SAME, Council, OutOfStepError
+from megalith.train.sites.messages import Verdict
+
+DECIDE_BITS = ("model", "plan", "train", "optimizer", "sites")
+"""Tables of a run file that must be the same from the beginning of a run to its end."""
+DECIDE_NONE = ("site", "addresses", "decides", "grace", "tls", "link", "replay")
+"""Keys of `[sites]` that no bit depends on, given the verdicts."""
+
+
+class RecordError(ValueError):
+    """The merges of a run cannot be made again."""
+
+
+def recorded(folders: Sequence[Path]) -> dict[int, Verdict]:
+    """Return all merges up to the newest checkpoint of a run, by their numbers. `folders`: the run's, and of sites that were launched by
+    themselves theirs. A site's log lacks what the others merged while it was away. Raises RecordError, and FileNotFoundError for a folder
+    without a checkpoint."""
+    logs = [place for folder in folders for place in _sites_in(folder) if place.is_dir()]
+    events = [event for place in logs for event in read(place)]
+    merges = list(of_kind(events, Merge))
+    _refuse_changes(events, merges)
+    last = read_manifest(find(folders[0])).meta.get("sites")
+    if last is None:
+        raise RecordError(f"{folders[0]} is no run across sites. Without sites, the same run file makes the same bits")
+    return _chained(merges, last["merges"], last["mark"], named=", ".join(map(str, folders)))
+
+
+def _sites_in(folder: Path) -> list[Path]:
+    """Return the folders of the sites that trained on the machine of the first one, whose folder is the run's."""
+    return [folder_of(folder, site) for site in range(64)]
+
+
+def _refuse_changes(events: Iterable[Event], merges: Sequence[Merge]) -> None:
+    for table in DECIDE_BITS:
+        if len({_text(event.spec, table) for event in of_kind(events, RunStarted)}) > 1:
+            raise RecordError(
+                f"[{table}] was changed when the run was resumed, and a replay has one run file from beginning to end"
+            )
+    for key, values in (("sites.count", {one.count for one in merges}), ("train", {one.total for one in merges})):
+        if len(values) > 1:
+            raise RecordError(f"{key} was changed when the run was resumed, and a replay has one run file from beginning to end")
+
+
+def _text(spec: Mapping[str, Any], table: str) -> str:
+    found = spec.get(table)
+    return repr({key: found[key] for key in sorted(found) if table != "sites" or key not in DECIDE_NONE} if found else found)
+
+
+def _chained(merges: Sequence[Merge], count: int, mark: str, *, named: str) -> dict[int, Verdict]:
+    """Return the merges that the mark of the last of `count` stands for. Logs also hold merges that were undone: those of a start of which
+    no checkpoint was resumed."""
+    known = {(one.number, one.mark): one for one in merges}
+    found = dict[int, Verdict]()
+    for number in reversed(range(count)):
+        event = known.get((number, mark))
+        if event is None:
+            raise RecordError(f"merge {number} is in no log of {named}. Also name the folders of the other sites")
+        sets = [tuple(sites) for sites in (event.merged, event.left, event.joined)]
+        verdict = Verdict(number, event.fragment, event.sent, event.step, *sets, count=event.count)
+        before = [""] if number == 0 else [one for other, one in known if other == number - 1]
+        fitting = [one for one in before if verdict.mark(one) == mark]
+        if not fitting:
+            raise RecordError(f"merge {number} follows none in the logs of {named}. Also name the folders of the other sites")
+        found[number], mark = verdict, fitting[0]
+    return found
+
+
+class Recorded(Council):
+    """A council whose verdicts are those of a record. All sites must be there, however long they take."""
+
+    def __init__(self, spec: SitesSpec, *arguments: Any, record: Mapping[int, Verdict], **named: Any) -> None:
+        """`record`: the verdicts by number. Other arguments are the council's."""
+        super().__init__(spec, *arguments, **named)
+        self._record = record
+
+    def quorum(self, sites: Collection[int]) -> bool:
+        """True if these are all sites."""
+        return len(set(sites)) == self.spec.count
+
+    def _judged(
+        self,
+        number: int,
+        fragment: int,
+        sent: int,
+        step: int,
+        *,
+        due: set[int],
+        got: set[int],
+        members: Mapping[int, int],
+        waited: float,
+    ) -> Verdict | None:
+        """Return the verdict of the record, once the differences that it merges are there. The last one stops all sites."""
+        verdict = self._record.get(number)
+        if verdict is None or (verdict.fragment, verdict.sent, verdict.step) != (fragment, sent, step):
+            raise OutOfStepError(
+                f"merge {number} of fragment {fragment}, sent at step {sent}, at step {step} is not recorded. {SAME}"
+            )
+        if missing := set(verdict.merged) - got:
+            if waited >= self._patience:
+                raise PeerGone(f"the difference of site {min(missing)} did not come: waited {waited:.0f} s at step {step}")
+            return None
+        return replace(verdict, stop=number + 1 == len(self._record))

@@ -1,0 +1,42 @@
+"""`megalith replay`: a run across sites, trained again as its log says."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.runs import prepare_text, typed
+
+SITES = "[sites]\ncount = 2\ninner_steps = 2\nbits = 4\n"
+
+
+def _replay(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "megalith.cli", "replay", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _answer(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
+    return json.loads(done.stdout)
+
+
+def test_a_run_that_was_typed_is_replayed(tmp_path: Path) -> None:
+    """Its merges make the same bits. With a merge that all logs have otherwise, nothing is trained."""
+    (tmp_path / "text").mkdir()
+    data, folder = prepare_text(tmp_path / "text"), tmp_path / "runs" / "two"
+    train = typed(tmp_path / "run.toml", data, steps=4, more=SITES)
+    alone = ["--set", "plan.data=1", "--set", "plan.zero=0"]
+    done = subprocess.run([*train, str(folder), *alone], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = _replay(folder, "--json")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert (found := _answer(again))["ok"] and found["tensors"] > 10 and found["different"] == []
+    assert Path(found["run_dir"]) == folder.with_name("two-replay")
+    for log in (folder / "events.jsonl", folder / "site-1" / "events.jsonl"):
+        altered = re.sub(r'("merged": ?)\[0, ?1\]', r"\1[0]", log.read_text(), count=1)
+        assert altered != log.read_text()
+        log.write_text(altered)
+    refused = _replay(folder, "--out", tmp_path / "other")
+    assert refused.returncode == 1 and "Also name the folders of the other sites" in refused.stderr
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,112 @@
+"""Merges are found in logs, and made again as they were."""
+
+from dataclasses import replace
+
+import pytest
+
+from megalith.events import Merge
+from megalith.fleet.secure.peers import PeerGone
+from megalith.spec.sites import SitesSpec
+from megalith.train.sites.council import Beginning, OutOfStepError
+from megalith.train.sites.messages import Verdict
+from megalith.train.sites.record import Recorded, RecordError, _chained
+from tests.train.sites.test_council import MEMBERS, Hub, Wire, _difference, _listen
+
+VERDICTS = [
+    Verdict(0, 0, 4, 4, (0, 1, 2), count=3),
+    Verdict(1, 0, 8, 8, (0, 2), left=(1,), count=3),
+    Verdict(2, 0, 12, 12, (0, 2), joined=(1,), count=3),
+]
+
+
+def _events(verdicts: list[Verdict], mark: str = "") -> list[Merge]:
+    """Return the events of merges that follow those with a mark."""
+    found = []
+    for one in verdicts:
+        mark = one.mark(mark)
+        numbers = dict.fromkeys(("bytes_sent", "bytes_received", "waited", "seconds", "norm", "spread"), 0)
+        sets = {"merged": [*one.merged], "left": [*one.left], "joined": [*one.joined]}
+        told = {"step": one.step, "sent": one.sent, "fragment": one.fragment, "number": one.number, "count": one.count}
+        found.append(Merge(**numbers, **sets, **told, sites=3, losses=[], mark=mark))
+    return found
+
+
+def test_the_chain_is_found_among_merges_that_were_undone() -> None:
+    """After the first merge the run was resumed from a checkpoint before the second."""
+    made = _events(VERDICTS)
+    undone = _events([replace(VERDICTS[1], merged=(0,), left=(1, 2)), replace(VERDICTS[2], merged=(0,), joined=())], made[0].mark)
+    for order in (made + undone, undone + made[::-1]):
+        assert _chained(order, 3, made[2].mark, named="runs/one") == dict(enumerate(VERDICTS))
+    assert _chained(made, 0, "", named="runs/one") == {}
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_a_merge_that_is_in_no_log_is_named(lost: int) -> None:
+    """A site that was away knows nothing of what the others merged."""
+    made = _events(VERDICTS)
+    mark = made[2].mark
+    del made[lost]
+    with pytest.raises(RecordError, match=f"merge {lost} is in no log|merge {lost + 1} follows none"):
+        _chained(made, 3, mark, named="runs/one")
+
+
+def test_an_altered_event_is_found() -> None:
+    made = _events(VERDICTS)
+    altered = [replace(made[0], merged=[0, 1]), *made[1:]]
+    with pytest.raises(RecordError, match="merge 0 follows none"):
+        _chained(altered, 3, made[2].mark, named="runs/one")
+
+
+def _all(hub: Hub, **named: float) -> list[Recorded]:
+    spec, record = SitesSpec(count=3, grace=60.0), dict(enumerate(VERDICTS))
+    times = {"patience": 0.3, "start": 0.4, "limit": 0.4} | named
+    return [Recorded(spec, site, Wire(hub, site, "first"), record=record, **times) for site in range(3)]
+
+
+def _begun(hub: Hub) -> list[Recorded]:
+    councils = _all(hub)
+    _listen(councils)
+    assert [one.begin([], 1.0) for one in councils] == [Beginning(None)] * 3
+    _listen(councils)
+    return councils
+
+
+def test_verdicts_are_those_of_the_record() -> None:
+    """A site that left is there in the replay, and its difference is not merged."""
+    councils = _begun(Hub())
+    for wanted in VERDICTS:
+        for one in councils:
+            one.post(_difference(wanted.sent))
+        _listen(councils)
+        for one in councils:
+            found = one.decide(wanted.number, 0, wanted.sent, wanted.step, members=MEMBERS)
+            assert replace(found, line="", stop=False) == wanted and found.stop is (wanted.number == 2)
+            assert len(one.differences(found, bytes_each=7)) == len(wanted.merged)
+
+
+def test_a_difference_of_the_record_is_waited_for() -> None:
+    councils = _begun(Hub())
+    councils[0].post(_difference(4))
+    with pytest.raises(PeerGone, match="the difference of site 1 did not come"):
+        councils[0].decide(0, 0, 4, 4, members=MEMBERS)
+
+
+def test_another_run_file_is_noticed() -> None:
+    councils = _begun(Hub())
+    for one in councils:
+        one.post(_difference(3))
+    with pytest.raises(OutOfStepError, match="sent at step 3, at step 3 is not recorded"):
+        councils[0].decide(0, 0, 3, 3, members=MEMBERS)
+
+
+def test_nobody_begins_before_all_are_there() -> None:
+    hub = Hub()
+    councils = _all(hub)
+    hub.cut([0, 1], [2])
+    again = [
+        Recorded(one.spec, one.site, Wire(hub, one.site, "again"), record={}, patience=0.3, start=0.1, limit=0.2)
+        for one in councils[:2]
+    ]
+    _listen(again)
+    with pytest.raises(PeerGone, match="no quorum"):
+        again[0].begin([], 1.0)
