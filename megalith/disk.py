@@ -26,10 +26,10 @@ UNAVAILABLE = frozenset(
         errno.EHOSTDOWN,
     }
 )
-"""No room, on the disk or within what its owner may use; a file system that fails, or whose server does not answer."""
+"""Errors of storage: a full disk or quota, a file system that fails, or one whose server does not answer."""
 
 AWAY = UNAVAILABLE | {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}
-"""The same, of a path that was used before: that it is gone, or forbidden, is then no mistake in its name, and may pass as well."""
+"""Errors of a path that was used before. It may come back, so a missing or forbidden path is no mistake in its name."""
 
 
 def is_unavailable(error: BaseException) -> bool:

@@ -49,7 +49,7 @@ def check(
     begun: bool = False,
     provenance: Mapping[str, str] | None = None,
 ) -> list[Problem]:
-    """Return every problem of a run, errors first. An empty list means that the run is legal and follows the field's advice.
+    """Return every problem of a run, errors first. An empty list means that the run can start and follows the field's advice.
 
     `world` is the number of ranks that were started, if known. With `files=False` no rule looks at the disk. A run that has `begun`
     resumes from its own checkpoints. `provenance` (from `spec.files`) names the source of each value. If the spec lacks values
@@ -97,7 +97,7 @@ def _of_later_phases(case: Case, known: Sequence[Problem]) -> list[Problem]:
 
 
 def fallback_can_be_run(case: Case) -> Found:
-    """The fallback plan is as legal as the run's own, on fewer nodes with as many ranks each.
+    """The fallback plan passes the same rules as the run's own, on fewer nodes with as many ranks each.
 
     This rule stands beside `check` because it applies every other rule to the fallback plan.
     """

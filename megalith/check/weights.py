@@ -51,7 +51,7 @@ def first_weights_fit(case: Case) -> Found:
 
 
 def branch_fits(case: Case) -> Found:
-    """A branch begins from a checkpoint of a run like it, and is longer than that run was then."""
+    """A branch fits the run whose checkpoint it begins from, and trains beyond that checkpoint."""
     branch, train = case.spec.branch, case.spec.train
     if branch is None:
         return

@@ -237,7 +237,7 @@ def read_weights(folder: Path, spec: Model | None = None) -> dict[str, Tensor]:
         raise ForeignModelError(f"{folder / CONFIG}: its sizes make no model: {wrong}") from error
     problems = _compare(wanted, {name: tuple(tensor.shape) for name, tensor in kept.items()}) + different
     if problems:
-        raise ForeignModelError(f"{folder} does not hold the weights its {CONFIG} speaks of:\n  " + "\n  ".join(problems))
+        raise ForeignModelError(f"{folder} does not hold the weights that its {CONFIG} describes:\n  " + "\n  ".join(problems))
     return convert_to_ours(foreign.pieces(spec), kept)
 
 

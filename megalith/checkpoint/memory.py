@@ -399,7 +399,7 @@ class Memory:
                 dist.recv(tensor, group=self.group, group_src=self.buddy)
             label = Label.unpack(bytes(theirs.numpy()), self._key)
             if label is None or label.layout != self._label.layout:
-                raise Damaged(Tier.BUDDY, source.step, self.seat.slot, "what came is no copy of this rank's state")
+                raise Damaged(Tier.BUDDY, source.step, self.seat.slot, "the data received is not a copy of this rank's state")
             file.commit(label)
         for work, _ in works:
             work.wait()

@@ -82,8 +82,8 @@ class Written:
 class FolderWriter(StorageWriter):
     """Writes one checkpoint into `folder`, under a temporary name that the first rank chooses for all and commits at the end.
 
-    `error` is what kept this rank from having its shares ready: it takes part in the collectives, and makes all ranks give up. `place` must
-    be there: `folder` is made in it.
+    `error`: why this rank has no shares to write. It still takes part in the collectives, and makes all ranks give up. `place` must exist:
+    `folder` is made in it.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ def advise(
     train: Train,
 ) -> Advised:
     """Train all branches that are not finished, and judge their losses. Raises SpecErrors where the run has no such checkpoint, or a
-    branch is not legal, before any of them starts; RuntimeError where one fails."""
+    branch has problems, before any of them starts; RuntimeError where one fails."""
     from megalith.check import check
     from megalith.check.own import admit
     from megalith.checkpoint.folder import find_complete, name, of_run

@@ -91,7 +91,7 @@ def campaign(
     """Train what a run file describes twice, without faults and with those of `faultload`, and judge the second by the first.
 
     Both runs lie in `out` (default: runs/NAME-campaign), which is emptied first. `aims`: speeds that are asked of it as well; None: none.
-    Raises SpecErrors for a run that is not legal.
+    Raises SpecErrors for a run with problems.
     """
     from megalith.commands.shared import runs
     from megalith.fleet import injection

@@ -73,7 +73,7 @@ def _prices(request: RunRequest) -> "tuple[Price, ...]":
 
 
 def _show_prices(priced: "Sequence[Price]") -> None:
-    """Print what broken rules cost."""
+    """Print the time that each broken rule of the plan costs."""
     from megalith.report import plans  # drawing
 
     Console(highlight=False).print(plans.prices(priced) if priced else "No rule of the plan that has a price in time is broken.")
@@ -119,7 +119,7 @@ def _show_legal(spec: "RunSpec") -> None:
     if spec.sites is not None:
         ranks = f"{spec.sites.count} site{'s' * (spec.sites.count > 1)} of {ranks}"
     print(
-        f"{spec.name} is legal: {ranks} (data {plan.data} x tensor {plan.tensor} x pipeline {plan.pipeline}), "
+        f"{spec.name}: no problems found: {ranks} (data {plan.data} x tensor {plan.tensor} x pipeline {plan.pipeline}), "
         f"{spec.microbatches} microbatches a step, {spec.train.global_batch * spec.train.seq_len:,} tokens a step, "
         f"{spec.train.steps:,} steps"
     )

@@ -69,7 +69,7 @@ def command(
 def dryrun(request: RunRequest, *, world: int | None = None, rank: int = 0) -> Dried:
     """Count what rank `rank` of the run would hold, send and compute in a step, without the other ranks and without data.
 
-    `world` is the number of ranks there will be, to compare with the plan. Raises SpecErrors for a plan that is not legal and for a rank
+    `world` is the number of ranks there will be, to compare with the plan. Raises SpecErrors for a plan with problems and for a rank
     that the plan has not.
     """
     from megalith.commands.shared import runs

@@ -67,7 +67,7 @@ def parity(request: RunRequest, *, steps: int = 3) -> dict[str, Any]:
     "steps"}`.
 
     Ranks are started as by `train`; their folder is the request's (default: runs/NAME-parity). The run's data is not needed.
-    Raises SpecErrors for a plan that is not legal, RuntimeError with the first cause when a rank fails.
+    Raises SpecErrors for a plan with problems, RuntimeError with the first cause when a rank fails.
     """
     from megalith.commands.shared import ranks, runs
     from megalith.fleet import environment

@@ -160,8 +160,8 @@ def _error(one: Observation, figures: Calibration) -> float:
 
 
 def _loss(observations: Sequence[Observation], errors: Mapping[int, float]) -> float:
-    """Groups weigh as the root of their number of rows: neither do three rows count as much as sixty, nor one group alone. Groups of
-    expert models count twice: there are few."""
+    """Return the weighted mean error. A group's weight is the square root of its number of rows: three rows do not count as much as sixty,
+    and no group dominates. Groups of expert models count twice, because there are few."""
     groups: dict[tuple[str, bool], list[float]] = defaultdict(list)
     for i, error in errors.items():
         groups[observations[i].group, observations[i].expert].append(min(abs(error), 0.7))

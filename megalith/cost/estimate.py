@@ -200,7 +200,7 @@ def busy_seconds(workload: Workload, traced: Parts, spent: PartTimes) -> float:
 
 
 def _message_seconds(workload: Workload, setting: Setting) -> float:
-    """One activation, from a stage to the next."""
+    """Return the seconds that one activation takes from a stage to the next."""
     plan = workload.plan
     if plan.pipeline == 1:
         return 0.0

@@ -38,7 +38,7 @@ SOFTWARE: Mapping[str, Software] = {
     OURS: Software("Megalith", TRAINER),
     "megatron-te": Software("tuned recipes with Transformer Engine", FUSED_2024),
     "megatron-core": Software("Megatron-Core as it comes", replace(FUSED_2024, generation="packaged", overlap_tensor=False)),
-    "torchtitan": Software("compiled PyTorch, as torchtitan has it", COMPILED_2024),
+    "torchtitan": Software("compiled PyTorch, as in torchtitan", COMPILED_2024),
     "pytorch": Software("PyTorch programs of 2023", EAGER_2023),
     "megatron-2021": Software("Megatron-LM of 2021", PLAIN_2021),
 }

@@ -57,9 +57,9 @@ class Practice:
     """Further kernels to bring one tensor into a format with a scale for each block: to zero its scales, and to put them into the order
     that the products want."""
     graphs: Literal["none", "router", "parts", "whole"] = "none"
-    """Recorded CUDA graphs start the kernels of the whole step, of all but the experts' (`parts`), or of the router."""
+    """Kernels launched from recorded CUDA graphs: those of the whole step, all but the experts' (`parts`), or the router's."""
     waits: bool = True
-    """The host waits in each layer of experts to learn how many tokens come: not where each expert takes a fixed number."""
+    """True if the host waits in each expert layer for the number of arriving tokens. It does not if each expert takes a fixed number."""
     causal_half: bool = True
     """The attention kernel skips what the causal mask hides."""
     sparing: bool = False
@@ -113,7 +113,7 @@ class Workload:
 
     @cached_property
     def moment_bytes(self) -> float:
-        """Bytes that the optimizer keeps for a parameter beside its own copy of it."""
+        """Bytes of optimizer state for a parameter, without the master weight."""
         own = self.practice.moment_bytes
         return bytes_each(self.moments.of(OPTIMIZERS[self.optimizer].slots)) if own is None else own
 

@@ -93,7 +93,7 @@ def _nothing_read(found: Found) -> DataError:
 
 
 def files(root: Path, reading: Reading) -> Iterator[Path]:
-    """The regular files of a source in order, text or not; a source that is a file is its own."""
+    """Yield the regular files of a source in order, text or not. A source that is one file yields itself."""
     if root.is_dir():
         yield from (path for path, reason in _walk(root, reading) if not reason)
     else:

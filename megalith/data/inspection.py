@@ -99,7 +99,9 @@ def verify(folder: Path | str, *, progress: bool = False) -> Manifest:
     for shard in manifest.shards():
         if shard.file not in problems and not _has_right_sums(folder, shard):
             name = sums_file(shard)
-            problems[name] = f"{folder / name} does not fit its shard. Remove it: verifying again writes it anew."
+            problems[name] = (
+                f"{folder / name} does not match its shard. Remove it: the next `megalith data verify` writes it again."
+            )
     if problems:
         raise DataError.of(list(problems.values()), title=f"{folder} is not as it was prepared")
     return manifest

@@ -68,7 +68,7 @@ def parse_source(text: str) -> Source:
 
 
 def _named(text: str) -> Source:
-    """The source that a text names, with a domain whose name may not be legal."""
+    """The source that a text names, with a domain whose name may be invalid."""
     name, equals, path = text.partition("=")
     if equals and _DOMAIN.fullmatch(name) and path and not _exists(text):
         return Source(name, path)

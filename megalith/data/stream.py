@@ -98,7 +98,7 @@ class _Phase:
     before: tuple[int, ...]
     """Samples of that sequence that came from each domain before this phase."""
     passes: tuple[_Pass, ...]
-    """How far each domain is at its beginning."""
+    """Progress of each domain when this phase begins."""
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,9 @@ class Files:
         if found != known:
             which = next((i for i, (a, b) in enumerate(zip(found, known, strict=False)) if a != b), len(known))
             at, told = begin + which * BLOCK, f"{known[which]:08x}" if which < len(known) else "missing"
-            raise _WrongError(f"is not what was prepared: from byte {at} on the sum of a block is {found[which]:08x}, not {told}")
+            raise _WrongError(
+                f"is not what was prepared: from byte {at} on, the checksum of a block is {found[which]:08x}, not {told}"
+            )
         return content
 
     def _map_index(self, name: str, digest: str) -> npt.NDArray[np.int64]:
@@ -157,7 +159,7 @@ class _WrongError(Exception):
 
 
 def _is_away(folder: Path, error: Exception) -> bool:
-    """True if a prepared folder cannot be reached. A file that is missing beside its manifest is damage."""
+    """True if a prepared folder cannot be reached. A missing file is damage instead if the folder's manifest is there."""
     if isinstance(error, FileNotFoundError):
         return not (folder / FILE).exists()
     return disk.is_away(error)

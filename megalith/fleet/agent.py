@@ -200,7 +200,7 @@ class Agent:
         self._answers.put({"generation": self._generation, **what})
 
     def _show_life(self) -> None:
-        """The thread that shows that this node is alive, and what was last seen of its ranks, whatever keeps the main thread busy."""
+        """Write this node's heartbeat and the last state of its ranks, in a thread, so that a busy main thread does not delay them."""
         count = 0
         while not self._done.wait(min(self._seconds / BEATS, BEAT_SECONDS)):
             count += 1

@@ -133,7 +133,7 @@ class EndInOrder(Command):
 
 @dataclass(frozen=True)
 class SkipTier(Command):
-    """Save nothing to a tier (`skip` False: again), and tell a person."""
+    """Stop saving to a tier (`skip` False: save to it again), and notify a person."""
 
     tier: Tier
     skip: bool

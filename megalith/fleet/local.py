@@ -314,7 +314,7 @@ class LocalNodes:
             try:
                 wrong = self._measure(node) if there else ""
             except Exception as error:  # a check without a verdict would leave the node out for good
-                wrong = f"the check came to no end: {type(error).__name__}: {error}"
+                wrong = f"the check did not finish: {type(error).__name__}: {error}"
             self._found.put(HealthChecked(time=time.time(), node=node, passed=there and not wrong, there=there, text=wrong))
 
         threading.Thread(target=judge, name=f"check-{node}", daemon=True).start()

@@ -131,7 +131,7 @@ def open_log(assignment: Assignment, rank: int) -> None:
 
 
 def heeded() -> tuple[signal.Signals, ...]:
-    """The signals by which this process can be asked to stop: SIGHUP is none if it was ignored from the start (`nohup`), and stays so."""
+    """Return the signals that ask this process to stop. SIGHUP is not among them if it was ignored from the start (`nohup`)."""
     return tuple(number for number in REQUESTS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
 
 

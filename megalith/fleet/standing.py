@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 PREFIX = "==== stands at "
-"""Begins the line of a rank's log in which it answers."""
+"""Prefix of the line in which a rank answers, in its log."""
 
 
 def line(begun: Mapping[str, int], recorded: Sequence[str]) -> str:

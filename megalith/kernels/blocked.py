@@ -44,7 +44,7 @@ def _bf16_products() -> Iterator[None]:
 
 
 class _Some(NamedTuple):
-    """Some heads of one sequence: of keys, and the `group` times as many of queries that they serve."""
+    """Key heads of one sequence, and the query heads that use them: `group` query heads for each."""
 
     sequence: int
     keys: slice

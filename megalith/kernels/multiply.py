@@ -20,7 +20,7 @@ OUTSIDE: Mapping[str, str] = {
     "Router": "computes scores in fp32 whatever the recipe: rounded scores choose other experts (Fedus et al. 2022, section 2.4)",
     "Embedding": "looks rows up and adds their gradients up: nothing is multiplied",
     "CausalConv": "weighs each channel by itself: elementwise, bound by memory",
-    "CausalCore": "multiplies activations with activations; its formats are its kernels' business",
+    "CausalCore": "multiplies activations with activations, in the formats of its kernels",
     "MambaCore": "multiplies activations with states in fp32: its sums run over the whole sequence",
 }
 """Modules that keep matrices, or multiply, and do not use the door: class -> reason."""

@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
 
 class _Spot(NamedTuple):
-    """Positions [first, end), the first of which is the `local`-th entry of its tensor."""
+    """Positions [first, end) of a sequence. Position `first` is entry `local` of the tensor that holds them."""
 
     local: int
     first: int

@@ -93,8 +93,8 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[int | None, 
 
 
 def _visible(names: Iterable[str], memories: list[float]) -> list[float]:
-    """The memories of the GPUs that these names choose. The first name of no GPU ends the list; the size of one named by its UUID is not
-    looked up."""
+    """Return the memory sizes of the GPUs that these names choose. The list ends at the first name of no GPU. A GPU named by its UUID
+    counts as infinitely large: its size is not looked up."""
     chosen: list[float] = []
     for name in map(str.strip, names):
         if name.startswith(("GPU-", "MIG-")) and memories:

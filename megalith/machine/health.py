@@ -72,7 +72,7 @@ def doctor(folder: Path, *, needs: Needs | None = None) -> list[Finding]:
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:
-    """The gravest verdict; "ok" of none."""
+    """Return the worst verdict, or "ok" if there are no findings."""
     gravest: Verdict = "ok"
     for finding in findings:
         if _ORDER[finding.verdict] > _ORDER[gravest]:
@@ -212,7 +212,9 @@ def clock_synchronised() -> Finding:
     if status is None:
         return Finding(name, "ok", "the kernel does not report it", limit)
     if status == 5:  # TIME_ERROR of adjtimex(2)
-        return Finding(name, "warn", "no", limit, "Start chrony or ntpd, or times of different nodes will not compare")
+        return Finding(
+            name, "warn", "no", limit, "Start chrony or ntpd: times of nodes without a synchronised clock cannot be compared"
+        )
     return Finding(name, "ok", "yes", limit)
 
 

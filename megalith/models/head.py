@@ -94,7 +94,7 @@ class Head(nn.Module):
     """Final norm and output; with `spec.ahead`, the losses of further tokens are part of the objective (never of the nll)."""
 
     def __init__(self, dim: int, spec: HeadSpec, embedding: EmbeddingSpec, rope_slot: int = 0) -> None:
-        """`rope_slot`: which of `batch.rotary` the blocks of `spec.ahead` use."""
+        """`rope_slot`: the index in `batch.rotary` of the angles that the blocks of `spec.ahead` use."""
         super().__init__()
         self.norm = norm(dim, spec.norm)
         self.output = Output(dim, spec)

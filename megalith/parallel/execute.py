@@ -83,18 +83,18 @@ class Executed:
 
 
 class Check(Protocol):
-    """Doubt about the weights that a row begins with, to be settled before its first backward. All ranks find the same."""
+    """A deferred check of the weights that a step begins with, resolved before its first backward. All ranks get the same result."""
 
     def holds(self) -> bool:
-        """Wait for what settles it: are the weights right?"""
+        """Wait for the result: True if the weights are right."""
         ...
 
     def correct(self) -> None:
-        """Make them right, or raise what forbids it. Called if they were wrong, with nothing under way."""
+        """Correct the weights. Called if they were wrong, when no computation is in progress. Raises if they cannot be corrected."""
         ...
 
     def batches(self, begun: Sequence[Batch]) -> Sequence[Batch]:
-        """Return what to begin again with once it is corrected: those that were `begun` with, perhaps with another loss scale."""
+        """Return the batches to restart with after a correction: those that were `begun`, perhaps with another loss scale."""
         ...
 
 

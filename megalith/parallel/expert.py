@@ -292,12 +292,12 @@ def _start(rows: Tensor, receive: list[int], send: list[int], group: dist.Proces
 
 
 def _outward(rows: Tensor, travel: Travel, group: dist.ProcessGroup) -> Pending:
-    """Rows to the ranks of their experts."""
+    """Dispatch rows to the ranks of their experts."""
     return _start(rows, travel.receive, travel.send, group)
 
 
 def _homeward(rows: Tensor, travel: Travel, group: dist.ProcessGroup) -> Pending:
-    """The inverse."""
+    """Send rows back to the ranks they came from."""
     return _start(rows, travel.send, travel.receive, group)
 
 

@@ -38,7 +38,7 @@ ADDS: dict[Any, Callable[[Tensor], Tensor]] = {
 """Reductions of the parts of all ranks, [ranks, numbers]."""
 
 CAN_ADD = hasattr(ReduceOp, "unbox")
-"""torch 2.11 does not tell a kernel which operator is meant: there only gathers take one round."""
+"""True if a kernel can read the reduction operator. It cannot in torch 2.11, where only gathers take one round."""
 
 _installed: library.Library | None = None
 

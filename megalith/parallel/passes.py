@@ -100,7 +100,7 @@ class Runner:
     # --- computation ---
 
     def forward(self, x: Tensor, batch: Batch) -> Steps[tuple[Tensor | Loss, list[Kept]]]:
-        """The stage's output, detached, or its loss; and what is kept for the backward of its parts."""
+        """Return the stage's output, detached, or its loss; and, of each part, what its backward needs."""
         batch = self.stage.prepare(batch)
         kept: list[Kept] = []
         out: Tensor | Loss = x

@@ -56,7 +56,7 @@ class Lines:
         return residual, normal, own, weights
 
     def common(self, normal: Tensor) -> tuple[Tensor, ...]:
-        """The shared expert's part, if there is one."""
+        """Return the shared expert's output, if there is a shared expert."""
         made = unwrapped(self.moe, "common")(normal)
         return () if made is None else (made,)
 

@@ -267,7 +267,7 @@ def _seconds(point: Point) -> float:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The best layout if one thing were otherwise; None where nothing would fit."""
+    """The best layout after one change of the request; None if nothing fits then."""
 
     change: str
     choice: Choice | None
@@ -338,7 +338,9 @@ def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:
     name = asked.run.cluster
     if found.closest is None:  # plans fit, and all were denied
         reasons = asked.refusals(next(_plans(asked, asked.cluster)))
-        return reasons or [_problem(name, "no plan that fits is legal", "Use more devices, or another global batch.")]
+        return reasons or [
+            _problem(name, "no plan that fits passes megalith check", "Use more devices, or another global batch.")
+        ]
     memory, limit = found.closest.estimate.memory, found.closest.estimate.limit or 0.0
     kinds = {key: value for key, value in vars(memory).items() if key not in ("rank", "host", "disk")}
     largest = max(kinds, key=lambda key: kinds[key])
@@ -367,7 +369,7 @@ def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str
     need = memory.total * (1 + spare())
     roomy = [name for name, device in catalogue().items() if device.memory is not None and device.memory >= need]
     if roomy:
-        ways.append(f"as many {' or '.join(roomy)} would")
+        ways.append(f"the same number of {' or '.join(roomy)} would")
     if largest in ("activations", "working", "logits"):
         ways.append(f"so may shorter sequences than {asked.run.train.seq_len:,}")
     else:

@@ -354,7 +354,7 @@ def _batch(
     wanted = quantity(text, thousand=1024)
     if wanted is None:
         way_out = "Write 16M (16 x 2^20, as batches are counted), or 16e6."
-        problems.append(problem("--global-batch-tokens", text, "is no number of tokens", way_out))
+        problems.append(problem("--global-batch-tokens", text, "is not a number of tokens", way_out))
         return None, ()
     if seq_len is None:
         return None, ()
@@ -380,7 +380,7 @@ def _tokens(question: Question, spec: RunSpec | None, whole: RunSpec | None, pro
         )
     tokens = quantity(question.tokens)
     if tokens is None:
-        problems.append(problem("--tokens", question.tokens, "is no number of tokens", "Write 15T, 300B or 2e9."))
+        problems.append(problem("--tokens", question.tokens, "is not a number of tokens", "Write 15T, 300B or 2e9."))
     return tokens
 
 

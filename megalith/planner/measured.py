@@ -35,9 +35,9 @@ class Own:
     kind: str
     """time.dense or time.expert."""
     time: float | None
-    """Logarithm of the measured step over the predicted one; None where none was measured,"""
+    """Logarithm of the measured step time over the predicted one; None if it was not measured."""
     memory: float | None
-    """and of the peak of a rank."""
+    """Logarithm of the measured peak memory of a rank over the predicted one; None if it was not measured."""
 
     @property
     def ratio(self) -> float:

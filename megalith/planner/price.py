@@ -21,7 +21,7 @@ GAINED = 1e-3
 
 @dataclass(frozen=True)
 class Price:
-    """A broken rule, and what the plan that follows it would take. `instead` is None where no such plan is legal."""
+    """A broken rule, and what the plan that follows it would take. `instead` is None where no such plan passes megalith check."""
 
     problem: Problem
     change: str
@@ -41,7 +41,7 @@ class Price:
     def verdict(self) -> str:
         """In a few words."""
         if self.instead is None:
-            return "no plan that follows it is legal here"
+            return "no plan that follows it passes megalith check"
         if not self.fits:
             return "following it would not fit"
         if abs(self.share) < GAINED:

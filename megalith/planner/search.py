@@ -73,7 +73,7 @@ class Found:
     refused: int = 0
     """Plans as fast as those shown that `legal` denied."""
     offloaded: int = 0
-    """Plans that fit with some of the optimizer's state in host memory, and not without; they are not among those too large."""
+    """Number of plans that fit only with some of the optimizer's state in host memory. `too_large` does not count them."""
     runnable: Choice | None = None
     """The best that leaves the state on the devices."""
 

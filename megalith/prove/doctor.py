@@ -129,7 +129,7 @@ def _summed(bad: list[int], world: int) -> Finding:
 
 
 def _speed(size: int, seconds: float, world: int) -> Finding:
-    """Bytes a second each rank sends at least in a ring all-reduce: 2 (n - 1) / n of the data."""
+    """Report the rate at which each rank sends in a ring all-reduce: at least 2 (n - 1) / n of the data."""
     rate = 2 * (world - 1) / world * size / seconds
     return Finding("all-reduce speed", "ok", f"{rate / GIB:.3g} GiB/s a rank", "for comparison with other nodes")
 

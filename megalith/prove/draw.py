@@ -96,8 +96,8 @@ PLAIN = ("1", "none", "known at once", "on the device", "adamw", "fp32", "by the
 FIRST = dict.fromkeys(("shards", "copies", "tensor", "context", "pipeline", "expert", "phases", "moments", "clipping"), 0.5) | {
     "precision": 0.9
 }
-"""How often an axis has its first value without a draw: axes of ranks, or hardly a combination would have few enough; the precision that
-shows most."""
+"""Probability that an axis keeps its first value without a draw. Without it, hardly any combination would have few enough ranks; and
+faults show best in the first precision."""
 
 EFFORT = {"tiny": 1.0, "mixtral-8x7b": 1.2, "deepseek-tiny": 1.5}
 """Relative cost of a step of each model, softened like the cost of ranks."""

@@ -94,10 +94,10 @@ INSTEAD = {
     "checkpoint": "kill",
     "altered": "kill",
 }
-"""Kind -> what stands for its causes in a run that it cannot come to."""
+"""Kind -> the kind that takes its place in a run that it cannot happen to."""
 
 OF_ONE_MEMORY = ("checkpoint", "altered", "node", "two")
-"""Kinds that take copies away which other agents keep, where each node has one."""
+"""Kinds that destroy the copies in one machine's memory. Where each node has an agent, other machines keep copies too."""
 
 MOMENTS: tuple[Moment, ...] = ("step", "gradients", "resting")
 """When a process may die: at the start of a step, in its backward pass, after its update."""

@@ -57,8 +57,11 @@ class Hangs:
 
 
 def hangs_of(events: Sequence[Event], *, fleet: FleetSpec, timeout: float, seen_late: float = 0.0) -> list[Hang]:
-    """The hangs in a log. `timeout`: the limit of what has no pace yet (`launch.timeout`); `seen_late`: seconds by which who watches may
-    see one beat later than another, which its steps are longer by."""
+    """Return the hangs in a log.
+
+    `timeout`: the limit before a rank has a pace (`launch.timeout`). `seen_late`: seconds by which the watcher may see one heartbeat later
+    than another. The watcher's longest step is longer by as much.
+    """
     found: list[Hang] = []
     took: list[float] = []
     before, resumed, window = None, 0, KEPT
@@ -84,7 +87,7 @@ def hangs_of(events: Sequence[Event], *, fleet: FleetSpec, timeout: float, seen_
 
 
 def summary(hangs: Sequence[Hang]) -> Hangs:
-    """In numbers."""
+    """Return the number of hangs, and how late each was found."""
     running = [(hang.limit, hang.pace) for hang in hangs if hang.pace is not None]
     others = [hang.limit for hang in hangs if hang.pace is None]
     limits = [limit for limit, _ in running]

@@ -38,7 +38,7 @@ class Aims:
 
 @dataclass(frozen=True)
 class Asked:
-    """One of them: what was found (None: nothing to measure) and what at most was asked."""
+    """A limit that a campaign must keep: the value found (None: there was nothing to measure) and the largest one allowed."""
 
     title: str
     unit: str
@@ -47,7 +47,7 @@ class Asked:
 
     @property
     def met(self) -> bool:
-        """Also where nothing was there to measure."""
+        """True if the limit is kept, or there was nothing to measure."""
         return self.found is None or self.found <= self.most
 
 

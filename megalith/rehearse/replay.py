@@ -82,7 +82,7 @@ class Replayed:
 
     @property
     def gap(self) -> float:
-        """How far that is from the record, as a share of it."""
+        """Relative difference between the predicted and the recorded goodput."""
         assert self.recorded.share, "a campaign without a step"
         return self.goodput / self.recorded.share - 1
 
@@ -99,7 +99,7 @@ class Replayed:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the comparison as values for JSON."""
         rows = [{"what": what, "recorded": recorded, "predicted": predicted} for what, recorded, predicted in self.rows()]
         return {
             "goodput": self.goodput,

@@ -96,7 +96,7 @@ def simulate(plan: Scenario, *, seeds: int = 20, first: int = 0, tick: Callable[
     """Play the run once a seed, and call `tick` after each. The same seed gives the same faults whatever the policy, so settings compare
     without noise."""
     if seeds < 1:
-        raise ValueError(f"seeds = {seeds} plays nothing. Use 1 or more")
+        raise ValueError(f"seeds = {seeds}: at least one run must be simulated. Use 1 or more")
     lives: list[Life] = []
     for seed in range(first, first + seeds):
         lives.append(_life(plan, seed))

@@ -1,7 +1,7 @@
 """The event loop of the simulator: one site's run from its first start to the horizon.
 
-Events are faults, not steps: between two of them work goes on at a known rate. What a fault shows, what is still whole in which tier
-and what is ordered are decided by `control.policy`, the function that the supervisor obeys.
+Events are faults, not steps: between two faults, work proceeds at a known rate. `control.policy` decides what is done about each, the same
+function that directs a real run.
 """
 
 import heapq

@@ -21,7 +21,7 @@ STATE = MappingProxyType({"weights to compute with": 0, "master weights": 1, "gr
 
 
 def schedule(name: str) -> str:
-    """A schedule on RANKS ranks: a forward of all that a rank holds of a microbatch takes 1 s, as do both halves of its backward."""
+    """Draw a schedule on RANKS ranks. A microbatch takes 1 s on a rank for its forward, and 1 s for each half of its backward."""
     row = SCHEDULES[name]
     chunks = row.chunks.usual
     words = f"{row.title}, {chunks} chunks a rank" if chunks > 1 else row.title

@@ -191,7 +191,7 @@ def legend(found: Answer) -> str:
 
 
 def _offloaded(found: Answer) -> str:
-    """A line on layouts that need their hosts' memory; empty where none is shown."""
+    """Return a line about the layouts shown that offload to host memory; empty if there are none."""
     shown = [*found.found.choices, *(one.choice for one in found.frontier), *(one.choice for one in found.what_ifs)]
     if not any(choice is not None and choice.offload for choice in shown):
         return ""

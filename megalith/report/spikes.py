@@ -9,7 +9,7 @@ SHOWN = 50
 
 
 def rows(events: Sequence[Event]) -> list[tuple[str, ...]]:
-    """The last spikes, oldest first, and beside each what it was answered with."""
+    """Return the last spikes, oldest first: step, numbers that left their band, response, causes."""
     answers = {(type(one), one.step): one.words for one in events if isinstance(one, Rewound | Lowered)}
     found = list[tuple[str, ...]]()
     for one in of_kind(events, Spike)[-SHOWN:]:

@@ -53,7 +53,7 @@ class Summary:
     steps: int | None
     loss: float | None
     loss_steps: int
-    """Steps that `loss` is a mean over."""
+    """Number of steps whose mean `loss` is."""
     validation_step: int | None
     validation_loss: float | None
     validation_domains: dict[str, float]

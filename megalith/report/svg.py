@@ -268,7 +268,7 @@ def stacked_columns(
     width: float = 620,
     height: float = 270,
 ) -> str:
-    """A column at each x, made of named parts in the order of `colours`."""
+    """Draw a stacked column at each x. Its parts are named, and stand in the order of `colours`."""
     if not columns:
         return picture(width, 60, text(width / 2, 34, "no values yet", anchor="middle"), "no values")
     names, tall = legend(list(colours.items()), left=8, right=width, top=14)

@@ -188,7 +188,7 @@ def _users(row: Row, kinds: frozenset[str]) -> Iterator[tuple[int, int]]:
 
 
 def _placed(kind: Kind, places: Iterable[tuple[int, int]]) -> Mapping[int, list[Action]]:
-    """Collectives by slot, one of a kind for a stage in a slot."""
+    """Return collectives by slot: at most one of a kind for each stage in a slot."""
     found: defaultdict[int, list[Action]] = defaultdict(list)
     for i, stage in dict.fromkeys(places):
         found[i].append(Action(kind, stage))

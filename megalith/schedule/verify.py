@@ -201,7 +201,7 @@ def _at_the_ends(rank: int, row: Row, program: Program) -> Iterator[str]:
 
 
 def _deadlocks(waits: list[Wait]) -> list[str]:
-    """The circle of ranks that wait for each other, if there is one, and else every wait."""
+    """Describe the cycle of ranks that wait for each other; without a cycle, describe every wait."""
     by_rank = {wait.rank: wait for wait in waits}
     for start in by_rank:
         path: list[int] = []

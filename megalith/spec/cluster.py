@@ -33,7 +33,7 @@ class Accelerator(Spec):
     per_node: PositiveInt = Field(default=1, description="devices of one host")
     scale_out: PositiveFloat | None = Field(default=None, description="bytes/s out of a device over the network, one direction")
     power: PositiveFloat | None = Field(default=None, description="watts it is designed for")
-    price_per_hour: NonNegativeFloat | None = Field(default=None, description="US dollars; a default to replace by your own")
+    price_per_hour: NonNegativeFloat | None = Field(default=None, description="US dollars; a default: give your own price")
     compute_capability: PositiveFloat | None = Field(default=None, description="NVIDIA's compute capability, such as 9.0")
     source: dict[str, str] = Field(description="where peak, memory, links, power and price come from")
 

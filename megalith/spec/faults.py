@@ -54,11 +54,13 @@ class Reliability(Spec):
 
     faults: str = Field(default="llama3", description="table whose mix of causes is used (spec/faults.toml)")
     reboot_hours: PositiveFloat = Field(
-        default=0.5, description="mean until a node that a reset or reboot cures is back; assumed"
+        default=0.5, description="mean time until a node that a reset or reboot cures is back; assumed"
     )
-    part_hours: PositiveFloat = Field(default=24.0, description="mean until a node whose part is replaced is back; assumed")
-    node_hours: PositiveFloat = Field(default=72.0, description="mean until a node that is replaced as a whole is back; assumed")
-    maintenance_hours: PositiveFloat = Field(default=4.0, description="until a node taken for maintenance is back; assumed")
+    part_hours: PositiveFloat = Field(default=24.0, description="mean time until a node with a replaced part is back; assumed")
+    node_hours: PositiveFloat = Field(
+        default=72.0, description="mean time until a node that is replaced as a whole is back; assumed"
+    )
+    maintenance_hours: PositiveFloat = Field(default=4.0, description="time until a node taken for maintenance is back; assumed")
     idle_factor: NonNegativeFloat = Field(
         default=0.25, le=1.0, description="how often the hardware of an idle node fails, as a share of a busy one's rate; assumed"
     )
@@ -71,11 +73,15 @@ class Reliability(Spec):
     switch_racks: PositiveInt = Field(
         default=192, description="racks under one switch; Llama 3: pods of 192 racks (same section)"
     )
-    switch_outages: NonNegativeFloat = Field(default=0.0, description="a switch and a year")
-    switch_hours: PositiveFloat = Field(default=0.5, description="mean until what is behind a switch is back; assumed")
+    switch_outages: NonNegativeFloat = Field(default=0.0, description="outages of a switch in a year")
+    switch_hours: PositiveFloat = Field(
+        default=0.5, description="mean time until the racks behind a failed switch are back; assumed"
+    )
     lemon_share: NonNegativeFloat = Field(default=0.0, lt=1.0, description="share of nodes that fail much more often")
-    lemon_factor: PositiveFloat = Field(default=1.0, ge=1.0, description="how much more often; the mean over all nodes stays")
-    person_hours: PositiveFloat = Field(default=0.5, description="until a person has dealt with a run that stopped; assumed")
+    lemon_factor: PositiveFloat = Field(
+        default=1.0, ge=1.0, description="how much more often they fail; the mean over all nodes stays the same"
+    )
+    person_hours: PositiveFloat = Field(default=0.5, description="time until a person has dealt with a run that stopped; assumed")
 
     def hours(self, repair: Repair) -> float:
         """Mean hours until a node is back that needs this repair."""

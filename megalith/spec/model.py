@@ -235,9 +235,7 @@ class Growth(Spec):
 
     width: PositiveFloat = 1.0
     depth: PositiveFloat = 1.0
-    base_layers: PositiveInt | None = Field(
-        default=None, description="blocks of the base; None: what depends on depth is as usual"
-    )
+    base_layers: PositiveInt | None = Field(default=None, description="blocks of the base; None: nothing is scaled by depth")
 
 
 class ModelSpec(Spec):

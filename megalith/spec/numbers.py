@@ -261,7 +261,7 @@ class PrecisionSpec(Spec):
     gradients: Literal["e4m3", "e5m2"] = Field(default="e4m3", description="8-bit format of gradients as factors of products")
     granularity: Literal["tile", "row", "tensor"] = Field(
         default="tile",
-        description="numbers that share a scale in fp8: a tile; all along the inner dim of a product; a microbatch's whole tensor",
+        description="numbers that share a scale in fp8: a tile; a row along a product's inner dimension; a microbatch's whole tensor",
     )
     scale: Literal["up", "ocp", "fp32"] = Field(
         default="up",

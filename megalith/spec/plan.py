@@ -76,10 +76,10 @@ class Plan(Spec):
     recompute: Recompute = Field(
         default="none",
         description="none | selective (the parts in recompute_parts) | full | every:N | segments:K (only the inputs of segments of "
-        "K blocks are kept) | segments:auto (the K with the lowest peak) | sqrt (segments of sqrt(L) blocks, each recomputed again)",
+        "K blocks are kept) | segments:auto (the K with the lowest peak) | sqrt (segments of sqrt(L) blocks, each recomputed)",
     )
     recompute_parts: tuple[str, ...] = Field(
-        default=("attention.core",), description="selective: the parts of a block computed again in backward"
+        default=("attention.core",), description="selective: the parts of a block that the backward recomputes"
     )
     post_validation: bool = Field(
         default=False,

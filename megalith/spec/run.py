@@ -256,7 +256,7 @@ class StabilitySpec(Spec):
     )
     keep_every: PositiveInt = Field(default=20, description="rewind: steps between copies that memory keeps to go back to")
     lower_by: PositiveFloat = Field(default=0.5, lt=1.0, description="lower: factor of the learning rate")
-    lower_for: PositiveInt = Field(default=200, description="lower: updates that it lasts")
+    lower_for: PositiveInt = Field(default=200, description="lower: updates for which the rate stays lower")
 
 
 class LossScaleSpec(Spec):

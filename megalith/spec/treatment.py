@@ -66,7 +66,7 @@ def _scaled(usual: Treatment, parameter: Parameter, scaling: Growth) -> Treatmen
 
 
 def group_of(name: str, optimizer: OptimizerSpec) -> GroupSpec | None:
-    """Return the group of a parameter: of those whose pattern covers its whole name, the last one."""
+    """Return the group of a parameter: the last one whose pattern matches the whole name."""
     return next((each for each in reversed(optimizer.groups) if fnmatchcase(name, each.pattern)), None)
 
 

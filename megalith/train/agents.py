@@ -299,7 +299,7 @@ def _is_fit(host: Host, store: rendezvous.Store, *, seconds: float) -> bool:
 
 
 def _interface_to(meeting: str) -> str | None:
-    """The network interface that reaches the store: the ranks' messages go the same way. None where it has no name here."""
+    """Return the network interface through which the store is reached, for the ranks to use too. None: it has no name on this machine."""
     host, _, port = meeting.removeprefix("tcp://").rpartition(":")
     kind, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:

@@ -164,7 +164,7 @@ class _Open:
 
 
 class LateStepper(Stepper):
-    """Trains step by step, and tells of each when the next one has run: only then is it checked."""
+    """Trains step by step, and reports a step once the next one has run, for only then is it verified."""
 
     _open: _Open | None = None
 

@@ -88,7 +88,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Before:
-    """Why a step is computed again, and what all ranks knew of it the first time."""
+    """The reason for recomputing a step, and the numbers that all ranks had the first time."""
 
     reason: Reason
     totals: Totals
@@ -110,15 +110,15 @@ class Healer(Protocol):
         ...
 
     def causes(self, step: int, findings: Findings) -> Findings:
-        """The same with what is known of the causes."""
+        """Return the findings with the likely causes added."""
         ...
 
     def target(self, at_most: int) -> Any:
-        """The newest good copy of at most so many steps; None: there is none."""
+        """Return the newest good copy of step `at_most` or an earlier one; None if there is none."""
         ...
 
     def rewind(self, target: Any, step: int, findings: Findings, *, late: bool) -> tuple[Rewound, Findings]:
-        """Go back to it in step `step`. `late`: within a row that is under way, so that nothing can be computed beside it."""
+        """Restore the copy `target`, in step `step`. `late`: the step's microbatches have begun, so nothing can be computed besides."""
         ...
 
 
@@ -126,11 +126,11 @@ class Referee(Protocol):
     """Answers numbers that are not finite, on all ranks together (`train.guard.Guard`)."""
 
     def rerun(self, step: int) -> None:
-        """Report them, and put back what the step has left, so that it can be computed again."""
+        """Report the numbers that are not finite, and restore the state from before the step, so that it can be recomputed."""
         ...
 
     def blame(self, error: gradients.NotFinite, step: int) -> None:
-        """They came again: report which rank they come from. Raises Reported if somebody listens."""
+        """Report the rank that made numbers that are not finite again. Raises Reported if a supervisor listens."""
         ...
 
 

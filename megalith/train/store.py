@@ -76,15 +76,15 @@ class RunStore(dist.Store):
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write."""
+        """Write a value."""
         self._client.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Read, once it is there."""
+        """Wait until the key is set, and read its value."""
         return self._client.get(key)
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number that begins at 0; the sum."""
+        """Add to a counter that begins at 0, and return the sum."""
         return self._client.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
@@ -92,11 +92,11 @@ class RunStore(dist.Store):
         return self._client.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until they are."""
+        """Wait until all of these keys are set."""
         self._client.wait(keys, None if timeout is None else timeout.total_seconds())
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Write where another value stands."""
+        """Replace the value if it is the expected one, and return the value that is there now."""
         return self._client.compare_set(key, expected_value, desired_value)
 
     def delete_key(self, key: str) -> bool:

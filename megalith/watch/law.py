@@ -42,11 +42,11 @@ class Law:
     """Numbers of parameters among them."""
 
     def holds_for(self, parameters: float) -> bool:
-        """True if the law says something of a model with so many parameters."""
+        """True if the law covers a model with this number of parameters."""
         return self.sizes > 1 or parameters == self.size
 
     def loss(self, parameters: float, tokens: Floats) -> Floats:
-        """Return the losses in nats a token of a model with so many parameters, after so many tokens."""
+        """Return the losses, in nats a token, of a model with this number of parameters after these numbers of tokens."""
         return (
             self.floor
             + self.by_size * (parameters / self.size) ** -self.size_power

@@ -367,7 +367,7 @@ def _left_out(log: Path, end: int) -> int:
 
 
 def _joined(one: View, other: View) -> View:
-    """Two views, one after the other; the second goes on with the piece in which the first ends, unless it goes back."""
+    """Join two views. The second continues the last piece of the first, unless its steps begin before the first one's end."""
     if not len(one) or not len(other):
         return one if len(one) else other
     whole = {name: np.concatenate([getattr(one, name), getattr(other, name)]) for name in View.__dataclass_fields__}

@@ -12,7 +12,8 @@ def test_a_legal_run_is_described():
     result = call("check", "run.toml", "--set", "plan.data=2")
     assert result.exit_code == 0
     assert (
-        "first is legal: 2 ranks (data 2 x tensor 1 x pipeline 1), 32 microbatches a step, 8,192 tokens a step" in result.stdout
+        "first: no problems found: 2 ranks (data 2 x tensor 1 x pipeline 1), 32 microbatches a step, 8,192 tokens a step"
+        in result.stdout
     )
 
 

@@ -203,5 +203,5 @@ def test_data_without_sums_is_read_unchecked_until_they_are_written(data: Path) 
     verify(data)
     assert {path: path.read_bytes() for path in data.glob("*.sum")} == written
     _flip(data / f"{SHARD}.sum", 5)
-    with pytest.raises(DataError, match=f"{SHARD}.sum does not fit its shard"):
+    with pytest.raises(DataError, match=f"{SHARD}.sum does not match its shard"):
         verify(data)

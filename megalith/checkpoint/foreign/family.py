@@ -84,7 +84,7 @@ class Foreign:
     """Ends of names of tensors that transformers keeps in fp32, whatever the type of the others."""
 
     def written_as(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Type to write their tensor `name` in, where the model's is `dtype`."""
+        """Return the type in which the tensor with transformers' name `name` is written, if the other tensors have `dtype`."""
         return torch.float32 if name.endswith(self.exact) else dtype
 
     def configuration(self, spec: Any) -> Json:

@@ -1,4 +1,4 @@
-"""Llama, both ways."""
+"""Conversion of Llama from and to the files of transformers."""
 
 from megalith.checkpoint.foreign.family import (
     LLAMA3,

@@ -126,7 +126,7 @@ def _say_in_a_line(error: Exception, place: "Place") -> None:
 
 
 def _await(resolved: Resolved, folder: Path, *, timeout: float) -> None:
-    """Wait until rank 0 has written this very run: an older one may lie in the folder. Raises TimeoutError."""
+    """Wait until rank 0 has written this run to the folder, which may hold an older run's file before. Raises TimeoutError."""
     text, path, end = files.dump(resolved), folder / files.FILE, time.monotonic() + timeout
     while not (path.is_file() and path.read_text(encoding="utf-8") == text):
         if time.monotonic() > end:

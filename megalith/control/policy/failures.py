@@ -15,7 +15,7 @@ from megalith.spec.fleet import FleetSpec
 
 def rank_failed(state: State, sign: signs.RankFailed, fleet: FleetSpec) -> Decision:
     """A dead process. The memory of its node outlives it, unless the machine itself is broken."""
-    who = f"rank {sign.rank} on {sign.node}" if sign.rank is not None else f"what starts the ranks on {sign.node}"
+    who = f"rank {sign.rank} on {sign.node}" if sign.rank is not None else f"the process that starts the ranks on {sign.node}"
     reason = f"{who}: {(sign.text or sign.signature).rstrip('.')}"
     if not sign.blamed:  # the program's own error: no node is at fault, whichever rank met it
         return after_failure(state, [], sign, fleet, key=sign.signature, reason=reason, code=ExitCode.FAILED, rank=sign.rank)

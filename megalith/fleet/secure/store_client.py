@@ -65,11 +65,11 @@ class StoreClient:
         return self._call(Operation.DELETE, key.encode()) is not None
 
     def delete_prefix(self, prefix: str) -> None:
-        """Remove all keys that begin so."""
+        """Remove all keys that begin with `prefix`."""
         self._call(Operation.DELETE_PREFIX, prefix.encode())
 
     def num_keys(self) -> int:
-        """How many there are."""
+        """Return the number of keys in the store."""
         return int(self._some(Operation.COUNT))
 
     def wait(self, keys: Sequence[str], seconds: float | None = None) -> None:

@@ -287,8 +287,8 @@ def together(found: Iterable[Piece], *, world: int, slots: int) -> tuple[Copy, .
 def survey(
     root: Path, *, placement: Sequence[str], world: int, key: Key, distance: int | None = None, own: Tier = Tier.MEMORY
 ) -> tuple[Copy, ...]:
-    """Find the copies of the nodes whose folders are under `root`. A piece counts where a rank would look for it: a slot's own on its node,
-    those kept for it `distance` slots further (None: wherever they are)."""
+    """Find the copies of the nodes whose folders are under `root`. A piece counts only where a rank would look for it: on its slot's own
+    node, or on the node `distance` slots further, which keeps a copy for it (None: on any node)."""
     found = []
     for slot, node in enumerate(placement):
         here = pieces(node_folder(root, node), key=key, own=own)

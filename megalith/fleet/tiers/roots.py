@@ -116,7 +116,7 @@ def _clear(place: Path, run_dir: Path, *, keep: Path | None) -> None:
 
 
 def clear_abandoned(place: Path) -> None:
-    """Remove what runs left in a folder of memory that nobody can go on with."""
+    """Remove copies, in a folder of memory, that no run can be resumed from."""
     for old in place.glob("megalith-*"):
         if _is_abandoned(old):
             shutil.rmtree(old, ignore_errors=True)

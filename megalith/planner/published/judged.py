@@ -113,8 +113,8 @@ def _error(logs: Sequence[float], factor: float) -> float:
 
 
 def choosing(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
-    """Return for each set of layouts of one model, machine and software what taking the one that is predicted to be fastest loses, and how
-    many clear pairs are in order. Layouts that were measured twice count once, by their best."""
+    """Judge the choice among the layouts of one model, machine and software, for each such set: the time lost by the layout predicted to be
+    fastest, and the number of clear pairs in the right order. A layout that was measured twice counts once, by its best."""
     found: dict[str, dict[str, Any]] = {}
     for name, layouts in sets(results).items():
         first = min(layouts, key=lambda one: one.estimate.time.step)

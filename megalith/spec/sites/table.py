@@ -44,7 +44,7 @@ class SitesSpec(Spec):
         description="share of a site's own weights in those that it trains on; default: 0.5 with overlap, else 0",
     )
     bits: Literal[2, 4, 8, 32] = Field(
-        default=32, description="bits in which an element of a difference is sent; vectors are always sent in fp32"
+        default=32, description="bits of each element of a difference that is sent; vectors are always sent in fp32"
     )
     error_feedback: bool = Field(default=True, description="add what rounding left out to the next difference")
     lr: PositiveFloat = Field(default=0.7, description="outer learning rate")

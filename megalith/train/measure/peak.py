@@ -57,7 +57,7 @@ def catalogue_peak(asked: str, device: str, precision: str) -> Peak:
     named = None if asked == "local" else cluster.load(asked).accelerator
     other = known not in (None, named) and named in cluster.catalogue().values()
     found = known if named is None or other else named
-    instead = f"; this is no {asked.partition(':')[0]}, which `cluster` says it is" if other else ""
+    instead = f"; `cluster` says {asked.partition(':')[0]}, which this is not" if other else ""
     if found is None:
         return Peak(None, f"unknown device {device!r}: no peak in the catalogue, so no MFU; set `cluster` to a catalogue name")
     rate = PRECISIONS[precision].rate

@@ -238,8 +238,8 @@ class Sites:
         ]
 
     def _merge_all(self, step: int, fresh: Collection[int]) -> list[Made]:
-        """Merge what is under way, in the order in which it was sent, then what was not sent at this step. All sites end with the merged
-        weights."""
+        """Merge the fragments on their way, in the order in which they were sent; then send and merge those that this step did not send.
+        All sites end with the merged weights."""
         under_way = sorted((sent, number) for number, sent in enumerate(self.state.sent.tolist()) if sent != NOT_SENT)
         made = [self._merge(number, step) for _, number in under_way]
         for fragment in self.fragments:

@@ -86,7 +86,7 @@ class Findings:
     sound: bool | None = None
     """True if the batch before still has the loss it had; None: not examined."""
     batch_before: str = ""
-    """Its losses, in words."""
+    """The losses of the batch before, in words."""
     jump: Jump | None = None
     samples: tuple[Sampled, ...] = ()
     """The step's samples with the largest losses, largest first."""
@@ -113,10 +113,10 @@ class Findings:
         """The likely causes and their evidence, likeliest first; empty if nothing points to any."""
         found = list[tuple[str, str]]()
         if self.accident:
-            found.append(("hardware", f"computed again, the step gave other numbers; {self.first}"))
+            found.append(("hardware", f"the recomputed step gave other numbers; {self.first}"))
         if self.replayed is not None and self.replayed.step is not None:
             one = self.replayed
-            words = f"computed again, step {one.step} had loss {one.now:.6g}, and {one.was:.6g} the first time"
+            words = f"recomputed, step {one.step} had loss {one.now:.6g}, and {one.was:.6g} the first time"
             found.append(("hardware", f"{words}; {self._part()}" if self.compared else words))
         if self.jump is not None:
             words = f"the learning rate went from {self.jump.before:.3g} to {self.jump.after:.3g} in step {self.jump.step + 1}"
@@ -125,7 +125,7 @@ class Findings:
             found.append(("data", f"{self.batch_before}, so the weights are sound; {self._samples()}"))
         if self.sound is False:
             same = self.replayed is not None and self.replayed.step is None
-            again = f"; {self.replayed.steps} steps computed again gave the same numbers" if self.replayed and same else ""
+            again = f"; {self.replayed.steps} recomputed steps gave the same numbers" if self.replayed and same else ""
             again += f"; {self._part()}" if self.compared else f"; {self._risen()}" if self.risen else ""
             found.append(("numerics", f"{self.batch_before}, so the weights are damaged{again}"))
         elif self.sound is None and self.risen is not None:

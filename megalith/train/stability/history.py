@@ -54,11 +54,11 @@ class History:
     calm: int = 0
     """Steps in a row inside all bands since."""
     rewinds: tuple[tuple[int, int], ...] = ()
-    """Each rewind: the steps tried when the run went on from it, and the steps that the good copy had made."""
+    """Rewinds, each as the number of steps tried before it, and the step of the copy that was restored."""
     left_out: int = 0
     """Updates left out or undone because of spikes."""
     lowered: int = -1
-    """The update from which the learning rate is whole again; -1: it never was lowered."""
+    """The update from which the learning rate is no longer lowered; -1: it never was."""
     lowerings: int = 0
     text: int = 0
     """The phase of the run with which text of the kind began that the numbers are of (`Phases.texts`)."""
