@@ -32,6 +32,10 @@ class Own:
     """One row that a user measured, over its prediction."""
 
     name: str
+    software: str
+    """Name of the software that took the step."""
+    machine: str
+    """Kind of machine that it ran on (`ClusterSpec.machine`)."""
     kind: str
     """time.dense or time.expert."""
     time: float | None
@@ -70,7 +74,7 @@ def _table(path: Path, software: str) -> list[Own]:
     said = [(row, express(row)) for row in rows]
     if unsaid := [f"{row.name or 'a row'}: {one.reason}" for row, one in said if not one.choices]:
         raise ValueError("; ".join(unsaid))
-    return [_of_row(row, _taken(row, one.choices, software)) for row, one in said]
+    return [_of_row(row, _taken(row, one.choices, software), software) for row, one in said]
 
 
 def _taken(row: Row, choices: Sequence[Workload], software: str) -> Workload:
@@ -80,15 +84,15 @@ def _taken(row: Row, choices: Sequence[Workload], software: str) -> Workload:
     return min(known, key=lambda one: abs(log(seconds / estimate(one).time.step))) if seconds else known[0]
 
 
-def _of_row(row: Row, workload: Workload) -> Own:
-    return _over(row.name, workload, measured_seconds(row, workload), row.memory)
+def _of_row(row: Row, workload: Workload, software: str) -> Own:
+    return _over(row.name, software, workload, measured_seconds(row, workload), row.memory)
 
 
 def _run(folder: Path) -> Own:
     """Return the row of a run: the median of its steps but the first, and the peak of its first rank."""
     spec, steps = spec_of(folder), steps_of(folder)
     peak = max(step.memory.get("peak", 0) for step in steps)
-    return _over(folder.name, of_run(spec), median(step.seconds for step in steps), peak)
+    return _over(folder.name, OURS, of_run(spec), median(step.seconds for step in steps), peak)
 
 
 def spec_of(folder: Path) -> RunSpec:
@@ -110,12 +114,12 @@ def steps_of(folder: Path) -> "list[Step]":
     return steps
 
 
-def _over(name: str, workload: Workload, seconds: float | None, peak: float | None) -> Own:
+def _over(name: str, software: str, workload: Workload, seconds: float | None, peak: float | None) -> Own:
     predicted: Estimate = estimate(workload)
     ours = workload.practice == assumed(workload.plan, OURS)
     memory = (held(workload) if ours else predicted.memory).allocated
     experts = any(isinstance(block.mlp, MoeSpec) for block in set(workload.model.blocks))
     return Own(
-        name, "time.expert" if experts else "time.dense", log(seconds / predicted.time.step) if seconds else None,
-        log(peak / memory) if peak else None,
+        name, software, workload.cluster.machine, "time.expert" if experts else "time.dense",
+        log(seconds / predicted.time.step) if seconds else None, log(peak / memory) if peak else None,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """How sure an answer is: intervals of 80 % around its times and bytes, what they rest on, and what own measurements change. No torch."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, sqrt
@@ -44,14 +45,17 @@ def sure(asked: Asked, own: Sequence[Own] = ()) -> Sure:
     )
     if far:
         time = replace(time, between=time.between * sqrt(2))  # a device's own factor is as uncertain as a stack's
-    peaks = [one.memory for one in own if one.memory is not None]
+    peaks = [one.memory for one in own if one.memory is not None and one.software == asked.software]
     held = memory.interval(memory.learn(peaks) if peaks else None)
-    mine = [one for one in own if one.kind == kind and one.time is not None]
+    stack = asked.software, asked.cluster.machine, kind
+    timed = [one for one in own if one.time is not None]
+    mine = [one for one in timed if (one.software, one.machine, one.kind) == stack]
     learnt = time.learn([one.time or 0.0 for one in mine]) if mine else None
     factor = exp(learnt.mean) if learnt else 1.0
     around = Interval(*(end / factor for end in time.interval(learnt)))
     within = learnt.within if learnt else time.within
-    return Sure(around, held, exp(time.reach_known * within * sqrt(2)), _words(asked, mine, learnt, far), factor)
+    words = _words(asked, mine, learnt, far) + _apart([one for one in timed if one not in mine]) + _rates(asked.cluster)
+    return Sure(around, held, exp(time.reach_known * within * sqrt(2)), words, factor)
 
 
 def _device(asked: Asked) -> str | None:
@@ -59,11 +63,10 @@ def _device(asked: Asked) -> str | None:
 
 
 def _words(asked: Asked, mine: Sequence[Own], learnt: Learnt | None, far: str) -> str:
-    """Return what an interval rests on, which own rows were not followed, and the source of measured rates."""
+    """Return what an interval rests on, and which rows of the same stack were not followed."""
     where = f"{SOFTWARE[asked.software].title} on {asked.cluster.accelerator.name}"
-    rates = _rates(asked.cluster)
     if learnt is None:
-        return f"{where} was not measured: the interval is that of software nobody measured{f', and {far}' * bool(far)}{rates}"
+        return f"{where} was not measured: the interval is that of software nobody measured{f', and {far}' * bool(far)}"
     wrong = [mine[place] for place in learnt.wrong]
     followed = len(mine) - len(wrong)
     said = (
@@ -71,7 +74,14 @@ def _words(asked: Asked, mine: Sequence[Own], learnt: Learnt | None, far: str) -
     )
     for one in wrong:
         said += f"; {one.name} is not followed, it took {one.ratio:.2f} of its prediction, which the rest makes very unlikely"
-    return said + rates
+    return said
+
+
+def _apart(others: Sequence[Own]) -> str:
+    """Return which rows say nothing of the times that were asked for, since software, machine or kind of model is another."""
+    kinds = {"time.dense": "a dense model", "time.expert": "experts"}
+    counts = Counter(f"{kinds[one.kind]} by {SOFTWARE[one.software].title} on {one.machine}" for one in others)
+    return "".join(f"; {number} measured row{'s' * (number != 1)} of {what}: not followed" for what, number in counts.items())
 
 
 def _rates(cluster: ClusterSpec) -> str:

@@ -100,6 +100,12 @@ class ClusterSpec(Spec):
         return -(-self.count // self.per_node)
 
     @property
+    def machine(self) -> str:
+        """Name of the kind of machine: of its accelerator, or of the processor that was measured."""
+        found = self.measured
+        return self.accelerator.name if found is None or not found.in_turn else found.processor
+
+    @property
     def fast(self) -> int:
         """Devices that tensor parallelism may span without leaving the fast links."""
         return min(self.count, self.accelerator.scale_up_domain)

@@ -3,6 +3,7 @@
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from megalith.spec.files import SPEC_FILE
 from megalith.spec.problem import SpecErrors
 from tests.specs import tiny_run
 
-WORDS = {"model": "tiny", "cluster": "h100:4", "seq_len": 128, "global_batch": 8, "tokens": "1B"}
+WORDS: dict[str, Any] = {"model": "tiny", "cluster": "h100:4", "seq_len": 128, "global_batch": 8, "tokens": "1B"}
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +28,9 @@ def _no_disk(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MEGALITH_CACHE", "")
 
 
-def run_folder(path: Path, ratio: float) -> Path:
+def run_folder(path: Path, ratio: float, cluster: str = "h100:2") -> Path:
     """A finished run whose steps took so much of what is predicted of them, but for its first ones."""
-    spec = tiny_run(plan={"data": 2}).model_copy(update={"cluster": "h100:2"})
+    spec = tiny_run(plan={"data": 2}).model_copy(update={"cluster": cluster})
     path.mkdir()
     (path / SPEC_FILE).write_text(spec.model_dump_json())
     seconds, log = ratio * estimate(of_run(spec)).time.step, EventLog(path)
@@ -102,5 +103,38 @@ def test_without_rows_nothing_is_moved():
     found = sure(ask(Question(**WORDS)))
     assert found.factor == 1.0
     assert "was not measured: the interval is that of software nobody measured" in found.words
-    far = sure(ask(Question(**(WORDS | {"cluster": "mi300x:4"}))))
+    elsewhere: dict[str, Any] = {"cluster": "mi300x:4"}
+    far = sure(ask(Question(**(WORDS | elsewhere))))
     assert far.time.half_width > found.time.half_width and "a device like mi300x" in far.words
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"cluster": "a100-80gb:4"}, "1 measured row of a dense model by Megalith on h100: not followed"),
+        ({"software": "megatron-te"}, "1 measured row of a dense model by Megalith on h100: not followed"),
+        ({"model": "deepseek-tiny"}, "1 measured row of a dense model by Megalith on h100: not followed"),
+    ],
+)
+def test_rows_of_another_stack_move_no_time_and_the_answer_says_so(tmp_path: Path, asked: dict[str, Any], said: str):
+    rows = measured([run_folder(tmp_path / "run", 1.3)], "megalith")
+    question = ask(Question(**(WORDS | asked)))
+    found, plain = sure(question, rows), sure(question)
+    assert (found.factor, found.time) == (plain.factor, plain.time)
+    assert said in found.words and "was not measured" in found.words
+    assert (found.memory != plain.memory) == ("software" not in asked)
+
+
+def test_the_order_of_rows_does_not_matter(tmp_path: Path):
+    rows = measured([run_folder(tmp_path / str(n), ratio) for n, ratio in enumerate((1.1, 2.6, 1.12, 1.08))], "megalith")
+    question = ask(Question(**WORDS))
+    assert sure(question, rows[::-1]).time == pytest.approx(sure(question, rows).time)
+
+
+def test_runs_as_long_as_predicted_leave_times_nearly_alone(tmp_path: Path):
+    """The more of them, the nearer to their prediction, whatever the bias of all stacks is."""
+    rows = measured([run_folder(tmp_path / str(n), 1.0) for n in range(6)], "megalith")
+    question = ask(Question(**WORDS))
+    off = [abs(sure(question, rows[:number]).factor - 1) for number in (1, 3, 6)]
+    assert off[0] > off[1] > off[2]
+    assert off[2] < 0.01

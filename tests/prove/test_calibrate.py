@@ -66,6 +66,7 @@ def test_figures_of_a_known_machine_are_found_in_their_units(ranks: int):
     cluster = machine(ranks).cluster
     device, measured = cluster.accelerator, cluster.measured
     assert measured is not None and measured.in_turn
+    assert cluster.machine == measured.processor
     assert (cluster.count, cluster.per_node, measured.ranks, device.is_processor) == (ranks, ranks, ranks, True)
     assert device.peak == pytest.approx({"fp32": FAST, "bf16": 2 * FAST})
     assert device.memory_bandwidth == pytest.approx(MEMORY)
@@ -146,7 +147,7 @@ def test_a_device_of_the_catalogue_keeps_its_printed_rates_and_shares_are_measur
     file = written(machine(2, name=H100), tmp_path)
     cluster, printed = load(str(file)), catalogue()["h100"]
     assert 'accelerator = "h100"' in file.read_text()
-    assert cluster.accelerator == printed
+    assert (cluster.accelerator, cluster.machine) == (printed, "h100")
     assert cluster.measured is not None and printed.memory_bandwidth and printed.scale_up
     assert not cluster.measured.in_turn
     assert cluster.measured.wide == pytest.approx(2 * FAST / printed.wide, rel=1e-3)
