@@ -67,8 +67,12 @@ Offload = Annotated[
     bool,
     typer.Option(
         "--offload/--no-offload",
-        help="Also show layouts with some of the optimizer's state in host memory.",
+        help="Also show layouts with some of the optimizer's state in host memory or on disk.",
     ),
+]
+SmallState = Annotated[
+    bool,
+    typer.Option("--small-state", help="Keep the optimizer's moments in 8 bits, which rounds them: optimizer.moments = fp8."),
 ]
 Software = Annotated[
     str,
@@ -134,6 +138,7 @@ def command(
     forward_only: ForwardOnly = False,
     software: Software = "megalith",
     offload: Offload = False,
+    small_state: SmallState = False,
     atlas: Atlas = False,
     guide: Guide = False,
     out: Out = None,
@@ -166,8 +171,8 @@ def command(
         return
     question = asked.Question(
         path=run, model=model, cluster=cluster, seq_len=seq_len, global_batch=global_batch, global_batch_tokens=global_batch_tokens,
-        tokens=tokens, compute_optimal=compute_optimal, format=format, forward_only=forward_only, offload=offload, software=software,
-        overrides=tuple(settings or ()), out=out is not None,
+        tokens=tokens, compute_optimal=compute_optimal, format=format, forward_only=forward_only, offload=offload,
+        small=small_state, software=software, overrides=tuple(settings or ()), out=out is not None,
     )  # fmt: skip
     if guide:
         _walk(question, measured or (), out, overwrite=overwrite, as_json=as_json)

@@ -1,22 +1,26 @@
-"""The host and its disk as places for the optimizer's state: what is assumed of them, as the catalogue of accelerators
-does not say. No torch."""
+"""The host and its disk as places for the optimizer's state: a device's share of what the cluster file says of them (`HostSpec`), or what
+is assumed of them, as the catalogue of accelerators does not say. No torch."""
 
 from megalith.cost.workload import Workload
+from megalith.spec.cluster import ClusterSpec
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.sizes import model_parameters
 
-MEMORY = 128 * 2**30
-"""Bytes of host memory that the state of one device may take: half of its eighth of the 2 TiB that a DGX A100, H100 or B200 has; data,
-checkpoints and copies of the state need the rest."""
+USABLE = 0.5
+"""The part of a host's memory that training state may take; data, checkpoints and copies of the state need the rest."""
+
+MEMORY = 256 * 2**30
+"""Bytes of host memory for each device: an eighth of the 2 TiB that a DGX A100, H100 or B200 has."""
 
 LINK = 25e9
 """Bytes/s between a device and its host's memory, over PCIe 4 x16 or 5 x16 shared by two."""
 
-RATE = 33e9
-"""Bytes/s that an update of one device's state reads and writes in host memory, while those of the seven beside it do the same: two
-sockets of eight channels DDR5-4800 have 614 GB/s, of which 43 % are reached. That is what ZeRO-Offload's Adam reaches on a DGX-2: 28
-bytes of each of 10 billion parameters in 2.57 s, where the memory has 256 GB/s (Ren et al. 2021, arXiv:2101.06840, table 4)."""
+REACHED = 0.43
+"""The part of its memory's bandwidth that an update on the host reaches: that of ZeRO-Offload's Adam on a DGX-2, 28 bytes of each of 10
+billion parameters in 2.57 s, where the memory has 256 GB/s (Ren et al. 2021, arXiv:2101.06840, table 4)."""
 
+BANDWIDTH = 614e9 / 8
+"""Bytes/s of host memory for each device, while the seven beside it use theirs: two sockets of eight channels DDR5-4800."""
 
 DISK = 2.5e9
 """Bytes/s that a device's share of its host's disks reads, and writes at once: one NVMe drive over four lanes of PCIe 4 for each device,
@@ -27,6 +31,23 @@ BUFFERS = 3
 """Chunks in memory at once."""
 SLOTS = 2
 """Slots of each chunk of state on disk: the one in use and the one that is written."""
+
+
+def room(cluster: ClusterSpec) -> float:
+    """Return the bytes of host memory that the state of one device may take."""
+    memory = cluster.host.memory
+    return USABLE * (MEMORY if memory is None else memory / cluster.per_node)
+
+
+def room_on_disk(cluster: ClusterSpec) -> float | None:
+    """Return the bytes of disk that the state of one device may take; None: nobody says."""
+    return None if cluster.host.disk is None else cluster.host.disk / cluster.per_node
+
+
+def has_room(cluster: ClusterSpec, *, memory: float, disk: float) -> bool:
+    """True if a device's share of its host has room for so many bytes in memory and on disk."""
+    most = room_on_disk(cluster)
+    return memory <= room(cluster) and (most is None or disk <= most)
 
 
 def held(workload: Workload, numbers: float) -> float:
@@ -48,10 +69,12 @@ def streamed(workload: Workload) -> float:
 def seconds(workload: Workload, numbers: float) -> float:
     """To update so many parameters there: gradients cross the link, are written and read; the state is read and written; weights are
     written, read, and cross the link."""
-    carried = _carried(workload)
+    carried, host, devices = _carried(workload), workload.cluster.host, workload.cluster.per_node
+    rate = REACHED * (BANDWIDTH if host.memory_bandwidth is None else host.memory_bandwidth / devices)
+    link, disk = host.link or LINK, DISK if host.disk_bandwidth is None else host.disk_bandwidth / devices
     if workload.plan.state.optimizer == "disk":  # read and written beside each other, and the update beside both
-        return numbers * max(workload.state_bytes / DISK, 2 * (2 * workload.state_bytes + carried) / RATE + carried / LINK)
-    return numbers * (2 * (workload.state_bytes + carried) / RATE + carried / LINK)
+        return numbers * max(workload.state_bytes / disk, 2 * (2 * workload.state_bytes + carried) / rate + carried / link)
+    return numbers * (2 * (workload.state_bytes + carried) / rate + carried / link)
 
 
 def _carried(workload: Workload) -> float:

@@ -160,8 +160,10 @@ def memory(workload: Workload, parts: Parts, generation: Generation) -> Memory:
 
 def fits(workload: Workload, held: Memory, generation: Generation) -> bool:
     """Does it leave the device what an allocator loses, and the host what it needs itself?"""
-    limit = workload.cluster.accelerator.memory
-    return held.host <= host.MEMORY and (limit is None or held.total * (1 + generation.slack) <= limit)
+    cluster = workload.cluster
+    limit = cluster.accelerator.memory
+    near = limit is None or held.total * (1 + generation.slack) <= limit
+    return near and host.has_room(cluster, memory=held.host, disk=held.disk)
 
 
 def every_rank(workload: Workload, parts: Parts, generation: Generation) -> list[Memory]:

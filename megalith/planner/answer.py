@@ -16,7 +16,7 @@ from megalith.cost.segments import decided
 from megalith.cost.software import SOFTWARE
 from megalith.cost.workload import Workload
 from megalith.planner.asked import DATA, STEPS, Asked
-from megalith.planner.candidates import Space, candidates, offloaded
+from megalith.planner.candidates import Space, candidates
 from megalith.planner.explain import Neighbour, explain
 from megalith.planner.measured import Own
 from megalith.planner.phases import InPhase, fits_all, in_phases, whole_training
@@ -111,7 +111,7 @@ class Answer:
             "assumption": self.assumption,
             "sure": self.sure.to_json(),
             "spare": spare(),
-            "host_memory": host.MEMORY,
+            "host_memory": host.room(cluster),
             "notes": list(asked.notes),
             **found,
             "own": None if self.own is None else self.own.to_json() | self._said(self.own),
@@ -200,8 +200,11 @@ def _held(asked: Asked, plan: Plan, scorer: Scorer, estimate: Estimate, memory: 
 
 
 def skeleton(plan: Plan) -> tuple[Any, ...]:
-    """Return what two layouts differ in if they really do: not in microbatch, chunks, order, or copies of the state."""
-    return plan.tensor, plan.context, plan.pipeline, plan.expert, plan.expert_tensor, plan.zero == 3, plan.recompute
+    """Return what two layouts differ in if they really do: not in microbatch, chunks, order, copies of the state, or the segments in which
+    all blocks are recomputed."""
+    split = plan.tensor, plan.context, plan.pipeline, plan.expert, plan.expert_tensor
+    whole = plan.recompute.startswith(("full", *Space().again))
+    return *split, plan.zero == 3, "full" if whole else plan.recompute
 
 
 def space_of(asked: Asked) -> Space:
@@ -210,7 +213,8 @@ def space_of(asked: Asked) -> Space:
         return Space.of_prefill()
     shares = Space().offload if asked.offload else ()
     installed = tuple(map(int, version("torch").split(".")[:2]))  # read from disk
-    return Space(offload=shares, compile=asked.compiles, compile_split=installed >= COMPILES_COLLECTIVES)
+    again = Space().again if asked.ours else ()
+    return Space(again=again, offload=shares, compile=asked.compiles, compile_split=installed >= COMPILES_COLLECTIVES)
 
 
 def scorer_of(asked: Asked) -> Scorer:
@@ -320,7 +324,7 @@ def short(plan: Plan) -> str:
     """A layout in a few letters: t8 c2 p16x4 e64 d128 z1 m1; what is 1 is left out, but for data, ZeRO and microbatch. A schedule other
     than (interleaved) 1F1B is named behind the pipeline, copies of the state (HSDP) behind ZeRO's stage, parts of each expert behind the
     ranks that share them out: p16x2 zb-v d8 z1 m1, d64 z3 r8 m1, t4 e8x4 d16 z1 m1. Behind all, percents of the optimizer's state that
-    are offloaded to host memory: d8 z1 m1 o50.
+    are offloaded to host memory: d8 z1 m1 o50; or to disk: d8 z1 m1 disk100.
     """
     tensor, context = (f"{letter}{size} " if size > 1 else "" for letter, size in (("t", plan.tensor), ("c", plan.context)))
     parts = f"x{plan.expert_tensor}" if plan.expert_tensor > 1 else ""
@@ -329,7 +333,8 @@ def short(plan: Plan) -> str:
     name = "" if kind(plan.schedule).fills_and_drains else f"{plan.schedule} "
     pipeline = f"p{plan.pipeline}{chunks} {name}" if plan.pipeline > 1 else ""
     copies = f" r{plan.replicate}" if plan.replicate > 1 else ""
-    away = f" o{100 * plan.state.away:.0f}" if plan.state.away else ""
+    place = "disk" if plan.state.optimizer == "disk" else "o"
+    away = f" {place}{100 * plan.state.away:.0f}" if plan.state.away else ""
     return f"{tensor}{context}{pipeline}{expert}d{plan.data} z{plan.zero}{copies} m{plan.microbatch}{away}"
 
 
@@ -347,7 +352,8 @@ def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:
     parts = ", ".join(
         f"{key} {value / 2**30:.1f}" for key, value in sorted(kinds.items(), key=lambda item: -item[1]) if value > 2**26
     )
-    away = f", nor with its state in host memory ({host.MEMORY / 2**30:.0f} GiB a device)" if space_of(asked).offload else ""
+    room = f"{host.room(asked.cluster) / 2**30:.0f} GiB a device"
+    away = f", nor with its state in host memory ({room}) or on disk" if space_of(asked).offload else ""
     reason = (
         f"nothing fits{away}: of {found.looked_at:,} plans the smallest ({short(found.closest.plan)}, recompute "
         f"{found.closest.plan.recompute}) "
@@ -358,7 +364,7 @@ def _nothing(asked: Asked, found: Found, scorer: Scorer) -> list[Problem]:
 
 def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str:
     """List changes that would make it fit: a cheap one on the same devices; more devices, larger ones, less to keep."""
-    remedy = cheapest_remedy(asked, scorer) if asked.ours and not asked.forward_only else ""
+    remedy = cheapest_remedy(asked) if asked.ours and not asked.forward_only else ""
     ways = [f"{remedy} would do on these"] if remedy else []
     cluster, batch = asked.cluster, asked.run.train.global_batch
     for times in (2, 4, 8, 16, 32, 64):
@@ -378,28 +384,14 @@ def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str
     return f"{text if remedy else text[0].upper() + text[1:]}."
 
 
-def cheapest_remedy(asked: Asked, scorer: Scorer) -> str:
+def cheapest_remedy(asked: Asked) -> str:
     """Return the first of a few changes, those that cost less time first, with which a legal plan fits; empty: none does."""
-    optimizer = asked.run.optimizer.model_copy(update={"moments": "fp8"})
-    rounded = replace(asked, run=asked.run.model_copy(update={"optimizer": optimizer}))
-    plans = [plan for plan in _plans(asked, asked.cluster) if plan.recompute == "full"]
-    away = [offloaded(plan, 1.0) for plan in plans]
-    again = {policy: [plan.model_copy(update={"recompute": policy}) for plan in plans] for policy in ("segments:auto", "sqrt")}
-    few = 'optimizer.moments = "fp8", which rounds moments,'
-    remedies = [
-        ('plan.recompute = "segments:auto"', asked, again["segments:auto"]),
-        (few, rounded, plans),
-        ('plan.recompute = "sqrt"', asked, again["sqrt"]),
-    ]
-    if not asked.offload:
-        remedies += [("--offload", asked, away), (f"{few} with --offload", rounded, away)]
-
-    def works(changed: Asked, plan: Plan) -> bool:
-        workload = workload_of(changed, plan)
-        rough = scorer.fits(workload, scorer.memory(workload))
-        return rough and changed.legal(plan) and scorer.fits(workload, scorer.held(workload))
-
-    return next((words for words, changed, those in remedies if any(works(changed, plan) for plan in those)), "")
+    small, away = asked.run.optimizer.moments != "fp8", not asked.offload
+    few = "--small-state, which rounds moments,"
+    remedies = [(few, asked.changed(small=True))] if small else []
+    remedies += [("--offload", asked.changed(offload=True))] if away else []
+    remedies += [(f"{few} with --offload", asked.changed(small=True, offload=True))] if small and away else []
+    return next((words for words, changed in remedies if find(changed, top=1).best is not None), "")
 
 
 def _plans(asked: Asked, cluster: ClusterSpec) -> Any:

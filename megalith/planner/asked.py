@@ -1,7 +1,7 @@
 """Request for a plan, from a run file or from a few words: every mistake in it is found at once. No torch."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,9 @@ class Question:
     forward_only: bool = False
     """No training, but the prefill of long prompts."""
     offload: bool = False
-    """Also look at layouts with some of the optimizer's state in host memory."""
+    """Also look at layouts with some of the optimizer's state in host memory or on disk."""
+    small: bool = False
+    """Keep moments in 8 bits, which rounds them."""
     software: str = OURS
     """Whose steps are predicted: a name of `cost.software`."""
     overrides: tuple[str, ...] = ()
@@ -106,6 +108,11 @@ class Asked:
     def own(self) -> Plan | None:
         """The plan that the run file has, if it uses the cluster as it is."""
         return self.run.plan if self.resolved is not None and self.run.plan.ranks == self.cluster.count else None
+
+    def changed(self, *, small: bool = False, offload: bool = False) -> "Asked":
+        """Return the question with moments in 8 bits, or with state in host memory or on disk, as well."""
+        found = replace(self, offload=self.offload or offload)
+        return replace(found, run=_small(self.run), whole=self.whole and _small(self.whole)) if small else found
 
     def legal(self, plan: Plan) -> bool:
         """Would `megalith check` accept it? Only what concerns the plan counts."""
@@ -173,7 +180,7 @@ def ask(question: Question) -> Asked:
         whole = whole.model_copy(update={"model": model, "cluster": cluster_name, "train": train})
         notes = (*notes, f"searched for the phase that reads most tokens; fits in all {len(phases.all)}")
     run = _run(spec, model, cluster_name, seq_len, batch, format_, tokens)
-    return Asked(
+    found = Asked(
         run,
         built,
         cluster,
@@ -187,6 +194,12 @@ def ask(question: Question) -> Asked:
         whole=whole,
         sites=sites,
     )
+    return found.changed(small=True) if question.small else found
+
+
+def _small(run: RunSpec) -> RunSpec:
+    """The run with moments in 8 bits."""
+    return run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"moments": "fp8"})})
 
 
 def _tokens_of(span: tuple[Phase, int]) -> int:

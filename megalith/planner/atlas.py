@@ -14,7 +14,7 @@ from megalith.spec.problem import Problem, SpecErrors
 MODELS = ("llama3.2-1b", "llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "dense-2t")
 """Looked at if nobody names others."""
 
-SPACE = Space(microbatches=(1, 2, 4), most_chunks=4, offload=())
+SPACE = Space(microbatches=(1, 2, 4), most_chunks=4, again=(), offload=())
 """A map has many squares, and each is a search; it shows only what the trainer runs."""
 
 MOST = 7

@@ -11,6 +11,7 @@ from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import AttentionSpec, ModelSpec, MoeSpec
 from megalith.spec.plan import Plan, StateSpec, Zero
 from megalith.spec.sizes import own_tensors
+from megalith.spec.state import Place
 
 POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("none", ("attention.core",)),
@@ -18,6 +19,9 @@ POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("full", ("attention.core",)),
 )
 """Recomputation: nothing, the feed-forward half, everything. With fused attention its core keeps little, so it is not worth its own."""
+
+SEGMENTS, NESTED = "segments", "sqrt"
+"""Recomputation with less in memory: in segments of a number of blocks, and in nested ones."""
 
 MICROBATCHES = (1, 2, 4, 8)
 
@@ -53,8 +57,11 @@ class Space:
     """Compile blocks, where the schedule does not put weights' gradients off, which are compiled with the rest."""
     compile_split: bool = True
     """Also those that are split among ranks."""
+    again: tuple[str, ...] = (SEGMENTS, NESTED)
+    """Recomputation with less in memory, for plans with full recomputation that do not fit."""
     offload: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
-    """Shares of the optimizer's state in host memory, for plans that do not fit without: the least that does."""
+    """Shares of the optimizer's state in host memory, for plans that do not fit without: the least that does; where the host has no
+    room for it, all of it on disk."""
 
     def compiles(self, schedule: str, *, split: bool) -> bool:
         """Return True if blocks are compiled under a schedule."""
@@ -63,12 +70,19 @@ class Space:
     @classmethod
     def of_prefill(cls) -> "Space":
         """Nothing is kept for a backward, nor gathered: no recomputation, no ZeRO, one sequence at a time, no interleaving."""
-        return cls(policies=POLICIES[:1], microbatches=(1,), most_chunks=1, zero=(0,), schedules=(), offload=())
+        return cls(policies=POLICIES[:1], microbatches=(1,), most_chunks=1, zero=(0,), schedules=(), again=(), offload=())
 
 
-def offloaded(plan: Plan, share: float) -> Plan:
-    """The plan with this share of the optimizer's state in host memory."""
-    return plan.model_copy(update={"state": StateSpec(optimizer="host", share=share) if share else StateSpec()})
+def offloaded(plan: Plan, share: float, place: Place = "host") -> Plan:
+    """The plan with this share of the optimizer's state in host memory, or on disk."""
+    return plan.model_copy(update={"state": StateSpec(optimizer=place, share=share) if share else StateSpec()})
+
+
+def segmented(plan: Plan, blocks: int) -> list[Plan]:
+    """The plan with recomputation in segments of 2, 3, 4, 6, 8, 12, ... of its blocks, as far as a stage is long."""
+    longest = max(end - first for first, end in plan.bounds(blocks))
+    sizes = [size for size in (*_powers(longest), *(3 * power for power in _powers(longest // 3))) if size > 1]
+    return [plan.model_copy(update={"recompute": f"segments:{size}"}) for size in sorted(sizes)]
 
 
 def candidates(

@@ -17,12 +17,12 @@ from megalith.cost.profile import Layout
 from megalith.cost.software import OURS, practice
 from megalith.cost.time import Setting
 from megalith.cost.workload import Practice, Workload
-from megalith.planner.candidates import Space, candidates, offloaded
+from megalith.planner.candidates import NESTED, SEGMENTS, Space, candidates, offloaded, segmented
 from megalith.schedule.table import interleaving, kind
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
 from megalith.spec.plan import Plan
-from megalith.spec.state import WIDE, Moments
+from megalith.spec.state import WIDE, Moments, Place
 
 IDLE_POWER = 1.35
 """Power of a data centre over that of its devices: hosts, network, cooling."""
@@ -73,9 +73,11 @@ class Found:
     refused: int = 0
     """Plans as fast as those shown that `legal` denied."""
     offloaded: int = 0
-    """Number of plans that fit only with some of the optimizer's state in host memory. `too_large` does not count them."""
+    """Number of plans that fit only with some of the optimizer's state in host memory or on disk. `too_large` does not count them."""
     runnable: Choice | None = None
     """The best that leaves the state on the devices."""
+    recomputed: int = 0
+    """Number of plans that fit only with recomputation in segments. `too_large` does not count them."""
 
     @property
     def best(self) -> Choice | None:
@@ -91,6 +93,7 @@ class Found:
             "refused": self.refused,
             "offloaded": self.offloaded,
             "runnable": self.runnable.to_json() if self.runnable else None,
+            "recomputed": self.recomputed,
         }
 
 
@@ -129,7 +132,7 @@ def search(
     waiting: list[Waiting] = []
     offloaded: list[Waiting] = []
     least: tuple[Memory, Workload] | None = None
-    too_large = 0
+    too_large = recomputed = away = 0
     smallest: dict[tuple[Any, ...], int] = {}  # the least microbatch that does not fit: no larger one does, all else being equal
     for workload in workloads:
         size, others = workload.plan.microbatch, _but_microbatch(workload.plan)
@@ -142,19 +145,34 @@ def search(
                 fitting.append(_choice(workload, held, scorer))
             else:
                 waiting.append(Waiting(scorer.busy(workload), workload, held))
-        elif lighter := _lighter(workload, held, scorer, space.offload):
+            if not scorer.fits(
+                workload, replace(held, reserve=held.reserve + CLOSE * held.total)
+            ):  # `legal` may count more than here
+                more = [one for one in _again(workload, held, scorer, space.again) if one[0] is not workload]
+                waiting += [Waiting(scorer.busy(one), one, needed) for one, needed in more]
+            continue
+        again = _again(workload, held, scorer, space.again)
+        near = next((one for one in again if scorer.fits(*one)), None)
+        if near is not None:
+            recomputed += 1
+            waiting.append(Waiting(scorer.busy(near[0]), *near))
+        # nested segments compute more than others: with these, and state elsewhere, a step may be shorter
+        lighter = None if near and near[0].plan.recompute != NESTED else _lighter(again, scorer, space.offload)
+        if lighter is not None:
+            away += near is None
             offloaded.append(Waiting(scorer.busy(lighter[0]), *lighter))
-        else:
+        if near is None and lighter is None:
             too_large += 1
             smallest[others] = size
-            least = (held, workload) if least is None or held.total < least[0].total else least
+            one, needed = again[-1]
+            least = (needed, one) if least is None or needed.total < least[0].total else least
     here = _simulated(waiting, fitting, scorer, most=4 * top)
     ranked = _simulated(offloaded, here, scorer, most=4 * top)
     best, refused = _first_legal(ranked, top, legal, differ)
     runnable = next(iter(_first_legal(here, 1, legal)[0]), None)
     closest = None if best or least is None else _choice(least[1], least[0], scorer)
     thrifty = _first_legal(pareto(ranked), None, legal)[0]
-    return Found(best, thrifty, len(workloads), too_large, closest, refused, len(offloaded), runnable)
+    return Found(best, thrifty, len(workloads), too_large, closest, refused, away, runnable, recomputed)
 
 
 def _but_microbatch(plan: Plan) -> tuple[Any, ...]:
@@ -177,13 +195,38 @@ def _choice(workload: Workload, held: Memory, scorer: "Scorer") -> Choice:
     return Choice(workload.plan, scorer.estimate(workload, held))
 
 
-def _lighter(workload: Workload, held: Memory, scorer: "Scorer", shares: Sequence[float]) -> tuple[Workload, Memory] | None:
-    """The workload with the least share of its optimizer's state in host memory with which it fits, and its memory; None: none does."""
-    if not scorer.fits(workload, replace(held, optimizer=0.0)):  # nor would this rank without any of it
-        return None
-    others = (replace(workload, plan=offloaded(workload.plan, share)) for share in shares)
-    found = ((other, scorer.memory(other)) for other in others)
-    return next((one for one in found if scorer.fits(*one)), None)
+CLOSE = 0.25
+"""The part of its memory by which a plan may be off whose memory is counted quickly."""
+
+Sized = tuple[Workload, Memory]
+"""A workload and what it holds."""
+
+
+def _again(workload: Workload, held: Memory, scorer: "Scorer", policies: Sequence[str]) -> list[Sized]:
+    """Return a workload that may not fit in the forms that hold less and compute the same: as it is, or, if all its blocks are
+    recomputed, in those segments that hold least; then, where that holds less still, in nested segments, which compute more."""
+    plan, found = workload.plan, [(workload, held)]
+    if plan.recompute != "full" or not scorer.fits(workload, replace(held, activations=0.0, optimizer=0.0)):
+        return found
+
+    def smallest(plans: Sequence[Plan]) -> list[Sized]:
+        others = (replace(workload, plan=one) for one in plans)
+        return [min((*found, *((other, scorer.memory(other)) for other in others)), key=lambda one: one[1].total)]
+
+    if SEGMENTS in policies:
+        found = smallest(segmented(plan, len(workload.model.blocks)))
+    if NESTED in policies:
+        found += smallest([plan.model_copy(update={"recompute": NESTED})])
+    return found
+
+
+def _lighter(bases: Sequence[Sized], scorer: "Scorer", shares: Sequence[float]) -> Sized | None:
+    """Return the first of some workloads that fits with some of its optimizer's state elsewhere, and its memory: with the least share in
+    host memory; where no host has room, with all of it on disk. None: none does."""
+    able = [workload for workload, held in bases if scorer.fits(workload, replace(held, optimizer=0.0))]
+    places: tuple[tuple[Place, Sequence[float]], ...] = ("host", shares), ("disk", shares[-1:])
+    plans = (replace(one, plan=offloaded(one.plan, share, place)) for place, parts_ in places for one in able for share in parts_)
+    return next((found for other in plans if scorer.fits(*(found := (other, scorer.memory(other))))), None)
 
 
 def assumed(plan: Plan, software: str = OURS) -> Practice:

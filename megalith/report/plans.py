@@ -181,7 +181,7 @@ def legend(found: Answer) -> str:
     return (
         f"t tensor, c context, p pipeline x chunks (1F1B, unless named), e expert x parts of each, d data, z ZeRO stage, r copies, "
         f"m microbatch.\n"
-        f"again: computed twice. "
+        f"again: computed twice (sqrt: three times). "
         f"MFU: {found.convention} of {units.flops(device.wide)}.\n"
         f"GiB: fullest rank{limit}. waits: bubble and exposed communication, of the step. as fast: within {found.sure.apart - 1:.0%}, "
         f"which no prediction tells apart.\n"
@@ -195,9 +195,11 @@ def _offloaded(found: Answer) -> str:
     shown = [*found.found.choices, *(one.choice for one in found.frontier), *(one.choice for one in found.what_ifs)]
     if not any(choice is not None and choice.offload for choice in shown):
         return ""
+    cluster = found.asked.cluster
+    said = "" if cluster.host.memory else ", assumed"
     return (
-        f"\no: % of the optimizer's state offloaded to host memory (at most {host.MEMORY / GIB:.0f} GiB a device, assumed), updated there: "
-        f"{found.found.offloaded:,} plans fit only so; without --offload they are left out."
+        f"\no: % of the optimizer's state offloaded to host memory (at most {host.room(cluster) / GIB:.0f} GiB a device{said}), updated "
+        f"there; disk: to disk. {found.found.offloaded:,} plans fit only so; without --offload they are left out."
     )
 
 

@@ -79,6 +79,20 @@ class Measured(Spec):
     )
 
 
+class HostSpec(Spec):
+    """One host of a cluster, with what its devices share. None: an assumed figure for each device (`cost.host`)."""
+
+    memory: PositiveInt | None = Field(default=None, description="bytes of memory; training state may take half of it")
+    memory_bandwidth: PositiveFloat | None = Field(default=None, description="bytes/s that its memory reads and writes at most")
+    link: PositiveFloat | None = Field(
+        default=None, description="bytes/s between one device and its host's memory, one direction"
+    )
+    disk: PositiveInt | None = Field(default=None, description="bytes on its disks that training state may take")
+    disk_bandwidth: PositiveFloat | None = Field(
+        default=None, description="bytes/s that its disks read, and write at the same time"
+    )
+
+
 class ClusterSpec(Spec):
     """A number of like accelerators, and what joins, breaks and pays for them. None: as the accelerator's own entry says."""
 
@@ -93,6 +107,7 @@ class ClusterSpec(Spec):
     )
     reliability: Reliability = Field(default=Reliability(), description="how nodes break, and for how long")
     measured: Measured | None = Field(default=None, description="what `megalith doctor --calibrate` measured")
+    host: HostSpec = Field(default=HostSpec(), description="memory, links and disks of a host")
 
     @property
     def nodes(self) -> int:

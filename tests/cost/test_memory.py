@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from megalith.cost.constants import calibration
 from megalith.cost.estimate import estimate
 from megalith.cost.memory import GROUP, every_rank, fits, memory, non_torch, numbers, shares
 from megalith.cost.parts import parts
-from megalith.cost.workload import Practice
+from megalith.cost.workload import Practice, Workload
 from megalith.mesh import Mesh
 from megalith.models.stage import Stage
 from megalith.parallel.apply import Builder
@@ -20,6 +21,7 @@ from megalith.parallel.data import local
 from megalith.parallel.groups import Groups
 from megalith.planner.candidates import offloaded
 from megalith.prove.fake import groups_of
+from megalith.spec.cluster import HostSpec
 from megalith.spec.model import AheadSpec, MoeSpec
 from megalith.spec.plan import Plan
 from megalith.spec.run import OptimizerSpec
@@ -203,12 +205,37 @@ def test_what_is_offloaded_is_a_ranks_own_share():
     assert eighth == pytest.approx(whole / 8)
 
 
-def test_a_full_host_does_not_fit(monkeypatch: pytest.MonkeyPatch):
+def _on(load: Workload, **host: float) -> Workload:
+    """The workload on hosts of a cluster file; figures are those of one device."""
+    devices = load.cluster.per_node
+    per_host = {name: value if name == "link" else value * devices for name, value in host.items()}
+    return replace(load, cluster=load.cluster.model_copy(update={"host": HostSpec.model_validate(per_host)}))
+
+
+def test_a_full_host_does_not_fit():
     load = workload(dense(), offloaded(Plan(), 0.5))
     found = memory(load, parts(load), GENERATION)
     assert fits(load, found, GENERATION)
-    monkeypatch.setattr(host, "MEMORY", found.host - 1)
-    assert not fits(load, found, GENERATION)
+    for room, enough in ((found.host, True), (found.host - 1, False)):
+        assert fits(_on(load, memory=int(room / host.USABLE)), found, GENERATION) == enough
+
+
+def test_a_full_disk_does_not_fit():
+    load = workload(dense(), offloaded(Plan(), 1.0, "disk"))
+    found = memory(load, parts(load), GENERATION)
+    assert found.disk > 0 and found.host == 0 and fits(load, found, GENERATION)
+    for room, enough in ((int(found.disk) + 1, True), (int(found.disk) - 1, False)):
+        assert fits(_on(load, disk=room), found, GENERATION) == enough
+
+
+def test_an_update_elsewhere_takes_what_the_host_of_the_cluster_file_takes():
+    in_memory, on_disk = (workload(dense(), offloaded(Plan(), 1.0, place)) for place in ("host", "disk"))
+    state, carried, numbers = in_memory.state_bytes, 4 + 2, 1e9
+    assert host.seconds(_on(in_memory, memory_bandwidth=1e11, link=1e18), numbers) == pytest.approx(
+        numbers * 2 * (state + carried) / 0.43e11
+    )
+    assert host.seconds(_on(in_memory, memory_bandwidth=1e20, link=1e10), numbers) == pytest.approx(numbers * carried / 1e10)
+    assert host.seconds(_on(on_disk, disk_bandwidth=1e8), numbers) == pytest.approx(numbers * state / 1e8)
 
 
 @pytest.mark.parametrize(("graphs", "blocks"), [("none", 0), ("router", 2), ("parts", 2), ("whole", 0)])

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megalith.cli import app
 from megalith.commands.shared.arguments import RunRequest
 from megalith.commands.shared.runs import check
-from megalith.planner.answer import Answer, answer, as_run, cheapest_remedy, frontier, scorer_of, short, skeleton
+from megalith.planner.answer import Answer, answer, as_run, cheapest_remedy, frontier, short, skeleton
 from megalith.planner.asked import Question, ask
 from megalith.planner.candidates import offloaded
 from megalith.planner.varied import vary
@@ -164,9 +164,7 @@ def test_where_nothing_fits_the_category_and_ways_out_are_named():
         answer(ask(Question(model="llama3-8b", cluster="h100:1", seq_len=8192, global_batch=16, offload=False)))
     (problem,) = caught.value.problems
     assert "optimizer is what is too large" in problem.reason
-    assert problem.way_out.startswith(
-        'optimizer.moments = "fp8", which rounds moments, with --offload would do on these; 2 h100 would do'
-    )
+    assert problem.way_out.startswith("--offload would do on these; 2 h100 would do")
     assert "b200" in problem.way_out
 
 
@@ -182,15 +180,32 @@ train = {{ steps = 100, global_batch = 4, seq_len = {seq_len}, precision = "bf16
 @pytest.mark.parametrize(
     ("layers", "seq_len", "remedy"),
     [
-        (48, 65536, 'plan.recompute = "segments:auto"'),
-        (64, 24576, 'optimizer.moments = "fp8", which rounds moments,'),
+        (64, 24576, "--small-state, which rounds moments,"),
         (2000, 8192, ""),
     ],
 )
 def test_the_cheapest_change_is_named_first(layers: int, seq_len: int, remedy: str, tmp_path: Path):
     (tmp_path / "deep.toml").write_text(DEEP.format(layers=layers, seq_len=seq_len))
     asked = ask(Question(path=tmp_path / "deep.toml"))
-    assert cheapest_remedy(asked, scorer_of(asked)) == remedy
+    assert cheapest_remedy(asked) == remedy
+    if remedy:
+        few = answer(ask(Question(path=tmp_path / "deep.toml", small=True)), top=1)
+        assert few.found.best is not None and few.found.best.estimate.fits
+        (tmp_path / "small.toml").write_text(as_run(few))
+        checked = check(RunRequest(tmp_path / "small.toml"))
+        assert checked.resolved.spec.optimizer.moments == "fp8" and {problem.key for problem in checked.errors} <= {"data.path"}
+
+
+def test_a_layout_that_fits_in_segments_is_found_and_written(tmp_path: Path):
+    (tmp_path / "deep.toml").write_text(DEEP.format(layers=48, seq_len=65536))
+    found = answer(ask(Question(path=tmp_path / "deep.toml")), top=1)
+    best = found.found.best
+    assert best is not None and best.plan.recompute.startswith("segments:")
+    (tmp_path / "plan.toml").write_text(as_run(found))
+    checked = check(RunRequest(tmp_path / "plan.toml"))
+    assert checked.resolved.spec.plan.recompute == best.plan.recompute and {problem.key for problem in checked.errors} <= {
+        "data.path"
+    }
 
 
 def test_the_command_prints_a_table_or_json(answered: Answer, tmp_path: Path):

@@ -3,14 +3,14 @@ from functools import partial
 
 import pytest
 
-from megalith.cost import host
 from megalith.cost.constants import calibration
 from megalith.cost.parts import parts
 from megalith.cost.workload import Workload
-from megalith.planner.candidates import Space, candidates, offloaded
+from megalith.planner.candidates import Space, candidates, offloaded, segmented
 from megalith.planner.named import NAMED
 from megalith.planner.search import Scorer, assumed, search, training
 from megalith.spec import cluster as clusters
+from megalith.spec.cluster import HostSpec
 from megalith.spec.plan import Plan
 from tests.cost.models import DIM, dense, mixture
 
@@ -95,7 +95,7 @@ def test_bounds_are_bounds(model):
 @pytest.mark.parametrize("model", [dense(8), mixture(8, 2)], ids=["dense", "mixture"])
 def test_what_is_too_large_for_a_microbatch_is_for_a_larger_one(model):
     """Plans are dropped for it without being looked at."""
-    whole, space, scorer = clusters.load("h100:8"), Space(offload=()), Scorer(calibration())
+    whole, space, scorer = clusters.load("h100:8"), Space(again=(), offload=()), Scorer(calibration())
     plans = list(candidates(model, whole, seq_len=2048, global_batch=32, space=space))
     works = [Workload(model, plan, whole, 2048, 32, practice=assumed(plan)) for plan in plans]
     totals = [scorer.memory(work).total for work in works]
@@ -154,14 +154,14 @@ def test_where_nothing_fits_the_closest_is_named():
 SLACK = calibration().generations["fused"].slack
 
 
-def _tight(model=None, **space):
+def _tight(model=None, host=None, **space):
     """The best plan, and what is found on devices that lack three fifths of what its optimizer needs."""
     cluster, ask = clusters.load("h100:8"), partial(search, model or dense(), seq_len=4096, global_batch=16)
     best = ask(cluster, space=SPACE).best
     assert best is not None
     need = best.estimate.memory.total - 0.6 * best.estimate.memory.optimizer
     device = cluster.accelerator.model_copy(update={"memory": int(need * (1 + SLACK))})
-    small = cluster.model_copy(update={"accelerator": device})
+    small = cluster.model_copy(update={"accelerator": device, "host": host or cluster.host})
     return best, ask(small, space=replace(SPACE, **space), top=100)
 
 
@@ -187,9 +187,32 @@ def test_without_offloading_the_rest_is_found_as_it_was():
     assert some.best == all_.runnable
 
 
-def test_a_host_that_is_full_takes_no_more(monkeypatch):
-    monkeypatch.setattr(host, "MEMORY", 0)
-    assert _tight()[1].offloaded == 0
+def test_a_host_that_is_full_leaves_the_state_to_its_disk():
+    found = _tight(host=HostSpec(memory=1))[1]
+    away = [choice for choice in found.choices if choice.offload]
+    assert found.offloaded > 0 and away
+    assert {(choice.plan.state.optimizer, choice.offload) for choice in away} == {("disk", 1.0)}
+    assert all(choice.estimate.memory.disk > 0 for choice in away)
+    assert _tight(host=HostSpec(memory=1, disk=1))[1].offloaded == 0
+
+
+@pytest.mark.parametrize(("share", "policy"), [(0.8, "segments"), (0.3, "sqrt")])
+def test_what_does_not_fit_with_single_blocks_recomputed_may_in_segments(share, policy):
+    """64 blocks on one device that lacks some of what full recomputation keeps: the size of segments is the one that needs least."""
+    model, scorer = dense(64), Scorer(calibration())
+    space, ask = replace(SPACE, microbatches=(1,), offload=()), partial(search, model, seq_len=4096, global_batch=1)
+    full = Workload(model, Plan(zero=0, recompute="full"), clusters.load("h100:1"), 4096, 1, practice=assumed(Plan()))
+    held = scorer.memory(full)
+    need = held.total - (1 - share) * held.activations
+    device = full.cluster.accelerator.model_copy(update={"memory": int(need * (1 + SLACK))})
+    small = full.cluster.model_copy(update={"accelerator": device})
+    assert ask(small, space=replace(space, again=())).best is None
+    found = ask(small, space=space)
+    assert found.best is not None and found.best == found.runnable
+    assert found.best.plan.recompute.partition(":")[0] == policy
+    assert (found.recomputed, found.too_large) == (1, found.looked_at - 1)
+    least = min(scorer.memory(replace(full, plan=plan)).total for plan in segmented(full.plan, 64))
+    assert (least == found.best.estimate.memory.total) == (least <= need) == (policy == "segments")
 
 
 def test_offloading_needs_no_more_traces(monkeypatch):
