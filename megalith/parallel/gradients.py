@@ -72,8 +72,8 @@ def _first_holder(parameter: nn.Parameter) -> bool:
 
 LARGE = 1 << 16
 """Numbers of which a CPU adds up the squares in fp32 without losing a millionth."""
-ROW = 4096
-"""Numbers in a row of a larger tensor."""
+ROW, ROWS = 4096, 256
+"""Numbers in a row of a larger tensor, and rows that are added up at once."""
 
 
 def sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
@@ -86,7 +86,10 @@ def sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
     for share in map(local, grads):
         if share.device.type == "cpu" and share.numel() > LARGE:
             rows, rest = share.reshape(-1).split([share.numel() // ROW * ROW, share.numel() % ROW])
-            norms.append(torch.linalg.vector_norm(rows.view(-1, ROW), dim=1, dtype=torch.float32))
+            norms += [
+                torch.linalg.vector_norm(some, dim=1, dtype=torch.float32)  # a copy in fp32, if the gradient is in bf16
+                for some in rows.view(-1, ROW).split(ROWS)
+            ]
             small.append(rest)
         else:
             small.append(share)

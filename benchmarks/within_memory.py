@@ -1,0 +1,138 @@
+"""Training in less memory than the training state takes: a fresh process in a memory control group of its own (Linux, cgroup v1, as root).
+
+    python benchmarks/within_memory.py --limit 900 --folder /mnt/nvme --json
+
+The group counts everything that the process touches first: Python, torch, weights, gradients, activations, buffers, and the page cache of
+what it writes. The kernel kills a process that needs more. Where no such group can be made, `--inside` trains alone, under whatever limit
+there is: `systemd-run --scope -p MemoryMax=900M python benchmarks/within_memory.py --inside`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+MODEL = {"layers": 6, "dim": 1024, "heads": 16, "kv_heads": 16, "head_dim": 64, "ffn": 3072, "vocab": 4096, "context": 128}
+"""90M parameters, so that the largest tensor is 12 MiB in fp32."""
+
+FREED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""Setting of glibc with which tensors that are freed go back to the system, as what a rank needs while it builds is more than it keeps."""
+
+A_PARAMETER = 16
+"""Bytes of training state: weight 2, gradient 2, master weight 4, moments 8."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=int, default=900, help="MiB of the group")
+    parser.add_argument("--place", default="disk", choices=("device", "host", "disk"), help="of the optimizer's state")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where the file of the state goes")
+    parser.add_argument("--inside", action="store_true", help="make no group")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    found = inside(given) if given.inside else within(given.limit, sys.argv[1:])
+    if given.json:
+        print(json.dumps(found))
+        return
+    sizes = {key: f"{found[key] / 2**20:,.0f} MiB" for key in ("state", "disk", "peak")}
+    print(f"{found['parameters'] / 1e6:.0f}M parameters in bf16, AdamW, {given.steps} steps")
+    print(f"training state {sizes['state']}, of these {sizes['disk']} in two slots on disk")
+    print(f"peak memory    {sizes['peak']}{'' if given.inside else f' of {given.limit:,} MiB, as the group counts'}")
+
+
+def within(limit: int, arguments: list[str]) -> dict[str, Any]:
+    """Run this script again in a group of `limit` MiB. Raises SystemExit if no group can be made, or if that process is killed."""
+    with group(limit) as folder:
+        asked = [sys.executable, __file__, *arguments, "--inside", "--json"]
+
+        def enter() -> None:
+            (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+        done = subprocess.run(asked, preexec_fn=enter, stdout=subprocess.PIPE, text=True, env=os.environ | FREED)
+        if done.returncode:
+            raise SystemExit(f"the process in a group of {limit} MiB ended with {done.returncode}; -9: it needed more")
+        return json.loads(done.stdout) | {"peak": int((folder / "memory.max_usage_in_bytes").read_text())}
+
+
+@contextmanager
+def group(limit: int) -> Iterator[Path]:
+    """A memory control group of `limit` MiB, inside the one of this process. Raises SystemExit where none can be made."""
+    rows = [line.split(":") for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    own = next((path for _, kind, path in rows if kind == "memory"), None)
+    folder = Path(f"/sys/fs/cgroup/memory/{own}/megalith-{os.getpid()}")
+    try:
+        if own is None:
+            raise OSError("cgroup v1 has no memory controller here")
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(limit * 2**20))
+    except OSError as error:
+        raise SystemExit(f"no memory control group can be made: {error}. Use --inside under another limit.") from error
+    try:
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def inside(given: argparse.Namespace) -> dict[str, Any]:
+    """Train in this process, whose world is itself."""
+    import torch
+    import torch.distributed as dist
+
+    from megalith.spec.run import RunSpec
+
+    torch.set_num_threads(1)
+    state = {} if given.place == "device" else {"optimizer": given.place, "chunk": 4, "folder": given.folder}
+    spec = RunSpec.model_validate(
+        {
+            "model": MODEL,
+            "data": {"path": "none"},
+            "plan": {"recompute": "full", "state": state},
+            "train": {"steps": given.steps, "global_batch": 1, "seq_len": 128, "precision": "bf16", "gradients": "bf16"},
+            "optimizer": {"warmup": 0, "lr": 1e-4},
+        }
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        found = train(spec)
+        dist.destroy_process_group()
+    return found
+
+
+def train(spec: Any) -> dict[str, Any]:
+    """Train a few steps on random text."""
+    import torch
+
+    from megalith.prove.parity import RandomText
+    from megalith.train.assemble import assemble, mesh_groups
+    from megalith.train.batches import indices
+    from megalith.train.step import train_step
+
+    device = torch.device("cpu")
+    trainer = assemble(spec, groups=mesh_groups(spec, device), device=device)
+    text, losses, began = RandomText(spec), list[float](), time.monotonic()
+    for step in range(spec.train.steps):
+        losses.append(train_step(trainer, [text.batch(part) for part in indices(spec, first=step, data_rank=0)], step=step).loss)
+    numbers = sum(parameter.numel() for parameter in trainer.parameters.values())
+    (most,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return {
+        "parameters": numbers,
+        "state": numbers * A_PARAMETER,
+        "disk": trainer.state.bytes().get("disk", 0),
+        "peak": int(most.split()[1]) * 1024,
+        "seconds": (time.monotonic() - began) / spec.train.steps,
+        "losses": losses,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""A training state that memory has no room for trains within it, from disk, to the bits of a run that has the room."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.prove.parity import RandomText
+from megalith.prove.worlds import run_ranks
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import assemble, mesh_groups
+from megalith.train.batches import indices
+from megalith.train.step import train_step
+
+MIB = 1 << 20
+MODEL = {"layers": 14, "dim": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1536, "vocab": 8192, "context": 32}
+A_PARAMETER = 16
+"""Bytes of training state of a parameter: weight 2, gradient 2, master weight 4, moments 8."""
+ROOM = 752 * MIB
+"""Bytes that a process may have beyond those of its parent; threads' stacks count, too."""
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "within_memory.py"
+
+
+def _spec(state: dict[str, Any]) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "model": MODEL,
+            "data": {"path": "none"},
+            "plan": {"recompute": "full", "state": state},
+            "train": {"steps": 2, "global_batch": 1, "seq_len": 32, "precision": "bf16", "gradients": "bf16"},
+            "optimizer": {"warmup": 0, "lr": 1e-4},
+        }
+    )
+
+
+def _trained(rank: int, spec: RunSpec, room: int | None) -> tuple[list[float], int]:
+    """Losses and the bytes of the training state, with so much room for data: the kernel refuses more."""
+    if room is not None:
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")]
+        most = int(line.split()[1]) * 1024 + room
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    device = torch.device("cpu")
+    trainer = assemble(spec, groups=mesh_groups(spec, device), device=device)
+    text, losses = RandomText(spec), list[float]()
+    for step in range(spec.train.steps):
+        losses.append(train_step(trainer, [text.batch(part) for part in indices(spec, first=step, data_rank=0)], step=step).loss)
+    return losses, A_PARAMETER * sum(parameter.numel() for parameter in trainer.parameters.values())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on data is Linux's")
+def test_a_state_that_memory_has_no_room_for_trains_from_disk(tmp_path: Path) -> None:
+    resident = _spec({})
+    ((losses, state),) = run_ranks(_trained, 1, resident, None)
+    assert state > ROOM
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        run_ranks(_trained, 1, resident, ROOM)
+    away = _spec({"optimizer": "disk", "chunk": 4, "folder": str(tmp_path)})
+    assert run_ranks(_trained, 1, away, ROOM) == [(losses, state)]
+
+
+@pytest.mark.skipif(os.environ.get("MEGALITH_FULL") != "1", reason="MEGALITH_FULL=1 trains 90M parameters in a group of 900 MiB")
+def test_all_of_a_process_fits_a_group_with_less_memory_than_its_state(tmp_path: Path) -> None:
+    """Also Python and torch, and building; the losses are those of a process that has the room, and one with its state in memory is
+    killed."""
+
+    def trained(*options: str) -> subprocess.CompletedProcess[str]:
+        asked = [sys.executable, str(SCRIPT), "--steps", "2", "--json", "--folder", str(tmp_path), *options]
+        return subprocess.run(asked, capture_output=True, text=True)
+
+    within = trained("--limit", "900")
+    if "no memory control group can be made" in within.stderr:
+        pytest.skip(within.stderr.strip())
+    assert within.returncode == 0, within.stderr
+    found, with_room = json.loads(within.stdout), json.loads(trained("--inside", "--place", "device").stdout)
+    assert found["state"] > 1.5 * 900 * MIB > 900 * MIB >= found["peak"]
+    assert found["losses"] == with_room["losses"]
+    assert "ended with -9" in trained("--limit", "900", "--place", "device").stderr
