@@ -9,7 +9,7 @@ from megalith.spec.sites import SitesSpec, fragments, verdict_bytes, wire_bytes
 
 STEP = 0.8
 QUICKSTART = {f"blocks.{n}.weight": (1300, 1000) for n in range(5)}
-"""As many parameters as quickstart's model has, in five equal parts."""
+"""Five equal parts, with the parameters of quickstart's model together."""
 
 
 def _predicted(shapes: dict[str, tuple[int, ...]] = QUICKSTART, step: float = STEP, **given: Any) -> Across:
