@@ -1,6 +1,7 @@
 """Gradients added up in bf16: the fp32 run's bits where nothing is added, the same under every place, and half of the bytes."""
 
 import os
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -137,9 +138,9 @@ def _added_up(rank: int, spec: RunSpec) -> list[str]:
         mine = torch.stack(seen[id(parameter)])
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine)
-        first, *others = (sum(parts[1:], parts[0]) for parts in zip(*everyone, strict=True))
-        assert len(others) == 3 and isinstance(parameter.grad, DTensor)
-        if not torch.equal(parameter.grad.full_tensor(), sum(others, first)):
+        reduced = [reduce(torch.add, parts) for parts in zip(*everyone, strict=True)]
+        assert len(reduced) == 4 and isinstance(parameter.grad, DTensor)
+        if not torch.equal(parameter.grad.full_tensor(), reduce(torch.add, reduced)):
             wrong.append(name)
     return wrong
 
