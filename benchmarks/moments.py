@@ -1,15 +1,18 @@
-"""Loss with moments in bf16 and in 8 bits, beside fp32: the same steps from the same weights on the same samples.
+"""Loss with a training state in few bits, beside fp32: the same steps from the same weights on the same samples.
 
     megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
     python benchmarks/moments.py --data data/austen-bytes --steps 2000 --seeds 3 --out moments.jsonl
 
 A loss is the mean over the last tenth of the steps, each on samples that the run has not seen. `noise` is fp32 with a learning rate that is
-larger by a millionth: how far two runs get apart by nothing else. Cases that the file has already are not run again.
+larger by a millionth: how far two runs get apart by nothing else. Cases that compute in bf16 are compared with `compute`, which does so
+with wide state. Cases that the file has already are not run again; each row says at which commit and on which machine its case ran.
 """
 
 import argparse
 import json
+import platform
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,12 +28,18 @@ from megalith.train.restore import Position, read_step
 from megalith.train.step import train_step
 from megalith.train.stream import open_stream
 
-CASES: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "noise": {"lr": 1e-3 * (1 + 1e-6)},
-    "bf16": {"moments": "bf16"},
-    "fp8": {"moments": "fp8"},
+IN_BF16 = {"precision": "bf16"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp32": ({}, {}),
+    "noise": ({"lr": 1e-3 * (1 + 1e-6)}, {}),
+    "bf16": ({"moments": "bf16"}, {}),
+    "fp8": ({"moments": "fp8"}, {}),
+    "compute": ({}, IN_BF16),
+    "split8": ({"master": "split8"}, IN_BF16),
+    "gradients": ({}, IN_BF16 | {"gradients": "bf16"}),
+    "all": ({"moments": "fp8", "master": "split8"}, IN_BF16 | {"gradients": "bf16"}),
 }
+"""Changes of the optimizer, and of the training; a step has eight microbatches, whose gradients are added up."""
 BETA2 = (0.95, 0.999)
 
 
@@ -39,41 +48,58 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES], help="with fp32 or compute, which others need")
+    parser.add_argument("--beta2", nargs="+", type=float, default=[*BETA2])
     parser.add_argument("--out", type=Path, default=Path("moments.jsonl"), help="where finished cases are kept")
     given = parser.parse_args()
     torch.set_num_threads(1)
     known = _read(given.out)
     for seed in range(given.seeds):
-        for beta2 in BETA2:
-            for name, optimizer in CASES.items():
-                key = [name, beta2, seed, given.steps]
+        for beta2 in given.beta2:
+            for name in given.cases:
+                key, (optimizer, training) = [name, beta2, seed, given.steps], CASES[name]
                 if key in [row["case"] for row in known]:
                     continue
-                spec = run_of(given.data, given.steps, seed, {"beta2": beta2} | optimizer)
+                spec = run_of(given.data, given.steps, seed, {"beta2": beta2} | optimizer, training)
                 (loss,) = run_ranks(train, 1, spec, timeout=3600.0)
-                known.append({"case": key, "loss": loss})
+                known.append(
+                    {"case": key, "loss": loss, "commit": commit(), "machine": platform.processor() or platform.machine()}
+                )
                 with given.out.open("a") as file:
                     file.write(json.dumps(known[-1]) + "\n")
-    _show({tuple(row["case"]): row["loss"] for row in known}, given.steps, given.seeds)
+    losses = {tuple(row["case"]): row["loss"] for row in known}
+    for beta2 in given.beta2:
+        _show(
+            {(name, seed): losses[name, beta2, seed, given.steps] for name in given.cases for seed in range(given.seeds)}, beta2
+        )
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _show(losses: dict[tuple[Any, ...], float], steps: int, seeds: int) -> None:
-    """Print the gap to fp32 of each case: the mean over the seeds, and its standard error."""
-    print("beta2  moments  loss    gap to fp32")
-    for beta2 in BETA2:
-        for name in CASES:
-            mine = [losses[name, beta2, seed, steps] for seed in range(seeds)]
-            gaps = [100 * (loss / losses["fp32", beta2, seed, steps] - 1) for seed, loss in enumerate(mine)]
-            error = statistics.stdev(gaps) / seeds**0.5 if seeds > 1 else float("nan")
-            gap = "" if name == "fp32" else f"{statistics.mean(gaps):+.3f} % (+-{error:.3f})"
-            print(f"{beta2:<6} {name:8s} {statistics.mean(mine):.4f}  {gap}".rstrip())
+def commit() -> str:
+    """Return the commit of these sources; empty outside a repository."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
 
 
-def run_of(data: str, steps: int, seed: int, optimizer: dict[str, Any]) -> RunSpec:
+def _show(losses: dict[tuple[str, int], float], beta2: float) -> None:
+    """Print the gap of each case to the one that it is compared with: the mean over the seeds, and its standard error."""
+    print(f"beta2 = {beta2}\ncase       loss    gap")
+    seeds = sorted({seed for _, seed in losses})
+    for name in dict.fromkeys(name for name, _ in losses):
+        wide = "compute" if CASES[name][1] and name != "compute" else "fp32"
+        mine = [losses[name, seed] for seed in seeds]
+        gap = ""
+        if name != wide and all((wide, seed) in losses for seed in seeds):
+            gaps = [100 * (losses[name, seed] / losses[wide, seed] - 1) for seed in seeds]
+            error = statistics.stdev(gaps) / len(seeds) ** 0.5 if len(seeds) > 1 else float("nan")
+            gap = f"{statistics.mean(gaps):+.3f} % (+-{error:.3f}) to {wide}"
+        print(f"{name:10s} {statistics.mean(mine):.4f}  {gap}".rstrip())
+
+
+def run_of(data: str, steps: int, seed: int, optimizer: dict[str, Any], training: dict[str, Any]) -> RunSpec:
     """A run of a small Llama: two blocks of width 128."""
     return RunSpec.model_validate(
         {
@@ -88,7 +114,7 @@ def run_of(data: str, steps: int, seed: int, optimizer: dict[str, Any]) -> RunSp
                 "context": 64,
             },
             "data": {"path": data},
-            "train": {"steps": steps, "global_batch": 8, "seq_len": 64, "precision": "fp32", "seed": seed},
+            "train": {"steps": steps, "global_batch": 8, "seq_len": 64, "precision": "fp32", "seed": seed} | training,
             "optimizer": {"lr": 1e-3, "warmup": 50} | optimizer,
         }
     )
