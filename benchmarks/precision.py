@@ -1,0 +1,179 @@
+"""Loss of each recipe for products beside bf16, and the error of its gradients: the same steps from the same weights on the same samples.
+
+    megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
+    python benchmarks/precision.py --data data/austen-bytes --steps 2000 --seeds 3 --out precision.jsonl
+    python benchmarks/precision.py --data data/austen-bytes --steps 100 --seeds 1 --gradients
+
+A loss is the mean over the last tenth of the steps, each on samples that the run has not seen. `noise` is bf16 with a learning rate that is
+larger by a millionth: how far two runs get apart by nothing else.
+
+Losses of small models do not separate good recipes, so gradients are compared at fixed weights, too: those of a bf16 run after all steps.
+The error is the distance of all gradients together from those in fp32, as a share of their norm; the cosine is that of the angle between
+them. They are measured once more with an outlier: one channel in front of each MLP is 64 times as large. Finished cases are in the file
+and are not run again. `--gradients` leaves out the losses.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from torch import Tensor
+
+from megalith.parallel.data import local
+from megalith.prove.worlds import run_ranks
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import Trainer, assemble, mesh_groups
+from megalith.train.restore import Position, read_step
+from megalith.train.step import accumulate, train_step
+from megalith.train.stream import open_stream
+
+CPU, LR = torch.device("cpu"), 1e-3
+CHANNEL, OUTLIER = 5, 64.0
+NEAREST = {"rounding": "nearest", "hadamard": False}
+CASES: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "noise": {"precision": "bf16", "lr": LR * (1 + 1e-6)},
+    "fp8": {"precision": "fp8", "choices": {"tile": 32}},
+    "fp8, scales in fp32": {"precision": "fp8", "choices": {"tile": 32, "scale": "fp32"}},
+    "fp8, row": {"precision": "fp8", "choices": {"granularity": "row"}},
+    "fp8, tensor": {"precision": "fp8", "choices": {"granularity": "tensor"}},
+    "fp8, tensor, delayed": {"precision": "fp8", "choices": {"granularity": "tensor", "history": 16}},
+    "mxfp8": {"precision": "mxfp8"},
+    "mxfp8, ocp": {"precision": "mxfp8", "choices": {"scale": "ocp"}},
+    "nvfp4": {"precision": "nvfp4"},
+    "nvfp4, nearest": {"precision": "nvfp4", "choices": NEAREST},
+    "mxfp4": {"precision": "mxfp4"},
+    "mxfp4, nearest": {"precision": "mxfp4", "choices": NEAREST},
+}
+GRADIENTS = "gradients"
+"""Name of the case that holds the errors of all recipes' gradients."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--gradients", action="store_true", help="compare gradients alone")
+    parser.add_argument("--out", type=Path, default=Path("precision.jsonl"), help="where finished cases are kept")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    known = _read(given.out)
+    cases = [] if given.gradients else [*CASES]
+    for seed in range(given.seeds):
+        for name in (*cases, GRADIENTS):
+            key = [name, seed, given.steps]
+            if key in [row["case"] for row in known]:
+                continue
+            function, case = (errors, ()) if name == GRADIENTS else (loss, (name,))
+            (found,) = run_ranks(function, 1, given.data, given.steps, seed, *case, timeout=3600.0)
+            known.append({"case": key, "found": found})
+            with given.out.open("a") as file:
+                file.write(json.dumps(known[-1]) + "\n")
+    found = {tuple(row["case"]): row["found"] for row in known}
+    if cases:
+        _show_losses(found, given.steps, given.seeds)
+    _show_gradients(found, given.steps, given.seeds)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _show_losses(found: Mapping[tuple[Any, ...], Any], steps: int, seeds: int) -> None:
+    """Print the gap to bf16 of each case: the mean over the seeds, and its standard error."""
+    print(f"{'recipe':22}loss    gap to bf16")
+    for name in CASES:
+        mine = [found[name, seed, steps] for seed in range(seeds)]
+        gaps = [100 * (loss / found["bf16", seed, steps] - 1) for seed, loss in enumerate(mine)]
+        error = statistics.stdev(gaps) / seeds**0.5 if seeds > 1 else float("nan")
+        gap = "" if name == "bf16" else f"{statistics.mean(gaps):+.3f} % (+-{error:.3f})"
+        print(f"{name:22}{statistics.mean(mine):.4f}  {gap}".rstrip())
+
+
+def _show_gradients(found: Mapping[tuple[Any, ...], Any], steps: int, seeds: int) -> None:
+    """Print the error and the cosine of each recipe's gradients: the mean over the seeds."""
+    print(f"{'recipe':22}error   cosine   with an outlier: error   cosine")
+    for name in found[GRADIENTS, 0, steps]:
+        rows = [found[GRADIENTS, seed, steps][name] for seed in range(seeds)]
+        error, cosine, then, angle = (statistics.mean(column) for column in zip(*rows, strict=True))
+        print(f"{name:22}{error:.4f}  {cosine:.5f}  {then:22.4f}   {angle:.5f}")
+
+
+def run_of(data: str, steps: int, seed: int, case: Mapping[str, Any]) -> RunSpec:
+    """A run of a small Llama: four blocks of width 128, of which the middle two multiply in few bits."""
+    model = {"layers": 4, "dim": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 384, "vocab": 512, "context": 64}
+    return RunSpec.model_validate(
+        {
+            "model": model,
+            "data": {"path": data},
+            "plan": {"microbatch": 8},
+            "precision": case.get("choices", {}),
+            "train": {"steps": steps, "global_batch": 8, "seq_len": 64, "precision": case["precision"], "seed": seed},
+            "optimizer": {"lr": case.get("lr", LR), "warmup": 50},
+        }
+    )
+
+
+def trainer_of(spec: RunSpec) -> Trainer:
+    return assemble(spec, groups=mesh_groups(spec, CPU), device=CPU)
+
+
+def trained(trainer: Trainer) -> list[float]:
+    """Train for all steps; return the losses."""
+    spec, stream = trainer.spec, open_stream(trainer.spec, "train")
+    steps = range(spec.train.steps)
+    return [train_step(trainer, read_step(stream, spec, Position(), step, 0), step=step).loss for step in steps]
+
+
+def loss(rank: int, data: str, steps: int, seed: int, name: str) -> float:
+    """Train with a recipe; return the mean loss of the last steps."""
+    return statistics.mean(trained(trainer_of(run_of(data, steps, seed, CASES[name])))[-max(1, steps // 10) :])
+
+
+def errors(rank: int, data: str, steps: int, seed: int) -> dict[str, list[float]]:
+    """Train in bf16; return the error and the cosine of the gradients that each recipe then has, without and with an outlier."""
+    begun = trainer_of(run_of(data, steps, seed, CASES["bf16"]))
+    trained(begun)
+    stream = open_stream(begun.spec, "train")
+    samples = [read_step(stream, begun.spec, Position(), step, 0) for step in (steps, steps + 1)]
+    weights = {name: local(parameter).detach().clone() for name, parameter in begun.parameters.items()}
+    planted = {name: tensor.clone() for name, tensor in weights.items()}
+    for name, tensor in planted.items():
+        if name.endswith("mlp_norm.weight"):
+            tensor[CHANNEL] *= OUTLIER
+    exact = trainer_of(run_of(data, steps, seed, {"precision": "fp32"}))
+    expected = [gradients(exact, each, samples) for each in (weights, planted)]
+    found: dict[str, list[float]] = {}
+    for name in (name for name in CASES if name != "noise"):
+        trainer, row = trainer_of(run_of(data, steps, seed, CASES[name])), list[float]()
+        for held, theirs in zip((weights, planted), expected, strict=True):
+            ours = gradients(trainer, held, samples)
+            row += [float((ours - theirs).norm() / theirs.norm()), float(torch.dot(ours, theirs) / ours.norm() / theirs.norm())]
+        found[name] = row
+    return found
+
+
+def gradients(trainer: Trainer, weights: Mapping[str, Tensor], samples: list[Any]) -> Tensor:
+    """All gradients of a step with these weights, float64 [numbers]. A step before it leaves delayed scales something to follow."""
+    with torch.no_grad():
+        for name, parameter in trainer.parameters.items():
+            local(parameter).copy_(weights[name])
+    accumulate(trainer, samples[0])
+    trainer.take_in_loads()
+    trainer.drop()
+    accumulate(trainer, samples[1])
+    found = [local(p.grad).flatten().double() for p in trainer.parameters.values() if p.grad is not None]
+    trainer.drop()
+    return torch.cat(found)
+
+
+if __name__ == "__main__":
+    main()
