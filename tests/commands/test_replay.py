@@ -26,7 +26,7 @@ def test_a_run_that_was_typed_is_replayed(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     data, folder = prepare_text(tmp_path / "text"), tmp_path / "runs" / "two"
     train = typed(tmp_path / "run.toml", data, steps=4, more=SITES)
-    alone = ["--set", "plan.data=1", "--set", "plan.zero=0"]
+    alone = ["--set", "plan.data=1", "--set", "plan.zero=0", "--set", "launch.start_timeout=600"]
     done = subprocess.run([*train, str(folder), *alone], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     again = _replay(folder, "--json")
