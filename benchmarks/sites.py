@@ -1,0 +1,191 @@
+"""Validation loss and bytes of runs across sites beside data parallelism: the same tokens, each method, over a real loopback connection.
+
+    megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
+    python benchmarks/sites.py --data data/austen-bytes
+    python benchmarks/sites.py --data data/austen-bytes --size 6.5M --steps 2000 --seeds 3 --out sites.jsonl
+
+The loss is that of the merged weights on held-out text, after the last merge. Gaps are to data parallelism, or to the same method with 32
+bits, seed by seed. Bytes are those that a site sends for a token of its own: counted, with scales and heads, and for data parallelism what
+two sites exchange at least, one fp32 number for each parameter in each step. Two cases have a planted fault, which must show: differences
+with the wrong sign, and no error feedback. Cases that the file has already are not run again.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+
+from megalith.fleet.secure import key
+from megalith.parallel.groups import group_of
+from megalith.prove.worlds import run_ranks
+from megalith.spec.run import RunSpec
+from megalith.spec.sites import folder_of
+from megalith.train.assemble import Trainer, assemble, mesh_groups
+from megalith.train.restore import Position, indices_in, read_step
+from megalith.train.sites import outer
+from megalith.train.sites.meet import build
+from megalith.train.step import train_step
+from megalith.train.stream import open_stream
+from megalith.train.validate import Validator
+
+MUON = {"kind": "muon", "iteration": "fp32"}
+STREAMING = {"fragments": 3, "overlap": 5}
+
+
+class Case(NamedTuple):
+    """A method. `sites`: None for data parallelism. `beside`: the case whose loss its own is compared with. `fault`: a planted one."""
+
+    sites: dict[str, Any] | None
+    optimizer: Mapping[str, Any] = MappingProxyType({})
+    beside: str = "data parallelism"
+    fault: str = ""
+
+
+CASES = {
+    "data parallelism": Case(None),
+    "DiLoCo": Case({}),
+    "streaming": Case(STREAMING),
+    "streaming, 4 bits": Case(STREAMING | {"bits": 4}, beside="streaming"),
+    "data parallelism, Muon": Case(None, MUON),
+    "Muon": Case({}, MUON, "data parallelism, Muon"),
+    "Muon, 2 bits": Case({"bits": 2}, MUON, "Muon"),
+    "fault: Muon, 2 bits, no feedback": Case({"bits": 2, "error_feedback": False}, MUON, "Muon"),
+    "fault: DiLoCo, wrong sign": Case({}, fault="sign"),
+}
+SIZES = {"0.1M": (64, 2), "1.5M": (192, 4), "6.5M": (320, 6), "25M": (512, 8)}
+"""Approximate number of parameters -> width and blocks."""
+BATCH, LENGTH = 16, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--size", choices=SIZES, default="0.1M")
+    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--inner-steps", type=int, default=15)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=None, help="where finished cases are kept; default: nowhere")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    known = _read(given.out)
+    for seed in range(given.seeds):
+        for name in CASES:
+            at = [name, given.size, given.steps, given.inner_steps, seed]
+            if at in [row["case"] for row in known]:
+                continue
+            known.append({"case": at} | measured(run_of(given, name, seed), CASES[name].fault) | _where())
+            if given.out is not None:
+                with given.out.open("a") as file:
+                    file.write(json.dumps(known[-1]) + "\n")
+    wanted = [given.size, given.steps, given.inner_steps]
+    _show({(row["case"][0], row["case"][4]): row for row in known if row["case"][1:4] == wanted}, given.seeds)
+
+
+def _read(path: Path | None) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path is not None and path.exists() else []
+
+
+def _where() -> dict[str, str]:
+    """Return the commit and the machine."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return {"commit": commit.stdout.strip(), "machine": platform.node()}
+
+
+def run_of(given: argparse.Namespace, name: str, seed: int) -> RunSpec:
+    """The run of a case: a small Llama."""
+    case, (dim, layers) = CASES[name], SIZES[given.size]
+    model = {"dim": dim, "layers": layers, "heads": dim // 16, "kv_heads": dim // 32, "head_dim": 16, "ffn": 3 * dim}
+    sites = {} if case.sites is None else {"sites": {"count": 2, "inner_steps": given.inner_steps} | case.sites}
+    return RunSpec.model_validate(
+        {
+            "model": model | {"vocab": 260, "context": LENGTH},
+            "data": {"path": given.data},
+            "train": {"steps": given.steps, "global_batch": BATCH, "seq_len": LENGTH, "precision": "fp32", "seed": seed},
+            "optimizer": {"lr": 1e-3, "warmup": max(1, given.steps // 10), **case.optimizer},
+            "validation": {"every": given.steps, "samples": 64},
+        }
+        | sites
+    )
+
+
+def measured(spec: RunSpec, fault: str = "") -> dict[str, float]:
+    """Train a case; return its loss, and the bytes that a site sends for each of its own tokens."""
+    count = spec.sites.count if spec.sites is not None else 1
+    with tempfile.TemporaryDirectory() as folder:
+        found: Sequence[tuple[float, int, int]] = run_ranks(train, count, spec, fault, folder, key.new().text, timeout=3600.0)
+    loss, sent, parameters = found[0]
+    sites = count if spec.sites is not None else 2
+    sent = sent if spec.sites is not None else 4 * parameters * spec.train.steps
+    return {"loss": loss, "bytes": sent / (spec.train.steps * BATCH * LENGTH / sites)}
+
+
+def train(rank: int, spec: RunSpec, fault: str, folder: str, secret: str) -> tuple[float, int, int]:
+    """Train as the only rank of a site, or of a run without any. Returns the merged weights' loss, bytes sent and parameters."""
+    os.environ[key.VARIABLE] = secret
+    assert dist.group.WORLD is not None
+    device, inner = torch.device("cpu"), group_of(dist.group.WORLD, [rank])
+    if spec.sites is not None:
+        spec = spec.model_copy(update={"sites": spec.sites.model_copy(update={"site": rank})})
+    trainer = assemble(spec, groups=mesh_groups(spec, device, inner), device=device)
+    sent = _train_site(trainer, folder_of(Path(folder), rank), fault) if spec.sites is not None else _train_alone(trainer)
+    loss, _ = Validator(trainer, open_stream(spec, "validation")).run()
+    return loss, sent, sum(parameter.numel() for parameter in trainer.parameters.values())
+
+
+def _train_alone(trainer: Trainer) -> int:
+    stream = open_stream(trainer.run, "train")
+    for step in range(trainer.run.train.steps):
+        train_step(trainer, read_step(stream, trainer.run, Position(), step, 0), step=step)
+    return 0
+
+
+def _train_site(trainer: Trainer, folder: Path, fault: str) -> int:
+    """Train a site to the end; return the bytes that it has sent in merges."""
+    if fault == "sign":
+        found = outer.difference
+        outer.difference = lambda anchor, weight, feedback: found(weight, anchor, feedback)  # type: ignore[assignment]
+    folder.mkdir(exist_ok=True)
+    stream, sites = open_stream(trainer.run, "train"), build(trainer, folder, beat=lambda: None)
+    sites.state.begin()
+    sites.begin([])
+    sent = step = 0
+    while sites.left:
+        turn = sites.deal(step)
+        assert turn.share is not None
+        microbatches = [stream.batch(part) for part in indices_in(trainer.run, turn.share, 0)]
+        sites.note(train_step(trainer, microbatches, step=step).loss)
+        step += 1
+        sent += sum(event.bytes_sent for event in sites.after_step(step, stop=False).made)
+    sites.close()
+    return sent
+
+
+def _show(rows: dict[tuple[str, int], dict[str, Any]], seeds: int) -> None:
+    """Print, for each case: loss, the gap to the case beside it with its standard error, and how many times fewer bytes a token takes than
+    data parallelism with gradients in fp32 and in bf16."""
+    print(f"{'case':34s} loss    gap                   bytes a token  fewer than fp32  than bf16")
+    for name, case in CASES.items():
+        mine = [rows[name, seed] for seed in range(seeds)]
+        gaps = [100 * (row["loss"] / rows[case.beside, seed]["loss"] - 1) for seed, row in enumerate(mine)]
+        error = f" +- {statistics.stdev(gaps) / seeds**0.5:.2f}" if seeds > 1 else ""
+        gap = "" if name == case.beside else f"{statistics.mean(gaps):+.2f}{error} %"
+        fewer = rows["data parallelism", 0]["bytes"] / mine[0]["bytes"]
+        loss = statistics.mean(row["loss"] for row in mine)
+        print(f"{name:34s} {loss:.4f}  {gap:20s}  {mine[0]['bytes']:13.2f}  {fewer:13.1f} x  {fewer / 2:7.1f} x")
+
+
+if __name__ == "__main__":
+    main()
