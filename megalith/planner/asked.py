@@ -171,10 +171,8 @@ def ask(question: Question) -> Asked:
         tokens, note = compute_optimal(built)
         notes = (*notes, note)
     if whole is not None:
-        phases, length = (
-            Phases.of(whole),
-            {} if tokens is None else {"steps": Phases.of(whole).steps_to(Amount(round(tokens), "tokens"))},
-        )
+        phases = Phases.of(whole)
+        length = {} if tokens is None else {"steps": phases.steps_to(Amount(round(tokens), "tokens"))}
         precision = format_ if format_ in FAST else "bf16"
         train = whole.train.model_copy(update=length | {"precision": precision})
         whole = whole.model_copy(update={"model": model, "cluster": cluster_name, "train": train})
