@@ -61,8 +61,10 @@ class Extremes:
         self._parts, self._layers = list(model.part_names), [name for name, _ in attentions(model)]
         self._stages, self._hooks = stages, list[Any]()
         self._looking, self._demanded = False, False
-        self._found = torch.zeros(len(self._parts) + 2 * len(self._layers), device=device)
-        """Largest output by part, then the longest query, times the factor of scores, and the longest key by layer."""
+        self._device = device
+        self._found = torch.empty(0)
+        """In a step that is looked at: largest output by part, then the longest query, times the factor of scores, and the longest key by
+        layer."""
         self._seen = set[int]()
 
     def demand(self) -> None:
@@ -76,7 +78,8 @@ class Extremes:
         regular = self.every > 0 and (step + 1) % self.every == 0
         self._looking = (regular or self._demanded) and not self._compiled
         if self._looking:
-            self.clear()
+            self._found = torch.zeros(len(self._parts) + 2 * len(self._layers), device=self._device)
+            self._seen.clear()
             self._hooks = list(self._hooked())
 
     def _hooked(self) -> Iterator[Any]:
@@ -131,6 +134,7 @@ class Extremes:
         self._unhook()
         dist.all_reduce(self._found, op=dist.ReduceOp.MAX, group=self._groups.world)
         found, parts = self._found.tolist(), len(self._parts)
+        self._found = torch.empty(0)
         outputs = {name: value for name, value in zip(self._parts, found, strict=False) if value}
         bounds = zip(self._layers, found[parts::2], found[parts + 1 :: 2], strict=True)
         self.last = Look(step, outputs | {LOGITS + name: q * k for name, q, k in bounds if q and k})

@@ -81,20 +81,41 @@ class _Tap:
     def __init__(self) -> None:
         self.seen = bytearray()
         self._server = socket.create_server(("127.0.0.1", 0))
+        self._sockets, self._threads = [self._server], list[threading.Thread]()
         self.to: Address | None = None
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._start(self._serve)
+
+    def __enter__(self) -> "_Tap":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End all threads and close all sockets, which another test's process would inherit."""
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        for one in self._sockets:
+            one.close()
+
+    def _start(self, target: Callable[..., None], *args: socket.socket) -> None:
+        self._threads.append(threading.Thread(target=target, args=args, daemon=True))
+        self._threads[-1].start()
 
     def at(self, address: Address) -> Address:
         self.to = address
         return "127.0.0.1", self._server.getsockname()[1]
 
     def _serve(self) -> None:
-        while True:
-            one, _ = self._server.accept()
-            assert self.to is not None
-            other = socket.create_connection(self.to)
-            for source, target in ((one, other), (other, one)):
-                threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
+        with contextlib.suppress(OSError):
+            while True:
+                one, _ = self._server.accept()
+                self._sockets.append(one)
+                assert self.to is not None
+                other = socket.create_connection(self.to)
+                self._sockets.append(other)
+                for source, target in ((one, other), (other, one)):
+                    self._start(self._pass, source, target)
 
     def _pass(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -106,8 +127,8 @@ class _Tap:
 
 @pytest.mark.parametrize("encrypted", [True, False])
 def test_nobody_on_the_path_can_read(encrypted: bool, files: dict[str, dict[str, str]]) -> None:
-    tap = _Tap()
-    with _two(*(_tls(files[name]) if encrypted else None for name in "01"), path=tap.at) as sites:
+    ends = [_tls(files[name]) if encrypted else None for name in "01"]
+    with _Tap() as tap, _two(*ends, path=tap.at) as sites:
         until(lambda: sites[0].connected(1) and sites[1].connected(0), seconds=PATIENCE)
         sites[0].send(b"differences of weights")
         sites[1].send(b"differences of weights")
