@@ -334,7 +334,10 @@ class Council:
     def say_ready(self) -> None:
         """Say that this site has all merges so far, and can train."""
         self._asks = Ready(self.line)
-        self._post(self._asks, to=self.decider)
+        if self.decides:
+            self._ready.add(self.site)
+        else:
+            self._post(self._asks, to=self.decider)
 
     @property
     def turned_away(self) -> int:

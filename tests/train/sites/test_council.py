@@ -155,6 +155,15 @@ def test_a_site_that_is_started_again_is_not_waited_for() -> None:
     assert again.differences(verdict, bytes_each=7)[1].step == 8
 
 
+def test_a_site_that_decides_and_does_not_train_may_join() -> None:
+    """It left, or began from a checkpoint of a time when it did not train."""
+    councils = _all(Hub())
+    councils[0].say_ready()
+    for one in councils[1:]:
+        one.post(_difference(4))
+    assert councils[0].decide(0, 0, 4, 4, members={1: 0, 2: 0}).joined == (0,)
+
+
 def test_without_a_quorum_nobody_merges() -> None:
     councils = _all(Hub())
     councils[0].post(_difference(4))
