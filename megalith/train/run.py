@@ -38,6 +38,7 @@ from megalith.models.flops import CONVENTION
 from megalith.parallel.groups import another
 from megalith.spec.files import SPEC_FILE
 from megalith.spec.run import RunSpec
+from megalith.spec.sites import kept
 from megalith.spec.sizes import count_model
 from megalith.train import inject, standing
 from megalith.train.assemble import Trainer, assemble, mesh_groups
@@ -250,7 +251,7 @@ def prepare(
         copy_tokenizer(Path(spec.data.path), folder)
     groups = mesh_groups(spec, device, world)
     savers = another(world, timeout=timedelta(seconds=spec.launch.timeout))
-    checkpointer = Checkpointer(folder / epochs.name(FOLDER, epoch), keep=spec.checkpoint.keep, group=savers, warn=warn)
+    checkpointer = Checkpointer(folder / epochs.name(FOLDER, epoch), keep=kept(spec), group=savers, warn=warn)
     with refusing(own.OwnPartError):
         trainer = assemble(spec, groups=groups, device=device, folder=folder, callbacks=Callbacks(spec.train.callbacks))
     sites = build(trainer, folder, beat=heartbeat.again) if spec.sites else None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalith.spec.sites import Fragment, SitesSpec, encoded_bytes, fragments, part_of, sent_after, wire_bytes, within
+from megalith.spec.sites import Fragment, SitesSpec, encoded_bytes, fragments, kept, part_of, sent_after, wire_bytes, within
 from megalith.spec.sizes import model_parameters
 from tests.specs import tiny_run
 
@@ -66,3 +66,20 @@ def test_own_share_follows_the_overlap() -> None:
         0.5,
         0.0,
     ]
+
+
+@pytest.mark.parametrize("every", [1, 3, 10, 40])
+def test_sites_that_are_apart_hold_a_checkpoint_in_common(every: int) -> None:
+    """One is ahead by as much as it can be, and the other's newest save is still under way."""
+    sites = {"count": 2, "inner_steps": 30, "fragments": 4, "overlap": 5}
+    run = tiny_run(sites=sites, checkpoint={"every": every, "keep": 2})
+    assert run.sites is not None and run.sites.lead == 8 + 5
+    for behind in range(2 * every, 5 * every):
+        saved = [set(range(every, step + 1, every)) for step in (behind + run.sites.lead, behind)]
+        assert set(sorted(saved[0])[-kept(run) :]) & set(sorted(saved[1])[:-1][-kept(run) :])
+    assert kept(tiny_run(sites=sites, checkpoint={"every": every, "keep": 20})) == 20
+    assert (
+        kept(tiny_run(checkpoint={"every": every, "keep": 2}))
+        == 2
+        == kept(tiny_run(sites=sites, checkpoint={"every": 0, "keep": 2}))
+    )

@@ -16,7 +16,7 @@ from megalith.spec.sites.cut import (
     verdict_bytes,
     wire_bytes,
 )
-from megalith.spec.sites.table import FULL, SitesSpec, folder_of, within
+from megalith.spec.sites.table import FULL, SitesSpec, folder_of, kept, within
 
 __all__ = [
     "BLOCK",
@@ -31,6 +31,7 @@ __all__ = [
     "encoded_bytes",
     "folder_of",
     "fragments",
+    "kept",
     "part_of",
     "sent_after",
     "verdict_bytes",

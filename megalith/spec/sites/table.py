@@ -82,6 +82,11 @@ class SitesSpec(Spec):
         """True if rounding leaves something out that is kept for the next difference."""
         return self.error_feedback and self.bits < FULL
 
+    @property
+    def lead(self) -> int:
+        """Steps that a site may be ahead of another: as many as it does between two merges, and while a fragment is under way."""
+        return -(-self.inner_steps // self.fragments) + self.overlap
+
 
 def within(spec: "RunSpec", size: int | None = None) -> "RunSpec":
     """Return a run as one of its sites sees it: its share of the global batch, or a step of `size` samples, and no other sites."""
@@ -89,6 +94,13 @@ def within(spec: "RunSpec", size: int | None = None) -> "RunSpec":
         return spec
     train = spec.train.model_copy(update={"global_batch": size or spec.train.global_batch // spec.sites.count})
     return spec.model_copy(update={"train": train, "sites": None})
+
+
+def kept(spec: "RunSpec") -> int:
+    """Return how many of its newest checkpoints a run keeps. A site that is ahead of another must still have the one that both hold, though
+    it has saved others since: with none in common they could not be resumed."""
+    keep, every = spec.checkpoint.keep, spec.checkpoint.every
+    return keep if spec.sites is None or not every else max(keep, 2 + -(-spec.sites.lead // every))
 
 
 def folder_of(run_dir: Path, site: int) -> Path:
