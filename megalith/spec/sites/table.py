@@ -1,5 +1,6 @@
 """The table `[sites]` of a run file, and a run as one of its sites sees it. No torch."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -81,6 +82,10 @@ class SitesSpec(Spec):
     def feeds_back(self) -> bool:
         """True if rounding leaves something out that is kept for the next difference."""
         return self.error_feedback and self.bits < FULL
+
+    def quorum(self, sites: Collection[int]) -> bool:
+        """True if these sites may merge without the others: more than half of all, or those with the one that `decides` names."""
+        return self.decides in sites if self.decides is not None else 2 * len(set(sites)) > self.count
 
     @property
     def lead(self) -> int:

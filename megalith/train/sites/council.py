@@ -1,9 +1,12 @@
 """The agreement of the ranks that lead sites: which merges are made, by whom and with whom.
 
 One site decides. At a merge it waits for the differences of all sites that train, but no longer than a grace, and sends its verdict to
-all. A verdict needs the differences of a quorum: of more than half of the run's sites, or of those with the site that the run file names.
-So of two halves that cannot see each other, at most one makes merges. A site that has no quorum, or loses the site that decides, ends;
-started again, it meets the others and goes on from a checkpoint that they share, or takes part anew in what they do (`Council.begin`).
+all. A verdict needs a quorum: more than half of the run's sites, or those with the site that the run file names. These count: the site that
+decides, those whose differences came, and those that only follow its merges. A follower must have said so since the merge was due,
+because a connection seems whole for a while after it was cut. Each start of a site's ranks takes part in one line alone, and says so to
+the site that decides there. So of two halves that cannot see each other, at most one makes merges: no site speaks in both, and two quorums
+have one in common. A site that has no quorum, or loses the site that decides, ends; started again, it meets the others and goes on from a
+checkpoint that they share, or takes part anew in what they do (`Council.begin`).
 """
 
 import secrets
@@ -12,49 +15,22 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Protocol
 
 from megalith.fleet.secure.peers import News, PeerGone
 from megalith.spec.sites import SitesSpec
 from megalith.train.sites import messages
+from megalith.train.sites.cuts import called
 from megalith.train.sites.messages import LINE_BYTES, Cut, Difference, Held, Hello, Message, Ready, Start, Told, Verdict
+from megalith.train.sites.wire import Wire
 
 TURN_SECONDS = 0.25  # between looks at the clock while nothing comes
 LEAST_GRACE = 5.0  # seconds: how long a busy machine may do something else
 LEAVING_SECONDS = 10.0  # that a site which has ended stays, so that the others get its last messages
+SPEAK_SECONDS = 0.5  # between words of a site to the one that decides
 ROUNDS = 16  # whose lengths the grace follows
 
 
 SAME = "All sites must run the same version and run file"
-
-
-class Wire(Protocol):
-    """How the rank that leads a site reaches the others (`fleet.secure.peers.Peers`)."""
-
-    def send(self, message: bytes, to: int | None = None) -> None:
-        """Send to a site, or to all others that are connected, without waiting."""
-        ...
-
-    def next(self, seconds: float) -> News | None:
-        """Return what came next; None if nothing came within `seconds`."""
-        ...
-
-    def connected(self, site: int) -> bool:
-        """True while there is a connection to a site."""
-        ...
-
-    def trouble(self, site: int) -> str:
-        """Return why there is no connection to a site, in words."""
-        ...
-
-    @property
-    def turned_away(self) -> int:
-        """Connections that did not prove the run's key."""
-        ...
-
-    def close(self, *, seconds: float) -> None:
-        """End all connections, once everything has been sent and read or `seconds` have passed."""
-        ...
 
 
 class OutOfStepError(RuntimeError):
@@ -105,6 +81,9 @@ class Council:
         self._asks: Hello | Ready | None = None  # what this site wants of the one that decides
         self._asking: set[int] = set()
         self._ready: set[int] = set()
+        self._spoke: dict[int, tuple[bytes, float]] = {}  # the start that took part in this line or followed it last, and when
+        self._due_since = 0.0  # when the newest merge became due, at the site that decides
+        self._said = 0.0  # when this site last told the one that decides that it is there
         self._rounds: deque[float] = deque(maxlen=ROUNDS)
         self._last: dict[int, float] = {}  # when each fragment was merged last
         self._lost_since: float | None = None  # the connection to the site that decides
@@ -116,7 +95,7 @@ class Council:
 
     def quorum(self, sites: Collection[int]) -> bool:
         """True if these sites may merge without the others."""
-        return self.spec.decides in sites if self.spec.decides is not None else 2 * len(set(sites)) > self.spec.count
+        return self.spec.quorum(sites)
 
     @property
     def grace(self) -> float:
@@ -149,7 +128,7 @@ class Council:
             offered = {site: hello.cuts for site, hello in self._hellos.items() if not hello.line} | {self.site: tuple(cuts)}
             waited = time.monotonic() - self._since
             if offered.keys() == all_here or (waited >= self._start_seconds / 4 and self.quorum(offered)):
-                cut, caller = called(offered, self.spec.decides)
+                cut, caller = called(offered, self.spec)
                 if caller == self.site:
                     start = Start(secrets.token_hex(LINE_BYTES), cut)
                     self._post(start)
@@ -204,7 +183,8 @@ class Council:
     def _decided(self, number: int, fragment: int, sent: int, step: int, members: Mapping[int, int]) -> Verdict:
         """Wait for what the others send, decide, and tell them."""
         due = {site for site, since in members.items() if since < sent}
-        began, verdict = time.monotonic(), None
+        verdict = None
+        self._due_since = began = time.monotonic()
         while verdict is None:
             got = due & self._there(fragment, sent).keys()
             verdict = self._judged(
@@ -234,13 +214,16 @@ class Council:
         may_come = {site for site in due - got if self._takes_part(site)}
         if may_come and waited < self.grace:
             return None
-        if due and not self.quorum(got):
-            if not self.quorum(got | may_come) or waited >= self._patience:
-                raise PeerGone(f"{_are(due - got)} away, and the others are no quorum: waited {waited:.0f} s at step {step}")
+        here = got | self._present()
+        if not self.quorum(here) or (due and not got):
+            hoped = here | may_come | {site for site in self._followers() if self._is_near(site, waited)}
+            if not self.quorum(hoped) or (due and not got | may_come) or waited >= self._patience:
+                away = (set(range(self.spec.count)) - here) | (due - got)
+                raise PeerGone(f"{_are(away)} away, and the others are no quorum: waited {waited:.0f} s at step {step}")
             return None
         left = (due - got) | {site for site in members if site != self.site and not self._takes_part(site)}
         leaving = {site for site, one in self._there(fragment, sent).items() if site in got and one.stop}
-        stop = bool(leaving) and (self.site in leaving or not self.quorum(got - leaving))
+        stop = bool(leaving) and (self.site in leaving or not (got - leaving and self.quorum(here - leaving)))
         left |= set() if stop else leaving
         joined = {site for site in self._ready - members.keys() if self._takes_part(site)}
         sets = [tuple(sorted(each)) for each in (got, left, joined)]
@@ -249,6 +232,21 @@ class Council:
     def _takes_part(self, site: int) -> bool:
         """True for a site whose newest start takes part in this line: one that was started again since knows nothing of it."""
         return site == self.site or (site in self._ours and self._here.get(site) == self._ours[site])
+
+    def _present(self) -> set[int]:
+        """Return this site, and those whose words came since the merge was due: they are in no other half."""
+        spoke = {site for site, (start, at) in self._spoke.items() if self._here.get(site) == start and at >= self._due_since}
+        return {self.site} | spoke
+
+    def _followers(self) -> set[int]:
+        """Return the other sites whose newest start takes part in this line or follows its merges, as far as is known here."""
+        spoke = {site for site, (start, _) in self._spoke.items() if self._here.get(site) == start}
+        return spoke | {site for site in self._ours if self._takes_part(site)}
+
+    def _is_near(self, site: int, waited: float) -> bool:
+        """True if a site is connected, or may be again within the grace."""
+        assert self._wire is not None
+        return waited < self.grace or self._wire.connected(site)
 
     def _awaited(self, number: int, fragment: int, sent: int, step: int) -> Verdict:
         """Wait for the verdict of the site that decides."""
@@ -364,10 +362,18 @@ class Council:
         self._beat()
         if self._wire is None:
             return
+        self._speak()
         news = self._wire.next(seconds)
         while news is not None:
             self._take(news)
             news = self._wire.next(0.0)
+
+    def _speak(self) -> None:
+        """Tell the site that decides, now and then, that this one is there and takes part in the same line."""
+        now = time.monotonic()
+        if self.line and not self.decides and now - self._said >= SPEAK_SECONDS:
+            self._said = now
+            self._post(Hello(self.line, self.decider), to=self.decider)
 
     def _take(self, news: News) -> None:
         site, start, data = news
@@ -379,7 +385,10 @@ class Council:
                 self._ready.discard(site)
             self._greet(site)
         elif self._here.get(site) == start:
-            self._note(site, messages.unpack(data))
+            message = messages.unpack(data)
+            self._note(site, message)
+            if self.line and getattr(message, "line", "") == self.line:
+                self._spoke[site] = start, time.monotonic()
 
     def _greet(self, site: int) -> None:
         """Tell a site that has just been connected how this one stands, and what a broken connection may have lost."""
@@ -419,27 +428,3 @@ class Council:
 def _are(sites: Collection[int]) -> str:
     """Return the beginning of a sentence about sites."""
     return f"site{'s' * (len(sites) > 1)} {', '.join(map(str, sorted(sites)))} {'are' if len(sites) > 1 else 'is'}"
-
-
-def called(offered: Mapping[int, Sequence[Cut]], decides: int | None) -> tuple[Cut | None, int]:
-    """Return the checkpoint to begin from (None: the first weights), and the site that decides from there on.
-
-    `offered`: the checkpoints of each site that is there. The newest of all says which sites trained then. The newest that all of these
-    hold, as far as they are there, loses nobody's state; if there is none, it is the newest of all. `decides`: the site that the run
-    file names; else the first that holds the checkpoint decides. Raises ValueError where a named site has no checkpoint, but others do.
-    """
-    age = lambda cut: (cut.samples, cut.step, cut.mark)  # noqa: E731
-    newest = max((cut for cuts in offered.values() for cut in cuts), key=age, default=None)
-    if newest is None:
-        return None, min(offered) if decides is None else decides
-    if decides is not None and not offered.get(decides):
-        raise ValueError(
-            f"sites.decides = {decides}, and site {decides} has no checkpoint of the run, but others have one of step {newest.step}. "
-            "Copy its run folder back, or name a site that has one"
-        )
-    held = [set(cuts) for site, cuts in offered.items() if site in newest.members]
-    usable = set.intersection(*held) if held else set()
-    if decides is not None and not usable & set(offered[decides]):
-        usable = set(offered[decides])
-    cut = max(usable, key=age, default=newest)
-    return cut, min(site for site, cuts in offered.items() if cut in cuts) if decides is None else decides

@@ -1,10 +1,12 @@
 """The agreement of sites, over a wire in this process that can be cut: who merges, who leaves, who comes back, and never two halves."""
 
+import contextlib
 import os
 import random
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch
 from megalith.fleet.secure.peers import News, PeerGone
 from megalith.spec.sites import HEAD_BYTES, VERDICT_BYTES, SitesSpec
 from megalith.train.sites import messages
-from megalith.train.sites.council import Beginning, Council, OutOfStepError, called
+from megalith.train.sites.council import Beginning, Council, OutOfStepError
+from megalith.train.sites.cuts import called
 from megalith.train.sites.messages import LENGTH_BYTES, Cut, Difference, Held, Hello, Ready, Start, Told, Verdict
 
 LINE = "ab" * 8
@@ -77,9 +80,9 @@ class Wire:
         pass
 
 
-def _council(hub: Hub, site: int, *, start: str = "first", **spec: Any) -> Council:
+def _council(hub: Hub, site: int, *, start: str = "first", patience: float = 0.3, **spec: Any) -> Council:
     sites = SitesSpec(**{"count": 3, "grace": 0.1} | spec)
-    return Council(sites, site, Wire(hub, site, start), patience=0.3, start=0.4, limit=0.4)
+    return Council(sites, site, Wire(hub, site, start), patience=patience, start=0.4, limit=0.4)
 
 
 def _all(hub: Hub, **spec: Any) -> list[Council]:
@@ -94,6 +97,25 @@ def _all(hub: Hub, **spec: Any) -> list[Council]:
 def _listen(councils: Iterable[Council]) -> None:
     for one in [*councils] * 2:  # an answer may follow
         one.listen()
+
+
+@contextlib.contextmanager
+def _waiting(councils: Iterable[Council]) -> Iterator[None]:
+    """These sites wait for something meanwhile."""
+    over, every = threading.Event(), list(councils)
+
+    def wait() -> None:
+        while not over.is_set():
+            _listen(every)
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _difference(step: int, *, fragment: int = 0, stop: bool = False) -> Difference:
@@ -287,15 +309,108 @@ def _cut(step: int, *members: int, mark: str = "") -> Cut:
 
 
 def test_sites_begin_from_the_newest_checkpoint_that_all_who_trained_have() -> None:
-    old, new = _cut(3, 0, 1, 2), _cut(6, 0, 1, 2)
-    assert called({0: (old, new), 1: (old, new), 2: (old,)}, None) == (old, 0)
-    assert called({0: (), 1: (old, new)}, None) == (new, 1), "a site that lost its disk does not set the others back"
+    old, new, sites = _cut(3, 0, 1, 2), _cut(6, 0, 1, 2), SitesSpec(count=3)
+    assert called({0: (old, new), 1: (old, new), 2: (old,)}, sites) == (old, 0)
+    assert called({0: (), 1: (old, new)}, sites) == (new, 1), "a site that lost its disk does not set the others back"
     alone = _cut(9, 0, 1)
-    assert called({0: (new, alone), 1: (alone,), 2: (new,)}, None) == (alone, 0), "2 had left"
-    assert called({0: (new,), 1: (_cut(7, 0, 1, mark="other"),)}, None)[0] == _cut(7, 0, 1, mark="other")
-    assert called({1: (), 2: ()}, None) == (None, 1)
+    assert called({0: (new, alone), 1: (alone,), 2: (new,)}, sites) == (alone, 0), "2 had left"
+    assert called({0: (new,), 1: (_cut(7, 0, 1, mark="other"),)}, sites)[0] == _cut(7, 0, 1, mark="other")
+    assert called({1: (), 2: ()}, sites) == (None, 1)
     with pytest.raises(ValueError, match=r"sites\.decides = 0, and site 0 has no checkpoint"):
-        called({0: (), 1: (old,)}, 0)
+        called({0: (), 1: (old,)}, SitesSpec(count=3, decides=0))
+
+
+def test_a_site_without_checkpoints_sets_nobody_back() -> None:
+    old, new, three = _cut(3, 0, 1, 2), _cut(6, 0, 1, 2), SitesSpec(count=3)
+    assert called({0: (old, new), 1: (old,), 2: ()}, three) == (old, 0)
+    other = _cut(7, 0, 1, 2, mark="other")
+    assert called({0: (old, new), 1: (old, new), 2: (other,)}, three) == (new, 0), (
+        "a quorum holds it, and one site alone the newest"
+    )
+    follows = _cut(9, 1)
+    assert called({0: (old,), 1: (old, follows)}, SitesSpec(count=2, decides=0)) == (old, 0), "who decides must hold it"
+
+
+# --- sites that only follow ---
+
+
+def _some_enter(hub: Hub, trained: int, **spec: Any) -> list[Council]:
+    """All sites of a run, of which only the first few hold its checkpoint: the others take part anew."""
+    count, cut = spec["count"], _cut(6, *range(trained))
+    found = [_council(hub, site, **spec) for site in range(count)]
+    for one in found[:trained]:
+        one._cuts = [cut]
+    _listen(found)
+    begun = [one.begin([cut] if one.site < trained else [], 1.0) for one in found]
+    assert begun == [Beginning(6)] * trained + [Beginning(None, anew=True)] * (count - trained)
+    _listen(found)
+    return found
+
+
+@pytest.mark.parametrize(("trained", "count"), [(1, 2), (2, 4)])
+def test_sites_that_enter_anew_count_for_the_quorum(trained: int, count: int) -> None:
+    """More sites than before, or folders that were lost: the others merge, send their weights, and let them join."""
+    councils = _some_enter(Hub(), trained, count=count, patience=20.0)
+    members, entering = dict.fromkeys(range(trained), 0), list(range(trained, count))
+    for one in councils[:trained]:
+        one.post(_difference(8))
+    with _waiting(councils[trained:]):
+        verdict = councils[0].decide(0, 0, 8, 8, members=members)
+    assert (verdict.merged, verdict.left, verdict.stop) == (tuple(range(trained)), (), False)
+    assert councils[0].asking(members) == entering
+    for one in councils[trained:]:
+        one.say_ready()
+    for one in councils[:trained]:
+        one.post(_difference(12))
+    with _waiting(councils[trained:]):
+        assert councils[0].decide(1, 0, 12, 12, members=members).joined == tuple(entering)
+
+
+def test_one_of_two_sites_may_lose_its_run_folder() -> None:
+    """It trained when the checkpoint was saved, and nobody waits for what it cannot send."""
+    councils = _some_enter(Hub(), 1, count=2, patience=20.0, grace=60.0)
+    councils[0].post(_difference(8))
+    with _waiting(councils[1:]):
+        verdict = councils[0].decide(0, 0, 8, 8, members={0: 0, 1: 0})
+    assert (verdict.merged, verdict.left) == ((0,), (1,)) and councils[0].asking({0: 0}) == [1]
+
+
+def test_a_site_that_has_just_joined_counts_before_its_first_difference_is_due() -> None:
+    councils = _all(Hub(), count=2, patience=20.0)
+    councils[0].post(_difference(6))
+    with _waiting(councils[1:]):
+        assert councils[0].decide(0, 0, 6, 8, members={0: 0, 1: 8}).merged == (0,)
+
+
+@pytest.mark.parametrize("half", [(0, 1), (0, 1, 2)])
+def test_a_half_with_followers_goes_on_only_if_it_is_a_quorum(half: tuple[int, ...]) -> None:
+    hub = Hub()
+    councils = _some_enter(hub, 2, count=4, patience=2.0)
+    rest = sorted(set(range(4)) - set(half))
+    for one in councils[:2]:
+        one.post(_difference(8))
+    hub.cut(half, rest)
+    with _waiting([councils[site] for site in range(2, 4)]):
+        if len(half) > 2:
+            assert councils[0].decide(0, 0, 8, 8, members={0: 0, 1: 0}).merged == (0, 1)
+        else:
+            with pytest.raises(PeerGone, match="sites 2, 3 are away, and the others are no quorum"):
+                councils[0].decide(0, 0, 8, 8, members={0: 0, 1: 0})
+    alone = [_council(hub, site, start="later", count=4) for site in rest]
+    _listen(alone)
+    with pytest.raises(PeerGone, match="more than half of the 4 sites must be there"):
+        alone[0].begin([], 1.0)
+
+
+def test_a_follower_that_is_silent_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection may seem whole though it was cut, and the site be in another half by now."""
+    hub = Hub()
+    councils = _some_enter(hub, 1, count=2)
+    hub.cut([0], [1])
+    monkeypatch.setattr(Wire, "connected", lambda *_: True)
+    councils[0].post(_difference(8))
+    with pytest.raises(PeerGone, match="site 1 is away, and the others are no quorum"):
+        councils[0].decide(0, 0, 8, 8, members={0: 0})
 
 
 def test_messages_come_back_as_they_were() -> None:

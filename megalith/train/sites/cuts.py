@@ -1,0 +1,35 @@
+"""Checkpoints that sites offer each other when they meet, and the one that they begin from."""
+
+from collections.abc import Mapping, Sequence
+
+from megalith.spec.sites import SitesSpec
+from megalith.train.sites.messages import Cut
+
+
+def called(offered: Mapping[int, Sequence[Cut]], spec: SitesSpec) -> tuple[Cut | None, int]:
+    """Return the checkpoint to begin from (None: the first weights), and the site that decides from there on.
+
+    `offered`: the checkpoints of each site that is there. The newest of all says which sites trained then. The newest that all of these
+    hold, as far as they are there and have any, loses nobody's state. If there is none, it is the newest that a quorum holds: the others
+    get its weights. If there is none either, it is the newest of all. The site that the run file names decides; else the first that holds
+    the checkpoint. Raises ValueError where a named site has no checkpoint, but others do.
+    """
+    age = lambda cut: (cut.samples, cut.step, cut.mark)  # noqa: E731
+    every, decides = {cut for cuts in offered.values() for cut in cuts}, spec.decides
+    holders = {cut: [site for site, cuts in offered.items() if cut in cuts] for cut in every}
+    newest = max(every, key=age, default=None)
+    if newest is None:
+        return None, min(offered) if decides is None else decides
+    if decides is not None and not offered.get(decides):
+        raise ValueError(
+            f"sites.decides = {decides}, and site {decides} has no checkpoint of the run, but others have one of step {newest.step}. "
+            "Copy its run folder back, or name a site that has one"
+        )
+    trained = {site for site, cuts in offered.items() if cuts and site in newest.members}
+    usable = {cut for cut in every if trained and trained <= set(holders[cut])} or {
+        cut for cut in every if spec.quorum(holders[cut])
+    }
+    if decides is not None:
+        usable = {cut for cut in usable if decides in holders[cut]} or set(offered[decides])
+    cut = max(usable or every, key=age)
+    return cut, min(holders[cut]) if decides is None else decides

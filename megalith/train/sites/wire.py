@@ -1,0 +1,34 @@
+"""How the rank that leads a site reaches those of the others, whatever carries its messages."""
+
+from typing import Protocol
+
+from megalith.fleet.secure.peers import News
+
+
+class Wire(Protocol):
+    """The connections of one site to the others: `fleet.secure.peers.Peers`."""
+
+    def send(self, message: bytes, to: int | None = None) -> None:
+        """Send to a site, or to all others that are connected, without waiting."""
+        ...
+
+    def next(self, seconds: float) -> News | None:
+        """Return what came next; None if nothing came within `seconds`."""
+        ...
+
+    def connected(self, site: int) -> bool:
+        """True while there is a connection to a site."""
+        ...
+
+    def trouble(self, site: int) -> str:
+        """Return why there is no connection to a site, in words."""
+        ...
+
+    @property
+    def turned_away(self) -> int:
+        """Connections that did not prove the run's key."""
+        ...
+
+    def close(self, *, seconds: float) -> None:
+        """End all connections, once everything has been sent and read or `seconds` have passed."""
+        ...
