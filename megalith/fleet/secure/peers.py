@@ -155,8 +155,8 @@ class Peers:
             return self._news.get(timeout=seconds) if seconds > 0 else self._news.get_nowait()
         return None
 
-    def close(self, *, seconds: float) -> None:
-        """End all connections once everything has been sent and read, or `seconds` have passed."""
+    def close(self, *, seconds: float) -> bool:
+        """End all connections once everything has been sent and read; True if that is so within `seconds`. May be called again."""
         end = time.monotonic() + seconds
         self._closed.set()
         if self._server is not None:
@@ -165,8 +165,10 @@ class Peers:
         peers = list(self._peers.values())
         for peer in peers:
             peer.out.put(None)
-        for thread in [thread for peer in peers for thread in peer.threads]:
+        threads = [thread for peer in peers for thread in peer.threads]
+        for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
 
     # --- one connection ---
 

@@ -25,7 +25,6 @@ from megalith.train.sites.wire import Wire
 
 TURN_SECONDS = 0.25  # between looks at the clock while nothing comes
 LEAST_GRACE = 5.0  # seconds: how long a busy machine may do something else
-LEAVING_SECONDS = 10.0  # that a site which has ended stays, so that the others get its last messages
 SPEAK_SECONDS = 0.5  # between words of a site to the one that decides
 ROUNDS = 16  # whose lengths the grace follows
 
@@ -59,9 +58,10 @@ class Council:
         limit: float,
         beat: Callable[[], object] = lambda: None,
     ) -> None:
-        """`wire`: None where there is one site. `patience`: seconds that a merge waits for a site without which no quorum is left. `start`:
-        seconds that a site may take for its first round; a quorum begins without the others after a quarter of it. `limit`: seconds to
-        wait for a quorum at the beginning. `beat` is called several times a second during waits."""
+        """`wire`: None where there is one site. `patience`: seconds that a merge waits for a site without which no quorum is left, and that
+        a site which has ended stays at most, so that the others get its last messages. `start`: seconds that a site may take for its first
+        round; a quorum begins without the others after a quarter of it. `limit`: seconds to wait for a quorum at the beginning. `beat` is
+        called several times a second during waits."""
         self.spec, self.site, self._wire = spec, site, wire
         self._patience, self._start_seconds, self._limit = patience, start, limit
         self._beat = beat
@@ -86,6 +86,7 @@ class Council:
         self._said = 0.0  # when this site last told the one that decides that it is there
         self._rounds: deque[float] = deque(maxlen=ROUNDS)
         self._last: dict[int, float] = {}  # when each fragment was merged last
+        self._leaving_since: float | None = None
         self._lost_since: float | None = None  # the connection to the site that decides
 
     @property
@@ -342,10 +343,21 @@ class Council:
         """Connections that did not prove the run's key."""
         return self._wire.turned_away if self._wire is not None else 0
 
-    def close(self) -> None:
-        """End the connections, once the others have what this site has sent."""
-        if self._wire is not None:
-            self._wire.close(seconds=LEAVING_SECONDS)
+    def close(self, seconds: float) -> bool:
+        """End the connections; True once the others have what this site has sent, or the patience is over. False if `seconds` were not
+        enough, and the call is to be made again."""
+        if self._wire is None:
+            return True
+        began = time.monotonic()
+        self._leaving_since = began if self._leaving_since is None else self._leaving_since
+        while not self._wire.close(seconds=TURN_SECONDS):
+            self._beat()
+            now = time.monotonic()
+            if now - self._leaving_since >= self._patience:
+                return True
+            if now - began >= seconds:
+                return False
+        return True
 
     def listen(self) -> None:
         """Take in what has come, and answer whoever has been connected. Returns at once."""

@@ -225,9 +225,9 @@ class Sites:
         return Round(tuple(event for _, event in made if event is not None), stopping, self._refused - before)
 
     def close(self) -> None:
-        """End the connections to the other sites, once they have what this one has sent."""
-        if self._council is not None:
-            self._council.close()
+        """End the connections to the other sites, once they have what this one has sent. All ranks of a site call it together."""
+        while not self._tell(self._council is None or self._council.close(WAIT_SECONDS)):
+            pass
 
     def _arriving(self, step: int) -> list[int]:
         """The fragments that are merged after `step` steps, among those that were sent before."""

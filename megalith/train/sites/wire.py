@@ -29,6 +29,6 @@ class Wire(Protocol):
         """Connections that did not prove the run's key."""
         ...
 
-    def close(self, *, seconds: float) -> None:
-        """End all connections, once everything has been sent and read or `seconds` have passed."""
+    def close(self, *, seconds: float) -> bool:
+        """End all connections, once everything has been sent and read; True if that is so within `seconds`. May be called again."""
         ...

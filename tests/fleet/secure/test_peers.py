@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 
@@ -84,6 +85,20 @@ def test_what_was_sent_before_the_end_still_arrives() -> None:
         sites[1].close(seconds=PATIENCE)
         assert _messages(sites[0], 1) == {1: [bytes(5 * PIECE_BYTES)]}
         until(lambda: not sites[0].connected(1), seconds=PATIENCE)
+
+
+def test_closing_says_whether_all_was_read() -> None:
+    """The other site is too slow at first."""
+    with _sites(2) as sites:
+        _open(sites)
+        slow, free = sites[0]._peers[1].opener, threading.Event()
+        feed = slow.feed
+        slow.feed = lambda data: feed(data) if free.wait(PATIENCE) else iter(())  # type: ignore[method-assign]
+        sites[1].send(bytes(64 * PIECE_BYTES))
+        assert not sites[1].close(seconds=0.1) and not sites[1].close(seconds=0.1)
+        free.set()
+        assert sites[1].close(seconds=PATIENCE)
+        assert _messages(sites[0], 1) == {1: [bytes(64 * PIECE_BYTES)]}
 
 
 def test_a_broken_connection_is_made_again() -> None:

@@ -48,6 +48,8 @@ class Wire:
     """One site's end of them, as `fleet.secure.peers.Peers` is."""
 
     turned_away = 0
+    unsent = 0
+    """Calls of `close` that return before everything is sent."""
 
     def __init__(self, hub: Hub, site: int, start: str) -> None:
         self.hub, self.site, self.start, self.news = hub, site, start.encode(), deque[News]()
@@ -76,8 +78,10 @@ class Wire:
             time.sleep(min(seconds, 0.005))
         return self.news.popleft() if self.news else None
 
-    def close(self, *, seconds: float) -> None:
-        pass
+    def close(self, *, seconds: float) -> bool:
+        time.sleep(0.01)
+        self.unsent -= 1
+        return self.unsent < 0
 
 
 def _council(hub: Hub, site: int, *, start: str = "first", patience: float = 0.3, **spec: Any) -> Council:
@@ -329,6 +333,17 @@ def test_a_site_without_checkpoints_sets_nobody_back() -> None:
     )
     follows = _cut(9, 1)
     assert called({0: (old,), 1: (old, follows)}, SitesSpec(count=2, decides=0)) == (old, 0), "who decides must hold it"
+
+
+def test_a_site_that_has_ended_stays_until_all_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor hears that it lives; it stays no longer than the patience, though a link may never take what is left."""
+    beats = list[int]()
+    wire = Wire(Hub(), 0, "first")
+    council = Council(SitesSpec(count=3), 0, wire, patience=0.3, start=1, limit=1, beat=lambda: beats.append(1))
+    monkeypatch.setattr(Wire, "unsent", 3)
+    assert council.close(5.0) and len(beats) == 3
+    wire.unsent = 1_000_000
+    assert not council.close(0.05) and council.close(5.0)
 
 
 # --- sites that only follow ---
