@@ -239,17 +239,21 @@ class Peers:
     def _keep_connected(self, site: int) -> None:
         """Connect to a site, and again whenever the connection breaks. Nobody may be there, or strangers take its places."""
         while not self._closed.is_set():
-            if (address := self._address_of(site)) is None:
-                self._troubles[site] = "its address is not known: it has not started"
-            elif (peer := self._connect(site, address)) is not None:
+            if (peer := self._connect(site)) is not None:
                 peer.broken.wait()
             self._closed.wait(AGAIN_SECONDS)
 
-    def _connect(self, site: int, address: Address) -> _Peer | None:
+    def _connect(self, site: int) -> _Peer | None:
+        """Connect to a site, if who listens at its address proves the key within PROOF_SECONDS; else note why not."""
         connection: Connection | None = None
-        trouble = "who listens there has another key"
+        timer: threading.Timer | None = None
+        where, trouble = "", "who listens there has another key"
         try:
+            if (address := self._address_of(site)) is None:
+                raise ValueError("its address is not known: it has not started")
+            where = f"{address[0]}:{address[1]}: "
             plain = connection = socket.create_connection(address, timeout=PROOF_SECONDS)
+            timer = _cut_later(plain)
             _prepare(plain)
             connection = plain if self._tls is None else self._tls.connect(plain, address[0])
             handshake = ClientHandshake(self._key, _exactly(connection, GREETING_BYTES))
@@ -260,13 +264,17 @@ class Peers:
                 connection.sendall(ends[0].seal(self._hello))
                 number, start = _HELLO.unpack(_first(connection, ends[1]))
                 if number == site:
+                    timer.cancel()
                     return self._take(site, start, connection, *ends)
                 trouble = f"site {number} listens there"
         except OSError as error:
             trouble = error.strerror or str(error)
         except (EOFError, ValueError, struct.error) as error:
             trouble = str(error)
-        self._troubles[site] = f"{address[0]}:{address[1]}: {trouble}"
+        finally:
+            if timer is not None:
+                timer.cancel()
+        self._troubles[site] = f"{where}{trouble}"
         if connection is not None:
             connection.close()
         return None
@@ -288,9 +296,7 @@ class Peers:
 
     def _judge(self, plain: socket.socket, places: threading.BoundedSemaphore) -> None:
         """Let a connection in if it proves the key within PROOF_SECONDS, and is of a site after this one."""
-        timer = threading.Timer(PROOF_SECONDS, _cut, (plain,))  # each byte may come in time, and the whole not
-        timer.daemon = True
-        timer.start()
+        timer = _cut_later(plain)
         try:
             _prepare(plain)
             plain.settimeout(PROOF_SECONDS)
@@ -329,6 +335,14 @@ def _prepare(connection: socket.socket) -> None:
     for name, value in limits.items():
         if (option := getattr(socket, f"TCP_{name}", None)) is not None:  # Linux has all of them
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _cut_later(connection: socket.socket) -> threading.Timer:
+    """Cut a connection after PROOF_SECONDS, unless that is cancelled: each byte of a proof may come in time, and the whole not."""
+    timer = threading.Timer(PROOF_SECONDS, _cut, (connection,))
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def _cut(connection: Connection) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from megalith.fleet.secure import peers as transport
 from megalith.fleet.secure.key import Key
-from megalith.fleet.secure.peers import AT_ONCE, PIECE_BYTES, Peers
-from megalith.fleet.secure.session import PROOF_BYTES
+from megalith.fleet.secure.peers import AT_ONCE, PIECE_BYTES, Address, Peers
+from megalith.fleet.secure.session import GREETING_BYTES, PROOF_BYTES
 from tests.fleet.conftest import until
 from tests.keys import KEY, OTHER_KEY
 from tests.patience import PATIENCE
@@ -193,3 +193,43 @@ def test_an_altered_frame_ends_the_connection() -> None:
         assert _greeted(sites[0]) == 1
         sites[1]._peers[0].connection.sendall(bytes(44 + 10))
         assert _greeted(sites[0]) == 1, "it was made again, and nothing came of the frame"
+
+
+def test_who_proves_itself_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, and the whole greeting would not: meanwhile nobody would try again."""
+    monkeypatch.setattr(transport, "PROOF_SECONDS", 1.0)
+    given = 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE)
+        peers = Peers(1, 2, KEY, address_of=lambda _: server.getsockname())
+        peers.open()
+        stranger, _ = server.accept()
+        stranger.settimeout(0.5)
+        with stranger, contextlib.suppress(ConnectionError):
+            while given < GREETING_BYTES:
+                stranger.sendall(b"x")
+                given += 1
+                with contextlib.suppress(TimeoutError):
+                    if not stranger.recv(1):
+                        break
+        again, _ = server.accept()
+        again.close()
+        peers.close(seconds=0.0)
+    assert given < GREETING_BYTES
+
+
+def test_an_address_that_cannot_be_read_is_asked_for_again() -> None:
+    addresses = iter([ValueError("'?' is no address of a site"), PermissionError(13, "Permission denied")])
+
+    def address_of(_: int) -> Address:
+        if error := next(addresses, None):
+            raise error
+        return one.address
+
+    one = Peers(0, 2, KEY, address_of=lambda _: None)
+    other = Peers(1, 2, KEY, address_of=address_of)
+    for each in (one, other):
+        each.open()
+    until(lambda: one.connected(1) and other.connected(0), seconds=PATIENCE)
+    for each in (one, other):
+        each.close(seconds=0.0)
