@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+from rich.console import Console
+
+from megalith.commands.sites.replay import replay
+from megalith.train.sites.record import RecordError
 from tests.runs import prepare_text, typed
 
 SITES = "[sites]\ncount = 2\ninner_steps = 2\nbits = 4\n"
@@ -40,3 +45,8 @@ def test_a_run_that_was_typed_is_replayed(tmp_path: Path) -> None:
     refused = _replay(folder, "--out", tmp_path / "other")
     assert refused.returncode == 1 and "Also name the folders of the other sites" in refused.stderr
     assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"exists, and a replay begins in a folder of its own\. Name another one with --out"):
+        replay(tmp_path / "run", (), tmp_path, console=Console())

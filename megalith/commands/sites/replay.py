@@ -54,14 +54,17 @@ def command(
 
 def replay(run_dir: Path, others: list[Path] | tuple[Path, ...], out: Path, *, console: Console) -> Replayed:
     """Make the merges again that `run_dir` and `others` have recorded, in the run folder `out`. Raises SpecErrors before anything starts,
-    RecordError if the merges are not all there or the run file was changed on the way, and FileNotFoundError for a folder without a run."""
+    RecordError if there is something at `out`, if the merges are not all there or if the run file was changed on the way, and
+    FileNotFoundError for a folder without a run."""
     from megalith.checkpoint.read import read_full  # torch takes seconds to import
     from megalith.commands.train import train
     from megalith.fleet.exit_codes import ORDERLY
     from megalith.spec import files
     from megalith.spec.toml import literal
-    from megalith.train.sites.record import recorded
+    from megalith.train.sites.record import RecordError, recorded
 
+    if out.exists():
+        raise RecordError(f"{out} exists, and a replay begins in a folder of its own. Name another one with --out, or remove it")
     folders = [str(folder.resolve()) for folder in (run_dir, *others)]
     recorded([Path(folder) for folder in folders])  # now, and not from the log of a rank
     request = RunRequest.in_folder(run_dir)

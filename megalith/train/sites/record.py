@@ -28,8 +28,8 @@ class RecordError(ValueError):
 
 def recorded(folders: Sequence[Path]) -> dict[int, Verdict]:
     """Return all merges up to the newest checkpoint of a run, by their numbers. `folders`: the run's, and of sites that were launched by
-    themselves theirs. A site's log lacks what the others merged while it was away. Raises RecordError, and FileNotFoundError for a folder
-    without a checkpoint."""
+    themselves theirs. A site's log lacks what the others merged while it was away. Raises RecordError, also where there is no merge, and
+    FileNotFoundError for a folder without a checkpoint."""
     logs = [place for folder in folders for place in _sites_in(folder) if place.is_dir()]
     events = [event for place in logs for event in read(place)]
     merges = list(of_kind(events, Merge))
@@ -37,6 +37,11 @@ def recorded(folders: Sequence[Path]) -> dict[int, Verdict]:
     last = read_manifest(find(folders[0])).meta.get("sites")
     if last is None:
         raise RecordError(f"{folders[0]} is no run across sites. Without sites, the same run file makes the same bits")
+    if not last["merges"]:
+        raise RecordError(
+            f"the newest checkpoint of {folders[0]} was saved before the run's first merge, so there is none to repeat. Resume the run "
+            "until it has saved after one"
+        )
     return _chained(merges, last["merges"], last["mark"], named=", ".join(map(str, folders)))
 
 

@@ -1,15 +1,19 @@
 """Merges are found in logs, and made again as they were."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+from megalith.checkpoint.checkpointer import Checkpointer
+from megalith.checkpoint.folder import FOLDER
 from megalith.events import Merge
 from megalith.fleet.secure.peers import PeerGone
 from megalith.spec.sites import SitesSpec
 from megalith.train.sites.council import Beginning, OutOfStepError
 from megalith.train.sites.messages import Verdict
-from megalith.train.sites.record import Recorded, RecordError, _chained
+from megalith.train.sites.record import Recorded, RecordError, _chained, recorded
 from tests.train.sites.test_council import MEMBERS, Hub, Wire, _difference, _listen
 
 VERDICTS = [
@@ -55,6 +59,12 @@ def test_an_altered_event_is_found() -> None:
     altered = [replace(made[0], merged=[0, 1]), *made[1:]]
     with pytest.raises(RecordError, match="merge 0 follows none"):
         _chained(altered, 3, made[2].mark, named="runs/one")
+
+
+def test_a_run_without_a_merge_is_refused(tmp_path: Path) -> None:
+    Checkpointer(tmp_path / FOLDER).save(1, {"x": torch.ones(1)}, {"sites": {"merges": 0, "mark": ""}}, asynchronous=False)
+    with pytest.raises(RecordError, match="was saved before the run's first merge"):
+        recorded([tmp_path])
 
 
 def _all(hub: Hub, **named: float) -> list[Recorded]:
