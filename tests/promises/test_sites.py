@@ -1,6 +1,7 @@
 """Sites that train apart and merge: what is the same as without them, exactly resumed, under any plan, by any number of sites."""
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -148,6 +149,21 @@ def test_the_number_of_sites_may_change(data: Path, tmp_path: Path) -> None:
     (last,) = {one.number: one for one in of_kind(read(folder), Merge) if one.left}.values()
     assert last.left == [1, 2] and last.count == 1
     assert _ledger(_spec(data, sites, train={"steps": 24}), folder) == list(range(24 * 12))
+
+
+@FULL
+def test_one_of_two_sites_may_lose_its_run_folder(data: Path, tmp_path: Path) -> None:
+    """The other has the only checkpoint, and is no quorum alone."""
+    folder, spec = tmp_path / "run", _spec(data, {"inner_steps": 4, "grace": 60.0}, train={"steps": 20})
+    with when("step", 7, act=lambda: die_once_saved(folder, 6)):
+        finish(start(spec, folder, environment=GIVEN))
+    shutil.rmtree(folder_of(folder, 1))
+    _train(spec, folder)
+    made = list({one.number: one for one in of_kind(read(folder), Merge)}.values())
+    assert [one.joined for one in made if one.joined] == [[1]] and made[-1].merged == [0, 1]
+    other = final_state(folder_of(folder, 1))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in _weights(final_state(folder)).items())
+    assert _ledger(spec, folder) == list(range(20 * 12))
 
 
 def test_a_site_that_is_killed_comes_back(data: Path, tmp_path: Path) -> None:
