@@ -21,6 +21,7 @@ from megalith.cost.recorder import FUSED, Recorder, bytes_of, leaves
 from megalith.kernels.cross_entropy import Loss
 from megalith.kernels.deferred import Queue, deferring
 from megalith.models.batch import Batch
+from megalith.models.core import CausalCore
 from megalith.models.embedding import Lookup
 from megalith.models.stage import Stage
 from megalith.spec.model import AttentionSpec, BlockSpec, MambaSpec, ModelSpec
@@ -74,7 +75,8 @@ def trace_block(model: ModelSpec, number: int, layout: Layout) -> Profile:
 def _swap_mixers(module: nn.Module, block: BlockSpec, recorder: Recorder, layout: Layout) -> None:
     """Run attention, or Mamba-2, as the device does."""
     window = block.attention.window if isinstance(block.attention, AttentionSpec) else None
-    if block.attention is not None and hasattr(module.attention, "core"):  # a user's own may have none
+    # a user's own may have none, or another one; of whichever attention this is, the device runs it as one kernel
+    if block.attention is not None and type(getattr(module.attention, "core", None)) is CausalCore:
         core = FusedCore(core_note(recorder, layout, window)) if layout.attention == "fused" else PlainCore()
         if layout.ulysses > 1:
             core = ByHeads(core, recorder, layout.ulysses)

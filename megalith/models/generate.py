@@ -10,6 +10,7 @@ from megalith.kernels.attention import kernel_for
 from megalith.models.batch import Batch
 from megalith.models.block import Block
 from megalith.models.core import CausalCore
+from megalith.models.own import mixes_in_core
 from megalith.models.stage import Stage
 
 
@@ -50,7 +51,8 @@ def generate(
     """Up to `tokens` token ids after `prompt` (at least one id), one by one; ends early after `stop`. Temperature 0 takes the most
     likely token each time (greedy). `top_k` and `top_p` (nucleus, Holtzman et al. 2020) limit the choice.
 
-    A model with Mamba-2, or with an own attention without a core, keeps no state, and reads all tokens again for each new one.
+    A model with Mamba-2, or with an own attention that does not declare `core = True`, keeps no keys and values: it reads all tokens again
+    for each new one.
 
     Raises ValueError for an empty prompt, or for more tokens than the model's context.
     """
@@ -64,7 +66,7 @@ def generate(
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     blocks = [block for block in model.modules() if isinstance(block, Block)]
-    keeps = all(block.mamba is None and (block.attention is None or hasattr(block.attention, "core")) for block in blocks)
+    keeps = all(block.mamba is None and (block.attention is None or mixes_in_core(block.attention)) for block in blocks)
     cores: list[tuple[Any, Any]] = [
         (block.attention, block.attention.core) for block in blocks if keeps and block.attention is not None
     ]

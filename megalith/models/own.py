@@ -61,3 +61,10 @@ def declaration(module: nn.Module) -> Declared | None:
     """Return the declaration of an own part; None for any other module."""
     found = vars(module).get("declared")
     return found if isinstance(found, Declared) else None
+
+
+def mixes_in_core(attention: nn.Module) -> bool:
+    """True if tokens see each other through `attention.core` alone, so that it may be swapped: Megalith's own attention, or an own part
+    that declares `core`."""
+    found = declaration(attention)
+    return found is None or PARTS[found.name].core

@@ -77,6 +77,30 @@ class Mean(nn.Module):
 MEAN = ModelPart("attention", f"{HERE}:Mean", lambda dim, spec: [Tensor("value.weight", (dim, dim))])
 
 
+class Shifted(Attention):
+    """An attention with Megalith's core, whose tokens see the one before them outside of it too."""
+
+    def forward(self, x: Values, batch: Batch) -> Values:
+        return super().forward(x + torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1), batch)
+
+
+SHIFTED = ModelPart("attention", f"{HERE}:Shifted", lambda dim, spec: list(of_gated(dim, spec))[:4])
+
+
+class Named(nn.Module):
+    """An attention without a core, with a matrix of this name."""
+
+    def __init__(self, dim: int, spec: Any, rope_slot: int = 0) -> None:
+        super().__init__()
+        self.core = Linear(dim, dim)
+
+    def forward(self, x: Values, batch: Batch) -> Values:
+        return self.core(x).cumsum(1)
+
+
+NAMED = ModelPart("attention", f"{HERE}:Named", lambda dim, spec: [Tensor("core.weight", (dim, dim))])
+
+
 class Odd(nn.Module):
     """An MLP of one matrix pair, with a fault that `spec.hidden` does not show: `Odd.fault` names it."""
 

@@ -15,6 +15,7 @@ from megalith.commands.export import export
 from megalith.commands.report import report
 from megalith.commands.shared.arguments import admit_parts
 from megalith.cost.foreseen import foresee, of_run
+from megalith.models.generate import generate as written
 from megalith.models.init import initialise
 from megalith.models.own import own_part
 from megalith.models.stage import Stage
@@ -25,6 +26,7 @@ from megalith.spec.run import RunSpec
 from megalith.spec.sizes import count_model
 from megalith.train.generate import generate
 from megalith.train.own.model_trial import try_parts
+from tests.models.plain import lively, logits
 from tests.parallel.running import CPU, trainer_of
 from tests.promises import own_model
 from tests.promises.test_own_parts import shown
@@ -55,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         import sys
 
         sys.modules.pop("mine", None)
-        for name in ("GATED", "WHOLE", "POWER", "MEAN", "ODD", "CROSSED", "SHORT"):
+        for name in ("GATED", "WHOLE", "POWER", "MEAN", "SHIFTED", "NAMED", "ODD", "CROSSED", "SHORT"):
             parts.admit(f"{HERE}:{name}")
         parts.admit("mine:BILINEAR", "mlp")
         yield here
@@ -133,6 +135,29 @@ def test_planner_and_dry_run_count_the_same_of_a_tensor_rank() -> None:
     found, told = dry(spec, 0), foresee(of_run(spec), rank=0)
     assert found.work.products == told.work.products
     assert found.memory.peak["weights"] == pytest.approx(told.memory["weights"], rel=1e-3)
+
+
+# --- no core is taken for granted ---
+
+
+@pytest.mark.parametrize("attention", ["GATED", "SHIFTED", "NAMED"])
+def test_text_is_that_of_reading_all_tokens_again_for_each(attention: str) -> None:
+    model = lively(run(model={"attention": f"{HERE}:{attention}"}).model, spread=0.6)
+    line = [3, 1, 4, 1, 5]
+    with torch.no_grad():
+        for _ in range(12):
+            line.append(int(logits(model, torch.tensor([line]))[0, -1].argmax()))
+    assert list(written(model, line[:5], tokens=12, temperature=0)) == line[5:]
+    assert len(set(line[5:])) > 1
+
+
+def test_another_module_named_core_is_counted_as_what_it_is() -> None:
+    assert _products("NAMED") == _products("MEAN")
+    assert _products("SHIFTED") == _products("")
+
+
+def _products(attention: str) -> float:
+    return foresee(of_run(run(model={"attention": f"{HERE}:{attention}"} if attention else {})), rank=0).work.products
 
 
 # --- imported only for a command that is given it ---
