@@ -1,6 +1,7 @@
 """Own parts of a model for tests: an attention with a gate, one without a core, a norm, and parts with a fault each."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from megalith.models.attention import Attention
 from megalith.models.batch import Batch
 from megalith.models.linear import Linear
+from megalith.models.rope import tables
 from megalith.spec.parts import ModelPart, Tensor
 
 HERE = __name__
@@ -85,6 +87,21 @@ class Shifted(Attention):
 
 
 SHIFTED = ModelPart("attention", f"{HERE}:Shifted", lambda dim, spec: list(of_gated(dim, spec))[:4])
+
+
+class Counted(Attention):
+    """An attention that counts positions from x."""
+
+    def forward(self, x: Values, batch: Batch) -> Values:
+        positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        return super().forward(x, replace(batch, rotary=(tables(self.rope, self.head_dim, positions),) * len(batch.rotary)))
+
+    def __init__(self, dim: int, spec: Any, rope_slot: int = 0) -> None:
+        super().__init__(dim, spec, rope_slot)
+        self.rope = spec.rope
+
+
+COUNTED = SHIFTED._replace(module=f"{HERE}:Counted", core=True)
 
 
 class Named(nn.Module):

@@ -95,7 +95,9 @@ def _try_sight(
             assert batch.positions is not None
             if not _same(module(x, batch), _in_halves(module, x, batch.positions, stage, call)):
                 raise own.OwnPartError(
-                    f"{declared.name} says core = True, and its tokens see each other outside of self.core too: say core = False"
+                    f"{declared.name} says core = True, and computes something else for a token whose sequence is cut before it: it counts "
+                    "positions itself, or lets tokens see each other outside of self.core too. Take positions from batch.positions or "
+                    "batch.rotary, or say core = False"
                 )
         finally:
             module.core = core
@@ -151,10 +153,11 @@ class _Trial(Split):
 
 
 class _Alone(nn.Module):
-    """A core in which each token sees itself alone."""
+    """A core in which each token sees itself alone. Its queries and keys count too: they hold the positions."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        return v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+        keys, values = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+        return values + q.sum(-1, keepdim=True) + keys.sum(-1, keepdim=True)
 
 
 def _in_halves(module: nn.Module, x: Tensor, positions: Tensor, stage: Stage, call: Call) -> Tensor:
