@@ -49,9 +49,15 @@ def own_part(name: str, dim: int, spec: Any, *more: Any) -> nn.Module:
         raise own.OwnPartError(
             f"{row.module} has buffers ({', '.join(buffers)}), which no checkpoint of a part holds: compute them in forward"
         )
-    if row.core and not isinstance(getattr(module, "core", None), CausalCore):
+    core = getattr(module, "core", None)
+    if row.core and not isinstance(core, CausalCore):
         raise own.OwnPartError(
             f"{name} says core = True, and {row.module} has no attribute core that is a megalith.models.core.CausalCore"
+        )
+    if row.core and type(core) is not CausalCore:
+        raise own.OwnPartError(
+            f"{name} says core = True, and the core of {row.module} is a {type(core).__name__}: a subclass computes something else, which "
+            "context ranks and generation would leave out: say core = False"
         )
     module.declared = Declared(name, row.kind, tensors)  # pyright: ignore[reportArgumentType]  # no tensor, no module
     return module

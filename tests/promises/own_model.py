@@ -10,6 +10,7 @@ from torch import nn
 
 from megalith.models.attention import Attention
 from megalith.models.batch import Batch
+from megalith.models.core import CausalCore
 from megalith.models.linear import Linear
 from megalith.models.rope import tables
 from megalith.spec.parts import ModelPart, Tensor
@@ -102,6 +103,22 @@ class Counted(Attention):
 
 
 COUNTED = SHIFTED._replace(module=f"{HERE}:Counted", core=True)
+
+
+class Halving(CausalCore):
+    def forward(self, q: Values, k: Values, v: Values, batch: Batch) -> Values:
+        return 0.5 * super().forward(q, k, v, batch)
+
+
+class Halved(Attention):
+    """An attention with a core of its own."""
+
+    def __init__(self, dim: int, spec: Any, rope_slot: int = 0) -> None:
+        super().__init__(dim, spec, rope_slot)
+        self.core = Halving()
+
+
+HALVED = SHIFTED._replace(module=f"{HERE}:Halved", core=True)
 
 
 class Named(nn.Module):

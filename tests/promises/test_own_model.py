@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         import sys
 
         sys.modules.pop("mine", None)
-        for name in ("GATED", "WHOLE", "POWER", "MEAN", "SHIFTED", "COUNTED", "NAMED", "ODD", "CROSSED", "SHORT"):
+        for name in ("GATED", "WHOLE", "POWER", "MEAN", "SHIFTED", "COUNTED", "HALVED", "NAMED", "ODD", "CROSSED", "SHORT"):
             parts.admit(f"{HERE}:{name}")
         parts.admit("mine:BILINEAR", "mlp")
         yield here
@@ -238,6 +238,7 @@ def test_plans_that_a_part_is_not_declared_for_are_refused() -> None:
         ({"mlp": f"{HERE}:CROSSED"}, "", f"{HERE}:CROSSED"),
         ({"attention": f"{HERE}:MEAN"}, "", "lets documents see each other"),
         ({"attention": f"{HERE}:COUNTED"}, "", "Take positions from batch.positions"),
+        ({"attention": f"{HERE}:HALVED"}, "", "is a Halving: a subclass computes something else"),
     ],
 )
 def test_a_part_that_does_not_keep_its_word_is_refused(

@@ -74,7 +74,8 @@ class ModelPart(NamedTuple):
     tensors: Callable[[int, Any], Iterable[Tensor]]
     """Called with `dim` and `spec`: every parameter, in the order of the module. It needs no torch."""
     core: bool = False
-    """For an attention: True if tokens see each other through `self.core`, a `models.core.CausalCore`, alone. Context ranks need it."""
+    """For an attention: True if tokens see each other through `self.core`, a `models.core.CausalCore` and no subclass, alone. Context ranks
+    need it."""
 
 
 class _Rows(dict[str, ModelPart]):
