@@ -239,11 +239,12 @@ def _explain(run: Path, *, as_json: bool) -> None:
     """Print a finished run's step beside its prediction, and what to try. Raises SpecErrors if the run cannot be predicted."""
     from megalith.planner.slower import slower
     from megalith.report import plans  # drawing
+    from megalith.spec.base import AbsentError
     from megalith.spec.problem import Problem, SpecErrors
 
     try:
         found = slower(run)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AbsentError) as error:
         way_out = "Give the folder of a run that names its cluster and has made some steps."
         raise SpecErrors([Problem("error", "RUN", str(run), str(error), way_out, "command line")]) from error
     if as_json:

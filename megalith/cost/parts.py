@@ -20,7 +20,7 @@ from megalith.cost.workload import Workload
 from megalith.kernels.chunks import chunk_rows
 from megalith.machine import lifeline
 from megalith.spec.model import BlockSpec, ModelSpec, MoeSpec
-from megalith.spec.parts import named_in
+from megalith.spec.parts import PARTS, named_in
 from megalith.spec.plan import recomputed, segment_size
 
 VERSION = 3
@@ -343,5 +343,8 @@ def _path(key: Key) -> Path | None:
             subject |= {"head": model.head.model_dump()}
         case "embedding":
             subject |= {"embedding": model.embedding.model_dump()}
-    sources = [own.digest(name) for name in named_in(subject)]
+    sources = list[str]()
+    for name in named_in(subject):
+        _ = PARTS[name]  # AbsentError before anything is looked for: that imports the packages above a module
+        sources.append(own.digest(name))
     return kept.file("profiles", [VERSION, kept.code(*TRACED), _torch(), key.kind, subject, asdict(key.layout), *sources])

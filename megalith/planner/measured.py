@@ -15,6 +15,7 @@ from megalith.cost.workload import Workload
 from megalith.planner.published.express import express, measured_seconds
 from megalith.planner.published.rows import Row, read
 from megalith.planner.search import assumed
+from megalith.spec.base import AbsentError
 from megalith.spec.files import SPEC_FILE
 from megalith.spec.model import MoeSpec
 from megalith.spec.problem import Problem, SpecErrors
@@ -56,7 +57,7 @@ def measured(paths: Iterable[Path], software: str) -> tuple[Own, ...]:
     for path in paths:
         try:
             found += _table(path, software) if path.suffix == ".csv" else [_run(path)]
-        except (OSError, ValueError, KeyError, SpecErrors) as error:
+        except (OSError, ValueError, KeyError, AbsentError, SpecErrors) as error:
             reasons = [one.reason for one in error.problems] if isinstance(error, SpecErrors) else [_said(error)]
             way_out = "Give a table (.csv) in the format of megalith/planner/published/measurements.csv, or the folder of a run."
             problems += [Problem("error", "--measured", str(path), reason, way_out, "command line") for reason in reasons]

@@ -9,6 +9,7 @@ from typing import Any
 
 from megalith.mesh import Mesh
 from megalith.spec import cluster as clusters
+from megalith.spec.base import AbsentError
 from megalith.spec.files import SPEC_FILE
 from megalith.spec.plan import Plan
 from megalith.spec.run import RunSpec
@@ -41,7 +42,7 @@ def _of_time(spec: RunSpec, found: dict[str, Any]) -> None:
     try:
         one = estimate(of_run(spec))
         found["others"] = alternatives(spec)
-    except (ValueError, AssertionError, KeyError) as error:
+    except (ValueError, AssertionError, KeyError, AbsentError) as error:
         found["why"] = f"the seconds of a step are not predicted: {error or type(error).__name__}"
         return
     time, devices = one.time, one.devices
@@ -60,7 +61,7 @@ def _of_memory(spec: RunSpec, found: dict[str, Any]) -> None:
             if len(firsts) == spec.plan.pipeline:
                 break
         found["memory"] = [foresee(workload, rank=firsts[place]).memory for place in sorted(firsts)]
-    except (ValueError, AssertionError, KeyError) as error:
+    except (ValueError, AssertionError, KeyError, AbsentError) as error:
         found["why"] = "; ".join(filter(None, (found["why"], f"memory is not predicted: {error or type(error).__name__}")))
 
 

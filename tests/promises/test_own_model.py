@@ -15,17 +15,21 @@ from megalith.commands.export import export
 from megalith.commands.report import report
 from megalith.commands.shared.arguments import admit_parts
 from megalith.cost.foreseen import foresee, of_run
+from megalith.events import EventLog, Step
 from megalith.models.generate import generate as written
 from megalith.models.init import initialise
 from megalith.models.own import own_part
 from megalith.models.stage import Stage
+from megalith.planner.measured import measured
 from megalith.prove.compare import compare
 from megalith.prove.parity import record, reference, shrink
 from megalith.spec import files, parts
+from megalith.spec.problem import SpecErrors
 from megalith.spec.run import RunSpec
 from megalith.spec.sizes import count_model
 from megalith.train.generate import generate
 from megalith.train.own.model_trial import try_parts
+from megalith.watch.predict import predicted
 from tests.models.plain import lively, logits
 from tests.parallel.running import CPU, trainer_of
 from tests.promises import own_model
@@ -181,6 +185,29 @@ def test_what_only_opens_a_run_imports_no_part_of_its_model(folder: Path, tmp_pa
         generate(tmp_path / "run", "On day", tokens=2)
     finally:
         parts.PARTS.update(kept)
+
+
+def test_a_prediction_of_a_run_imports_no_package_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, trace = tmp_path / "strange", tmp_path / "trace"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"open({str(trace)!r}, 'w')")
+    (package / "inner.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = run({"data": 2}, model={"mlp": "strange.inner:PART"}).model_copy(update={"cluster": "h100:2"})
+    found = predicted(spec)
+    assert found["time"] is found["memory"] is None
+    assert "the model part strange.inner:PART is not imported" in found["why"]
+    files.save(files.Resolved(spec, {}), tmp_path)
+    log = EventLog(tmp_path)
+    for step in range(1, 6):
+        log.write(
+            Step(step=step, loss=1.0, tokens_seen=8, breakdown={}, memory={"peak": 1}, grad_norm=1.0, lr=0.1, tokens=8, seconds=1.0,
+                 tokens_per_second=8.0, mfu=None)
+        )  # fmt: skip
+    log.close()
+    with pytest.raises(SpecErrors, match=re.escape("strange.inner:PART is not imported")):
+        measured([tmp_path], "megalith")
+    assert not trace.exists()
 
 
 def _extremes(rank: int, spec: RunSpec) -> dict[str, float]:
