@@ -179,7 +179,10 @@ class Feed:
         path = epochs.newest(self._folder, events.FILE)
         for name in list(self._sinks):
             done = self._kept["done"].get(name, {})
-            at = done.get("bytes", 0) if done.get("file") == path.name else 0
+            at = done.get("bytes", 0)
+            if done and done["file"] != path.name:
+                at = _in_common(self._folder / done["file"], path, at)
+                self._kept["done"][name] = {"file": path.name, "bytes": at}
             for number, (event, end) in enumerate(_events(path, at), start=1):
                 if values := numbers_of(event):
                     self._try(name, lambda name=name, event=event, values=values: self._send(name, event, values))
@@ -221,6 +224,20 @@ def numbers_of(event: Event) -> dict[str, float]:
         case Validation():
             found = {"validation/loss": event.loss, **{f"validation/{name}": loss for name, loss in event.domains.items()}}
     return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def _in_common(old: Path, new: Path, end: int) -> int:
+    """Return the bytes of whole lines, before byte `end`, that the log of a new epoch has from the one before it; 0 if that is gone."""
+    try:
+        with old.open("rb") as one, new.open("rb") as other:
+            at = 0
+            for line, again in zip(one, other, strict=False):
+                if line != again or at + len(line) > end:
+                    break
+                at += len(line)
+            return at
+    except FileNotFoundError:
+        return 0
 
 
 def _events(path: Path, at: int) -> Iterator[tuple[Event, int]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megalith import epochs
 from megalith.check import check
 from megalith.events import EventLog, Step, Validation
 from megalith.spec.run import SERVED, SINKS, LogSpec
@@ -131,6 +132,24 @@ def test_a_run_that_is_resumed_is_one_run_without_a_point_twice(tools: Tools, tm
         ((_, points),) = tools.runs[name].items()
         assert [(step, values["train/loss"]) for step, values in points] == [(1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)], name
         assert all("train/mfu" not in values for _, values in points), "an unknown MFU is not a zero"
+
+
+def test_a_new_epoch_of_the_log_is_sent_from_where_it_differs(tools: Tools, tmp_path: Path) -> None:
+    """Its owner copied the log when it began: perhaps before the last lines of the owner before it."""
+
+    def sent(*steps: int) -> list[int]:
+        write(tmp_path, *steps)
+        Feed(tmp_path, LogSpec(wandb=True), warn=pytest.fail).close()
+        ((_, points),) = tools.runs["wandb"].items()
+        return [step for step, _ in points]
+
+    sent(1, 2)
+    epochs.begin(tmp_path, 1)
+    assert sent(3) == [1, 2, 3]
+    early = (tmp_path / "events-1.jsonl").read_bytes()
+    assert sent(4) == [1, 2, 3, 4]
+    (tmp_path / "events-2.jsonl").write_bytes(early)
+    assert sent(5) == [1, 2, 3, 4, 5]
 
 
 def test_nothing_leaves_the_machine_unless_it_is_asked_for(tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
