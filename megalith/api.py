@@ -163,18 +163,26 @@ class Run:
         top_p: float | None = None,
         seed: int = 0,
         step: int | None = None,
+        own: Sequence[str] = (),
     ) -> str:
-        """Return what the trained model writes after `prompt`; temperature 0 takes the likeliest token each time."""
+        """Return what the trained model writes after `prompt`; temperature 0 takes the likeliest token each time. `own`: names of the own
+        parts of the model, such as "mine:BILINEAR", which are imported first. Raises OwnPartError for a model with others."""
+        from megalith.commands.shared.arguments import admit_parts
         from megalith.train.generate import generate
 
+        admit_parts(own)
         return generate(
             self.run_dir, prompt, tokens=tokens, step=step, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
 
-    def evaluate(self, texts: str | Sequence[str], *, step: int | None = None, seq_len: int | None = None) -> "Score":
-        """Return the trained model's loss on a text, or on several that are documents of their own."""
+    def evaluate(
+        self, texts: str | Sequence[str], *, step: int | None = None, seq_len: int | None = None, own: Sequence[str] = ()
+    ) -> "Score":
+        """Return the trained model's loss on a text, or on several that are documents of their own. `own`: as for `generate`."""
+        from megalith.commands.shared.arguments import admit_parts
         from megalith.train.evaluate import evaluate
 
+        admit_parts(own)
         documents = [texts] if isinstance(texts, str) else texts
         return evaluate(self.run_dir, documents, step=step, seq_len=seq_len)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith import own
+from megalith import Run, own
 from megalith.check import check
 from megalith.check.own import admit as admit_all
 from megalith.commands.export import export
@@ -182,7 +182,14 @@ def test_what_only_opens_a_run_imports_no_part_of_its_model(folder: Path, tmp_pa
         errors(spec)
         assert not parts.PARTS
         admit_parts(list(OWN.values()))
-        generate(tmp_path / "run", "On day", tokens=2)
+        text = generate(tmp_path / "run", "On day", tokens=2, temperature=0)
+        parts.PARTS.clear()
+        opened = Run.open(tmp_path / "run")
+        with pytest.raises(own.OwnPartError, match=re.escape("in Python")):
+            opened.generate("On day", tokens=2)
+        assert opened.generate("On day", tokens=2, temperature=0, own=list(OWN.values())) == text
+        parts.PARTS.clear()
+        assert opened.evaluate("On day", own=list(OWN.values())).loss > 0
     finally:
         parts.PARTS.update(kept)
 

@@ -135,7 +135,7 @@ def need(model: Any) -> None:
     if missing := [name for name in named_by(model).values() if name not in PARTS]:
         raise own.OwnPartError(
             f"the model has own parts, which are not imported because a checkpoint names them: {', '.join(missing)}. "
-            f"Name each: {' '.join(f'--own {name}' for name in missing)}"
+            f"Name each: {' '.join(f'--own {name}' for name in missing)}, or own={missing} in Python"
         )
 
 
