@@ -164,7 +164,8 @@ class Trainer:
         parts = self.state.parts()
         self.rule.update(parts, number=number, lr=lr)
         if self.heads is not None:
-            self.heads.apply(parts, self.rule.whole.cuts)
+            # ~number: words that no update draws, as weights that are rounded twice by the same ones would be biased
+            self.heads.apply(self.rule.prepared(parts, number=~number), self.rule.whole.cuts)
         if self.adaptive is not None:
             self.adaptive.commit()
         self.state.settle()

@@ -83,7 +83,8 @@ class Small(NamedTuple):
             near = {slot: wide(slot, tensor[here], columns) for slot, tensor in kept.items()}
             master = weight[here] if lower is None else join(weight[here], lower[here])
             if self.alone:
-                yield from self._filled(part, master, gradient[here].float(), near)
+                piece = part._replace(first=part.first + start * columns)
+                yield from self._filled(piece, master, gradient[here].float(), near)
             else:
                 held = {slot.name: moment.view_as(part.weight) for slot, moment in near.items()}
                 gradient = part.gradient.float()
@@ -105,7 +106,8 @@ class Small(NamedTuple):
         for start in range(0, len(weight), PIECE):
             here = slice(start, start + PIECE)
             near = {name: moment[here] for name, moment in moments.items()}
-            yield part._replace(weight=weight[here], gradient=gradient[here].float(), slots={**part.slots, **near}, small=None)
+            slots, first = {**part.slots, **near}, part.first + start
+            yield part._replace(weight=weight[here], gradient=gradient[here].float(), slots=slots, first=first, small=None)
 
     def _keep(self, slot: Slot, moment: Tensor, into: Tensor, rows: Tensor) -> None:
         if slot.number != "fp32":  # a wide one was changed where it is

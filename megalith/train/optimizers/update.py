@@ -1,6 +1,6 @@
 """The update of a rank's parameters: each by its rule, which its row in `spec.optimizers` names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 
 import torch
@@ -39,6 +39,11 @@ class Optimizer:
                 left.append(rest)
         for rest in left:
             rest()
+
+    def prepared(self, parts: Iterable[Part], *, number: int) -> list[Part]:
+        """Return the parts as their rules get them, for a change of weights after an update: `opened` yields their master weights in fp32.
+        `number`: what draws of stochastic rounding depend on."""
+        return [self._treated(part, self.treated[part.name], number) for part in parts]
 
     def _treated(self, part: Part, treatment: Treatment, number: int) -> Part:
         """Return the part as its rule gets it."""

@@ -25,7 +25,7 @@ from megalith.prove.prove import prove
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer, assemble, mesh_groups
 from megalith.train.loop import stepper_of
-from megalith.train.optimizers.small import Small
+from megalith.train.optimizers.small import PIECE, Small
 from megalith.train.received import receive
 from tests.parallel.running import CPU, microbatches, trainer_of
 from tests.prove.dry import dry
@@ -113,6 +113,39 @@ def test_eight_bits_are_the_same_wherever_they_are() -> None:
         assert not torch.equal(found[0][1][name], exact[1][name])
         assert torch.allclose(found[0][1][name], exact[1][name], rtol=1e-3, atol=1e-3)
         assert not bool((found[0][1][name].view(torch.int32) & 0xFF).any()), "24 bits of each"
+
+
+WIDE = {"layers": 1, "dim": 128, "heads": 34, "kv_heads": 34, "head_dim": 64, "ffn": 64}
+"""A model whose queries have more than `small.PIECE` numbers."""
+NEAR = 0.9997
+"""A factor that leaves most weights in bf16 as they are."""
+
+
+def _clipped(rank: int, specs: list[RunSpec]) -> list[Held]:
+    """This rank's state after an update, which scales each head by another factor if the run clips them."""
+    found = []
+    for spec in specs:
+        trainer = trainer_of(spec)
+        if trainer.heads is not None:
+            factors = trainer.heads.factors
+            trainer.heads.factors = torch.linspace(NEAR, 1.0, factors.numel()).view_as(factors)
+        set_gradients(trainer, 0)
+        trainer.update()
+        found.append(_state(trainer))
+    return found
+
+
+@pytest.mark.parametrize("optimizer", [{"kind": "adamw"}, *[{"kind": "muon"}] * FULL], ids=str)
+def test_heads_are_scaled_in_all_bits_of_the_master_weights(optimizer: dict[str, Any]) -> None:
+    spec = brief_run(plan={}, model=WIDE, train=BF16, optimizer={"qk_clip": 1.0, **optimizer})
+    halves = [_with(spec, state=place, master="split16") for place in ({}, HALF, DISK)]
+    others = [_with(spec, qk_clip=0.0), *(_with(spec, state=place, master="split8") for place in ({}, DISK))]
+    name = "weights.blocks.0.attention.q.weight"
+    ((exact, *found, unscaled, eight, on_disk),) = run_ranks(_clipped, 1, [spec, *halves, *others])
+    assert exact[name].numel() > PIECE and not torch.equal(exact[name], unscaled[name])
+    assert all(torch.equal(held[key], exact[key]) for held in found for key in exact)
+    assert torch.allclose(eight[name], exact[name], rtol=2**-13, atol=2**-19), "24 bits of each, rounded twice"
+    assert not torch.equal(eight[name], exact[name]) and torch.equal(eight[name], on_disk[name])
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
