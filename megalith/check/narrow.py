@@ -1,6 +1,7 @@
 """Rules about narrow precisions: tiles lie inside shards, draws follow whole tensors, and something is left to narrow."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ from megalith.check.case import Case, Found, advice, error, next_multiple
 from megalith.spec.lengths import DECAYING
 from megalith.spec.model import AttentionSpec, BlockSpec, LatentAttentionSpec, MlpSpec, MoeSpec
 from megalith.spec.numbers import FAST, PRECISIONS, RECIPE, is_narrow, settled, stays_wide, tile_of
+from megalith.spec.phases import Phases
 from megalith.spec.sizes import own_tensors
 
 
@@ -139,6 +141,16 @@ def histories_follow_tensors(case: Case) -> Found:
     if case.spec.sites is not None:
         reason = "with sites: each would have scales of its own"
         yield error("precision.history", choices.history, reason, "Use history = 0.")
+    for before, phase in pairwise(Phases.of(case.spec).all):
+        was, now = (each.global_batch * each.seq_len for each in (before, phase))
+        if was != now:
+            late = f"{choices.history} steps" if now > was else "one step"
+            reason = (
+                f"lets scales of gradients follow steps of {was:,} tokens, and from sample {phase.first:,} on a step has {now:,}: "
+                f"gradients become {was / now:.3g} times as large, and their scales {late} later"
+            )
+            yield advice("precision.history", choices.history, reason, "Use history = 0, or the same tokens in every step.")
+            return
 
 
 def rotations_fit(case: Case) -> Found:

@@ -113,6 +113,22 @@ def test_what_a_format_a_draw_or_a_rotation_leaves_no_room_for_is_refused(settin
     assert {problem.key for problem in errors(*FP8, *settings)} == {key}
 
 
+@pytest.mark.parametrize(
+    ("change", "late"),
+    [
+        ('train.batch_ramp=[{ begin = "8 steps", global_batch = 64 }]', "0.125 times as large, and their scales 16 steps later"),
+        ("data.phases=[{ begin = 64, seq_len = 2048 }]", "2 times as large, and their scales one step later"),
+        ("data.phases=[{ begin = 64, seq_len = 2048, global_batch = 16 }]", ""),
+    ],
+    ids=str,
+)
+def test_scales_of_steps_of_another_size_are_named(change: str, late: str) -> None:
+    run = ("train.precision=fp8", "precision.granularity=tensor", "train.seq_len=4096", "train.global_batch=8", change)
+    said = [p for p in found(*run, "precision.history=16") if p.key == "precision.history"]
+    assert [(p.severity, late in p.reason) for p in said] == [("advice", True)] * bool(late)
+    assert not [p for p in found(*run) if p.key == "precision.history"]
+
+
 def test_cut_experts_have_no_shared_scale_and_no_place() -> None:
     cut = ("model.preset=deepseek-tiny", "train.seq_len=128", "plan.data=2", "plan.expert_tensor=2", "precision.tile=16")
     said = [f"{p.reason}. {p.way_out}" for p in errors("train.precision=nvfp4", *cut) if p.key == "plan.expert_tensor"]
