@@ -230,8 +230,10 @@ class Narrow(Multiply, ABC):
         def share(amax: Tensor) -> Tensor:
             for dim in dims:
                 amax = self.shares[dim](amax)
-            amax = self._delayed(amax, [*FACTORS].index((rows, columns)))
-            if _seen is not None and amax.numel() and not (self.partial and (rows, columns) == (TOKENS, OUTPUTS)):
+            part = self.partial and (rows, columns) == (TOKENS, OUTPUTS)
+            if not part:  # the largest number of a part of a sum follows from the plan, and the history must not
+                amax = self._delayed(amax, [*FACTORS].index((rows, columns)))
+            if _seen is not None and amax.numel() and not part:
                 name = f"{self.layer}, {rows} x {columns}, {scaling.block}"
                 _seen[name] = Noted.of(amax, whole=whole).joined(_seen.get(name))
             return amax

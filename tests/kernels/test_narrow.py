@@ -304,6 +304,20 @@ def test_a_delayed_scale_follows_the_largest_number_of_earlier_steps(scale: str)
     assert torch.equal(here._tokens(less, here.along, INPUTS), now._tokens(less, now.along, INPUTS)), "forgotten after two steps"
 
 
+def test_gradients_that_are_a_part_of_a_sum_have_the_scale_of_their_numbers_of_now() -> None:
+    """The largest number of a part is the plan's, and no history of it goes on under another plan."""
+    here, now = (Tensorwise(PrecisionSpec(granularity="tensor", history=steps)) for steps in (2, 0))
+    grad = lively(64, 96)
+    here.remember(2, grad.device)
+    here.partial = True
+    assert here.latest is not None
+    here.take_in(torch.full((3,), 2.0**-20))
+    assert torch.equal(here._tokens(grad, here.gradient_along, OUTPUTS), now._tokens(grad, now.gradient_along, OUTPUTS))
+    assert here.latest.tolist() == [0.0, 0.0, 0.0]
+    here._tokens(grad, here.along, INPUTS)
+    assert here.latest.tolist() == [float(grad.abs().max()), 0.0, 0.0], "other tensors of the layer are whole"
+
+
 def test_an_infinity_does_not_saturate_in_a_delayed_scale() -> None:
     here, x = Tensorwise(PrecisionSpec(granularity="tensor", history=2)), lively(64, 96)
     here.remember(2, x.device)
