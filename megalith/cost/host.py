@@ -36,12 +36,12 @@ SLOTS = 2
 def room(cluster: ClusterSpec) -> float:
     """Return the bytes of host memory that the state of one device may take."""
     memory = cluster.host.memory
-    return USABLE * (MEMORY if memory is None else memory / cluster.per_node)
+    return USABLE * (MEMORY if memory is None else memory / _devices(cluster))
 
 
 def room_on_disk(cluster: ClusterSpec) -> float | None:
     """Return the bytes of disk that the state of one device may take; None: nobody says."""
-    return None if cluster.host.disk is None else cluster.host.disk / cluster.per_node
+    return None if cluster.host.disk is None else cluster.host.disk / _devices(cluster)
 
 
 def has_room(cluster: ClusterSpec, *, memory: float, disk: float) -> bool:
@@ -69,12 +69,17 @@ def streamed(workload: Workload) -> float:
 def seconds(workload: Workload, numbers: float) -> float:
     """To update so many parameters there: gradients cross the link, are written and read; the state is read and written; weights are
     written, read, and cross the link."""
-    carried, host, devices = _carried(workload), workload.cluster.host, workload.cluster.per_node
+    carried, host, devices = _carried(workload), workload.cluster.host, _devices(workload.cluster)
     rate = REACHED * (BANDWIDTH if host.memory_bandwidth is None else host.memory_bandwidth / devices)
     link, disk = host.link or LINK, DISK if host.disk_bandwidth is None else host.disk_bandwidth / devices
     if workload.plan.state.optimizer == "disk":  # read and written beside each other, and the update beside both
         return numbers * max(workload.state_bytes / disk, 2 * (2 * workload.state_bytes + carried) / rate + carried / link)
     return numbers * (2 * (workload.state_bytes + carried) / rate + carried / link)
+
+
+def _devices(cluster: ClusterSpec) -> int:
+    """The devices that share the fullest host: a cluster may be less than one host."""
+    return min(cluster.per_node, cluster.count)
 
 
 def _carried(workload: Workload) -> float:

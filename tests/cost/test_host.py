@@ -1,11 +1,15 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from megalith.cost import host
 from megalith.cost.estimate import estimate
 from megalith.cost.workload import Practice
 from megalith.planner.candidates import offloaded
-from megalith.spec.plan import Plan
+from megalith.spec import cluster as clusters
+from megalith.spec.cluster import HostSpec
+from megalith.spec.plan import Plan, StateSpec
 from tests.cost.models import dense, workload
 
 
@@ -27,3 +31,16 @@ def test_the_host_is_slower_the_more_it_updates():
 
 def test_less_state_is_updated_faster():
     assert _optimizer(1.0, moment_bytes=4) < _optimizer(1.0)
+
+
+def test_devices_share_a_host_with_as_many_as_there_are():
+    """A cluster of two devices, of a kind of which a host has eight."""
+    gib, spec = 2**30, HostSpec(memory=64 * 2**30, disk=800 * 2**30, memory_bandwidth=100e9, disk_bandwidth=4e9)
+    two = clusters.load("h100:2").model_copy(update={"host": spec})
+    assert (two.per_node, host.room(two), host.room_on_disk(two)) == (8, 16 * gib, 400 * gib)
+    full = clusters.load("h100:16").model_copy(update={"host": spec})
+    assert (host.room(full), host.room_on_disk(full)) == (4 * gib, 100 * gib)
+    for state in (StateSpec(optimizer="host"), StateSpec(optimizer="disk")):
+        made = workload(dense(), Plan(state=state))
+        seconds = [host.seconds(replace(made, cluster=two.model_copy(update={"count": count})), 1e9) for count in (1, 2, 8, 16)]
+        assert seconds[0] < seconds[1] < seconds[2] == seconds[3]

@@ -207,7 +207,7 @@ def test_what_is_offloaded_is_a_ranks_own_share():
 
 def _on(load: Workload, **host: float) -> Workload:
     """The workload on hosts of a cluster file; figures are those of one device."""
-    devices = load.cluster.per_node
+    devices = min(load.cluster.per_node, load.cluster.count)
     per_host = {name: value if name == "link" else value * devices for name, value in host.items()}
     return replace(load, cluster=load.cluster.model_copy(update={"host": HostSpec.model_validate(per_host)}))
 
