@@ -123,7 +123,7 @@ class Healer:
             self.trainer.enter(self.data.phase(step))
         self.trainer.extremes.demand()  # the spike's own step is computed again next
         if not self.trainer.spec.plan.compile:
-            self._sampled = SampleLosses(self.trainer)
+            self._sampled = SampleLosses(self.trainer, count=sum(len(run) for run in self.data.mine(step)))
         return found
 
     def causes(self, step: int, findings: Findings) -> Findings:

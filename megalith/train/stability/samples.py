@@ -15,7 +15,10 @@ from megalith.train.assemble import Trainer
 class SampleLosses:
     """Losses of this rank's samples, until `close`; none on a rank without a head. Ranks that share a sequence have a part each."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, *, count: int) -> None:
+        """`count`: samples of this rank in the step; of what is computed after them, nothing is taken."""
+        # before the healer asks, a step that is verified is computed again, for other ranks' samples too
+        self._count = count
         self._losses: list[tuple[float, int]] = []
         self._calls = 0
         heads = [module for stage in trainer.stages.values() for module in stage.modules() if isinstance(module, Head)]
@@ -25,6 +28,8 @@ class SampleLosses:
 
     @torch.no_grad()
     def _take(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], out: object) -> None:
+        if len(self._losses) == self._count:
+            return
         if self._busy or self._calls % self._every:
             self._calls += not self._busy
             return
