@@ -30,6 +30,8 @@ from megalith.spec.state import Slot
 from megalith.train.evaluate import evaluate
 from megalith.train.generate import generate
 from megalith.train.loop import stepper_of
+from megalith.train.optimizers.rule import opened
+from megalith.train.own.admit import admit as admit_run
 from megalith.train.own.admit import changes
 from megalith.train.own.callbacks import Callbacks, Done
 from megalith.train.own.trial import try_rule
@@ -340,6 +342,55 @@ def test_a_rule_that_cannot_update_state_elsewhere_is_refused(folder: Path, monk
     with pytest.raises(own.OwnPartError, match="in any shape"):
         try_rule(kind, tiny_run().optimizer, away=True)
     try_rule("mine:MOMENTUM", tiny_run().optimizer, away=True)
+
+
+class Shaped:
+    """A rule of single elements that takes a share for a matrix."""
+
+    def __init__(self, spec: Any, whole: Any) -> None: ...
+
+    def update(self, parts: Any, *, number: int, lr: float) -> None:
+        for part in opened(parts):
+            rows, columns = part.weight.shape
+            part.weight.sub_(part.gradient.view(rows, columns), alpha=lr)
+
+
+class Early(Shaped):
+    """A rule that changes weights before they are there."""
+
+    def update(self, parts: Any, *, number: int, lr: float) -> None:
+        for part in parts:
+            part.weight.sub_(part.gradient, alpha=lr)
+
+
+FEW: list[dict[str, Any]] = [
+    {"train": {"precision": "bf16", "gradients": "bf16"}},
+    {"optimizer": {"moments": "bf16"}},
+    {"train": {"precision": "bf16"}, "optimizer": {"master": "split16"}},
+]
+
+
+@pytest.mark.parametrize("few", FEW, ids=str)
+@pytest.mark.parametrize(("rule", "unit"), [("Shaped", "element"), ("Early", "element"), ("Early", "tensor")])
+def test_a_rule_that_cannot_update_numbers_of_few_bits_is_refused(
+    rule: str, unit: Any, few: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = f"{__name__}:{rule}"
+    monkeypatch.setitem(OPTIMIZERS, kind, Kind(title=rule, rule=kind, slots=(), unit=unit))
+    monkeypatch.setattr("megalith.train.own.admit.admit_optimizer", lambda name: None)
+    with pytest.raises(own.OwnPartError, match="few bits"):
+        admit_run(_of_kind(kind, few))
+    admit_run(_of_kind(kind, {}))
+
+
+def test_a_rule_of_whole_tensors_may_look_at_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = f"{__name__}:Shaped"
+    monkeypatch.setitem(OPTIMIZERS, kind, Kind(title="Shaped", rule=kind, slots=(), unit="tensor"))
+    try_rule(kind, tiny_run().optimizer, away=True)
+
+
+def _of_kind(kind: str, asked: dict[str, Any]) -> RunSpec:
+    return tiny_run(train=asked.get("train", {}), optimizer={"kind": kind, **asked.get("optimizer", {})})
 
 
 @pytest.mark.parametrize(("rule", "says"), [("Normed", 'Say unit = "tensor"'), ("Hoarder", "keep what lasts in slots alone")])

@@ -30,10 +30,17 @@ def admit(spec: RunSpec) -> dict[str, str]:
         {"optimizer": admit_optimizer, "model": partial(admit_part, kind=rest)}.get(table, own.load)(name)
     for kind in kinds(spec.optimizer):
         if own.is_own(kind):
-            try_rule(kind, spec.optimizer, away=spec.plan.state.optimizer != "device")
+            try_rule(kind, spec.optimizer, away=_opens_state(spec))
     if isinstance(spec.model, OwnPartsSpec) and named_by(spec.model):
         try_parts(spec.model, masked=spec.data.document_mask)
     return own.digests(spec.own_parts)
+
+
+def _opens_state(spec: RunSpec) -> bool:
+    """True if `opened` gives a rule other tensors than those that are kept: the state is elsewhere, or in few bits, or the gradients."""
+    optimizer = spec.optimizer
+    few = {optimizer.moments, optimizer.master, spec.train.gradients} != {"fp32"}
+    return few or spec.plan.state.optimizer != "device"
 
 
 def changes(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:

@@ -13,6 +13,9 @@ from megalith.train.optimizers.update import rule_of
 from megalith.train.optimizers.whole import Whole
 
 ROWS, COLUMNS = 8, 4
+PIECES = "in flat pieces (state elsewhere, or kept in few bits)"
+WHOLE = "on a whole share (state elsewhere, or kept in few bits)"
+OPENED = "Read and change weights and slots within megalith.train.optimizers.rule.opened alone"
 
 
 @torch.no_grad()
@@ -21,7 +24,8 @@ def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
 
     Raises own.OwnPartError if a new rule changes the result: then the rule keeps something outside its slots, which no checkpoint holds.
     Raises it too if the row says that an update looks at single elements, and halves give another result than the whole.
-    `away`: also update with the slots elsewhere, in flat pieces, as state in host memory or on disk is (`train.offload.home`)."""
+    `away`: also update with weights and slots that are at hand within `opened` alone, as state in host memory or on disk
+    (`train.offload.home`) and numbers of few bits (`train.optimizers.small`) are: in flat pieces if an update looks at single elements."""
     row = OPTIMIZERS[kind]
     if row.unit == "element" and any(slot.shape != "like" for slot in row.slots):
         raise own.OwnPartError(
@@ -38,36 +42,37 @@ def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
                 "and add up over all shares with Whole.add_up"
             )
     if away:
+        how = PIECES if row.unit == "element" else WHOLE
         try:
             found = _updated(kind, spec, [slice(None)], away=True)
         except Exception as error:  # the user's own code runs
-            raise own.OwnPartError(
-                f"{kind} fails with its state in host memory or on disk: {type(error).__name__}: {error}. Read and change weights and "
-                "slots within megalith.train.optimizers.rule.opened alone, in any shape"
-            ) from error
+            raise own.OwnPartError(f"{kind} fails {how}: {type(error).__name__}: {error}. {OPENED}, in any shape") from error
         if not torch.equal(at_once, found):
-            raise own.OwnPartError(f"{kind} updates otherwise with its state in host memory or on disk: change weights in place")
+            raise own.OwnPartError(f"{kind} updates otherwise {how}. {OPENED}, and in place")
 
 
 class _Pieces:
-    """A home whose state comes in two flat pieces of each share."""
+    """A home of a share and its state, which come in two flat pieces, or whole."""
 
-    masters = False
+    masters = True
 
-    def __init__(self, slots: Mapping[str, Tensor]) -> None:
-        self.slots = slots
+    def __init__(self, weight: Tensor, slots: Mapping[str, Tensor], *, whole: bool) -> None:
+        self.weight, self.slots, self.whole = weight, slots, whole
 
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
         for part in parts:
+            if self.whole:
+                yield part._replace(weight=self.weight, slots=self.slots, home=None)
+                continue
             half = part.weight.numel() // 2
             for here in (slice(0, half), slice(half, None)):
                 slots = {name: slot.view(-1)[here] for name, slot in self.slots.items()}
-                weight, gradient = part.weight.view(-1)[here], part.gradient.view(-1)[here]
+                weight, gradient = self.weight.view(-1)[here], part.gradient.view(-1)[here]
                 yield part._replace(weight=weight, gradient=gradient, slots=slots, first=here.start, home=None)
 
 
 def _updated(kind: str, spec: OptimizerSpec, cuts: Sequence[slice], *, anew: bool = False, away: bool = False) -> Tensor:
-    """Return the matrix after two updates of each of its cuts. `anew`: the second one is by a new rule; `away`: its slots are elsewhere."""
+    """Return the matrix after two updates of each of its cuts. `anew`: the second one is by a new rule; `away`: what lasts is elsewhere."""
     generator = torch.Generator().manual_seed(0)
     weight, *gradients = (torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(3))
     for gradient in gradients:
@@ -79,7 +84,10 @@ def _updated(kind: str, spec: OptimizerSpec, cuts: Sequence[slice], *, anew: boo
         for number, gradient in enumerate(gradients):
             if rule is None or anew:
                 rule = rule_of(kind)(spec, Whole.alone({"trial": share}))
-            part = Part("trial", share, gradient[cut].clone(), {} if away else slots, home=_Pieces(slots) if away else None)
+            part = Part("trial", share, gradient[cut].clone(), slots)
+            if away:  # a change of its weight outside of `opened` is lost, as it is where the bits that it needs are elsewhere
+                home = _Pieces(share, slots, whole=OPTIMIZERS[kind].unit != "element")
+                part = part._replace(weight=share.clone(), slots={}, home=home)
             left = rule.update([part], number=number, lr=0.1)
             if left is not None:
                 left()
