@@ -117,16 +117,16 @@ class Calibration:
         alone = {"units": 1, "idle": 0.0, "gap": 0.0} if measured.in_turn else {}
         return replace(known, **own, **alone)
 
-    def generation_of(self, name: str, cluster: ClusterSpec) -> Generation:
-        """Return the overheads of a generation of software on a cluster, with the start of an operation as it was measured there."""
+    def generation_of(self, name: str, cluster: ClusterSpec, *, ours: bool) -> Generation:
+        """Return the overheads of a generation of software on a cluster. `ours`: of this project's trainer, in whose blocks the start of
+        an operation was measured there; other software keeps the fitted one."""
         known, measured = self.generations[name], cluster.measured
         if measured is None:
             return known
         # what moves data is the processor that computes: nothing hides behind it
         alone = ("passes", "tensor_exposed", "expert_exposed", "data_exposed", "message_exposed") if measured.in_turn else ()
-        return replace(
-            known, host=measured.launch, **dict.fromkeys(alone, 1.0), **({"contention": 0.0} if measured.in_turn else {})
-        )
+        host = measured.launch if ours else known.host
+        return replace(known, host=host, **dict.fromkeys(alone, 1.0), **({"contention": 0.0} if measured.in_turn else {}))
 
     def slower(self, accelerator: Accelerator) -> float:
         """How many times as long as an x86 server what hosts an accelerator takes to start an operation."""

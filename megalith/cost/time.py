@@ -77,8 +77,8 @@ class Setting:
             workload,
             accelerator,
             device,
-            calibration.generation_of(workload.practice.generation, cluster),
-            1.0 if cluster.measured else calibration.slower(accelerator),
+            calibration.generation_of(workload.practice.generation, cluster, ours=workload.practice.ours),
+            1.0 if cluster.measured and workload.practice.ours else calibration.slower(accelerator),
             Wires.of(cluster, device),
         )
 

@@ -66,6 +66,11 @@ class Practice:
     """Keep the inputs of the experts' activations for backward in the products' low precision too, and the output of attention once, in 12
     bits, for itself and for the next product (DeepSeek-V3, arXiv:2412.19437, section 3.3.3)."""
 
+    @property
+    def ours(self) -> bool:
+        """True for this project's own trainer."""
+        return self.loss == "chunked"
+
 
 @dataclass(frozen=True)
 class Workload:

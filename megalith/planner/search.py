@@ -324,7 +324,7 @@ class Scorer:
 
     def held(self, workload: Workload) -> Memory:
         """Return memory by `cost.foreseen.held`, which costs more and is nearer to the trainer; for other software, by `memory`."""
-        if self.forward_only or workload.practice.loss != "chunked" or workload.plan.state.away:
+        if self.forward_only or not workload.practice.ours or workload.plan.state.away:
             return self.memory(workload)
         return foreseen.held(workload, self.figures)
 

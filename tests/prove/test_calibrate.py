@@ -11,6 +11,7 @@ from megalith.cost.estimate import estimate
 from megalith.cost.foreseen import of_run
 from megalith.cost.network import Line, Wires, gather, reduce
 from megalith.cost.profile import Core, Product
+from megalith.cost.software import practice
 from megalith.cost.time import Setting, core_seconds, product_seconds
 from megalith.cost.workload import Workload
 from megalith.planner.answer import answer
@@ -153,6 +154,17 @@ def test_a_device_of_the_catalogue_keeps_its_printed_rates_and_shares_are_measur
     assert cluster.measured.wide == pytest.approx(2 * FAST / printed.wide, rel=1e-3)
     assert cluster.measured.memory == pytest.approx(MEMORY / printed.memory_bandwidth, rel=1e-3)
     assert cluster.measured.fast == pytest.approx(LINK / printed.scale_up, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["cpu", GH200])
+def test_the_start_of_an_operation_in_our_blocks_is_no_other_software_s(name: str):
+    ours = workload(machine(2, name=name).cluster, data=2)
+    others = replace(ours, practice=practice("pytorch", ours.plan))
+    fitted = calibration().generations["eager"].host
+    assert Setting.of(ours, calibration()).generation.host == pytest.approx(START)
+    assert Setting.of(ours, calibration()).slower == 1.0
+    assert Setting.of(others, calibration()).generation.host == fitted
+    assert Setting.of(others, calibration()).slower == calibration().slower(others.cluster.accelerator)
 
 
 def test_links_that_nobody_published_are_the_measured_ones():
