@@ -115,11 +115,19 @@ def processors_run_the_ranks(here: Here) -> Found:
 
 
 def figures_are_of_this_machine(here: Here) -> Found:
-    """Figures of a processor predict runs on that processor."""
+    """Figures of a processor predict runs on that processor, of as many ranks as shared it."""
     found = here.case.cluster.measured if here.case.cluster is not None else None
-    if found is not None and found.in_turn and here.processor not in ("", found.processor):
+    if found is None or not found.in_turn:
+        return
+    if here.processor not in ("", found.processor):
         reason = (
             f"was measured on {found.processor}, and this machine has {here.processor}: predictions are for the other machine"
+        )
+        yield advice("cluster", here.case.spec.cluster, reason, f"{CALIBRATE} --ranks {here.ranks} here.")
+    elif here.ranks != found.ranks:
+        reason = (
+            f"was measured with {_counted(found.ranks, 'rank')} at work, and the run starts {here.ranks:,} here: they share the processor "
+            "otherwise, so predictions do not hold for them"
         )
         yield advice("cluster", here.case.spec.cluster, reason, f"{CALIBRATE} --ranks {here.ranks} here.")
 

@@ -65,10 +65,16 @@ def command(
 def _prices(request: RunRequest) -> "tuple[Price, ...]":
     """Predict what each broken rule of a run's plan costs on its cluster. Raises SpecErrors where the cluster cannot be predicted."""
     from megalith.planner import asked, price  # the planner takes long to import
+    from megalith.spec.cluster import CALIBRATE
+    from megalith.spec.problem import Problem, SpecErrors
 
     question = asked.ask(asked.Question(path=request.file, overrides=tuple(request.overrides)))
     plan = question.run.plan
-    used = question.cluster.model_copy(update={"count": plan.ranks})  # a plan may leave devices of a cluster idle
+    used = question.cluster.resized(plan.ranks)  # a plan may leave devices of a cluster idle
+    if used is None:
+        reason = f"was measured with other ranks at work than the {plan.ranks:,} of the plan, and they share its processor"
+        way_out = f"{CALIBRATE} --ranks {plan.ranks}."
+        raise SpecErrors([Problem("error", "cluster", question.run.cluster, reason, way_out)])
     return price.prices(replace(question, cluster=used), plan)
 
 

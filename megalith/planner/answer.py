@@ -242,12 +242,15 @@ class Point:
 
 
 def frontier(asked: Asked, found: Found) -> tuple[Point, ...]:
-    """The fastest first: on all devices, and on a half, a quarter and an eighth of them. Fewer take longer and waste less."""
+    """The fastest first: on all devices, and on a half, a quarter and an eighth of them, unless a processor was measured with all of
+    them at work. Fewer take longer and waste less."""
     points = [_point(asked.cluster, choice) for choice in found.pareto]
     for share in (2, 4, 8):
         if asked.cluster.count % share:
             break
-        fewer = replace(asked, cluster=asked.cluster.model_copy(update={"count": asked.cluster.count // share}))
+        if (smaller := asked.cluster.resized(asked.cluster.count // share)) is None:
+            break
+        fewer = replace(asked, cluster=smaller)
         points += [_point(fewer.cluster, choice) for choice in find(fewer, top=1).pareto]
     best = [one for one in points if not any(_beats(other, one) for other in points)]
     return tuple(sorted(best, key=lambda one: one.choice.estimate.time.step))
@@ -368,7 +371,8 @@ def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str
     ways = [f"{remedy} would do on these"] if remedy else []
     cluster, batch = asked.cluster, asked.run.train.global_batch
     for times in (2, 4, 8, 16, 32, 64):
-        larger = cluster.model_copy(update={"count": cluster.count * times})
+        if (larger := cluster.resized(cluster.count * times)) is None:
+            break
         if any(_fits(asked, larger, plan, scorer) for plan in _plans(asked, larger)):
             ways.append(f"{larger.count:,} {cluster.accelerator.name} would do, at {batch:,} sequences a step")
             break

@@ -120,6 +120,12 @@ class ClusterSpec(Spec):
         found = self.measured
         return self.accelerator.name if found is None or not found.in_turn else found.processor
 
+    def resized(self, count: int) -> "ClusterSpec | None":
+        """Return the cluster with another number of devices. None if its figures were measured on a processor, which other ranks would
+        share otherwise."""
+        shared = self.measured is not None and self.measured.in_turn
+        return None if shared and count != self.count else self.model_copy(update={"count": count})
+
     @property
     def fast(self) -> int:
         """Devices that tensor parallelism may span without leaving the fast links."""

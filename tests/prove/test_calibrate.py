@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from megalith.cli import app
 from megalith.cost.constants import calibration
 from megalith.cost.estimate import estimate
 from megalith.cost.foreseen import of_run
@@ -18,6 +20,8 @@ from megalith.planner.answer import answer
 from megalith.planner.asked import Question, ask
 from megalith.prove.calibrate import Calibrated, Point, Sizes, calibrate, cluster_of, text
 from megalith.spec.cluster import ClusterSpec, catalogue, load
+from megalith.spec.problem import SpecErrors
+from tests.prepared import hollow_data
 from tests.specs import tiny_run
 
 SIZES = Sizes(product=256, inner=(32, 64, 128), memory=1 << 20, attention=(64, 2, 16), collective=(1 << 10, 1 << 16))
@@ -165,6 +169,38 @@ def test_the_start_of_an_operation_in_our_blocks_is_no_other_software_s(name: st
     assert Setting.of(ours, calibration()).slower == 1.0
     assert Setting.of(others, calibration()).generation.host == fitted
     assert Setting.of(others, calibration()).slower == calibration().slower(others.cluster.accelerator)
+
+
+def test_figures_of_ranks_that_share_a_processor_predict_no_other_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MEGALITH_CACHE", "")
+    shared, gpus = machine(2).cluster, machine(2, name=H100).cluster
+    assert shared.resized(1) is shared.resized(4) is None
+    assert shared.resized(2) == shared
+    assert gpus.resized(4) == gpus.model_copy(update={"count": 4})
+    file = written(machine(2), tmp_path)
+    asked = ask(Question(model="tiny", cluster=str(file), seq_len=128, global_batch=8, format="fp32"))
+    found = answer(asked, top=1, pareto=True)
+    assert {point.devices for point in found.frontier} == {2}
+    huge = Question(model="llama3-70b", cluster=str(file), seq_len=128, global_batch=8, format="fp32")
+    with pytest.raises(SpecErrors) as caught:
+        answer(ask(huge), top=1)
+    assert "this-machine would do" not in str(caught.value)
+    run = tmp_path / "run.toml"
+    run.write_text(f"""
+name = "mine"
+cluster = "{file}"
+model.preset = "tiny"
+data.path = "{tmp_path / "data"}"
+train = {{ steps = 2, global_batch = 8, seq_len = 64 }}
+optimizer.warmup = 1
+""")
+    hollow_data(tmp_path / "data", "text")
+    monkeypatch.setenv("COLUMNS", "1000")
+    printed = CliRunner().invoke(app, ["check", str(run), "--price"])
+    assert printed.exit_code == 2
+    assert "was measured with other ranks at work than the 1 of the plan" in printed.output
 
 
 def test_links_that_nobody_published_are_the_measured_ones():
