@@ -70,8 +70,9 @@ def cases(ranks: int, count: int, seed: int) -> Iterator[tuple[str, dict[str, An
         yield name, {"model": model, "plan": plan, "data": {"path": "random tokens"}, "train": train, "optimizer": {"warmup": 0}}
 
 
-def seconds_of_step(rank: int, tables: dict[str, Any], steps: int) -> float:
-    """Train on one of the ranks, and return its median step in seconds."""
+def seconds_of_step(rank: int, tables: dict[str, Any], steps: int, threads: int) -> float:
+    """Train on one of the ranks with this number of threads, and return its median step in seconds."""
+    torch.set_num_threads(threads)
     spec = RunSpec.model_validate(tables)
     device = torch.device("cpu")
     trainer = assemble(spec, groups=mesh_groups(spec, device), device=device)
@@ -87,11 +88,12 @@ def compared(ranks: int, folder: Path, *, seconds: float, steps: int, count: int
     """Measure the machine with this many ranks, and compare runs with their predictions."""
     own, plain = folder / f"own-{ranks}.toml", folder / f"plain-{ranks}.toml"
     own.write_text(calibrate.text(calibrate.calibrate(ranks, seconds=seconds, wanted="cpu"), host="this machine"))
-    assert load(str(own)).measured is not None
+    measured = load(str(own)).measured
+    assert measured is not None
     plain.write_text(own.read_text().partition("[measured]")[0])
     found = list[Compared]()
     for name, tables in cases(ranks, count, seed):
-        took = max(worlds.run_ranks(seconds_of_step, ranks, tables, steps, timeout=600.0))
+        took = max(worlds.run_ranks(seconds_of_step, ranks, tables, steps, measured.threads, timeout=600.0))
         predicted = [estimate(of_run(RunSpec.model_validate(tables | {"cluster": str(file)}))).time.step for file in (own, plain)]
         found.append(Compared(name, took, *predicted))
         print(

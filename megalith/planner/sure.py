@@ -90,5 +90,6 @@ def _rates(cluster: ClusterSpec) -> str:
     if found is None:
         return ""
     beside = found.processor if cluster.accelerator.is_processor else f"{found.device} beside {found.processor}"
-    ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)}"
+    threads = f" of {found.threads} thread{'s' * (found.threads != 1)}" * found.in_turn
+    ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)}{threads}"
     return f"; rates were measured on {beside} at {found.at} UTC with {ranks} and torch {found.torch}"

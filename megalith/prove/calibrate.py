@@ -81,28 +81,32 @@ class Calibrated:
 def calibrate(ranks: int, *, seconds: float, wanted: str = "auto", sizes: Sizes | None = None) -> Calibrated:
     """Measure this machine with `ranks` processes at work: by NCCL where there is a GPU for each, else by gloo on the processor.
 
-    `seconds` is how long each of some thirty measurements repeats. The ranks are forked from this process, which must have used no GPU and
+    `seconds` is how long each of some thirty measurements repeats. On the processor each rank computes with its share of the processors as
+    threads, as a run's ranks do. The ranks are forked from this process, which must have used no GPU and
     one thread of torch at most. Raises RuntimeError if a rank fails, TimeoutError if one takes far longer than that.
     """
     found = worlds.run_ranks(_measure, ranks, wanted, ranks, seconds, sizes, timeout=300 + 60 * seconds)
-    name = found[0][0]
+    name, threads, _ = found[0]
     points = tuple(
         same[0]._replace(seconds=statistics.median(point.seconds for point in same))
-        for same in zip(*(one for _, one in found), strict=True)
+        for same in zip(*(one for *_, one in found), strict=True)
     )
-    return Calibrated(cluster_of(name, points, ranks=ranks, sizes=sizes or SIZES["cpu" if name == "cpu" else "cuda"]), points)
+    sizes = sizes or SIZES["cpu" if name == "cpu" else "cuda"]
+    return Calibrated(cluster_of(name, points, ranks=ranks, threads=threads, sizes=sizes), points)
 
 
-def _measure(rank: int, wanted: str, ranks: int, seconds: float, sizes: Sizes | None) -> tuple[str, list[Point]]:
-    """Measure on one of the ranks. Return the name of its device and the points, in the same order on each rank."""
+def _measure(rank: int, wanted: str, ranks: int, seconds: float, sizes: Sizes | None) -> tuple[str, int, list[Point]]:
+    """Measure on one of the ranks. Return the name of its device, its threads, and the points, in the same order on each rank."""
     device, group = choose_device(wanted, rank, ranks), dist.group.WORLD
     if device.type == "cuda":
         group = dist.new_group(list(range(ranks)), backend="nccl", device_id=device)
+    else:
+        torch.set_num_threads(max(1, capacity.processors() // ranks))
     assert isinstance(group, dist.ProcessGroup)
     sizes = sizes or SIZES[device.type]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found = [Point(kind, of, size, _timed(work, device, seconds, group)) for kind, of, size, work in _alone(device, name, sizes)]
-    return name, found + _collectives(device, sizes, seconds, ranks)
+    return name, torch.get_num_threads(), found + _collectives(device, sizes, seconds, ranks)
 
 
 def _alone(device: torch.device, name: str, sizes: Sizes) -> Sequence[tuple[str, str, int, Callable[[], Any]]]:
@@ -212,7 +216,7 @@ def _timed(
     return statistics.median(once() for _ in range(times))
 
 
-def cluster_of(name: str, points: Sequence[Point], *, ranks: int, sizes: Sizes) -> ClusterSpec:
+def cluster_of(name: str, points: Sequence[Point], *, ranks: int, threads: int, sizes: Sizes) -> ClusterSpec:
     """Return the cluster that points describe. `name` is torch's name of the device, "cpu" for the processor.
 
     A device of the catalogue keeps its printed rates, and `Measured` has the shares of them that were reached. Any other device has the
@@ -235,6 +239,7 @@ def cluster_of(name: str, points: Sequence[Point], *, ranks: int, sizes: Sizes) 
     ramp = ramps[main] * device.wide / peak  # as the 16-bit format has it: a slower format's is shorter by the ratio of peaks
     measured = Measured(
         device=name, processor=processor()[0], at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"), torch=torch.__version__, ranks=ranks,
+        threads=threads,
         wide=rates[main] / peak, ramp=ramp, attention_forward=forward, attention_backward=backward,
         memory=moved / device.memory_bandwidth, fast=links and links.rate / (device.scale_up or links.rate),
         latency=links and links.latency, launch=launch, in_turn=cpu,

@@ -64,6 +64,7 @@ class Measured(Spec):
     at: str = Field(description="date and time of the measurement, in UTC")
     torch: str = Field(description="version of PyTorch that was measured with")
     ranks: PositiveInt = Field(description="ranks that computed at once")
+    threads: PositiveInt = Field(default=1, description="compute threads of each of them")
     wide: PositiveFloat = Field(description="share of peak that a large product reaches")
     ramp: NonNegativeFloat = Field(description="inner size at which a product reaches half of that")
     attention_forward: PositiveFloat = Field(description="share of the 16-bit peak that attention reaches")

@@ -16,6 +16,7 @@ from megalith.cost.profile import Core, Product
 from megalith.cost.software import practice
 from megalith.cost.time import Setting, core_seconds, product_seconds
 from megalith.cost.workload import Workload
+from megalith.machine import capacity
 from megalith.planner.answer import answer
 from megalith.planner.asked import Question, ask
 from megalith.prove.calibrate import Calibrated, Point, Sizes, calibrate, cluster_of, text
@@ -52,7 +53,7 @@ def points(ranks: int, *, slower: float = 1.0) -> list[Point]:
 
 def machine(ranks: int, *, slower: float = 1.0, name: str = "cpu") -> Calibrated:
     found = points(ranks, slower=slower)
-    return Calibrated(cluster_of(name, found, ranks=ranks, sizes=SIZES), tuple(found))
+    return Calibrated(cluster_of(name, found, ranks=ranks, threads=3, sizes=SIZES), tuple(found))
 
 
 def workload(cluster: ClusterSpec, **plan: int) -> Workload:
@@ -209,14 +210,15 @@ def test_links_that_nobody_published_are_the_measured_ones():
     assert device.source["links"] == "measured"
 
 
-def test_two_ranks_measure_one_another(tmp_path: Path):
+def test_two_ranks_measure_one_another_with_the_threads_of_a_run_s_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(capacity, "processors", lambda: 4)
     found = calibrate(2, seconds=0.0, wanted="cpu", sizes=SIZES)
     kinds = {(point.kind, point.of) for point in found.points}
     assert {("product", "fp32"), ("product", "bf16"), ("attention", "both"), ("gather", "2"), ("sum", "2")} <= kinds
     assert all(point.seconds > 0 for point in found.points)
     cluster = load(str(written(found, tmp_path)))
     assert cluster.measured is not None
-    assert (cluster.count, cluster.measured.ranks, cluster.measured.device) == (2, 2, "cpu")
+    assert (cluster.count, cluster.measured.ranks, cluster.measured.threads, cluster.measured.device) == (2, 2, 2, "cpu")
     assert estimate(workload(cluster, data=2)).time.step > 0
 
 
@@ -234,7 +236,7 @@ def test_one_rank_measures_no_collective():
 def test_points_that_show_no_ramp_still_give_a_rate(inner: Sequence[int], seconds: Sequence[float]):
     noisy = [point for point in points(1) if point.kind != "product"]
     noisy += [Point("product", format, *pair) for format in ("fp32", "bf16") for pair in zip(inner, seconds, strict=True)]
-    cluster = cluster_of("cpu", noisy, ranks=1, sizes=SIZES)
+    cluster = cluster_of("cpu", noisy, ranks=1, threads=1, sizes=SIZES)
     assert cluster.measured is not None
     assert cluster.accelerator.peak["fp32"] > 0 and cluster.measured.ramp >= 0
 
@@ -246,7 +248,7 @@ def test_a_plan_names_the_source_of_its_rates(tmp_path: Path, monkeypatch: pytes
     found, measured = answer(asked, top=1), asked.cluster.measured
     assert measured is not None
     assert (
-        f"rates were measured on {measured.processor} at {measured.at} UTC with 2 ranks and torch {measured.torch}"
+        f"rates were measured on {measured.processor} at {measured.at} UTC with 2 ranks of 3 threads and torch {measured.torch}"
         in found.sure.words
     )
     assert found.to_json()["sure"]["rests_on"] == found.sure.words
