@@ -2,7 +2,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megalith.report import svg
@@ -12,6 +12,7 @@ numbers = st.floats(-1e12, 1e12)
 
 
 @given(numbers, numbers, st.integers(2, 12))
+@example(0.0, 5e-324, 3)
 @settings(deadline=None)
 def test_ticks_are_few_evenly_spaced_and_inside(a, b, most):
     low, high = min(a, b), max(a, b)
