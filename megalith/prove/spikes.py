@@ -79,7 +79,7 @@ class Poisoned:
         return replace(found, tokens=tokens, targets=np.where(found.targets < 0, found.targets, after))
 
 
-class Flips:
+class Flips(Watcher):
     """A watcher that flips bits. It knows the step that the run is in."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
@@ -99,18 +99,6 @@ class Flips:
             stage = trainer.runners[max(trainer.runners)].stage
             computed = [parameter for parameter in stage.parameters() if parameter.requires_grad and parameter.numel()]
             self._hooks.append(_Once(computed[int(fault.place * len(computed))], fault))
-
-    def reduced(self, trainer: Trainer, step: int) -> None:
-        """The gradients are complete."""
-
-    def before_update(self, trainer: Trainer, step: int) -> None:
-        """The optimizer is about to use them."""
-
-    def updated(self, trainer: Trainer, step: int) -> None:
-        """The update has been made."""
-
-    def skipped(self, trainer: Trainer, step: int) -> None:
-        """The update was left out."""
 
     def resting(self, trainer: Trainer, step: int) -> None:
         """A bit of a weight or a moment flips."""

@@ -27,32 +27,26 @@ Moment = Literal["before_step", "reduced", "before_update", "updated", "skipped"
 
 
 class Watcher(Protocol):
-    """Looks on at the moments of each step. What it raises ends the step. A step whose update is made again, since its norm was known
-    late, has its last three moments twice."""
+    """Looks on at the moments of each step. What it raises ends the step. A subclass writes only the moments that it looks at. A step whose
+    update is made again, since its norm was known late, has its last three moments twice."""
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Before its data is read."""
-        ...
 
     def reduced(self, trainer: Trainer, step: int) -> None:
         """This rank's gradients are complete and not yet clipped."""
-        ...
 
     def before_update(self, trainer: Trainer, step: int) -> None:
         """The optimizer is about to use them."""
-        ...
 
     def updated(self, trainer: Trainer, step: int) -> None:
         """The state is that after the step."""
-        ...
 
     def skipped(self, trainer: Trainer, step: int) -> None:
         """The step's update was left out, and undone if it had been made: the state is that before the step."""
-        ...
 
     def resting(self, trainer: Trainer, step: int) -> None:
         """The state is not touched until the next update."""
-        ...
 
 
 def tell(watchers: Sequence[Watcher], moment: Moment, trainer: Trainer, step: int) -> None:

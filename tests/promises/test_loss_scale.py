@@ -36,7 +36,7 @@ from megalith.train.loop import Loop, stepper_of
 from megalith.train.measure.peak import Yardstick
 from megalith.train.restore import restore
 from megalith.train.stability.loss_scale import Scale
-from megalith.train.step import Stepped, accumulate, seed_step, tell
+from megalith.train.step import Stepped, Watcher, accumulate, seed_step, tell
 from megalith.train.stream import open_stream
 from tests.keys import KEY
 from tests.parallel.running import microbatches, trainer_of
@@ -152,7 +152,7 @@ BAD = (1, 4)
 TENSOR = "blocks.1.attention.out.weight"
 
 
-class Overflow:
+class Overflow(Watcher):
     """Makes the gradient of TENSOR infinite in some steps, wherever it is kept and whenever it is computed."""
 
     def __init__(self, trainer: Trainer, *bad: int) -> None:
@@ -166,12 +166,6 @@ class Overflow:
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         self.now = step in self.bad
-
-    def reduced(self, trainer: Trainer, step: int) -> None: ...
-    def before_update(self, trainer: Trainer, step: int) -> None: ...
-    def updated(self, trainer: Trainer, step: int) -> None: ...
-    def skipped(self, trainer: Trainer, step: int) -> None: ...
-    def resting(self, trainer: Trainer, step: int) -> None: ...
 
 
 @contextmanager
@@ -329,17 +323,11 @@ def test_scale_and_counters_hold_over_kill_rewind_and_a_change_of_plan(tmp_path:
     assert (found, there) == (position, scale)
 
 
-class Flip:
+class Flip(Watcher):
     """Flips a bit of the loss scale's tensor after a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
-
-    def before_step(self, trainer: Trainer, step: int) -> None: ...
-    def reduced(self, trainer: Trainer, step: int) -> None: ...
-    def before_update(self, trainer: Trainer, step: int) -> None: ...
-    def updated(self, trainer: Trainer, step: int) -> None: ...
-    def skipped(self, trainer: Trainer, step: int) -> None: ...
 
     def resting(self, trainer: Trainer, step: int) -> None:
         if step == self.step:

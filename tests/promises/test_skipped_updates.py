@@ -22,7 +22,7 @@ from megalith.train.assemble import Trainer
 from megalith.train.loop import Loop, stepper_of
 from megalith.train.measure.peak import Yardstick
 from megalith.train.restore import Position, restore
-from megalith.train.step import tell
+from megalith.train.step import Watcher, tell
 from megalith.train.stream import open_stream
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
@@ -40,7 +40,7 @@ PLANS: list[dict[str, Any]] = [
 EXPERTS = {"preset": "deepseek-tiny"}
 
 
-class Poison:
+class Poison(Watcher):
     """Makes one gradient of every rank NaN in some steps, whenever they are computed."""
 
     def __init__(self, *steps: int) -> None:
@@ -54,12 +54,6 @@ class Poison:
             stage = trainer.runners[max(trainer.runners)].stage
             parameter = next(p for p in stage.parameters() if p.requires_grad)
             self._hook = parameter.register_hook(lambda grad: grad * torch.nan)
-
-    def reduced(self, trainer: Trainer, step: int) -> None: ...
-    def before_update(self, trainer: Trainer, step: int) -> None: ...
-    def updated(self, trainer: Trainer, step: int) -> None: ...
-    def skipped(self, trainer: Trainer, step: int) -> None: ...
-    def resting(self, trainer: Trainer, step: int) -> None: ...
 
 
 def run(plan: dict[str, Any], **rest: Any) -> RunSpec:

@@ -141,6 +141,11 @@ def alone(spec: RunSpec) -> Recording:
     return REFERENCES[key]
 
 
+def judged(spec: RunSpec) -> dict[str, Verdict]:
+    """Return the verdict on the run with each fault."""
+    return {name: judge(one, spec=spec, alone=alone) for name, one in run_ranks(recordings, spec.plan.ranks, spec)[0].items()}
+
+
 def gaps(verdict: Verdict) -> str:
     return "\n".join(row.quantity for row in verdict.rows if not row.equal)
 
@@ -153,8 +158,7 @@ def test_each_fault_is_found(preset: str, plan: dict[str, Any], precision: str) 
     run = tiny_run(plan=plan, model={"preset": preset, "tied": True}, train={"global_batch": 8, "precision": precision})
     spec = shrink(run, steps=2)
     assert spec.train.precision == precision
-    found = run_ranks(recordings, spec.plan.ranks, spec)[0]
-    verdicts = {name: judge(recording, spec=spec, alone=alone) for name, recording in found.items()}
+    verdicts = judged(spec)
     assert verdicts["none"].equal and not verdicts["none"].tokens_tied, verdicts["none"]
     assert "gradients" in gaps(verdicts["missing reduction"]), verdicts["missing reduction"]
     assert "gradients" in gaps(verdicts["part off"]), verdicts["part off"]
@@ -172,8 +176,7 @@ def test_a_transposed_scale_in_fp32_is_found() -> None:
         precision={"scale": "fp32"},
     )
     spec = shrink(run, steps=2)
-    found = run_ranks(recordings, spec.plan.ranks, spec)[0]
-    verdicts = {name: judge(recording, spec=spec, alone=alone) for name, recording in found.items()}
+    verdicts = judged(spec)
     assert verdicts["none"].equal, verdicts["none"]
     assert "gradients" in gaps(verdicts["part off"]), verdicts["part off"]
     assert "gradients" in gaps(verdicts["scales transposed"]), verdicts["scales transposed"]
@@ -199,8 +202,7 @@ def test_a_history_that_is_not_shared_is_found() -> None:
         precision={"granularity": "tensor", "history": 2},
     )
     spec = shrink(run, steps=2)
-    found = run_ranks(recordings, spec.plan.ranks, spec)[0]
-    verdicts = {name: judge(recording, spec=spec, alone=alone) for name, recording in found.items()}
+    verdicts = judged(spec)
     assert verdicts["none"].equal, verdicts["none"]
     assert "gradients" in gaps(verdicts["part off"]), verdicts["part off"]
     fault = judge(run_ranks(not_taken_in_together, spec.plan.ranks, spec)[0], spec=spec, alone=alone)
@@ -217,8 +219,7 @@ def test_a_maximum_that_is_not_shared_is_found(precision: str, granularity: str,
         precision={"granularity": granularity},
     )
     spec = shrink(run, steps=2)
-    found = run_ranks(recordings, spec.plan.ranks, spec)[0]
-    verdicts = {name: judge(recording, spec=spec, alone=alone) for name, recording in found.items()}
+    verdicts = judged(spec)
     assert verdicts["none"].equal, verdicts["none"]
     assert "gradients" in gaps(verdicts["part off"]), verdicts["part off"]
     assert "maxima" in gaps(verdicts["maxima not shared"]), verdicts["maxima not shared"]

@@ -8,6 +8,7 @@ import torch
 from megalith.prove.spikes import Ended, Fault, train
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
+from megalith.train.step import Watcher
 from tests.keys import KEY
 from tests.specs import tiny_run
 from tests.train.prepared import VOCAB
@@ -15,17 +16,11 @@ from tests.train.prepared import VOCAB
 BATCH = 8
 
 
-class Wrong:
+class Wrong(Watcher):
     """A watcher that makes a weight wrong by far after some steps, each once."""
 
     def __init__(self, *steps: int) -> None:
         self.left = set(steps)
-
-    def before_step(self, trainer: Trainer, step: int) -> None: ...
-    def reduced(self, trainer: Trainer, step: int) -> None: ...
-    def before_update(self, trainer: Trainer, step: int) -> None: ...
-    def updated(self, trainer: Trainer, step: int) -> None: ...
-    def skipped(self, trainer: Trainer, step: int) -> None: ...
 
     @torch.no_grad()
     def resting(self, trainer: Trainer, step: int) -> None:

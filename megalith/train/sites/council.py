@@ -12,9 +12,10 @@ checkpoint that they share, or takes part anew in what they do (`Council.begin`)
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 from megalith.fleet.secure.peers import News, PeerGone
 from megalith.spec.sites import SitesSpec
@@ -42,6 +43,24 @@ class Beginning:
 
     step: int | None
     anew: bool = False
+
+
+class Pending(NamedTuple):
+    """A merge that waits for its verdict. `members`: as in a `Deal`. `got`: the sites among those due whose differences came. `waited`:
+    seconds so far."""
+
+    number: int
+    fragment: int
+    sent: int
+    step: int
+    members: Mapping[int, int]
+    got: Set[int] = frozenset()
+    waited: float = 0.0
+
+    @property
+    def due(self) -> set[int]:
+        """The sites whose differences it merges, if they come."""
+        return {site for site, since in self.members.items() if since < self.sent}
 
 
 class Council:
@@ -172,25 +191,21 @@ class Council:
         site's, if it decides, or the one that comes. `members`: as in a `Deal`. Raises PeerGone, and OutOfStepError."""
         began = time.monotonic()
         self._hear(0.0)  # who was connected since the last merge may lack what this site has sent
-        verdict = (
-            self._decided(number, fragment, sent, step, members) if self.decides else self._awaited(number, fragment, sent, step)
-        )
+        merge = Pending(number, fragment, sent, step, members)
+        verdict = self._decided(merge) if self.decides else self._awaited(merge)
         if fragment in self._last:
             self._rounds.append(began - self._last[fragment])  # without what this merge waits
         self._last[fragment] = time.monotonic()
         self._asks = None if self.site in verdict.joined else self._asks
         return verdict
 
-    def _decided(self, number: int, fragment: int, sent: int, step: int, members: Mapping[int, int]) -> Verdict:
+    def _decided(self, merge: Pending) -> Verdict:
         """Wait for what the others send, decide, and tell them."""
-        due = {site for site, since in members.items() if since < sent}
         verdict = None
         self._due_since = began = time.monotonic()
         while verdict is None:
-            got = due & self._there(fragment, sent).keys()
-            verdict = self._judged(
-                number, fragment, sent, step, due=due, got=got, members=members, waited=time.monotonic() - began
-            )
+            got = merge.due & self._there(merge.fragment, merge.sent).keys()
+            verdict = self._judged(merge._replace(got=got, waited=time.monotonic() - began))
             if verdict is None:
                 self._hear(TURN_SECONDS)
         verdict = replace(verdict, line=self.line)
@@ -199,19 +214,10 @@ class Council:
         self._post(verdict)
         return verdict
 
-    def _judged(
-        self,
-        number: int,
-        fragment: int,
-        sent: int,
-        step: int,
-        *,
-        due: set[int],
-        got: set[int],
-        members: Mapping[int, int],
-        waited: float,
-    ) -> Verdict | None:
+    def _judged(self, merge: Pending) -> Verdict | None:
         """Return the verdict, if it is time for one."""
+        number, fragment, sent, step, members, got, waited = merge
+        due = merge.due
         may_come = {site for site in due - got if self._takes_part(site)}
         if may_come and waited < self.grace:
             return None
@@ -249,8 +255,9 @@ class Council:
         assert self._wire is not None
         return waited < self.grace or self._wire.connected(site)
 
-    def _awaited(self, number: int, fragment: int, sent: int, step: int) -> Verdict:
+    def _awaited(self, merge: Pending) -> Verdict:
         """Wait for the verdict of the site that decides."""
+        number, fragment, sent, step = merge[:4]
         began = time.monotonic()
         while (self.line, number) not in self._verdicts:
             self._hear(TURN_SECONDS)

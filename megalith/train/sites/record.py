@@ -13,7 +13,7 @@ from megalith.checkpoint.folder import find, read_manifest
 from megalith.events import Event, Merge, RunStarted, of_kind, read
 from megalith.fleet.secure.peers import PeerGone
 from megalith.spec.sites import SitesSpec, folder_of
-from megalith.train.sites.council import SAME, Council, OutOfStepError
+from megalith.train.sites.council import SAME, Council, OutOfStepError, Pending
 from megalith.train.sites.messages import Verdict
 
 DECIDE_BITS = ("model", "plan", "train", "optimizer", "sites")
@@ -97,26 +97,16 @@ class Recorded(Council):
         """True if these are all sites."""
         return len(set(sites)) == self.spec.count
 
-    def _judged(
-        self,
-        number: int,
-        fragment: int,
-        sent: int,
-        step: int,
-        *,
-        due: set[int],
-        got: set[int],
-        members: Mapping[int, int],
-        waited: float,
-    ) -> Verdict | None:
+    def _judged(self, merge: Pending) -> Verdict | None:
         """Return the verdict of the record, once the differences that it merges are there. The last one stops all sites."""
+        number, fragment, sent, step = merge[:4]
         verdict = self._record.get(number)
         if verdict is None or (verdict.fragment, verdict.sent, verdict.step) != (fragment, sent, step):
             raise OutOfStepError(
                 f"merge {number} of fragment {fragment}, sent at step {sent}, at step {step} is not recorded. {SAME}"
             )
-        if missing := set(verdict.merged) - got:
-            if waited >= self._patience:
-                raise PeerGone(f"the difference of site {min(missing)} did not come: waited {waited:.0f} s at step {step}")
+        if missing := set(verdict.merged) - merge.got:
+            if merge.waited >= self._patience:
+                raise PeerGone(f"the difference of site {min(missing)} did not come: waited {merge.waited:.0f} s at step {step}")
             return None
         return replace(verdict, stop=number + 1 == len(self._record))

@@ -16,7 +16,7 @@ from megalith.train.assemble import Trainer
 from megalith.train.loop import Loop
 from megalith.train.stability.extremes import LOGITS, Look, Risen
 from megalith.train.stability.findings import Findings
-from megalith.train.step import accumulate
+from megalith.train.step import Watcher, accumulate
 from tests.keys import KEY
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks
@@ -161,14 +161,8 @@ def test_looks_before_a_spike_are_told_from_the_spike() -> None:
     assert before is None and after == Risen("blocks.0", 50, 1.0, 9.0) and rewound is None
 
 
-class Damaged:
+class Damaged(Watcher):
     """A watcher that fills the first MLP with large random numbers after step 40."""
-
-    def before_step(self, trainer: Trainer, step: int) -> None: ...
-    def reduced(self, trainer: Trainer, step: int) -> None: ...
-    def before_update(self, trainer: Trainer, step: int) -> None: ...
-    def updated(self, trainer: Trainer, step: int) -> None: ...
-    def skipped(self, trainer: Trainer, step: int) -> None: ...
 
     @torch.no_grad()
     def resting(self, trainer: Trainer, step: int) -> None:
