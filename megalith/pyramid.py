@@ -15,7 +15,7 @@ import struct
 import time as clock
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +26,8 @@ FAN = 4
 LEVELS = 13  # FAN ** 12 is 16 million steps: the coarsest record covers so many
 KEEP = 64 << 20  # bytes of a level, all pieces together
 LEAST = 512  # records of a level that are kept in any case
+HEADS = 4096  # heads of a file's records that a reader remembers
+BLOCK = 4096  # bytes: records up to this size are read together
 SEGMENTS = 8  # files into which the kept bytes of a level are cut: the oldest one goes
 
 Kind = Literal["codes", "numbers"]
@@ -163,7 +165,7 @@ class Writer:
         for segment in reversed(older):
             room -= segment.size
             if room < 0:
-                segment.path.unlink(missing_ok=True)
+                Path(segment.path).unlink(missing_ok=True)
         path = self._folder / _name(self._piece, level, first)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC, 0o644)
         os.write(file, _FILE.pack(_MAGIC, list(_TYPES).index(self._kind), level, self._width))
@@ -188,11 +190,12 @@ def _name(piece: int, level: int, first: int) -> str:
 class _Segment:
     """A file, as its name and size say."""
 
-    path: Path
+    path: str
     piece: int
     level: int
     first: int
     size: int
+    inode: int
 
 
 def _segments(folder: Path) -> list[_Segment]:
@@ -204,7 +207,8 @@ def _segments(folder: Path) -> list[_Segment]:
                 if match := _NAME.fullmatch(entry.name):
                     with contextlib.suppress(FileNotFoundError):
                         piece, level, first = map(int, match.groups())
-                        found.append(_Segment(Path(entry.path), piece, level, first, entry.stat().st_size))
+                        stat = entry.stat()
+                        found.append(_Segment(entry.path, piece, level, first, stat.st_size, stat.st_ino))
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(found, key=lambda one: (one.piece, one.level, one.first))
@@ -234,24 +238,60 @@ class _At:
 
     run: "_Run"
     offset: int
-    head: tuple[int, int, int, float, float, float]
+    head: "Head"
+
+
+Head = tuple[int, int, int, float, float, float]
+"""First step, last step, steps, time, and two numbers that values are measured by."""
+
+
+@dataclass
+class _Known:
+    """Parts of a file that never change, read once: its format, and heads of whole records."""
+
+    kind: str
+    width: int
+    segment: _Segment
+    heads: dict[int, Head] = field(default_factory=dict)
+
+    def holds_for(self, segment: _Segment) -> bool:
+        """True if the file is the same and has only grown."""
+        return self.segment.inode == segment.inode and self.segment.size <= segment.size
 
 
 class _Run:
-    """An open file of a table."""
+    """A file of a table. It is opened when something unknown is read."""
 
-    def __init__(self, segment: _Segment, kind: str, width: int) -> None:
-        self.segment, self.kind, self.width = segment, kind, width
-        self.record = record_bytes(kind, width, segment.level)
-        self.file = os.open(segment.path, os.O_RDONLY)
-        self.count = max(0, (os.fstat(self.file).st_size - _FILE.size) // self.record)
+    def __init__(self, segment: _Segment, known: _Known) -> None:
+        self.segment, self.kind, self.width, self._heads = segment, known.kind, known.width, known.heads
+        self.record = record_bytes(known.kind, known.width, segment.level)
+        self.count = max(0, (segment.size - _FILE.size) // self.record)
+        self._file: int | None = None
 
-    def head(self, index: int) -> tuple[int, int, int, float, float, float] | None:
+    def read(self, size: int, offset: int) -> bytes:
+        """Return bytes at a place: fewer at the end of the file, none if it was removed meanwhile."""
+        if self._file is None:
+            try:
+                self._file = os.open(self.segment.path, os.O_RDONLY)
+            except FileNotFoundError:
+                return b""
+        return os.pread(self._file, size, offset)
+
+    def close(self) -> None:
+        """Close the file, if it was opened."""
+        if self._file is not None:
+            os.close(self._file)
+
+    def head(self, index: int) -> Head | None:
         """The head of a record; None for one that is not whole."""
-        read = os.pread(self.file, _START, _FILE.size + index * self.record)
+        if (known := self._heads.get(index)) is not None:
+            return known
+        read = self.read(_START, _FILE.size + index * self.record)
         if len(read) < _START or _SUM.unpack(read[_HEAD.size :])[0] != zlib.crc32(read[: _HEAD.size]):
             return None
-        return _HEAD.unpack(read[: _HEAD.size])
+        if len(self._heads) >= HEADS:
+            self._heads.clear()
+        return self._heads.setdefault(index, _HEAD.unpack(read[: _HEAD.size]))
 
     def index(self, step: int) -> int:
         """The first record that ends at a step or later."""
@@ -268,28 +308,34 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._known: dict[str, _Known] = {}
 
     @contextlib.contextmanager
     def _files(self) -> Iterator[dict[int, dict[int, list[_Run]]]]:
-        """Piece -> level -> files, open."""
+        """Piece -> level -> files."""
         found: dict[int, dict[int, list[_Run]]] = {}
         files: list[_Run] = []
+        known = dict[str, _Known]()
         try:
             for segment in _segments(self._folder):
                 with contextlib.suppress(OSError):
-                    if (what := _format(segment)) is not None:
-                        files.append(_Run(segment, *what))
+                    before = self._known.get(segment.path)
+                    now = before if before is not None and before.holds_for(segment) else _format(segment)
+                    if now is not None:
+                        known[segment.path] = now
+                        files.append(_Run(segment, now))
                         found.setdefault(segment.piece, {}).setdefault(segment.level, []).append(files[-1])
+            self._known = known
             yield found
         finally:
             for one in files:
-                os.close(one.file)
+                one.close()
 
     def width(self) -> int:
         """Values a step of the newest piece; 0 while there is none."""
         for segment in reversed(_segments(self._folder)):
             if (what := _format(segment)) is not None:
-                return what[1]
+                return what.width
         return 0
 
     def span(self) -> tuple[int, int] | None:
@@ -341,13 +387,13 @@ class Reader:
             return _view(chosen, values)
 
 
-def _format(segment: _Segment) -> tuple[str, int] | None:
-    with contextlib.suppress(OSError), segment.path.open("rb") as file:
+def _format(segment: _Segment) -> _Known | None:
+    with contextlib.suppress(OSError), open(segment.path, "rb") as file:
         read = file.read(_FILE.size)
         if len(read) == _FILE.size:
             magic, kind, level, width = _FILE.unpack(read)
             if magic == _MAGIC and kind < len(_TYPES) and level == segment.level:
-                return list(_TYPES)[kind], width
+                return _Known(list(_TYPES)[kind], width, segment)
     return None
 
 
@@ -390,10 +436,12 @@ def _view(chosen: Sequence[tuple[int, _At]], values: Sequence[slice]) -> View:
     kind = chosen[0][1].run.kind if chosen else "numbers"
     size = sum(one.stop - one.start for one in values)
     arrays = np.zeros((3, len(chosen), size), dtype=_TYPES[kind])
-    for row, (_, at) in enumerate(chosen):
+    for begin, end in _stretches([at for _, at in chosen]):
+        at = chosen[begin][1]
         number = _arrays(at.run.kind, at.run.segment.level)
+        read = _read if at.run.record > BLOCK else _read_block
         for k in range(3):
-            arrays[k, row] = _read(at, min(k, number - 1) if number < 3 else k, values)
+            arrays[k, begin:end] = read([one for _, one in chosen[begin:end]], min(k, number - 1), values)
     heads = [at.head for _, at in chosen]
     column = lambda i, what: np.array([head[i] for head in heads], dtype=what)  # noqa: E731
     bases = np.array([head[4:] for head in heads], dtype=np.float64).reshape(-1, 2)
@@ -401,13 +449,35 @@ def _view(chosen: Sequence[tuple[int, _At]], values: Sequence[slice]) -> View:
     return View(pieces, column(0, np.int64), column(1, np.int64), column(2, np.int64), column(3, np.float64), bases, *arrays)
 
 
-def _read(at: _At, array: int, values: Sequence[slice]) -> NDArray:
-    """Some values of one array of a record; missing ones where the file ends early."""
-    dtype = _TYPES[at.run.kind]
-    start = at.offset + array * at.run.width * dtype.itemsize
-    parts = []
-    for one in values:
-        wanted = (one.stop - one.start) * dtype.itemsize
-        read = os.pread(at.run.file, wanted, start + one.start * dtype.itemsize)
-        parts.append(np.frombuffer(read.ljust(wanted, b"\0"), dtype=dtype))
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+def _stretches(chosen: Sequence[_At]) -> Iterator[tuple[int, int]]:
+    """Yield from where to where records follow each other in one file."""
+    begin = 0
+    for end in range(1, len(chosen) + 1):
+        before = chosen[end - 1]
+        if end == len(chosen) or chosen[end].run is not before.run or chosen[end].offset != before.offset + before.run.record:
+            yield begin, end
+            begin = end
+
+
+def _read(stretch: Sequence[_At], array: int, values: Sequence[slice]) -> NDArray:
+    """Some values of one array of wide records; missing ones where the file ends early."""
+    run, dtype = stretch[0].run, _TYPES[stretch[0].run.kind]
+    rows = []
+    for at in stretch:
+        start, parts = at.offset + array * run.width * dtype.itemsize, []
+        for one in values:
+            wanted = (one.stop - one.start) * dtype.itemsize
+            parts.append(run.read(wanted, start + one.start * dtype.itemsize).ljust(wanted, b"\0"))
+        rows.append(np.frombuffer(b"".join(parts), dtype=dtype))
+    return np.stack(rows)
+
+
+def _read_block(stretch: Sequence[_At], array: int, values: Sequence[slice]) -> NDArray:
+    """Do the same for narrow records, which are read together."""
+    run, dtype = stretch[0].run, _TYPES[stretch[0].run.kind]
+    whole = run.read(len(stretch) * run.record, stretch[0].offset - _START).ljust(len(stretch) * run.record, b"\0")
+    table = np.frombuffer(whole, dtype=np.uint8).reshape(len(stretch), run.record)[
+        :, _START + array * run.width * dtype.itemsize :
+    ]
+    columns = [table[:, one.start * dtype.itemsize : one.stop * dtype.itemsize] for one in values]
+    return np.ascontiguousarray(np.concatenate(columns, axis=1)).view(dtype)

@@ -12,7 +12,7 @@ from megalith.control.times import decode
 from megalith.planner.gains import TERMS, tries
 from megalith.report import units
 from megalith.watch.source import Source
-from megalith.watch.whatif import Replay, levelled, peers
+from megalith.watch.whatif import Replay, levelled, medians, peers
 
 WINDOW = 20  # newest steps that are looked at
 ENOUGH = 10  # steps from which on anything is said
@@ -24,7 +24,7 @@ UNEVEN = 1.15  # times the median data rank that the slowest one works, in the m
 STAGE = 1.08  # times the median stage that a stage works
 PART = {"data": 0.05, "saving": 0.03, "communication": 0.25, "other": 0.15}
 """Shares of a step from which on waiting for data, saving, communication and unexplained time are named."""
-REST, LONGEST = 300, 120.0  # times as long as finding took, and seconds at most, that what was found stands
+REST, LONGEST = 500, 120.0  # times as long as finding took, and seconds at most, that what was found stands
 FABRIC = 1.3  # times the predicted seconds of communication
 PLANNED = ("unbalanced stage", "communication", "slow fabric")
 """Kinds of causes that another plan may remedy."""
@@ -126,10 +126,10 @@ def slow_ranks(seen: Window) -> list[tuple[int, float]]:
     ratios = np.stack([row / peers(row, seen.pipeline) for row in seen.own])
     alone = np.bincount(seen.pipeline)[seen.pipeline] == 1
     if alone.any():
-        early = np.nanmedian(seen.own[: len(seen.own) // 2], axis=0)
+        early = medians(seen.own[: len(seen.own) // 2])
         ratios[:, alone] = (seen.own / early)[:, alone]
-    middle = np.nanmedian(ratios, axis=0)
-    usual = np.nanmedian(np.abs(ratios - middle), axis=0)  # how much a rank differs from itself
+    middle = medians(ratios)
+    usual = medians(np.abs(ratios - middle))  # how much a rank differs from itself
     among = np.nanmedian(np.abs(middle - np.nanmedian(middle))) if len(middle) >= 8 else 0.0
     limit = np.maximum(SLOW, 1 + STEADY * np.maximum(np.nanmedian(usual) / np.sqrt(len(ratios)), among))
     often = np.nanmean(ratios > 1 + (middle - 1) / 2, axis=0)
@@ -151,9 +151,9 @@ def steady(seen: Window, slow: Iterable[int]) -> tuple[NDArray[np.float64], NDAr
     Ranks that are not slow differ by chance: each counts as the median of those with the same part of the model, lest the slowest of many
     by chance hide what a slow one costs. A slow rank without such peers would work as in the first half of the steps.
     """
-    middle, named = np.nanmedian(seen.own, axis=0), np.array(sorted(slow), dtype=np.int64)
+    middle, named = medians(seen.own), np.array(sorted(slow), dtype=np.int64)
     calm = np.setdiff1d(np.arange(len(middle)), named)
-    usual = np.nanmedian(seen.own[: len(seen.own) // 2], axis=0)
+    usual = medians(seen.own[: len(seen.own) // 2])
     for place in np.unique(seen.pipeline[calm]):
         usual[seen.pipeline == place] = np.nanmedian(middle[calm[seen.pipeline[calm] == place]])
     own = usual.copy()
@@ -201,9 +201,9 @@ def _work_share(source: Source, one: Replay) -> float:
 def _of_stages(one: Replay, own: NDArray[np.float64], seen: Window, share: float) -> Iterator[Cause]:
     if one.plan.pipeline < 2:
         return
-    medians = np.array([np.nanmedian(own[seen.pipeline == place]) for place in range(one.plan.pipeline)])
-    place = int(medians.argmax())
-    over = float(medians[place] / np.median(np.delete(medians, place)))
+    middles = np.array([np.nanmedian(own[seen.pipeline == place]) for place in range(one.plan.pipeline)])
+    place = int(middles.argmax())
+    over = float(middles[place] / np.median(np.delete(middles, place)))
     if over < STAGE:
         return
     whole = one.seconds(own)
@@ -220,10 +220,9 @@ def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iter
     others = np.array([rank for rank in range(seen.own.shape[1]) if rank not in slow])
     ratios, who = [], []
     for row in seen.own[:, others]:
-        by = [np.nansum(row[seen.data[others] == data]) for data in range(one.plan.data)]
-        middle = float(np.median([value for value in by if value > 0] or [1.0]))
-        ratios.append(max(by) / middle)
-        who.append(int(np.argmax(by)))
+        by = np.bincount(seen.data[others], weights=np.nan_to_num(row), minlength=one.plan.data)
+        ratios.append(by.max() / np.median(by[by > 0]) if by.any() else 0.0)
+        who.append(int(by.argmax()))
     most = np.bincount(who).max() / len(who)
     if np.median(ratios) < UNEVEN or most > 0.6:
         return

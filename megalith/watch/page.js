@@ -495,15 +495,20 @@ function fill() {
 // ---- Data
 
 let asking = false, again = null;
+const standing = new Map(); // run and panel -> what was asked, and until when the server would answer the same
 const QUICK = ["alive", "loss", "speed", "rank-heatmap"], REST = 5000; // the others are asked for at most so often
 const EVERY = ["alive", "loss"], OF_ONE = ["speed", "rank-heatmap", "what-if", "memory", "experts", "sites", "incidents", "samples", "run"];
 async function ask(run, name) {
   const asked = new URLSearchParams({run});
   if (state.from !== null && ["loss", "speed", "rank-heatmap", "memory", "experts"].includes(name)) { asked.set("from", state.from); asked.set("to", state.to); }
   if (name === "rank-heatmap") { asked.set("row", state.row); asked.set("sort", state.sort); asked.set("columns", Math.max(60, Math.min(400, Math.floor((panels.heat.canvas.clientWidth || 400) / 3)))); }
-  const answer = await fetch("panel/" + name + "?" + asked, {cache: "no-store"});
+  const query = name + "?" + asked, key = run + " " + name, stands = standing.get(key);
+  if (stands && stands.query === query && Date.now() < stands.until) return false;
+  const answer = await fetch("panel/" + query, {cache: "no-store"});
   if (!answer.ok) throw new Error(answer.status);
   state.data[run][name] = await answer.json();
+  standing.set(key, {query, until: Date.now() + 1000 * Number(answer.headers.get("X-Megalith-Stands"))});
+  return true;
 }
 async function fetchNow(names) {
   if (!GIVEN.live) { fill(); return; }
@@ -513,9 +518,9 @@ async function fetchNow(names) {
     const jobs = [];
     GIVEN.names.forEach((_, run) => { for (const name of EVERY) if (!names || names.includes(name)) jobs.push(ask(run, name)); });
     for (const name of OF_ONE) if (!names || names.includes(name)) jobs.push(ask(state.run, name));
-    const done = await Promise.allSettled(jobs);
+    const done = (await Promise.allSettled(jobs)).filter(one => one.status === "rejected" || one.value);
     if (done.some(one => one.status === "fulfilled")) state.got = Date.now();
-    lost(done.every(one => one.status === "rejected"));
+    lost(done.length > 0 && done.every(one => one.status === "rejected"));
     fill();
   } finally { asking = false; if (again) { const next = again; again = null; fetchNow(next === true ? undefined : next); } }
 }

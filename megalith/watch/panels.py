@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.control import times
-from megalith.events import Problem, RunStarted
+from megalith.events import Holding, Problem, RunStarted
 from megalith.planner import gains
 from megalith.report import units
 from megalith.watch import causes, law
@@ -204,32 +204,48 @@ def what_if(source: Source, asked: Asked) -> dict[str, Any]:
 
 def memory(source: Source, asked: Asked) -> dict[str, Any]:
     """Bytes at the peak of each rank (of many ranks, of each stage's fullest), by what its state holds; predicted of each stage."""
+    stages = source.places().get("pipeline", np.zeros(0, dtype=np.int64))
+    peaks, held = _peaks(source), source.holdings
+    rows = [
+        {
+            "rank": rank,
+            "stage": int(stages[rank]) if rank < len(stages) else 0,
+            "peak": float(peaks[rank]) if rank < len(peaks) and math.isfinite(peaks[rank]) else None,
+            "weights": held[rank].weight_bytes if rank in held else 0,
+            "gradients": held[rank].gradient_bytes if rank in held else 0,
+            "optimizer": held[rank].optimizer_bytes if rank in held else 0,
+        }
+        for rank in _shown(peaks, held, stages)
+    ]
+    curves = _curves(source, asked, "resident", "peak")
+    predicted = source.predicted or {}
+    said = {"predicted": predicted.get("memory") or [], "limit": predicted.get("limit"), "why": _why(source)}
+    return {"rows": rows, "device": _device(source)} | said | curves
+
+
+def _peaks(source: Source) -> NDArray[np.float64]:
+    """Bytes of each rank at the peak of its newest step; NaN where unknown."""
     span = source.times_span()
-    peaks: dict[int, float] = {}
     if span is not None:
         view, world = source.ranks("memory", first=span[1], most=1)
         if len(view) and world == source.world:
-            shares = times.decode(view.high[-1])
-            peaks = {rank: float(share * view.bases[-1, 1]) for rank, share in enumerate(shares) if math.isfinite(share)}
-    predicted = (source.predicted or {}).get("memory") or []
-    rows = []
-    stages = source.places().get("pipeline")
-    for rank in sorted({*source.holdings, *peaks}):
-        held = source.holdings.get(rank)
-        sizes = (held.weight_bytes, held.gradient_bytes, held.optimizer_bytes) if held else (0, 0, 0)
-        state = dict(zip(("weights", "gradients", "optimizer"), sizes, strict=True))
-        place = 0 if stages is None or rank >= len(stages) else int(stages[rank])
-        rows.append({"rank": rank, "stage": place, "peak": peaks.get(rank), **state})
-    if len(rows) > SHOWN:
-        fullest: dict[int, dict[str, Any]] = {}
-        for row in rows:
-            size = lambda one: one["peak"] or sum(one[name] for name in ("weights", "gradients", "optimizer"))  # noqa: E731
-            if row["stage"] not in fullest or size(row) > size(fullest[row["stage"]]):
-                fullest[row["stage"]] = row
-        rows = [fullest[stage] for stage in sorted(fullest)]
-    curves = _curves(source, asked, "resident", "peak")
-    limit = (source.predicted or {}).get("limit")
-    return {"rows": rows, "predicted": predicted, "limit": limit, "device": _device(source), "why": _why(source)} | curves
+            return times.decode(view.high[-1]) * view.bases[-1, 1]
+    return np.zeros(0)
+
+
+def _shown(peaks: NDArray[np.float64], held: Mapping[int, Holding], stages: NDArray[np.int64]) -> list[int]:
+    """Ranks whose memory is known; of many, each stage's fullest."""
+    size = np.full(max([len(peaks), *(rank + 1 for rank in held)]), np.nan)
+    for rank, one in held.items():
+        size[rank] = one.weight_bytes + one.gradient_bytes + one.optimizer_bytes
+    size[: len(peaks)] = np.where(np.isfinite(peaks), peaks, size[: len(peaks)])
+    known = np.flatnonzero(np.isfinite(size))
+    if len(known) <= SHOWN:
+        return known.tolist()
+    place = np.zeros(len(size), dtype=np.int64)
+    place[: len(stages)] = stages[: len(size)]
+    by_stage = [known[place[known] == stage] for stage in np.unique(place[known])]
+    return [int(ranks[size[ranks].argmax()]) for ranks in by_stage]
 
 
 def _device(source: Source) -> str:

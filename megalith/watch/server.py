@@ -32,7 +32,7 @@ POLL_SECONDS = 0.5  # between looks at the logs
 ALERT_SECONDS = 2.0  # between looks for what must be told
 BEAT_SECONDS = 10.0  # at most between two words of a stream, so that a closed one is noticed
 STREAM_SECONDS = 3600.0  # that a stream lasts; a page opens the next by itself
-SHARE = 0.001  # of a core that the same question about a panel may take, however often it is asked
+SHARE = 0.0005  # of a core that the same question about a panel may take, however often it is asked
 STANDS, FRESH = 60.0, {"alive": 5.0}  # seconds at most that an answer stands; of panels that tell how long ago something was
 KEPT = 64  # answers that are kept
 
@@ -206,15 +206,16 @@ class Server:
         return self.sources[at]
 
     def _panel(self, connection: socket.socket, name: str, asked: Mapping[str, str]) -> None:
-        whole = self._panel_data(self._source(asked), name, asked)
-        _send(connection, _head(200, "json", len(whole)) + whole)
+        whole, stands = self._panel_data(self._source(asked), name, asked)
+        _send(connection, _head(200, "json", len(whole), more=(f"X-Megalith-Stands: {stands:.1f}",)) + whole)
 
-    def _panel_data(self, source: Source, name: str, asked: Mapping[str, str]) -> bytes:
-        """Data of a panel as JSON: what was made last, until it is old enough that making it anew takes no more than SHARE of a core."""
+    def _panel_data(self, source: Source, name: str, asked: Mapping[str, str]) -> tuple[bytes, float]:
+        """Data of a panel as JSON, and the seconds for which they stand: what was made last, until it is old enough that making it anew
+        takes no more than SHARE of a core."""
         key = (name, *(f"{one}={asked[one]}" for one in sorted(asked)))
         kept = self._answers.get(key)
         if kept is not None and time.monotonic() < kept[0]:
-            return kept[1]
+            return kept[1], kept[0] - time.monotonic()
         began = time.thread_time()
         whole = json.dumps(panels.panel(source, name, asked), separators=(",", ":"), default=str).encode()
         stands = min((time.thread_time() - began) / SHARE, FRESH.get(name, STANDS))
@@ -223,7 +224,7 @@ class Server:
             self._answers[key] = time.monotonic() + stands, whole
             if len(self._answers) > KEPT:
                 del self._answers[next(iter(self._answers))]
-        return whole
+        return whole, stands
 
     def _obey(self, connection: socket.socket, request: Request) -> None:
         given = request.head.get("x-megalith-act", "")
@@ -308,13 +309,19 @@ def _send(connection: socket.socket, whole: bytes) -> None:
         rest = rest[connection.send(rest[: 256 << 10]) :]
 
 
-def _head(status: int, kind: str, length: int | None, policy: str = "default-src 'none'; frame-ancestors 'none'") -> bytes:
+def _head(
+    status: int,
+    kind: str,
+    length: int | None,
+    policy: str = "default-src 'none'; frame-ancestors 'none'",
+    more: Sequence[str] = (),
+) -> bytes:
     lines = [
         f"HTTP/1.1 {status} {_PHRASES[status]}", "Connection: close", f"Content-Type: {TYPES[kind]}", "Cache-Control: no-store",
         f"Content-Security-Policy: {policy}", "X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer",
         "Cross-Origin-Resource-Policy: same-origin", "Cross-Origin-Opener-Policy: same-origin", "X-Frame-Options: DENY",
     ]  # fmt: skip
-    lines += [] if length is None else [f"Content-Length: {length}"]
+    lines += [*more, *([] if length is None else [f"Content-Length: {length}"])]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 

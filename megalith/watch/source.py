@@ -100,7 +100,9 @@ class Source:
         self.revision = 0
         self.behind = True  # the log is being read for the first time
         self._base = run_dir / index.FOLDER
-        found = pyramid.Reader(self._base).newest()
+        self._base_steps = pyramid.Reader(self._base)
+        self._times = pyramid.Reader(run_dir / times.FOLDER)
+        found = self._base_steps.newest()
         self._until = found and (found[0], found[1])
         begin = index.end_of(self._base)
         self.last_time = found[3] if found else 0.0
@@ -110,6 +112,7 @@ class Source:
             if at <= begin:
                 self._take(event)
         self._scratch = Path(tempfile.mkdtemp(prefix="megalith-watch-"))
+        self._own_steps = pyramid.Reader(self._scratch)
         self._remove = weakref.finalize(self, shutil.rmtree, self._scratch, True)
         self._index = index.Index(run_dir, self._scratch, begin=begin)
         self._account: tuple[int, float, ledger.Goodput] | None = None
@@ -273,15 +276,15 @@ class Source:
 
     def last_step(self) -> int | None:
         """The number of the newest step."""
-        own = pyramid.Reader(self._scratch).newest()
+        own = self._own_steps.newest()
         return own[1] if own else self._until[1] if self._until else None
 
     def steps(self, names: Sequence[str], *, first: int = 0, last: int = 2**62, most: int = 600) -> View:
         """Return numbers of the steps from `first` to `last`, in about `most` records; steps that were done again come again."""
         at = [index.VALUES.index(name) for name in names]
         values = [slice(i, i + 1) for i in at]
-        base = pyramid.Reader(self._base).read(values, first=first, last=last, most=most, until=self._until)
-        own = pyramid.Reader(self._scratch).read(values, first=first, last=last, most=most)
+        base = self._base_steps.read(values, first=first, last=last, most=most, until=self._until)
+        own = self._own_steps.read(values, first=first, last=last, most=most)
         return _joined(base, own) if self._until else own
 
     def recent(self, names: Sequence[str], number: int) -> dict[str, NDArray[np.float64]]:
@@ -296,13 +299,12 @@ class Source:
 
     def ranks(self, row: str, *, first: int = 0, last: int = 2**62, most: int = 400) -> tuple[View, int]:
         """Return what one row of `control.times` says of all ranks of the newest generation's plan, and how many ranks there are."""
-        reader = pyramid.Reader(self.run_dir / times.FOLDER)
-        world = reader.width() // len(times.ROWS)
-        return reader.read([times.block(row, world)], first=first, last=last, most=most), world
+        world = self._times.width() // len(times.ROWS)
+        return self._times.read([times.block(row, world)], first=first, last=last, most=most), world
 
     def times_span(self) -> tuple[int, int] | None:
         """The first and the last step that all ranks have told of; None where they have not."""
-        return pyramid.Reader(self.run_dir / times.FOLDER).span()
+        return self._times.span()
 
     def goodput(self) -> tuple[ledger.Goodput, float] | None:
         """The account of the run's time, and the seconds that it is of: of a long log, of its end. None before there is any time."""
