@@ -3,9 +3,12 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -356,3 +359,60 @@ def test_a2_an_edited_spec_is_not_trained_with_after_a_fault(at: Path, run: Runn
     run.until(lambda: len(events(at / "run", "run_started")) > 1 and len(events(at / "run", "step")) > done + 2, or_ended=True)
     assert run.ended, "it goes on with what it was never asked to compute"
     assert "spec.json" in run.output
+
+
+# Disks that are full or may not be written to
+
+
+@contextlib.contextmanager
+def _mounted(folder: Path, *words: str) -> Iterator[Path]:
+    """Mount something at a new folder; skip the test where that is not allowed."""
+    folder.mkdir()
+    done = subprocess.run(["mount", *words, str(folder)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=False)
+
+
+def test_a11_a_full_disk_is_named_with_what_it_lacks(tmp_path: Path) -> None:
+    write_verse(tmp_path / "a.txt", lines=50_000)
+    with _mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=256k", "tmpfs"):
+        status, words = _prepare(tmp_path, "a.txt", out="small/out")
+    assert status != 0
+    assert "small" in words and re.search(r"\d ?[kKM]i?B", words)
+
+
+def test_a15_a_report_of_a_folder_that_is_read_only(at: Path, tmp_path: Path) -> None:
+    assert megalith("train", "run.toml", "--run-dir", "shown", "--set", "train.steps=10", at=at).status == 0
+    with _mounted(tmp_path / "read", "--bind", str(at / "shown")) as folder:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        assert megalith("report", folder, at=tmp_path).status == 0
+
+
+def test_a15_a_disk_that_was_full_leaves_no_torn_line(at: Path, tmp_path: Path) -> None:
+    with _mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=96m", "tmpfs") as disk:
+        run, steps = disk / "run", ["--set", "train.steps=1000000", "--set", "checkpoint.every=1000000"]
+        with running("train", "run.toml", "--run-dir", run, *steps, at=at) as command:
+            command.until(lambda: len(events(run, "step")) > 20)
+            with (disk / "filler").open("wb", buffering=0) as filler:
+                for block in (1 << 20, 1 << 12, 1):
+                    with contextlib.suppress(OSError):
+                        while filler.write(bytes(block)):
+                            pass
+            size = (run / "events.jsonl").stat().st_size
+            command.until(lambda: _full(disk, run, size), or_ended=True)
+            (disk / "filler").unlink()
+            last = len(events(run, "step"))
+            command.until(lambda: len(events(run, "step")) > last + 20)
+            *lines, _ = (run / "events.jsonl").read_bytes().split(b"\n")
+        assert all(line.startswith(b"{") and line.endswith(b"}") for line in lines), [one for one in lines if one[-1:] != b"}"]
+
+
+def _full(disk: Path, run: Path, size: int) -> bool:
+    """True once the log has taken what was left of the last page, and could not grow since."""
+    before = (run / "events.jsonl").stat().st_size
+    time.sleep(2.0)
+    return os.statvfs(disk).f_bavail == 0 and before == (run / "events.jsonl").stat().st_size >= size
