@@ -21,6 +21,7 @@ from megalith.fleet.tiers import roots
 from megalith.spec.files import load
 from tests.patience import PATIENCE
 from tests.runs import position, prepare_text, train
+from tests.watch.pages import one_page
 
 RUN = """
 name = "elastic"
@@ -115,4 +116,7 @@ def test_two_nodes_one_node_two_nodes_and_no_sample_is_lost_or_repeated(tmp_path
     assert {step: one.tokens_seen for step, one in steps.items()} == {step: one.tokens_seen for step, one in whole.items()}
     for step, one in steps.items():
         assert one.loss == pytest.approx(whole[step].loss, rel=1e-4), (step, "other samples")
+    losses, marks, alerts = one_page(run.folder, tmp_path / "again")
+    assert losses == pytest.approx({step: one.loss for step, one in steps.items()}, rel=1e-5), "one curve on the page"
+    assert marks.count("start") == 2 and "incident" in marks and not alerts
     shutil.rmtree(memory, ignore_errors=True)

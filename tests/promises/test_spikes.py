@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalith.events import Event, Lowered, Rewound, Skipped, Spike, of_kind, read
+from megalith.events import Event, Lowered, Rewound, Skipped, Spike, Step, of_kind, read
 from megalith.fleet.tiers import copies, newest
 from megalith.prove.spikes import Ended, Fault
 from megalith.spec.run import RampSpec
@@ -21,6 +21,7 @@ from tests.keys import KEY
 from tests.ranks import run_ranks
 from tests.train.prepared import small_data
 from tests.train.spiking import BATCH, spike, spiky_run
+from tests.watch.pages import one_page
 
 LADDER = ("skip", "rewind", "lower", "stop")
 
@@ -102,6 +103,9 @@ def test_a_rewind_leaves_out_the_updates_since_the_copy(data: str, tmp_path: Pat
     assert (rewound.step, rewound.to, rewound.undone, rewound.tier) == (35, 30, 4, "memory")
     assert (rewound.first, rewound.last) == (30 * BATCH, 35 * BATCH - 1)
     assert ended.position == Position(step=65, samples=65 * BATCH, updates=60)
+    losses, marks, _ = one_page(tmp_path / "a", tmp_path / "page")
+    assert list(losses) == [one.step for one in of_kind(told, Step)], "one curve on the page: the rewound step has no loss"
+    assert marks.count("rewound") == 1
     if not plan:
         late = ended.read[-30 * BATCH :]
         assert set(late) == set(range(35 * BATCH, 65 * BATCH)), "after it went back, only new samples are read"
