@@ -13,6 +13,7 @@ from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import AUTO, Plan, StateSpec, segment_size
 from megalith.spec.problem import near
+from megalith.spec.sites import outer_slots
 from megalith.spec.sizes import Count, count_model, own_tensors
 from megalith.spec.state import LOWER, MASTER, UPPER, Slot, bytes_each, bytes_of, gradient
 from megalith.spec.treatment import kinds, masters_of, slots_of
@@ -205,7 +206,7 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
     ):
         cut = {"zero": plan.zero, "shards": shards}
         numbers = count / (split * places)
-        lasting = [*masters_of(case.spec.optimizer), *slots_of(case.spec.optimizer)]
+        lasting = [*masters_of(case.spec.optimizer), *slots_of(case.spec.optimizer), *outer_slots(case.spec.sites)]
         if case.spec.optimizer.master in LOWER and (shards > 1 or plan.zero == 3):
             lasting.append(UPPER)
         kept = (

@@ -1,51 +1,111 @@
-"""Time that sites wait for each other at merges over a link: step by step, as the trainer sends and merges. Arithmetic only, no torch."""
+"""Time that sites wait for each other at merges over a link: step by step, as the trainer sends and merges; and the method with which they
+wait little. Arithmetic only, no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megalith.spec.sites import Fragment, SitesSpec, sent_after, verdict_bytes, wire_bytes
+from megalith.spec.sites import FULL, Fragment, SitesSpec, fragments, part_of, sent_after, verdict_bytes, wire_bytes
 
 ROUNDS = 20
 """Rounds that are followed: a link that is too slow falls behind by more in each."""
 INTERVALS = (1, 2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 750, 1000)
 GOOD = 0.99
 """Share of the time in which a site computes that is good enough."""
+CHOSEN = ("inner_steps", "fragments", "overlap", "bits")
+"""Keys of `[sites]` that are chosen where a run file leaves them out."""
+FRAGMENTS, OVERLAPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), (0, 1, 2, 3, 5, 7, 10)
+"""Values that are tried. Weights that arrive more than ten steps late are not."""
+
+PACKET, HEADERS, WINDOW, PAUSE = 1500, 52, 10, 0.2
+"""Bytes of a packet, those of it that are headers of IP and TCP, and the packets that TCP sends at first before it waits for an answer, also
+after a pause that is so many seconds longer than a round trip (RFC 6928; RFC 5681, section 4.1; Linux's least time-out)."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shape of every tensor that is merged, by its name in the whole model."""
 
 
 @dataclass(frozen=True)
 class Across:
-    """Prediction for a run across sites. `bytes`: those that a site sends in a round of `inner_steps` steps; `waited`: mean seconds that it
-    waits in one; `use`: share of the time in which it computes."""
+    """Prediction for a run across sites. `bytes`: those that a site sends in a round of `inner_steps` steps; `instead`: those of data
+    parallelism with fp32 gradients in as many steps; `waited`: mean seconds that a site waits in a round; `use`: share of the time in
+    which it computes."""
 
     sites: int
     inner_steps: int
+    fragments: int
+    overlap: int
+    bits: int
     bytes: int
+    instead: int
     waited: float
     use: float
     shortest: int | None
     """The shortest of INTERVALS with a use of GOOD, everything else as it is; None if none is."""
 
     @property
+    def method(self) -> str:
+        """The name by which the method is known."""
+        if self.fragments > 1 or self.overlap:
+            return "Streaming DiLoCo"
+        return "DiLoCo" if self.inner_steps > 1 else "a merge after each step"
+
+    @property
     def speed(self) -> float:
-        """Tokens a second of all sites over those of one alone."""
+        """Tokens a second of all sites over those of one of them."""
         return self.sites * self.use
 
     def to_json(self) -> dict[str, Any]:
         """Return everything by name."""
-        return {**vars(self), "speed": self.speed}
+        return {**vars(self), "method": self.method, "speed": self.speed}
 
 
-def across(fragments: Sequence[Fragment], sites: SitesSpec, step: float) -> Across | None:
-    """Predict a run whose sites take `step` seconds for a step; None where the run file names no link."""
-    if sites.link is None:
+def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None = None, packet: int = PACKET) -> Across | None:
+    """Predict a run whose sites take `step` seconds for a step; None for one site, and where the run file names no link. `steps`: of the
+    whole run, whose last merges all of the model; None: it lasts so long that its end does not count. `packet`: bytes of the link's packets."""
+    if sites.link is None or sites.count == 1:
         return None
     fitting = (n for n in INTERVALS if n >= sites.fragments and n > sites.overlap)
+    cut = fragments(shapes, sites)
     candidates = (sites.model_copy(update={"inner_steps": n}) for n in fitting)
-    shortest = next((one.inner_steps for one in candidates if _use(fragments, one, step) >= GOOD), None)
-    size, use = sum(_bytes(one, sites) for one in fragments), _use(fragments, sites, step)
-    waited = sites.inner_steps * step * (1 / use - 1)
-    return Across(sites.count, sites.inner_steps, size, waited, use, shortest)
+    shortest = next((one.inner_steps for one in candidates if _use(cut, one, step) >= GOOD), None)
+    use = _use(cut, sites, step, steps, packet)
+    return Across(
+        sites.count, sites.inner_steps, sites.fragments, sites.overlap, sites.bits,
+        bytes=sum(_bytes(one, sites) for one in cut),
+        instead=(sites.count - 1) * sites.inner_steps * sum(4 * piece.numel for one in cut for piece in one.pieces),
+        waited=sites.inner_steps * step * (1 / use - 1), use=use, shortest=shortest,
+    )  # fmt: skip
+
+
+def choose(shapes: Shapes, sites: SitesSpec, step: float, *, free: Collection[str], rounds_well: bool) -> SitesSpec:
+    """Choose the keys `free` of CHOSEN for the link of `sites`, where a step takes `step` seconds.
+
+    The shortest interval with a use of GOOD is taken, since loss grows with it; with it the most bits, then the least overlap, then the
+    fewest fragments. Where none has that use, the one with the most use is taken. `rounds_well`: differences are little hurt by 2 bits,
+    as those of Muon (Thérien et al. 2025, arXiv:2505.23725).
+    """
+    best: tuple[float, SitesSpec] | None = None
+    for interval in INTERVALS if "inner_steps" in free else (sites.inner_steps,):
+        tried = sites.model_copy(update={"inner_steps": interval})
+        found = [(_use(fragments(shapes, one), one, step), one) for one in _variants(shapes, tried, free, rounds_well)]
+        good = next((one for use, one in found if use >= GOOD), None)
+        if good is not None:
+            return good
+        for use, one in found:
+            if best is None or use > best[0]:
+                best = use, one
+    return sites if best is None else best[1]
+
+
+def _variants(shapes: Shapes, sites: SitesSpec, free: Collection[str], rounds_well: bool) -> Iterator[SitesSpec]:
+    """Yield the methods with one interval that may be chosen, those first that change the least."""
+    parts = len({part_of(name) for name in shapes})
+    for bits in (FULL, 8, 4, 2)[: 4 if rounds_well else 3] if "bits" in free else (sites.bits,):
+        for overlap in OVERLAPS if "overlap" in free else (sites.overlap,):
+            for count in FRAGMENTS if "fragments" in free else (sites.fragments,):
+                if overlap < sites.inner_steps and count <= min(sites.inner_steps, parts):
+                    yield sites.model_copy(update={"bits": bits, "overlap": overlap, "fragments": count})
 
 
 def _bytes(fragment: Fragment, sites: SitesSpec) -> int:
@@ -53,22 +113,63 @@ def _bytes(fragment: Fragment, sites: SitesSpec) -> int:
     return (sites.count - 1) * (wire_bytes(fragment) + verdict_bytes())
 
 
-def _use(fragments: Sequence[Fragment], sites: SitesSpec, step: float) -> float:
-    """Follow ROUNDS rounds. What is sent queues for the link; a merge needs it and the verdict, which follows it back: a round trip."""
+def _use(cut: tuple[Fragment, ...], sites: SitesSpec, step: float, steps: int | None = None, packet: int = PACKET) -> float:
+    """Follow ROUNDS rounds, or all `steps`. What is sent queues for the link; a merge needs it and the verdict, which follows it back: a
+    round trip."""
     assert sites.link is not None
-    rate, delay = 1e6 * sites.link.megabits / 8, 1e-3 * sites.link.milliseconds
-    now = free = waited = 0.0
-    under_way: dict[int, tuple[int, float]] = {}  # fragment -> the step that merges it, and when it has arrived
-    for done in range(1, ROUNDS * sites.inner_steps + 1):
-        now += step
-        merging = [under_way.pop(number)[1] for number, (due, _) in list(under_way.items()) if due == done]
-        for arrived in merging:
-            waited += max(0.0, arrived - now)
-            now = max(now, arrived)
-        for number in sent_after(done, sites):
-            free = max(free, now) + _bytes(fragments[number], sites) / rate
+    line = _Line(1e6 * sites.link.megabits / 8 * (packet - HEADERS) / packet, 1e-3 * sites.link.milliseconds, WINDOW * packet)
+    sizes = [_bytes(fragment, sites) for fragment in cut]
+    last = steps or ROUNDS * sites.inner_steps
+    sends = {done: list(sent_after(done, sites)) for done in _sending(sites, last)}
+    now = waited = 0.0
+    before = 0
+    under_way: dict[int, float] = {}  # fragment -> when it has arrived
+    for done in sorted({*sends, *(one + sites.overlap for one in sends), last}):
+        if done > last:
+            break
+        now, before = now + (done - before) * step, done
+        for number in sends.get(done - sites.overlap, ()) if sites.overlap else ():
+            arrived = under_way.pop(number)
+            waited, now = waited + max(0.0, arrived - now), max(now, arrived)
+        for number in sends.get(done, ()):
+            arrived = line.send(sizes[number], now)
             if sites.overlap:
-                under_way[number] = done + sites.overlap, free + delay
+                under_way[number] = arrived
             else:
-                waited, now = waited + free + delay - now, free + delay
-    return (now - waited) / now
+                waited, now = waited + arrived - now, arrived
+    computed, fresh = now - waited, sends.get(last, ())
+    if steps is not None:  # the end: all that is under way, then what the last step did not send, one fragment after the other
+        now = max([now, *under_way.values()])
+        for number in (number for number in range(len(cut)) if number not in fresh):
+            now = line.send(sizes[number], now)
+    return computed / now
+
+
+@dataclass
+class _Line:
+    """A connection over the link: bytes a second, seconds of a round trip, and the bytes that it sends after a pause before it waits for an
+    answer; twice as many after each."""
+
+    rate: float
+    delay: float
+    window: float
+    free: float = 0.0
+    """When what was sent before has left."""
+
+    def send(self, size: int, now: float) -> float:
+        """Send, and return when the answer to it is back."""
+        paused = self.free == 0.0 or now > self.free + self.delay + PAUSE
+        self.free = max(self.free, now) + size / self.rate + (self._slow_start(size) if paused else 0.0)
+        return self.free + self.delay
+
+    def _slow_start(self, size: int) -> float:
+        window, sent, lost = self.window, 0.0, 0.0
+        while window < self.rate * self.delay and sent + window < size:
+            sent, lost, window = sent + window, lost + self.delay - window / self.rate, 2 * window
+        return lost
+
+
+def _sending(sites: SitesSpec, last: int) -> Iterator[int]:
+    """Yield the steps after which something is sent."""
+    for number in range(sites.fragments):
+        yield from range((number + 1) * sites.inner_steps // sites.fragments, last + 1, sites.inner_steps)

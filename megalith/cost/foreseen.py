@@ -26,7 +26,7 @@ from megalith.spec import cluster as clusters
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.plan import segments
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import within
+from megalith.spec.sites import outer_slots, within
 
 KINDS = {"gather": "all-gather", "scatter": "reduce-scatter", "sum": "all-reduce", "all_to_all": "all-to-all"}
 """Exchange of a profile -> collective as it is counted. A ring is sends and receives."""
@@ -136,7 +136,9 @@ def of_run(spec: RunSpec) -> Workload:
     precision = PRECISIONS[train.precision]
     format = precision.compute.name if precision.emulated else precision.name
     rules = {"optimizer": optimizer.kind, "moments": optimizer.small, "master": optimizer.master, "gradients": train.gradients}
-    return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, **rules))
+    return decided(
+        Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, outer=outer_slots(spec.sites), **rules)
+    )
 
 
 def _here(workload: Workload, traced: Parts, place: int) -> _Here:

@@ -18,6 +18,7 @@ from megalith.schedule.action import Row
 from megalith.schedule.action import parts as parts_of
 from megalith.schedule.table import SCHEDULES
 from megalith.spec.model import MoeSpec
+from megalith.spec.state import bytes_each
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,7 @@ def _state(workload: Workload, numbers: float, shards: int) -> tuple[float, floa
         weights += workload.width * (
             own if workload.halved else away
         )  # what is gathered, where whole master weights are not at hand
-    near = workload.state_bytes * (own - away)
+    near = workload.state_bytes * (own - away) + bytes_each(workload.outer) * own
     if state.optimizer == "disk":
         return weights, gradients, near, 0.0, host.SLOTS * workload.state_bytes * away
     return weights, gradients, near, host.held(workload, away), 0.0

@@ -12,7 +12,7 @@ from megalith.spec.model import ModelSpec
 from megalith.spec.numbers import PRECISIONS
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.plan import Plan
-from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, bytes_each, gradient
+from megalith.spec.state import GRADIENT, LOWER, MASTER, WIDE, Moments, Slot, bytes_each, gradient
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ class Workload:
     """The number format in which gradients are added up; fp32: that of the software's practice."""
     frozen: bool = False
     """The weights get no gradient (adapters on frozen weights, LoRA)."""
+    outer: tuple[Slot, ...] = ()
+    """Tensors that merges with other sites keep for each weight (`spec.sites.outer_slots`)."""
 
     @property
     def microbatches(self) -> int:

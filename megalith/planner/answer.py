@@ -8,7 +8,6 @@ from typing import Any
 
 from megalith.check.software import COMPILES_COLLECTIVES
 from megalith.cost import host
-from megalith.cost.across import Across, across
 from megalith.cost.constants import calibration
 from megalith.cost.estimate import Estimate
 from megalith.cost.memory import Memory
@@ -18,6 +17,7 @@ from megalith.cost.workload import Workload
 from megalith.planner.asked import DATA, STEPS, Asked
 from megalith.planner.candidates import Space, candidates
 from megalith.planner.explain import Neighbour, explain
+from megalith.planner.linked import Linked, linked, outer, whole_batch
 from megalith.planner.measured import Own
 from megalith.planner.phases import InPhase, fits_all, in_phases, whole_training
 from megalith.planner.search import Choice, Found, Scorer, Training, assumed, search
@@ -29,8 +29,6 @@ from megalith.spec.files import Resolved
 from megalith.spec.numbers import FAST
 from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem, SpecErrors
-from megalith.spec.sites import fragments
-from megalith.spec.sizes import model_parameters
 from megalith.spec.toml import dotted
 from megalith.spec.validate import leaves
 
@@ -57,20 +55,13 @@ class Answer:
     """The best plan in each phase of the run, if it has several."""
     measured: tuple[Own, ...] = ()
     """Rows of the asker's own, which times follow as far as they can be trusted."""
+    linked: Linked | None = None
+    """Prediction of the run's sites; None without a link between them."""
 
     @cached_property
     def sure(self) -> Sure:
         """How far off the figures may be."""
         return sure(self.asked, self.measured)
-
-    @cached_property
-    def across(self) -> Across | None:
-        """How far sites wait for each other with the best plan; None without a link between them."""
-        asked, best = self.asked, self.found.best
-        if asked.sites is None or best is None:
-            return None
-        shapes = {name: each.shape for name, each in model_parameters(asked.model).items()}
-        return across(fragments(shapes, asked.sites), asked.sites, best.estimate.time.step)
 
     @property
     def convention(self) -> str:
@@ -119,7 +110,7 @@ class Answer:
             "frontier": [one.to_json() | self._said(one.choice) for one in self.frontier],
             "what_ifs": [one.to_json() | self._said(one.choice) for one in self.what_ifs],
             "phases": [one.to_json() for one in self.phases],
-            "across": None if self.across is None else self.across.to_json(),
+            **({"across": None, "proposed": None, "gain": None} if self.linked is None else self.linked.to_json()),
         }  # fmt: skip
 
     def _said(self, choice: Choice | None) -> dict[str, Any]:
@@ -157,6 +148,7 @@ def answer(
         asked, found, trainings, mine, tuple(one for one in near if asked.legal(one.plan)),
         frontier(asked, found) if pareto else (), tuple(_what_if(words, replace(other, factor=asked.factor)) for words, other in what_ifs),
         in_phases(asked, found.best.plan, scorer), tuple(measured),
+        linked(asked, found.best, lambda other: find(other, top=1, tick=tick).best),
     )  # fmt: skip
 
 
@@ -177,7 +169,7 @@ def find(asked: Asked, *, top: int, tick: Callable[[int, int], None] = lambda do
     found = search(
         asked.model, asked.cluster, seq_len=train.seq_len, global_batch=train.global_batch, format=asked.format,
         optimizer=asked.run.optimizer.kind, moments=asked.run.optimizer.small, master=asked.run.optimizer.master,
-        gradients=train.gradients, software=asked.software,
+        gradients=train.gradients, outer=outer(asked.sites), software=asked.software,
         top=top, legal=legal, scorer=scorer, space=space_of(asked), tick=tick, differ=skeleton,
     )  # fmt: skip
 
@@ -309,6 +301,7 @@ def workload_of(asked: Asked, plan: Plan) -> Workload:
             optimizer.small,
             optimizer.master,
             train.gradients,
+            outer=outer(asked.sites),
         )
     )
 
@@ -419,7 +412,8 @@ def as_run(answered: Answer) -> str:
     plan = best.plan
     if best.plan.recompute != "selective":
         plan = plan.model_copy(update={"recompute_parts": Plan().recompute_parts})
-    spec = (asked.whole or asked.run).model_copy(update={"plan": plan})
+    sites = (answered.linked and answered.linked.chosen) or asked.sites
+    spec = (asked.whole or whole_batch(asked)).model_copy(update={"plan": plan, "sites": sites})
     before = asked.resolved.provenance if asked.resolved else {}
     old = {dotted(leaf.path): leaf.value for leaf in leaves(asked.resolved.spec)} if asked.resolved else {}
     origins: dict[str, str] = {}

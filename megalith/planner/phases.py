@@ -10,6 +10,7 @@ from typing import Any
 from megalith.cost.estimate import Estimate
 from megalith.cost.workload import Workload
 from megalith.planner.asked import Asked
+from megalith.planner.linked import outer
 from megalith.planner.search import Choice, Scorer, Training, assumed, training
 from megalith.spec.phases import Phase, Phases
 from megalith.spec.plan import Plan
@@ -46,6 +47,7 @@ def workload_in(asked: Asked, plan: Plan, phase: Phase) -> Workload:
         optimizer.small,
         optimizer.master,
         asked.run.train.gradients,
+        outer=outer(asked.sites),
     )
 
 

@@ -22,7 +22,7 @@ from megalith.schedule.table import interleaving, kind
 from megalith.spec.cluster import ClusterSpec
 from megalith.spec.model import ModelSpec
 from megalith.spec.plan import Plan
-from megalith.spec.state import WIDE, Moments, Place
+from megalith.spec.state import WIDE, Moments, Place, Slot
 
 IDLE_POWER = 1.35
 """Power of a data centre over that of its devices: hosts, network, cooling."""
@@ -108,6 +108,7 @@ def search(
     moments: Moments = WIDE,
     master: str = "fp32",
     gradients: str = "fp32",
+    outer: tuple[Slot, ...] = (),
     software: str = OURS,
     space: Space | None = None,
     top: int = 10,
@@ -123,8 +124,19 @@ def search(
     plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
     workloads = [
         Workload(
-            model, plan, cluster, seq_len, global_batch, format, assumed(plan, software), optimizer, moments, master, gradients
-        )
+            model,
+            plan,
+            cluster,
+            seq_len,
+            global_batch,
+            format,
+            assumed(plan, software),
+            optimizer,
+            moments,
+            master,
+            gradients,
+            outer=outer,
+        )  # fmt: skip
         for plan in plans
     ]
     scorer.prepare(workloads, tick)

@@ -17,7 +17,10 @@ from megalith.machine.resident import most_resident_bytes
 from megalith.prove import fake
 from megalith.prove.meter import Memory, Meter, Traffic, Work
 from megalith.spec.run import RunSpec
-from megalith.train.assemble import assemble, mesh_groups
+from megalith.spec.sites import fragments
+from megalith.spec.state import MASTER
+from megalith.train.assemble import Trainer, assemble, mesh_groups
+from megalith.train.sites.state import OuterState
 from megalith.train.step import train_step
 
 CPU = torch.device("cpu")
@@ -76,19 +79,33 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, unreal: bool) -> Co
         for moe in trainer.routers().values():
             moe.router.spec = moe.router.spec.model_copy(update={"balanced": True})
         meter.follow(trainer)
+        outer = _outer(trainer)
+        for tensor in outer:
+            meter.label(tensor, "optimizer")
         meter.begin_step()
         done = train_step(trainer, microbatches, step=0)
+    state = trainer.state.bytes()
+    state["optimizer"] += sum(tensor.numel() * tensor.element_size() for tensor in outer)
     return Counted(
         coordinates=groups.coordinates,
         parts=[name for stage in trainer.stages.values() for name in stage.part_names],
         parameters=sum(p.numel() for p in trainer.parameters.values()),
-        state=trainer.state.bytes(),
+        state=state,
         memory=meter.memory(),
         course=meter.course(),
         traffic=meter.traffic(),
         work=meter.work(),
         actions=[name for name, _, _ in done.spans if name != "WAIT"],
     )
+
+
+def _outer(trainer: Trainer) -> list[torch.Tensor]:
+    """Make what merges with other sites keep on the device for this rank's weights; nothing in a run without sites."""
+    if (sites := trainer.run.sites) is None:
+        return []
+    shapes = {name.removeprefix(f"{MASTER.name}."): share.shape for name, share in trainer.state.shares(MASTER.category).items()}
+    kept = OuterState(trainer.state, fragments({name: tuple(shape) for name, shape in shapes.items()}, sites), sites, leads=False)
+    return [tensor for each in (kept.anchors, kept.velocities, kept.feedback) for tensor in each.values()]
 
 
 def single_documents(spec: RunSpec) -> Samples:

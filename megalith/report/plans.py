@@ -6,7 +6,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megalith.cost import host
-from megalith.cost.across import GOOD, INTERVALS
+from megalith.cost.across import GOOD, INTERVALS, Across
 from megalith.cost.doubt import Interval
 from megalith.cost.estimate import Estimate
 from megalith.planner.answer import Answer, Point, short, spare
@@ -236,16 +236,30 @@ def trainings(found: Answer) -> str:
 
 
 def across(found: Answer) -> str:
-    """A sentence on how long sites wait for each other; empty where no link between them is known."""
-    one = found.across
-    if one is None:
+    """Lines on how long sites wait for each other, and on what is chosen for their link; empty where no link between them is known."""
+    if (linked := found.linked) is None:
         return ""
-    reached = f"{GOOD:.0%} takes inner_steps = {one.shortest}" if one.shortest else ""
-    reached = reached or f"No inner_steps up to {INTERVALS[-1]} reaches {GOOD:.0%}"
-    pays = f"{one.sites} sites train {one.speed:.2g} times as fast as one" if one.speed > 1 else "One site alone trains faster"
+    said, proposed = linked.said, linked.proposed
+    lines = [f"across {said.sites} sites, as the run file says: {_waits(said)}"]
+    if said.use < GOOD:
+        shortest = f"{GOOD:.0%} takes inner_steps = {said.shortest}" if said.shortest else ""
+        lines[0] += f" {shortest or f'No inner_steps up to {INTERVALS[-1]} reaches {GOOD:.0%}'}."
+    if proposed is not None and proposed != said:
+        lines.append(f"chosen for the link: {_waits(proposed)}")
+        if proposed.use < GOOD:
+            lines.append(f"The link is too slow for {GOOD:.0%} with any of the methods that were tried.")
+    if linked.gain is not None:
+        much = f"{linked.gain:.2f} times the tokens a second of one that trains the whole batch"
+        lines.append(f"{said.sites} sites train {much}." if linked.gain > 1 else f"More than one site does not pay: {much}.")
+    return "\n".join(lines)
+
+
+def _waits(one: Across) -> str:
+    """A method, and how long sites wait with it."""
     return (
-        f"across {one.sites} sites: each sends {one.bytes / 1e6:,.3g} MB in a round of {one.inner_steps} steps, waits "
-        f"{seconds(one.waited)} in it, and computes {one.use:.1%} of the time. {reached}. {pays}."
+        f"{one.method} (inner_steps = {one.inner_steps}, fragments = {one.fragments}, overlap = {one.overlap}, bits = {one.bits}). Each "
+        f"sends {one.bytes / 1e6:,.3g} MB in a round, {one.instead / one.bytes:,.3g} times less than gradients, waits "
+        f"{seconds(one.waited)} in it, and computes {one.use:.1%} of the time."
     )
 
 

@@ -1,10 +1,11 @@
 """Waits of sites for each other, by hand and beside what was measured on a wire between two namespaces."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 
-from megalith.cost.across import GOOD, INTERVALS, ROUNDS, Across, across
+from megalith.cost.across import CHOSEN, FRAGMENTS, GOOD, HEADERS, INTERVALS, OVERLAPS, PACKET, ROUNDS, Across, across, choose
 from megalith.spec.sites import SitesSpec, fragments, verdict_bytes, wire_bytes
 
 STEP = 0.8
@@ -14,18 +15,28 @@ QUICKSTART = {f"blocks.{n}.weight": (1300, 1000) for n in range(5)}
 
 def _predicted(shapes: dict[str, tuple[int, ...]] = QUICKSTART, step: float = STEP, **given: Any) -> Across:
     sites = SitesSpec.model_validate({"link": {"megabits": 10, "milliseconds": 100}} | given)
-    found = across(fragments(shapes, sites), sites, step)
+    found = across(shapes, sites, step)
     assert found is not None
     return found
+
+
+RATE = 10e6 / 8 * (PACKET - HEADERS) / PACKET
+SLOW_START = sum(0.1 - packets * PACKET / RATE for packets in (10, 20, 40, 80))
+"""Seconds of round trips in which TCP sends 10 packets, then 20, 40 and 80: fewer than the link would hold."""
+
+
+def _transfer(size: float) -> float:
+    """Seconds until the answer to `size` bytes is back, sent after a pause."""
+    return size / RATE + SLOW_START + 0.1
 
 
 def test_without_overlap_a_site_waits_for_the_transfer_and_a_round_trip() -> None:
     found = _predicted(inner_steps=30)
     (whole,) = fragments(QUICKSTART, SitesSpec())
     assert found.bytes == wire_bytes(whole) + verdict_bytes()
-    seconds = found.bytes * 8 / 10e6 + 0.1
+    seconds = _transfer(found.bytes)
     assert found.waited == pytest.approx(seconds) and found.use == pytest.approx(30 * STEP / (30 * STEP + seconds))
-    assert found.use == pytest.approx(0.53, abs=0.01) and found.speed == pytest.approx(2 * found.use)
+    assert found.use == pytest.approx(0.52, abs=0.01) and found.speed == pytest.approx(2 * found.use)
 
 
 def test_data_parallelism_over_such_a_link_is_hopeless() -> None:
@@ -33,16 +44,16 @@ def test_data_parallelism_over_such_a_link_is_hopeless() -> None:
 
 
 def test_a_transfer_hides_behind_the_steps_of_its_overlap() -> None:
-    streaming = {"fragments": 5, "bits": 4}
+    streaming: dict[str, Any] = {"fragments": 5, "bits": 4}
     assert _predicted(inner_steps=30, overlap=5, **streaming).use == 1.0
     found = _predicted(inner_steps=30, overlap=0, **streaming)
-    assert found.waited == pytest.approx(found.bytes * 8 / 10e6 + 5 * 0.1), "each of five merges waits"
+    assert found.waited == pytest.approx(5 * _transfer(found.bytes / 5)), "each of five merges waits"
 
 
 def test_a_link_that_is_too_slow_holds_the_sites_to_its_rate() -> None:
     """Fragments queue: a round takes as long as its bytes, however much may overlap."""
     found = _predicted(inner_steps=10, fragments=5, overlap=9)
-    seconds = found.bytes * 8 / 10e6
+    seconds = found.bytes / RATE
     assert 10 * STEP + found.waited == pytest.approx(seconds, rel=2 / ROUNDS)
 
 
@@ -69,4 +80,67 @@ def test_it_is_near_what_was_measured() -> None:
 
 
 def test_without_a_link_nothing_is_predicted() -> None:
-    assert across(fragments(QUICKSTART, SitesSpec()), SitesSpec(), STEP) is None
+    assert across(QUICKSTART, SitesSpec(), STEP) is None
+
+
+LINKS = {"slow": (10, 100), "slower": (1, 100), "far": (1000, 400), "near": (100_000, 0.1)}
+
+
+def _chosen(link: tuple[float, float], *, free: tuple[str, ...] = CHOSEN, rounds_well: bool = False, **given: Any) -> SitesSpec:
+    megabits, milliseconds = link
+    sites = SitesSpec.model_validate({"link": {"megabits": megabits, "milliseconds": milliseconds}} | given)
+    return choose(QUICKSTART, sites, STEP, free=free, rounds_well=rounds_well)
+
+
+def _use_of(sites: SitesSpec) -> float:
+    found = across(QUICKSTART, sites, STEP)
+    assert found is not None
+    return found.use
+
+
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
+def test_the_method_chosen_for_a_link_waits_little_and_no_shorter_interval_does(link: tuple[float, float]) -> None:
+    """All methods that were to be tried are looked at here."""
+    found = _chosen(link)
+    assert _use_of(found) >= GOOD
+    for interval in INTERVALS[: INTERVALS.index(found.inner_steps)]:
+        for overlap, parts, bits in product(OVERLAPS, FRAGMENTS, (4, 8, 32)):
+            if overlap < interval and parts <= min(interval, len(QUICKSTART)):
+                other = {"inner_steps": interval, "overlap": overlap, "fragments": parts, "bits": bits}
+                assert _use_of(found.model_copy(update=other)) < GOOD, other
+    least = found.model_copy(update={"overlap": 0, "fragments": 1})
+    assert least == found or _use_of(least) < GOOD, "no more is changed than the link asks for"
+
+
+def test_what_a_run_file_says_is_kept() -> None:
+    kept = {"inner_steps": 7, "bits": 8, "lr": 0.5}
+    found = _chosen(LINKS["slow"], free=("fragments", "overlap"), **kept)
+    assert kept.items() <= found.model_dump().items() and found.overlap > 0
+    assert _chosen(LINKS["slow"], free=(), inner_steps=3).inner_steps == 3
+
+
+def test_two_bits_are_for_differences_that_bear_them() -> None:
+    fits = {"free": ("bits",), "inner_steps": 20, "fragments": 5, "overlap": 3}
+    assert _chosen(LINKS["slower"], **fits).bits == 4
+    assert _chosen(LINKS["slower"], rounds_well=True, **fits).bits == 2
+
+
+def test_a_link_that_is_too_slow_for_all_gets_the_method_with_the_most_use() -> None:
+    found = _chosen((0.01, 100))
+    assert _use_of(found) < GOOD and found.inner_steps == INTERVALS[-1] and found.bits == 4
+
+
+def test_the_end_of_a_run_merges_all_of_the_model() -> None:
+    sites = SitesSpec.model_validate(
+        {"link": {"megabits": 10, "milliseconds": 100}, "inner_steps": 6, "fragments": 5, "overlap": 2, "bits": 4}
+    )
+    found = across(QUICKSTART, sites, STEP, steps=12)
+    assert found is not None and _use_of(sites) == 1.0
+    waited = _transfer(found.bytes / 5) + 4 * (found.bytes / 5 / RATE + 0.1)
+    assert 12 * STEP * (1 / found.use - 1) == pytest.approx(waited, rel=0.05), "what the last step sent, and four more one by one"
+
+
+def test_bytes_are_those_saved_against_gradients_after_each_step() -> None:
+    found = _predicted(inner_steps=30, fragments=5, overlap=5, bits=2)
+    assert found.instead == 30 * 4 * 5 * 1300 * 1000 and 400 < found.instead / found.bytes < 30 * 16
+    assert found.method == "Streaming DiLoCo" and _predicted(inner_steps=30).method == "DiLoCo"

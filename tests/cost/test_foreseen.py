@@ -11,6 +11,8 @@ from tests.specs import brief_run
 pytestmark = pytest.mark.slow
 
 RUNS = {
+    "sites": brief_run(plan={"data": 2, "zero": 1}, train={"global_batch": 8}, sites={"bits": 4, "fragments": 2, "overlap": 1}),
+    "sites without momentum": brief_run(plan={"data": 2, "zero": 3}, train={"global_batch": 8}, sites={"momentum": 0.0}),
     "hsdp": brief_run(plan={"data": 4, "replicate": 2, "zero": 3}),
     "pipeline": brief_run(plan={"data": 2, "pipeline": 2, "zero": 2}),
     "context": brief_run(plan={"data": 2, "context": 2, "zero": 1, "recompute": "full"}),

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ from typer.testing import CliRunner
 from megalith.cli import app
 from megalith.commands.shared.arguments import RunRequest
 from megalith.commands.shared.runs import check
-from megalith.planner.answer import Answer, answer, as_run, cheapest_remedy, frontier, short, skeleton
+from megalith.planner.answer import Answer, answer, as_run, cheapest_remedy, choice_of, frontier, scorer_of, short, skeleton
 from megalith.planner.asked import Question, ask
 from megalith.planner.candidates import offloaded
 from megalith.planner.varied import vary
 from megalith.report import plans
 from megalith.spec.plan import Plan
 from megalith.spec.problem import SpecErrors
+from megalith.spec.sizes import model_parameters
 from tests.patience import PATIENCE
 from tests.prepared import hollow_data
 
@@ -289,3 +291,58 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# --- sites ---
+
+
+def _across_sites(folder: Path, link: str, more: str = "") -> Answer:
+    path = folder / "sites.toml"
+    path.write_text(
+        f'model.preset = "tiny"\ndata.path = "my/data"\ncluster = "h100:4"\n[sites]\ncount = 2\nlr = 0.8\n{more}\n[sites.link]\n{link}\n'
+        "[train]\nsteps = 50\nglobal_batch = 16\nseq_len = 128\n"
+    )
+    return answer(ask(Question(path=path)), top=1)
+
+
+def test_what_sites_leave_out_is_chosen_for_their_link_and_written(tmp_path: Path) -> None:
+    found = _across_sites(tmp_path, "megabits = 1000\nmilliseconds = 20", "bits = 8")
+    linked, step = found.linked, found.found.choices[0].estimate.time.step
+    assert linked is not None and linked.proposed is not None and linked.chosen is not None and linked.gain is not None
+    assert linked.proposed.use > max(0.9, linked.said.use) and linked.chosen.bits == 8 and linked.chosen.lr == 0.8
+    alone = answer(ask(Question(path=_without_sites(tmp_path))), top=1).found.choices[0].estimate.time.step
+    assert linked.gain == pytest.approx(alone * linked.proposed.use / step)
+    (tmp_path / "out.toml").write_text(as_run(found))
+    hollow_data(tmp_path / "data", "text")
+    checked = check(RunRequest(tmp_path / "out.toml", [f"data.path={tmp_path / 'data'}"]))
+    written = checked.resolved.spec
+    assert not checked.errors and written.sites == linked.chosen and written.train.global_batch == 16
+    said = plans.across(found)
+    assert f"inner_steps = {linked.proposed.inner_steps}, " in said and "as the run file says" in said
+
+
+def _without_sites(folder: Path) -> Path:
+    before, _, rest = (folder / "sites.toml").read_text().partition("[sites]")
+    path = folder / "alone.toml"
+    path.write_text(f"{before}[train]{rest.partition('[train]')[2]}")
+    return path
+
+
+def test_a_second_site_that_does_not_pay_is_called_so(tmp_path: Path) -> None:
+    found = _across_sites(tmp_path, "megabits = 0.001\nmilliseconds = 20")
+    assert found.linked is not None and found.linked.gain is not None and found.linked.gain < 1
+    assert "More than one site does not pay" in plans.across(found)
+
+
+def test_memory_of_merges_counts(tmp_path: Path) -> None:
+    """Anchors, velocities and feedback: 12 bytes for each weight that a rank updates."""
+    found = _across_sites(tmp_path, "megabits = 1000\nmilliseconds = 20")
+    plain = replace(found.asked, sites=None)
+    best = found.found.choices[0].plan
+    held = [choice_of(one, best, scorer_of(one)).estimate.memory for one in (found.asked, plain)]
+    assert held[0].optimizer - held[1].optimizer == pytest.approx(12 * model_size(found) / best.data, rel=0.01)
+    assert replace(held[0], optimizer=0) == replace(held[1], optimizer=0)
+
+
+def model_size(found: Answer) -> int:
+    return sum(prod(each.shape) for each in model_parameters(found.asked.model).values())

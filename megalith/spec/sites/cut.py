@@ -9,6 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from megalith.spec.sites.table import FULL, SitesSpec
+from megalith.spec.state import Slot
 
 BLOCK = 128
 """Neighbouring elements of a tensor that share a scale."""
@@ -84,6 +85,15 @@ def wire_bytes(fragment: Fragment) -> int:
     """Return the bytes that one site sends to another for a fragment: what is below TCP comes on top."""
     message = HEAD_BYTES + fragment.bytes
     return message + FRAME_BYTES * -(-message // FRAME_PAYLOAD)
+
+
+def outer_slots(sites: SitesSpec | None) -> tuple[Slot, ...]:
+    """Return the tensors that merges keep for each weight, cut as the weights are: an anchor, a velocity with momentum, and with rounded
+    differences what rounding left out. Vectors and routers' biases keep fewer, which is not told apart."""
+    if sites is None:
+        return ()
+    names = {"anchor": True, "velocity": sites.momentum > 0, "feedback": sites.feeds_back}
+    return tuple(Slot(name) for name, kept in names.items() if kept)
 
 
 def verdict_bytes() -> int:

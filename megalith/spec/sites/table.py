@@ -68,7 +68,9 @@ class SitesSpec(Spec):
     replay: tuple[str, ...] = Field(
         default=(), description="folders of a run whose recorded merges are repeated, as `megalith replay` does; default: none"
     )
-    link: LinkSpec | None = Field(default=None, description="what `megalith plan` predicts waits for; default: it predicts none")
+    link: LinkSpec | None = Field(
+        default=None, description="what `megalith plan` chooses a method for and predicts waits over; default: it predicts none"
+    )
     tls: TlsSpec | None = Field(default=None, description="encrypt connections between sites; default: authenticate them only")
 
     @property

@@ -1,0 +1,68 @@
+"""The link between the sites of a run: the method that is chosen for it, and whether more than one site pays. No torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megalith.cost.across import CHOSEN, Across, across, choose
+from megalith.planner.asked import Asked
+from megalith.planner.search import Choice
+from megalith.spec.run import RunSpec
+from megalith.spec.sites import SitesSpec, outer_slots
+from megalith.spec.sizes import model_parameters
+from megalith.spec.state import Slot
+
+
+@dataclass(frozen=True)
+class Linked:
+    """Prediction for a run across sites. `said`: as the run file has it; `chosen`: its table with what it leaves out chosen for the link, and
+    `proposed` the prediction with that, both None if it leaves nothing out. `gain`: tokens a second of all sites, as proposed or as the
+    file says, over those of one site that trains the whole batch; None if one alone cannot."""
+
+    said: Across
+    chosen: SitesSpec | None
+    proposed: Across | None
+    gain: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything by name."""
+        return {
+            "across": self.said.to_json(),
+            "proposed": None if self.proposed is None else self.proposed.to_json(),
+            "gain": self.gain,
+        }
+
+
+def linked(asked: Asked, best: Choice, alone: Callable[[Asked], Choice | None]) -> Linked | None:
+    """Predict the sites of a run whose best plan for one of them is `best`; None without a link between several. `alone`: finds the best
+    plan of a question."""
+    sites, step = asked.sites, best.estimate.time.step
+    shapes = {name: each.shape for name, each in model_parameters(asked.model).items()}
+    said = None if sites is None else across(shapes, sites, step)
+    if sites is None or said is None:
+        return None
+    rounds_well, free = asked.run.optimizer.kind == "muon", _free(sites)
+    chosen = choose(shapes, sites, step, free=free, rounds_well=rounds_well) if free else None
+    proposed = None if chosen is None else across(shapes, chosen, step)
+    one = alone(replace(asked, run=whole_batch(asked), sites=None))
+    gain = None if one is None else one.estimate.time.step * (proposed or said).use / step
+    return Linked(said, chosen, proposed, gain)
+
+
+def whole_batch(asked: Asked) -> RunSpec:
+    """The run that was asked for with the batch of all its sites."""
+    train, sites = asked.run.train, asked.sites
+    batch = train.global_batch * (1 if sites is None else sites.count)
+    return asked.run.model_copy(update={"train": train.model_copy(update={"global_batch": batch})})
+
+
+def outer(sites: SitesSpec | None) -> tuple[Slot, ...]:
+    """The tensors that merges keep for each weight: the most that there may be, where the bits are to be chosen yet."""
+    return outer_slots(sites.model_copy(update={"bits": 4}) if sites is not None and "bits" in _free(sites) else sites)
+
+
+def _free(sites: SitesSpec) -> tuple[str, ...]:
+    """The keys that are chosen for the link: those that the run file leaves out."""
+    if sites.link is None or sites.count == 1:
+        return ()
+    return tuple(key for key in CHOSEN if key not in sites.model_fields_set)
