@@ -16,6 +16,7 @@ from megalith.events import Holding, Problem, Skipped, Step, of_kind
 from megalith.report import spikes, timeline, units
 from megalith.report.history import History, history
 from megalith.report.holding import who_holds_what
+from megalith.report.merges import merge_section
 from megalith.report.phases import phase_table
 from megalith.report.predicted import predict
 from megalith.report.signs import signs
@@ -45,6 +46,7 @@ def render(run: History, *, folder: Path) -> str:
         ("", lambda: _cards(run)),
         ("Loss", lambda: _curves(run)),
         ("Phases", lambda: phase_table(run)),
+        ("Sites", lambda: merge_section(run)),
         ("Speed", lambda: _speed(run)),
         ("Memory", lambda: _memory(run)),
         ("Who holds what", lambda: who_holds_what(run)),

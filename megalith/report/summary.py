@@ -118,12 +118,13 @@ def summarize(run: History) -> Summary:
         goodput=account.share if account else None,
         lost_seconds={cause: seconds for cause, seconds, _, _ in account.rows() if cause != "useful"} if account else {},
         incidents=tuple(Incident(one.step, one.reason, one.detection, one.recovery) for one in found),
-        merges=_merges(run),
+        merges=merges_of(run),
         skipped_lines=run.skipped,
     )
 
 
-def _merges(run: History) -> Merges | None:
+def merges_of(run: History) -> Merges | None:
+    """Add up the merges of a run across sites; None where there are none."""
     made = list(of_kind(run.events, Merge))
     if not made:
         return None

@@ -301,7 +301,7 @@ function build() {
   panels.heat = new Heat(); panels.heatwhy = h("div", {class: "muted"}); panels.scale = h("span", {class: "scale"});
   panels.causes = h("div", {}); panels.memory = h("div", {}); panels.incidents = h("div", {}); panels.samples = h("div", {}); panels.about = h("div", {}); panels.losslegend = h("div", {});
   panels.load = new Curves(150, v => v.toFixed(2), {}); panels.experts = card("", "Experts: load of the busiest over the mean, in the least even layer", [], panels.load.canvas);
-  panels.apart = new Curves(150, v => v.toPrecision(3), {log: () => state.log}); panels.merged = h("div", {}); panels.sites = card("", "Sites: how far apart they are when they merge", [], panels.apart.canvas, panels.merged);
+  panels.apart = new Curves(150, v => v.toPrecision(3), {log: () => state.log}); panels.merged = h("div", {}); panels.waits = new Curves(110, v => v ? duration(v) : "0", {zero: true}); panels.waited = h("div", {}); panels.sites = card("", "Sites: how far apart they are when they merge", [], panels.apart.canvas, panels.merged, panels.waits.canvas, panels.waited);
   panels.samplecard = card("", "Text that it wrote", [], panels.samples);
   const rows = h("select", {"aria-label": "what is shown", on: {change: e => { state.row = e.target.value; fetchNow(["rank-heatmap"]); }}}, [["own", "own work"], ["forward", "forward"], ["backward", "backward"], ["communication", "communication"], ["bubble", "waiting"], ["data", "data"], ["optimizer", "optimizer"], ["other", "other"], ["memory", "memory"]].map(([v, w]) => h("option", {value: v}, w)));
   const sorts = h("select", {"aria-label": "order of ranks", on: {change: e => { state.sort = e.target.value; fetchNow(["rank-heatmap"]); }}}, ["rank", "node", "stage", "data", "slowest"].map(v => h("option", {value: v}, "by " + v)));
@@ -474,6 +474,8 @@ function fillRest() {
   if (merges.length) {
     const x = merges.map(m => m.step), last = merges[merges.length - 1];
     panels.apart.set([{name: "norm of the mean difference", x, y: merges.map(m => m.norm), colour: "c0", dots: true}, {name: "distance of the sites to it", x, y: merges.map(m => m.spread), colour: "c1", dots: true}]);
+    panels.waits.set([{name: "wait of the first site", x, y: merges.map(m => m.waited), colour: "c3", dots: true}]);
+    panels.waited.replaceChildren(legend([["wait of the first site for others at each merge", "c3"]]));
     panels.merged.replaceChildren(legend([["norm of the mean difference", "c0"], ["root mean square distance of the sites to it", "c1"]]), h("p", {class: "muted"}, whole(merged.count) + " merges of " + merged.sites + " sites, last with losses " + last.losses.map(v => v === null ? "?" : v.toFixed(3)).join(", ") + ". The first site sent " + bytes(merged.sent) + (merged.instead ? ", where gradients in fp32 after each step would be " + bytes(merged.instead) : "") + ". Its ranks waited " + duration(merged.waited) + " for others."));
   }
   const texts = samples ? samples.samples : [];

@@ -187,3 +187,22 @@ def test_smoothing_leaves_out_what_is_not_finite():
 
 def test_leaves_are_named_by_dotted_keys():
     assert flat({"a": {"b": 1, "c": {}}, "d": [1, "x"]}) == [("a.b", "1"), ("a.c", "{}"), ("d", '[1, "x"]')]
+
+
+def test_the_merges_of_sites(tmp_path):
+    """Sums, what was saved, and each site's loss under its own number, also where one was away; no section without merges."""
+    write_run(tmp_path)
+    assert "Sites" not in parsed(write(tmp_path).read_text()).headings
+    sizes = {"bytes_sent": 1 << 20, "bytes_received": 1 << 20, "seconds": 0.5}
+    made = [
+        events.Merge(step=10 * i, sent=10 * i - 2, fragment=i % 2, sites=2, losses=[3.5, None if i == 1 else 3.25], waited=0.25,
+                     norm=1.0 / i, spread=0.5 / i, merged=[0, 2], **sizes)
+        for i in range(1, 5)
+    ]  # fmt: skip
+    page = write(log(tmp_path, *made)).read_text()
+    assert "Sites" in parsed(page).headings
+    assert "4 merges of 2 sites in 2 rounds. The first site sent 4 MiB" in page
+    saved = 4 * start().parameters * 40 / (4 << 20)
+    assert f"{saved:,.3g} times less than gradients in fp32 after each step" in page
+    assert "waited 1 s for the others, 500 ms a round" in page
+    assert "site 0" in page and "site 2" in page and "site 1<" not in page and "merged weights&#x27; validation loss" in page

@@ -1,0 +1,66 @@
+"""Sites of a run on its report page: rounds, what they sent and waited, and how far apart they were at each merge."""
+
+from collections.abc import Sequence
+from html import escape
+
+from megalith.events import Merge, of_kind
+from megalith.report import units
+from megalith.report.history import History
+from megalith.report.summary import merges_of
+from megalith.report.svg import Series, line_chart
+
+MOST_POINTS = 1000  # of a curve: of more merges, those at even distances
+
+
+def merge_section(run: History) -> str:
+    """Return the merges of a run across sites as HTML: sums, and curves over the run; empty for a run without sites."""
+    found, made = merges_of(run), list(of_kind(run.events, Merge))
+    if found is None:
+        return ""
+    rounds = len(made) / max(1, len({one.fragment for one in made}))
+    words = [
+        f"{found.count:,} merges of {found.sites} sites in {units.count(rounds)} rounds.",
+        f"The first site sent {units.memory(found.bytes_sent)}{_saved(run, made)}.",
+        f"Its ranks waited {units.duration(found.waited)} for the others, {units.duration(found.waited / rounds)} a round: "
+        f"{units.percent(found.used)} of the time in steps and merges was used.",
+    ]
+    if run.validations:
+        words.append(f"The merged weights' validation loss is {run.validations[-1].loss:.4f}.")
+    shown = made[:: -(-len(made) // MOST_POINTS)]
+    apart = [
+        Series("norm of the mean difference", [(one.step, one.norm) for one in shown], 0, dots=True),
+        Series("distance of the sites to it", [(one.step, one.spread) for one in shown], 1, dots=True),
+    ]
+    losses = [
+        Series(
+            f"site {site}", [(one.step, loss) for one in shown for at, loss in _by_site(one) if at == site], site % 8, dots=True
+        )
+        for site in sorted({site for one in shown for site, _ in _by_site(one)})
+    ]
+    waits = [Series("seconds waited", [(one.step, one.waited) for one in shown], 3, dots=True)]
+    figures = {
+        "How far apart the sites were": line_chart(apart, x_label="step", y_format=_digits, from_zero=True),
+        "Wait of the first site at each merge": line_chart(waits, x_label="step", y_format=units.duration, from_zero=True),
+        "Loss of each site (nats a token), mean over the steps before": line_chart(losses, x_label="step", y_format=_digits),
+    }
+    drawn = "".join(f"<figure><figcaption>{escape(name)}</figcaption>{svg}</figure>" for name, svg in figures.items())
+    return f'<p>{escape(" ".join(words))}</p><div class="figures">{drawn}</div>'
+
+
+def _saved(run: History, made: Sequence[Merge]) -> str:
+    """Say what gradients in fp32 after each step would have been, as far as the model's size is known."""
+    sent = sum(one.bytes_sent for one in made)
+    if run.start is None or not sent:
+        return ""
+    instead = 4 * run.start.parameters * made[-1].step * (made[-1].sites - 1)
+    return f", {instead / sent:,.3g} times less than gradients in fp32 after each step ({units.memory(instead)})"
+
+
+def _by_site(merge: Merge) -> list[tuple[int, float]]:
+    """Return the loss of each site that has one; older logs do not name the sites."""
+    numbers = merge.merged or range(len(merge.losses))
+    return [(site, loss) for site, loss in zip(numbers, merge.losses, strict=False) if loss is not None]
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}"
