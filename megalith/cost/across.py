@@ -18,8 +18,8 @@ FRAGMENTS, OVERLAPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), (0, 1, 2, 3, 5, 7, 10)
 """Values that are tried. Weights that arrive more than ten steps late are not."""
 
 PACKET, HEADERS, WINDOW, PAUSE = 1500, 52, 10, 0.2
-"""Bytes of a packet, those of it that are headers of IP and TCP, and the packets that TCP sends at first before it waits for an answer, also
-after a pause that is so many seconds longer than a round trip (RFC 6928; RFC 5681, section 4.1; Linux's least time-out)."""
+"""Bytes of a packet, those of it that are headers of IP and TCP, and the packets that TCP sends at first before it waits for an answer,
+also after a pause that is so many seconds longer than a round trip (RFC 6928; RFC 5681, section 4.1; Linux's least time-out)."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of every tensor that is merged, by its name in the whole model."""
@@ -61,8 +61,11 @@ class Across:
 
 
 def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None = None, packet: int = PACKET) -> Across | None:
-    """Predict a run whose sites take `step` seconds for a step; None for one site, and where the run file names no link. `steps`: of the
-    whole run, whose last merges all of the model; None: it lasts so long that its end does not count. `packet`: bytes of the link's packets."""
+    """Predict a run whose sites take `step` seconds for a step; None for one site, and where the run file names no link.
+
+    `steps`: of the whole run, whose last merges all of the model; None: it lasts so long that its end does not count. `packet`: bytes of
+    the link's packets.
+    """
     if sites.link is None or sites.count == 1:
         return None
     fitting = (n for n in INTERVALS if n >= sites.fragments and n > sites.overlap)

@@ -15,9 +15,9 @@ from megalith.spec.state import Slot
 
 @dataclass(frozen=True)
 class Linked:
-    """Prediction for a run across sites. `said`: as the run file has it; `chosen`: its table with what it leaves out chosen for the link, and
-    `proposed` the prediction with that, both None if it leaves nothing out. `gain`: tokens a second of all sites, as proposed or as the
-    file says, over those of one site that trains the whole batch; None if one alone cannot."""
+    """Prediction for a run across sites. `said`: as the run file has it; `chosen`: its table with what it leaves out chosen for the link,
+    and `proposed` the prediction with that, both None if it leaves nothing out. `gain`: tokens a second of all sites, as proposed or as
+    the file says, over those of one site that trains the whole batch; None if one alone cannot."""
 
     said: Across
     chosen: SitesSpec | None

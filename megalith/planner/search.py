@@ -136,7 +136,7 @@ def search(
             master,
             gradients,
             outer=outer,
-        )  # fmt: skip
+        )
         for plan in plans
     ]
     scorer.prepare(workloads, tick)
