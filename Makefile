@@ -7,7 +7,7 @@ RUN := .venv/bin/
 WORKERS := -n 3 --dist worksteal
 export UV_PROJECT_ENVIRONMENT := .venv
 
-.PHONY: help setup wheel quickstart test test-fast test-full test-oldest test-gpu test-engines engines check format bench guide-pictures browser test-browser watch-pictures readme-picture clean
+.PHONY: help setup wheel quickstart sites test test-fast test-full test-oldest test-gpu test-engines engines check format bench guide-pictures browser test-browser watch-pictures readme-picture clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -25,6 +25,10 @@ setup: .venv/.ready ## Make the locked environment
 
 quickstart: setup ## Prepare real text, train a small Llama on 4 CPU ranks, generate text, write a report
 	$(RUN)megalith quickstart
+
+sites: setup ## Train two sites over a wire of 10 Mbit/s and 100 ms between two namespaces (as root; else a relay on loopback): minutes
+	$(RUN)megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
+	$(RUN)python benchmarks/link.py --data data/austen-bytes
 
 test: setup ## Run all tests but those of real engines and browsers
 	$(RUN)pytest $(WORKERS) -m "not engines and not browser"

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import optimizers, spikes
+from benchmarks import link, optimizers, spikes
 from benchmarks.optimizers import GRIDS, Case, Ran, Search, best_of, kept, print_table, reached
+from megalith.machine import wire
+from megalith.machine.wire import Conditions
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.phases import Phases
+from tests.runs import prepare_text
 
 ROOT = Path(__file__).parents[1]
 FULL = pytest.mark.skipif(os.environ.get("MEGALITH_FULL") != "1", reason="`make test-full`")
@@ -71,3 +74,17 @@ def test_all_of_it_in_small(benchmark: str, tmp_path: Path) -> None:
     asked = [sys.executable, str(ROOT / f"benchmarks/{benchmark}.py"), "--quick", "--file", str(tmp_path / "runs.jsonl")]
     first, second = (subprocess.run(asked, capture_output=True, text=True, check=True).stdout for _ in range(2))
     assert second.strip() and {*second.splitlines()} <= {*first.splitlines()}
+
+
+def test_two_sites_wait_over_a_relay_where_no_wire_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent crosses it, and takes its time."""
+    monkeypatch.setattr(wire, "missing", lambda: "needs root")
+    data = prepare_text(tmp_path)
+    spec = link.run_of(str(data), "0.1M", 2, {"inner_steps": 1})
+    ran, crossed = link.measured(spec, Conditions(20, 40))
+    assert ran.merges == 2 and ran.sent <= crossed < ran.sent + 4096
+    assert ran.waited >= 2 * (ran.sent / 2 * 8 / 20e6 + 0.04) - 0.05 and ran.loss > 0
+
+
+def test_the_twelve_links_are_twelve() -> None:
+    assert len({(*vars(conditions).values(), *map(str, method.items())) for conditions, method in link.LINKS}) == 12

@@ -32,6 +32,15 @@ class Network:
         """The address of the node that comes at this place, from 0."""
         return f"10.77.0.{number + 1}"
 
+    def set_up(self, node: str, address: str, *, mtu: int | None = None) -> None:
+        """Give a node's interface its address, and take it up."""
+        own = self.namespace(node)
+        _ip("-n", own, "address", "add", f"{address}/24", "dev", INTERFACE)
+        if mtu is not None:
+            _ip("-n", own, "link", "set", INTERFACE, "mtu", str(mtu))
+        for device in ("lo", INTERFACE):
+            _ip("-n", own, "link", "set", device, "up")
+
     def plug(self, node: str, *, connected: bool) -> None:
         """Take a node's interface up or down."""
         _ip("-n", self.namespace(node), "link", "set", INTERFACE, "up" if connected else "down")
@@ -77,26 +86,27 @@ def missing() -> str | None:
 @contextlib.contextmanager
 def joined(nodes: Sequence[str]) -> Iterator[Network]:
     """Nodes at one switch, as long as the block lasts. Raises CalledProcessError where this process may not make them."""
-    clear_abandoned()
-    network = Network(f"mega{os.getpid()}")
-    switch, made = f"{network.family}-switch", list[str]()
-
-    def add(namespace: str) -> None:
-        _ip("netns", "add", namespace)
-        made.append(namespace)
-
-    try:
-        add(switch)
+    with apart(["switch", *nodes]) as network:
+        switch = network.namespace("switch")
         _ip("-n", switch, "link", "add", "switch", "type", "bridge")
         _ip("-n", switch, "link", "set", "switch", "up")
         for number, node in enumerate(nodes):
             own = network.namespace(node)
-            add(own)
             _ip("-n", switch, "link", "add", f"port{number}", "type", "veth", "peer", "name", INTERFACE, "netns", own)
             _ip("-n", switch, "link", "set", f"port{number}", "master", "switch", "up")
-            _ip("-n", own, "address", "add", f"{network.address(number)}/24", "dev", INTERFACE)
-            for device in ("lo", INTERFACE):
-                _ip("-n", own, "link", "set", device, "up")
+            network.set_up(node, network.address(number))
+        yield network
+
+
+@contextlib.contextmanager
+def apart(nodes: Sequence[str]) -> Iterator[Network]:
+    """Nodes without any interface, as long as the block lasts. Raises CalledProcessError where this process may not make them."""
+    clear_abandoned()
+    network, made = Network(f"mega{os.getpid()}"), list[str]()
+    try:
+        for node in nodes:
+            _ip("netns", "add", network.namespace(node))
+            made.append(network.namespace(node))
         yield network
     finally:
         for namespace in made:

@@ -1,0 +1,245 @@
+"""Two sites over a slow link, for real: how long they wait for each other, the bytes that cross, and the loss; beside what is predicted.
+
+    megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
+    python benchmarks/link.py --data data/austen-bytes                          # what `make sites` shows
+    python benchmarks/link.py --data data/austen-bytes --size 6.5M --rounds 10
+    python benchmarks/link.py --data data/austen-bytes --links                  # twelve links: predicted and measured use
+
+As root each site is in a network namespace of its own, and a wire in user space joins them (`megalith.machine.wire`). Else one reaches the
+other through a relay on loopback that is as slow. Use is the share of the time in which a site computes: compute over compute and exposed
+waits, from the first step to the last merge, which waits for all of the model. Compute is processor time, since two sites that share few
+processors slow each other down. With --links a step sleeps for a set time instead, and all else is the trainer's.
+"""
+
+import argparse
+import contextlib
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.sites import BATCH, LENGTH, SIZES
+from megalith.cost.across import across
+from megalith.fleet.secure import key
+from megalith.machine import networks, wire
+from megalith.machine.wire import Conditions
+from megalith.parallel.groups import group_of
+from megalith.prove.worlds import run_ranks
+from megalith.spec.run import RunSpec
+from megalith.spec.sites import folder_of
+from megalith.spec.sizes import model_parameters
+from megalith.train.assemble import assemble, mesh_groups
+from megalith.train.restore import indices_in
+from megalith.train.sites.meet import build
+from megalith.train.step import train_step
+from megalith.train.stream import open_stream
+from megalith.train.validate import Validator
+
+NODES = ("site0", "site1")
+PORT = 29400
+LINK = Conditions(10, 100)
+STREAMING = {"fragments": 5, "overlap": 5}
+METHODS: dict[str, dict[str, Any]] = {
+    "a merge after each step, 32 bits": {"inner_steps": 1, "lr": 1.0, "momentum": 0.0},
+    "DiLoCo": {"inner_steps": 30},
+    "streaming, 4 bits": {"inner_steps": 30, "bits": 4, **STREAMING},
+}
+"""The first sends the bytes of data parallelism."""
+LINKS = [
+    (Conditions(megabits, milliseconds), {"inner_steps": interval, "bits": bits, **how})
+    for megabits, milliseconds, interval, bits, how in (
+        (10, 100, 10, 32, {}),
+        (10, 100, 30, 32, {}),
+        (10, 20, 10, 8, {}),
+        (10, 300, 10, 8, {"fragments": 3}),
+        (10, 100, 5, 4, {}),
+        (10, 100, 10, 32, {"fragments": 3, "overlap": 2}),
+        (10, 100, 30, 32, {"fragments": 3, "overlap": 5}),
+        (2, 100, 10, 4, {"fragments": 3, "overlap": 3}),
+        (2, 100, 30, 8, {"fragments": 3, "overlap": 5}),
+        (50, 50, 5, 32, {}),
+        (50, 200, 5, 8, {"fragments": 3, "overlap": 1}),
+        (100, 300, 10, 32, {"fragments": 3, "overlap": 2}),
+    )
+]
+"""The twelve links, and the methods that are measured on them."""
+STEP_SECONDS, LINKS_SIZE = 0.25, "0.1M"
+
+
+class Ran(NamedTuple):
+    """A site's training. `seconds`, `processor`: of all steps and merges; `waited`: of it, for the other site; `merges`: their number."""
+
+    seconds: float
+    processor: float
+    waited: float
+    merges: int
+    sent: int
+    loss: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--size", choices=SIZES, default="1.5M")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--links", action="store_true", help="compare predicted with measured use on twelve links")
+    parser.add_argument("--only", default="", help="cases whose names have this in them")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    print("no wire between namespaces: it " + reason if (reason := wire.missing()) else "a wire between two namespaces")
+    _links(given) if given.links else _methods(given)
+
+
+def _methods(given: argparse.Namespace) -> None:
+    """Print the table of methods on one link."""
+    print(f"{given.size} parameters, two sites, {LINK.megabits:g} Mbit/s, {LINK.milliseconds:g} ms, {given.rounds} rounds")
+    print(f"{'':34s} steps     use  predicted  waited a round  MB a round  crossed  fewer than gradients  loss")
+    for name, method in METHODS.items():
+        if given.only not in name:
+            continue
+        steps = given.rounds * method["inner_steps"]
+        spec = run_of(given.data, given.size, steps, method)
+        ran, crossed = measured(spec, LINK)
+        expected = predicted(spec, LINK, ran.processor / steps)
+        gradients = 4 * steps * _parameters(spec)
+        print(
+            f"{name:34s} {steps:5d}  {ran.processor / (ran.processor + ran.waited):6.1%}  {expected:9.1%}  "
+            f"{ran.waited / given.rounds:12.2f} s  {ran.sent / given.rounds / 1e6:10.2f}  {crossed / 1e6:7.2f}  "
+            f"{gradients / ran.sent:18.0f} x  {ran.loss:.4f}",
+            flush=True,
+        )
+
+
+def _links(given: argparse.Namespace) -> None:
+    """Print predicted and measured use for each of LINKS."""
+    print(f"{LINKS_SIZE} parameters, steps of {STEP_SECONDS} s, {given.rounds} rounds")
+    print("link            H  bits  fragments  overlap   predicted  measured   off")
+    gaps = []
+    for conditions, method in LINKS:
+        steps = given.rounds * method["inner_steps"]
+        spec = run_of(given.data, LINKS_SIZE, steps, method)
+        ran, _ = measured(spec, conditions, step_seconds=STEP_SECONDS)
+        computed = (ran.seconds - ran.waited) / steps
+        use, expected = 1 - ran.waited / ran.seconds, predicted(spec, conditions, computed)
+        gaps.append(abs(expected / use - 1))
+        print(
+            f"{conditions.megabits:3g} Mbit/s {conditions.milliseconds:3g} ms {method['inner_steps']:2d} {method['bits']:4d} "
+            f"{method.get('fragments', 1):9d} {method.get('overlap', 0):8d} {expected:12.1%} {use:9.1%} {expected / use - 1:+7.1%}",
+            flush=True,
+        )
+    print(f"the prediction is off by {statistics.median(gaps):.1%} in the median, by {max(gaps):.1%} at most")
+
+
+def run_of(data: str, size: str, steps: int, method: dict[str, Any]) -> RunSpec:
+    """A small Llama on two sites."""
+    dim, layers = SIZES[size]
+    model = {"dim": dim, "layers": layers, "heads": dim // 16, "kv_heads": dim // 32, "head_dim": 16, "ffn": 3 * dim}
+    return RunSpec.model_validate(
+        {
+            "model": model | {"vocab": 260, "context": LENGTH},
+            "data": {"path": data},
+            "train": {"steps": steps, "global_batch": BATCH, "seq_len": LENGTH, "precision": "fp32"},
+            "optimizer": {"lr": 1e-3, "warmup": max(1, steps // 10)},
+            "validation": {"every": steps, "samples": 64},
+            "sites": {"count": 2, "grace": 600.0, **method, "fragments": min(method.get("fragments", 1), layers + 2)},
+        }
+    )
+
+
+def _parameters(spec: RunSpec) -> int:
+    return sum(torch.Size(each.shape).numel() for each in model_parameters(spec.model.build()).values())
+
+
+def predicted(spec: RunSpec, conditions: Conditions, step: float) -> float:
+    """The use that `megalith plan` would predict for the run over this link."""
+    assert spec.sites is not None
+    link = {"megabits": conditions.megabits, "milliseconds": conditions.milliseconds}
+    sites = type(spec.sites).model_validate(spec.sites.model_dump() | {"link": link})
+    shapes = {name: each.shape for name, each in model_parameters(spec.model.build()).items()}
+    found = across(shapes, sites, step, steps=spec.train.steps, packet=wire.MTU)
+    assert found is not None
+    return found.use
+
+
+def measured(spec: RunSpec, conditions: Conditions | None, step_seconds: float = 0.0) -> tuple[Ran, int]:
+    """Train both sites over a link (None: over loopback as it is). Returns what the first measured, and the bytes that crossed from it."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        addresses, there = stack.enter_context(_reached(conditions))
+        train_ = partial(train, spec=spec, folder=folder, secret=key.new().text, addresses=addresses, step_seconds=step_seconds)
+        family = there.network.family if there is not None and there.network is not None else ""
+        found: Sequence[Ran] = run_ranks(partial(_in_its_network, family, train_), 2, timeout=3600.0)
+        return found[0], there.crossed[0 if there.network is not None else 1] if there is not None else 0
+
+
+@contextlib.contextmanager
+def _reached(conditions: Conditions | None) -> Iterator[tuple[list[list[str]], wire.Wire | None]]:
+    """Give the addresses of the sites as each of them knows them, and the wire between them."""
+    if conditions is not None and wire.missing() is None:
+        with wire.between(NODES, conditions) as there:
+            assert there.network is not None
+            addresses = [f"{there.network.address(number)}:{PORT}" for number in range(2)]
+            yield [addresses, addresses], there
+        return
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    own = [f"127.0.0.1:{port}", "127.0.0.1:1"]  # the first listens, and the second connects to it
+    if conditions is None:
+        yield [own, own], None
+        return
+    with wire.relay(port, conditions) as there:
+        assert there.address is not None
+        yield [own, [f"{there.address[0]}:{there.address[1]}", own[1]]], there
+
+
+def _in_its_network(family: str, work: Any, rank: int) -> Ran:
+    if family:
+        os.environ[networks.VARIABLE] = family
+        networks.enter(NODES[rank])
+    return work(rank)
+
+
+def train(rank: int, spec: RunSpec, folder: str, secret: str, addresses: Sequence[Sequence[str]], step_seconds: float) -> Ran:
+    """Train as the only rank of a site. `step_seconds`: seconds for which each step sleeps instead of training."""
+    os.environ[key.VARIABLE] = secret
+    assert dist.group.WORLD is not None and spec.sites is not None
+    spec = spec.model_copy(update={"sites": spec.sites.model_copy(update={"site": rank, "addresses": tuple(addresses[rank])})})
+    device, inner = torch.device("cpu"), group_of(dist.group.WORLD, [rank])
+    trainer = assemble(spec, groups=mesh_groups(spec, device, inner), device=device)
+    own = folder_of(Path(folder), rank)
+    own.mkdir(exist_ok=True)
+    stream, sites = open_stream(spec, "train"), build(trainer, own, beat=lambda: None)
+    sites.state.begin()
+    sites.begin([])
+    merges, step = [], 0
+    began, processor = time.perf_counter(), time.process_time()
+    while sites.left:
+        end = time.perf_counter() + step_seconds
+        turn = sites.deal(step)
+        assert turn.share is not None
+        if not step_seconds:
+            microbatches = [stream.batch(part) for part in indices_in(spec, turn.share, 0)]
+            sites.note(train_step(trainer, microbatches, step=step).loss)
+        step += 1
+        time.sleep(max(0.0, end - time.perf_counter()))
+        merges += sites.after_step(step, stop=False).made
+    seconds, processor = time.perf_counter() - began, time.process_time() - processor
+    sites.close()
+    loss, _ = Validator(trainer, open_stream(spec, "validation")).run()
+    waited, sent = sum(one.waited for one in merges), sum(one.bytes_sent for one in merges)
+    return Ran(seconds, processor, waited, len(merges), sent, loss)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""A slow link on one machine, without a kernel module: bandwidth, delay, lost packets and outages in user space.
+
+As root it is a wire between two network namespaces, each with a TUN device: what crosses it are IP packets, and TCP is the kernel's own.
+Else it is a relay on the loopback address, through which one site connects to another: nothing is lost there, since it carries a stream.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megalith.machine import networks
+from megalith.machine.networks import INTERFACE, Network
+
+MTU = 9000
+"""Bytes of a packet at most: small ones would cost a processor."""
+QUEUE_SECONDS = 1.0
+"""Time that a packet may wait for the wire before it is dropped, or a stream is no longer read."""
+_TUN, _NO_HEADER, _SET_INTERFACE = 0x0001, 0x1000, 0x400454CA  # IFF_TUN, IFF_NO_PI, TUNSETIFF
+_BEGINS = 0x02  # SYN, which has a number of its own in the stream
+_SHARED = struct.Struct("<B7x4Q")  # cut; bytes that crossed in each direction; packets lost in each direction
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """A link's. `megabits`: millions of bits a second in each direction; `milliseconds`: of a round trip; `loss`: share of packets that
+    are lost; `seed`: of which."""
+
+    megabits: float
+    milliseconds: float
+    loss: float = 0.0
+    seed: int = 0
+
+
+class Lane:
+    """One direction of a wire: data queues for it, crosses at its rate, and arrives after half a round trip."""
+
+    def __init__(self, conditions: Conditions) -> None:
+        self._rate, self._delay = 1e6 * conditions.megabits / 8, conditions.milliseconds / 2000
+        self._crossing = deque[tuple[float, bytes]]()
+        self._free = 0.0
+        """When the last that was put has left its end."""
+
+    def backlog(self, now: float) -> float:
+        """Return the seconds that what is put now waits for the wire."""
+        return max(0.0, self._free - now)
+
+    def put(self, data: bytes, now: float) -> None:
+        """Let data cross after what was put before."""
+        self._free = max(self._free, now) + len(data) / self._rate
+        self._crossing.append((self._free + self._delay, data))
+
+    def arrived(self, now: float) -> Iterator[bytes]:
+        """Yield what has arrived by now, in order."""
+        while self._crossing and self._crossing[0][0] <= now:
+            yield self._crossing.popleft()[1]
+
+    @property
+    def next(self) -> float | None:
+        """The time of the next arrival; None if nothing is crossing."""
+        return self._crossing[0][0] if self._crossing else None
+
+
+class Wire:
+    """A wire that a process of its own keeps up. `network`: the namespaces at its ends, None on loopback. `address`: where the relay
+    listens, None between namespaces."""
+
+    def __init__(self, network: Network | None = None, address: tuple[str, int] | None = None) -> None:
+        self.network, self.address = network, address
+        self._shared = mmap.mmap(-1, _SHARED.size)
+
+    def cut(self, *, cut: bool) -> None:
+        """Let nothing cross from now on, or again."""
+        self._shared[0] = int(cut)
+
+    @property
+    def is_cut(self) -> bool:
+        """True while nothing crosses."""
+        return bool(self._shared[0])
+
+    @property
+    def crossed(self) -> tuple[int, int]:
+        """Bytes of TCP's streams that were put on the wire from the first end to the second, and back: without headers, and once, however
+        often TCP sends them."""
+        return _SHARED.unpack_from(self._shared)[1:3]
+
+    @property
+    def lost(self) -> tuple[int, int]:
+        """Packets that were lost in each direction, by chance, in a cut or for want of room in the queue."""
+        return _SHARED.unpack_from(self._shared)[3:5]
+
+    def count(self, lane: int, *, crossed: int = 0, lost: int = 0) -> None:
+        """Add to what crossed, and to what was lost."""
+        for place, more in ((1 + lane, crossed), (3 + lane, lost)):
+            at = 8 * place
+            struct.pack_into("<Q", self._shared, at, struct.unpack_from("<Q", self._shared, at)[0] + more)
+
+
+def missing() -> str | None:
+    """Why there can be no wire between namespaces here; None if there can."""
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return "needs /dev/net/tun, and root, who alone may use it"
+    return networks.missing()
+
+
+@contextlib.contextmanager
+def between(nodes: Sequence[str], conditions: Conditions) -> Iterator[Wire]:
+    """Two nodes in namespaces of their own, joined by a wire while the block lasts; what enters them finds it as `networks.INTERFACE`.
+    Raises CalledProcessError and OSError where this process may not make them."""
+    with networks.apart(nodes) as network:
+        ends = [_tun(network, node, network.address(number)) for number, node in enumerate(nodes)]
+        wire = Wire(network)
+        try:
+            with _kept_up(lambda: _carry_packets(ends, wire, conditions)):
+                yield wire
+        finally:
+            for end in ends:
+                os.close(end)
+
+
+@contextlib.contextmanager
+def relay(port: int, conditions: Conditions, *, host: str = "127.0.0.1") -> Iterator[Wire]:
+    """A relay to a port on this machine, as slow as the link, while the block lasts; it listens at `Wire.address`."""
+    server = socket.create_server((host, 0))
+    wire = Wire(address=server.getsockname()[:2])
+    try:
+        with _kept_up(lambda: _carry_streams(server, (host, port), wire, conditions)):
+            yield wire
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def _kept_up(work: Callable[[], None]) -> Iterator[None]:
+    """Do work in a process of its own while the block lasts: a thread would wait for the interpreter of its own process."""
+    process = os.fork()
+    if process == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(1)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+def _tun(network: Network, node: str, address: str) -> int:
+    """Make a node's interface; return the file by which its packets come and go. A process of its own enters the namespace for it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            os.environ[networks.VARIABLE] = network.family
+            networks.enter(node)
+            file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            fcntl.ioctl(file, _SET_INTERFACE, struct.pack("16sH14x", INTERFACE.encode(), _TUN | _NO_HEADER))
+            socket.send_fds(theirs, [b"."], [file])
+            code = 0
+        finally:
+            os._exit(code)
+    with ours, theirs:
+        if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]):
+            raise OSError(f"no TUN device can be made in the network of node {node}")
+        (file,) = socket.recv_fds(ours, 1, 1)[1]
+    network.set_up(node, address, mtu=MTU)
+    return file
+
+
+def _carry_packets(ends: Sequence[int], wire: Wire, conditions: Conditions) -> None:
+    """Carry packets between two TUN devices for ever."""
+    chance, lanes, streams = random.Random(conditions.seed), (Lane(conditions), Lane(conditions)), (_Streams(), _Streams())
+    while True:
+        select.select(ends, [], [], _until_next(lanes))
+        now = time.monotonic()
+        for number, lane in enumerate(lanes):
+            for packet in _packets(ends[number]):
+                if wire.is_cut or lane.backlog(now) > QUEUE_SECONDS or chance.random() < conditions.loss:
+                    wire.count(number, lost=1)
+                else:
+                    wire.count(number, crossed=streams[number].new_bytes(packet))
+                    lane.put(packet, now)
+            for packet in lane.arrived(now):
+                with contextlib.suppress(OSError):  # the interface is down
+                    os.write(ends[1 - number], packet)
+
+
+def _packets(end: int) -> Iterator[bytes]:
+    with contextlib.suppress(BlockingIOError):
+        while packet := os.read(end, MTU + 64):
+            yield packet
+
+
+class _Streams:
+    """How far the streams of TCP in one direction have come, by their ports."""
+
+    def __init__(self) -> None:
+        self._ends: dict[bytes, int] = {}
+
+    def new_bytes(self, packet: bytes) -> int:
+        """Return the bytes of a stream that a packet is the first to have; 0 for one that is not of TCP."""
+        if packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:
+            return 0
+        at = 4 * (packet[0] & 15)
+        ports, (number,), begins = packet[at : at + 4], struct.unpack_from(">I", packet, at + 4), bool(packet[at + 13] & _BEGINS)
+        size = len(packet) - at - 4 * (packet[at + 12] >> 4)
+        if not begins and not size:
+            return 0
+        end = (number + begins + size) % (1 << 32)
+        new = 0 if begins else (end - self._ends[ports]) % (1 << 32)
+        if new >= 1 << 31:  # an older one
+            return 0
+        self._ends[ports] = end
+        return new
+
+
+def _until_next(lanes: Sequence[Lane]) -> float | None:
+    times = [lane.next for lane in lanes if lane.next is not None]
+    return max(0.0, min(times) - time.monotonic()) if times else None
+
+
+class _Stream:
+    """One connection through the relay: two sockets, and a lane for each direction."""
+
+    def __init__(self, near: socket.socket, to: tuple[str, int], conditions: Conditions) -> None:
+        self.sockets = near, socket.create_connection(to)
+        self.lanes = Lane(conditions), Lane(conditions)
+        self._over = [False, False]
+        for each in self.sockets:
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def readable(self, now: float) -> list[socket.socket]:
+        """The sockets whose lane has room."""
+        pairs = zip(self.sockets, self.lanes, self._over, strict=True)
+        return [one for one, lane, over in pairs if not over and lane.backlog(now) < QUEUE_SECONDS]
+
+    def carry(self, ready: Sequence[object], wire: Wire, now: float) -> bool:
+        """Read what came and write what has arrived; False once the connection is over."""
+        for number, (source, lane) in enumerate(zip(self.sockets, self.lanes, strict=True)):
+            if source in ready:
+                data = source.recv(1 << 14)
+                self._over[number] = not data
+                lane.put(data, now)  # nothing: the end of the stream, which crosses like the rest
+                wire.count(number, crossed=len(data))
+            for data in lane.arrived(now):
+                self.sockets[1 - number].sendall(data) if data else self.sockets[1 - number].shutdown(socket.SHUT_WR)
+        return not all(self._over) or any(lane.next is not None for lane in self.lanes)
+
+    def close(self) -> None:
+        for each in self.sockets:
+            each.close()
+
+
+def _carry_streams(server: socket.socket, to: tuple[str, int], wire: Wire, conditions: Conditions) -> None:
+    """Carry all connections of a relay for ever. A cut lets nothing cross, and ends none."""
+    streams = list[_Stream]()
+    while True:
+        now = time.monotonic()
+        reading = [one for stream in streams for one in stream.readable(now)]
+        wait = _until_next([lane for stream in streams for lane in stream.lanes])
+        ready, _, _ = select.select([server, *([] if wire.is_cut else reading)], [], [], min(0.05, wait or 0.05))
+        now = time.monotonic()
+        if server in ready:
+            with contextlib.suppress(OSError):  # nobody listens there yet
+                streams.append(_Stream(server.accept()[0], to, conditions))
+        for stream in [] if wire.is_cut else list(streams):
+            try:
+                there = stream.carry(ready, wire, now)
+            except OSError:
+                there = False
+            if not there:
+                stream.close()
+                streams.remove(stream)
