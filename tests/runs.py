@@ -27,7 +27,7 @@ from megalith.data.tokenizer import load
 from megalith.events import Step, of_kind, read
 from megalith.fleet.heartbeat import Heartbeat
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import folder_of
+from megalith.spec.sites import at_site, folder_of
 from tests.fleet.conftest import until
 from tests.patience import PATIENCE
 
@@ -96,9 +96,10 @@ def start_site(
 ) -> dict[int, int]:
     """Fork the ranks of one site of a run, which begin with its first in the number of their first."""
     assert spec.sites is not None
-    own = spec.model_copy(update={"sites": spec.sites.model_copy(update={"site": site})})
+    own = at_site(spec.model_copy(update={"sites": spec.sites.model_copy(update={"site": site})}))
+    before = sum(at_site(spec, other).ranks for other in range(site))
     started = start(own, folder_of(folder, site), source=source, environment={SITE: str(site), **(environment or {})})
-    return {pid: site * spec.ranks + rank for pid, rank in started.items()}
+    return {pid: before + rank for pid, rank in started.items()}
 
 
 def _rank(spec: RunSpec, folder: Path, rank: int, store: Path, source: dict[str, Any] | None) -> None:

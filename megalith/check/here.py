@@ -39,7 +39,9 @@ class Here:
 
 def all_ranks(spec: RunSpec) -> int:
     """Return the number of ranks that `megalith train` starts on a machine by itself: those of all sites, unless it is told one."""
-    return spec.ranks if spec.sites is None or spec.sites.site is not None else spec.sites.count * spec.ranks
+    if spec.sites is None or spec.sites.site is not None:
+        return spec.ranks
+    return sum(plan.ranks for plan in spec.sites.plans) or spec.sites.count * spec.ranks
 
 
 def node_ranks(spec: RunSpec) -> int:

@@ -4,6 +4,7 @@ from math import gcd
 
 from megalith.check.case import Case, Found, advice, divisors, error, next_multiple
 from megalith.spec.model import AttentionSpec, MlpSpec, MoeSpec
+from megalith.spec.sites import unit_of
 from megalith.spec.sizes import own_tensors
 
 
@@ -127,13 +128,18 @@ def experts_have_ranks(case: Case) -> Found:
 def batch_divides(case: Case) -> Found:
     """Every data rank computes equally many whole microbatches."""
     plan, batch, sites = case.plan, case.spec.train.global_batch, case.spec.sites
-    count = sites.count if sites else 1
-    unit = count * plan.data * plan.microbatch
+    count = sites.parts if sites else 1
+    unit = count * unit_of(case.spec)
     if batch % unit:
         near_ones = " or ".join(str(n) for n in (batch // unit * unit, next_multiple(batch, unit)) if n)
         factors = f"{f'sites.count {count} x ' if sites else ''}plan.data {plan.data} x plan.microbatch {plan.microbatch}"
-        reason = f"is no multiple of {factors} = {unit}"
         smaller = max((m for m in range(1, plan.microbatch) if batch % (count * plan.data * m) == 0), default=None)
+        if sites and sites.each:
+            factors, smaller = (
+                f"{count} parts that sites share out x {unit_of(case.spec)} samples that the plan of each divides",
+                None,
+            )
+        reason = f"is no multiple of {factors} = {unit}"
         also = f", or plan.microbatch = {smaller}" if smaller else ""
         yield error("train.global_batch", batch, reason, f"Use {near_ones}{also}.")
 

@@ -41,6 +41,7 @@ MAY_CHANGE: dict[str, str] = {
     "sites.count": "who trains from the next merge on",
     "sites.site": "which site a command trains",
     "sites.decides": "with whom the sites go on",
+    "sites.each": "the plans of sites, and from the next merge on their shares of the samples",
     "sites.grace": "how long a merge waits for a site",
     "sites.link": "what predictions assume",
     "sites.link.megabits": "the same",

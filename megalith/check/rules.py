@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megalith.check import (
     data,
@@ -26,10 +26,12 @@ from megalith.check import (
     weights,
 )
 from megalith.check.case import Case, Found, error
+from megalith.check.resume import other_sets
 from megalith.spec.base import AbsentError
 from megalith.spec.phases import Phases, during
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
+from megalith.spec.sites import within
 
 
 class Rule(NamedTuple):
@@ -59,7 +61,19 @@ def check(
     found = [problem for rule in RULES for problem in _problems(rule, case)]
     found += _of_later_phases(case, found)
     origins = provenance or {}
-    return sorted((replace(p, source=origins.get(p.key, "")) for p in found), key=lambda p: p.severity != "error")
+    found = [replace(problem, source=origins.get(problem.key, "")) for problem in found]
+    return sorted(_of_its_site(spec, found), key=lambda problem: problem.severity != "error")
+
+
+def _of_its_site(spec: RunSpec, found: Sequence[Problem]) -> Found:
+    """Yield problems under the keys of the table that the plan is written in."""
+    own = "plan"
+    with suppress(AbsentError):
+        if spec.sites is not None and spec.sites.plans:
+            own = f"sites.each.{spec.sites.site or 0}.plan"
+    for problem in found:
+        inside = problem.key.partition(".")[0] == "plan"
+        yield replace(problem, key=f"{own}{problem.key.removeprefix('plan')}") if inside else problem
 
 
 def _problems(rule: Rule, case: Case) -> Found:
@@ -110,16 +124,41 @@ def fallback_can_be_run(case: Case) -> Found:
         yield error("fleet.fallback", needed, reason, f"Use a plan of {each} to {ranks - each} ranks, a multiple of {each}.")
     alone = spec.model_copy(update={"fallback": None, "nodes": max(1, needed // each)})
     run = during(case.spec, Phases.of(case.spec).all[0])  # later phases have their turn
-    for problem in check(run.model_copy(update={"plan": spec.fallback, "fleet": alone}), files=False):
-        if problem.severity == "error" and problem.key.startswith("plan"):
-            yield replace(problem, key=f"fleet.fallback{problem.key.removeprefix('plan')}")
+    yield from _under(run, {"plan": spec.fallback, "fleet": alone}, "fleet.fallback")
+
+
+def each_site_can_train(case: Case) -> Found:
+    """The plan of every site passes the same rules as that of the site whose command this is.
+
+    This rule stands beside `check` because it applies every other rule to the other plans.
+    """
+    sites = case.spec.sites
+    if sites is None or len(sites.plans) != sites.count:
+        return
+    run = during(case.spec, Phases.of(case.spec).all[0])
+    for number, plan in enumerate(sites.plans):
+        if plan == case.plan:
+            continue
+        fleet = run.fleet.model_copy(update={"nodes": 1})  # another site has other machines
+        here = within(run.model_copy(update={"sites": sites.model_copy(update={"site": number})}))
+        yield from _under(run, {"plan": plan, "fleet": fleet, "train": here.train, "sites": None}, f"sites.each.{number}.plan")
+        yield from other_sets(case.spec, plan, f"sites.each.{number}.plan")
+
+
+def _under(run: RunSpec, changes: Mapping[str, Any], name: str) -> Found:
+    """Yield what is wrong with a run under another plan and not under its own. `changes`: that plan, which the run file calls `name`, and
+    what goes with it."""
+    for problem in check(run.model_copy(update=changes), files=False):
+        if problem.severity == "error" and problem.key.partition(".")[0] == "plan":
+            yield replace(problem, key=f"{name}{problem.key.removeprefix('plan')}")
         elif problem.severity == "error" and problem.key in SET_BY_PHASES and problem.reason not in _reasons(run):
-            yield replace(problem, reason=f"{problem.reason} in fleet.fallback")
+            yield replace(problem, reason=f"{problem.reason} in {name}")
 
 
 def _reasons(run: RunSpec) -> set[str]:
     """Return what is wrong with a run under its own plan."""
-    alone = run.model_copy(update={"fleet": run.fleet.model_copy(update={"fallback": None})})
+    fleet, sites = run.fleet.model_copy(update={"fallback": None}), run.sites
+    alone = run.model_copy(update={"fleet": fleet, "sites": sites and sites.model_copy(update={"each": ()})})
     return {problem.reason for problem in check(alone, files=False)}
 
 
@@ -192,6 +231,8 @@ RULES: tuple[Rule, ...] = (
     Rule("sites", sites.sites_stay_together),
     Rule("sites", sites.addresses_are_each_sites),
     Rule("sites", sites.sites_are_numbered),
+    Rule("sites", sites.each_site_has_a_table),
+    Rule("sites", each_site_can_train),
     Rule("sites", sites.state_stays_on_the_device),
     Rule("sites", sites.faults_go_back_to_checkpoints),
     Rule("fleet", fleet.verification_has_a_replica),

@@ -83,6 +83,14 @@ def sites_are_numbered(case: Case) -> Found:
         yield from launched_alone(case.spec)
 
 
+def each_site_has_a_table(case: Case) -> Found:
+    """There is a table for each site, or for none."""
+    sites = case.spec.sites
+    if sites is not None and sites.each and len(sites.each) != sites.count:
+        reason = f"are {len(sites.each)} tables for sites.count = {sites.count}"
+        yield error("sites.each", len(sites.each), reason, "Write one for each site, in the order of their numbers, or none.")
+
+
 def launched_alone(spec: RunSpec) -> Found:
     """A launcher starts the ranks of one site."""
     sites = spec.sites

@@ -123,6 +123,8 @@ def _show_legal(spec: "RunSpec") -> None:
     plan = spec.plan
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
     if spec.sites is not None:
+        sizes = [one.ranks for one in spec.sites.plans]
+        ranks = f"{' + '.join(map(str, sizes))} ranks" if len(set(sizes)) > 1 else ranks
         ranks = f"{spec.sites.count} site{'s' * (spec.sites.count > 1)} of {ranks}"
     print(
         f"{spec.name}: no problems found: {ranks} (data {plan.data} x tensor {plan.tensor} x pipeline {plan.pipeline}), "

@@ -6,6 +6,7 @@ the current directory, as they do on the command line: the same `data.path` mean
 cluster's file, which is written beside run files, is looked for from the run file's folder first.
 """
 
+import contextlib
 import copy
 import json
 import re
@@ -17,9 +18,11 @@ from typing import Any, TypeGuard
 
 from megalith import disk
 from megalith.spec import lengths, renamed
+from megalith.spec.base import AbsentError
 from megalith.spec.presets import meant, presets
 from megalith.spec.problem import Problem, SpecErrors, near
 from megalith.spec.run import RunSpec
+from megalith.spec.sites import at_site
 from megalith.spec.toml import dotted, key, literal
 from megalith.spec.validate import Leaf, Tree, examine, leaves
 
@@ -120,8 +123,16 @@ def _lay_all(layers: Sequence[Layer], *, path: Path | None, saved: bool = False)
     old = [] if saved else list(renamed.take(tree, source))
     lengths.convert(tree, sources)
     found = examine(tree, RunSpec, source=source, preset_failed=bool(failed))
-    origins = {name: sources.get(name, "default") for name in (dotted(leaf.path) for leaf in leaves(found.spec))}
-    return Reading(Resolved(found.spec, origins, path), [*failed, *old, *found.problems])
+    spec = _placed(found.spec)
+    origins = {name: sources.get(name, "default") for name in (dotted(leaf.path) for leaf in leaves(spec))}
+    return Reading(Resolved(spec, origins, path), [*failed, *old, *found.problems])
+
+
+def _placed(spec: RunSpec) -> RunSpec:
+    """Return a run as the command of its site trains it; as it is where that cannot be told, for want of values."""
+    with contextlib.suppress(AbsentError):
+        return at_site(spec)
+    return spec
 
 
 def dump(resolved: Resolved, *, brief: bool = False) -> str:

@@ -28,7 +28,7 @@ from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.parts import OwnPart, named_by
 from megalith.spec.plan import Plan
 from megalith.spec.quantity import Thousand
-from megalith.spec.sites import SitesSpec
+from megalith.spec.sites import SitesSpec, own_batch
 from megalith.spec.state import MasterForm, Moments
 
 Begin = Annotated[
@@ -371,12 +371,11 @@ class RunSpec(Spec):
     @property
     def microbatches(self) -> int:
         """Microbatches a data rank computes in one step."""
-        sites = 1 if self.sites is None else self.sites.count
-        return self.train.global_batch // (sites * self.plan.data * self.plan.microbatch)
+        return own_batch(self) // (self.plan.data * self.plan.microbatch)
 
     @property
     def ranks(self) -> int:
-        """Ranks that meet in one world: those of the plan. Each site of a run with sites has as many."""
+        """Ranks that meet in one world: those of the plan, which is that of one site in a run with sites."""
         return self.plan.ranks
 
     @property

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megalith.check import RULES, Case, check
 from megalith.check.case import Found
-from megalith.check.rules import fallback_can_be_run
+from megalith.check.rules import each_site_can_train, fallback_can_be_run
 from megalith.schedule.table import build
 from megalith.spec.files import Layer, read_setting, resolve
 from megalith.spec.plan import Plan
@@ -34,7 +34,7 @@ def test_every_rule_has_a_row_of_its_own_subject():
         for name, rule in inspect.getmembers(module, inspect.isfunction)
         if rule.__module__ == module.__name__ and rule.__annotations__ == {"case": Case, "return": Found}
     }
-    assert rows == written | {("fleet", fallback_can_be_run.__name__)}
+    assert rows == written | {("fleet", fallback_can_be_run.__name__), ("sites", each_site_can_train.__name__)}
     assert len(rows) == len(RULES)
 
 

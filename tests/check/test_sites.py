@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from megalith.check import all_ranks, check
+from megalith.spec.sites import at_site
 from tests.specs import tiny_run
 
 
@@ -49,6 +50,33 @@ def test_a_launcher_starts_the_ranks_of_one_site() -> None:
     unnamed = tiny_run(sites={"count": 2}, plan={"data": 2})
     assert "sites.site" in [problem.key for problem in check(unnamed, world=2, files=False)]
     assert all_ranks(unnamed) == 4 and all_ranks(run) == 2
+
+
+OWN = [{"plan": {"data": 2}}, {"plan": {"tensor": 2}, "share": 1}]
+
+
+def test_a_site_with_a_plan_of_its_own_is_legal() -> None:
+    run = at_site(tiny_run(sites={"inner_steps": 2, "each": OWN}, checkpoint={"every": 2}, train={"global_batch": 12}))
+    assert run.sites is not None and run.sites.shares == (2, 1) and run.microbatches == 4 and all_ranks(run) == 4
+    assert at_site(run, 1).ranks == 2 and at_site(run) == run, "the table of each site says it all"
+    assert not [one for one in check(run, files=False) if one.severity == "error"]
+
+
+@pytest.mark.parametrize(
+    ("key", "each", "batch"),
+    [
+        ("sites.each", [{"share": 2}], 12),
+        ("train.global_batch", OWN, 16),
+        ("train.global_batch", [{"plan": {"data": 2}}, {"plan": {"data": 3}, "share": 2}], 16),
+        ("sites.each.1.plan.tensor", [{}, {"plan": {"tensor": 3}}], 12),
+        ("sites.each.0.plan.tensor", [{"plan": {"tensor": 3}}, {}], 12),
+    ],
+)
+def test_what_a_site_cannot_have_is_refused(key: str, each: list[dict[str, Any]], batch: int) -> None:
+    run = tiny_run(sites={"inner_steps": 2, "site": 1, "each": each}, train={"global_batch": batch})
+    run = at_site(run) if len(each) == 2 else run
+    found = {one.key for one in check(run, files=False) if one.severity == "error"}
+    assert key in found and not any(one.startswith("plan") for one in found)
 
 
 def test_faults_go_back_to_checkpoints() -> None:

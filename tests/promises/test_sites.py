@@ -14,7 +14,7 @@ from megalith.checkpoint.folder import find
 from megalith.events import Merge, RunStarted, Step, Validation, of_kind, read
 from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import folder_of
+from megalith.spec.sites import at_site, folder_of
 from megalith.spec.sites.deal import Deal
 from megalith.train.generate import load_model
 from megalith.train.restore import indices_in
@@ -87,6 +87,45 @@ def test_merging_after_each_step_of_sgd_is_data_parallelism(data: Path, tmp_path
     merged = _train(_spec(data, sites, optimizer=PLAIN_SGD), tmp_path / "sites")
     together = _train(_spec(data, None, plan={"data": 2}, optimizer=PLAIN_SGD), tmp_path / "data")
     _assert_close(_weights(merged), _weights(together), within=1e-6)
+
+
+OWN_PLANS: list[dict[str, Any]] = [{"plan": {"data": 2, "zero": 3}}, {"plan": {}}]
+"""Two ranks read two thirds of every step, one rank a third."""
+
+
+def test_sites_of_different_size_are_data_parallelism_too(data: Path, tmp_path: Path) -> None:
+    """Each counts by the samples that it reads."""
+    sites = {"count": 2, "inner_steps": 1, "lr": 1.0, "momentum": 0.0, "each": OWN_PLANS}
+    merged = _train(_spec(data, sites, optimizer=PLAIN_SGD, train={"steps": 5}), tmp_path / "sites")
+    together = _train(_spec(data, None, optimizer=PLAIN_SGD, train={"steps": 5}), tmp_path / "plain")
+    _assert_close(_weights(merged), _weights(together), within=1e-6)
+
+
+def test_sites_of_different_size_go_on_with_the_same_bits(data: Path, tmp_path: Path) -> None:
+    """After one was killed. Their merges are replayed, each under its plan."""
+    spec = _spec(data, STREAMING | {"each": OWN_PLANS})
+    whole = _train(spec, tmp_path / "whole")
+    with when("step", 7, site=1, act=lambda: die_once_saved(folder_of(tmp_path / "killed", 1), 6)):
+        assert any(finish(start(spec, tmp_path / "killed", environment=GIVEN)))
+    assert_same_bits(_train(spec, tmp_path / "killed"), whole)
+    plans = [of_kind(read(folder_of(tmp_path / "killed", site)), RunStarted)[0].spec["plan"]["data"] for site in range(2)]
+    assert plans == [2, 1]
+    _replayed(spec, tmp_path / "killed", tmp_path / "again")
+    assert _ledger(spec, tmp_path / "killed") == list(range(10 * 12))
+
+
+@FULL
+def test_the_samples_of_a_large_site_go_to_a_small_one(data: Path, tmp_path: Path) -> None:
+    """The large one never comes back. The steps of the other stay as small as they were."""
+    folder = tmp_path / "run"
+    spec = _spec(data, STREAMING | {"decides": 1, "grace": 0.5, "each": OWN_PLANS}, train={"steps": 12})
+    with when("step", 7, site=0, act=lambda: signal_yourself(signal.SIGKILL)):
+        second, first = start_site(spec, folder, 1, environment=GIVEN), start_site(spec, folder, 0, environment=GIVEN)
+        assert any(finish(first)) and finish(second) == [0]
+    small = folder_of(folder, 1)
+    made = list(of_kind(read(small), Merge))
+    assert [one.left for one in made if one.left] == [[0]] and made[-1].merged == [1]
+    assert _ledger(spec, small) == list(range(12 * 12))
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=FULL), 1])
@@ -219,7 +258,7 @@ def _ledger(spec: RunSpec, folder: Path) -> list[int]:
     assert spec.sites is not None
     merges = list({one.number: one for one in of_kind(read(folder), Merge)}.values())  # the last line of each
     phases = Phases.of(spec)
-    deal, found, step = Deal.first(2), list[int](), 0
+    deal, found, step = Deal.first(2, at_site(spec).sites.shares), list[int](), 0  # type: ignore[union-attr]
     for one in merges:
         while step < one.step:
             deal.deal(step, phases, one.total)

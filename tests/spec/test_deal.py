@@ -75,7 +75,8 @@ def test_every_sample_is_merged_once_whoever_comes_and_goes(seed: int) -> None:
     sites = SitesSpec(count=count, inner_steps=steps, fragments=fragments, overlap=draw.choice((0, 1, 3)))
     grows = {"batch_ramp": [{"begin": 60, "global_batch": 24}]} if draw.random() < 0.5 else {}
     run = _run(count, draw.choice((9, 14, 20)), **grows)
-    taken = _walk(Deal.first(count), run, sites, draw)
+    shares = draw.choice(((), [draw.choice((1, 2, 3)) for _ in range(count)]))
+    taken = _walk(Deal.first(count, shares), run, sites, draw)
     assert _samples(taken) == Counter(range(Phases.of(run).after(0, run.train.steps)))
     phases = Phases.of(run)
     assert all(phases.at(share.first) is phases.at(share.first + share.size - 1) for share in taken)
@@ -91,6 +92,14 @@ def test_samples_handed_back_are_dealt_out_first() -> None:
     deal.merge(sent=5, step=5, merged={0}, left=(), joined={1})
     assert deal.deal(5, phases, 240) == {0: Share(30, 6), 1: Share(36, 6)}
     assert deal.due(5) == {0} and deal.due(6) == {0, 1}
+
+
+def test_a_site_gets_no_more_again_than_it_reads_in_a_step() -> None:
+    deal, phases = Deal.first(2, (3, 1)), Phases.of(_run(2, 20))
+    assert deal.deal(0, phases, 240) == {0: Share(0, 9), 1: Share(9, 3)}
+    deal.merge(sent=1, step=1, merged={1}, left={0}, joined=())
+    assert [deal.deal(step, phases, 240) for step in (1, 2, 3, 4)] == [{1: Share(3 * at, 3)} for at in (0, 1, 2, 4)]
+    assert Deal.of(json.loads(json.dumps(deal.record()))) == deal
 
 
 def test_undisturbed_sites_read_their_part_of_every_step() -> None:

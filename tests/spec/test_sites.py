@@ -1,7 +1,10 @@
 """How a model is cut into fragments, when they are due, and how many bytes they have."""
 
+from pathlib import Path
+
 import pytest
 
+from megalith.spec import files
 from megalith.spec.sites import Fragment, SitesSpec, encoded_bytes, fragments, kept, part_of, sent_after, wire_bytes, within
 from megalith.spec.sizes import model_parameters
 from tests.specs import tiny_run
@@ -83,3 +86,20 @@ def test_sites_that_are_apart_hold_a_checkpoint_in_common(every: int) -> None:
         == 2
         == kept(tiny_run(sites=sites, checkpoint={"every": 0, "keep": 2}))
     )
+
+
+def test_a_run_file_gives_each_site_its_plan(tmp_path: Path) -> None:
+    """Also the file that one site has saved, for another site."""
+    file, saved = tmp_path / "run.toml", tmp_path / "saved.toml"
+    sites = "[sites]\ncount = 2\n[[sites.each]]\nplan = { data = 2, zero = 3 }\n[[sites.each]]\nshare = 1\n"
+    train = "[train]\nsteps = 3\nglobal_batch = 12\nseq_len = 32\n"
+    file.write_text(f'[model]\npreset = "tiny"\n[data]\npath = "unused"\n[plan]\ntensor = 2\n{train}{sites}')
+    runs = [files.load(file, overrides=[f"sites.site={site}"]) for site in range(2)]
+    assert [(run.spec.plan.data, run.spec.plan.tensor, within(run.spec).train.global_batch) for run in runs] == [
+        (2, 1, 8),
+        (1, 2, 4),
+    ]
+    for run in runs:
+        saved.write_text(files.dump(run))
+        for site, other in enumerate(runs):
+            assert files.load(saved, overrides=[f"sites.site={site}"]).spec == other.spec

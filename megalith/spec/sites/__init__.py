@@ -17,7 +17,18 @@ from megalith.spec.sites.cut import (
     verdict_bytes,
     wire_bytes,
 )
-from megalith.spec.sites.table import FULL, SitesSpec, folder_of, kept, within
+from megalith.spec.sites.table import (
+    FULL,
+    SiteSpec,
+    SitesSpec,
+    at_site,
+    folder_of,
+    kept,
+    own_batch,
+    part_of_batch,
+    unit_of,
+    within,
+)
 
 __all__ = [
     "BLOCK",
@@ -28,14 +39,19 @@ __all__ = [
     "VERDICT_BYTES",
     "Fragment",
     "Piece",
+    "SiteSpec",
     "SitesSpec",
+    "at_site",
     "encoded_bytes",
     "folder_of",
     "fragments",
     "kept",
     "outer_slots",
+    "own_batch",
     "part_of",
+    "part_of_batch",
     "sent_after",
+    "unit_of",
     "verdict_bytes",
     "wire_bytes",
     "within",

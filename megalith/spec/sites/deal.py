@@ -4,11 +4,12 @@ In an undisturbed run, site i of M reads the i-th part of each step's batch. A s
 What was handed back is dealt out first, to whoever is there, so that no sample is lost or read twice.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megalith.spec.phases import Phases
+from megalith.spec.phases import Phase, Phases
+from megalith.spec.sites.table import part_of_batch
 
 
 class Share(NamedTuple):
@@ -31,11 +32,13 @@ class Deal:
     """Shares that sites handed back, and nobody has got since; in order."""
     open: dict[int, list[tuple[int, Share]]] = field(default_factory=dict)
     """Shares of each site that no merge has taken yet, each with the steps that are done once it is trained."""
+    shares: tuple[int, ...] = ()
+    """How a step's batch is shared out, as in `SitesSpec`; empty: evenly."""
 
     @classmethod
-    def first(cls, count: int) -> "Deal":
+    def first(cls, count: int, shares: Sequence[int] = ()) -> "Deal":
         """The deal at a run's beginning: all sites are there."""
-        return cls(count, dict.fromkeys(range(count), 0))
+        return cls(count, dict.fromkeys(range(count), 0), shares=tuple(shares))
 
     @property
     def dealt(self) -> int:
@@ -58,15 +61,27 @@ class Deal:
         for site in sorted(self.members):
             if not self.returned and self.next >= total:
                 break
-            found[site] = share = self.returned.pop(0) if self.returned else self._new(phases, total)
+            found[site] = share = self._again(site, phases) if self.returned else self._new(site, phases, total)
             self.open.setdefault(site, []).append((step + 1, share))
         return found
 
-    def _new(self, phases: Phases, total: int) -> Share:
+    def _again(self, site: int, phases: Phases) -> Share:
+        """Return the first share that was handed back; of a site that reads more in a step, a part of it."""
+        share = self.returned.pop(0)
+        size = min(share.size, self._most(site, phases.at(share.first)))
+        if size < share.size:
+            self.returned.insert(0, Share(share.first + size, share.size - size))
+        return Share(share.first, size)
+
+    def _most(self, site: int, phase: Phase) -> int:
+        """Return the samples of a site in an undisturbed step of a phase."""
+        return part_of_batch(phase.global_batch, site, self.count, self.shares)
+
+    def _new(self, site: int, phases: Phases, total: int) -> Share:
         """Return the next share that nobody had before. It ends where a phase or the run ends."""
         phase = phases.at(self.next)
         ends = [total, *(each.first for each in phases.all if each.first > self.next)]
-        size = min([phase.global_batch // self.count, *(end - self.next for end in ends)])
+        size = min([self._most(site, phase), *(end - self.next for end in ends)])
         self.next += size
         return Share(self.next - size, size)
 
@@ -93,7 +108,7 @@ class Deal:
             "next": self.next,
             "returned": [list(share) for share in self.returned],
             "open": {str(site): [[after, *share] for after, share in shares] for site, shares in self.open.items() if shares},
-        }
+        } | ({"shares": list(self.shares)} if self.shares else {})
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Deal":
@@ -104,4 +119,5 @@ class Deal:
             record["next"],
             [Share(*share) for share in record["returned"]],
             {int(site): [(after, Share(*share)) for after, *share in shares] for site, shares in record["open"].items()},
+            tuple(record.get("shares", ())),
         )

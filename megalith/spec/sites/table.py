@@ -1,12 +1,14 @@
 """The table `[sites]` of a run file, and a run as one of its sites sees it. No torch."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from math import gcd, lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megalith.spec.base import Spec
+from megalith.spec.plan import Plan
 
 if TYPE_CHECKING:
     from megalith.spec.run import RunSpec
@@ -28,6 +30,16 @@ class TlsSpec(Spec):
     certificate: Path = Field(description="this site's certificate, which names its address")
     key: Path = Field(description="the private key of that certificate")
     authority: Path = Field(description="certificate of the authority that signed the certificates of all sites")
+
+
+class SiteSpec(Spec):
+    """The plan and the share of one site."""
+
+    plan: Plan | None = Field(default=None, description="the whole plan of this site; default: the run's [plan]")
+    share: PositiveInt | None = Field(
+        default=None,
+        description="parts of every step's samples that this site reads, of the sum over all sites; default: the ranks of its plan",
+    )
 
 
 class SitesSpec(Spec):
@@ -65,6 +77,9 @@ class SitesSpec(Spec):
         default=None,
         description="seconds that a merge waits for a site; default: as long as inner_steps steps take, and 5 s at least",
     )
+    each: tuple[SiteSpec, ...] = Field(
+        default=(), description="a table for each site, in the order of their numbers; default: all sites are alike"
+    )
     replay: tuple[str, ...] = Field(
         default=(), description="folders of a run whose recorded merges are repeated, as `megalith replay` does; default: none"
     )
@@ -81,6 +96,22 @@ class SitesSpec(Spec):
         return 0.5 if self.overlap else 0.0
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """How the samples of a step are shared out among the sites; empty if all get equally many. Of a run that `at_site` returned."""
+        given = [one.share or 1 for one in self.each]
+        return tuple(share // gcd(*given) for share in given) if len(set(given)) > 1 else ()
+
+    @property
+    def parts(self) -> int:
+        """The smallest number of equal parts in which a step's samples can be shared out among the sites."""
+        return sum(self.shares) or self.count
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of each site; empty if all have the run's. Of a run that `at_site` returned."""
+        return tuple(one.plan for one in self.each if one.plan is not None)
+
+    @property
     def feeds_back(self) -> bool:
         """True if rounding leaves something out that is kept for the next difference."""
         return self.error_feedback and self.bits < FULL
@@ -95,11 +126,40 @@ class SitesSpec(Spec):
         return -(-self.inner_steps // self.fragments) + self.overlap
 
 
+def at_site(spec: "RunSpec", site: int | None = None) -> "RunSpec":
+    """Return a run as the command of one site trains it: its plan is that site's, and each site's table gives its plan and share. `site`:
+    its number; None: the one that the run names, else the first. A run without such tables is returned as it is."""
+    if spec.sites is None or not spec.sites.each:
+        return spec
+    number = (spec.sites.site or 0) if site is None else site
+    plans = [one.plan or spec.plan for one in spec.sites.each]
+    each = tuple(SiteSpec(plan=plan, share=one.share or plan.ranks) for one, plan in zip(spec.sites.each, plans, strict=True))
+    here = plans[number] if number < len(plans) else spec.plan
+    return spec.model_copy(update={"plan": here, "sites": spec.sites.model_copy(update={"each": each})})
+
+
+def own_batch(spec: "RunSpec") -> int:
+    """Return the samples of a step that a site of a run reads in it; all of them, where the run has no sites."""
+    sites, batch = spec.sites, spec.train.global_batch
+    return batch if sites is None else part_of_batch(batch, sites.site or 0, sites.count, sites.shares)
+
+
+def part_of_batch(batch: int, site: int, count: int, shares: Sequence[int]) -> int:
+    """Return the samples of one site in a step of `batch`, which `count` sites share out. `shares`: as in `SitesSpec`."""
+    return batch * shares[site] // sum(shares) if site < len(shares) else batch // count
+
+
+def unit_of(spec: "RunSpec") -> int:
+    """Return a number of samples whose multiples every site's ranks can share out among each other."""
+    plans = (spec.plan,) if spec.sites is None or not spec.sites.plans else spec.sites.plans
+    return lcm(*(plan.data * plan.microbatch for plan in plans))
+
+
 def within(spec: "RunSpec", size: int | None = None) -> "RunSpec":
     """Return a run as one of its sites sees it: its share of the global batch, or a step of `size` samples, and no other sites."""
     if spec.sites is None:
         return spec
-    train = spec.train.model_copy(update={"global_batch": size or spec.train.global_batch // spec.sites.count})
+    train = spec.train.model_copy(update={"global_batch": size or own_batch(spec)})
     return spec.model_copy(update={"train": train, "sites": None})
 
 

@@ -92,7 +92,7 @@ class Sites:
         """`council`: on the rank that leads its site; None on others."""
         assert spec.sites is not None
         self.spec, self.fragments, self.state, self.site = spec.sites, tuple(fragments), state, site
-        self.progress = Progress(Deal.first(spec.sites.count))
+        self.progress = Progress(Deal.first(spec.sites.count, spec.sites.shares))
         self._phases = Phases.of(spec)
         self._total = self._phases.after(0, spec.train.steps)
         self._wholes, self._council, self._party = wholes, council, Party(wholes.group)
@@ -294,16 +294,17 @@ class Sites:
         for row, message in zip(table, messages, strict=False):
             row.copy_(message.encoded)
         theirs = [self._decoded(fragment, row) for row in self._wholes.tell(table)]
+        shares = [self.spec.shares[site] for site in verdict.merged] if self.spec.shares else [1] * len(theirs)
         spread = torch.zeros(2, dtype=torch.float64)
         for piece in fragment.pieces:
             if piece.name in state.anchors and theirs:
-                self._update(piece.name, [each[piece.name] for each in theirs], spread)
+                self._update(piece.name, [each[piece.name] for each in theirs], shares, spread)
         if self._wholes.size > 1:
             dist.all_reduce(spread, group=self._wholes.group)
         state.sent[number] = NOT_SENT
         deal = progress.deal
         deal.merge(sent=sent, step=step, merged=verdict.merged, left=verdict.left, joined=verdict.joined)
-        deal.count = verdict.count
+        deal.count, deal.shares = verdict.count, self.spec.shares
         progress.merges, progress.mark = progress.merges + 1, verdict.mark(progress.mark)
         self._trains &= self.site not in verdict.left
         if self._council is None:
@@ -363,13 +364,15 @@ class Sites:
             at += piece.bytes
         return found
 
-    def _update(self, name: str, theirs: Sequence[Tensor], spread: Tensor) -> None:
-        """Merge this rank's share of one tensor. `spread` [2]: squares of the mean, and of the distance to it, are added there."""
+    def _update(self, name: str, theirs: Sequence[Tensor], shares: Sequence[int], spread: Tensor) -> None:
+        """Merge this rank's share of one tensor. `shares`: the weights of the sites. `spread` [2]: squares of the mean, and of the distance
+        to it, are added there."""
         state = self.state
-        gradient = outer.mean(theirs)
+        gradient = outer.mean(theirs, shares)
         if name in self._wholes.owned:
             spread[0] += gradient.double().square().sum()
-            spread[1] += sum((each - gradient).double().square().sum() for each in theirs) / len(theirs)
+            apart = [share * (each - gradient).double().square().sum() for share, each in zip(shares, theirs, strict=True)]
+            spread[1] += sum(apart) / sum(shares)
         gradient = gradient.to(state.anchors[name].device)
         if state.is_trained(name):
             outer.outer_step(state.anchors[name], state.velocities.get(name), gradient, self.spec)

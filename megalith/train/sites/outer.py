@@ -7,7 +7,6 @@ so that no machine fuses two into one with another rounding.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from megalith.spec.sites import SitesSpec
@@ -19,12 +18,13 @@ def difference(anchor: Tensor, weight: Tensor, feedback: Tensor | None) -> Tenso
     return found if feedback is None else found + feedback
 
 
-def mean(differences: Sequence[Tensor]) -> Tensor:
-    """Return the mean over sites, summed in fp32 in the order given, which is that of their numbers."""
-    total = differences[0].to(torch.float32, copy=True)
-    for each in differences[1:]:
-        total += each
-    return total / len(differences)
+def mean(differences: Sequence[Tensor], shares: Sequence[int]) -> Tensor:
+    """Return the mean over sites, each counted as often as its share of the samples says, summed in fp32 in the order given, which is that
+    of the sites' numbers."""
+    total = differences[0].float() * shares[0]
+    for each, share in zip(differences[1:], shares[1:], strict=True):
+        total += each * share
+    return total / sum(shares)
 
 
 def outer_step(anchor: Tensor, velocity: Tensor | None, gradient: Tensor, sites: SitesSpec) -> None:

@@ -63,6 +63,8 @@ def _refuse_changes(events: Iterable[Event], merges: Sequence[Merge]) -> None:
 
 def _text(spec: Mapping[str, Any], table: str) -> str:
     found = spec.get(table)
+    if table == "plan" and (spec.get("sites") or {}).get("each"):  # that of one site; `sites.each` has all of them
+        return ""
     return repr({key: found[key] for key in sorted(found) if table != "sites" or key not in DECIDE_NONE} if found else found)
 
 

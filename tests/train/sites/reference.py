@@ -1,5 +1,6 @@
 """Merges of sites in one process and in numpy, from the papers' formulas: what the trainer's must equal bit for bit."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,10 +114,12 @@ class Reference:
         for piece in self.fragments[number].pieces:
             size = len(encode(np.zeros(piece.shape), piece.bits))
             total = np.zeros(piece.shape, F32)
-            for message in messages:
-                total = total + decode(message[at : at + size], piece.shape, piece.bits)
+            parts = [one.share or 1 for one in spec.each] or [1] * spec.count
+            parts = [part // math.gcd(*parts) for part in parts]
+            for message, part in zip(messages, parts, strict=True):
+                total = total + decode(message[at : at + size], piece.shape, piece.bits) * F32(part)
             at += size
-            mean, rate, share = total / F32(spec.count), F32(spec.lr), F32(spec.own_share)
+            mean, rate, share = total / F32(sum(parts)), F32(spec.lr), F32(spec.own_share)
             if piece.name in self.buffers:
                 rate, share = F32(1), F32(0)
             elif spec.momentum:

@@ -14,7 +14,7 @@ from megalith.events import Merge
 from megalith.parallel.data import local
 from megalith.parallel.groups import group_of
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import FRAME_BYTES, Fragment, folder_of, fragments, sent_after, verdict_bytes, wire_bytes
+from megalith.spec.sites import FRAME_BYTES, Fragment, at_site, folder_of, fragments, sent_after, verdict_bytes, wire_bytes
 from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.sites import codes, merge, outer
 from megalith.train.sites.meet import build
@@ -40,12 +40,20 @@ PLANS: dict[str, dict[str, Any]] = {
     "tensor, tied": {"plan": {"tensor": 2}, "model": {"tied": True}},
     "pipeline, tied": {"plan": {"pipeline": 2}, "model": {"tied": True}},
     "experts": {"plan": {"data": 2, "expert": 2, "zero": 1}, "model": {"preset": "deepseek-tiny"}},
+    "each its own": {
+        "train": {"global_batch": 12},
+        "model": {"tied": True},
+        "each": [{"plan": {"data": 2, "zero": 3}}, {"plan": {"pipeline": 2}, "share": 4}],
+    },
 }
 
 
 def _run(plan: str, method: str, sites: int) -> RunSpec:
     parts = PLANS[plan]
-    return tiny_run(sites={"count": sites} | METHODS[method], **parts | {"train": {"steps": STEPS} | parts.get("train", {})})
+    own = {"each": parts["each"]} if "each" in parts else {}
+    tables = {name: table for name, table in parts.items() if name != "each"}
+    train = {"train": {"steps": STEPS} | parts.get("train", {})}
+    return at_site(tiny_run(sites={"count": sites} | METHODS[method] | own, **tables | train))
 
 
 def _moved(site: int, step: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -68,7 +76,7 @@ def _spoil(fault: str, sites: Sites) -> None:
         sites.state.feedback.clear()
     elif fault == "order" and sites.site == 1:
         found = outer.mean
-        outer.mean = lambda differences: found(differences[::-1])
+        outer.mean = lambda differences, shares: found(differences[::-1], shares[::-1])
     elif fault == "rounding":
         encode = codes.encode
         codes.encode = lambda values, bits: encode(values * 1.0001, bits)
@@ -77,10 +85,11 @@ def _spoil(fault: str, sites: Sites) -> None:
 Box = tuple[tuple[slice, ...], np.ndarray]
 
 
-def _site_of(spec: RunSpec, rank: int) -> RunSpec:
-    """The run as the site of a rank trains it: sites are runs of neighbouring ranks."""
+def _ranks(spec: RunSpec) -> list[range]:
+    """The ranks of each site: neighbours."""
     assert spec.sites is not None
-    return spec.model_copy(update={"sites": spec.sites.model_copy(update={"site": rank // spec.ranks})})
+    sizes = [at_site(spec, site).ranks for site in range(spec.sites.count)]
+    return [range(sum(sizes[:site]), sum(sizes[: site + 1])) for site in range(len(sizes))]
 
 
 def _other_bytes(sites: Sites) -> list[int]:
@@ -102,9 +111,11 @@ def _other_bytes(sites: Sites) -> list[int]:
 def _merge(rank: int, spec: RunSpec, fault: str, folder: str) -> tuple[int, dict[str, dict[str, Box]], list[Merge], int]:
     """This rank's site, its boxes of all tensors by kind and name, its site's merges, and the bytes that left it for them."""
     os.environ.update(GIVEN)
-    site, ranks = rank // spec.ranks, spec.ranks
-    inner = group_of(everyone(), range(site * ranks, (site + 1) * ranks))
-    spec = _site_of(spec, rank)
+    table = _ranks(spec)
+    (site,) = (number for number, ranks in enumerate(table) if rank in ranks)
+    inner = group_of(everyone(), table[site])
+    assert spec.sites is not None
+    spec = at_site(spec.model_copy(update={"sites": spec.sites.model_copy(update={"site": site})}))
     trainer = assemble(spec, groups=mesh_groups(spec, torch.device("cpu"), inner), device=torch.device("cpu"))
     own = folder_of(Path(folder), site)
     own.mkdir(exist_ok=True)
@@ -164,7 +175,7 @@ def _different(spec: RunSpec, fault: str = "") -> list[str]:
     wanted = _reference(spec, cut, first)
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        ran: Sequence[Any] = run_ranks(_merge, spec.sites.count * spec.ranks, spec, fault, folder)
+        ran: Sequence[Any] = run_ranks(_merge, _ranks(spec)[-1].stop, spec, fault, folder)
     for site, held, made, sent in ran:
         tables = {"anchor": wanted.anchors, "velocity": wanted.velocities, "feedback": wanted.feedback[site]}
         tables["weight"] = wanted.weights[site]
@@ -198,6 +209,7 @@ def test_a_merge_is_the_references(method: str) -> None:
     [
         ("zero 3 in 3", "streaming, 2 bits"),
         ("pipeline, tied", "streaming"),
+        ("each its own", "streaming, 2 bits"),
         pytest.param("tensor, tied", "streaming, 2 bits", marks=FULL),
         pytest.param("experts", "streaming", marks=FULL),
     ],
