@@ -153,6 +153,19 @@ def histories_follow_tensors(case: Case) -> Found:
             return
 
 
+def blocks_become_wide(case: Case) -> Found:
+    """A block becomes wide by a comparison of gradients, on all ranks of the run alike."""
+    choices = case.spec.precision
+    if not choices.auto or not is_narrow(case.spec.train.precision):
+        return
+    if not choices.watch_every:
+        reason = "with precision.watch_every = 0: gradients are never compared, so no block becomes wide"
+        yield error("precision.auto", choices.auto, reason, "Use watch_every = 100, say, or auto = 0.")
+    if case.spec.sites is not None:
+        reason = "with sites: each would make blocks of its own wide"
+        yield error("precision.auto", choices.auto, reason, "Use auto = 0.")
+
+
 def rotations_fit(case: Case) -> Found:
     """A Hadamard transform is over the tokens of a tile, a power of two."""
     precision, choices = case.spec.train.precision, case.spec.precision

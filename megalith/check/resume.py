@@ -27,6 +27,8 @@ MAY_CHANGE: dict[str, str] = {
     "stability": "the response to a step with unusable numbers from now on",
     "loss_scale": "the response to gradients that overflow from now on",
     "train.device": "where the work happens",
+    "precision.watch_every": "compares gradients and does not change them",
+    "precision.auto": "the blocks that become wide from now on",
     "optimizer.master": "the form of the master weights from now on; those of a checkpoint are in fp32",
     "optimizer.moments": "the format of moments from now on; those of the checkpoint are converted",
     "optimizer.moment_block": "the same",

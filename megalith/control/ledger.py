@@ -16,6 +16,7 @@ from megalith.events import (
     Checkpoint,
     Event,
     Incident,
+    PrecisionWatched,
     Problem,
     Recovery,
     Rewound,
@@ -50,7 +51,7 @@ MEANING: dict[Cause, str] = {
     Cause.USEFUL: "steps that count",
     Cause.STRAGGLING: "what steps took beyond their median while a rank was known to be slow",
     Cause.DATA: "waiting for data",
-    Cause.VALIDATION: "validation",
+    Cause.VALIDATION: "validation, and comparisons of narrow products with wide ones",
     Cause.CHECKPOINT: "training stood still for a save",
     Cause.START: "from a start to its first step",
     Cause.LOST: "steps that had to be done again, that a rewind undid or that left no update, and the step in which a fault came",
@@ -183,11 +184,12 @@ def _recoveries(events: Iterable[Event]) -> dict[int, Recovery]:
 
 
 def _of_pauses(events: Sequence[Event]) -> list[Interval]:
-    """A validation stands right before its event. A save's wait is somewhere before its event: as late as possible is near enough."""
+    """A validation, or a comparison, stands right before its event. A save's wait is somewhere before its event: as late as possible is
+    near enough."""
     found = []
     for event in events:
         match event:
-            case Validation():
+            case Validation() | PrecisionWatched():
                 found.append(Interval(event.time - event.seconds, event.time, Cause.VALIDATION))
             case Skipped():
                 found.append(Interval(event.time - event.seconds, event.time, Cause.LOST))

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.host import SLOTS, streamed
-from megalith.cost.memory import Memory, every_rank, non_torch, numbers, shares, updated
+from megalith.cost.memory import Memory, compared_bytes, every_rank, non_torch, numbers, shares, updated
 from megalith.cost.parts import Numbers, Parts, parts
 from megalith.cost.profile import PHASES, Core, Phase, Profile
 from megalith.cost.segments import decided
@@ -23,7 +23,7 @@ from megalith.schedule.action import Action, Schedule, computations
 from megalith.schedule.action import parts as actions_of
 from megalith.schedule.lower import WEIGHT_GRADIENTS, Program
 from megalith.spec import cluster as clusters
-from megalith.spec.numbers import PRECISIONS
+from megalith.spec.numbers import PRECISIONS, is_narrow
 from megalith.spec.plan import segments
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import outer_slots, within
@@ -136,9 +136,9 @@ def of_run(spec: RunSpec) -> Workload:
     precision = PRECISIONS[train.precision]
     format = precision.compute.name if precision.emulated else precision.name
     rules = {"optimizer": optimizer.kind, "moments": optimizer.small, "master": optimizer.master, "gradients": train.gradients}
-    return decided(
-        Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, outer=outer_slots(spec.sites), **rules)
-    )
+    watched = is_narrow(train.precision) and spec.precision.watch_every > 0
+    rules |= {"outer": outer_slots(spec.sites), "watched": watched}
+    return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, **rules))
 
 
 def _here(workload: Workload, traced: Parts, place: int) -> _Here:
@@ -195,6 +195,7 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
         apart = plan.zero in (1, 2) and plan.shards > 1
         weights, optimizer = found.weights + apart * own, found.optimizer
     gradients, activations = max(_moments(workload, traced, here), key=sum)
+    gradients += compared_bytes(workload, numbers(workload, traced, shares(workload, traced).held[place]))
     return {
         "weights": weights,
         "gradients": gradients,

@@ -194,7 +194,7 @@ def _rank(
     on_disk = workload.plan.state.optimizer == "disk"
     return Memory(
         weights=sum(s[0] for s in state) + whole,
-        gradients=sum(s[1] for s in state) + whole / workload.width * workload.gradient_bytes,
+        gradients=sum(s[1] for s in state) + whole / workload.width * workload.gradient_bytes + compared_bytes(workload, held),
         optimizer=sum(s[2] for s in state) + rest * (1 - away),
         activations=saved,
         working=max(working - logits, updating - logits, 0.0),
@@ -211,6 +211,14 @@ def updated(workload: Workload, held: Numbers) -> float:
     """Return how many of the weights that its pipeline rank holds a rank updates itself."""
     shards, expert_shards = workload.shards
     return held.dense / shards + held.expert / expert_shards
+
+
+def compared_bytes(workload: Workload, held: Numbers) -> float:
+    """Return the bytes of the gradients that a comparison keeps beside those that it computes: a rank's share of them."""
+    if not workload.watched:
+        return 0.0
+    by_shards = zip(held, workload.shards, strict=True)
+    return workload.gradient_bytes * sum(numbers / shards for numbers, shards in by_shards)
 
 
 class _Own(NamedTuple):

@@ -93,6 +93,8 @@ class Workload:
     """The form of the master weights, see `spec.state.LOWER`."""
     gradients: str = "fp32"
     """The number format in which gradients are added up; fp32: that of the software's practice."""
+    watched: bool = False
+    """Gradients are compared with those of wide products at times (`precision.watch_every`): there are two copies of them then."""
     frozen: bool = False
     """The weights get no gradient (adapters on frozen weights, LoRA)."""
     outer: tuple[Slot, ...] = ()

@@ -241,6 +241,30 @@ class Lowered(Event):
         return f"the learning rate is {self.factor:g} of what it was, from step {self.step} until update {self.until}"
 
 
+@dataclass(frozen=True)
+class PrecisionWatched(Event):
+    """A microbatch's gradients after `step` steps, compared with those of wide products. `errors`: the relative error of each part's
+    gradient; None: not finite. `raised`: the part whose products are wide from now on, since its error was above `limit`
+    (`precision.auto`); empty: none. `seconds`: of the comparison, on the first rank."""
+
+    kind: ClassVar[str] = "precision_watched"
+    step: int
+    errors: dict[str, float | None]
+    seconds: float
+    limit: float = 0.0
+    raised: str = ""
+
+    @property
+    def words(self) -> str:
+        """The event in a sentence."""
+        error = self.errors.get(self.raised)
+        found = "not finite" if error is None else f"{error:.3g}"
+        return (
+            f"all products of {self.raised} are wide from step {self.step + 1} on: the relative error of its gradient was {found}, above "
+            f"precision.auto = {self.limit:g}"
+        )
+
+
 Span = tuple[int, str, float, float]
 """(rank, action, start, end) of an action, in seconds from the step's start. In a log that was read it is a list."""
 

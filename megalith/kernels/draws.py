@@ -30,6 +30,8 @@ class Tokens:
     """int64 [seq]: position of each token in its whole sequence"""
     wide: bool = False
     """True if every product is wide now, whatever the recipe."""
+    raised: frozenset[str] = frozenset()
+    """Parts of the model (`blocks.3`) whose products are wide now."""
 
     @property
     def numbers(self) -> Tensor:

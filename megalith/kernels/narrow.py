@@ -150,14 +150,14 @@ class Narrow(Multiply, ABC):
         """Return which numbers share a scale."""
 
     def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None) -> Tensor:
-        if _wide():
+        if self._wide:
             return super().fprop(x, weight, bias, sizes=sizes)
         rows = self._tokens(x, self.along, INPUTS, grouped=sizes is not None)
         bias = None if bias is None else bias.to(rows.dtype)
         return super().fprop(rows, self._weight(weight, self.weight_along), bias, sizes=sizes).to(x.dtype)
 
     def dgrad(self, grad: Tensor, weight: Tensor, *, sizes: Sizes | None = None, out: Tensor | None = None) -> Tensor:
-        if self.choices.input_gradient == "wide" or _wide():
+        if self.choices.input_gradient == "wide" or self._wide:
             return super().dgrad(grad, weight, sizes=sizes, out=out)
         draws = self._draws(grad, "of inputs", sizes)
         rows = self._tokens(grad, self.gradient_along, OUTPUTS, grouped=sizes is not None, draws=draws)
@@ -170,7 +170,7 @@ class Narrow(Multiply, ABC):
     def wgrad(self, grad: Tensor, x: Tensor, *, sizes: Sizes | None = None) -> Tensor:
         """gradᵀ x, the gradient of the weight, as in `Multiply`. That of experts stays wide: which tokens meet in a block depends on the
         plan."""
-        if sizes is not None or self.choices.weight_gradient == "wide" or _wide():
+        if sizes is not None or self.choices.weight_gradient == "wide" or self._wide:
             return super().wgrad(grad, x, sizes=sizes)
         dtype, draws = grad.dtype, self._draws(grad, "of weights")
         if self.rotation:
@@ -179,6 +179,17 @@ class Narrow(Multiply, ABC):
         if self.down.exact:
             grad, x = grad.to(dtype), x.to(dtype)  # what was rotated in fp32 is rounded to numbers of bf16
         return super().wgrad(grad, x).to(dtype)
+
+    @property
+    def part(self) -> str:
+        """The part of the model that the layer belongs to: `blocks.3`."""
+        return ".".join(self.layer.split(".", 2)[:2])
+
+    @property
+    def _wide(self) -> bool:
+        """True if products are wide now."""
+        work = tokens_at_work()
+        return work is not None and (work.wide or self.part in work.raised)
 
     def _draws(self, grad: Tensor, product: str, sizes: Sizes | None = None) -> Tensor | None:
         """Draw for each of the gradients of outputs [..., outputs], or None if they are rounded to nearest.
@@ -353,12 +364,6 @@ class NvFp4(Narrow):
 def _spans(scaling: Scaling) -> bool:
     """Return True if a scale may follow numbers of several ranks."""
     return ALL in scaling.block or scaling.scale == "e4m3"
-
-
-def _wide() -> bool:
-    """Return True if every product is wide now."""
-    work = tokens_at_work()
-    return work is not None and work.wide
 
 
 _SCALES: dict[str, Scale] = {"up": "up", "ocp": "down", "fp32": "fp32"}

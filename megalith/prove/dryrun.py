@@ -20,6 +20,7 @@ from megalith.spec.run import RunSpec
 from megalith.spec.sites import fragments
 from megalith.spec.state import MASTER
 from megalith.train.assemble import Trainer, assemble, mesh_groups
+from megalith.train.measure.precision import PrecisionWatch
 from megalith.train.sites.state import OuterState
 from megalith.train.step import train_step
 
@@ -84,6 +85,10 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, unreal: bool) -> Co
             meter.label(tensor, "optimizer")
         meter.begin_step()
         done = train_step(trainer, microbatches, step=0)
+        traffic, work = meter.traffic(), meter.work()
+        watch = PrecisionWatch.of(trainer, lambda step: microbatches)
+        if watch is not None:  # a step without a comparison sends and computes less, and a rank needs room for both
+            watch.gradients(1)
     state = trainer.state.bytes()
     state["optimizer"] += sum(tensor.numel() * tensor.element_size() for tensor in outer)
     return Counted(
@@ -93,8 +98,8 @@ def count(spec: RunSpec, microbatches: Sequence[Samples], *, unreal: bool) -> Co
         state=state,
         memory=meter.memory(),
         course=meter.course(),
-        traffic=meter.traffic(),
-        work=meter.work(),
+        traffic=traffic,
+        work=work,
         actions=[name for name, _, _ in done.spans if name != "WAIT"],
     )
 

@@ -16,6 +16,7 @@ from megalith.events import (
     Kind,
     Lowered,
     PhaseBegan,
+    PrecisionWatched,
     Problem,
     Rewound,
     RunFinished,
@@ -35,7 +36,7 @@ class History:
     """The events of a run: all of them in the order of their writing, and by kind, oldest first.
 
     A resumed run goes back to a checkpoint: what it had recorded beyond it counts as `repeated`, and only what came after the
-    last return is in `steps`, `validations`, `phases` and `samples`. `skipped`: lines of the log that hold no event.
+    last return is in `steps`, `validations`, `watched`, `phases` and `samples`. `skipped`: lines of the log that hold no event.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -43,6 +44,7 @@ class History:
     steps: list[Step] = field(default_factory=list)
     repeated: list[Step] = field(default_factory=list)
     validations: list[Validation] = field(default_factory=list)
+    watched: list[PrecisionWatched] = field(default_factory=list)
     phases: list[PhaseBegan] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     spans: list[Spans] = field(default_factory=list)
@@ -124,6 +126,7 @@ def gather(records: Iterable[Event]) -> History:
     starts: list[RunStarted] = []
     steps: dict[int, Step] = {}
     validations: dict[int, Validation] = {}
+    watched: dict[int, PrecisionWatched] = {}
     phases: dict[int, PhaseBegan] = {}
     samples: dict[int, Sample] = {}
     spans: dict[int, Spans] = {}
@@ -140,6 +143,7 @@ def gather(records: Iterable[Event]) -> History:
                 finished, moved = None, True
                 repeated += _pop_after(steps, record.resumed_step)
                 _pop_after(validations, record.resumed_step)
+                _pop_after(watched, record.resumed_step - 1)  # those of a step come before it
                 _pop_after(phases, record.resumed_step)
                 _pop_after(samples, record.resumed_step)
                 _pop_after(spans, record.resumed_step)
@@ -147,6 +151,10 @@ def gather(records: Iterable[Event]) -> History:
                 steps[record.step] = record
             case Validation():
                 validations[record.step] = record
+            case PrecisionWatched():
+                watched[record.step] = record
+                if record.raised:
+                    problems.append(Problem("warning", record.words, time=record.time))
             case PhaseBegan():
                 phases[record.step] = record
             case Sample():
@@ -176,6 +184,7 @@ def gather(records: Iterable[Event]) -> History:
         steps=_in_order(steps),
         repeated=repeated,
         validations=_in_order(validations),
+        watched=_in_order(watched),
         phases=_in_order(phases),
         samples=_in_order(samples),
         spans=_in_order(spans),

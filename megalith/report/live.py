@@ -18,6 +18,7 @@ from megalith.events import (
     Incident,
     Lowered,
     PhaseBegan,
+    PrecisionWatched,
     Problem,
     Recovery,
     Rewound,
@@ -163,7 +164,9 @@ class Follow:
                 self._print(Text.assemble(("resumed", "green"), f" at step {event.step}, {how}"))
             case PhaseBegan():
                 self._print(Text.assemble(("phase", "cyan"), f": {event.words}"))
-            case Skipped() | Spike() | Rewound() | Lowered():
+            case PrecisionWatched(raised=""):
+                pass
+            case Skipped() | Spike() | Rewound() | Lowered() | PrecisionWatched():
                 self._print(Text.assemble(("warning", "yellow"), f": {event.words}"))
             case Problem(severity="error") if not self._errors:
                 pass

@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from itertools import accumulate
-from math import isfinite, log2
+from math import inf, isfinite, log2
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from megalith import disk
 from megalith.control import ledger
-from megalith.events import Holding, Problem, Skipped, Step, of_kind
+from megalith.events import Holding, PrecisionWatched, Problem, Skipped, Step, of_kind
 from megalith.report import spikes, timeline, units
 from megalith.report.history import History, history
 from megalith.report.holding import who_holds_what
@@ -233,11 +233,26 @@ def _curves(run: History) -> str:
     if noise := [(s.step, s.noise["tokens"]) for s in run.steps if "tokens" in s.noise]:
         chart = line_chart(_curve("noise scale", noise, 3), x_label="step", y_format=units.count, from_zero=True)
         figures.append(_figure("Gradient noise scale (tokens), smoothed", chart))
+    if run.watched:
+        figures.append(_rounding(run.watched, digits))
     figures.append(_figure("Gradient norm, before clipping", line_chart(norm, x_label="step", y_format=digits, from_zero=True)))
     figures.append(
         _figure("Learning rate", line_chart(rate, x_label="step", y_format=lambda y: f"{y:.2g}" if y else "0", from_zero=True))
     )
     return _figures(*figures)
+
+
+def _rounding(watched: Sequence[PrecisionWatched], digits: Callable[[float], str]) -> str:
+    """Draw the relative error of the gradients of the eight parts whose errors are largest in the end, and the limit if there is one."""
+    last = watched[-1].errors
+    largest = sorted(last, key=lambda part: -(inf if (error := last[part]) is None else error))[:8]
+    errors = {part: [(one.step, error) for one in watched if (error := one.errors.get(part)) is not None] for part in largest}
+    series = [Series(part, points, i, dots=True) for i, (part, points) in enumerate(errors.items()) if points]
+    if watched[-1].limit:
+        series.append(Series("precision.auto", [(one.step, one.limit) for one in watched], 8))
+    raised = sum(bool(one.raised) for one in watched)
+    words = f"Relative error of gradients beside wide products; {raised} {'block' if raised == 1 else 'blocks'} made wide"
+    return _figure(words, line_chart(series, x_label="step", y_format=digits, from_zero=True))
 
 
 def _speed(run: History) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from megalith.spec.base import Spec
 
@@ -286,6 +286,13 @@ class PrecisionSpec(Spec):
     wide_decay: bool = Field(default=False, description="every layer is wide once the learning rate of wsd or 1-sqrt decays")
     wide: tuple[str, ...] = Field(
         default=(), description="layers that stay wide, by name, with * for any characters: `*.attention.*`"
+    )
+    watch_every: NonNegativeInt = Field(
+        default=0, description="steps between comparisons of a microbatch's gradients with those of wide products; 0: never"
+    )
+    auto: NonNegativeFloat = Field(
+        default=0.0,
+        description="relative error of a block's gradient above which a comparison makes the worst block wide; 0: none becomes wide",
     )
 
 

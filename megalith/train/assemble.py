@@ -96,10 +96,14 @@ class Trainer:
         stages = self.stages.values()
         return {name: module for stage in stages for name, module in stage.named_modules() if isinstance(module, Moe)}
 
+    def narrow(self) -> list[Narrow]:
+        """The narrow recipes on this rank."""
+        modules = (module for stage in self.stages.values() for module in stage.modules())
+        return [module for module in modules if isinstance(module, Narrow)]
+
     def delayed(self) -> list[Narrow]:
         """The recipes on this rank whose scales follow earlier steps."""
-        modules = (module for stage in self.stages.values() for module in stage.modules())
-        return [module for module in modules if isinstance(module, Narrow) and module.history is not None]
+        return [recipe for recipe in self.narrow() if recipe.history is not None]
 
     def counted(self) -> list[Tensor]:
         """Counts of a step so far on this rank: tokens of each expert, and the largest numbers of tensors."""
@@ -184,6 +188,11 @@ class Trainer:
         if not spec.precision.wide_decay:
             return False
         return decays(self.state.updates, spec=spec.optimizer, steps=spec.train.steps, branch=spec.branch)
+
+    @property
+    def raised(self) -> frozenset[str]:
+        """The parts of the model whose products `precision.auto` made wide."""
+        return frozenset(f"blocks.{block}" for block, _ in self.state.history.raised)
 
     @property
     def gradient_scale(self) -> float:

@@ -55,8 +55,10 @@ def to_batch(
     sequences: int = 1,
     gradient_scale: float = 1.0,
     wide: bool = False,
+    raised: frozenset[str] = frozenset(),
 ) -> Batch:
-    """A microbatch on the device. `sequences`: of the whole global batch. `wide`: narrow products are wide now."""
+    """A microbatch on the device. `sequences`: of the whole global batch. `wide`: narrow products are wide now; `raised`: those of these
+    parts of the model are."""
     several = cut.masked and any(len(row) > 1 for row in samples.pieces)
     length = samples.tokens.shape[1]
     positions = samples.positions if cut.masked else np.broadcast_to(np.arange(length), samples.tokens.shape)
@@ -77,7 +79,7 @@ def to_batch(
         z_loss=z_loss,
         sequences=sequences,
         gradient_scale=gradient_scale,
-        work=Tokens(_tensor(np.array(samples.numbers), device), _tensor(places, device), wide),
+        work=Tokens(_tensor(np.array(samples.numbers), device), _tensor(places, device), wide, raised),
     )
 
 

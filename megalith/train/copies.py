@@ -27,6 +27,7 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
     if seat.memory is None or not spec.fleet.memory_every or not trainer.state.all_in_memory:
         return None
     memory, failed = None, ""
+    may_rise = len(trainer.model.blocks) if spec.precision.auto else 0
     wanted = GOOD_COPIES if "rewind" in spec.stability.answers else 0
     for good in range(wanted, -1, -1):
         try:
@@ -36,7 +37,7 @@ def copies_of(trainer: Trainer, *, group: dist.ProcessGroup, warn: Callable[[str
                 keep=spec.fleet.memory_keep,
                 pinned=spec.fleet.verify_every > 0,
                 good=good,
-                told=room(spec.stability) + trainer.callbacks.room,
+                told=room(spec.stability, blocks=may_rise) + trainer.callbacks.room,
                 disk=seat.disk if spec.fleet.disk_every else None,
                 generation=os.environ.get("MEGALITH_GENERATION", ""),
                 warn=warn,

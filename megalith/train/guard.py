@@ -26,7 +26,8 @@ from megalith.spec.model import MoeSpec
 from megalith.spec.optimizers import OPTIMIZERS
 from megalith.spec.treatment import kinds
 from megalith.train.assemble import Trainer
-from megalith.train.recompute import Probe, Read, Recomputer, Updates, buckets_of, table
+from megalith.train.measure.aside import buckets_of
+from megalith.train.recompute import Probe, Read, Recomputer, Updates, table
 from megalith.train.step import seed_step
 
 Report = Callable[[Sign], None]

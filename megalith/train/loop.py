@@ -22,6 +22,7 @@ from megalith.spec.phases import Phase, Phases
 from megalith.train.assemble import Trainer
 from megalith.train.guard import Guard
 from megalith.train.measure.peak import Yardstick, counted_flops
+from megalith.train.measure.precision import PrecisionWatch
 from megalith.train.own.callbacks import Done, same_on_all
 from megalith.train.post_validation import LateStepper
 from megalith.train.reader import Reader
@@ -100,6 +101,7 @@ class Loop:
         self.reader = Reader(trainer, stream, position, sites)
         self._phase: Phase | None = None
         self.validator = validator
+        self.precision = PrecisionWatch.of(trainer, self.reader.read, log=log, beat=heartbeat.beat)
         self.guard, self.sites = guard, sites
         self._watchers = [*watchers, *([guard] if guard else [])]
         healer = (
@@ -149,7 +151,8 @@ class Loop:
             validating = self.validator is not None and (self.step % every == 0 or last)
             saving = self.spec.checkpoint.every and self.step % self.spec.checkpoint.every == 0
             copying = self.guard is not None and self.guard.due(self.step)
-            if stopping or last or validating or saving or copying:
+            watching = self.precision is not None and self.precision.due(self.step)
+            if stopping or last or validating or saving or copying or watching:
                 stopping |= self._learn(self._stepper.settle())
                 last = self.left == 0  # the last update may have been left out
             if self.guard and copying:
@@ -202,6 +205,8 @@ class Loop:
                 self._advance(self.step + 1)
                 return self.sites.agree(stop)
         ended = self._enter_phase()
+        if self.precision is not None:
+            self.precision.look(self.step)
         began, worked, step = time.perf_counter(), time.thread_time(), self.step
         self.heartbeat.beat(self._doing, step, compute=self._compute, measured=self._measured)
         tell(self._watchers, "before_step", self.trainer, step)

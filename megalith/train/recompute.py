@@ -20,13 +20,11 @@ from megalith.checkpoint.memory import Memory, digest, words
 from megalith.data.stream import Batch as Samples
 from megalith.fleet.tiers.copies import Entry
 from megalith.parallel.data import Bucket, local
-from megalith.parallel.execute import Executor
 from megalith.parallel.groups import wait_for
-from megalith.schedule.lower import lower
-from megalith.schedule.table import build, refusals
 from megalith.spec.sizes import model_parameters
 from megalith.train.assemble import Trainer
 from megalith.train.batches import count_valid
+from megalith.train.measure.aside import smallest, uncounted
 from megalith.train.optimizers.rule import Part
 from megalith.train.step import to_batches
 
@@ -70,11 +68,6 @@ class Probe:
         return torch.stack(self._words).sum() if self._words else torch.zeros((), dtype=torch.int64)
 
 
-def buckets_of(trainer: Trainer) -> list[Bucket]:
-    """Each bucket of this rank once."""
-    return list(dict.fromkeys(bucket for runner in trainer.runners.values() for used in runner.buckets for bucket in used))
-
-
 @dataclass(frozen=True)
 class Disagreement:
     """Ranks whose gradients others did not get. `suspects`: one where a further computation told, else both; none: nothing could be
@@ -90,18 +83,7 @@ class Recomputer:
     def __init__(self, trainer: Trainer, probe: Probe, *, read: Read, microbatches: Literal["one", "all"]) -> None:
         self.trainer, self.probe, self.read, self.whole = trainer, probe, read, microbatches == "all"
         self.shift = trainer.groups.mesh.replica_shift
-        self.executor = trainer.executor if self.whole else self._smallest()
-
-    def _smallest(self) -> Executor:
-        """The plan's schedule with as few microbatches as it can be had with."""
-        spec, executor = self.trainer.spec, self.trainer.executor
-        plan = spec.plan
-        sizes = {"ranks": plan.pipeline, "chunks": plan.chunks}
-        counts = (n for n in range(1, spec.microbatches) if not refusals(plan.schedule, microbatches=n, zero=plan.zero, **sizes))
-        count = next(counts, spec.microbatches)
-        program = lower(build(plan.schedule, microbatches=count, **sizes), plan.zero)
-        parts = {"reducer": executor.reducer, "groups": self.trainer.groups, "hidden": executor.hidden}
-        return Executor(program, self.trainer.runners, **parts)
+        self.executor = trainer.executor if self.whole else smallest(trainer)
 
     # --- gradients ---
 
@@ -122,17 +104,16 @@ class Recomputer:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """A computation of which nothing stays."""
-        probe, counts = self.probe, self.trainer.counted()
-        before, kept = [count.clone() for count in counts], (probe.digests, probe._sums, probe._before, probe._words)
+        probe = self.probe
+        kept = probe.digests, probe._sums, probe._before, probe._words
         probe.clear()
         probe.digests = probe.drops = True
         try:
-            yield
+            with uncounted(self.trainer):
+                yield
         finally:
             probe.drops = False
             probe.digests, probe._sums, probe._before, probe._words = kept
-            for count, old in zip(counts, before, strict=True):
-                count.copy_(old)
 
     def compare(self, step: int) -> Disagreement | None:
         """Right after the backwards of a step: does everybody get the same? The same answer on all ranks. With "all", `probe.digests` must

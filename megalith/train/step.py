@@ -230,8 +230,8 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
     return Accumulated(executed, batches, [("data", start, ready), ("communication", done, clock.mark())], trainer.state.scale)
 
 
-def to_batches(trainer: Trainer, microbatches: Sequence[Samples], *, valid: int) -> list[Batch]:
-    """A step's microbatches on the device. `valid`: targets of the whole global batch that count."""
+def to_batches(trainer: Trainer, microbatches: Sequence[Samples], *, valid: int, wide: bool = False) -> list[Batch]:
+    """A step's microbatches on the device. `valid`: targets of the whole global batch that count. `wide`: all products are wide."""
     spec = trainer.spec
     return [
         to_batch(
@@ -242,7 +242,8 @@ def to_batches(trainer: Trainer, microbatches: Sequence[Samples], *, valid: int)
             z_loss=spec.train.z_loss,
             sequences=spec.train.global_batch,
             gradient_scale=trainer.gradient_scale,
-            wide=trainer.wide,
+            wide=wide or trainer.wide,
+            raised=trainer.raised,
         )
         for samples in microbatches
     ]

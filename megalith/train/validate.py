@@ -51,7 +51,8 @@ class Validator:
         mine = [self._read(samples, numbers) for numbers in indices(spec, first=0, data_rank=trainer.groups.coordinates["data"])]
         valid = count_valid(mine, groups=trainer.groups)
         cut = replace(Cut.of(trainer), ahead=0)
-        batches = [to_batch(s, cut, device=trainer.device, loss_scale=1 / valid, wide=trainer.wide) for s in mine]
+        how = {"wide": trainer.wide, "raised": trainer.raised}
+        batches = [to_batch(s, cut, device=trainer.device, loss_scale=1 / valid, **how) for s in mine]
         loss = self.executor.run(batches).nll.double() * (trainer.groups.coordinates["tensor"] == 0)
         dist.all_reduce(loss, group=trainer.groups.world)
         return float(loss), valid

@@ -301,6 +301,7 @@ function build() {
   panels.heat = new Heat(); panels.heatwhy = h("div", {class: "muted"}); panels.scale = h("span", {class: "scale"});
   panels.causes = h("div", {}); panels.memory = h("div", {}); panels.incidents = h("div", {}); panels.samples = h("div", {}); panels.about = h("div", {}); panels.losslegend = h("div", {});
   panels.load = new Curves(150, v => v.toFixed(2), {}); panels.experts = card("", "Experts: load of the busiest over the mean, in the least even layer", [], panels.load.canvas);
+  panels.rounding = new Curves(150, v => v.toPrecision(3), {log: () => state.log}); panels.errors = h("div", {}); panels.precision = card("", "Precision: relative error of gradients beside wide products", [], panels.rounding.canvas, panels.errors);
   panels.apart = new Curves(150, v => v.toPrecision(3), {log: () => state.log}); panels.merged = h("div", {}); panels.waits = new Curves(110, v => v ? duration(v) : "0", {zero: true}); panels.waited = h("div", {}); panels.sites = card("", "Sites: how far apart they are when they merge", [], panels.apart.canvas, panels.merged, panels.waits.canvas, panels.waited);
   panels.samplecard = card("", "Text that it wrote", [], panels.samples);
   const rows = h("select", {"aria-label": "what is shown", on: {change: e => { state.row = e.target.value; fetchNow(["rank-heatmap"]); }}}, [["own", "own work"], ["forward", "forward"], ["backward", "backward"], ["communication", "communication"], ["bubble", "waiting"], ["data", "data"], ["optimizer", "optimizer"], ["other", "other"], ["memory", "memory"]].map(([v, w]) => h("option", {value: v}, w)));
@@ -317,7 +318,7 @@ function build() {
       card("", "Learning rate", [], panels.lr.canvas),
       card("", "Memory of each rank at its peak", [], panels.memory),
       card("", "Incidents, and where the time went", [], panels.incidents),
-      panels.sites, panels.experts, panels.samplecard,
+      panels.sites, panels.experts, panels.precision, panels.samplecard,
       card("wide", "The run", [], panels.about)),
     h("footer", {}, "Drag over a drawing to look at a part of the steps; double-click or ", h("kbd", {}, "r"), " for all of them. ", h("kbd", {}, "l"), " log axes, ", h("kbd", {}, "s"), " smooth, ", h("kbd", {}, "b"), " bits a byte, ", h("kbd", {}, "1"), "–", h("kbd", {}, "9"), " another run."),
     tip);
@@ -478,10 +479,18 @@ function fillRest() {
     panels.waited.replaceChildren(legend([["wait of the first site for others at each merge", "c3"]]));
     panels.merged.replaceChildren(legend([["norm of the mean difference", "c0"], ["root mean square distance of the sites to it", "c1"]]), h("p", {class: "muted"}, whole(merged.count) + " merges of " + merged.sites + " sites, last with losses " + last.losses.map(v => v === null ? "?" : v.toFixed(3)).join(", ") + ". The first site sent " + bytes(merged.sent) + (merged.instead ? ", where gradients in fp32 after each step would be " + bytes(merged.instead) : "") + ". Its ranks waited " + duration(merged.waited) + " for others."));
   }
+  const errors = now().precision, looked = errors ? Object.entries(errors.errors) : [];
+  panels.precision.style.display = looked.length ? "" : "none";
+  if (looked.length) {
+    const end = e => { const v = e[e.length - 1]; return v === null ? Infinity : v; };
+    const most = looked.sort((a, b) => end(b[1]) - end(a[1])).slice(0, 8).map(([part, y], i) => ({name: part, x: errors.step, y, colour: RUN_COLOURS[i], dots: true}));
+    panels.rounding.set(most);
+    panels.errors.replaceChildren(legend(most.map(m => [m.name, m.colour])), h("p", {class: "muted"}, "The parts with the largest errors" + (errors.limit ? "; a block above precision.auto = " + errors.limit + " becomes wide" : "") + "."));
+  }
   const texts = samples ? samples.samples : [];
-  const also = +!!has + (merges.length > 0) + (texts.length > 0);  // cards that share rows of two: one alone takes its row
-  for (const one of [panels.sites, panels.experts]) one.className = also === 1 ? "card wide" : "card";
-  panels.samplecard.className = also === 2 ? "card" : "card wide";
+  const also = +!!has + (merges.length > 0) + (looked.length > 0) + (texts.length > 0);  // cards that share rows of two: one alone takes its row
+  for (const one of [panels.sites, panels.experts, panels.precision]) one.className = also === 1 ? "card wide" : "card";
+  panels.samplecard.className = also === 2 || also === 4 ? "card" : "card wide";
   panels.samplecard.style.display = texts.length ? "" : "none";
   panels.samples.replaceChildren(...texts.slice().reverse().slice(0, 4).map(s => h("blockquote", {}, h("small", {class: "muted"}, "step " + whole(s.step)), h("p", {}, h("b", {}, s.prompt), s.text))));
   if (!about) return;
@@ -499,7 +508,7 @@ function fill() {
 let asking = false, again = null;
 const standing = new Map(); // run and panel -> what was asked, and until when the server would answer the same
 const QUICK = ["alive", "loss", "speed", "rank-heatmap"], REST = 5000; // the others are asked for at most so often
-const EVERY = ["alive", "loss"], OF_ONE = ["speed", "rank-heatmap", "what-if", "memory", "experts", "sites", "incidents", "samples", "run"];
+const EVERY = ["alive", "loss"], OF_ONE = ["speed", "rank-heatmap", "what-if", "memory", "experts", "precision", "sites", "incidents", "samples", "run"];
 async function ask(run, name) {
   const asked = new URLSearchParams({run});
   if (state.from !== null && ["loss", "speed", "rank-heatmap", "memory", "experts"].includes(name)) { asked.set("from", state.from); asked.set("to", state.to); }

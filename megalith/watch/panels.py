@@ -257,6 +257,16 @@ def experts(source: Source, asked: Asked) -> dict[str, Any]:
     return _curves(source, asked, "max_load", "entropy", "dropped")
 
 
+def precision(source: Source, asked: Asked) -> dict[str, Any]:
+    """Return the relative error of each part's gradient beside that of wide products, and `precision.auto`: the newest comparison of a
+    step counts."""
+    newest = {one.step: one for one in source.watched}
+    looks = [newest[step] for step in sorted(newest)][-POINTS:]
+    parts = list(dict.fromkeys(part for one in looks for part in one.errors))
+    errors = {part: [one.errors.get(part) for one in looks] for part in parts}
+    return {"step": [one.step for one in looks], "errors": errors, "limit": looks[-1].limit if looks else 0.0}
+
+
 def sites(source: Source, asked: Asked) -> dict[str, Any]:
     """Return the merges of a run with sites: divergence, the losses of the sites, bytes and waits. `instead`: bytes that the first site
     would have sent by now if it had sent its gradients in fp32 to every other site after each step."""
@@ -341,6 +351,7 @@ PANELS: dict[str, Callable[[Source, Asked], dict[str, Any]]] = {
     "what-if": what_if,
     "memory": memory,
     "experts": experts,
+    "precision": precision,
     "sites": sites,
     "incidents": incidents,
     "samples": samples,

@@ -28,6 +28,7 @@ from megalith.events import (
     Merge,
     Order,
     PhaseBegan,
+    PrecisionWatched,
     Problem,
     Recovery,
     Rewound,
@@ -51,8 +52,8 @@ from megalith.watch import index, predict
 if TYPE_CHECKING:
     from megalith.watch.law import Law
 
-Answer = Skipped | Spike | Rewound | Lowered
-"""A spike, and what the run did about it, or about an update that could not be made."""
+Answer = Skipped | Spike | Rewound | Lowered | PrecisionWatched
+"""A spike, and what the run did about it, about an update that could not be made, or about a large rounding error."""
 
 KEPT = 2000  # events of a kind that are held; the newest count
 SPANS = 8  # drawings of the pipeline that are held
@@ -85,6 +86,7 @@ class Source:
         self.run_dir, self.lock = run_dir, threading.RLock()
         self.starts: deque[RunStarted] = deque(maxlen=KEPT)
         self.validations: deque[Validation] = deque(maxlen=KEPT)
+        self.watched: deque[PrecisionWatched] = deque(maxlen=KEPT)
         self.checkpoints: deque[Checkpoint] = deque(maxlen=KEPT)
         self.samples: deque[Sample] = deque(maxlen=20)
         self.spans: deque[Spans] = deque(maxlen=SPANS)
@@ -178,6 +180,9 @@ class Source:
                 self.holdings = {}
             case Validation():
                 self.validations.append(event)
+            case PrecisionWatched():
+                self.watched.append(event)
+                self.problems.extend([event] if event.raised else [])
             case Checkpoint():
                 self.checkpoints.append(event)
             case Sample():

@@ -149,3 +149,11 @@ def test_cut_experts_have_no_shared_scale_and_no_place() -> None:
 def test_a_choice_that_a_format_leaves_no_room_for_is_named(settings: tuple[str, ...], key: str) -> None:
     assert key in advice(*FP8, *settings)
     assert "precision.wide_decay" not in advice(*FP4, "precision.wide_decay=true", "optimizer.schedule=wsd")
+
+
+def test_blocks_become_wide_by_comparisons_alone() -> None:
+    asked = (*FP8, "precision.auto=0.1")
+    assert "Use watch_every = 100, say, or auto = 0." in reasons(*asked)["precision.auto"]
+    assert not errors(*asked, "precision.watch_every=100")
+    assert "blocks of its own" in reasons(*asked, "precision.watch_every=100", "sites.count=2")["precision.auto"]
+    assert "precision.watch_every" in advice("train.precision=bf16", *FP8[1:], "precision.watch_every=100")

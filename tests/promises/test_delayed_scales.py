@@ -14,7 +14,8 @@ from megalith.checkpoint.load import load
 from megalith.kernels.narrow import HISTORY
 from megalith.spec.run import RunSpec
 from megalith.train.assemble import Trainer
-from megalith.train.recompute import Probe, Recomputer, buckets_of
+from megalith.train.measure.aside import buckets_of
+from megalith.train.recompute import Probe, Recomputer
 from megalith.train.step import accumulate, train_step
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import everyone, run_ranks

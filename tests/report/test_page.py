@@ -206,3 +206,17 @@ def test_the_merges_of_sites(tmp_path):
     assert f"{saved:,.3g} times less than gradients in fp32 after each step" in page
     assert "waited 1 s for the others, 500 ms a round" in page
     assert "site 0" in page and "site 2" in page and "site 1<" not in page and "merged weights&#x27; validation loss" in page
+
+
+def test_errors_of_gradients_are_drawn_up_to_where_a_run_resumes(tmp_path):
+    """A comparison after the resumed step is made once more."""
+    looks = [
+        events.PrecisionWatched(step=at, errors={"blocks.1": 0.5, "head": None}, seconds=1.0, limit=0.1, raised=part)
+        for at, part in ((2, "blocks.1"), (4, "blocks.2"))
+    ]
+    log(tmp_path, start(), step(1), step(2), looks[0], step(3), step(4), looks[1], start(resumed_step=4))
+    assert [one.step for one in history(tmp_path).watched] == [2]
+    page = write(tmp_path).read_text()
+    parsed(page)
+    assert "Relative error of gradients beside wide products; 1 block made wide" in page
+    assert "all products of blocks.1 are wide from step 3 on" in page

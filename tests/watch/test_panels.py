@@ -303,3 +303,16 @@ def _reopened(folder: Path) -> Source:
         pass
     kept.close()
     return _source(folder)
+
+
+def test_errors_of_a_step_that_was_trained_again_are_the_newer_ones(tmp_path: Path) -> None:
+    looks = [
+        events.PrecisionWatched(step=4, errors={"blocks.1": 0.5, "head": None}, seconds=1.0, limit=0.1, raised="blocks.1"),
+        events.PrecisionWatched(step=4, errors={"blocks.1": 0.25}, seconds=1.0),
+        events.PrecisionWatched(step=8, errors={"blocks.1": 0.125, "head": 0.5}, seconds=1.0),
+    ]
+    source = _write(tmp_path, start(), *looks)
+    found = _all(source)["precision"]
+    assert found == {"step": [4, 8], "errors": {"blocks.1": [0.25, 0.125], "head": [None, 0.5]}, "limit": 0.0}
+    (mark,) = [one for one in panels.marks(source) if one["kind"] == "precision_watched"]
+    assert mark["step"] == 4 and "all products of blocks.1 are wide from step 5 on" in mark["words"] and "0.5" in mark["words"]

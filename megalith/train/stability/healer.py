@@ -260,7 +260,9 @@ class Healer:
         return position_in(loaded.meta)
 
     def _continuous(self, first: int, step: int) -> bool:
-        """Is it known what each step from `first` on did, and did none of them go back?"""
+        """Is it known what each step from `first` on did, did none of them go back, and were the same products wide in all?"""
+        if any(first < raised <= step for _, raised in self.trainer.state.history.raised):
+            return False
         known = {past.step: past for past in self._past}
         window = [known.get(number) for number in range(first, step)]
         return all(past is not None and not past.rewound for past in window) and step in known

@@ -60,6 +60,8 @@ class History:
     lowered: int = -1
     """The update from which the learning rate is no longer lowered; -1: it never was."""
     lowerings: int = 0
+    raised: tuple[tuple[int, int], ...] = ()
+    """Blocks whose products `precision.auto` made wide, each with the number of steps tried before."""
     text: int = 0
     """The phase of the run with which text of the kind began that the numbers are of (`Phases.texts`)."""
 
@@ -67,7 +69,8 @@ class History:
     def load(cls, record: Mapping[str, Any]) -> "History":
         """The inverse of `dump`, or of dataclasses.asdict."""
         lists = {name: tuple(record[name]) for name in ("losses", "norms")}
-        return cls(**{**record, **lists, "rewinds": tuple((at, to) for at, to in record["rewinds"])})
+        pairs = {name: tuple((one, other) for one, other in record.get(name, ())) for name in ("rewinds", "raised")}
+        return cls(**{**record, **lists, **pairs})
 
     def dump(self) -> str:
         """Return it as text whose length `room` bounds."""
@@ -120,7 +123,8 @@ class History:
         """Return the history after a rewind, in step `step`, to a `copy` of `to` steps, which undid `undone` updates."""
         done = (*self.rewinds, (step + 1, to))
         left_out = self.left_out + 1 + undone
-        known = replace(copy, rewinds=done, left_out=left_out, lowered=self.lowered, lowerings=self.lowerings)
+        known = replace(copy, rewinds=done, left_out=left_out, raised=self.raised)
+        known = replace(known, lowered=self.lowered, lowerings=self.lowerings)
         return known.over()
 
 
@@ -132,7 +136,9 @@ def band(values: Sequence[float], *, width: float, least: float) -> tuple[float,
     return math.exp(middle), math.exp(min(700.0, middle + max(width * deviation, least)))
 
 
-def room(spec: StabilitySpec) -> int:
-    """Bytes that a history needs at most as text."""
+def room(spec: StabilitySpec, *, blocks: int = 0) -> int:
+    """Bytes that a history needs at most as text. `blocks`: those whose products may become wide."""
     numbers = 2 * spec.window
-    return 4096 * math.ceil((1024 + 26 * numbers + 48 * spec.rewinds) / 4096)  # 26: a number of 17 digits with its exponent
+    return 4096 * math.ceil(
+        (1024 + 26 * numbers + 48 * (spec.rewinds + blocks)) / 4096
+    )  # 26: a number of 17 digits with its exponent

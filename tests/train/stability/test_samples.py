@@ -1,7 +1,8 @@
 """Losses of a step's samples: of its own alone, whatever is computed besides."""
 
 from megalith.spec.run import RunSpec
-from megalith.train.recompute import Probe, Recomputer, buckets_of
+from megalith.train.measure.aside import buckets_of
+from megalith.train.recompute import Probe, Recomputer
 from megalith.train.stability.samples import SampleLosses
 from megalith.train.step import accumulate
 from tests.parallel.running import microbatches, trainer_of

@@ -1,0 +1,126 @@
+"""Precision watch: gradients in a narrow format beside those of wide products, and the worst block made wide."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalith.data.stream import Batch as Samples
+from megalith.events import EventLog, PrecisionWatched
+from megalith.parallel import gradients
+from megalith.parallel.data import local
+from megalith.spec.numbers import is_narrow
+from megalith.spec.sites.cut import part_of
+from megalith.train.assemble import Trainer
+from megalith.train.batches import count_valid
+from megalith.train.measure.aside import smallest, uncounted, unobserved
+from megalith.train.step import seed_step, to_batches
+
+Read = Callable[[int], Sequence[Samples]]
+Beat = Callable[[str, int], object]
+Gradients = Mapping[str, Tensor]
+"""This rank's shares of gradients, by parameter."""
+
+
+class PrecisionWatch:
+    """Per-rank watch of rounding errors, between steps. Construction and every method are collective.
+
+    A comparison computes a microbatch twice, in as few microbatches as the schedule allows: with all products wide, and as the next step
+    does. The relative error of a part's gradient is the norm of the difference over the norm of the wide gradient.
+    """
+
+    def __init__(
+        self, trainer: Trainer, read: Read, *, log: EventLog | None = None, beat: Beat = lambda phase, step: None
+    ) -> None:
+        """`read`: this rank's microbatches of a step. `beat` gives signs of life: a phase, and the step."""
+        self.trainer, self.read, self.log, self.beat = trainer, read, log, beat
+        self.executor = smallest(trainer)
+
+    @classmethod
+    def of(cls, trainer: Trainer, read: Read, **how: Any) -> "PrecisionWatch | None":
+        """Return the watch of a run, built with `how`; None if it asks for none, or has no narrow products."""
+        spec = trainer.spec
+        asked = spec.precision.watch_every > 0 and is_narrow(spec.train.precision)
+        return cls(trainer, read, **how) if asked else None
+
+    def due(self, step: int) -> bool:
+        """True if gradients are to be compared when `step` steps are done."""
+        return step > 0 and step % self.trainer.spec.precision.watch_every == 0 and not self.trainer.wide
+
+    def look(self, step: int) -> None:
+        """Compare gradients if that is due when `step` steps are done, and make the worst block wide if `precision.auto` says so. Every
+        step must be verified, and the gradients of the last one dropped."""
+        if not self.due(step):
+            return
+        self.beat("precision", step)
+        found = self.compare(step)
+        if found.raised:
+            state, block = self.trainer.state, int(found.raised.removeprefix("blocks."))
+            state.history = replace(state.history, raised=(*state.history.raised, (block, step)))
+        if self.log is not None:
+            self.log.write(found)
+
+    def compare(self, step: int) -> PrecisionWatched:
+        """Return the errors after `step` steps, and the block that is to be wide."""
+        began, limit = time.perf_counter(), self.trainer.spec.precision.auto
+        errors, candidates = self._errors(*self.gradients(step))
+        told = {part: error if math.isfinite(error) else None for part, error in errors.items()}
+        raised = worst(errors, candidates, limit)
+        return PrecisionWatched(step=step, errors=told, seconds=time.perf_counter() - began, limit=limit, raised=raised)
+
+    def gradients(self, step: int) -> tuple[Gradients, Gradients]:
+        """Return the gradients of wide products, and those as the step computes them, of the weights that this rank counts."""
+        trainer, count = self.trainer, self.executor.program.microbatches
+        if self.executor.hidden != trainer.executor.hidden:  # the run is in another phase
+            self.executor.adopt(self.executor.program, trainer.executor.hidden)
+        samples = self.read(step)
+        valid = count_valid(samples, groups=trainer.groups)  # of the whole step, so that balance losses weigh as much as in it
+        with uncounted(trainer), unobserved(trainer):
+            wide, narrow = (self._once(samples[:count], step, valid=valid, wide=wide) for wide in (True, False))
+        return wide, narrow
+
+    def _once(self, samples: Sequence[Samples], step: int, *, valid: int, wide: bool) -> Gradients:
+        trainer = self.trainer
+        seed_step(trainer, step)
+        self.executor.run(to_batches(trainer, samples, valid=valid, wide=wide))
+        gradients.add_up(trainer.parameters, trainer.shared, trainer.groups)
+        names = gradients.counted(trainer.parameters, trainer.shared, trainer.groups)
+        found = {name: local(grad) for name in names if (grad := trainer.parameters[name].grad) is not None}
+        trainer.state.drop_gradients()
+        return found
+
+    def _errors(self, wide: Gradients, narrow: Gradients) -> tuple[dict[str, float], frozenset[str]]:
+        """Return each part's relative error, infinite if its narrow gradient alone is not finite, and the parts that have narrow products
+        now. A part without a gradient, or whose wide one is not finite, has none."""
+        trainer, parts = self.trainer, self.trainer.model.part_names
+        mine = {recipe.part for recipe in trainer.narrow()} - trainer.raised
+        table = torch.zeros(len(parts), 3, dtype=torch.float64, device=trainer.device)
+        for row, part in zip(table, parts, strict=True):
+            names = [name for name in wide if part_of(name) == part]
+            differences = (narrow[name].float() - wide[name].float() for name in names)
+            row[0] = gradients.sum_of_squares(differences)
+            row[1] = gradients.sum_of_squares(wide[name] for name in names)
+            row[2] = part in mine
+        everyone = table.new_empty(trainer.groups.world.size(), *table.shape)
+        dist.all_gather_into_tensor(everyone, table, group=trainer.groups.world)
+        rows = dict(
+            zip(parts, everyone.sum(0).tolist(), strict=True)
+        )  # added in the order of ranks: the same bits on all of them
+        errors = {
+            part: (of_difference / of_wide) ** 0.5 if math.isfinite(of_difference) else math.inf
+            for part, (of_difference, of_wide, _) in rows.items()
+            if math.isfinite(of_wide) and of_wide > 0
+        }
+        return errors, frozenset(part for part, (_, _, ranks) in rows.items() if ranks)
+
+
+def worst(errors: Mapping[str, float], candidates: frozenset[str], limit: float) -> str:
+    """Return the candidate with the largest error, the first in the order of backward if several have it; empty if none is above `limit`,
+    or `limit` is 0."""
+    above = [part for part in reversed([*errors]) if part in candidates and errors[part] > limit > 0]
+    return max(above, key=lambda part: errors[part], default="")
