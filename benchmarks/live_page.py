@@ -39,7 +39,9 @@ STEPS, DATA, PIPELINE, TENSOR = 10_000_000, 256, 8, 8
 ENDLESS = 1_000_000  # steps: the run is stopped when it was measured
 SETTLE = 3  # steps at the beginning of a block that do not count
 QUICK, REST = ("alive", "loss", "speed", "rank-heatmap"), 5.0  # as page.js asks: these at each news, all so often
-LIVE = ("alive", "loss", "speed", "rank-heatmap", "what-if", "memory", "experts", "sites", "incidents", "samples", "run")
+LIVE = (
+    *QUICK, "what-if", "memory", "experts", "precision", "sites", "incidents", "samples", "run",
+)  # fmt: skip
 
 
 class Watched:
