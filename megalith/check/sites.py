@@ -21,6 +21,30 @@ def merges_fit_the_round(case: Case) -> Found:
         yield advice("sites.inner_steps", sites.inner_steps, reason, f"Use inner_steps = {max(1, steps // 10)}, say.")
 
 
+def methods_are_whole(case: Case) -> Found:
+    """Elements that are left out of a difference are sent later, and eager steps have something to wait for."""
+    sites = case.spec.sites
+    if sites is None:
+        return
+    if sites.top_k is not None and not sites.error_feedback:
+        reason = f"with sites.top_k = {sites.top_k} loses what is not among the largest elements"
+        yield error("sites.error_feedback", False, reason, "Leave it out, or sites.top_k.")
+    if sites.top_k is not None and sites.momentum:
+        reason = (
+            f"with sites.top_k = {sites.top_k} is momentum twice: what is left out and fed back acts as momentum (SparseLoCo)"
+        )
+        yield advice("sites.momentum", sites.momentum, reason, "Use momentum = 0.0, lr = 1.0 and feedback_decay = 0.95.")
+    if sites.feedback_decay < 1.0 and not sites.feeds_back:
+        reason = "forgets a part of what was left out, and nothing is left out of differences or fed back"
+        yield advice("sites.feedback_decay", sites.feedback_decay, reason, "Leave it out, or use sites.top_k or fewer bits.")
+    if sites.eager and not sites.overlap:
+        reason = "applies a site's own difference while the others' are under way, and with sites.overlap = 0 nobody waits"
+        yield error("sites.eager", True, reason, f"Use overlap = {max(1, sites.inner_steps - 1)} at most, or leave it out.")
+    if sites.eager and sites.mixing is not None:
+        reason = "is the share of a site's own weights in a mean with merged ones, and sites.eager keeps all that it trained"
+        yield error("sites.mixing", sites.mixing, reason, "Leave out one of both.")
+
+
 def fragments_have_parts(case: Case) -> Found:
     """A fragment has at least one part of the model: the embedding, a block or the head."""
     sites = case.spec.sites

@@ -23,6 +23,9 @@ def test_a_run_with_sites_is_legal() -> None:
     [
         ("sites.overlap", {"sites": {"inner_steps": 2, "overlap": 2}}),
         ("sites.fragments", {"sites": {"inner_steps": 2, "fragments": 3}}),
+        ("sites.error_feedback", {"sites": {"inner_steps": 2, "top_k": 64, "error_feedback": False}}),
+        ("sites.eager", {"sites": {"inner_steps": 2, "eager": True}}),
+        ("sites.mixing", {"sites": {"inner_steps": 2, "overlap": 1, "eager": True, "mixing": 0.5}}),
         ("sites.fragments", {"sites": {"inner_steps": 20, "fragments": 7}}),
         ("sites.addresses", {"sites": {"inner_steps": 2, "addresses": ("127.0.0.1:29400",)}}),
         ("sites.addresses", {"sites": {"inner_steps": 2, "addresses": ("127.0.0.1", "127.0.0.1:29400")}}),
@@ -77,6 +80,15 @@ def test_what_a_site_cannot_have_is_refused(key: str, each: list[dict[str, Any]]
     run = at_site(run) if len(each) == 2 else run
     found = {one.key for one in check(run, files=False) if one.severity == "error"}
     assert key in found and not any(one.startswith("plan") for one in found)
+
+
+def test_sparse_differences_need_no_momentum() -> None:
+    sparse = {"inner_steps": 2, "top_k": 64}
+    assert "sites.momentum" in _keys("advice", sites=sparse)
+    assert not {"sites.momentum", "sites.feedback_decay"} & {
+        *_keys("advice", sites=sparse | {"momentum": 0.0, "feedback_decay": 0.95})
+    }
+    assert "sites.feedback_decay" in _keys("advice", sites={"inner_steps": 2, "feedback_decay": 0.95})
 
 
 def test_faults_go_back_to_checkpoints() -> None:

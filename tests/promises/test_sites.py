@@ -114,6 +114,17 @@ def test_sites_of_different_size_go_on_with_the_same_bits(data: Path, tmp_path: 
     assert _ledger(spec, tmp_path / "killed") == list(range(10 * 12))
 
 
+def test_sparse_and_eager_merges_go_on_with_the_same_bits(data: Path, tmp_path: Path) -> None:
+    """Killed between the step that a site takes alone and its correction."""
+    sparse = {"top_k": 400, "bits": 2, "momentum": 0.0, "lr": 1.0, "feedback_decay": 0.95, "eager": True}
+    spec = _spec(data, STREAMING | sparse)
+    whole = _train(spec, tmp_path / "whole")
+    with when("step", 7, site=1, act=lambda: die_once_saved(folder_of(tmp_path / "killed", 1), 6)):
+        assert any(finish(start(spec, tmp_path / "killed", environment=GIVEN)))
+    assert_same_bits(_train(spec, tmp_path / "killed"), whole)
+    _replayed(spec, tmp_path / "killed", tmp_path / "again")
+
+
 @FULL
 def test_the_samples_of_a_large_site_go_to_a_small_one(data: Path, tmp_path: Path) -> None:
     """The large one never comes back. The steps of the other stay as small as they were."""

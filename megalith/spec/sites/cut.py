@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from megalith.spec.sites.table import FULL, SitesSpec
+from megalith.spec.sites.table import CHUNK, FULL, SitesSpec
 from megalith.spec.state import Slot
 
 BLOCK = 128
@@ -28,6 +28,7 @@ class Piece(NamedTuple):
     name: str
     shape: tuple[int, ...]
     bits: int
+    top_k: int | None = None
 
     @property
     def numel(self) -> int:
@@ -35,8 +36,16 @@ class Piece(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of its scales and codes."""
-        return encoded_bytes(self.numel, self.bits)
+        """The bytes of its places, scales and codes."""
+        if self.top_k is None:
+            return encoded_bytes(self.numel, self.bits)
+        count = chosen(self.numel, self.top_k)
+        return places_bytes(self.numel, count) + encoded_bytes(count, self.bits)
+
+    @property
+    def loses(self) -> bool:
+        """True if what is sent is not all that there is to send."""
+        return self.bits < FULL or self.top_k is not None
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,28 @@ def encoded_bytes(numel: int, bits: int) -> int:
     return 4 * -(-numel // BLOCK) + -(-numel * bits // 8)
 
 
+def chosen(numel: int, top_k: int) -> int:
+    """Return how many elements of a tensor are sent: `top_k` of each CHUNK, and as large a share, rounded up, of what remains."""
+    return numel // CHUNK * top_k + -(-(numel % CHUNK) * top_k // CHUNK)
+
+
+def low_bits(numel: int, count: int) -> int:
+    """Return the lowest bits of each of `count` places in `numel` that are written as they are: the code of Elias (1974) and Fano (1971),
+    which writes the higher ones in unary."""
+    return max(0, (numel // count).bit_length() - 1) if count else 0
+
+
+def places_bits(numel: int, count: int) -> int:
+    """Return the bits of `count` different places in `numel`: for each, its low bits and a one; and a zero for each step of the others."""
+    low = low_bits(numel, count)
+    return count * (low + 1) + (max(0, numel - 1) >> low)
+
+
+def places_bytes(numel: int, count: int) -> int:
+    """Return the bytes of `count` different places in `numel`."""
+    return -(-places_bits(numel, count) // 8)
+
+
 def fragments(shapes: Mapping[str, tuple[int, ...]], sites: SitesSpec) -> tuple[Fragment, ...]:
     """Cut a model into fragments of whole parts (embedding, block, head): the largest part first, each to the fragment that has the
     least. `shapes`: the shape of every tensor that is merged, by its name in the whole model. A tied tensor has one name, so one fragment.
@@ -74,11 +105,12 @@ def fragments(shapes: Mapping[str, tuple[int, ...]], sites: SitesSpec) -> tuple[
         filled[fragment] += sizes[part]
         held[fragment] += parts[part]
     return tuple(
-        Fragment(
-            number, tuple(Piece(name, shapes[name], sites.bits if len(shapes[name]) > 1 else FULL) for name in sorted(names))
-        )
-        for number, names in enumerate(held)
+        Fragment(number, tuple(_piece(name, shapes[name], sites) for name in sorted(names))) for number, names in enumerate(held)
     )
+
+
+def _piece(name: str, shape: tuple[int, ...], sites: SitesSpec) -> Piece:
+    return Piece(name, shape, sites.bits, sites.top_k) if len(shape) > 1 else Piece(name, shape, FULL)
 
 
 def wire_bytes(fragment: Fragment) -> int:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 FULL = 32
 """Bits of an element that is sent as it is."""
+CHUNK = 4096
+"""Neighbouring elements of a tensor of which the largest are sent, where `top_k` says so (SparseLoCo, arXiv:2508.15706)."""
 
 
 class LinkSpec(Spec):
@@ -59,7 +61,19 @@ class SitesSpec(Spec):
     bits: Literal[2, 4, 8, 32] = Field(
         default=32, description="bits of each element of a difference that is sent; vectors are always sent in fp32"
     )
-    error_feedback: bool = Field(default=True, description="add what rounding left out to the next difference")
+    top_k: PositiveInt | None = Field(
+        default=None,
+        lt=CHUNK,
+        description="the largest elements that are sent of each 4,096 of a matrix; default: all are sent",
+    )
+    error_feedback: bool = Field(default=True, description="add what rounding or top_k left out to the next difference")
+    feedback_decay: PositiveFloat = Field(
+        default=1.0, le=1.0, description="share of what was left out that is kept from one difference to the next"
+    )
+    eager: bool = Field(
+        default=False,
+        description="take the outer step with the site's own difference at once, and with the others' when they arrive",
+    )
     lr: PositiveFloat = Field(default=0.7, description="outer learning rate")
     momentum: NonNegativeFloat = Field(default=0.9, lt=1.0, description="outer momentum; 0 keeps no velocity")
     nesterov: bool = Field(default=True, description="outer momentum looks one merge ahead")
@@ -95,6 +109,10 @@ class SitesSpec(Spec):
             return self.mixing
         return 0.5 if self.overlap else 0.0
 
+    def weight(self, site: int) -> float:
+        """The share of a site's difference in the mean of all sites."""
+        return self.shares[site] / sum(self.shares) if self.shares else 1 / self.count
+
     @property
     def shares(self) -> tuple[int, ...]:
         """How the samples of a step are shared out among the sites; empty if all get equally many. Of a run that `at_site` returned."""
@@ -113,8 +131,8 @@ class SitesSpec(Spec):
 
     @property
     def feeds_back(self) -> bool:
-        """True if rounding leaves something out that is kept for the next difference."""
-        return self.error_feedback and self.bits < FULL
+        """True if something is left out of a difference that is kept for the next one."""
+        return self.error_feedback and (self.bits < FULL or self.top_k is not None)
 
     def quorum(self, sites: Collection[int]) -> bool:
         """True if these sites may merge without the others: more than half of all, or those with the one that `decides` names."""

@@ -28,8 +28,8 @@ def encode(values: Tensor, bits: int) -> Tensor:
         codes = (blocks / divisors).floor_().clamp_(-2, 1).add_(2)
     else:
         codes = (blocks / divisors).round_().clamp_(-LARGEST[bits], LARGEST[bits]).add_(LARGEST[bits])
-    packed = _packed(codes.to(torch.uint8).flatten()[: values.numel()], bits)
-    return torch.cat((scales.view(torch.uint8), packed))
+    coded = packed(codes.to(torch.uint8).flatten()[: values.numel()], bits)
+    return torch.cat((scales.view(torch.uint8), coded))
 
 
 def decode(encoded: Tensor, numel: int, bits: int) -> Tensor:
@@ -41,7 +41,7 @@ def decode(encoded: Tensor, numel: int, bits: int) -> Tensor:
     count = -(-numel // BLOCK)
     scales = encoded[: 4 * count].clone().view(torch.float32)
     codes = torch.zeros(count * BLOCK)
-    codes[:numel] = _unpacked(encoded[4 * count :], bits)[:numel]
+    codes[:numel] = unpacked(encoded[4 * count :], bits)[:numel]
     offset = 1.5 if bits == 2 else float(LARGEST[bits])
     return (codes.view(count, BLOCK) - offset).mul_(scales[:, None]).flatten()[:numel]
 
@@ -68,7 +68,7 @@ def _scales(blocks: Tensor, numel: int, bits: int) -> Tensor:
     return (sums[:, 0] / counts).double().sqrt().float()
 
 
-def _packed(codes: Tensor, bits: int) -> Tensor:
+def packed(codes: Tensor, bits: int) -> Tensor:
     """codes uint8 [n] -> uint8 [ceil(n * bits / 8)]."""
     each = 8 // bits
     table = torch.zeros(-(-codes.numel() // each), each, dtype=torch.uint8)
@@ -79,7 +79,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def _unpacked(packed: Tensor, bits: int) -> Tensor:
+def unpacked(packed: Tensor, bits: int) -> Tensor:
     """The inverse: uint8 [n] -> uint8 [n * 8 / bits]."""
     each = 8 // bits
     return torch.stack([(packed >> (bits * place)) & (2**bits - 1) for place in range(each)], dim=1).flatten()

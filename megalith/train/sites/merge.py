@@ -16,9 +16,9 @@ from megalith.checkpoint.party import Party
 from megalith.events import Merge
 from megalith.spec.phases import Phases
 from megalith.spec.run import RunSpec
-from megalith.spec.sites import FULL, Fragment, sent_after, verdict_bytes, wire_bytes
+from megalith.spec.sites import Fragment, sent_after, verdict_bytes, wire_bytes
 from megalith.spec.sites.deal import Deal, Share
-from megalith.train.sites import codes, outer
+from megalith.train.sites import outer, pieces
 from megalith.train.sites.council import Beginning, Council
 from megalith.train.sites.messages import Cut, Difference, Held, Told, Verdict
 from megalith.train.sites.state import NOT_SENT, OuterState
@@ -261,17 +261,24 @@ class Sites:
             return
         mine = [piece for piece in fragment.pieces if piece.name in state.anchors]
         values = {
-            piece.name: outer.difference(state.anchors[piece.name], state.weights[piece.name], state.feedback.get(piece.name))
+            piece.name: outer.difference(state.anchors[piece.name], state.weights[piece.name], state.left_out(piece.name))
             for piece in mine
         }
         whole = wholes.gather(fragment, values)
         message = torch.empty(fragment.bytes, dtype=torch.uint8)
         if self.leads:
-            torch.cat([codes.encode(whole[piece.name].flatten(), piece.bits) for piece in fragment.pieces], out=message)
-        if self.spec.feeds_back and any(piece.bits < FULL for piece in fragment.pieces):
+            torch.cat([pieces.encode(whole[piece.name], piece) for piece in fragment.pieces], out=message)
+        loses = any(piece.loses for piece in fragment.pieces)
+        if loses and (self.spec.feeds_back or self.spec.eager):
             told = self._decoded(fragment, wholes.tell(message))
-            for name in values.keys() & state.feedback.keys():
-                state.feedback[name].copy_(values[name] - told[name].to(values[name].device))
+            told = {name: each.to(values[name].device) for name, each in told.items()}
+        else:
+            told = values
+        for name in values.keys() & state.feedback.keys():
+            state.feedback[name].copy_(values[name] - told[name])
+        if self.spec.eager:
+            for name in filter(state.is_trained, values):
+                state.weights[name].copy_(self._eager(name, told[name]))
         if self._council is not None:
             if number in state.flights:
                 state.flights[number].copy_(message)
@@ -298,7 +305,8 @@ class Sites:
         spread = torch.zeros(2, dtype=torch.float64)
         for piece in fragment.pieces:
             if piece.name in state.anchors and theirs:
-                self._update(piece.name, [each[piece.name] for each in theirs], shares, spread)
+                own = verdict.merged.index(self.site) if self.spec.eager and self.site in verdict.merged else None
+                self._update(piece.name, [each[piece.name] for each in theirs], shares, spread, own=own)
         if self._wholes.size > 1:
             dist.all_reduce(spread, group=self._wholes.group)
         state.sent[number] = NOT_SENT
@@ -359,14 +367,19 @@ class Sites:
         found, at = {}, 0
         for piece in fragment.pieces:
             if piece.name in self.state.anchors:
-                whole = codes.decode(encoded[at : at + piece.bytes], piece.numel, piece.bits).view(piece.shape)
-                found[piece.name] = self._wholes.share(piece.name, whole)
+                found[piece.name] = self._wholes.share(piece.name, pieces.decode(encoded[at : at + piece.bytes], piece))
             at += piece.bytes
         return found
 
-    def _update(self, name: str, theirs: Sequence[Tensor], shares: Sequence[int], spread: Tensor) -> None:
+    def _eager(self, name: str, own: Tensor) -> Tensor:
+        """Return what this rank's share of an anchor would be if a merge had the site's own difference alone, counted as it will be."""
+        anchor, velocity = self.state.anchors[name].clone(), self.state.velocities.get(name)
+        outer.outer_step(anchor, None if velocity is None else velocity.clone(), own * self.spec.weight(self.site), self.spec)
+        return anchor
+
+    def _update(self, name: str, theirs: Sequence[Tensor], shares: Sequence[int], spread: Tensor, *, own: int | None) -> None:
         """Merge this rank's share of one tensor. `shares`: the weights of the sites. `spread` [2]: squares of the mean, and of the distance
-        to it, are added there."""
+        to it, are added there. `own`: which difference the site's weights have had since it was sent; None: they have had none."""
         state = self.state
         gradient = outer.mean(theirs, shares)
         if name in self._wholes.owned:
@@ -374,11 +387,15 @@ class Sites:
             apart = [share * (each - gradient).double().square().sum() for share, each in zip(shares, theirs, strict=True)]
             spread[1] += sum(apart) / sum(shares)
         gradient = gradient.to(state.anchors[name].device)
+        early = self._eager(name, theirs[own].to(gradient.device)) if own is not None and state.is_trained(name) else None
         if state.is_trained(name):
             outer.outer_step(state.anchors[name], state.velocities.get(name), gradient, self.spec)
         else:
             outer.average(state.anchors[name], gradient)
-        outer.mix(state.weights[name], state.anchors[name], self.spec.own_share if state.is_trained(name) else 0.0)
+        if early is not None:
+            outer.correct(state.weights[name], state.anchors[name], early)
+        else:
+            outer.mix(state.weights[name], state.anchors[name], self.spec.own_share if state.is_trained(name) else 0.0)
 
     @contextmanager
     def merged(self) -> Iterator[None]:

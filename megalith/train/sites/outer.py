@@ -13,7 +13,7 @@ from megalith.spec.sites import SitesSpec
 
 
 def difference(anchor: Tensor, weight: Tensor, feedback: Tensor | None) -> Tensor:
-    """Return what a site has to send: the anchor minus its own weights, plus what rounding left out of earlier differences."""
+    """Return what a site has to send: the anchor minus its own weights, plus what earlier differences left out."""
     found = anchor - weight
     return found if feedback is None else found + feedback
 
@@ -39,6 +39,11 @@ def outer_step(anchor: Tensor, velocity: Tensor | None, gradient: Tensor, sites:
 def average(anchor: Tensor, gradient: Tensor) -> None:
     """Update, in place, the anchor of a tensor that no gradient trains: it becomes the mean of the sites' own."""
     anchor.sub_(gradient)
+
+
+def correct(weight: Tensor, anchor: Tensor, early: Tensor) -> None:
+    """Replace, in place, the step that a site has taken alone, to `early`, by the one of all sites. What it has trained since stays."""
+    weight.add_(anchor - early)
 
 
 def mix(weight: Tensor, anchor: Tensor, own_share: float) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megalith.spec.sites import FULL, Fragment, SitesSpec
+from megalith.spec.sites import Fragment, SitesSpec
 from megalith.spec.state import MASTER
 from megalith.train.stability.adaptive_clip import UNKNOWN
 from megalith.train.state import State, like
@@ -28,7 +28,8 @@ class OuterState:
         self.velocities = {
             name: torch.zeros_like(self.weights[name]) for name in pieces if sites.momentum and self.is_trained(name)
         }
-        rounded = [name for name, piece in pieces.items() if piece.bits < FULL and sites.feeds_back]
+        rounded = [name for name, piece in pieces.items() if piece.loses and sites.feeds_back]
+        self._decay = sites.feedback_decay
         self.feedback = {name: torch.zeros_like(self.weights[name]) for name in rounded}
         self.sent = torch.full((len(fragments),), NOT_SENT, dtype=torch.int64)
         """For each fragment, the step at which a difference was taken that is not merged yet."""
@@ -40,6 +41,10 @@ class OuterState:
     def is_trained(self, name: str) -> bool:
         """True for a parameter, False for a buffer such as a router's bias: that one is averaged."""
         return name in self._inner.parameters
+
+    def left_out(self, name: str) -> Tensor | None:
+        """Return what the next difference of a tensor adds of what earlier ones left out; None if they left out nothing."""
+        return self.feedback[name] * self._decay if name in self.feedback else None
 
     def begin(self) -> None:
         """Take the live weights as merged ones: at a run's first start."""

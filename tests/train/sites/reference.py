@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megalith.spec.sites import Fragment, SitesSpec
+from megalith.spec.sites import Fragment, Piece, SitesSpec
 
 F32 = np.float32
 Tensors = dict[str, np.ndarray]
@@ -49,6 +49,43 @@ def decode(data: bytes, shape: tuple[int, ...], bits: int) -> np.ndarray:
     codes = ((packed[:, None] >> (bits * np.arange(each))) & (2**bits - 1)).ravel()[:count].astype(F32)
     middle = F32(1.5 if bits == 2 else {8: 127, 4: 7}[bits])
     return ((codes - middle) * np.repeat(scales, 128)[:count]).reshape(shape)
+
+
+def encode_piece(x: np.ndarray, piece: Piece) -> bytes:
+    """A tensor as it is sent: its largest elements with their places, or all."""
+    if piece.top_k is None:
+        return encode(x, piece.bits)
+    flat, places = x.astype(F32).ravel(), list[int]()
+    for begin in range(0, len(flat), 4096):
+        chunk = flat[begin : begin + 4096]
+        count = math.ceil(piece.top_k * len(chunk) / 4096)
+        places += sorted(begin + int(place) for place in np.argsort(-np.abs(chunk), kind="stable")[:count])
+    low = int(math.log2(len(flat) / len(places)))
+    bits = [place >> digit & 1 for place in places for digit in range(low)]
+    for before, place in zip([0, *places], places, strict=False):  # a zero for each step, then a one
+        bits += [0] * ((place >> low) - (before >> low)) + [1]
+    bits += [0] * ((len(flat) - 1 >> low) - (places[-1] >> low))
+    return np.packbits(np.array(bits, np.uint8), bitorder="little").tobytes() + encode(flat[places], piece.bits)
+
+
+def decode_piece(data: bytes, piece: Piece) -> np.ndarray:
+    """The tensor that was sent."""
+    if piece.top_k is None:
+        return decode(data, piece.shape, piece.bits)
+    n = piece.numel
+    count = sum(math.ceil(piece.top_k * min(4096, n - begin) / 4096) for begin in range(0, n, 4096))
+    low = int(math.log2(n / count))
+    length = count * (low + 1) + ((n - 1) >> low)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[:length].astype(int)
+    found, high, found_at = np.zeros(n, F32), 0, list[int]()
+    for bit in bits[count * low :]:
+        if bit:
+            at = len(found_at)
+            found_at.append((high << low) + sum(int(bits[at * low + digit]) << digit for digit in range(low)))
+        else:
+            high += 1
+    found[found_at] = decode(data[-(-length // 8) :], (count,), piece.bits)
+    return found.reshape(piece.shape)
 
 
 @dataclass
@@ -97,27 +134,46 @@ class Reference:
         for weights, feedback in zip(self.weights, self.feedback, strict=True):
             message = b""
             for piece in self.fragments[number].pieces:
-                what = self.anchors[piece.name] - weights[piece.name]
-                if self.spec.error_feedback and piece.bits < 32:
-                    what = what + feedback[piece.name]
-                message += (code := encode(what, piece.bits))
-                if self.spec.error_feedback and piece.bits < 32:
-                    feedback[piece.name] = what - decode(code, piece.shape, piece.bits)
+                what, less = self.anchors[piece.name] - weights[piece.name], piece.bits < 32 or piece.top_k
+                if self.spec.error_feedback and less:
+                    what = what + feedback[piece.name] * F32(self.spec.feedback_decay)
+                message += (code := encode_piece(what, piece))
+                if self.spec.error_feedback and less:
+                    feedback[piece.name] = what - decode_piece(code, piece)
             messages.append(message)
+        if self.spec.eager:
+            for site, message in enumerate(messages):
+                for name, early in self.early(number, site, message).items():
+                    self.weights[site][name] = early
         self.flying.append((step, number, messages))
         self.bytes.append(len(messages[0]))
+
+    def early(self, number: int, site: int, message: bytes) -> Tensors:
+        """The anchors after an outer step with one site's own difference, by the part of the samples that it reads."""
+        found, at, parts = Tensors(), 0, [one.share or 1 for one in self.spec.each] or [1] * self.spec.count
+        for piece in self.fragments[number].pieces:
+            size = len(encode_piece(np.zeros(piece.shape), piece))
+            own = decode_piece(message[at : at + size], piece) * F32(parts[site] / sum(parts))
+            at += size
+            if piece.name not in self.buffers:
+                if self.spec.momentum:
+                    velocity = self.velocities[piece.name] * F32(self.spec.momentum) + own
+                    own = own + velocity * F32(self.spec.momentum) if self.spec.nesterov else velocity
+                found[piece.name] = self.anchors[piece.name] - own * F32(self.spec.lr)
+        return found
 
     def merge(self, flight: tuple[int, int, list[bytes]]) -> None:
         self.flying.remove(flight)
         _, number, messages = flight
         at, spec = 0, self.spec
+        early = [self.early(number, site, message) for site, message in enumerate(messages)] if spec.eager else []
         for piece in self.fragments[number].pieces:
-            size = len(encode(np.zeros(piece.shape), piece.bits))
+            size = len(encode_piece(np.zeros(piece.shape), piece))
             total = np.zeros(piece.shape, F32)
             parts = [one.share or 1 for one in spec.each] or [1] * spec.count
             parts = [part // math.gcd(*parts) for part in parts]
             for message, part in zip(messages, parts, strict=True):
-                total = total + decode(message[at : at + size], piece.shape, piece.bits) * F32(part)
+                total = total + decode_piece(message[at : at + size], piece) * F32(part)
             at += size
             mean, rate, share = total / F32(sum(parts)), F32(spec.lr), F32(spec.own_share)
             if piece.name in self.buffers:
@@ -127,6 +183,9 @@ class Reference:
                 self.velocities[piece.name] = velocity
                 mean = mean + velocity * F32(spec.momentum) if spec.nesterov else velocity
             self.anchors[piece.name] = self.anchors[piece.name] - mean * rate
-            for weights in self.weights:
+            for site, weights in enumerate(self.weights):
                 merged = self.anchors[piece.name]
+                if spec.eager and piece.name not in self.buffers:
+                    weights[piece.name] = weights[piece.name] + (merged - early[site][piece.name])
+                    continue
                 weights[piece.name] = weights[piece.name] * share + merged * F32(1 - spec.own_share) if share else merged.copy()

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megalith.spec.sites import encoded_bytes
+from megalith.spec.sites import Piece, encoded_bytes
+from megalith.train.sites import pieces
 from megalith.train.sites.codes import decode, encode
 from tests.train.sites import reference
 
@@ -64,3 +65,27 @@ def test_error_feedback_sends_everything_in_time() -> None:
 def test_another_number_of_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match=r"3 bytes are no 5 values of 8 bits: these have 9"):
         decode(torch.zeros(3, dtype=torch.uint8), 5, 8)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("top_k", [1, 64, 1000, 4095])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 50), (64, 64), (1, 4097), (130, 100)])
+def test_the_largest_elements_are_the_references(shape: tuple[int, int], top_k: int, bits: int) -> None:
+    """Also where magnitudes are equal."""
+    piece = Piece("a", shape, bits, top_k)
+    values = np.round(_values(piece.numel, seed=top_k).reshape(shape), 4)
+    found, wanted = pieces.encode(torch.from_numpy(values), piece), reference.encode_piece(values, piece)
+    assert found.numpy().tobytes() == wanted and len(wanted) == piece.bytes
+    told = pieces.decode(found, piece)
+    assert told.numpy().tobytes() == reference.decode_piece(wanted, piece).tobytes()
+    if bits == 32:
+        assert torch.equal(told[told != 0], torch.from_numpy(values)[told != 0])
+
+
+def test_places_are_sent_in_few_bits() -> None:
+    """64 of 4,096 places take 8 bits each; all choices have a logarithm of 7.36 bits each."""
+    piece = Piece("a", (4096, 256), 2, 64)
+    count = 64 * 256
+    assert piece.bytes == count + 4 * count // 128 + count * 2 // 8
+    with pytest.raises(ValueError, match="places came where"):
+        pieces.decode(torch.zeros(piece.bytes, dtype=torch.uint8), piece)

@@ -34,6 +34,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "streaming": {"inner_steps": 4, "fragments": 3, "overlap": 3, "bits": 4},
     "streaming, 2 bits": {"inner_steps": 3, "fragments": 2, "overlap": 1, "mixing": 0.25, "bits": 2},
 }
+METHODS |= {
+    "sparse": {"inner_steps": 3, "top_k": 200, "bits": 2, "momentum": 0.0, "lr": 1.0, "feedback_decay": 0.95},
+    "eager": {"inner_steps": 4, "fragments": 2, "overlap": 3, "eager": True},
+    "eager, sparse": {"inner_steps": 4, "fragments": 2, "overlap": 3, "eager": True, "top_k": 300, "bits": 4},
+}
 PLANS: dict[str, dict[str, Any]] = {
     "alone": {},
     "zero 3 in 3": {"plan": {"data": 3, "zero": 3}, "train": {"global_batch": 18}},  # 3 divides no size of the model
@@ -52,7 +57,7 @@ def _run(plan: str, method: str, sites: int) -> RunSpec:
     parts = PLANS[plan]
     own = {"each": parts["each"]} if "each" in parts else {}
     tables = {name: table for name, table in parts.items() if name != "each"}
-    train = {"train": {"steps": STEPS} | parts.get("train", {})}
+    train = {"train": {"steps": STEPS, "global_batch": 12} | parts.get("train", {})}
     return at_site(tiny_run(sites={"count": sites} | METHODS[method] | own, **tables | train))
 
 
@@ -66,7 +71,7 @@ def _spoil(fault: str, sites: Sites) -> None:
     """Plant a fault in this rank's merges."""
     if fault == "sign":
         found = outer.difference
-        outer.difference = lambda anchor, weight, feedback: found(weight, anchor, feedback)  # type: ignore[assignment]
+        outer.difference = lambda anchor, weight, *rest: found(weight, anchor, *rest)  # type: ignore[assignment]
     elif fault == "late":
         merge.sent_after = lambda step, spec: sent_after(step - 1, spec)
     elif fault == "left out":
@@ -74,6 +79,8 @@ def _spoil(fault: str, sites: Sites) -> None:
         sites.fragments = (*sites.fragments[:-1], Fragment(sites.fragments[-1].number, sites.fragments[-1].pieces[:-1]))
     elif fault == "no feedback":
         sites.state.feedback.clear()
+    elif fault == "half a step":
+        outer.correct = lambda weight, anchor, early: weight.add_((anchor - early) / 2)
     elif fault == "order" and sites.site == 1:
         found = outer.mean
         outer.mean = lambda differences, shares: found(differences[::-1], shares[::-1])
@@ -199,7 +206,13 @@ FULL = pytest.mark.skipif(os.environ.get("MEGALITH_FULL") != "1", reason="`make 
 """For what another case shows as well, or takes long."""
 
 
-@pytest.mark.parametrize("method", [name if "streaming" in name else pytest.param(name, marks=FULL) for name in METHODS])
+@pytest.mark.parametrize(
+    "method",
+    [
+        name if name in ("streaming", "streaming, 2 bits", "sparse", "eager") else pytest.param(name, marks=FULL)
+        for name in METHODS
+    ],
+)
 def test_a_merge_is_the_references(method: str) -> None:
     assert _different(_run("alone", method, 2)) == []
 
@@ -209,7 +222,9 @@ def test_a_merge_is_the_references(method: str) -> None:
     [
         ("zero 3 in 3", "streaming, 2 bits"),
         ("pipeline, tied", "streaming"),
-        ("each its own", "streaming, 2 bits"),
+        ("each its own", "eager, sparse"),
+        pytest.param("experts", "eager, sparse", marks=FULL),
+        pytest.param("each its own", "streaming, 2 bits", marks=FULL),
         pytest.param("tensor, tied", "streaming, 2 bits", marks=FULL),
         pytest.param("experts", "streaming", marks=FULL),
     ],
@@ -244,6 +259,10 @@ def _anew(rank: int, spec: RunSpec) -> list[float]:
 def test_a_site_that_begins_anew_forgets_moments_and_usual_norms() -> None:
     spec = tiny_run(sites={"count": 1}, optimizer={"adaptive_clip": 1.05})
     assert set(run_ranks(_anew, 1, spec)[0]) == {0.0, float("inf")}
+
+
+def test_an_eager_step_that_is_not_corrected_is_found() -> None:
+    assert _different(_run("alone", "eager", 2), "half a step")
 
 
 FAULTS = {"sign": 2, "late": 2, "left out": 2, "no feedback": 2, "order": 3, "rounding": 2}

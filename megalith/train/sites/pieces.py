@@ -1,0 +1,72 @@
+"""Whole tensors as sites send them: all elements, or the largest of each chunk with their places.
+
+The places are a sorted list, in the code of Elias and Fano: the low bits of each, and the others as a row of ones with a zero wherever they
+grow by one. Its bytes follow from the numbers of elements alone, and few of many take less than a bit each more than in the shortest code.
+"""
+
+import torch
+from torch import Tensor
+
+from megalith.spec.sites import CHUNK, Piece, chosen, low_bits, places_bits, places_bytes
+from megalith.train.sites import codes
+
+
+def encode(values: Tensor, piece: Piece) -> Tensor:
+    """Encode the fp32 values of a piece, on the CPU, as uint8 [piece.bytes]. Values must be finite."""
+    values = values.flatten()
+    if piece.top_k is None:
+        return codes.encode(values, piece.bits)
+    places = largest(values, piece.top_k)
+    return torch.cat((_pack(places, len(values)), codes.encode(values[places], piece.bits)))
+
+
+def decode(encoded: Tensor, piece: Piece) -> Tensor:
+    """Return the whole fp32 tensor that `encoded` (uint8, on the CPU) stands for. Raises ValueError for bytes that no piece has."""
+    if piece.top_k is None:
+        return codes.decode(encoded, piece.numel, piece.bits).view(piece.shape)
+    count = chosen(piece.numel, piece.top_k)
+    head = places_bytes(piece.numel, count)
+    whole = torch.zeros(piece.numel)
+    whole[_unpack(encoded[:head], piece.numel, count)] = codes.decode(encoded[head:], count, piece.bits)
+    return whole.view(piece.shape)
+
+
+def largest(values: Tensor, top_k: int) -> Tensor:
+    """Return the places, in order, of the largest magnitudes of each chunk of `values`; of equal ones, the first."""
+    sizes = values.abs()
+    cut = len(values) // CHUNK * CHUNK
+    found = [_largest(sizes[:cut].view(-1, CHUNK), top_k).flatten()] if cut else []
+    if cut < len(values):
+        found.append(_largest(sizes[None, cut:], chosen(len(values) - cut, top_k))[0])
+    return torch.cat(found).nonzero()[:, 0]
+
+
+def _largest(sizes: Tensor, count: int) -> Tensor:
+    """sizes [chunks, n] -> the same in bool, `count` of each row true."""
+    # The values that `topk` returns are certain, its places among equal values are not.
+    least = sizes.topk(count, dim=1).values[:, -1:]
+    above, equal = sizes > least, sizes == least
+    room = count - above.sum(dim=1, keepdim=True)
+    return above | (equal & (equal.cumsum(dim=1) <= room))
+
+
+def _pack(places: Tensor, numel: int) -> Tensor:
+    """Return sorted `places` in `numel` as uint8 [places_bytes(numel, count)]."""
+    count, low = len(places), low_bits(numel, len(places))
+    bits = torch.zeros(places_bits(numel, count), dtype=torch.uint8)
+    bits[: count * low] = (places[:, None] >> torch.arange(low) & 1).flatten().to(torch.uint8)
+    bits[count * low + (places >> low) + torch.arange(count)] = 1
+    return codes.packed(bits, 1)
+
+
+def _unpack(packed: Tensor, numel: int, count: int) -> Tensor:
+    """The inverse. Raises ValueError if these are not `count` places in `numel`."""
+    low = low_bits(numel, count)
+    bits = codes.unpacked(packed, 1)[: places_bits(numel, count)].long()
+    high = bits[count * low :].nonzero()[:, 0]
+    if len(high) != count:
+        raise ValueError(f"{len(high)} places came where {count} are due")
+    places = (high - torch.arange(count) << low) + (bits[: count * low].view(count, low) << torch.arange(low)).sum(dim=1)
+    if count and int(places[-1]) >= numel:
+        raise ValueError(f"a place is {int(places[-1])}, and a tensor has {numel} elements")
+    return places
