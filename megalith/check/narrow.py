@@ -166,6 +166,22 @@ def blocks_become_wide(case: Case) -> Found:
         yield error("precision.auto", choices.auto, reason, "Use auto = 0.")
 
 
+def dispatch_has_the_experts_numbers(case: Case) -> Found:
+    """Rows travel in the format that experts round them to, with scales that leave them numbers of bf16."""
+    choices, precision = case.spec.precision, case.spec.train.precision
+    if choices.dispatch == "wide" or not is_narrow(precision):
+        return
+    if precision != "fp8":
+        reason = f'with train.precision = "{precision}", whose experts round tokens to another format'
+        yield error("precision.dispatch", choices.dispatch, reason, 'Use dispatch = "wide", or train.precision = "fp8".')
+    elif choices.scale != "up":
+        reason = f'with precision.scale = "{choices.scale}": only scales of "up" leave what experts compute as it is'
+        yield error("precision.dispatch", choices.dispatch, reason, 'Use scale = "up", or dispatch = "wide".')
+    elif case.model is not None and not _narrow_experts(case):
+        reason = "changes nothing: no experts multiply in fp8"
+        yield advice("precision.dispatch", choices.dispatch, reason, "Leave it out.")
+
+
 def rotations_fit(case: Case) -> Found:
     """A Hadamard transform is over the tokens of a tile, a power of two."""
     precision, choices = case.spec.train.precision, case.spec.precision

@@ -207,6 +207,7 @@ RULES: tuple[Rule, ...] = (
     Rule("narrow", narrow.scales_are_the_formats),
     Rule("narrow", narrow.histories_follow_tensors),
     Rule("narrow", narrow.blocks_become_wide),
+    Rule("narrow", narrow.dispatch_has_the_experts_numbers),
     Rule("narrow", narrow.rotations_fit),
     Rule("narrow", narrow.something_is_narrow),
     Rule("narrow", narrow.narrow_is_emulated),

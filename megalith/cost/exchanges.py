@@ -8,6 +8,7 @@ from megalith.cost.cores import Note
 from megalith.cost.profile import Core, Exchanged, Layout
 from megalith.cost.recorder import Recorder, Region, bytes_of
 from megalith.kernels.grouped import Sizes
+from megalith.kernels.packed import SCALE
 from megalith.models.batch import Batch
 from megalith.models.moe import Experts, Here, Moe, Traffic
 from megalith.models.router import Dealing, OneProcess
@@ -101,18 +102,19 @@ class _Copied(torch.autograd.Function):
 
 
 class _Dispatched(torch.autograd.Function):
-    """Tokens on their way to experts of other ranks, or back: as many arrive as leave, since the router is even."""
+    """Tokens on their way to experts of other ranks, or back: as many arrive as leave, since the router is even. A row has `size` bytes
+    (None: those of its numbers), and its gradient those of its numbers."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, recorder: Recorder) -> Tensor:
+    def forward(ctx, x: Tensor, recorder: Recorder, size: int | None) -> Tensor:
         ctx.recorder = recorder
-        recorder.exchange("expert", "all_to_all", bytes_of(x))
+        recorder.exchange("expert", "all_to_all", bytes_of(x) if size is None else len(x) * size)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.recorder.exchange("expert", "all_to_all", bytes_of(grad))
-        return grad, None
+        return grad, None, None
 
 
 class _Shared(torch.autograd.Function):
@@ -169,6 +171,7 @@ class Away(Here):
     def __init__(self, recorder: Recorder, layout: Layout) -> None:
         self.recorder, self.ranks, self.parts = recorder, layout.expert, layout.expert_tensor
         self.shares = 1 if layout.sequence else layout.tensor
+        self.tile = layout.dispatched
 
     def enter(self, x: Tensor) -> Tensor:
         return x if self.shares == 1 else _take(x, self)
@@ -184,7 +187,8 @@ class Away(Here):
         return Traffic(rows, Sizes([each + (expert < left) for expert in range(held)]))
 
     def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        return self._travel(Border.apply(rows, self.recorder, "router", "experts"))  # pyright: ignore[reportArgumentType]
+        size = rows.shape[1] + SCALE * -(-rows.shape[1] // self.tile) if self.tile else None
+        return self._travel(Border.apply(rows, self.recorder, "router", "experts"), size)  # pyright: ignore[reportArgumentType]
 
     def combine(self, rows: Tensor, traffic: Traffic) -> Tensor:
         return Border.apply(self._travel(rows), self.recorder, "experts", "attention")  # pyright: ignore[reportReturnType]
@@ -196,8 +200,8 @@ class Away(Here):
         out = super().run(experts, seen, traffic)
         return _Shared.apply(out, -self.parts, self.recorder)  # pyright: ignore[reportReturnType]
 
-    def _travel(self, rows: Tensor) -> Tensor:
-        return rows if self.ranks == 1 else _Dispatched.apply(rows, self.recorder)  # pyright: ignore[reportReturnType]
+    def _travel(self, rows: Tensor, size: int | None = None) -> Tensor:
+        return rows if self.ranks == 1 else _Dispatched.apply(rows, self.recorder, size)  # pyright: ignore[reportReturnType]
 
 
 def _share(x: Tensor, away: Away) -> Tensor:

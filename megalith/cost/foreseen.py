@@ -16,14 +16,15 @@ from megalith.cost.profile import PHASES, Core, Phase, Profile
 from megalith.cost.segments import decided
 from megalith.cost.software import TRAINER
 from megalith.cost.update import rest_bytes
-from megalith.cost.workload import Workload
+from megalith.cost.workload import Dispatch, Workload
 from megalith.mesh import Mesh
 from megalith.schedule import build, lower
 from megalith.schedule.action import Action, Schedule, computations
 from megalith.schedule.action import parts as actions_of
 from megalith.schedule.lower import WEIGHT_GRADIENTS, Program
 from megalith.spec import cluster as clusters
-from megalith.spec.numbers import PRECISIONS, is_narrow
+from megalith.spec.model import ModelSpec
+from megalith.spec.numbers import PRECISIONS, is_narrow, stays_wide, tile_of
 from megalith.spec.plan import segments
 from megalith.spec.run import RunSpec
 from megalith.spec.sites import outer_slots, within
@@ -137,8 +138,17 @@ def of_run(spec: RunSpec) -> Workload:
     format = precision.compute.name if precision.emulated else precision.name
     rules = {"optimizer": optimizer.kind, "moments": optimizer.small, "master": optimizer.master, "gradients": train.gradients}
     watched = is_narrow(train.precision) and spec.precision.watch_every > 0
-    rules |= {"outer": outer_slots(spec.sites), "watched": watched}
+    rules |= {"outer": outer_slots(spec.sites), "watched": watched, "dispatch": _dispatch(spec, model)}
     return decided(Workload(model, spec.plan, cluster, train.seq_len, batch, format, TRAINER, **rules))
+
+
+def _dispatch(spec: RunSpec, model: ModelSpec) -> Dispatch | None:
+    """Return the blocks of a run whose tokens are sent to experts in 8 bits."""
+    choices, precision, blocks = spec.precision, spec.train.precision, len(model.blocks)
+    if choices.dispatch == "wide" or not is_narrow(precision):
+        return None
+    wide = (stays_wide(f"blocks.{number}.mlp.experts", blocks=blocks, choices=choices) for number in range(blocks))
+    return Dispatch(frozenset(number for number, one in enumerate(wide) if not one), tile_of(choices, precision) or model.dim)
 
 
 def _here(workload: Workload, traced: Parts, place: int) -> _Here:

@@ -164,17 +164,25 @@ def _keys(workload: Workload) -> tuple[Key, Key, list[Key], Key | None, list[Key
     *alone, further = (recomputed(number, blocks=blocks, policy=plan.recompute) for number in range(blocks + 1))
     again = [True] * blocks if size else alone
     ahead = model.head.ahead
-    known: dict[tuple[int, bool], Key] = {}
+    known: dict[tuple[int, bool, bool], Key] = {}
+    packed = workload.dispatch
+    sent = [packed is not None and number in packed.blocks for number in range(blocks)]
 
-    def key(block: BlockSpec, full: bool) -> Key:
-        both = id(block), full  # blocks alike are mostly one value; comparing whole specs a hundred times would take longest here
-        if both not in known:
-            known[both] = Key("block", bare, block, _seen(block, whole if full else plain), folder)
-        return known[both]
+    def key(block: BlockSpec, full: bool, narrow: bool = False) -> Key:
+        of = (
+            id(block),
+            full,
+            narrow,
+        )  # blocks alike are mostly one value; comparing whole specs a hundred times would take longest here
+        if of not in known:
+            layout = whole if full else plain
+            layout = replace(layout, dispatched=packed.tile) if narrow and packed is not None else layout
+            known[of] = Key("block", bare, block, _seen(block, layout), folder)
+        return known[of]
 
     embedding, head = (Key(kind, bare, None, _seen(None, here), folder) for kind in ("embedding", "head"))
-    inside = list(map(key, model.blocks, alone)) if size and not all(alone) else []
-    return embedding, head, list(map(key, model.blocks, again)), key(ahead.block, further) if ahead else None, inside
+    inside = list(map(key, model.blocks, alone, sent)) if size and not all(alone) else []
+    return embedding, head, list(map(key, model.blocks, again, sent)), key(ahead.block, further) if ahead else None, inside
 
 
 _bared: dict[int, tuple[ModelSpec, ModelSpec]] = {}  # by identity, of models kept with it: hashing whole ones takes long
@@ -193,7 +201,7 @@ def _seen(block: BlockSpec | None, layout: Layout) -> Layout:
     """The layout without what a part (None: embedding or head) never sees of it, so that it is traced once for all others."""
     unseen: dict[str, Any] = {}
     if block is None or not isinstance(block.mlp, MoeSpec):
-        unseen |= {"expert": 1, "expert_tensor": 1, "permute": True}
+        unseen |= {"expert": 1, "expert_tensor": 1, "permute": True, "dispatched": 0}
     if block is None or block.attention is None:
         unseen |= {"ulysses": 1, "attention": "fused", "rotary": True}
     if block is None:

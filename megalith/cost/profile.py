@@ -208,5 +208,7 @@ class Layout:
     """Bytes of an activation,"""
     kept: float = 2
     """and of one that a product of a weight keeps for the weight's gradient: fewer where it computes in a narrow format."""
+    dispatched: int = 0
+    """Numbers that share a scale where tokens are sent to experts in 8 bits; 0: they are sent as they are."""
     sparing: bool = False
     """Two more tensors are kept in fewer bits: `workload.Practice.sparing`."""

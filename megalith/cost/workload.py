@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megalith.cost.profile import Layout
 from megalith.mesh import Mesh
@@ -72,6 +72,15 @@ class Practice:
         return self.loss == "chunked"
 
 
+class Dispatch(NamedTuple):
+    """Tokens that are sent to experts in 8 bits (`precision.dispatch`)."""
+
+    blocks: frozenset[int]
+    """The blocks whose experts are sent such tokens, by their numbers"""
+    tile: int
+    """Numbers that share a scale in fp32"""
+
+
 @dataclass(frozen=True)
 class Workload:
     """One training step to be predicted."""
@@ -93,6 +102,8 @@ class Workload:
     """The form of the master weights, see `spec.state.LOWER`."""
     gradients: str = "fp32"
     """The number format in which gradients are added up; fp32: that of the software's practice."""
+    dispatch: Dispatch | None = None
+    """Blocks whose tokens are sent to experts in 8 bits; None: no block's are."""
     watched: bool = False
     """Gradients are compared with those of wide products at times (`precision.watch_every`): there are two copies of them then."""
     frozen: bool = False

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megalith.kernels.deferred import weight_gradient
 from megalith.kernels.grouped import Sizes, grouped_outer_products, grouped_products
 from megalith.kernels.product import product, widened
+from megalith.kernels.quantise import Scaling
 from megalith.spec.numbers import PrecisionSpec
 
 OUTSIDE: Mapping[str, str] = {
@@ -40,6 +41,11 @@ class Multiply(nn.Module):
     def of(cls, choices: PrecisionSpec) -> Self:
         """Return the recipe by the choices of a run; the plain one has none."""
         return cls()
+
+    @property
+    def travels_as(self) -> Scaling | None:
+        """The format in which rows travel to experts that multiply by this recipe now; None: their own."""
+        return None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: Sizes | None = None) -> Tensor:
         """x [..., in], weight [out, in], bias [out] -> [..., out]. Differentiable; the weight's gradient can be put off.

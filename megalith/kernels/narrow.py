@@ -191,6 +191,12 @@ class Narrow(Multiply, ABC):
         work = tokens_at_work()
         return work is not None and (work.wide or self.part in work.raised)
 
+    @property
+    def travels_as(self) -> Scaling | None:
+        if self.choices.dispatch == "wide" or self._wide:
+            return None
+        return replace(self.along, block=(1, self.along.block[1]))  # tokens of experts share no scale
+
     def _draws(self, grad: Tensor, product: str, sizes: Sizes | None = None) -> Tensor | None:
         """Draw for each of the gradients of outputs [..., outputs], or None if they are rounded to nearest.
 

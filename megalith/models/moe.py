@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from megalith.kernels.draws import Tokens, tokens_at_work
 from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import Multiply
+from megalith.kernels.packed import pack, unpack
 from megalith.kernels.permute import Order, collect, rows_of, spread
+from megalith.kernels.quantise import Scaling
 from megalith.models.batch import Batch
 from megalith.models.linear import Linear
 from megalith.models.mlp import ACTIVATIONS, Mlp
@@ -143,6 +145,36 @@ class Here:
 
 
 @dataclass(frozen=True)
+class Unpacking:
+    """Rows on their way in 8 bits, which arrive as the numbers of these."""
+
+    pending: Pending
+    columns: int
+    scaling: Scaling
+    dtype: torch.dtype
+
+    def wait(self) -> Tensor:
+        return unpack(self.pending.wait(), self.columns, self.scaling, self.dtype)
+
+
+def _packed(rows: Tensor, scaling: Scaling, exchange: Exchange, traffic: Traffic) -> Unpacking:
+    return Unpacking(exchange.start_dispatch(pack(rows, scaling), traffic), rows.shape[1], scaling, rows.dtype)
+
+
+class _Packed(torch.autograd.Function):
+    """Dispatch in 8 bits. Gradients pass the rounding as they are, and travel in their own format: in 8 bits they cost accuracy."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, scaling: Scaling, exchange: Exchange, traffic: Traffic) -> Tensor:
+        ctx.exchange, ctx.traffic = exchange, traffic
+        return _packed(rows, scaling, exchange, traffic).wait()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.exchange.start_combine(grad, ctx.traffic).wait(), None, None, None
+
+
+@dataclass(frozen=True)
 class Deal:
     """One microbatch's tokens on their way: the order they are sent in, the weights of what comes back, and how much goes where."""
 
@@ -156,7 +188,7 @@ class Moe(nn.Module):
     """Each token's `active` experts, weighted, plus a shared one if there is any. A token whose expert is full passes by it.
 
     The steps of `forward`, for an executor that runs each in an autograd graph of its own and other work while rows travel:
-    `route`, `enter` and `deal` (attention's side), `exchange.start_dispatch`, `run` (the experts), `exchange.start_combine`, `leave`;
+    `route`, `enter` and `deal` (attention's side), `start_dispatch`, `run` (the experts), `exchange.start_combine`, `leave`;
     `common` whenever there is time. The backward of one way is the other way with gradients.
     """
 
@@ -176,7 +208,7 @@ class Moe(nn.Module):
         self, x: Float[Tensor, "batch seq dim"], batch: Batch
     ) -> Float[Tensor, "batch seq dim"]:
         rows, deal = self.spread(x, self.route(x, batch))
-        arrived = self.exchange.dispatch(rows, deal.traffic)
+        arrived = self.dispatch(rows, deal.traffic)
         returned = self.exchange.combine(self.run(arrived, deal), deal.traffic)
         out = self.collect(returned, deal)
         common = self.common(x)
@@ -219,6 +251,19 @@ class Moe(nn.Module):
         spans = (torch.arange(span.start, span.stop, device=work.samples.device) for span in self.sets.spans(seq))
         numbers = self.sets.own(replace(work, positions=torch.cat([*spans])).numbers)
         return self.exchange.arrive(rows_of(numbers.reshape(-1, 1), order), traffic).flatten()
+
+    def dispatch(self, rows: Tensor, traffic: Traffic) -> Tensor:
+        """Send rows [sent, dim] to the ranks of their experts, in the format that their products have for it. Differentiable: gradients
+        are those of the rows as they arrive, and travel wide."""
+        scaling = self.experts.multiply.travels_as
+        if scaling is None:
+            return self.exchange.dispatch(rows, traffic)
+        return _Packed.apply(rows, scaling, self.exchange, traffic)  # pyright: ignore[reportReturnType]
+
+    def start_dispatch(self, rows: Tensor, traffic: Traffic) -> Pending:
+        """`dispatch`, started, without autograd."""
+        scaling = self.experts.multiply.travels_as
+        return self.exchange.start_dispatch(rows, traffic) if scaling is None else _packed(rows, scaling, self.exchange, traffic)
 
     def run(self, rows: Tensor, deal: Deal) -> Tensor:
         """The experts on the rows that arrived."""

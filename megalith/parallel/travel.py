@@ -133,7 +133,7 @@ class Journey:
         lines = self.lines
         assert self.normal is not None
         own = lines.moe.exchange.enter(self.normal).flatten(0, 1)
-        return lines.moe.exchange.start_dispatch(rows_of(own, lines.deal.order), lines.deal.traffic)
+        return lines.moe.start_dispatch(rows_of(own, lines.deal.order), lines.deal.traffic)
 
     def _common_backward(self, of_common: Sequence[Tensor | None], queue: Queue | None) -> Tensor | None:
         """The gradient of the shared expert's input, if there is one."""
@@ -165,7 +165,7 @@ def forward(block: Block, x: Tensor, batch: Batch) -> Steps[tuple[Tensor, Graph]
     )
     residual, normal, own, weights = attend.run(x)
     deal = lines.deal
-    pending = exchange.start_dispatch(rows_of(own, deal.order), deal.traffic)
+    pending = lines.moe.start_dispatch(rows_of(own, deal.order), deal.traffic)
     made = common.run(normal, keep=False)
     (sent,) = experts.run((yield pending), keep=not again.rows)
     returned = yield exchange.start_combine(sent, deal.traffic)

@@ -287,6 +287,9 @@ class PrecisionSpec(Spec):
     wide: tuple[str, ...] = Field(
         default=(), description="layers that stay wide, by name, with * for any characters: `*.attention.*`"
     )
+    dispatch: Literal["wide", "fp8"] = Field(
+        default="wide", description="format in which tokens are sent to narrow experts in fp8; results and gradients travel wide"
+    )
     watch_every: NonNegativeInt = Field(
         default=0, description="steps between comparisons of a microbatch's gradients with those of wide products; 0: never"
     )

@@ -157,3 +157,12 @@ def test_blocks_become_wide_by_comparisons_alone() -> None:
     assert not errors(*asked, "precision.watch_every=100")
     assert "blocks of its own" in reasons(*asked, "precision.watch_every=100", "sites.count=2")["precision.auto"]
     assert "precision.watch_every" in advice("train.precision=bf16", *FP8[1:], "precision.watch_every=100")
+
+
+def test_tokens_are_sent_as_experts_round_them() -> None:
+    asked = ("model.preset=deepseek-tiny", "train.seq_len=128", "precision.dispatch=fp8")
+    assert not errors(*asked, "train.precision=fp8") and "precision.dispatch" not in advice(*asked, "train.precision=fp8")
+    assert 'or train.precision = "fp8"' in reasons(*asked, "train.precision=mxfp8")["precision.dispatch"]
+    assert 'Use scale = "up"' in reasons(*asked, "train.precision=fp8", "precision.scale=fp32")["precision.dispatch"]
+    assert "precision.dispatch" in advice(*asked, "train.precision=fp8", 'precision.wide=["*.experts"]')
+    assert "precision.dispatch" in advice(*FP8, "precision.dispatch=fp8")

@@ -73,3 +73,18 @@ def test_a_gap_is_a_share_of_what_was_counted() -> None:
     assert Comparison("memory.weights", 110.0, 100.0).gap == pytest.approx(0.1)
     assert Comparison("memory.weights", None, 100.0).gap is None
     assert Comparison("traffic.pipeline.send.bytes", 5.0, 0).gap is None
+
+
+def test_tokens_sent_in_8_bits_are_52_percent_of_the_bytes() -> None:
+    """Two of four blocks send them so. All send results, and the gradients of both ways, in bf16."""
+    model = {"family": "mixtral", "dim": 128, "ffn": 128, "experts": 4, "active": 2}
+    train = {"precision": "fp8", "seq_len": 128}
+    runs = (
+        brief_run(plan={"data": 4, "expert": 2, "zero": 1}, model=model, train=train, precision={"dispatch": dispatch})
+        for dispatch in ("wide", "fp8")
+    )
+    found = [{line.name: line for line in beside(foresee(of_run(spec), rank=1), dry(spec, 1))} for spec in runs]
+    wide, packed = (lines["traffic.expert.all-to-all.bytes"] for lines in found)
+    assert wide.foreseen is not None and packed.foreseen is not None
+    tokens = wide.foreseen / 4 / 2  # one of four ways, in half of the blocks
+    assert wide.counted - packed.counted == wide.foreseen - packed.foreseen == tokens * (1 - 132 / 256) > 0

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megalith.kernels import narrow
+from megalith.kernels.draws import Tokens, working_on
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.narrow import Narrow
 from megalith.models.head import Output
@@ -141,3 +142,54 @@ def test_products_are_wide_while_the_rate_decays_if_a_run_chooses_so(schedule: s
     found, expected = (run_ranks(recorded, 1, spec)[0] for spec in (narrow, wide))
     assert (found.losses == expected.losses) == alike
     assert all(torch.equal(found.weights[name], expected.weights[name]) for name in expected.weights) == alike
+
+
+def dispatched(rank: int, spec: RunSpec) -> None:
+    """Compare rows that are sent to experts in 8 bits with rows that are rounded once they have arrived."""
+    trainer = trainer_of(spec)
+    (moe,) = (moe for name, moe in trainer.routers().items() if name.startswith("blocks.1."))
+    scaling, exchange = moe.experts.multiply.travels_as, moe.exchange
+    assert scaling is not None and scaling.block == (1, 4)
+    counts = torch.arange(len(moe.router.weight)) + rank
+    traffic = exchange.plan(counts, None, None)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(int(counts.sum()), 32, generator=generator).bfloat16().requires_grad_()
+    arrived, wide = moe.dispatch(x, traffic), exchange.dispatch(x, traffic)
+    assert torch.equal(arrived, narrow.in_slabs(wide.detach(), scaling)) and not torch.equal(arrived, wide)
+    assert torch.equal(moe.start_dispatch(x.detach(), traffic).wait(), arrived)
+    grad = torch.randn(wide.shape, generator=generator).bfloat16()
+    (of_x,), (expected,) = (torch.autograd.grad(each, x, grad) for each in (arrived, wide))
+    assert torch.equal(of_x, expected)
+    with working_on(Tokens(torch.arange(1), torch.arange(8), wide=True)):
+        assert torch.equal(moe.dispatch(x, traffic), wide), "a comparison of gradients sends them wide"
+
+
+MIXTRAL = {
+    "family": "mixtral",
+    "layers": 4,
+    "dim": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "ffn": 16,
+    "experts": 8,
+    "active": 2,
+}
+
+
+def sends(dispatch: str, **plan: Any) -> RunSpec:
+    train = {"global_batch": 4, "precision": "fp8", "steps": 1}
+    return tiny_run(model=MIXTRAL, plan=plan, precision={"tile": 4, "dispatch": dispatch}, train=train)
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_tokens_sent_in_8_bits_are_those_that_are_rounded_on_arrival(expert: int) -> None:
+    run_ranks(dispatched, 2, sends("fp8", data=2, expert=expert))
+
+
+def test_experts_compute_the_same_whether_tokens_are_sent_wide_or_in_8_bits() -> None:
+    """Weight gradients of experts alone are wide products, and see rounded tokens."""
+    wide, found = (run_ranks(recorded, 2, sends(dispatch, data=2, expert=2))[0] for dispatch in ("wide", "fp8"))
+    assert found.losses == wide.losses
+    moved = {name for name, grad in wide.gradients[0].items() if not torch.equal(found.gradients[0][name], grad)}
+    assert moved == {f"blocks.{block}.mlp.experts.{name}" for block in (1, 2) for name in ("gate", "up")}

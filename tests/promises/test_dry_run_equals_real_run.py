@@ -44,6 +44,12 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "zero bubble": {"plan": {"pipeline": 2, "schedule": "zb-h1", "data": 2, "tensor": 2}, "model": LONG},
     "experts": {"plan": {"data": 4, "expert": 4, "zero": 2}, "model": MIXTRAL},
+    "tokens sent in 8 bits": {
+        "plan": {"data": 4, "expert": 4, "zero": 2},
+        "model": MIXTRAL | {"layers": 3},
+        "train": {"precision": "fp8"},
+        "precision": {"tile": 4, "dispatch": "fp8"},
+    },
     "experts in a pipeline": {
         "plan": {"pipeline": 2, "data": 2, "tensor": 2, "expert": 2, "zero": 1},
         "model": MIXTRAL | {"layers": 4, "ffn": 128},

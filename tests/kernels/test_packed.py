@@ -1,0 +1,47 @@
+"""Rows in 8 bits: the numbers that products round them to, in 51.6 % of the bytes."""
+
+import pytest
+import torch
+
+from megalith.kernels.elements import E4M3, E5M2
+from megalith.kernels.narrow import in_slabs
+from megalith.kernels.packed import pack, unpack, width_of
+from megalith.kernels.quantise import ALL, Scaling
+
+TILES = Scaling(E4M3, (1, 128))
+
+
+def rows(count: int, columns: int) -> torch.Tensor:
+    """Rows of very different magnitudes."""
+    generator = torch.Generator().manual_seed(count)
+    sizes = torch.randint(-60, 60, (count, columns), generator=generator).float().exp2()
+    return (torch.randn(count, columns, generator=generator) * sizes).bfloat16()
+
+
+@pytest.mark.parametrize("scaling", [TILES, Scaling(E5M2, (1, 32)), Scaling(E4M3, (1, ALL)), Scaling(E4M3, (1, 48))], ids=str)
+@pytest.mark.parametrize("shape", [(700, 256), (5, 128), (1, 100), (0, 64)])
+def test_what_arrives_are_the_numbers_that_a_product_rounds_rows_to(scaling: Scaling, shape: tuple[int, int]) -> None:
+    """Rounded once more they are the same, so that experts compute with the same factors."""
+    x = rows(*shape)
+    packed = pack(x, scaling)
+    assert packed.dtype == torch.uint8 and packed.shape == (shape[0], width_of(shape[1], scaling))
+    found = unpack(packed, shape[1], scaling, x.dtype)
+    expected = in_slabs(x, scaling)
+    assert torch.equal(found, expected) and torch.equal(in_slabs(found, scaling), expected)
+
+
+def test_a_row_has_a_scale_in_fp32_for_each_128_numbers() -> None:
+    assert width_of(7168, TILES) / (2 * 7168) == 132 / 256
+    assert width_of(100, Scaling(E4M3, (1, ALL))) == 104
+
+
+def test_a_number_that_is_not_finite_makes_its_tile_nan() -> None:
+    x = torch.ones(2, 256, dtype=torch.bfloat16)
+    x[0, 3], x[1, 200] = torch.inf, torch.nan
+    found = unpack(pack(x, TILES), 256, TILES, x.dtype)
+    assert (
+        found[0, :128].isnan().all()
+        and found[1, 128:].isnan().all()
+        and (found[0, 128:] == 1).all()
+        and (found[1, :128] == 1).all()
+    )
