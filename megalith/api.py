@@ -78,8 +78,8 @@ class Run:
         return self.request.run_dir or self.request.folder(self.spec)
 
     def check(self, *, ranks: int | None = None, here: bool = False) -> "list[Problem]":
-        """Return everything that is wrong with the run, or unwise: errors first, then advice. `ranks`: those there will be. `here`: also
-        what this machine is short of, as errors."""
+        """Return everything that is wrong with the run, or unwise: errors first, then advice. `ranks`: those there will be.
+        `here`: also report what this machine lacks, as errors."""
         from megalith.commands.shared import runs
         from megalith.spec.problem import SpecErrors
 
@@ -91,7 +91,7 @@ class Run:
     def plan(self, cluster: str | None = None, *, top: int = 10, offload: bool = False) -> "Answer":
         """Return the best layouts of the run on a cluster such as "h100:64" (default: the run's own): `.found.choices`, best first.
 
-        Without `offload` only those that the trainer runs. Raises SpecErrors."""
+        Without `offload`, return only plans that the trainer can run. Raises SpecErrors."""
         from megalith.planner import answer, asked
 
         question = asked.Question(
@@ -100,7 +100,7 @@ class Run:
         return answer.answer(asked.ask(question), top=top)
 
     def dry_run(self, *, rank: int = 0, world: int | None = None) -> "Dried":
-        """Return what one rank of the run would hold, send and compute in a step, without the other ranks. Raises SpecErrors."""
+        """Count the bytes, messages and FLOPs of a step on one rank, without running the other ranks. Raises SpecErrors."""
         from megalith.commands.dryrun import dryrun
 
         return dryrun(self.request, world=world, rank=rank)
@@ -108,7 +108,7 @@ class Run:
     def train(
         self, on_event: "Callable[[Event], None] | None" = None, *, show: bool = False, profile: str | None = None
     ) -> "Summary":
-        """Train the run, or go on with it from its newest checkpoint, and return what it came to.
+        """Train the run, or resume it from its newest checkpoint, and return a summary.
 
         Starts the ranks of this machine and waits for them; under torchrun or srun this process is one of the ranks. `on_event` gets each
         event soon after it is logged, in this process. What it raises does not end the training: it is raised once that has ended. `show`:
@@ -128,7 +128,8 @@ class Run:
         return self.in_folder(trained.run_dir).summary()
 
     def resume(self, on_event: "Callable[[Event], None] | None" = None, *, show: bool = False) -> "Summary":
-        """Go on with the run from its newest checkpoint. Raises FileNotFoundError where there is none; for the rest see `train`."""
+        """Go on with the run from its newest checkpoint. Raises FileNotFoundError if there is no checkpoint, and the errors of
+        `train`."""
         from megalith.checkpoint.folder import committed, nothing_text, of_run
 
         if not committed(of_run(self.run_dir)):
@@ -142,7 +143,7 @@ class Run:
         return iter(events.read(self.run_dir))
 
     def summary(self) -> "Summary":
-        """Return what the run has come to so far, in numbers."""
+        """Return a summary of the run so far, in numbers."""
         from megalith.report import summary
 
         return summary.of_folder(self.run_dir)

@@ -1,7 +1,7 @@
 """Every rule of legality, and the field's advice, over a run's description. All problems are found at once, without torch.
 
 A rule is a function from a Case to the problems that it finds. Each subject has a module of rules, and RULES has a row for each rule.
-What one machine is short of for a run is kept apart from what is wrong with the run (`check.here`).
+Resources that one machine lacks for a run are checked separately from faults of the run itself (`check.here`).
 """
 
 from megalith.check.case import Case

@@ -64,7 +64,7 @@ class Case:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """The prepared data's manifest; None when there is none to read."""
+        """The manifest of the prepared data; None if it is missing or unreadable."""
         try:
             return read_manifest(Path(self.spec.data.path)) if self.files else None
         except (DataError, OSError):

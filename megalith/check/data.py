@@ -1,4 +1,4 @@
-"""Rules about prepared data: it is there, whole, and enough; its vocabulary and domains fit the run."""
+"""Rules about prepared data: it exists, is complete, and suffices for the run; its vocabulary and domains fit the run."""
 
 from contextlib import suppress
 from functools import partial

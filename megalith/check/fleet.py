@@ -19,7 +19,7 @@ def nodes_share_the_ranks(case: Case) -> Found:
 
 
 def fallback_is_the_same_run(case: Case) -> Found:
-    """The plan to go on with when nodes are gone leaves the sets of tokens as they are."""
+    """The fallback plan for fewer nodes does not change the sets of tokens."""
     if case.spec.fleet.fallback is not None and case.model is not None:
         yield from other_sets(case.spec, case.spec.fleet.fallback, "fleet.fallback")
 
@@ -71,11 +71,11 @@ def disk_takes_copies(case: Case) -> Found:
     if not (fleet.recover and fleet.disk_every):
         return
     if not fleet.memory_every:
-        reason = "is of copies that are written from those in memory, and fleet.memory_every = 0 makes none"
+        reason = "writes the copies in memory to disk, but fleet.memory_every = 0 makes no copies in memory"
         yield error("fleet.disk_every", fleet.disk_every, reason, f"Use fleet.memory_every = {fleet.disk_every}, say.")
     folder = Path(fleet.disk).absolute()
     there = next(one for one in (folder, *folder.parents) if one.exists())
     if case.files and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        wrong = "is no folder" if not there.is_dir() else "may not be written to"
+        wrong = "is not a folder" if not there.is_dir() else "may not be written to"
         reason = f"{there} {wrong}, so no node could keep copies of the state there"
         yield error("fleet.disk", fleet.disk, reason, "Give a folder on each node's own disk, or set fleet.disk_every = 0.")

@@ -11,7 +11,7 @@ def scales_are_powers_of_two(case: Case) -> Found:
         value = getattr(scale, name)
         if value & (value - 1):
             below = 1 << (value.bit_length() - 1)
-            reason = "is no power of two, so that scaling would round every gradient"
+            reason = "is not a power of two, so that scaling would round every gradient"
             yield error(f"loss_scale.{name}", value, reason, f"Use {below} or {2 * below}.")
     if scale.floor > scale.initial:
         reason = f"is above loss_scale.initial = {scale.initial}, where the scale begins"

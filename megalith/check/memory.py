@@ -31,7 +31,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "mlp.shared": ("mlp",),
     "mlp_norm": ("attend",),
 }
-"""The parts of a block that selective recomputation can name -> those that have this one in them."""
+"""Each part of a block that selective recomputation can name -> the parts that contain it."""
 
 
 def recomputation_names_what_exists(case: Case) -> Found:
@@ -42,7 +42,7 @@ def recomputation_names_what_exists(case: Case) -> Found:
             nearest = near(part, PARTS)
             hint = f'Did you mean "{nearest}"? ' if nearest else ""
             way_out = f"{hint}Known: {', '.join(PARTS)}."
-            yield error("plan.recompute_parts", plan.recompute_parts, f'"{part}" is no part of a block', way_out)
+            yield error("plan.recompute_parts", plan.recompute_parts, f'"{part}" is not part of a block', way_out)
     if plan.recompute == "selective" and not plan.recompute_parts:
         way_out = 'Use ["attention.core"], or recompute = "none".'
         yield error("plan.recompute_parts", (), 'names nothing, with recompute = "selective"', way_out)
@@ -105,14 +105,12 @@ def state_elsewhere_can_be_had(case: Case) -> Found:
     state, spec = case.plan.state, case.spec
     if state.optimizer == "device":
         if state.share < 1:
-            yield advice("plan.state.share", state.share, 'says nothing with plan.state.optimizer = "device"', "Leave it out.")
+            yield advice("plan.state.share", state.share, 'has no effect with plan.state.optimizer = "device"', "Leave it out.")
         return
     kind = next((kind for kind in kinds(spec.optimizer) if OPTIMIZERS[kind].unit != "element"), None)
     gpu = spec.train.device == "cuda" or (case.cluster is not None and not case.cluster.accelerator.is_processor)
     if gpu and kind is not None:
-        reason = (
-            f"would update by {kind} in host memory, and what it needs of each whole {OPTIMIZERS[kind].unit} is on other GPUs"
-        )
+        reason = f"would update by {kind} in host memory, but it needs each whole {OPTIMIZERS[kind].unit}, parts of which are on other GPUs"
         way_out = 'Use "device", or optimizer.kind = "adamw", "sgd" or "lion", whose updates look at one number at a time.'
         yield error("plan.state.optimizer", state.optimizer, reason, way_out)
 
@@ -123,7 +121,9 @@ def disk_takes_the_state(case: Case) -> Found:
     if state.optimizer != "disk":
         return
     if fleet.recover and fleet.memory_every:
-        reason = f"keeps no copies of the state in memory, with fleet.memory_every = {fleet.memory_every}: what is on disk would be in them"
+        reason = (
+            f"keeps no copies in memory, despite fleet.memory_every = {fleet.memory_every}: they would hold all the state on disk"
+        )
         saved = case.spec.checkpoint.every
         way_out = (
             f"A fault goes back to the last checkpoint, {saved} steps at most."
@@ -136,13 +136,13 @@ def disk_takes_the_state(case: Case) -> Found:
     folder = Path(state.folder or ".").absolute()
     there = next(one for one in (folder, *folder.parents) if one.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        wrong = "is no folder" if not there.is_dir() else "may not be written to"
+        wrong = "is not a folder" if not there.is_dir() else "may not be written to"
         yield error("plan.state.folder", state.folder, f"{there} {wrong}", "Give a folder on each node's own disk.")
         return
     needed, free = disk_bytes(case, case.plan), shutil.disk_usage(there).free
     if needed > free:
         has = f"{there} has {format_bytes(free)} free"
-        reason = f"needs at least {format_bytes(needed)} for each rank's state, two slots of it, and {has}"
+        reason = f"needs at least {format_bytes(needed)} for two slots of each rank's state, but {has}"
         yield error("plan.state.folder", state.folder, reason, "Make room there, or name a folder on another disk.")
 
 
@@ -166,8 +166,8 @@ def long_sequences_recompute(case: Case) -> Found:
 
 
 def state_bytes(case: Case, plan: Plan) -> int:
-    """At least what a rank holds of the blocks' state; experts are laid out apart. Below ZeRO-3 it also holds whole weights to
-    compute with."""
+    """Lower bound of a rank's bytes of the blocks' state; experts are laid out separately. Below ZeRO-3 it also holds whole
+    weights to compute with."""
     places = max(1, plan.pipeline // plan.sides)  # of stages: the two directions of a pipeline keep each of them twice
     return int(_held(case, plan, case.parameters, places))
 
@@ -179,7 +179,7 @@ def _elsewhere(case: Case) -> list[Slot]:
 
 
 def disk_bytes(case: Case, plan: Plan) -> int:
-    """At least what a rank's file takes for the blocks' state, twice: each chunk of it has two slots."""
+    """Lower bound of the size of a rank's file for the blocks' state: twice the state, because each chunk has two slots."""
     numbers, mesh = case.parameters, Mesh.of(plan)
     places = max(1, plan.pipeline // plan.sides)
     shares = numbers.dense / (plan.tensor * plan.shards) + numbers.experts / (

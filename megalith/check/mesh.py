@@ -90,7 +90,7 @@ def context_divides_the_sequence(case: Case) -> Found:
     length = case.spec.train.seq_len
     unit = 2 * plan.context * (plan.tensor if plan.sequence else 1)
     if length % unit:
-        reason = f"is no multiple of 2 x context {plan.context}" + (f" x tensor {plan.tensor}" if unit > 2 * plan.context else "")
+        reason = f"is not a multiple of 2 x context {plan.context}{f' x tensor {plan.tensor}' if unit > 2 * plan.context else ''}"
         yield error(
             "train.seq_len",
             length,
@@ -135,11 +135,8 @@ def batch_divides(case: Case) -> Found:
         factors = f"{f'sites.count {count} x ' if sites else ''}plan.data {plan.data} x plan.microbatch {plan.microbatch}"
         smaller = max((m for m in range(1, plan.microbatch) if batch % (count * plan.data * m) == 0), default=None)
         if sites and sites.each:
-            factors, smaller = (
-                f"{count} parts that sites share out x {unit_of(case.spec)} samples that the plan of each divides",
-                None,
-            )
-        reason = f"is no multiple of {factors} = {unit}"
+            factors, smaller = f"{count} shares of the sites x {unit_of(case.spec)} samples that each site's plan divides", None
+        reason = f"is not a multiple of {factors} = {unit}"
         also = f", or plan.microbatch = {smaller}" if smaller else ""
         yield error("train.global_batch", batch, reason, f"Use {near_ones}{also}.")
 

@@ -29,7 +29,7 @@ class Crossing(NamedTuple):
     numbers: int
     """The numbers of a row."""
     share: int
-    """The most of them that one rank holds."""
+    """The largest number of them on one rank."""
 
 
 def crossings(model: ModelSpec, plan: Plan, optimizer: OptimizerSpec) -> Iterator[Crossing]:
@@ -79,7 +79,7 @@ def halves_can_be_had(case: Case) -> Found:
         return
     compute = PRECISIONS[spec.train.precision].compute.name
     if compute != "bf16":
-        reason = f"keeps bf16 weights and what they leave of fp32, and weights compute in {compute}"
+        reason = f"splits fp32 weights into bf16 and the remaining bits, but weights compute in {compute}"
         yield error(
             "optimizer.master", spec.optimizer.master, reason, 'Use optimizer.master = "fp32", or train.precision = "bf16".'
         )

@@ -8,5 +8,5 @@ def name_is_a_folder(case: Case) -> Found:
     name = case.spec.name
     if name.strip() not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\"):
         return
-    reason = "is no name for a folder, and the run is kept in runs/NAME"
+    reason = "is not a name for a folder, and the run is kept in runs/NAME"
     yield error("name", name, reason, 'Leave out slashes, such as "first". --run-dir keeps a run anywhere else.')

@@ -48,14 +48,15 @@ def tiles_lie_inside_shards(case: Case) -> Found:
 
 
 def tiles_lie_inside_sequences(case: Case) -> Found:
-    """Gradients of weights are summed over tiles of tokens: those of one sequence, and of one context rank's part of it."""
+    """Weight gradients are summed over tiles of tokens. A tile lies within one sequence, and within one context rank's part of
+    it."""
     tile, train, plan = tile_of(case.spec.precision, case.spec.train.precision), case.spec.train, case.plan
     if not tile or case.spec.precision.weight_gradient == "wide":
         return
     unit = tile * (2 * plan.context if plan.context > 1 else 1)
     if train.seq_len % unit:
         parts = f" x 2 x context {plan.context} = {unit}" if plan.context > 1 else ""
-        reason = f"is no multiple of a tile's {tile} tokens{parts}: which tokens share a scale would depend on the plan"
+        reason = f"is not a multiple of a tile's {tile} tokens{parts}: which tokens share a scale would depend on the plan"
         way_out = f'Use seq_len = {next_multiple(train.seq_len, unit)}, say, or precision.weight_gradient = "wide".'
         yield error("train.seq_len", train.seq_len, reason, way_out)
 
@@ -192,7 +193,7 @@ def rotations_fit(case: Case) -> Found:
         reason = f'with precision.granularity = "{choices.granularity}": the tokens of a tile are transformed together'
         yield error("precision.hadamard", True, reason, "Use one or the other.")
     elif tile & (tile - 1):
-        reason = "is no power of two, and precision.hadamard transforms the tokens of a tile"
+        reason = "is not a power of two, and precision.hadamard transforms the tokens of a tile"
         yield error("precision.tile", tile, reason, f"Use tile = {1 << (tile.bit_length() - 1)}, or hadamard = false.")
 
 

@@ -12,7 +12,7 @@ from megalith.spec.treatment import kinds, summary
 
 
 def groups_match(case: Case) -> Found:
-    """Each group of parameters is of some."""
+    """Each group of parameters has at least one parameter."""
     optimizer = case.spec.optimizer
     if case.model is None or not optimizer.groups:
         return
@@ -22,7 +22,7 @@ def groups_match(case: Case) -> Found:
             continue
         mine = [name for name in names if fnmatchcase(name, group.pattern)]
         if mine:
-            reason = f"is of no parameter: later groups match all {len(mine)} that it matches, such as {mine[0]}"
+            reason = f"has no parameters left: later groups also match all {len(mine)} of its matches, such as {mine[0]}"
             way_out = "Put it after them, or leave it out: of the groups that match a parameter, the last one counts."
         else:
             nearest = near(group.pattern.strip("*"), names) or names[len(names) // 2]
@@ -71,7 +71,7 @@ def clipping_makes_sense(case: Case) -> Found:
 
 
 def rates_scale(case: Case) -> Found:
-    """A parametrization has a base, and a rule for what it scales."""
+    """A parametrization has a base, and a rule for each quantity that it scales."""
     model, optimizer = case.spec.model, case.spec.optimizer
     if model.parametrization == "standard":
         for name in ("base_dim", "base_layers", "base_head_dim"):
@@ -87,7 +87,7 @@ def rates_scale(case: Case) -> Found:
     for kind in kinds(optimizer):
         if OPTIMIZERS[kind].width is None or (kind == "adafactor" and optimizer.relative_step):
             what = "adafactor with relative_step" if kind == "adafactor" else kind
-            reason = f'has no rule for {what}: how its learning rate follows the width under "{model.parametrization}"'
+            reason = f'has no rule for {what}: "{model.parametrization}" does not define how its learning rate varies with width'
             known = ", ".join(name for name, row in OPTIMIZERS.items() if row.width is not None)
             yield error("model.parametrization", model.parametrization, reason, f'Use "standard", or one of {known}.')
     parts = {"Mamba-2": "mamba", "latent attention": "latent"}

@@ -1,4 +1,4 @@
-"""Rules about a user's own parts: they are there, they are what they must be, and the plan is one that they are written for."""
+"""Rules about a user's own parts: they can be imported, have the required type, and support the plan."""
 
 from collections import Counter
 from collections.abc import Mapping

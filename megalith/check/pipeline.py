@@ -115,7 +115,7 @@ def tied_weights_stay_together(case: Case) -> Found:
     if model.tied and case.plan.pipeline > 1:
         size = format_bytes(4 * model.vocab * model.dim // case.plan.tensor)
         reason = f"with pipeline = {case.plan.pipeline} keeps the matrix at both ends, which exchange {size} every step"
-        yield advice("model.tied", True, reason, "Use tied = false, or no pipeline, if that is much beside the model.")
+        yield advice("model.tied", True, reason, "Use tied = false, or no pipeline, if that is large compared with the model.")
 
 
 def _bubble(row: Kind, ranks: int, microbatches: int, chunks: int) -> float | None:

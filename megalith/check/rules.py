@@ -40,7 +40,7 @@ class Rule(NamedTuple):
     subject: str
     """The module of this package that the rule belongs to."""
     find: Callable[[Case], Found]
-    """Yields the problems of a case. Its docstring says what the rule wants."""
+    """Yields the problems of a case. Its docstring states the rule."""
 
 
 def check(

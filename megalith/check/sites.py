@@ -81,7 +81,7 @@ def sites_stay_together(case: Case) -> Found:
 
 
 def addresses_are_each_sites(case: Case) -> Found:
-    """Every site has an address with a port, or none has."""
+    """Either every site has an address with a port, or no site has one."""
     sites = case.spec.sites
     if sites is None:
         return

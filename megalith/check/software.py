@@ -57,7 +57,7 @@ def journeys_can_hide(case: Case) -> Found:
 
 
 def compiler_keeps_collectives(case: Case) -> Found:
-    """Older compilers leave out of backward what tensor ranks add up there, and say nothing (tests/promises/test_any_plan.py)."""
+    """Older compilers silently drop the sums over tensor ranks from backward (tests/promises/test_any_plan.py)."""
     plan = case.plan
     split = next((axis for axis in ("tensor", "context", "expert") if getattr(plan, axis) > 1), None)
     if not plan.compile or split is None:
@@ -85,7 +85,7 @@ def sinks_are_there(case: Case) -> Found:
 
 
 def alerts_can_be_sent(case: Case) -> Found:
-    """An address is one, and what sends alerts is there on this machine."""
+    """The address is valid, and the command that sends alerts exists on this machine."""
     alerts = case.spec.alerts
     if alerts.post is not None and not alerts.post.startswith(ENVIRONMENT):
         try:

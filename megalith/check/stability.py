@@ -1,11 +1,11 @@
-"""Rules about what a run does about spikes."""
+"""Rules about a run's response to spikes."""
 
 from megalith.check.case import Case, Found, advice, error
 from megalith.spec.run import ANSWERS
 
 
 def answers_are_a_ladder(case: Case) -> Found:
-    """Answers come from the mildest to the hardest, each once, and need somebody who watches."""
+    """Responses are listed once each, from the mildest to the hardest, and need the watch over the loss."""
     stability = case.spec.stability
     ladder = tuple(answer for answer in ANSWERS if answer in stability.answers)
     if stability.answers != ladder:

@@ -53,7 +53,7 @@ def batch(
     try:
         tried = sorted({1.0, *map(float, factors.split(","))})
     except ValueError:
-        raise typer.BadParameter(f"--factors {factors!r} is no list of numbers. Write --factors 0.5,1,2,4.") from None
+        raise typer.BadParameter(f"--factors {factors!r} is not a list of numbers. Write --factors 0.5,1,2,4.") from None
     found = advise(
         run_dir, step=step, factors=tried, steps=steps, replicas=replicas, scale=scale, tolerance=tolerance, out=out,
         train=_trainer(Console(stderr=as_json)),
@@ -82,8 +82,8 @@ def advise(
     out: Path | None,
     train: Train,
 ) -> Advised:
-    """Train all branches that are not finished, and judge their losses. Raises SpecErrors where the run has no such checkpoint, or a
-    branch has problems, before any of them starts; RuntimeError where one fails."""
+    """Train all branches that are not finished, and judge their losses. Raises SpecErrors before any branch starts if the run has
+    no such checkpoint or a branch has problems; RuntimeError if a branch fails."""
     from megalith.check import check
     from megalith.check.own import admit
     from megalith.checkpoint.folder import find_complete, name, of_run

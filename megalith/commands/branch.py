@@ -22,7 +22,7 @@ def settings(checkpoint: Path, decay: int, folder: Path | None) -> tuple[str, ..
         path, manifest = find_complete(checkpoint)
         position, saved = manifest.meta["position"], manifest.meta["spec"]
     except (OSError, KeyError, DamagedCheckpointError) as fault:
-        reason = f"is no checkpoint to begin from: {str(fault).rstrip('.')}"
+        reason = f"is not a checkpoint that a branch can begin from: {str(fault).rstrip('.')}"
         way_out = "Give the folder of a checkpoint, such as runs/first/checkpoints/step-00000100."
         raise SpecErrors([Problem("error", "--branch", str(checkpoint), reason, way_out, "command line")]) from fault
     updates = position.get("updates", position["step"])

@@ -90,8 +90,8 @@ def campaign(
 ) -> "Judgement":
     """Train what a run file describes twice, without faults and with those of `faultload`, and judge the second by the first.
 
-    Both runs lie in `out` (default: runs/NAME-campaign), which is emptied first. `aims`: speeds that are asked of it as well; None: none.
-    Raises SpecErrors for a run with problems.
+    Both runs lie in `out` (default: runs/NAME-campaign), which is emptied first. `aims`: time limits that the campaign must also
+    keep, if given. Raises SpecErrors for a run with problems.
     """
     from megalith.commands.shared import runs
     from megalith.fleet import injection

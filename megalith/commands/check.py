@@ -72,7 +72,7 @@ def _prices(request: RunRequest) -> "tuple[Price, ...]":
     plan = question.run.plan
     used = question.cluster.resized(plan.ranks)  # a plan may leave devices of a cluster idle
     if used is None:
-        reason = f"was measured with other ranks at work than the {plan.ranks:,} of the plan, and they share its processor"
+        reason = f"was measured with another number of ranks than the plan's {plan.ranks:,}, and ranks share its processor"
         way_out = f"{CALIBRATE} --ranks {plan.ranks}."
         raise SpecErrors([Problem("error", "cluster", question.run.cluster, reason, way_out)])
     return price.prices(replace(question, cluster=used), plan)

@@ -76,7 +76,7 @@ def _sizes(axis: str, text: str) -> list[int]:
     try:
         return sorted({int(word) for word in text.split(",") if int(word) > 0})
     except ValueError:
-        raise typer.BadParameter(f"--{axis}s {text!r} is no list of whole numbers. Write --{axis}s 64,128,256.") from None
+        raise typer.BadParameter(f"--{axis}s {text!r} is not a list of whole numbers. Write --{axis}s 64,128,256.") from None
 
 
 def _kinds(spec: "RunSpec", axis: "Axis") -> list[Any]:

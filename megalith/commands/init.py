@@ -24,7 +24,7 @@ KEYS = (
     "optimizer.lr", "optimizer.schedule", "optimizer.warmup",
     "validation.every", "checkpoint.every",
 )  # fmt: skip
-"""The keys of a run file that `init` writes, in their order. A value that is not its default is written beside them."""
+"""The keys of a run file that `init` writes, in their order. Values that differ from their defaults are written as well."""
 
 FURTHER_LR = 2e-5
 """Learning rate of a run that starts from trained weights."""

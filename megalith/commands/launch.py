@@ -1,4 +1,4 @@
-"""`megalith launch`: what an engine needs to start a run."""
+"""`megalith launch`: write the files that an engine needs to start a run."""
 
 import shlex
 import shutil
@@ -120,7 +120,8 @@ def launch(request: RunRequest, *, engine: str, options: Mapping[str, Any] | Non
 
 
 def hand_over(command: str) -> int:
-    """Hand a launch to its engine; the exit status of the command that takes it. Raises FileNotFoundError where there is none."""
+    """Submit a launch to its engine. Return the exit status of the engine's command. Raises FileNotFoundError if the command is
+    missing."""
     words = shlex.split(command)
     if shutil.which(words[0]) is None:
         raise FileNotFoundError(

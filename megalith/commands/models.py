@@ -17,8 +17,8 @@ STATE_BYTES = 16
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A model that has a name. `active`: parameters that a token meets. `state_bytes`: what training keeps of it over all ranks, without
-    activations."""
+    """A model that has a name. `active`: parameters that a token meets. `state_bytes`: bytes of training state over all ranks,
+    without activations."""
 
     name: str
     family: str

@@ -35,7 +35,7 @@ def _whole(text: str, thousand: int, such: str) -> int:
 
     found = quantity(text, thousand=thousand)
     if found is None or found != int(found):
-        raise typer.BadParameter(f"{text!r} is no whole number above 0. Write {such}.")
+        raise typer.BadParameter(f"{text!r} is not a whole number above 0. Write {such}.")
     return int(found)
 
 
@@ -86,7 +86,7 @@ Measured = Annotated[
     typer.Option(
         metavar="FILE|RUN",
         help="Rows you measured: a table (.csv, as megalith/planner/published/measurements.csv) or the folder of a finished run. "
-        "Times follow them as far as they can be trusted. May be repeated.",
+        "Predicted times move toward them as far as they can be trusted. May be repeated.",
     ),
 ]
 Atlas = Annotated[
@@ -310,7 +310,7 @@ def _draw_atlas(question: "Question", models: list[str], out: Path, *, overwrite
     from megalith.report import atlas as pages  # drawing
 
     if out.exists() and not overwrite:
-        raise FileExistsError(f"{out} is there already. Use --overwrite, or another --out.")
+        raise FileExistsError(f"{out} already exists. Use --overwrite, or another --out.")
     with progress() as bar:
         task = bar.add_task("searching", total=None, counts="searched")
 

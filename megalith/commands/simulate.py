@@ -113,7 +113,7 @@ def command(
     if sweep is not None:
         one_of("--sweep", sweep, "intervals", "spares")
     if out is not None and out.suffix != ".svg":
-        raise typer.BadParameter(f"--out {out} is no name of a picture. Use one that ends in .svg.")
+        raise typer.BadParameter(f"--out {out} does not name a picture. Use a name that ends in .svg.")
     from megalith.rehearse.prepare import Wanted  # numpy and specifications take 0.3 s to import
 
     prepared = prepare(Wanted(cluster, run, latencies, options, tuple(settings or ())))
@@ -204,7 +204,7 @@ class Swept:
 
     @property
     def best(self) -> "Tried":
-        """The interval with the best goodput, or the spares with the best of all devices that are paid for."""
+        """The interval with the best goodput, or the number of spares with the best goodput over all devices paid for."""
         return max(self.tried, key=lambda one: one.goodput if self.what == "intervals" else one.per_device)
 
     @property
@@ -213,7 +213,7 @@ class Swept:
         return (60, "minutes between checkpoints") if self.what == "intervals" else (1, "spare nodes")
 
     def names(self, one: "Tried") -> list[str]:
-        """Return what a value is known as: "best", or whose formula gives it."""
+        """Return the name of a value: "best", or whose formula gives it."""
         return ["best"] * (one is self.best) + [name for name, value in self.known.items() if value == one.value]
 
     def as_json(self) -> dict[str, Any]:

@@ -29,10 +29,10 @@ Profile = Annotated[str | None, typer.Option(metavar="A:B", help="Trace steps A 
 
 @dataclass(frozen=True)
 class Trained:
-    """How a training run ended. `code` is the exit status (`fleet.exit_codes`), `message` what a person should read.
+    """How a training run ended. `code` is the exit status (`fleet.exit_codes`), `message` a summary for the user.
 
-    `report` is None where none could be written, and on all ranks but the first, which also have no message. `unshown`: sentences about
-    what could not be shown, though nothing of it ended the run. `left`: sentences about copies of the state that stay on this machine.
+    `report` is None if none could be written. Ranks other than the first have no report and no message. `unshown`: sentences
+    about output that failed without ending the run. `left`: sentences about copies of the state that stay on this machine.
     `raised`: what the function that was given each event raised first.
     """
 
@@ -258,7 +258,7 @@ def _steps(text: str | None) -> str | None:
     """Return a range of steps, A:B. Raises a usage error for anything else."""
     first, _, last = (text or "1:2").partition(":")
     if not (first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last)):
-        raise typer.BadParameter(f"{text!r} is no range of steps. Write --profile 10:13 for steps 10, 11 and 12; the first is 1.")
+        raise typer.BadParameter(f"{text!r} is not a range of steps. Write --profile 10:13 for steps 10 to 12; the first is 1.")
     return text
 
 

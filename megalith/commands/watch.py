@@ -68,7 +68,7 @@ def command(
     from megalith.watch.source import Source
 
     if as_json is not None and as_json not in panels.PANELS:
-        raise typer.BadParameter(f"--json {as_json!r} is no panel. Use one of {', '.join(panels.PANELS)}.")
+        raise typer.BadParameter(f"--json {as_json!r} is not a panel. Use one of {', '.join(panels.PANELS)}.")
     if not page and alerts is None:
         raise typer.BadParameter("--no-page shows nothing. Give the run file with [alerts] too: --alerts RUN.toml.")
     rules = None if alerts is None else _rules(alerts)
@@ -167,7 +167,7 @@ def _serve(sources: "list[Source]", port: int, *, act: bool, rules: "AlertsSpec 
     print("Who has this address may look; on another machine, first: ssh -L "
           f"{server.port}:127.0.0.1:{server.port} this-one. Ctrl-C ends the page, and no run.", flush=True)  # fmt: skip
     if act:
-        print(f"who has this one may also give orders: {server.acting_address}", flush=True)
+        print(f"anybody who has this link may also give orders: {server.acting_address}", flush=True)
     try:
         while True:
             time.sleep(NOTICED)

@@ -44,8 +44,8 @@ class AlertsSpec(Spec):
 
 
 def address_of(target: str, environment: Mapping[str, str]) -> str:
-    """Return the address that `alerts.post` names. Raises ValueError for what is none; the address is no part of the message, for whoever
-    knows it may post there."""
+    """Return the address that `alerts.post` names. Raises ValueError if it is not an address. The message leaves the address out,
+    because whoever knows it may post there."""
     address, what = target, "alerts.post"
     if target.startswith(ENVIRONMENT):
         name = target.removeprefix(ENVIRONMENT)
@@ -53,5 +53,5 @@ def address_of(target: str, environment: Mapping[str, str]) -> str:
         if not address:
             raise ValueError(f"{what} is not set")
     if urlsplit(address).scheme not in ("http", "https") or not urlsplit(address).hostname:
-        raise ValueError(f"{what} is no http or https address")
+        raise ValueError(f"{what} is not an http or https address")
     return address

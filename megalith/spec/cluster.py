@@ -60,7 +60,7 @@ class Measured(Spec):
     """
 
     device: str = Field(description="the device that was measured, as torch calls it")
-    processor: str = Field(description="the processor beside it, or which computed")
+    processor: str = Field(description="the host processor, or the processor that computed")
     at: str = Field(description="date and time of the measurement, in UTC")
     torch: str = Field(description="version of PyTorch that was measured with")
     ranks: PositiveInt = Field(description="ranks that computed at once")
@@ -71,9 +71,11 @@ class Measured(Spec):
     attention_backward: PositiveFloat = Field(description="and its backward")
     memory: PositiveFloat = Field(description="share of the memory bandwidth that element-wise operations reach")
     fast: PositiveFloat | None = Field(
-        default=None, description="share of scale_up that a large collective reaches; none of one rank"
+        default=None, description="share of scale_up that a large collective reaches; unset with one rank"
     )
-    latency: PositiveFloat | None = Field(default=None, description="seconds that a collective takes to start; none of one rank")
+    latency: PositiveFloat | None = Field(
+        default=None, description="seconds that a collective takes to start; unset with one rank"
+    )
     launch: PositiveFloat = Field(description="seconds to start an operation")
     in_turn: bool = Field(
         description="true where an operation is computed by the processor that starts it, so nothing hides the start"

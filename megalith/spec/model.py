@@ -137,7 +137,7 @@ class RouterSpec(Spec):
     normalise: bool = Field(default=False, description="the chosen experts' weights sum to 1")
     scale: PositiveFloat = Field(default=1.0, description="factor of the weights (DeepSeek's routed scaling)")
     groups: PositiveInt = Field(default=1, description="groups the experts form; a token is limited to a few of them")
-    active_groups: PositiveInt = Field(default=1, description="groups a token may go to")
+    active_groups: PositiveInt = Field(default=1, description="groups whose experts a token may go to")
     group_score: Literal["max", "top2"] = Field(
         default="max", description="what a group is chosen by (V2: max, V3: sum of the best two)"
     )

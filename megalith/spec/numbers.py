@@ -245,7 +245,7 @@ else:
 # --- choices within a narrow precision ---
 
 FEW_OUTPUTS = ("*.mamba.step", "*.mlp.shared_gate")
-"""Layers with an output a head, or one: they stay wide, since a tensor rank's share of the outputs is no whole tile."""
+"""Layers with an output a head, or one: they stay wide, since a tensor rank's share of the outputs is not a whole tile."""
 
 
 class PrecisionSpec(Spec):

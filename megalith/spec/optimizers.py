@@ -98,7 +98,7 @@ OPTIMIZERS: dict[str, Kind] = _Rows(
 
 
 def admit(name: str) -> None:
-    """Import a user's own row, `module:object`, into OPTIMIZERS. Raises own.OwnPartError for what is no row, or a row with a fault."""
+    """Import a user's own row, `module:object`, into OPTIMIZERS. Raises own.OwnPartError if it is not a row or has a fault."""
     row = own.load(name)
     if not isinstance(row, Kind):
         raise own.OwnPartError(f"it is a {type(row).__name__}, and an optimizer is a megalith.spec.optimizers.Kind")
@@ -109,9 +109,9 @@ def admit(name: str) -> None:
     faults += [f"two of its slots are called {one}" for one in dict.fromkeys(names) if names.count(one) > 1]
     faults += [f"its slot {slot.name} is of no category optimizer" for slot in row.slots if slot.category != "optimizer"]
     if not own.is_own(row.rule):
-        faults.append(f"its rule {row.rule!r} is no module:Class")
+        faults.append(f"its rule {row.rule!r} is not a module:Class")
     if row.rest is not None and row.rest not in OPTIMIZERS:
-        faults.append(f"its rest {row.rest!r} is no optimizer")
+        faults.append(f"its rest {row.rest!r} is not an optimizer")
     if faults:
         raise own.OwnPartError("; ".join(faults))
     OPTIMIZERS[name] = row

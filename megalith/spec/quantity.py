@@ -15,7 +15,7 @@ class Thousand(NamedTuple):
 
 def quantity(text: str, *, thousand: int = 1000) -> float | None:
     """Return 15T, 300B, 1.5e9 or 4M as a number. K, M, B or G, and T count in powers of `thousand`; Ki, Mi, Gi and Ti in powers of 1024.
-    None for text that is no number above 0."""
+    None for text that is not a number above 0."""
     found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(?:([KMGBT])(i)?)?", text.strip(), re.IGNORECASE)
     if not found:
         return None
@@ -25,7 +25,7 @@ def quantity(text: str, *, thousand: int = 1000) -> float | None:
 
 
 def whole(text: str, mark: Thousand) -> int | None:
-    """Return "8k" or "1e5" as a whole number; None for text without such a letter or exponent, or that is no whole number."""
+    """Return "8k" or "1e5" as a whole number; None for text without such a letter or exponent, or that is not a whole number."""
     number = quantity(text, thousand=mark.base) if re.search(r"[a-zA-Z]", text) else None
     return int(number) if number is not None and number == int(number) else None
 

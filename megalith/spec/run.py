@@ -267,9 +267,7 @@ class LossScaleSpec(Spec):
     hysteresis: PositiveInt = Field(
         default=2, le=2**10, description="overflows since it last grew at which it is halved, and at each further one"
     )
-    floor: PositiveInt = Field(
-        default=1, le=2**40, description="an overflow at this scale is no longer answered by a smaller one"
-    )
+    floor: PositiveInt = Field(default=1, le=2**40, description="smallest scale: an overflow at it does not lower the scale")
 
 
 class BranchSpec(Spec):

@@ -33,7 +33,7 @@ class LatencySpec(Spec):
     start: NonNegativeFloat | None = Field(default=None, description="the first start")
     check: NonNegativeFloat | None = Field(default=None, description="a node's health check")
     verify: NonNegativeFloat | None = Field(
-        default=None, description="share of the time that fleet.verify_every's recomputation takes"
+        default=None, description="share of the run's time that recomputation takes (fleet.verify_every)"
     )
 
 

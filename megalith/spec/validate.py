@@ -89,8 +89,9 @@ def validate(tree: Tree, spec: type[S], *, source: Callable[[str], str]) -> S:
 def examine(tree: Tree, spec: type[S], *, source: Callable[[str], str], preset_failed: bool = False) -> Examined[S]:
     """The same, with the problems beside what is right.
 
-    Types are strict: "4" is no number and 4.0 no whole number. "none" stands for no value where a key may have none. After a misspelt
-    preset (`preset_failed`) the sizes it would have given are not missed, and other families' sizes are not refused.
+    Types are strict: "4" is not a number and 4.0 is not a whole number. "none" stands for no value where a key may have none.
+    After a misspelt preset (`preset_failed`) the sizes it would have given are not missed, and other families' sizes are not
+    refused.
     """
     whole = {name: {} for name, field in spec.model_fields.items() if field.is_required()} | tree
     given = _with_nones(spec, whole)

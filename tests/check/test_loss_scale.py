@@ -8,7 +8,7 @@ FP16 = "train.precision=fp16"
 def test_a_scale_is_a_power_of_two_above_its_floor() -> None:
     assert errors(FP16, "loss_scale.initial=1024", "loss_scale.floor=1024") == []
     is_named([FP16, "loss_scale.initial=1000"], "loss_scale.initial", "Use 512 or 1024.")
-    is_named([FP16, "loss_scale.floor=3"], "loss_scale.floor", "is no power of two")
+    is_named([FP16, "loss_scale.floor=3"], "loss_scale.floor", "is not a power of two")
     is_named([FP16, "loss_scale.initial=2", "loss_scale.floor=4"], "loss_scale.floor", "Use floor <= 2.")
 
 

@@ -31,7 +31,7 @@ from tests.check.runs import HYBRID, advice, errors, found, is_named, spec
         (
             ["cluster=h100", "optimizer.kind=muon", "plan.state.optimizer=host"],
             "plan.state.optimizer",
-            "would update by muon in host memory, and what it needs of each whole matrix is on other GPUs",
+            "would update by muon in host memory, but it needs each whole matrix, parts of which are on other GPUs",
         ),
     ],
 )
@@ -135,10 +135,10 @@ def test_a_folder_that_cannot_hold_the_state_is_named(tmp_path: Path, monkeypatc
     settings = ["plan.state.optimizer=disk", "fleet.memory_every=0"]
     taken = tmp_path / "taken"
     taken.write_text("a file")
-    assert "is no folder" in _said_of_the_folder(*settings, f"plan.state.folder={taken}")
+    assert "is not a folder" in _said_of_the_folder(*settings, f"plan.state.folder={taken}")
     full = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    assert f"and {tmp_path} has 1.0 MiB free" in _said_of_the_folder(*settings, f"plan.state.folder={tmp_path}/new")
+    assert f"but {tmp_path} has 1.0 MiB free" in _said_of_the_folder(*settings, f"plan.state.folder={tmp_path}/new")
 
 
 def _said_of_the_folder(*settings: str) -> str:

@@ -77,7 +77,7 @@ def test_halves_need_weights_in_bf16_and_no_sites() -> None:
     """All at once."""
     wrong = errors("optimizer.master=split16", "train.precision=fp16", "sites.count=2")
     assert [problem.reason for problem in wrong if problem.key == "optimizer.master"] == [
-        "keeps bf16 weights and what they leave of fp32, and weights compute in fp16",
+        "splits fp32 weights into bf16 and the remaining bits, but weights compute in fp16",
         "keeps no fp32 weights, and sites merge theirs in fp32",
     ]
     assert not errors("optimizer.master=split8", "train.precision=fp8")

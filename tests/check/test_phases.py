@@ -14,7 +14,7 @@ def test_the_batch_of_every_phase_divides():
     assert errors("train.global_batch=8", "plan.data=4", RAMP) == []
     (found,) = errors("train.global_batch=8", "plan.data=8", RAMP)
     assert (found.key, found.value) == ("train.batch_ramp[0].global_batch", 12)
-    assert found.reason.startswith("from sample 400 on is no multiple of plan.data 8")
+    assert found.reason.startswith("from sample 400 on is not a multiple of plan.data 8")
 
 
 def test_the_sequences_of_every_phase_fit_the_plan():

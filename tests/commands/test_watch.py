@@ -32,7 +32,7 @@ def test_the_page_as_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["--json", "heat"], 2, "'heat' is no panel. Use one of alive, loss, speed, rank-heatmap"),
+        (["--json", "heat"], 2, "'heat' is not a panel. Use one of alive, loss, speed, rank-heatmap"),
         (["--json", "alive"], 1, "holds no run"),
     ],
 )

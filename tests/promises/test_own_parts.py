@@ -404,10 +404,10 @@ def test_a_rule_that_needs_more_than_its_row_says_is_refused(rule: str, says: st
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        (Kind(title="", rule="here", slots=()), "is no module:Class"),
+        (Kind(title="", rule="here", slots=()), "is not a module:Class"),
         (Kind(title="", rule="a:B", slots=(Slot("weights"),)), "a name that is taken"),
         (Kind(title="", rule="a:B", slots=(Slot("m"), Slot("m"))), "two of its slots"),
-        (Kind(title="", rule="a:B", slots=(), rest="adamz"), "is no optimizer"),
+        (Kind(title="", rule="a:B", slots=(), rest="adamz"), "is not an optimizer"),
     ],
 )
 def test_a_row_with_a_fault_is_refused(row: Kind, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,7 @@ optimizer.warmup = 1
     monkeypatch.setenv("COLUMNS", "1000")
     printed = CliRunner().invoke(app, ["check", str(run), "--price"])
     assert printed.exit_code == 2
-    assert "was measured with other ranks at work than the 1 of the plan" in printed.output
+    assert "was measured with another number of ranks than the plan's 1," in printed.output
 
 
 def test_links_that_nobody_published_are_the_measured_ones():

@@ -45,7 +45,7 @@ class RunRequest:
         if not run_dir.is_dir():
             raise FileNotFoundError(f"{run_dir} does not exist. Give the folder of a run: the --run-dir of `megalith train`.")
         if not (run_dir / FILE).is_file():
-            raise FileNotFoundError(f"{run_dir} holds no {FILE}: it is no run folder. Give the --run-dir of a run.")
+            raise FileNotFoundError(f"{run_dir} holds no {FILE}: it is not a run folder. Give the --run-dir of a run.")
         return cls(run_dir / FILE, overrides, run_dir, saved=True)
 
     def folder(self, spec: "RunSpec") -> Path:
@@ -54,7 +54,7 @@ class RunRequest:
 
 
 def admit_parts(names: Sequence[str] | None) -> None:
-    """Import the own parts of a model that a command line names. Raises own.OwnPartError for what is none."""
+    """Import the own parts of a model that a command line names. Raises own.OwnPartError if it is not an own part."""
     for name in names or ():
         from megalith import own
         from megalith.spec import parts  # specifications take 0.2 s to import

@@ -50,15 +50,15 @@ def readable_errors(*, as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def lossy_output() -> Iterator[None]:
-    """Print to standard output and error as long as they take anything: what a closed pipe or a full disk does not take is lost, and
-    ends nothing. How much that was is said at the end, on the other one."""
+    """Print to standard output and error as long as they take anything: output that a closed pipe or a full disk refuses is lost,
+    and does not end the command. How much that was is said at the end, on the other one."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     outputs: dict[str, disk.Output] = {}
     for name, stream in before.items():
         try:
             stream.flush()
             outputs[name] = disk.Output(stream.fileno())
-        except (AttributeError, OSError, ValueError):  # there is none, or it is no file
+        except (AttributeError, OSError, ValueError):  # there is none, or it is not a file
             continue
         setattr(sys, name, disk.text_output(outputs[name], encoding=stream.encoding, errors=stream.errors))
     try:
@@ -192,6 +192,6 @@ def counted(number: int, noun: str) -> str:
 def write(text: str, path: Path, *, overwrite: bool) -> None:
     """Write a file, and the folders above it. Raises FileExistsError if it exists with another text, unless `overwrite`."""
     if not overwrite and path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
-        raise FileExistsError(f"{path} is there already and holds something else. Use --overwrite, or another --out.")
+        raise FileExistsError(f"{path} already exists and holds something else. Use --overwrite, or another --out.")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

@@ -76,8 +76,9 @@ def start(
 
 
 def own(folder: Path, place: "Place | None") -> "contextlib.AbstractContextManager[Owner | None]":
-    """Own the run folder while the block runs: as who starts the ranks of this machine, or as the first of all ranks, which writes its
-    notes and commits its checkpoints. None for other ranks. Raises InUseError if another process owns it."""
+    """Own the run folder while the block runs: either as the process that starts the ranks of this machine, or as the first rank,
+    which writes the run's notes and commits its checkpoints. None for other ranks. Raises InUseError if another process owns
+    it."""
     if place is not None and place.rank > 0:
         return contextlib.nullcontext()
     return _renewed(folder, wide=place is not None and place.local_world < place.world)
@@ -181,16 +182,16 @@ def directed_elsewhere(job: Job) -> Job:
 
 
 def identity(spec: RunSpec) -> str:
-    """Return what a run computes, as text: also from which data, for other data may lie at the same path. Copies in memory belong to a run
-    only if their identity is its own."""
+    """Return what a run computes, as text, including a digest of its data: other data may lie at the same path. Copies in memory
+    belong to a run only if their identity is its own."""
     data = Path(spec.data.path) / manifest.FILE
     samples = sealed.digest(data.read_bytes()) if data.is_file() else ""
     return spec.model_dump_json(exclude={"fleet", "launch", "log", "alerts", "validation", "checkpoint", "name"}) + samples
 
 
 def checkpoints(folder: Path) -> tuple[Copy, ...]:
-    """Return a run's checkpoints as copies of its state, without those of steps that it was sent back before. Where no manifest can be
-    read there are all of them: none can be used, and that is to be seen, lest the run begin anew."""
+    """Return a run's checkpoints as copies of its state, without those of steps that it was sent back before. If no manifest can
+    be read, return all of them: the run must see that none is usable, and not begin anew."""
     steps = [int(path.name.removeprefix("step-")) for path in committed(of_run(folder))]
     newest = latest(of_run(folder))
     last = max(steps, default=0) if newest is None else read_manifest(newest).step

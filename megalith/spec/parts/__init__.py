@@ -89,7 +89,7 @@ PARTS: dict[str, ModelPart] = _Rows()
 
 
 def admit(name: str, kind: str | None = None) -> None:
-    """Import a row into PARTS. Raises own.OwnPartError for what is no row of this kind (None: of any), or a row with a fault."""
+    """Import a row into PARTS. Raises own.OwnPartError if it is not a row of this kind (None: any kind) or is faulty."""
     row = own.load(name)
     if not isinstance(row, ModelPart):
         raise own.OwnPartError(f"it is a {type(row).__name__}, and a part of a model is a megalith.spec.parts.ModelPart")
@@ -97,7 +97,7 @@ def admit(name: str, kind: str | None = None) -> None:
     if kind is not None and row.kind != kind:
         faults.append(f"its kind is {row.kind!r}, where {kind!r} is needed")
     if not own.is_own(row.module):
-        faults.append(f"its module {row.module!r} is no module:Class")
+        faults.append(f"its module {row.module!r} is not a module:Class")
     elif _package(row.module) != _package(name):
         faults.append(f"its module {row.module} is outside of {_package(name)}, whose source the run keeps the digest of")
     if row.core and row.kind != "attention":
@@ -118,7 +118,7 @@ def declared(name: str, dim: int, spec: Any) -> tuple[Tensor, ...]:
     except Exception as error:  # the user's own function runs
         raise own.OwnPartError(f"tensors(dim={dim}, ...) of {name} fails: {type(error).__name__}: {error}") from error
     names = [each.name for each in found]
-    faults += [f"{one} stands there more than once" for one in dict.fromkeys(names) if names.count(one) > 1]
+    faults += [f"{one} is listed more than once" for one in dict.fromkeys(names) if names.count(one) > 1]
     if faults:
         raise own.OwnPartError(f"tensors(dim={dim}, ...) of {name}: " + "; ".join(faults))
     return found
@@ -161,7 +161,7 @@ def _faults(tensor: Tensor, kind: str) -> Iterable[str]:
     if tensor.cut not in (None, *get_args(Cut)) or tensor.first not in get_args(First):
         yield f"{tensor.name} has cut = {tensor.cut!r}, first = {tensor.first!r}"
     elif tensor.cut == "inputs" and len(tensor.shape) != 2:
-        yield f'{tensor.name} has cut = "inputs", and is no matrix'
+        yield f'{tensor.name} has cut = "inputs", and is not a matrix'
     elif tensor.cut and kind == "norm":
         yield f"{tensor.name} is cut, and a norm sees whole channels"
     if tensor.heads < 1 or tensor.shape[0] % tensor.heads:

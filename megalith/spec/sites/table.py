@@ -56,7 +56,7 @@ class SitesSpec(Spec):
     mixing: NonNegativeFloat | None = Field(
         default=None,
         le=1.0,
-        description="share of a site's own weights in those that it trains on; default: 0.5 with overlap, else 0",
+        description="share of a site's own weights when it mixes them with merged ones; default: 0.5 with overlap, else 0",
     )
     bits: Literal[2, 4, 8, 32] = Field(
         default=32, description="bits of each element of a difference that is sent; vectors are always sent in fp32"
