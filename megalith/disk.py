@@ -29,7 +29,8 @@ UNAVAILABLE = frozenset(
 """Errors of storage: a full disk or quota, a file system that fails, or one whose server does not answer."""
 
 AWAY = UNAVAILABLE | {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}
-"""Errors of a path that was used before. It may come back, so a missing or forbidden path is no mistake in its name."""
+"""Errors of a path that was used before. It may come back, so a missing or forbidden path does not mean that its name is
+wrong."""
 
 
 def is_unavailable(error: BaseException) -> bool:
@@ -94,8 +95,8 @@ def make_folder(folder: Path) -> None:
 
 
 def check_mounted(path: Path) -> None:
-    """Raise OSError if a path lies at or under a mount point without its file system: what is written there would be hidden once it is
-    mounted, and a run would begin anew beside its own checkpoints."""
+    """Raise OSError if a path lies at or under a mount point without its file system: files written there would be hidden once it
+    is mounted, and a run would start over although it has checkpoints."""
     if (mount := bare_mount(path)) is not None:
         why = f"nothing is mounted here, where /etc/fstab expects a file system, and {path} would lie under it"
         advice = f"{why}: mount it, or choose another folder"
@@ -115,8 +116,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def append(descriptor: int, line: bytes) -> None:
-    """Append a line to a file that is open for reading and appending. What a writer before left of a line, when it died, is a line of its
-    own then: who reads the file skips it. Raises OSError if not all of the line could be written: then none of it stays."""
+    """Append a line to a file that is open for reading and appending. If an earlier writer died within a line, the torn part
+    becomes a separate line, which readers skip. Raises OSError if the line could not be written in full; the written part is then
+    removed."""
     size = os.fstat(descriptor).st_size
     whole = b"\n" * (size > 0 and os.pread(descriptor, 1, size - 1) != b"\n") + line
     written = os.write(descriptor, whole)
@@ -130,8 +132,8 @@ class Journal:
     """Lines appended to a file which may be full, away, forbidden or deleted. What cannot be written now waits, the oldest of more than
     `most` lines is lost; no method raises an OSError.
 
-    `renewed` gives lines to begin with where the file is no longer the one that was written to before: it was deleted, replaced or cut
-    off. Its argument says whether this journal made the new file.
+    `renewed` gives the first lines for a file that was deleted, replaced or truncated since the last write. Its argument says
+    whether this journal made the new file.
     """
 
     def __init__(self, path: Path, *, most: int, renewed: Callable[[bool], Iterable[bytes]] = lambda made: ()) -> None:
@@ -162,13 +164,11 @@ class Journal:
                 self._close()
             if self._stopped is None:
                 self._stopped = time.monotonic()
-                print(
-                    f"{self._path} cannot be written ({error.strerror}): what it should hold waits", file=sys.stderr, flush=True
-                )
+                print(f"{self._path} cannot be written ({error.strerror}): new lines wait in memory", file=sys.stderr, flush=True)
             return
         if self._stopped is not None:
             seconds, self._stopped = time.monotonic() - self._stopped, None
-            words = f"{self._path} is written again after {seconds:.0f} s"
+            words = f"{self._path} can be written again after {seconds:.0f} s"
             print(f"{words}: {waited} line{'s' * (waited != 1)} had waited", file=sys.stderr, flush=True)
 
     def _open(self) -> int:
@@ -208,7 +208,7 @@ class Journal:
             self._file = None
 
     def close(self) -> None:
-        """Write what still waits, and print how much of it cannot be written to the last."""
+        """Write the waiting lines, and print the number that could not be written."""
         self._flush()
         if self._waiting:
             print(f"the last {len(self._waiting)} lines of {self._path} could not be written", file=sys.stderr, flush=True)

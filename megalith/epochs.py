@@ -1,9 +1,9 @@
 """The names that each owner of a run folder writes under, so that nothing an earlier one still writes is ever read.
 
-An owner that stood still for so long that another took its place may wake up and finish what it had begun. So owners that may overlap have
+An owner that was suspended until another took its place may wake up and finish a write. So owners that may overlap have
 different epochs. What epoch 0 writes has the plain names, `events.jsonl` and `checkpoints/`; epoch 2 writes `events-2.jsonl` and
-`checkpoints-2/`. Readers take what has the highest number. A new epoch begins with all that there was: files are copied, and folders get
-another name at one stroke, after which no path of an earlier owner leads into them.
+`checkpoints-2/`. Readers use the file with the highest number. A new epoch starts from the previous one's content: files are
+copied, and folders are renamed atomically, so that no path of an earlier owner leads into them.
 """
 
 import errno
@@ -36,7 +36,7 @@ def last(run_dir: Path) -> int:
 
 
 def begin(run_dir: Path, epoch: int) -> None:
-    """Give an epoch what there was before it. Whoever was killed meanwhile is followed by one that does what was left undone.
+    """Give an epoch the content of the previous one. If this process is killed meanwhile, its successor completes the work.
 
     Raises OSError, naming the folder and a way out, where a folder cannot be renamed.
     """

@@ -1,12 +1,13 @@
 """Rank <-> axes. Pure arithmetic, no torch: the trainer, the checker and the planner place ranks by the same rule.
 
-The same ranks are seen three ways. **Work**: what a rank computes: its pipeline place, which samples (`data`), which part of a sequence
-(`context`), which part of each matrix product (`tensor`). **State**: which part of the dense weights, gradients and moments it keeps.
+The same ranks are seen three ways. **Work**: the share that a rank computes: its pipeline place, which samples (`data`), which
+part of a sequence (`context`), which part of each matrix product (`tensor`). **State**: which part of the dense weights,
+gradients and moments it keeps.
 **Experts**: the same for the experts' weights, which are laid out apart. The work axes go from slowest to fastest varying: neighbouring
 ranks share the fastest links, and tensor parallelism needs them most; pipeline stages exchange least, so they sit furthest apart.
 
-A bidirectional pipeline (DualPipe) keeps two copies of each stage, on rank p and on its mirror rank P - 1 - p. For the state such a pair
-is one place with twice as many data ranks: `side` tells the two apart.
+A bidirectional pipeline (DualPipe) keeps two copies of each stage, on rank p and on its mirror rank P - 1 - p. For the state,
+such a pair counts as one place with twice as many data ranks: `side` tells the two apart.
 """
 
 from collections.abc import Mapping
@@ -73,16 +74,16 @@ class Mesh:
         return shift if self.data % shift == 0 and shift < self.data else 0
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the place of `rank` on each WORK axis: what it computes."""
+        """Return the place of `rank` on each WORK axis, which determines its computations."""
         assert 0 <= rank < self.ranks, (rank, self)
         return _places(rank, WORK, self.work)
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank that stands at work `coordinates` (axes not named are 0)."""
+        """The rank at work `coordinates` (axes not named are 0)."""
         return _number(coordinates, WORK, self.work)
 
     def place(self, rank: int) -> int:
-        """The pipeline place of a rank: those with the same hold the same stages."""
+        """The pipeline place of a rank; ranks with the same place hold the same stages."""
         return self._place(self.coordinates(rank)["pipeline"])[0]
 
     def state_coordinates(self, rank: int) -> dict[str, int]:

@@ -16,7 +16,7 @@ NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 
 
 class OwnPartError(ValueError):
-    """A part that cannot be imported, or that is not what it must be."""
+    """A part that cannot be imported, or does not follow its protocol."""
 
 
 def is_own(name: str) -> bool:

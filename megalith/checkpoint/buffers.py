@@ -15,7 +15,7 @@ from megalith.fleet.tiers.copies import GOOD, PAGE, Buffer, Entry, Label, Layout
 
 @dataclass
 class Buffers:
-    """Files of one rank's state, used in turn. `busy` are those that something still reads."""
+    """Files of one rank's state, used in turn. `busy` are buffers that are still being read."""
 
     files: list[Buffer]
     views: list[dict[str, Tensor]]
@@ -33,8 +33,8 @@ class Buffers:
         return cls(files, [views(body[len(layout) :], read.entries) for body in bodies], bodies, len(layout), read.entries)
 
     def make_anew(self) -> int:
-        """Make each file anew that was removed, with what it held; how many those were. One that finds no room stays removed: it is tried
-        again at the next call."""
+        """Recreate each removed file with its content, and return the number of such files. One that finds no room stays removed:
+        it is tried again at the next call."""
         made = 0
         for number, old in enumerate(self.files):
             if not old.is_removed():

@@ -92,7 +92,8 @@ class Checkpointer:
         self._staging = Staging()
 
     def reserve(self, state: Mapping[str, Tensor | Laid]) -> None:
-        """Agree now who writes what, and get the memory for the copies, so that the first save waits no longer than the others.
+        """Agree now which rank writes which tensors, and allocate the memory for copies, so that the first save takes no longer
+        than later ones.
 
         Optional. Raises ValueError on every rank if the state cannot be saved.
         """
@@ -113,8 +114,8 @@ class Checkpointer:
         Never raises because of the save: its outcome comes out of `poll` or `wait`. Returns when the tensors may change again:
         once they are copied if `asynchronous`, else when the checkpoint is committed. A save under way is waited for first.
         Shares that are not in memory are not copied, so such a state is not saved asynchronously.
-        `check` looks at the state once it is copied (if not `asynchronous`: before it is read) and raises if it is not to be saved: then
-        there is no checkpoint of this step, for which all ranks must have written.
+        `check` looks at the state once it is copied (if not `asynchronous`: before it is read) and raises if it must not be
+        saved. Then this step has no checkpoint, because a checkpoint needs the files of all ranks.
         """
         job = _Job(step, began=time.monotonic())
         asynchronous = asynchronous and all(not isinstance(each, Laid) or at_hand(each.data) for each in state.values())
@@ -156,15 +157,15 @@ class Checkpointer:
         return self._party.tell(self._party.leads and any(path.name == name for path in files.committed(self.folder)))
 
     def steps(self) -> set[int]:
-        """The steps of which this rank sees a committed checkpoint, damaged or not; none where the folder cannot be read."""
+        """The steps whose committed checkpoints this rank can see, damaged or not; empty if the folder cannot be read."""
         try:
             return {files.step_of(path) for path in files.committed(self.folder)}
         except OSError:
             return set()
 
     def told(self, what: Callable[[Mapping[str, Any]], T], *, step: int | None = None) -> T | None:
-        """Return what `what` finds in the meta of the newest checkpoint, or of that of `step`, on every rank; None if there is none that
-        can be read. Its tensors are not looked at."""
+        """Return `what` of the meta of the newest checkpoint, or of that of `step`, on every rank; None if no checkpoint can be
+        read. Its tensors are not looked at."""
         self._join()
         return self._party.tell(self._told(what, step) if self._party.leads else None)
 

@@ -14,8 +14,8 @@ Factor = Callable[[Tensor], Tensor]
 def folded(spec: Model, weights: Mapping[str, Tensor]) -> tuple[Model, Mapping[str, Tensor]]:
     """Return the model in the standard parametrization and weights with which it computes what `spec` does with `weights`.
 
-    The factor of the logits goes into the final norm, that of what a block's half adds into the matrix (or the norm) that it ends with,
-    that of attention's scores into the queries. In fp32 a factor that is no power of two costs one rounding of a weight.
+    The logit factor is folded into the final norm; the factor of a block half into its last matrix (or norm); the factor of
+    attention scores into the queries. In fp32 a factor that is not a power of two costs one rounding of a weight.
     """
     if spec.parametrization == "standard":
         return spec, weights

@@ -38,7 +38,8 @@ class DamagedCheckpointError(ValueError):
 
 
 class AwayError(OSError):
-    """A checkpoint cannot be read just now. Nothing is known against it: it is no reason to use another one, or none."""
+    """A checkpoint cannot be read just now. It may be intact, so this is no reason to use an earlier checkpoint or to start
+    over."""
 
     exit_code = ExitCode.LOST
 
@@ -157,7 +158,8 @@ def read_index(path: Path, manifest: Manifest) -> Index:
 
 
 def check_file(path: Path, file: str, expected: FileDigest | None) -> str | None:
-    """Return the problem of one file of the checkpoint `path`; None if it is as it was written. Reads the file once, in small pieces.
+    """Return the problem of one file of the checkpoint `path`; None if it is unchanged since it was written. Reads the file once,
+    in small pieces.
 
     Raises OSError if it is there and cannot be read.
     """
@@ -178,7 +180,8 @@ def check_file(path: Path, file: str, expected: FileDigest | None) -> str | None
 
 
 def verify(path: Path) -> list[str]:
-    """All that is wrong with the checkpoint `path`, naming the files; empty if it is intact. What cannot be read is wrong here as well."""
+    """All that is wrong with the checkpoint `path`, naming the files; empty if it is intact. An unreadable file counts as
+    damaged."""
     try:
         manifest = read_manifest(path)
         problems = [check_file(path, file, digest) for file, digest in manifest.files.items()]
@@ -214,7 +217,7 @@ def of_run(run_dir: Path) -> Path:
 
 
 def committed(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, last committed first; those without a readable manifest stand at the front."""
+    """The complete checkpoints in `folder`, last committed first; those without a readable manifest come first."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _COMMITTED.fullmatch(path.name) and path.is_dir()]
@@ -295,7 +298,7 @@ def find_complete(path: Path) -> tuple[Path, Manifest]:
 
 
 def nothing_text(path: Path) -> str:
-    """There is no checkpoint, as a person should read it."""
+    """Return the message that there is no checkpoint."""
     absent = f" does not exist, so there is no checkpoint here (relative paths start at {Path.cwd()})"
     if (path / "config.json").is_file():
         return (

@@ -101,7 +101,7 @@ def export(
     dtype: torch.dtype = torch.bfloat16,
     file_bytes: int = 5_000_000_000,
 ) -> list[Path]:
-    """Write a folder that transformers (4.46 and later) loads; the files written.
+    """Write a folder that transformers (4.46 and later) loads, and return the files written.
 
     `weights` maps our parameter names to whole tensors, which are written as `dtype` but for those that transformers keeps in fp32;
     `tokenizer` goes along with them, and says what ends a text. Weights beyond `file_bytes` go to several files. Raises ValueError for a

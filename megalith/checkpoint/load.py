@@ -20,7 +20,7 @@ Warn = Callable[[str], None]
 Accept = Callable[[Path, Mapping[str, Any]], None]
 State = Mapping[str, Tensor | Laid]
 Wanted = State | Callable[[Mapping[str, Any]], State]
-"""The tensors to fill, or a function that makes them from what a checkpoint says of itself."""
+"""The tensors to fill, or a function that makes them from a checkpoint's meta."""
 
 
 class MismatchError(ValueError):
@@ -61,8 +61,8 @@ def load(
     Every rank of `group` (gloo; None: this process alone) calls it with what it holds, in whatever layout. Digests are
     verified first, each file by one rank. `partial`: the checkpoint may hold more than is asked for. `cast`: convert values
     to the dtype of their destination. `rows`: tensors that may have more or fewer rows in the checkpoint; the rows that both have are
-    read, and the others stay as they are. `accept` is called on every rank, before a checkpoint is read, with its path and what it says of
-    itself: what it raises, this raises. `warn` is called on the first rank.
+    read, and the others stay as they are. `accept` is called on every rank, before a checkpoint is read, with its path and its
+    meta; its exceptions are passed on. `warn` is called on the first rank.
 
     Raises FileNotFoundError (no checkpoint), DamagedCheckpointError (none intact), AwayError (the newest that is not damaged cannot be
     read just now), MismatchError, on every rank alike.

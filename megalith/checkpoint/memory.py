@@ -48,7 +48,7 @@ def words(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def digest(tensors: Iterable[Tensor]) -> int:
-    """The same as a number: what a copy's digest is made of."""
+    """The same as a number, from which a copy's digest is made."""
     return int(words(tensors)) % WORDS
 
 
@@ -61,7 +61,7 @@ def _aligned(octets: Tensor) -> bool:
 
 
 class Digest:
-    """`digest` of tensors that stay, taken again and again: what of them are whole words in place is looked up once."""
+    """Repeated `digest` of the same tensors: their views as whole words are looked up only once."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
@@ -93,7 +93,7 @@ def layout_of(state: Mapping[str, Tensor], *, told: int = 0) -> Layout:
 
 
 class Damaged(RuntimeError):  # noqa: N818  # it says what was found
-    """A copy that was to be restored is not there, not this plan's, or has not its digest."""
+    """A copy to restore is missing, belongs to another plan, or does not match its digest."""
 
     def __init__(self, tier: Tier, step: int, slot: int, why: str) -> None:
         super().__init__(f"the copy of step {step} in {tier.value}, slot {slot}: {why}")
@@ -214,7 +214,7 @@ class Memory:
         """Copy the state, as of `step` steps and `samples` samples. `updates`: see `Label`. `known`: the digest of `state`, if it has been
         taken already. `told`: text that goes with it. `good`: one that is kept to go back to.
 
-        Everything but the copying itself goes on while training does; a copy to disk waits for the one before.
+        Everything except the copying itself overlaps training; a copy to disk waits for the previous one.
         """
         self.finish()
         self._make_anew()
@@ -321,7 +321,7 @@ class Memory:
                 part.unlink()
 
     def settle(self) -> None:
-        """Wait for what travels and what is being written."""
+        """Wait for messages and writes in progress."""
         self.finish()
         if self._writing:
             self._writing[0].join()
@@ -329,8 +329,8 @@ class Memory:
     # --- restoring ---
 
     def restore(self, source: Source) -> Label | None:
-        """Fill the state from `source`, whose tier says where this rank's piece lies; what it is, None if it is not here but in the store.
-        All ranks call it together.
+        """Fill the state from `source`, whose tier says where this rank's piece lies. Return the piece's label; None if it is in
+        the store. All ranks call it together.
 
         Newer copies are forgotten: steps that are done again make new ones. Raises Damaged on the rank whose piece is.
         """
@@ -353,8 +353,8 @@ class Memory:
         return {label.step for file in self.own.files if (label := file.label)}
 
     def go_back(self, step: int, *, now: int) -> Label:
-        """Fill the state from this rank's own copy of `step`. Those made since are forgotten: the run stands at `now` steps, and goes on
-        from there. Raises Damaged."""
+        """Fill the state from this rank's own copy of `step`. Later copies are dropped: the run continues from step `now`. Raises
+        Damaged."""
         self.settle()
         label = self._load_file(self._own(step, Tier.MEMORY), Tier.MEMORY)
         self.forget(after=step, before=now)

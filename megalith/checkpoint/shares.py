@@ -32,14 +32,14 @@ class Held:
 
 
 class Stored(Protocol):
-    """A share that is no tensor in memory: it is read and filled piece by piece."""
+    """A share that is not a tensor in memory: it is read and filled piece by piece."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def in_memory(self) -> bool:
-        """True if it is made of what is in memory, so that it can be copied at once."""
+        """True if all of it is in memory, so that it can be copied at once."""
         ...
 
     def numel(self) -> int:

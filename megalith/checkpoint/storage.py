@@ -75,7 +75,7 @@ class Written:
     bytes: int = 0
     error: str | None = None
     parted: bool = False
-    """The ranks could not agree, as one of them is gone: nothing is known against the folder."""
+    """The ranks could not agree because one is gone; the folder may be intact."""
     warnings: tuple[str, ...] = ()
 
 
@@ -221,7 +221,7 @@ class SharesToRead(LoadPlanner):
         return torch.empty(tuple(read_item.lengths), dtype=data.dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Hand on what is no view of its destination."""
+        """Write back a buffer that is not a view of its destination."""
         data = self.shares[read_item.dest_index.fqn].data
         if not isinstance(data, Tensor):
             data.fill(tuple(read_item.dest_offsets), tensor)

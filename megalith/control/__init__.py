@@ -1,1 +1,1 @@
-"""The live control loop: what is seen of a run's ranks and nodes, what is decided, what is ordered."""
+"""The live control loop: observe a run's ranks and nodes, decide, and give commands."""

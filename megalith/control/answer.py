@@ -1,4 +1,4 @@
-"""The answer to a request to stop: said at once, with what a second Ctrl-C would lose."""
+"""The answer to a request to stop: printed at once, with the work that a second Ctrl-C would lose."""
 
 import signal
 import sys
@@ -26,8 +26,9 @@ def no_copies() -> tuple[Copy, ...]:
 
 
 class Answer:
-    """Answers the first request to stop. Two lines: what happens now, which costs nothing to say, then what a second Ctrl-C would lose, for
-    which the copies of the state are looked at. `requests` are those that came, `beats` gives the ranks' last signs of life."""
+    """Answers the first request to stop. Two lines: what happens now, printed at once; then the work that a second Ctrl-C would
+    lose, which needs a look at the copies of the state. `requests` are the requests received; `beats` returns the ranks' last
+    heartbeats."""
 
     def __init__(
         self,

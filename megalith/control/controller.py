@@ -54,8 +54,8 @@ class _Open:
 
 
 class Controller:
-    """One run, from the first start of its ranks to its end. `store` lists the checkpoints that all nodes can read, `say` gets what a
-    person should read at once, `epoch` is that of who owns the run folder."""
+    """One run, from the first start of its ranks to its end. `store` lists the checkpoints that all nodes can read, `say` is
+    called with messages for the user, `epoch` is that of who owns the run folder."""
 
     def __init__(
         self,
@@ -429,8 +429,8 @@ def run_here(
 ) -> Outcome:
     """Run a job on this machine through faults. `identity`: copies of the state of a run with another one are not this run's.
 
-    Signals and `owner` as in `supervisor.run`, which raises what this raises. Copies stay where they are unless the run ended in
-    order, and so has its state in a checkpoint.
+    Signals and `owner` as in `supervisor.run`, which passes on the exceptions of this function. Copies stay where they are unless
+    the run ended in order, and so has its state in a checkpoint.
     """
     job.check()
     with owned(job.run_dir, owner) as own, supervisor.requests_to_stop() as requests:

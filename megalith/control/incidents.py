@@ -1,4 +1,4 @@
-"""The file of an incident: all that was seen when ranks failed, for a person. The terminal shows the first lines of it."""
+"""The file of an incident: all that was seen when ranks failed, for a person. The terminal shows the report's first lines."""
 
 from dataclasses import replace
 from datetime import datetime
@@ -13,8 +13,9 @@ FOLDER = "incidents"
 
 
 def write(outcome: Outcome, run_dir: Path, *, number: int | None = None, epoch: int = 0) -> Outcome:
-    """Write down what failed, and return the outcome with the file's name. Without a failure, or where storage is unavailable, return it as
-    it is. `number` is the incident's in the event log; None: the next that is free. `epoch` is that of who owns the run folder."""
+    """Write down what failed, and return the outcome with the file's name. Without a failure, or if storage is unavailable,
+    return it unchanged. `number` is the incident's in the event log; None: the next that is free. `epoch` is that of who owns the
+    run folder."""
     if outcome.first_cause is None:
         return outcome
     folder = run_dir / epochs.name(FOLDER, epoch)

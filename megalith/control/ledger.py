@@ -32,7 +32,7 @@ from megalith.fleet.signs import Straggler
 
 
 class Cause(StrEnum):
-    """Use of a moment. If two causes claim it, the later one in this list has it."""
+    """Use of a moment. If two causes claim a moment, it counts for the later one in this list."""
 
     OTHER = "other"
     USEFUL = "useful"
@@ -285,7 +285,7 @@ class PostMortem:
         return asdict(self) | {"detection_seconds": self.detection, "recovery_seconds": self.recovery}
 
     def text(self) -> str:
-        """A page for people: what happened, whose fault, what was done, what it cost."""
+        """A readable page: the event, the blamed node, the response, and the cost."""
         whom = self.node and (f"{self.node}, rank {self.rank}" if self.rank is not None else self.node)
         cost = f"{self.detection:.2f} s until it was seen, " + (
             "not over"

@@ -58,7 +58,7 @@ def _in(place: Path, where: Literal["memory", "disk"]) -> list[Leftover]:
 
 
 def _look(path: Path, where: Literal["memory", "disk"]) -> Leftover | None:
-    """Describe the contents of a folder; None if it is no folder of copies of this user's."""
+    """Describe the contents of a folder; None if it is not a folder of copies of this user's."""
     try:
         with _opened(path) as file:
             owner = json.load(file)

@@ -38,8 +38,8 @@ class Memory:
         return disk.Place(self._ledger.parent)
 
     def recall(self, there: tuple[str, ...]) -> State:
-        """Return the state that a killed controller left if exactly its nodes are `there`, else a fresh one. Raises OSError if there is no
-        place for the ledger."""
+        """Return the state that a killed controller left if exactly its nodes are `there`, else a fresh one. Raises OSError if
+        the ledger's folder cannot be made."""
         disk.make_folder(self._place.folder)
         fresh = self._fresh(there)
         try:
@@ -64,7 +64,7 @@ class Memory:
         return State(placement=placement, spares=fit[fleet.nodes :], faults=faults, quarantined=out, least=least)
 
     def note(self, before: State, after: State, *, at: float, reason: str) -> None:
-        """Write to the ledger of nodes what a decision changed; nothing while its folder is away."""
+        """Write a decision's changes to the ledger of nodes; skip this while its folder is unavailable."""
         if self._place.away():
             return
         run = str(self.job.run_dir.resolve())
@@ -72,6 +72,6 @@ class Memory:
             node_ledger.note(self._ledger, record)
 
     def keep(self, state: State) -> None:
-        """Write a state for the next controller, but for its copies, which are surveyed anew."""
+        """Write a state for the next controller, without its copies, which that controller surveys anew."""
         with disk.if_available(self._file):
             disk.write_whole(self._file, json.dumps(policy.dump(replace(state, copies=()))))

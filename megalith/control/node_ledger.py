@@ -47,7 +47,7 @@ def note(path: Path, record: NodeRecord) -> None:
 
 
 def read_nodes(path: Path) -> list[NodeRecord]:
-    """A ledger of nodes, oldest first; empty when there is none. Torn lines are left out."""
+    """The records of a ledger of nodes, oldest first; empty if there is no ledger. Torn lines are left out."""
     return [NodeRecord(**record) for record in map(disk.parse, disk.lines(path)) if record is not None]
 
 

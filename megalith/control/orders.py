@@ -20,7 +20,8 @@ KNOWN = ("save", "stop", "quarantine")
 
 
 def write(run_dir: Path, what: str, node: str = "") -> Path:
-    """Write an order, at one stroke, and return its file. Raises ValueError for an order that is none, OSError if it cannot be written."""
+    """Write an order atomically, and return its file. Raises ValueError for an order that is none, OSError if it cannot be
+    written."""
     if what not in KNOWN:
         raise ValueError(f"{what!r} is no order. Order {', '.join(KNOWN[:-1])} or {KNOWN[-1]}.")
     if (what == "quarantine") != bool(node):
@@ -40,7 +41,7 @@ class Orders:
         self._next = 0.0
 
     def take(self) -> list[Ordered]:
-        """Return new orders, each once, oldest first; what is none, or old, is removed. No OSError is raised."""
+        """Return new orders, each once, oldest first. Old or invalid files are removed. No OSError is raised."""
         if time.monotonic() < self._next:
             return []
         self._next = time.monotonic() + LOOK_SECONDS

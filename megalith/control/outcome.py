@@ -13,7 +13,7 @@ MOST_LINES = 8
 """Lines of a message. The command adds the run folder and the report, so a failure takes ten lines of the terminal."""
 
 EVIDENCE_LINES = 3
-"""Lines of the cause's own evidence in a message; the incident's file has all of it."""
+"""Number of lines of the cause's evidence in a message; the incident's file has all lines."""
 
 LINE_CHARACTERS = 600
 """Characters of one line of a message. An error that quotes a whole tensor must not push the cause out of sight."""
@@ -39,7 +39,8 @@ class Outcome:
     file: Path | None = None
 
     def message(self) -> str:
-        """Return what a person should read, in at most MOST_LINES lines: the cause first and once, what it led to, where the rest is."""
+        """Return a message of at most MOST_LINES lines: the cause first and once, its consequences, and the file with the
+        rest."""
         cause = self.first_cause
         if cause is None:
             return _cut(self.report) or _PEACEFUL[self.code]

@@ -1,14 +1,14 @@
 """Ownership of a run folder: one command at a time writes to it, and a second one is told who owns it.
 
-On a file system of this machine a lock says so, and goes with its process. Where others see the folder too, a lock may not reach them:
-there an owner has a lease, which it renews. Owners leave numbered claims in `ranks/owners/`, each made at one stroke:
+On a local file system the owner holds a lock, which ends with its process. Where others see the folder too, a lock may not reach
+them: there an owner has a lease, which it renews. Owners leave numbered claims in `ranks/owners/`, each created atomically:
 
     00000003.json   the claim: which process, on which host, since when, its epoch, and how long its lease is
     00000003.beat   changes with each renewal
     00000003.left   the owner has ended, and so have its ranks
 
-Nobody compares clocks of two machines: whoever would take a lease over watches for as long as it lasts whether it is renewed, and an owner
-that could not renew it stops its ranks long before. See docs/decisions/0015-one-owner.md.
+Nobody compares clocks of two machines: a process that wants to take over watches the lease for its whole duration. An owner that
+cannot renew it stops its ranks long before it ends. See docs/decisions/0015-one-owner.md.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ LOCAL = frozenset(
     }
     | {"rootfs", "vfat", "exfat", "ntfs", "ntfs3", "apfs", "hfs", "ufs"}
 )
-"""File systems of one machine, where flock holds for everybody who can see a file."""
+"""Local file systems, on which flock excludes every process that can see a file."""
 
 
 class InUseError(RuntimeError):
@@ -138,7 +138,7 @@ class Owner:
             )
 
     def checked(self, turn: Callable[[], None] | None) -> Callable[[], None]:
-        """A function that checks, then calls `turn`: what is to be done at every turn of a loop that keeps ranks."""
+        """A function that checks ownership, then calls `turn`; the loop that supervises ranks calls it at every turn."""
 
         def both() -> None:
             self.check()
@@ -234,7 +234,7 @@ def owned(run_dir: Path, owner: Owner | None) -> contextlib.AbstractContextManag
 
 
 def flock_serves(folder: Path) -> bool:
-    """True if a folder is on a file system of this machine alone, so that a lock keeps out everybody who can see it."""
+    """True if a folder is on a local file system, so that a lock excludes every process that can see it."""
     path = folder.resolve()
     mounted = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
     nearest = next((mounted[parent] for parent in (path, *path.parents) if parent in mounted), "")
@@ -269,7 +269,7 @@ def _epoch_after(before: Claim, claims: "_Claims", run_dir: Path, *, locked: boo
         way_out = f"if that has ended, start the command there, or remove {claims.folder}"
         raise InUseError(f"{_in_use(run_dir, before.who)}. It holds a lock that this machine cannot see: {way_out}")
     print(
-        f"{run_dir} was last owned by process {before.who}: looking for up to {before.lease:.0f} s whether it still is",
+        f"{run_dir} was last owned by process {before.who}: checking for up to {before.lease:.0f} s whether it still is",
         file=sys.stderr,
     )
     last, until = claims.last_beat(before), time.monotonic() + before.lease

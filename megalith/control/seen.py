@@ -32,7 +32,7 @@ _ENDING = (
 
 @dataclass(frozen=True)
 class Seen:
-    """A sign, when what it tells of began (seconds since the epoch), and the evidence beyond it."""
+    """A sign, the time at which its cause began (seconds since the epoch), and further evidence."""
 
     sign: Sign
     began: float
@@ -40,7 +40,8 @@ class Seen:
 
 
 def ends(sign: Sign) -> bool:
-    """True if a generation is over with this sign. Ranks help themselves when a step can be run again, or a shard read elsewhere."""
+    """True if a generation is over with this sign. Ranks recover without help if they can repeat the step or read the shard
+    elsewhere."""
     if isinstance(sign, signs.DataDamaged):
         return sign.other_copy is None
     if isinstance(sign, signs.Nonfinite):

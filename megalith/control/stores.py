@@ -9,7 +9,7 @@ from megalith import disk
 
 
 class StoresAwayError(RuntimeError):
-    """Something that the run has used could not be used for as long as it is waited for."""
+    """Storage that the run has used was unavailable for longer than the waiting limit."""
 
 
 class Stores:

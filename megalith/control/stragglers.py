@@ -23,7 +23,7 @@ class Stragglers:
         self.begin()
 
     def begin(self) -> None:
-        """A generation starts: what was seen of slow ranks is over, what is usual stays."""
+        """Start a generation: forget the observations of slow ranks, keep the usual durations."""
         self._counted = -1  # the last step that was: its beats are there until the next, and are looked at again
         self._told: dict[int, dict[int, float]] = {}  # step -> rank -> seconds
         self._slow: dict[int, tuple[int, float, float]] = {}  # rank -> steps in a row, seconds lost, since when

@@ -33,8 +33,8 @@ def run(
     store: Store = no_copies,
     owner: Owner | None = None,
 ) -> Outcome:
-    """Start the job's ranks and stay until all have ended; `tick` is called about every 20 ms meanwhile. `say` gets what a person should
-    read at once, `store` lists the checkpoints.
+    """Start the job's ranks and stay until all have ended; `tick` is called about every 20 ms meanwhile. `say` is called with
+    messages for the user, `store` lists the checkpoints.
 
     SIGTERM, SIGUSR1, SIGHUP (unless it is ignored) and the first SIGINT to this process are passed on to every rank, once, as SIGTERM;
     a later SIGINT ends all at once. `owner`: this process, where it owns the run folder already. Raises ValueError for a job that

@@ -1,7 +1,8 @@
-"""Keeps what each rank's seconds went to, step by step, from the beats that are read anyway: a pyramid in the run folder, for `watch`.
+"""Record the time breakdown of each rank and step, from heartbeats that are read anyway, as a pyramid in the run folder for
+`watch`.
 
-A value is one byte: the logarithm of a rank's seconds over the median rank's own work in that step. So it says at once who is slow, and
-its error is below 2 %. Memory is kept the same way, over the median rank's.
+A value is one byte: the logarithm of a rank's seconds over the median rank's own work in that step. So it shows the slow rank
+directly, and its error is below 2 %. Memory is kept the same way, over the median rank's.
 """
 
 from collections.abc import Sequence
@@ -18,20 +19,20 @@ ROWS = (*KINDS, "memory")
 """Blocks of a record, each with a value a rank."""
 
 LEAST, MOST = 2.0**-9, 2.0**3
-"""Shares of the median that the smallest and the largest code stand for; what is beyond them is cut."""
+"""Shares of the median for the smallest and the largest code; values beyond them are clamped."""
 
 CODES, OCTAVES = 254, 12.0  # codes, and the powers of two that they are spread over
 
 
 def encode(shares: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Return shares of the median as codes from 1 to 255; 0 stands for what is not known (NaN)."""
+    """Return shares of the median as codes from 1 to 255; 0 stands for unknown values (NaN)."""
     with np.errstate(divide="ignore", invalid="ignore"):
         scaled = (np.log2(np.clip(shares, LEAST, MOST)) + 9) * CODES / OCTAVES + 1
     return np.where(np.isfinite(shares), np.rint(np.nan_to_num(scaled)), 0).astype(np.uint8)
 
 
 def decode(codes: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Return codes as shares of the median; NaN for what is not known."""
+    """Return codes as shares of the median; NaN for unknown values."""
     return np.where(codes > 0, 2.0 ** ((codes.astype(np.float64) - 1) * OCTAVES / CODES - 9), np.nan)
 
 
@@ -42,8 +43,8 @@ def block(row: str, ranks: int) -> slice:
 
 
 class Times:
-    """Writes the record of each step once all ranks have told of it, or some have told of the step after the next: who reads beats now
-    and then misses a few. A disk that is full or away costs the record and nothing else."""
+    """Writes the record of each step once all ranks have reported it, or once some have reported the step after the next: a
+    reader that polls beats misses a few. A disk that is full or away costs the record and nothing else."""
 
     def __init__(self, run_dir: Path, ranks: int) -> None:
         self._folder, self._ranks = run_dir / FOLDER, ranks
@@ -85,7 +86,7 @@ class Times:
             self._writer.append(step + 1, encode(shares).reshape(-1), bases=(float(own), float(memory)))
 
     def close(self) -> None:
-        """Write what is not whole yet."""
+        """Write incomplete records too."""
         for step in sorted(self._open):
             self._write(step)
         if self._writer is not None:

@@ -1,7 +1,7 @@
-"""One generation of ranks, from their start to the last one's end: who ended, who hangs, and what came first.
+"""One generation of ranks, from their start to the last rank's end: which ranks ended or hang, and the first cause.
 
-A rank that fails takes the others down within seconds (they would only wait for it), and of all the errors that follow the first
-cause is named.
+If a rank fails, the others are stopped within seconds (they would only wait for it). Of all errors that follow, the first cause
+is reported.
 """
 
 import re
@@ -271,7 +271,7 @@ class Watch:
         if self._ready_at is None:
             missed = f"was not ready within {limit:g} s"
         else:
-            missed = f"stands still: no rank gave a sign of life for {limit:g} s"
+            missed = f"hangs: no rank gave a sign of life in the last {limit:g} s"
         beat = self._beats[rank]
         where = f"its last phase is `{beat.phase}`" if beat.phase else "it has sent no heartbeat"
         step = f" of step {beat.step}" if beat.step >= 0 else ""

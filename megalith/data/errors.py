@@ -16,7 +16,7 @@ class DataError(ValueError):
 
     @classmethod
     def of(cls, problems: "Sequence[str | DataError]", *, title: str) -> "DataError":
-        """All problems at once: one alone as it is, several as a list under `title`."""
+        """All problems at once: a single problem as it is, several as a list under `title`."""
         error = cls(str(problems[0]) if len(problems) == 1 else "\n  - ".join([f"{title}:", *map(str, problems)]))
         error.parts = tuple(part for one in problems for part in (one.parts if isinstance(one, DataError) else ((one, ""),)))
         return error

@@ -1,7 +1,7 @@
 """The files of a source: which are read, which are left out and why, and how one is opened.
 
-A folder's files are found in the order of their names. Hidden entries, links and what is no regular file are passed over; a binary
-file is found and not read; so is a file with the same bytes as one before it.
+A folder's files are found in the order of their names. Hidden entries, links and special files are skipped silently. Binary
+files, and files with the same bytes as an earlier one, are listed but not read.
 """
 
 import bz2
@@ -51,7 +51,7 @@ _BINARY = (*_TABLES, ".pdf", ".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br
 
 @dataclass(frozen=True)
 class Found:
-    """The files of a source in order, those of them that are not read, with the reason, and what was passed over in finding them."""
+    """The files of a source in order; those that are not read, with the reason; and the entries that the search skipped."""
 
     root: Path
     files: tuple[Path, ...]
@@ -145,7 +145,7 @@ def refuse_special(path: Path) -> None:
 
 
 def is_binary(path: Path, head: bytes) -> bool:
-    """True if a file in a folder is no text, by its ending or its first bytes once unpacked."""
+    """True if a file in a folder is not text, judged by its ending or its first unpacked bytes."""
     return is_named_binary(path) or b"\0" in head
 
 
@@ -183,10 +183,10 @@ def _unread(path: Path) -> str:
 
 
 def unreadable_kind(path: Path) -> DataError:
-    """The error for a file that is no text."""
+    """The error for a file that is not text."""
     if is_parquet(path):
         return DataError(f"{path} is Parquet, and the package pyarrow is not installed", _conversion(path))
-    return DataError(f"{path} is no text: {_ending_of(path)} files are not read", f"{KINDS_READ} {_conversion(path)}")
+    return DataError(f"{path} is not text: {_ending_of(path)} files are not read", f"{KINDS_READ} {_conversion(path)}")
 
 
 def _conversion(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Inspection of a prepared folder: its contents, and whether it is still as it was prepared."""
+"""Inspection of a prepared folder: its contents, and whether it has changed since it was prepared."""
 
 import contextlib
 from pathlib import Path
@@ -78,7 +78,7 @@ def _describe(reader: SplitReader, split: Split, tokenizer: Tokenizer, samples: 
 def verify(folder: Path | str, *, progress: bool = False) -> Manifest:
     """Read every shard again and compare its sha256 with the manifest's. Raises DataError naming every file that differs.
 
-    Sums by which shards are checked as they are read are compared with shards that are right, and written where there are none.
+    Checksums for reading are compared with the shards once these are verified, and written if they are missing.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)

@@ -161,7 +161,8 @@ class Manifest(Spec):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared folder. Raises AwayDataError when there is none, and DataError when it is not one this version reads."""
+    """The manifest of a prepared folder. Raises AwayDataError if the manifest is missing, and DataError if this version cannot
+    read it."""
     path = folder / FILE
     again = "Prepare it with `megalith data prepare`."
     if not path.is_file():
@@ -178,8 +179,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, manifest: Manifest, *, copies: Sequence[Path] = ()) -> None:
-    """Every shard is there and as long as the manifest says, in the folder or in a copy; contents are not read. Raises DataError naming
-    each that is not."""
+    """Check that every shard exists, with the length in the manifest, in the folder or in a copy; contents are not read. Raises
+    DataError naming each that is not."""
     elsewhere = [_wrong_sizes(copy, manifest) for copy in copies]
     way_out = "Copy it back, or prepare the data again."
     problems = [

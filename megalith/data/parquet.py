@@ -11,7 +11,8 @@ ROWS = 1024
 
 
 def rows(path: Path, field: str, told: Callable[[int], None]) -> Iterator[str]:
-    """Yield the text of column `field` of each row, in order, but for blank ones; `told` gets about how many bytes are read.
+    """Yield the text of column `field` of each row, in order, without blank ones; `told` is called with the approximate number of
+    bytes read.
 
     Raises DataError, with the row where there is one, for a table without that column of text, an empty cell, text that is not UTF-8, and
     a damaged file."""

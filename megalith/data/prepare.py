@@ -1,4 +1,4 @@
-"""Documents to a folder of shards: all of it or nothing, and the same bytes for the same sources and options.
+"""Convert documents to a folder of shards: completely or not at all, and with the same bytes for the same sources and options.
 
 Which documents are held out for validation is decided by a hash of (seed, domain, document number). A domain of two or more
 documents always holds out at least one and keeps its first; one of a single document holds out that document's end.

@@ -37,7 +37,7 @@ class Bars:
                 self.say(f"{task.description}: {amount(task)}")
 
     def say(self, line: str) -> None:
-        """A line for the person who watches."""
+        """A progress line for the user."""
         if self._progress is not None:
             self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 

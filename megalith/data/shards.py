@@ -56,7 +56,7 @@ class SplitWriter:
         self._bytes += text_bytes
 
     def close(self) -> Split:
-        """Close the last shard; what was written."""
+        """Close the last shard, and return a description of the shards written."""
         if self._file is not None:
             self._close_shard()
         return Split(
@@ -67,7 +67,7 @@ class SplitWriter:
         )
 
     def abandon(self) -> None:
-        """Let go of the open file; the folder is thrown away."""
+        """Close the open file; the caller deletes the folder."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk takes no more of what is still buffered
                 self._file.close()
@@ -165,7 +165,7 @@ class SplitReader:
 
 
 def settle(file: IO[bytes]) -> None:
-    """Have the disk hold what was written, then close: a rename must never be seen before the bytes."""
+    """Sync to disk, then close: a rename must never be visible before the bytes."""
     file.flush()
     os.fsync(file.fileno())
     file.close()

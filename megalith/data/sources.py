@@ -37,7 +37,7 @@ _CHAPTERS = (
 )
 _CHUNK = 1 << 20
 _LEAK = "documents held out for validation would be among those to train on"
-_ONCE = "Give each text once; a run reads a domain more often by [data] weights."
+_ONCE = "Give each text once. To read a domain more often, use [data] weights."
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _exists(path: str) -> bool:
 
 
 def parse_sources(texts: Iterable[str | Source]) -> tuple[Source, ...]:
-    """All sources, each of which must exist, once. Raises DataError with all problems at once."""
+    """All sources; each must exist and be listed once. Raises DataError with all problems at once."""
     sources: list[Source] = []
     problems: list[str | DataError] = []
     for text in texts:
@@ -128,7 +128,7 @@ def _is_same(one: Source, other: Source) -> bool:
 
 
 def find(source: Source, reading: Reading) -> Found | None:
-    """The files of a source, None for the bundled text. Raises DataError where none is read."""
+    """The files of a source, None for the bundled text. Raises DataError if no file is read."""
     return None if source.path == bundled.AUSTEN else files.find(Path(source.path), reading)
 
 

@@ -54,7 +54,7 @@ class Tokenizer:
             raise DataError(
                 f"{origin} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
             ) from error
-        self._engine.encode_special_tokens = True  # as text: what a document spells out is no command
+        self._engine.encode_special_tokens = True  # as text: what a document spells out is not a command
         self._engine.no_padding()
         self._engine.no_truncation()
         ids = self._engine.get_vocab(with_added_tokens=True)
@@ -105,11 +105,11 @@ class Tokenizer:
                 progress(sum(map(len, batch)))
 
     def decode(self, ids: Iterable[int] | npt.NDArray[Any]) -> str:
-        """The text of ids, special tokens included; bytes that are no UTF-8 become U+FFFD."""
+        """The text of ids, including special tokens; bytes that are not UTF-8 become U+FFFD."""
         return self._engine.decode([int(number) for number in ids], skip_special_tokens=False)
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token; None: there is none of this name."""
+        """The id of a token; None if there is no such token."""
         return self._engine.token_to_id(token)
 
     def save(self, folder: Path | str, more: Mapping[str, Any] | None = None) -> Path:
@@ -155,7 +155,7 @@ class Tokenizer:
 
 
 def load(path_or_name: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
-    """`bytes`, a tokenizer.json, or a folder that holds one. Raises DataError when there is none or it cannot be used.
+    """`bytes`, a tokenizer.json, or a folder that holds one. Raises DataError if the tokenizer is missing or unusable.
 
     The end-of-text token is `end_of_text`, else what tokenizer_config.json beside it calls eos_token, else a usual name.
     """

@@ -1,4 +1,4 @@
-"""Bytes of a prepared folder that are what was prepared: checked as they are read, from the first folder whose copy is right.
+"""Verified bytes of a prepared folder: checked as they are read, from the first folder with an intact copy.
 
 `x.sum` beside a shard `x.bin` holds the CRC-32 of each of its blocks as little-endian uint32. It follows from the shard, so the manifest
 does not name it: data without it is read unchecked, and `megalith data verify` writes it. An index is compared with the manifest's sha256
@@ -27,12 +27,12 @@ MOST_FILES = 256  # of each sort that a reader keeps open: a process often may h
 
 
 class DamagedDataError(DataError):
-    """A prepared file of which no copy is as it was prepared."""
+    """A prepared file of which every copy is damaged."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A file that is not as it was prepared. `elsewhere`: the folder it is read from instead; None: no copy is right."""
+    """A file that has changed since it was prepared. `elsewhere`: the folder it is read from instead; None: no copy is right."""
 
     file: str
     error: str

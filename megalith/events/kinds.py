@@ -16,7 +16,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Unknown(Event):
-    """An event of a kind that this version does not know; all its fields but the time are in `extra`."""
+    """An event of a kind unknown to this version; all its fields except the time are in `extra`."""
 
     type: str
 
@@ -58,7 +58,7 @@ class Holding(Event):
 
 @dataclass(frozen=True)
 class Step(Event):
-    """One step whose update was made; `updates` counts those of the run, this one among them. `seconds` is wall time on the first rank.
+    """One step with an update; `updates` counts the run's updates, including this one. `seconds` is wall time on the first rank.
 
     `breakdown` splits it: data, forward, backward, bubble (waiting for a neighbour in the pipeline), communication, optimizer, other.
     `memory` is the first rank's; `resident` the largest of all ranks. `experts`: of the layer where it is worst, the largest load over the
@@ -120,7 +120,8 @@ class Merge(Event):
     that its ranks stood still for the other sites, of `seconds` for the merge. `norm`: of the mean difference; `spread`: root mean square
     distance of the sites' differences to it. `merged`: the sites whose differences these are, `sites` in all; `left`, `joined`: those that
     trained until this merge, or train from it on. `number`: merges before it. `count`: sites that a step's batch is shared out among from
-    here on. `samples`: those that the merged weights have seen, of `total` in the run. `mark`: a digest of all merges up to this one."""
+    here on. `samples`: those that the merged weights have seen, of `total` in the run. `mark`: digest of all merges up to this
+    one."""
 
     kind: ClassVar[str] = "merge"
     step: int
@@ -323,8 +324,8 @@ class Problem(Event):
 
 @dataclass(frozen=True)
 class Incident(Event):
-    """Something went wrong and the policy has decided; `time` is when. `began`: when it happened, as far as can be known (the last sign
-    of life; for a slow rank, its first slow step). `evidence` is the sign (`fleet.signs`), `commands` what was ordered."""
+    """Something went wrong and the policy has decided; `time` is when. `began`: the best known time of the fault (the last sign
+    of life; for a slow rank, its first slow step). `evidence` is the sign (`fleet.signs`), `commands` are the commands given."""
 
     kind: ClassVar[str] = "incident"
     incident: int
@@ -351,7 +352,7 @@ class Recovery(Event):
 
 @dataclass(frozen=True)
 class Order(Event):
-    """A person ordered something of the run (`control.orders`), and what was decided about it."""
+    """A user's order to the run (`control.orders`), and the decision on it."""
 
     kind: ClassVar[str] = "order"
     what: str

@@ -18,9 +18,10 @@ Kind = TypeVar("Kind", bound=Event)
 
 
 class EventLog:
-    """Appends events to a run folder's log. Each event is one write, so a reader never sees half a line for long, and the ranks and who
-    watches them may write to one log. What a full disk has no room for, or a store that is away cannot take, waits. A log that is deleted
-    while it is written begins anew, with a note and the newest `RunStarted`, without which no report could be made of what follows."""
+    """Appends events to a run folder's log. Each event is one write, so a reader never sees half a line for long, and the ranks
+    and the process that watches them may write to one log. What a full disk has no room for, or a store that is away cannot take,
+    waits. A log that is deleted while it is written begins anew, with a note and the newest `RunStarted`, without which no report
+    could be made of what follows."""
 
     def __init__(self, run_dir: Path, *, epoch: int | None = None) -> None:
         """`epoch`: its owner's (`megalith.epochs`); None: the newest."""
@@ -51,7 +52,7 @@ class EventLog:
             yield _line(replace(fresh, resumed_step=self._step) if isinstance(fresh, RunStarted) else fresh)
 
     def close(self) -> None:
-        """Write what still waits, and say so if it cannot be written to the last."""
+        """Write the waiting lines, and report it if some cannot be written."""
         self._journal.close()
 
 

@@ -1,4 +1,4 @@
-"""Events as lines of JSON, and back, also those of other versions.
+"""Conversion of events to lines of JSON and back, including events of other versions.
 
 A field that a log lacks gets its default, else the neutral value of its type: None, NaN, 0, "", an empty list or dict. A field that this
 version does not know is kept in `Event.extra`, and an event of an unknown kind is an `Unknown`.

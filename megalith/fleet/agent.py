@@ -65,7 +65,7 @@ class Agent:
         self._done = threading.Event()
 
     def run(self) -> int:
-        """Serve until the controller says that the run is over; the exit status it gives."""
+        """Serve until the controller ends the run; return the exit status that it sends."""
         self._nodes.warm()  # before it joins: ranks of a node that is there start at once
         try:
             self._join()
@@ -168,7 +168,7 @@ class Agent:
             if not disk.is_away(error):
                 raise
             if not self._start_at:
-                print(f"the ranks cannot be started until storage is there again: {error}", file=sys.stderr, flush=True)
+                print(f"the ranks cannot be started until storage is back: {error}", file=sys.stderr, flush=True)
             self._start_at = time.monotonic() + STORAGE_SECONDS
 
     def _unstarted(self) -> Failure:

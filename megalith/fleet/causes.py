@@ -1,7 +1,7 @@
 """Why ranks ended, and which of many ends came first.
 
-When one rank fails, the others fail after it: their connections break, their collectives time out. A person must see the first
-one, so an error that only says "somebody else went away" never wins over one that says something of its own.
+When one rank fails, the others fail after it: their connections break, their collectives time out. The user must see the first
+cause, so an error that only reports a lost peer never takes precedence over another error.
 """
 
 import json
@@ -167,7 +167,8 @@ def describe(end: Exit, *, error: RankError | None, log: Path, output: str, phas
 
 
 def first(failures: Iterable[Failure]) -> Failure | None:
-    """The first cause: the earliest failure that is not the consequence of another one; the earliest of all if each is."""
+    """The first cause: the earliest failure that is not the consequence of another; the earliest of all if every failure is
+    one."""
     return min(failures, key=lambda failure: (failure.secondary, failure.time), default=None)
 
 

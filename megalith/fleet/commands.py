@@ -9,22 +9,22 @@ from megalith.tagged import Family
 
 @dataclass(frozen=True)
 class Command:
-    """Base of all that somebody must do: whoever runs the ranks, or simulates them, obeys commands in order."""
+    """Base of all commands. The process that runs or simulates the ranks obeys commands in order."""
 
     kind: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)
 class Note:
-    """Base of all that a decision only records: the placement and the source of the start that follows contain it."""
+    """Base of the notes of a decision. They are carried out through the placement and the source of the next start."""
 
     kind: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)
 class RerunStep(Command):
-    """Compute this step again in the same processes, from the state they hold. `ask_another`: a replica computes it as well. In a live run
-    the ranks have begun to by themselves."""
+    """Compute this step again in the same processes, from the state they hold. `ask_another`: a replica computes it as well. In a
+    live run the ranks have already begun this."""
 
     step: int
     ask_another: bool = True
@@ -100,7 +100,7 @@ class Wait(Command):
 
 @dataclass(frozen=True)
 class Shrink(Command):
-    """Go on under the fallback plan on the nodes that are left. The result is no longer that of the plan, bit for bit."""
+    """Go on under the fallback plan on the nodes that are left. The result no longer equals the plan's bit for bit."""
 
     source: Source
     nodes: tuple[str, ...]
@@ -152,7 +152,8 @@ class ReadElsewhere(Command):
 
 @dataclass(frozen=True)
 class Stop(Command):
-    """End the run with an exit status (`fleet.exit_codes`) and a report for a person: what happened, what was tried, what to do."""
+    """End the run with an exit status (`fleet.exit_codes`) and a report for the user: the cause, the attempts, and the way
+    out."""
 
     code: int
     report: str

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 MEETING = "MEGALITH_MEETING"
-"""Variable: the store of a run that goes on, "tcp://HOST:PORT"; an agent that has it joins that run, whatever else it is told."""
+"""Variable: the store of a running run, "tcp://HOST:PORT"; an agent with this variable joins that run, regardless of other
+settings."""
 
 FIRST_PORT, PORTS = 15_000, 15_000  # below the range from which Linux hands out ports for outgoing connections
 
@@ -16,12 +17,13 @@ FIRST_PORT, PORTS = 15_000, 15_000  # below the range from which Linux hands out
 class Place:
     """One rank of `world`, the `local_rank`-th of the `local_world` on its machine.
 
-    `store` is where the ranks meet: "file://PATH" (a FileStore; PATH is taken as it stands), "megalith://HOST:PORT" (the authenticated
-    store of a run with agents) or "tcp://HOST:PORT" (a TCPStore, which this rank must serve itself if `serves`). Every key must be
-    prefixed with `generation`: under torchrun the agent's store lives on when the ranks are started again, and with gloo they would read
-    the addresses of dead ranks and never connect (torch 2.15 reuses the store and no longer adds a prefix of its own). None: the ranks
-    must agree on one (`rendezvous.agree`), since their launcher gives them no number that is the same on all machines and new at every
-    start. `engine_serves`: the store is the launcher's, and may hold what earlier starts left in it.
+    `store` is where the ranks meet: "file://PATH" (a FileStore; PATH is used unchanged), "megalith://HOST:PORT" (the
+    authenticated store of a run with agents) or "tcp://HOST:PORT" (a TCPStore, which this rank must serve itself if `serves`).
+    Every key must be prefixed with `generation`: under torchrun the agent's store lives on when the ranks are started again, and
+    with gloo they would read the addresses of dead ranks and never connect (torch 2.15 reuses the store and no longer adds a
+    prefix of its own). None: the ranks must agree on one (`rendezvous.agree`), since their launcher gives them no number that is
+    the same on all machines and new at every start. `engine_serves`: the store is the launcher's, and may hold what earlier
+    starts left in it.
     """
 
     rank: int
@@ -40,7 +42,7 @@ def find(environment: Mapping[str, str] = os.environ) -> Place | None:
 
     None: nobody started this process as a rank, so it may start ranks of its own. That includes a batch script of Slurm's, a step
     of one task and a world of one in plain variables, which are machines to run on rather than ranks.
-    Raises ValueError when the environment says only a part of what is needed: each such process would train on its own.
+    Raises ValueError if the environment is incomplete: otherwise each such process would train alone.
     """
     if "MEGALITH_STORE" in environment:
         return _local(environment)
@@ -54,7 +56,7 @@ def find(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def _require(environment: Mapping[str, str], launcher: str, *names: str) -> None:
-    """Raise ValueError with everything that is missing or is no number where one is needed."""
+    """Raise ValueError with everything that is missing or is not a number where one is needed."""
     problems = [f"{name} is not set" for name in names if name not in environment]
     numbers = [name for name in names if name not in ("MASTER_ADDR", "MEGALITH_GENERATION")]
     problems += [f"{name}={environment[name]} is not a number" for name in numbers if not environment.get(name, "0").isdecimal()]
@@ -150,7 +152,7 @@ def expand_tasks(text: str) -> list[int]:
     for item in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if not found:
-            raise ValueError(f"{item!r} in {text!r} is no number of tasks as Slurm writes it. Use a form such as 4(x2),3")
+            raise ValueError(f"{item!r} in {text!r} is not a number of tasks as Slurm writes it. Use a form such as 4(x2),3")
         tasks += [int(found[1])] * int(found[2] or 1)
     return tasks
 
@@ -167,7 +169,7 @@ def _split(text: str) -> list[str]:
     """At the commas outside brackets."""
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not items or ",".join(items) != text:
-        raise ValueError(f"{text!r} is no node list as Slurm writes it. Use a form such as node[01-03,07],gpu5")
+        raise ValueError(f"{text!r} is not a node list as Slurm writes it. Use a form such as node[01-03,07],gpu5")
     return items
 
 
@@ -184,5 +186,5 @@ def _numbers(piece: str, text: str) -> list[str]:
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
     first, last = (found[1], found[2] or found[1]) if found else ("1", "0")
     if int(last) < int(first):
-        raise ValueError(f"[{piece}] in {text!r} is no range of machines. Use a form such as node[01-03,07],gpu5")
+        raise ValueError(f"[{piece}] in {text!r} is not a range of machines. Use a form such as node[01-03,07],gpu5")
     return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]

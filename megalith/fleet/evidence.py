@@ -29,7 +29,7 @@ def tail(text: str) -> str:
 
 
 def size(path: Path) -> int:
-    """Bytes of a file; 0 when there is none, or none can be seen."""
+    """Bytes of a file; 0 if it is missing or not visible."""
     try:
         return path.stat().st_size
     except OSError:
@@ -37,7 +37,7 @@ def size(path: Path) -> int:
 
 
 def read_from(path: Path, offset: int) -> str:
-    """A file's text from an offset on; empty when there is none, or none can be read."""
+    """A file's text from an offset on; empty if it is missing or unreadable."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -47,7 +47,7 @@ def read_from(path: Path, offset: int) -> str:
 
 
 def output(log: Path, generation: str) -> str:
-    """The end of what a rank printed in this generation: all that follows its header line, 64 KiB at most."""
+    """The end of a rank's output in this generation: everything after its header line, at most 64 KiB."""
     text = read_from(log, max(0, size(log) - _LOG_BYTES))
     _, found, rest = text.rpartition(f"generation {generation}:")
     return rest.partition("\n")[2] if found else text
@@ -88,9 +88,9 @@ def dumps(
 ) -> dict[int, str]:
     """Ask processes for their stacks, wait until the `able` ones have written them to their logs, and read what all wrote.
 
-    A rank of a training run also says where it stands, a moment after its stack; one whose entry does not is waited for in vain. `waited`
-    gives the seconds for which each process has waited for a processor. They do not count: a rank that cannot run cannot answer, and
-    would be blamed for the hang of another.
+    A rank of a training run also writes its position, a moment after its stack. Waiting for a rank without such an entry is in
+    vain. `waited` gives the seconds for which each process has waited for a processor. They do not count: a rank that cannot run
+    cannot answer, and would be blamed for the hang of another.
     """
     before = {rank: size(log) for rank, log in logs.items()}
     expected, clock = list(able), _ProcessorClock(waited)

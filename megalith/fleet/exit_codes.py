@@ -1,4 +1,4 @@
-"""Meaning of a run's exit status, and whether running the same command again makes sense. The only table of them."""
+"""Meaning of a run's exit status, and whether running the same command again makes sense. This is their only table."""
 
 from dataclasses import dataclass
 from enum import IntEnum

@@ -1,7 +1,7 @@
 """Signs of life: each rank writes its phase and step into its own slot of one shared file, and the supervisor reads all slots.
 
-The file is mapped into memory on both sides, so a beat costs microseconds, needs no system call, no lock and no torch, and what a
-rank wrote last can still be read after it was killed.
+The file is mapped into memory on both sides, so a beat costs microseconds, needs no system call, no lock and no torch, and a
+rank's last beat can still be read after it was killed.
 """
 
 import mmap
@@ -20,7 +20,8 @@ SLOT_BYTES = 128  # fixed and padded: a slot may gain fields without moving the 
 _PHASE_BYTES = 32
 
 KINDS = ("own", "forward", "backward", "communication", "bubble", "data", "optimizer", "other")
-"""Kinds of a rank's seconds in a step. "own" is its own work without any waiting for others; the rest adds up to the step."""
+"""Kinds of a rank's seconds in a step. "own" is the rank's own work without waiting for others; the other kinds add up to the
+step."""
 
 _BASE = f"<Qdqd?{_PHASE_BYTES}s"  # count, wall-clock seconds, step, compute seconds, ready, phase
 _LAYOUT = struct.Struct(f"{_BASE}qf{len(KINDS)}f")  # and of the last step that was measured: its number, bytes, seconds by kind
@@ -158,5 +159,5 @@ class Heartbeats:
         return list(self._last)
 
     def close(self) -> None:
-        """Unmap the file; it stays, as evidence of what each rank did last."""
+        """Unmap the file, but keep it as evidence of each rank's last action."""
         self._memory.close()

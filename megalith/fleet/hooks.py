@@ -1,4 +1,4 @@
-"""The moments at which a rank lets its faults on purpose come: at the same place in every run with the same list.
+"""The moments at which a rank injects its faults: at the same place in every run with the same list.
 
 Without a list (`MEGALITH_FAULTS`) the hooks return at once.
 """
@@ -15,7 +15,7 @@ from megalith.fleet.seat import Seat
 
 
 class Faults:
-    """The faults of one rank. `due` marks what it gives: nothing comes twice."""
+    """The faults of one rank. `due` marks the faults that it returns, so none is injected twice."""
 
     def __init__(self, path: Path, seat: Seat, generation: str = "") -> None:
         self.seat, self._generation = seat, generation
@@ -73,7 +73,7 @@ def find(environment: Mapping[str, str] = os.environ) -> Faults | None:
 
 
 def at(moment: Moment, step: int | None = None) -> None:
-    """A named moment: what is due happens to this process. Faults of tensors are `train.inject`'s."""
+    """A named moment: inject the faults that are due in this process. Faults of tensors are `train.inject`'s."""
     faults = find()
     if faults is None:
         return

@@ -1,4 +1,5 @@
-"""A list of faults on purpose: a file that a campaign writes and ranks find, and beside it marks of those that have come.
+"""A list of faults to inject: a file that a campaign writes and ranks read, and marks of the faults already injected in the same
+folder.
 
 Each fault comes once: a mark on the disk says that it has, whatever became of its rank.
 """
@@ -21,7 +22,7 @@ OWN_DATA = "hurt-by-a-campaign"
 class Injection:
     """One fault: when `step` steps are done, at `moment`, on `ranks`. `after`: only while the ranks start again after that fault.
 
-    `place` in 0..1 picks what is hit (which tensor, which element); `lasts` counts steps in the life of the process that it befell.
+    `place` in 0..1 picks the target (tensor and element); `lasts` counts steps in the life of the affected process.
     """
 
     number: int
@@ -48,7 +49,7 @@ def load(path: Path) -> list[Injection]:
 
 
 def fired(path: Path) -> dict[int, tuple[float, str]]:
-    """When each fault came (seconds since the epoch), and to which node; those that have not come are left out."""
+    """Time of each injected fault (seconds since the epoch), and its node; faults not injected yet are left out."""
     found: dict[int, tuple[float, str]] = {}
     for mark in marks(path).glob("*-*"):
         at, node, _ = mark.read_text().split(" ")

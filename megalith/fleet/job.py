@@ -14,10 +14,11 @@ class Job:
     modules imported once, before the ranks are forked. Every rank must beat phase `ready`
     (`heartbeat.Heartbeat.find().beat("ready")`) within `start_timeout` seconds; from then on the ranks may all be without a beat
     for `silence_timeout` seconds at most (None: for ever). `threads` a rank computes with; 0: cores / ranks. `environment` is
-    added to what the ranks inherit, and is there when their interpreter starts. `fallback` is started instead where too few nodes are
-    left: fewer ranks, as many on each node. `sealed` are files that must stay as they are (`megalith.sealed`): where there are any, the
-    entry takes them as `sealed`. `burn_in` is a command that says findings of a node's devices as JSON (`admission.burnt`), asked
-    before a node that was taken out returns, within `burn_in_timeout` seconds; empty: none is. `keyed`: the ranks need the run's key.
+    added to the variables that ranks inherit, before their interpreter starts. `fallback` is started instead where too few nodes
+    are left: fewer ranks, as many on each node. `sealed` are files that must not change (`megalith.sealed`): if there are any,
+    the entry gets them as `sealed`. `burn_in` is a command that says findings of a node's devices as JSON (`admission.burnt`),
+    asked before a node that was taken out returns, within `burn_in_timeout` seconds; empty: none is. `keyed`: the ranks need the
+    run's key.
     """
 
     entry: str
@@ -48,7 +49,7 @@ class Job:
         if self.ranks < 1:
             found.append(f"ranks = {self.ranks} starts nothing. Use 1 or more")
         if self.threads < 0:
-            found.append(f"threads = {self.threads} is no number of threads. Use 1 or more, or 0 for cores / ranks")
+            found.append(f"threads = {self.threads} is not a number of threads. Use 1 or more, or 0 for cores / ranks")
         for name in ("start_timeout", "silence_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -1,6 +1,6 @@
 """Letters between a run's controller and the agents of its nodes, through a store that only processes with the run's key can reach.
 
-A letter that cannot be read is dropped, counted and reported; it never ends who reads it.
+An unreadable letter is dropped, counted and reported; it never ends its reader.
 """
 
 import json
@@ -15,7 +15,7 @@ REPORT_SECONDS = 60.0
 
 
 class Unreadable:
-    """Counts the letters that a process could not make sense of, and says so on standard error, once a minute at most."""
+    """Counts the letters that a process could not read, and reports them on standard error at most once a minute."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -63,7 +63,7 @@ class Letters:
         return self._store.check([f"{self._name}/{self._written}"])
 
     def take(self) -> list[dict[str, Any]]:
-        """All that have come since the last call, without those that cannot be read."""
+        """All readable letters since the last call."""
         letters = []
         while self._store.check([key := f"{self._name}/{self._read + 1}"]):
             text = self._store.get(key)

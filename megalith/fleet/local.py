@@ -1,6 +1,6 @@
 """The nodes of a run on one machine: this one, or several that are rehearsed on it as folders and groups of ranks.
 
-A rehearsed node is there while its folder is. So losing one is real: its ranks are killed, its memory is gone.
+A rehearsed node exists as long as its folder. So losing one is real: its ranks are killed, its memory is gone.
 """
 
 import contextlib
@@ -307,7 +307,7 @@ class LocalNodes:
                 copies.set_aside(root, order, placement=self._assignment.placement, world=self._job.ranks, key=secret)
 
     def check(self, node: str) -> None:
-        """A node that is there is this very machine, and is measured; in a thread, for it takes seconds."""
+        """An existing node is this machine, and is measured in a thread, because that takes seconds."""
 
         def judge() -> None:
             there = node in self.there()

@@ -17,7 +17,8 @@ from megalith.fleet.tiers import Copy, Source
 class Generation:
     """One start of all ranks. `name` is never used again; `placement` is the node of each slot; `source` None: as the entry chooses.
 
-    `shrunk`: of the job's fallback. Copies in memory are cut for the run's own plan: then there are none, and those of before are gone.
+    `shrunk`: of the job's fallback. Copies in memory are cut for the run's own plan. Under another plan there are none, and
+    earlier ones are lost.
     `epoch`: the owner's (`megalith.epochs`).
     """
 
@@ -32,7 +33,7 @@ class Generation:
 class Look:
     """A rank's answer to a request: the stack of its main thread, "" when it does not answer, and its progress.
 
-    `begun`: collectives it has begun in each of its groups, `recorded` the last of them in words; empty when it does not say.
+    `begun`: number of collectives begun in each of its groups, `recorded`: the last of them in words; empty if unknown.
     """
 
     stack: str
@@ -42,7 +43,7 @@ class Look:
 
     @classmethod
     def of(cls, dump: str, *, stopped: bool) -> "Look":
-        """From what a rank wrote when it was asked."""
+        """Parse a rank's answer."""
         return cls(evidence.main_stack(dump), stopped, *standing.read(dump))
 
     @property
@@ -105,7 +106,7 @@ class Nodes(Protocol):
         ...
 
     def check(self, node: str) -> None:
-        """Have a node's health checked; the verdict comes out of `wait`."""
+        """Start a check of a node's health; `wait` returns the verdict."""
         ...
 
     def close(self, *, forget: bool) -> None:

@@ -55,7 +55,7 @@ class Processes(Protocol):
         ...
 
     def show_stack(self) -> None:
-        """Have what starts the ranks write its stack into its log, if there is such a process."""
+        """Make the process that starts ranks write its stack into its log, if there is such a process."""
         ...
 
     def close(self) -> None:
@@ -324,7 +324,7 @@ class FreshProcesses:
             process.send_signal(number)
 
     def show_stack(self) -> None:
-        """Nothing stands between the supervisor and these ranks."""
+        """No process stands between the supervisor and these ranks."""
 
     def close(self) -> None:
         self.send(signal.SIGKILL, self.running())
@@ -341,7 +341,7 @@ def method(environment: Mapping[str, str] = os.environ) -> str:
     if asked is None:
         return "fork" if sys.platform == "linux" else "spawn"
     if asked not in STARTS:
-        raise ValueError(f"{METHOD}={asked} is no way to start ranks. Use {' or '.join(sorted(STARTS))}, or leave it out")
+        raise ValueError(f"{METHOD}={asked} is not a way to start ranks. Use {' or '.join(sorted(STARTS))}, or leave it out")
     if asked == "fork" and sys.platform == "darwin":
         raise ValueError(f"{METHOD}=fork: system libraries of macOS do not survive a fork. Use spawn, or leave it out")
     return asked

@@ -50,7 +50,7 @@ class Member:
 
 
 class RemoteNodes:
-    """Nodes behind agents. One that shows no sign of life for `fleet.node_timeout` is lost; what it says after that is not heard.
+    """Nodes behind agents. An agent without a sign of life for `fleet.node_timeout` is lost; its later messages are ignored.
 
     Joining agents are known by name: a second one of the same name takes the place of the first, which is lost. What an agent says that
     cannot be read is dropped, counted and reported: it ends no run.
@@ -320,7 +320,7 @@ class RemoteNodes:
         self.leave(ExitCode.LOST, forget=forget)
 
     def leave(self, code: int, *, forget: bool) -> None:
-        """Send all agents home with an exit status, and what they keep in memory away if `forget`."""
+        """End all agents with an exit status; with `forget`, they also delete their copies in memory."""
         self.send(signal.SIGKILL, self.running())
         for member in self._members.values():
             member.orders.put({"leave": int(code), "forget": forget})

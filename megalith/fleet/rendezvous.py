@@ -1,7 +1,8 @@
 """How processes that an engine started meet in a key-value store that may hold what earlier starts left in it.
 
-The store is given (torch's TCPStore, our own, or a dictionary in a test): nothing here imports torch. torch's knows no key: whoever reaches
-its port may have written what is read here, so none of it is trusted further than the address at which all then prove themselves.
+The store is given (torch's TCPStore, our own, or a dictionary in a test): nothing here imports torch. torch's knows no key:
+anybody who reaches its port may have written the values read here. So they are trusted only for an address, where all processes
+then authenticate.
 """
 
 import secrets
@@ -19,7 +20,7 @@ class Store(Protocol):
         ...
 
     def get(self, key: str, /) -> bytes:
-        """Read, once it is there."""
+        """Wait until the key exists, and read it."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
@@ -27,7 +28,7 @@ class Store(Protocol):
         ...
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a number that begins at 0; the sum."""
+        """Add to a counter that begins at 0, and return the sum."""
         ...
 
     def delete_key(self, key: str, /) -> bool:

@@ -1,6 +1,6 @@
 """Reports of a rank to its parent: signs of faults that only the rank can see.
 
-A report is a file of its own, written whole and then renamed, so that it is there once it can be seen and survives its writer.
+Each report is a separate file, written in full and then renamed, so that readers never see half of it and it survives its writer.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ __all__ = ["Reported", "Seat", "collect", "node_folder", "ranks_of", "refusing",
 
 
 class Reported(RuntimeError):  # noqa: N818  # it says what was done
-    """Ends a rank that has reported a sign: what is to be done about it is for others to decide."""
+    """Ends a rank that has reported a sign; other processes decide on the response."""
 
     exit_code = ExitCode.REPORTED
 
@@ -46,7 +46,7 @@ def report(sign: Sign, environment: Mapping[str, str] = os.environ) -> None:
 
 @contextlib.contextmanager
 def refusing(*errors: type[Exception]) -> Iterator[None]:
-    """End this rank if the block raises one of `errors`: what it was to go on with is not this run's, and no other start would help.
+    """End this rank if the block raises one of `errors`: the files do not belong to this run, and a restart would not help.
 
     Where nobody listens (ranks of another launcher) the error itself goes on.
     """

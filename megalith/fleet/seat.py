@@ -17,7 +17,8 @@ class Seat:
     """A rank's place in the fleet. `placement` is the node of each slot; a slot holds `world / slots` consecutive ranks.
 
     `memory` is the root of the copies in shared memory, None where none are kept; this rank writes only below `folder`. `disk` is that of
-    copies on disks. `agent` is the process that keeps this node's ranks; None: there is none. `key` is the run's (None: it has none).
+    copies on disks. `agent` is the process that supervises this node's ranks, if there is one. `key` is the run's (None: it has
+    none).
     """
 
     rank: int

@@ -1,7 +1,7 @@
-"""How far each rank has come in the collectives of its groups: what tells whom the others wait for when all of them merely wait.
+"""Progress of each rank in the collectives of its groups, which shows the rank that the others wait for.
 
-A rank is asked with the signal that also asks for its stack. A thread answers, since the main one may be inside a call that never
-returns; a process that is stopped does not answer.
+A rank is asked with the signal that also asks for its stack. A thread answers, because the main thread may be inside a call that
+never returns. A stopped process does not answer.
 """
 
 import json
@@ -18,7 +18,7 @@ def line(begun: Mapping[str, int], recorded: Sequence[str]) -> str:
 
 
 def read(log: str) -> tuple[dict[str, int], tuple[str, ...]]:
-    """The last answer in what a rank wrote; empty where there is none, or only a part of one."""
+    """The last complete answer in a rank's output; empty if there is none."""
     text = log.rpartition(PREFIX)[2].partition("\n")[0] if PREFIX in log else ""
     try:
         found: dict[str, Any] = json.loads(text)
@@ -33,10 +33,10 @@ def without(log: str) -> str:
 
 
 def behind(begun: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
-    """Ranks for which others wait in some group and that wait for nobody themselves, each with the reason in words.
+    """Ranks that others wait for in some group and that wait for no rank, each with the reason in words.
 
     `begun`: of each rank that answered. A rank that has begun a collective which another member of the group has not waits for that one.
-    Empty when all have begun as many: then the numbers do not say who it is.
+    Empty if all have begun equally many: then the counts do not show the late rank.
     """
     groups: dict[str, dict[int, int]] = {}
     for rank, numbers in begun.items():

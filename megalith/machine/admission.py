@@ -46,7 +46,7 @@ class UnfitError(RuntimeError):
 
 
 def admit(folder: Path) -> None:
-    """Check this machine `before_start`, and print what is short. Raises UnfitError with all that failed."""
+    """Check this machine `before_start`, and print the resources that are short. Raises UnfitError with all that failed."""
     found = before_start(folder)
     for one in found:
         if one.verdict == "warn":
@@ -56,8 +56,8 @@ def admit(folder: Path) -> None:
 
 
 def await_fitness(folder: Path, *, seconds: float, tell: Callable[[str], None]) -> bool:
-    """Check this machine `before_start`, again and again until it is fit, for `seconds` at most; whether it is. `tell` hears what is wrong
-    whenever that is something else."""
+    """Check this machine `before_start`, again and again until it is fit, for `seconds` at most; whether it is. `tell` is called
+    with the problems whenever they change."""
     end, pause, said = time.monotonic() + seconds, FIRST_PAUSE, list[str]()
     while True:
         found = [one for one in before_start(folder) if one.verdict == "fail"]
@@ -81,7 +81,8 @@ def before_return(folder: Path, *, burn_in: Sequence[str] = (), seconds: float =
 
 
 def burnt(command: Sequence[str], *, seconds: float) -> list[Finding]:
-    """The findings of a burn-in in a process of its own, for it needs torch. One that says nothing, or nothing in time, fails."""
+    """The findings of a burn-in in a process of its own, for it needs torch. A burn-in without output, or without output in time,
+    fails."""
     check, limit = "burn-in", f"done within {seconds:g} s"
     way_out = "`megalith doctor` on this machine shows more"
     try:

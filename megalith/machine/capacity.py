@@ -18,7 +18,7 @@ class Machine:
 
     processors: int
     memory: float
-    """Bytes; infinite where the system does not say."""
+    """Bytes; infinite if unknown."""
     memory_of: str = "this machine"
     gpus: int | None = 0
     """GPUs that a process started now may use; None where that cannot be told without a GPU runtime."""
@@ -27,7 +27,7 @@ class Machine:
 
 
 def measure() -> Machine:
-    """Return what this machine has for the processes that this one starts."""
+    """Return the resources of this machine for processes that this one starts."""
     memory, memory_of = memory_limit()
     gpus, gpu_memory = find_gpus()
     return Machine(processors(), memory, memory_of, gpus, gpu_memory)
@@ -82,7 +82,7 @@ def _physical(proc: Path) -> float:
 def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[int | None, float]:
     """Return the number of GPUs that a process started now may use (None if unknown), and the bytes of the smallest one.
 
-    NVML is asked, which unlike CUDA leaves this process as it is. CUDA_VISIBLE_DEVICES is read as CUDA reads it.
+    The figures come from NVML, which unlike CUDA does not change this process. CUDA_VISIBLE_DEVICES is read as CUDA reads it.
     """
     memories = _nvml()
     if memories is None or (not memories and any(device.exists() for device in OTHER_DEVICES)):

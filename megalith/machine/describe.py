@@ -87,7 +87,7 @@ class Description:
 
 
 def describe() -> Description:
-    """Return what this machine is. Takes as long as nvidia-smi, where there is one."""
+    """Describe this machine. Takes as long as nvidia-smi, where there is one."""
     found = capacity.measure()
     name, bf16 = processor()
     return Description(

@@ -1,6 +1,6 @@
 """Health of this machine's GPUs from `nvidia-smi`, the kernel's log and DCGM, as far as they are installed.
 
-The programs are asked, pure functions read and judge what they say. None needs torch. All findings are `health.Finding`s.
+The programs run here; pure functions parse and judge their output. None needs torch. All findings are `health.Finding`s.
 """
 
 import json
@@ -32,11 +32,11 @@ HARDWARE = {
     120: "the GPU's system processor failed",
     140: "unrecovered ECC error",
 }
-"""The numbers of Xid messages that tell of the device. The many others come of a program too, or tell of what was mended."""
+"""The numbers of Xid messages that tell of the device. The many other codes can also come from a program, or report a repair."""
 
 
 def doctor(*, diagnose: bool = True) -> list[Finding]:
-    """Every check of this machine's GPUs; none where there is no `nvidia-smi`. `diagnose`: also by DCGM, which takes seconds."""
+    """Every check of this machine's GPUs; empty without `nvidia-smi`. `diagnose`: also by DCGM, which takes seconds."""
     if shutil.which("nvidia-smi") is None:
         return []
     found = smi(*_ask("nvidia-smi", "-q", "-x", seconds=ASK_SECONDS))
@@ -98,7 +98,7 @@ def smi(code: int, text: str) -> list[Finding]:
 
 
 def read(text: str) -> list[Gpu]:
-    """The GPUs that `nvidia-smi -q -x` describes. Raises ElementTree.ParseError for what is no XML."""
+    """The GPUs that `nvidia-smi -q -x` describes. Raises ElementTree.ParseError if the text is not XML."""
     return [_read(one) for one in ElementTree.fromstring(text).iter("gpu")]
 
 
@@ -197,7 +197,7 @@ _XID = re.compile(r"^(?:\[\s*([\d.]+)\])?.*NVRM: Xid \(([^)]*)\): (\d+)", re.MUL
 
 def xids(log: str, *, up: float) -> Finding:
     """Errors that the driver wrote to the kernel's `log`. `up`: seconds since the kernel started, as its lines count."""
-    check, limit = "Xid", f"none of hardware within {RECENT_SECONDS / 60:g} minutes"
+    check, limit = "Xid", f"no hardware error within {RECENT_SECONDS / 60:g} minutes"
     found = [(float(at) if at else up, place.removeprefix("PCI:"), int(number)) for at, place, number in _XID.findall(log)]
     telling = [(at, f"{number} ({HARDWARE[number]}) of {place}") for at, place, number in found if number in HARDWARE]
     if not telling:

@@ -37,7 +37,7 @@ def _end() -> NoReturn:
 
 
 def watch(lifeline: int) -> None:
-    """Start a thread that ends this process when `lifeline` (the reading end of the pipe) comes to its end.
+    """Start a thread that ends this process when the other end of the pipe `lifeline` closes.
 
     For ranks only: a fork server must stay without threads.
     """

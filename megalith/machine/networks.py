@@ -1,4 +1,5 @@
-"""Nodes of one machine as network namespaces of Linux, each with one interface at a switch: what is unplugged is really unreachable.
+"""Nodes of one machine as network namespaces of Linux, each with one interface at a switch: an unplugged node is really
+unreachable.
 
 A campaign makes them, to take interfaces down that nobody else needs; ranks enter their node's when they find `VARIABLE`.
 """
@@ -57,7 +58,7 @@ def find(environment: Mapping[str, str] = os.environ) -> Network | None:
 
 
 def enter(node: str) -> None:
-    """Have this thread, and those that it starts, see nothing but the node's network, where there is one. Raises OSError."""
+    """Limit this thread, and threads that it starts, to the node's network, if it has one. Raises OSError."""
     network = find()
     if network is None:
         return

@@ -67,7 +67,7 @@ def test_nothing_but_parquet_without_its_extra_is_an_error_with_the_way_out(give
     says = {
         "folder": "holds no file that is read: left out are 1 Parquet without the extra `parquet`",
         "file": "a.parquet is Parquet, and the package pyarrow is not installed",
-        "compressed": "is no text: .parquet.gz files are not read",
+        "compressed": "is not text: .parquet.gz files are not read",
     }
     with pytest.raises(DataError) as error:
         find(tmp_path if given == "folder" else tmp_path / name, Reading())

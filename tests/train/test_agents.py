@@ -125,7 +125,7 @@ def test_ranks_talk_over_the_interface_that_reaches_the_store() -> None:
 
 def test_a_name_that_cannot_be_a_folder_is_refused() -> None:
     assert own_name("node-7") == "node-7" and own_name(None)
-    with pytest.raises(ValueError, match="'a/b' is no name for a node"):
+    with pytest.raises(ValueError, match="'a/b' is not a name for a node"):
         own_name("a/b")
 
 

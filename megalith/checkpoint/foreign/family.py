@@ -40,7 +40,7 @@ def habits(*, context: int, norm_eps: float, tied: bool) -> dict[str, tuple[str,
 
 
 class ForeignModelError(ValueError):
-    """A model that cannot be represented here, or not whole; the text lists every reason."""
+    """A model that cannot be represented here, or only in part; the text lists every reason."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Read:
 
 @dataclass(frozen=True)
 class Foreign:
-    """One family both ways. Our spec's fields are set beside their settings; what is not one to one is in two functions."""
+    """One family both ways. A table maps our spec's fields to their settings; two functions handle the settings that do not map
+    one to one."""
 
     spec: type[Spec]
     architecture: str
@@ -95,7 +96,7 @@ class Foreign:
         return {"architectures": [self.architecture], "model_type": self.model_type} | written | self.write(spec)
 
     def understood(self, config: Json, *, name: str) -> Any:
-        """The spec that a configuration speaks of. Raises ForeignModelError with everything that cannot be represented here."""
+        """The spec that a configuration describes. Raises ForeignModelError with everything that cannot be represented here."""
         fixed = {"architectures": ([self.architecture], None), "quantization_config": (None,)} | dict(self.fixed)
         problems = [
             f"{setting} = {config.get(setting)!r}; only {' or '.join(map(repr, values))} can be represented"

@@ -1,4 +1,4 @@
-"""Every family that transformers has too. A new one is a file beside this and a line here."""
+"""Every family that transformers has too. A new family is a module in this folder and a line here."""
 
 from megalith.checkpoint.foreign.deepseek import DEEPSEEK
 from megalith.checkpoint.foreign.family import Foreign

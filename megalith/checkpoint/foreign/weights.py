@@ -1,4 +1,4 @@
-"""The mapping of their tensors to ours: which of them hold the same numbers, in what form."""
+"""The mapping of their tensors to ours: which tensors hold the same numbers, and in which form."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Piece:
-    """Some tensors of ours and those of theirs with the same numbers, and how either come from the others."""
+    """Tensors of ours, the tensors of theirs with the same numbers, and the conversion in both directions."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]

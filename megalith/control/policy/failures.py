@@ -95,7 +95,8 @@ def state_corrupt(state: State, sign: signs.StateCorrupt, fleet: FleetSpec) -> D
 
 
 def gradient_wrong(state: State, sign: signs.GradientWrong, fleet: FleetSpec) -> Decision:
-    """Every state since the last good verification may be wrong: no copy of it is used; suspects go as far as there are spares."""
+    """Every state since the last passed verification may be wrong, so no copy of it is used. Suspects are excluded as far as
+    spares are available."""
     tainted = tuple((copy.tier, copy.step, None) for copy in state.copies if copy.step > sign.good_step)
     known = sign.suspects[0] if len(sign.suspects) == 1 else None
     reason = f"wrong gradients since step {sign.good_step}, from {' or '.join(sign.suspects)}"

@@ -34,7 +34,7 @@ def nodes_lost(state: State, sign: signs.NodesLost, fleet: FleetSpec) -> Decisio
 
 
 def preempted(state: State, sign: signs.Preempted, fleet: FleetSpec) -> Decision:
-    """There is time for an agreed stop: nothing is lost but the restart."""
+    """There is time for a coordinated stop, so only the restart is lost."""
     slot = state.slot(sign.node)
     if slot is None:
         spares = tuple(node for node in state.spares if node != sign.node)

@@ -38,7 +38,7 @@ def restart(
 
 
 def backoff(times: int, fleet: FleetSpec) -> float:
-    """Seconds to wait before trying again what has been tried so often."""
+    """Seconds to wait before the next attempt, by the number of earlier attempts."""
     return min(fleet.backoff * 2.0 ** min(times, 64), fleet.backoff_limit)
 
 

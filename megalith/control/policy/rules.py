@@ -16,7 +16,7 @@ from megalith.spec.fleet import FleetSpec
 
 
 def decide(state: State, sign: Sign, *, fleet: FleetSpec) -> Decision:
-    """Decide what a sign calls for. Equal arguments always give equal decisions."""
+    """Decide on the response to a sign. Equal arguments always give equal decisions."""
     if state.stopped:
         return Decision((), state, "the run has been stopped")
     rule = RULES[type(sign)]
@@ -120,4 +120,4 @@ RULES: dict[type[signs.Sign], Callable[[State, Any, FleetSpec], Decision]] = {
     signs.Ordered: _ordered,
     signs.Waited: nodes.waited,
 }
-"""Kind of sign -> what is done about it."""
+"""Kind of sign -> the function that decides on the response."""

@@ -20,9 +20,9 @@ class State:
     `placement` is the node of each slot. `bad` are pieces that failed their digest: (tier, step, slot or None for all), which no
     refresh of `copies` brings back. `faults` are the times of the faults blamed on a node, `quarantined` since when a node is out,
     `failed_checks` its health checks in a row that it did not pass. `repeats` counts failures by "signature @ step", `reruns` the runs
-    in place of a step. `restored` is what this generation began from, `fruitless` the starts since a step was done. `leaving` are
-    nodes that go once the state is saved, `damaged` what is known to be wrong with the data, `least` how many nodes the fallback plan
-    needs. `away`: since when the copy to restore cannot be read.
+    in place of a step. `restored` is the copy from which this generation began, `fruitless` the number of starts since the last
+    finished step. `leaving` are nodes to exclude once the state is saved, `damaged` the known damage of the data, `least` the
+    number of nodes that the fallback plan needs. `away`: since when the copy to restore cannot be read.
     """
 
     placement: tuple[str, ...]

@@ -12,7 +12,7 @@ from megalith.spec.fleet import FleetSpec
 
 
 def copy_corrupt(state: State, sign: signs.CopyCorrupt, fleet: FleetSpec) -> Decision:
-    """A damaged copy is set aside, and the next newest whole one taken. This is no failure of the run: nothing is counted."""
+    """A damaged copy is set aside, and the next newest whole one taken. This does not count as a failure of the run."""
     which = "" if sign.slot is None else f" of slot {sign.slot}"
     reason = f"the copy{which} of step {sign.copy_step} in {sign.tier.value} is damaged" + (
         f": {sign.error}" if sign.error else ""
@@ -48,7 +48,7 @@ def copy_away(state: State, sign: signs.CopyAway, fleet: FleetSpec) -> Decision:
 
 
 def save_failed(state: State, sign: signs.SaveFailed, fleet: FleetSpec) -> Decision:
-    """Training goes on: a copy that cannot be written is no reason to lose steps. A person must hear of it."""
+    """Training continues: a failed copy is no reason to lose steps. The user must be told."""
     skipped = state.skipped if sign.tier in state.skipped else (*state.skipped, sign.tier)
     reason = f"no copy could be written to {sign.tier.value}: {sign.error}"
     return Decision((SkipTier(sign.tier, True, reason),), replace(state, skipped=skipped), reason)
@@ -80,7 +80,7 @@ def data_damaged(state: State, sign: signs.DataDamaged, fleet: FleetSpec) -> Dec
 
 
 def not_this_run(state: State, sign: signs.NotThisRun, fleet: FleetSpec) -> Decision:
-    """The same start would be refused again, and another would be another run: a person must put right what was changed."""
+    """The same start would be refused again, and a different one would be a different run. A person must undo the change."""
     return stop(state, [], ExitCode.FAILED, sign.error)
 
 

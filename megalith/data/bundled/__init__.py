@@ -12,7 +12,7 @@ AUSTEN = "bundled:austen"
 
 @cache
 def austen() -> str:
-    """Six novels by Jane Austen (4.03 MB). Raises DataError if the shipped file is missing or is not what was shipped."""
+    """Six novels by Jane Austen (4.03 MB). Raises DataError if the shipped file is missing or was changed."""
     return _unpack("austen.txt")
 
 

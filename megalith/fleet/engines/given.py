@@ -1,4 +1,4 @@
-"""A launch from the few things that a person says of it: the rest follows from the run, and what cannot be is told all at once."""
+"""A launch from the user's few options: the rest follows from the run, and all contradictions are reported at once."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
 
 
 def given(spec: RunSpec, engine: str, *, run_file: str, run_dir: str, **options: Any) -> tuple[Launch, list[Problem]]:
-    """The launch, and advice on it. `options`: `nodes`, and fields of `Launch`; None for what was not said.
+    """The launch, and advice on it. `options`: `nodes`, and fields of `Launch`; None for options not given.
 
     Raises SpecErrors with all that is wrong. `engine` must be one of `ENGINES`.
     """
@@ -92,7 +92,7 @@ def _ranks_per_node(
         return ranks
     if nodes is not None and asked is not None and nodes * asked != ranks:
         reason = f"{nodes} nodes of {asked} ranks make {nodes * asked}, and the plan has {ranks}"
-        return Problem("error", "--nodes", nodes, reason, "Give one of --nodes and --ranks-per-node; the other follows.")
+        return Problem("error", "--nodes", nodes, reason, "Give either --nodes or --ranks-per-node; the other follows from it.")
     if asked is not None:
         return asked
     if nodes is not None:

@@ -83,7 +83,7 @@ def problems(spec: RunSpec, launch: Launch) -> list[str]:
         if getattr(launch, name) < 0:
             found.append(f"{name} = {getattr(launch, name)} is below 0. Use 0 or more")
     wrong = [name for name in launch.environment if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
-    found += [f"environment: {name!r} is no name of a variable. Use letters, digits and underscores" for name in wrong]
+    found += [f"environment: {name!r} is not the name of a variable. Use letters, digits and underscores" for name in wrong]
     if key.VARIABLE in launch.environment:
         found.append(
             f"environment: {key.VARIABLE} would stand in the artefact for all to read. Leave it out: {key.FILE_VARIABLE} names a file"
@@ -104,7 +104,7 @@ def training(launch: Launch) -> list[str]:
 
 
 def before(launch: Launch) -> str:
-    """A command that makes the run's key, which agents need, unless there is one; empty where there are no agents."""
+    """A command that makes the run's key, which agents need, unless it exists; empty without agents."""
     return shlex.join(["python", "-m", "megalith.cli", "key", launch.run_dir]) if launch.agent else ""
 
 

@@ -21,12 +21,12 @@ _MOST_BYTES = 4096  # of a key file that is read
 
 
 class NoKey(RuntimeError):  # noqa: N818  # it says what is missing
-    """There is no key, or none that is a secret."""
+    """The key is missing, or not secret."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A run's key. `text` is what is handed over; it is left out of the representation."""
+    """A run's key. `text` is the shared secret; `repr` leaves it out."""
 
     text: str = field(repr=False)
 
@@ -68,7 +68,7 @@ def given(environment: Mapping[str, str] = os.environ) -> Key | None:
 
 
 def of_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
-    """The key of a run whose processes are all on this machine: given, or that of the run folder, made where there is none.
+    """The key of a run whose processes are all on this machine: the given one, or the run folder's, which is made if missing.
 
     A damaged file is replaced, with a line that says so: copies of the state that were made under the old key are not used then. One
     that others may read is used, with a warning, because some file systems keep no modes and no port depends on it. Raises NoKey where
@@ -96,7 +96,7 @@ def shared(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
         return _checked(_read(path), str(path))
     except FileNotFoundError:
         raise NoKey(
-            f"this run has no key, by which its machines know each other: {VARIABLE} and {FILE_VARIABLE} are not set, and there is "
+            f"this run's machines need a key to authenticate each other: {VARIABLE} and {FILE_VARIABLE} are not set, and there is "
             f"no {path}. Make one, once, with: megalith key {run_dir}"
         ) from None
 
@@ -148,11 +148,11 @@ def _read(path: Path, *, warn_only: bool = False) -> str:
             raise NoKey(f"{path} is not a file, and holds no key. Remove it, or set {VARIABLE}")
         if found.st_uid not in (os.geteuid(), 0):
             raise NoKey(
-                f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}: it is no secret. Remove it, or set {VARIABLE}"
+                f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}: it is not a secret. Remove it, or set {VARIABLE}"
             )
         if open_to := stat.S_IMODE(found.st_mode) & 0o077:
             why = f"others may use {path} (mode {stat.S_IMODE(found.st_mode):04o}, of which {open_to:04o} is too much)"
             if not warn_only:
-                raise NoKey(f"{why}: it is no secret. Remove it and make another with: megalith key; or set {VARIABLE}")
+                raise NoKey(f"{why}: it is not a secret. Remove it and make another with: megalith key; or set {VARIABLE}")
             print(f"warning: {why}: chmod 600 it", file=sys.stderr, flush=True)
         return file.read(_MOST_BYTES).decode("ascii", errors="replace").strip()

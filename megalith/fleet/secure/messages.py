@@ -40,7 +40,7 @@ def pack(operation: Operation, *fields: bytes) -> bytes:
 
 
 def unpack(message: bytes) -> tuple[Operation, list[bytes]]:
-    """The operation and fields of a message. Raises ValueError for what is none."""
+    """The operation and fields of a message. Raises ValueError if the bytes are not a message."""
     if not message:
         raise ValueError("an empty message")
     operation, at, fields = Operation(message[0]), 1, list[bytes]()

@@ -247,7 +247,7 @@ class Peers:
         """Connect to a site, if who listens at its address proves the key within PROOF_SECONDS; else note why not."""
         connection: Connection | None = None
         timer: threading.Timer | None = None
-        where, trouble = "", "who listens there has another key"
+        where, trouble = "", "the process that listens there has another key"
         try:
             if (address := self._address_of(site)) is None:
                 raise ValueError("its address is not known: it has not started")

@@ -24,7 +24,7 @@ class NotPrivate(PermissionError):  # noqa: N818  # it says what was found
 
 
 def make(folder: Path) -> None:
-    """Make a private folder, and those above it as they are usual; one that is there stays. Raises NotPrivate, OSError."""
+    """Make a private folder, and its parents with the usual mode; an existing folder stays. Raises NotPrivate, OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -35,9 +35,10 @@ def make(folder: Path) -> None:
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[int]:
-    """A descriptor of a private folder, for the block. Raises NotPrivate, and FileNotFoundError where there is none.
+    """A descriptor of a private folder, for the block. Raises NotPrivate, and FileNotFoundError if it does not exist.
 
-    A folder of this user's that others may read is closed to them; one that they may write to is refused, for what it holds may be theirs.
+    If others may read this user's folder, their access is removed. If they may write to it, it is refused, because its content
+    may be theirs.
     """
     descriptor = _open_folder(folder, None)
     try:

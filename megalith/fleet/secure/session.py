@@ -26,7 +26,7 @@ _FRAME_BYTES = _HEAD.size + MAC_BYTES
 
 
 class TooLong(ValueError):  # noqa: N818  # it says what was found
-    """A frame that says it is longer than any message: the stream is no stream of frames."""
+    """A frame's length exceeds every message, so the stream does not consist of frames."""
 
 
 @dataclass

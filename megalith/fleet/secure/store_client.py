@@ -21,7 +21,7 @@ class StoreGone(RuntimeError):  # noqa: N818  # it says what happened
 
 
 class WrongKey(RuntimeError):  # noqa: N818  # it says what was found
-    """This process and who listens at the store's address do not know the same key."""
+    """This process and the one that listens at the store's address have different keys."""
 
 
 class StoreClient:
@@ -43,7 +43,7 @@ class StoreClient:
         self._call(Operation.SET, key.encode(), _octets(value))
 
     def get(self, key: str) -> bytes:
-        """Read, once it is there. Raises StoreGone when it does not come within the time limit."""
+        """Wait until the key exists, and read it. Raises StoreGone when it does not come within the time limit."""
         self.wait([key])
         found = self._call(Operation.GET, key.encode())
         return self.get(key) if found is None else found[0]
@@ -53,11 +53,12 @@ class StoreClient:
         return self._call(Operation.CHECK, *(key.encode() for key in keys)) is not None
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number that begins at 0; the sum."""
+        """Add to a counter that begins at 0, and return the sum."""
         return int(self._some(Operation.ADD, key.encode(), str(amount).encode()))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write `desired` where `expected` stands, or where nothing does and nothing is expected; what stands there then."""
+        """Write `desired` if the value is `expected`, or if there is no value and none is expected. Return the value
+        afterwards."""
         return self._some(Operation.SWAP, key.encode(), _octets(expected), _octets(desired))
 
     def delete_key(self, key: str) -> bool:

@@ -66,7 +66,7 @@ def listen(host: str, port: int) -> socket.socket:
         server = socket.socket(family, kind, protocol)
     except OSError as error:
         raise OSError(
-            error.errno, f"{address} is no address to listen at ({error.strerror}). Set {LISTEN} to one of this machine's"
+            error.errno, f"{address} is not an address to listen at ({error.strerror}). Set {LISTEN} to one of this machine's"
         ) from error
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Location of copies of the state, what is left of them, and which of them together make the newest whole one."""
+"""Locations of copies of the state, the copies that are left, and the newest step that they can restore in full."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -71,7 +71,7 @@ BEGINNING = Source(step=0, tier=None)
 def newest(
     copies: Iterable[Copy], *, at_most: int | None = None, before: int | None = None, below: Tier | None = None
 ) -> Source | None:
-    """The newest step that is whole, from the fastest tiers that have its pieces; None when there is none.
+    """The newest complete step, from the fastest tiers that have its pieces; None if there is none.
 
     `at_most`: no later step. `before`: strictly earlier steps only. `below`: only tiers slower than this one.
     """
@@ -103,11 +103,12 @@ def _assemble(step: int, copies: Sequence[Copy]) -> Source | None:
 
 
 def fall_back(copies: Collection[Copy], used: Source) -> Source | None:
-    """The next thing to try when what was restored from `used` failed alike: an earlier step, from a tier written apart from it.
+    """The next source to try after a run restored from `used` failed in the same way: an earlier step, from an independently
+    written tier.
 
     The same step of another tier holds the same bits (its digest says so), and a buddy's copy is made from the same bytes as the
-    one in memory: whatever went wrong before the digest was taken is in both. Where there is nothing better, a slower tier at all;
-    None when nothing slower is left.
+    one in memory: whatever went wrong before the digest was taken is in both. Without such a source, any slower tier; None if no
+    slower tier is left.
     """
     if used.tier is None:
         return None

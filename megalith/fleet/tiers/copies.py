@@ -1,10 +1,11 @@
-"""Copies of the ranks' state as files of a node's memory or disk: their form, what a folder of them holds, and which steps are whole.
+"""Copies of the ranks' state as files in a node's memory or on its disk: their format, the content of a folder, and the complete
+steps.
 
-A file is one buffer of one rank: a header, a layout (which tensor lies where, as JSON), a payload. A writer strikes the header out, fills
-the payload, and writes the header last, so that a process may die at any moment: what was half written has no header. The digest is the
-sum of the payload's 64-bit words, modulo 2^64: any flipped bit changes it, and it costs a fraction of a checksum that would also notice
-words that changed places, which memory does not do. It finds accidents. Against other users there are the folder, which is private
-(`secure.private`), and a MAC by the run's key over all of the header.
+A file is one buffer of one rank: a header, a layout (which tensor lies where, as JSON), a payload. A writer clears the header,
+fills the payload, and writes the header last. So a process may die at any moment: a half-written copy has no header. The digest
+is the sum of the payload's 64-bit words, modulo 2^64: any flipped bit changes it, and it costs a fraction of a checksum that
+would also notice words that changed places, which memory does not do. It finds accidents. Against other users there are the
+folder, which is private (`secure.private`), and a MAC by the run's key over all of the header.
 """
 
 import json
@@ -64,7 +65,7 @@ class Label:
 
     @classmethod
     def unpack(cls, data: bytes, key: Key) -> "Label | None":
-        """The label; None where there is none, half of one, or one that was not made with this key."""
+        """The label; None if it is missing, incomplete, or made with another key."""
         fields, mac = data[: _FIELDS.size], data[_FIELDS.size : LABEL_BYTES]
         if not fields.startswith(_MAGIC) or not key.proves(mac, "copy", fields):
             return None
@@ -128,7 +129,7 @@ def parse_name(name: str) -> tuple[str, int, int]:
 
 
 class Buffer:
-    """One file of a copy, mapped into memory. `key`: the run's, by which its label is judged."""
+    """One file of a copy, mapped into memory. `key`: the run's key, which authenticates the label."""
 
     def __init__(self, path: Path, memory: mmap.mmap, key: Key, *, inode: int) -> None:
         self.path, self.memory, self.key, self._inode = path, memory, key, inode
@@ -184,7 +185,7 @@ class Buffer:
         self.memory[: _PINNED + 1] = bytes(_PINNED + 1)
 
     def commit(self, label: Label) -> None:
-        """The payload is complete: say so."""
+        """Mark the payload as complete."""
         self.memory[:LABEL_BYTES] = label.pack(self.key)
 
     def pin(self, pinned: bool, *, mark: int = VERIFIED) -> None:
@@ -222,11 +223,11 @@ class Piece:
 
 
 def pieces(folder: Path, *, key: Key, own: Tier = Tier.MEMORY) -> list[Piece]:
-    """The copies in a node's folder that were made with the run's `key`. `own`: the tier of what is its own ranks'; the rest was kept for
-    others.
+    """The copies in a node's folder that were made with the run's `key`. `own`: the tier of the copies of its own ranks; the
+    other copies were kept for other nodes.
 
-    Digests are verified in memory alone. To read all of a disk takes longer than a rank that finds its piece damaged costs, and who is
-    asked for this answers within a limit (`fleet.remote`).
+    Digests are verified in memory alone. Reading a whole disk would cost more than a restart after a damaged piece, and the
+    answer has a time limit (`fleet.remote`).
     """
     found = []
     for path, buffer, label in _labelled(folder, key):
@@ -304,7 +305,8 @@ def in_place(found: Iterable[Piece], slot: int, *, world: int, slots: int, dista
 
 
 def forget(folder: Path, *, key: Key, above: int | None = None, step: int | None = None, whose: Whose | None = None) -> int:
-    """Strike out the copies of a node: those of steps after `above`, or of `step`; all, if neither is given. How many there were."""
+    """Invalidate the copies of a node: those of steps after `above`, or of `step`; all if neither is given. How many there
+    were."""
     count = 0
     for path, buffer, label in _labelled(folder, key):
         meant = (above is None or label.step > above) and (step is None or label.step == step)
@@ -316,7 +318,8 @@ def forget(folder: Path, *, key: Key, above: int | None = None, step: int | None
 
 
 def set_aside(root: Path, order: QuarantineCopy, *, placement: Sequence[str], world: int, key: Key) -> int:
-    """Put pieces of a copy where no rank looks for them and a person may: beside the others, as `aside-...`. How many there were."""
+    """Rename pieces of a copy to `aside-...` in the same folder, where ranks ignore them and a user can inspect them. How many
+    there were."""
     slots, count = len(placement), 0
     for node in placement:
         for piece in pieces(node_folder(root, node), key=key, own=Tier.MEMORY if order.tier is Tier.BUDDY else order.tier):

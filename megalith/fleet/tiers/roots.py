@@ -1,4 +1,4 @@
-"""Folders for a run's copies of its state on this machine, in memory and on a disk: private to the run, whoever else is there."""
+"""Folders for a run's copies of its state on this machine, in memory and on a disk, private to the run."""
 
 import contextlib
 import fcntl
@@ -22,7 +22,7 @@ OWNER = "owner"  # the file that says which run has copies in a folder of shared
 
 def memory_root(run_dir: Path, identity: str) -> Path:
     """Return the folder for a run's copies: the same for the same run and `identity`, whoever asks, however often. A run folder that was
-    removed and made again is another run. If somebody else has taken the name, the run uses another and says so."""
+    removed and made again is another run. If another user has taken the name, the run uses another one and reports it."""
     return _root(copies_place(), run_dir, identity)
 
 
@@ -51,7 +51,7 @@ def _root(place: Path, run_dir: Path, identity: str) -> Path:
 
 
 def elsewhere(root: Path, why: NotPrivate) -> Path:
-    """Make a folder beside one that is not this run's, under a name that nobody could foresee, and say so. Raises OSError."""
+    """Make a folder under an unpredictable name, next to one that belongs to another run, and report it. Raises OSError."""
     own = root.with_name(f"{root.name}-{secrets.token_hex(4)}")
     private.make(own)
     print(f"{why.filename}: {why.strerror}. Copies of the state go to {own}", file=sys.stderr, flush=True)

@@ -219,7 +219,7 @@ def test_who_proves_itself_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_address_that_cannot_be_read_is_asked_for_again() -> None:
-    addresses = iter([ValueError("'?' is no address of a site"), PermissionError(13, "Permission denied")])
+    addresses = iter([ValueError("'?' is not an address of a site"), PermissionError(13, "Permission denied")])
 
     def address_of(_: int) -> Address:
         if error := next(addresses, None):
