@@ -27,9 +27,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Across:
-    """Prediction for a run across sites. `bytes`: those that a site sends in a round of `inner_steps` steps; `instead`: those of data
-    parallelism with fp32 gradients in as many steps; `waited`: mean seconds that a site waits in a round; `use`: share of the time in
-    which it computes."""
+    """Prediction for a run across sites. `bytes`: bytes that a site sends in a round of `inner_steps` steps; `instead`: bytes of data
+    parallelism with fp32 gradients in as many steps; `waited`: its mean seconds of waiting per round; `use`: share of the time in which
+    it computes."""
 
     sites: int
     inner_steps: int
@@ -41,7 +41,7 @@ class Across:
     waited: float
     use: float
     shortest: int | None
-    """The shortest of INTERVALS with a use of GOOD, everything else as it is; None if none is."""
+    """The shortest of INTERVALS whose use is at least GOOD, with all else unchanged; None if there is none."""
 
     @property
     def method(self) -> str:
@@ -52,7 +52,7 @@ class Across:
 
     @property
     def speed(self) -> float:
-        """Tokens a second of all sites over those of one of them."""
+        """Tokens a second of all sites, divided by those of one site alone."""
         return self.sites * self.use
 
     def to_json(self) -> dict[str, Any]:

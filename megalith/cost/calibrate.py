@@ -59,7 +59,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "straggle": Bounds(1e-4, 0.03, 0.2),
     "message_exposed": Bounds(0.02, 1.5, 0.7),
 }
-"""Figures of time that are fitted; those of memory and counts of hardware units are known."""
+"""The fitted time figures; memory figures and counts of hardware units are known."""
 
 
 TIED = {f"fused.{name}": f"packaged.{name}" for name in ("host", "launch", "routing")}
@@ -184,7 +184,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def measured(observations: Sequence[Observation], figures: Calibration) -> dict[str, list[str]]:
-    """Return the generations of devices and of software that some observation is of."""
+    """Return the generations of devices and software that occur in the observations."""
     found = [one.choices[0][0] for one in observations]
     return {
         "devices": sorted({figures.families[workload.cluster.accelerator.name] for workload in found}),

@@ -67,7 +67,7 @@ class Generation:
     contention: float
     """Share by which collectives slow down the computation they hide behind."""
     step: float
-    """Seconds of a step outside of it all: reading data, logging, checks."""
+    """Seconds of a step outside the model: reading data, logging, checks."""
     optimizer: float
     """Bytes the optimizer moves for a parameter it updates."""
     straggle: float
@@ -84,7 +84,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Host:
-    """The host that launches the devices' operations, if it is no x86 server."""
+    """The host that launches the devices' operations, if it is not an x86 server."""
 
     slower: float
     """How many times as long as an x86 server it takes for that."""
@@ -100,7 +100,7 @@ class Calibration:
     families: dict[str, str]
     """Accelerator -> its generation of devices."""
     beside: dict[str, str]
-    """Accelerator -> its host, where that is no x86 server."""
+    """Accelerator -> its host, if that is not an x86 server."""
     fitted: dict[str, Any]
 
     def device(self, accelerator: Accelerator) -> Device:
@@ -108,7 +108,7 @@ class Calibration:
         return self.devices[self.families.get(accelerator.name, "hopper")]
 
     def device_of(self, cluster: ClusterSpec) -> Device:
-        """Return the figures of a cluster's devices: those that were measured there, and fitted ones for the rest."""
+        """Return the figures of a cluster's devices: measured ones if available, else fitted ones."""
         known, measured = self.device(cluster.accelerator), cluster.measured
         if measured is None:
             return known

@@ -1,6 +1,6 @@
-"""Cores and norms to trace with: what a device runs is one fused kernel, or, before FlashAttention, a chain of small ones.
+"""Cores and norms to trace with: on a device each is one fused kernel, or, before FlashAttention, a chain of small kernels.
 
-On the meta device torch would take its plain path for any attention, which keeps several times what a fused kernel keeps.
+On the meta device torch would choose its plain attention, which keeps several times as many bytes as a fused kernel.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Note = Callable[[str, Tensor, Tensor, Tensor], None]
 """(phase, q, k, v): called where the device would run its kernel."""
 
 NoteRecurrence = Callable[[str, Tensor, Tensor], tuple[Tensor, ...]]
-"""(phase, x, b): the same of Mamba-2's; gives what is there only meanwhile."""
+"""(phase, x, b): the same for Mamba-2's core; returns its temporary tensors."""
 
 
 class _Fused(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""How far predictions are off, and what a few measured rows change about that. No torch.
+"""The errors of predictions, and how a few measured rows reduce them. No torch.
 
 A *stack* is software on machines, as one source measured it. Its rows are off by a factor that is theirs together, and each by another:
 
@@ -6,8 +6,8 @@ A *stack* is software on machines, as one source measured it. Its rows are off b
 
 The deviations come from published rows, each judged by a fit that its stack had no part in. An interval of 80 % reaches so many
 deviations to either side as hold 80 % of such rows, every stack weighing alike (split conformal prediction over groups; Vovk et al. 2005;
-Barber et al. 2021, arXiv:1905.02928). Of a stack of which rows are known, the factor is drawn toward theirs, by how much they can be
-trusted (the normal model's posterior; Gelman et al. 2013, section 5.4).
+Barber et al. 2021, arXiv:1905.02928). For a stack with known rows, the factor moves toward theirs, in proportion to how far they
+can be trusted (the normal model's posterior; Gelman et al. 2013, section 5.4).
 """
 
 import tomllib
@@ -29,7 +29,7 @@ NORMAL = 1.4826
 KINDS = ("time.dense", "time.expert", "memory")
 
 WRONG = log(1.3)
-"""No row is called wrong that is nearer than that to what it should be."""
+"""A row whose deviation is smaller than this is never called wrong."""
 
 FAR = 3.0
 """Deviations from what the other rows and all stacks say from which a row is called wrong."""
@@ -77,15 +77,16 @@ class Spread:
     between: float
     within: float
     reach: float
-    """Deviations that an interval reaches for a stack of which no row is known,"""
+    """Half-width of an interval, in deviations, for a stack without known rows."""
     reach_known: float
-    """and for one of which some are."""
+    """The same for a stack with some known rows."""
     groups: int
     """Stacks it rests on."""
     rows: int
 
     def learn(self, logs: Sequence[float]) -> Learnt:
-        """Return what rows of one stack say of it. A row that the others and all stacks make very unlikely is left out, the worst first."""
+        """Return the estimate that rows of one stack give for it. A row that the others and all stacks make very unlikely is left
+        out, the worst first."""
         left, wrong = dict(enumerate(logs)), list[int]()
         while left:
             gaps = {place: self._gap(place, left) for place in left}
@@ -109,7 +110,7 @@ class Spread:
         return Learnt(mean, 1 / sqrt(sure), within, wrong)
 
     def interval(self, learnt: Learnt | None = None) -> Interval:
-        """Return the factors of an interval of 80 %, for a stack of which nothing is known, or that much."""
+        """Return the factors of an 80 % interval for a stack, given the estimate from its known rows, if any."""
         known = learnt or self._posterior(())
         reach = self.reach_known if learnt else self.reach
         wide = reach * sqrt(known.deviation**2 + known.within**2)
@@ -117,7 +118,7 @@ class Spread:
 
 
 PRIOR = 4
-"""Rows that the scatter of all stacks counts as beside a stack's own."""
+"""Number of rows that the scatter of all stacks counts for, against a stack's own rows."""
 
 
 def estimated(residuals: Sequence[Residual]) -> dict[str, Spread]:
@@ -163,7 +164,7 @@ def _deviations(groups: Mapping[str, Sequence[float]]) -> Spread:
 
 
 LEAST = 0.02
-"""No deviation is less: what is measured twice differs by that."""
+"""Lower bound of a deviation: the difference between two equal measurements."""
 
 
 def quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:

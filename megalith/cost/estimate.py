@@ -1,4 +1,4 @@
-"""A step of a workload, predicted: memory of the fullest rank and seconds by what they are spent on. No torch unless something new
+"""A step of a workload, predicted: memory of the fullest rank and seconds by use. No torch unless something new
 must be traced."""
 
 from collections import Counter
@@ -25,7 +25,7 @@ from megalith.spec.optimizers import OPTIMIZERS
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of a step, by what they are spent on; they add up to `step`."""
+    """Seconds of a step by use; they add up to `step`."""
 
     step: float
     compute: float

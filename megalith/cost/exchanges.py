@@ -60,7 +60,7 @@ def split(part: nn.Module, recorder: Recorder, layout: Layout) -> None:
 
 
 class Recorded(Split):
-    """The first of the tensor axis' ranks, without the others: what they would send each other is written down.
+    """The first rank of the tensor axis, without the others: their messages are recorded instead of sent.
 
     Modules are split by the trainer's own layout table (`parallel.layout.split_part`).
     """
@@ -163,7 +163,7 @@ class EvenShare(OneProcess):
 
 
 class Away(Here):
-    """Experts of several ranks: those of this one are traced, and what travels is written down.
+    """Experts of several ranks: this rank's experts are traced, and messages are recorded.
 
     Tensor ranks that all have the whole sequence send a share of its tokens each, and gather what comes back.
     """

@@ -78,7 +78,7 @@ class Comparison:
 
     @property
     def gap(self) -> float | None:
-        """By how much the prediction is too high, as a share of what was counted; None where there is nothing to compare."""
+        """Excess of the prediction as a share of the count; None without a count to compare with."""
         return None if self.foreseen is None or not self.counted else self.foreseen / self.counted - 1
 
     def to_json(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def foresee(workload: Workload, *, rank: int, figures: Calibration | None = None
 def held(workload: Workload, figures: Calibration | None = None) -> Memory:
     """Return the memory of the fullest rank as the trainer's own program takes it, moment by moment, with what torch does not report.
 
-    A dry run counts the same categories. The program is one of as few microbatches as show what all of them do.
+    A dry run counts the same categories. The program has the fewest microbatches that represent all of them.
     """
     figures, plan = figures or calibration(), workload.plan
     few = replace(workload, global_batch=workload.enough * plan.data * plan.microbatch)

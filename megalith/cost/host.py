@@ -1,5 +1,5 @@
-"""The host and its disk as places for the optimizer's state: a device's share of what the cluster file says of them (`HostSpec`), or what
-is assumed of them, as the catalogue of accelerators does not say. No torch."""
+"""The host and its disk as places for the optimizer's state: a device's share of the figures in the cluster file (`HostSpec`), or
+assumed figures, because the catalogue of accelerators has none. No torch."""
 
 from megalith.cost.workload import Workload
 from megalith.spec.cluster import ClusterSpec

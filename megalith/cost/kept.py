@@ -38,7 +38,7 @@ def file(kind: str, subject: Any) -> Path | None:
 
 
 def read(path: Path | None) -> Any:
-    """Return the file's value; None if there is no file, it cannot be read, or its writing was cut off."""
+    """Return the file's value; None if the file is missing, unreadable or truncated."""
     if path is None:
         return None
     with suppress(ValueError, OSError):

@@ -1,4 +1,4 @@
-"""Bytes a rank holds at the fullest moment of a step, by what they are for. No torch."""
+"""Bytes that a rank holds at the peak of a step, by use. No torch."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -63,7 +63,7 @@ ALL_TO_ALL = 3.28e9
 
 
 Chunk = tuple[tuple[int, int], ...]
-"""Blocks by kind: the number of the first block of the kind (`Parts.kinds`), and how many of it."""
+"""Blocks by kind: the index of the kind's first block (`Parts.kinds`), and the number of its blocks."""
 
 PerChunk = tuple[tuple[int, ...], ...]
 """A number for each chunk of each rank."""
@@ -101,8 +101,8 @@ class Shares:
 
     @cached_property
     def fullest(self) -> tuple[int, ...]:
-        """Ranks of which one needs the most memory: any other has what one of them has, and no more microbatches in flight of any kind of
-        chunk."""
+        """Ranks that include the one with the peak memory: every other rank holds the same as one of these, and has no more
+        microbatches of any kind of chunk in flight."""
         found: dict[Held, dict[int, Counter[Chunk]]] = {}
         for rank, (here, flying) in enumerate(zip(self.held, self.flying, strict=True)):
             most = Counter[Chunk]()
@@ -160,7 +160,7 @@ def memory(workload: Workload, parts: Parts, generation: Generation) -> Memory:
 
 
 def fits(workload: Workload, held: Memory, generation: Generation) -> bool:
-    """Does it leave the device what an allocator loses, and the host what it needs itself?"""
+    """True if the device has room for the allocator's loss, and the host for its own needs."""
     cluster = workload.cluster
     limit = cluster.accelerator.memory
     near = limit is None or held.total * (1 + generation.slack) <= limit

@@ -1,4 +1,4 @@
-"""Seconds of a collective: how far its ranks stand apart, which links it crosses, and what it moves. No torch."""
+"""Seconds of a collective, from the distance of its ranks, the links that it crosses, and its bytes. No torch."""
 
 from dataclasses import dataclass
 from math import log2
@@ -61,7 +61,8 @@ def ring(line: Line, wires: Wires) -> float:
 
 
 def gather(size: float, line: Line, wires: Wires, *, calls: float = 1) -> float:
-    """All-gather to, or reduce-scatter from, `size` bytes in so many calls: rings, which move (n-1)/n of them through each rank."""
+    """Seconds of a ring all-gather to `size` bytes, or a reduce-scatter from them, in `calls` calls. (n-1)/n of the bytes pass
+    through each rank."""
     if line.size == 1 or size == 0:
         return 0.0
     return calls * ring(line, wires) + size * (line.size - 1) / line.size / rate(line, wires)

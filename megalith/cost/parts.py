@@ -70,7 +70,7 @@ class Parts:
     ahead: Profile | None = None
     """The block of the module that predicts further tokens."""
     depth: int = 0
-    """How often that module stands there."""
+    """Number of such modules."""
     joining: int = 0
     """Numbers of one such module's weights outside its block: the projection of a token's two vectors, and norms."""
     segments: Segments | None = None

@@ -1,4 +1,4 @@
-"""How software runs a part, where that differs from this project's own lines: which operations are one kernel, what is recomputed, how
+"""How other software runs a part differently from this project: which operations are one kernel, what is recomputed, how
 logits become a loss."""
 
 import torch

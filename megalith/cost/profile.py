@@ -66,8 +66,8 @@ class Core:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective: `size` bytes are the whole tensor's (what a gather ends with, what a scatter starts from), or what one rank
-    hands out in an all-to-all or a ring."""
+    """One collective: `size` is the bytes of the whole tensor (the result of a gather, the input of a scatter), or the bytes that
+    one rank sends in an all-to-all or a ring."""
 
     phase: Phase
     axis: Literal["tensor", "context", "expert", "expert_tensor"]
@@ -77,7 +77,7 @@ class Exchange:
 
 
 AMONG_EXPERTS = frozenset({"expert", "expert_tensor"})
-"""Axes along which tokens travel to their experts, or are shared by those that hold parts of one."""
+"""Axes along which tokens are dispatched to experts, or shared by the ranks that split an expert."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ class Profile:
     moved: dict[Phase, float]
     """Bytes read and written by operations that are neither products nor fused attention."""
     kernels: dict[Phase, int]
-    """Operations started,"""
+    """Kernels launched."""
     apart: dict[Phase, int]
-    """those of them between the dispatch of tokens to experts and their return, whose sizes the host learns late,"""
+    """Kernels launched between expert dispatch and combine, whose sizes the host learns late."""
     apart_moved: dict[Phase, float]
-    """the bytes these move,"""
+    """Bytes moved by the kernels in `apart`."""
     routed: dict[Phase, int]
-    """and the operations of the router, and of what puts rows in the order of their experts."""
+    """Kernels launched by the router and the permutation of rows."""
     saved: float
     """Bytes that forward leaves in memory for backward."""
     working: float
@@ -194,8 +194,8 @@ class Layout:
     """`none`, `full`, or the names of the recomputed parts with commas."""
     attention: Literal["fused", "plain"] = "fused"
     regather: bool = False
-    """Split products like Megatron-LM: keep the input as a share and gather it again for the weight gradients (Korthikanti et al. 2022);
-    the kernel that adds the residual also adds a bias that follows a sum over ranks."""
+    """Split products like Megatron-LM: save a share of the input and gather it again for the weight gradients (Korthikanti et al.
+    2022). The kernel that adds the residual also adds the bias after a sum over ranks."""
     fused: bool = True
     """Activation and gate are one kernel; an expert's products of one input are one product."""
     rotary: bool = True

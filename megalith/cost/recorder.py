@@ -37,13 +37,13 @@ SENT = frozenset(
     {"allreduce_", "_allgather_base_", "allgather_", "_reduce_scatter_base_", "reduce_scatter_", "alltoall_base_", "alltoall_", "send",
      "recv_", "broadcast_"}
 )  # fmt: skip
-"""torch's collectives and messages. In a trace nobody is there to send to."""
+"""torch's collectives and messages. A trace has no other ranks to send to."""
 
 WHOLE = frozenset({"add", "sub", "mul", "neg", "cumsum", "floor_divide"})
-"""Operations on each element, which give whole numbers for whole numbers;"""
+"""Elementwise operations that return integers for integers."""
 
 PLAIN = frozenset({"div", "sigmoid", "sigmoid_backward", *WHOLE, *FUSED})
-"""and those that give 16 or 32 bits for as many."""
+"""Elementwise operations whose result has the dtype of floating-point inputs."""
 
 TWELVE_BITS = 1.5
 """Bytes of a number in E5M6."""
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         self.rides = False
 
     def know(self, module: nn.Module) -> None:
-        """Remember which storages are weights, and which of them the experts'."""
+        """Record which storages are weights, and which of these are experts' weights."""
         for name, parameter in module.named_parameters():
             key = parameter.untyped_storage()._cdata
             self.parameters[key] = ".experts." in f".{name}"
@@ -177,7 +177,8 @@ class Recorder(TorchDispatchMode):
         self.alive -= self._held.pop(key, 0)
 
     def forget(self, tensor: Tensor) -> int:
-        """Count a result as freed though it lives on: its bytes; 0 for what is no result, or is forgotten already."""
+        """Count a result as freed although it is still alive, and return its bytes; 0 if it is not a result, or was already
+        counted so."""
         freed = self._held.pop(tensor.untyped_storage()._cdata, 0)
         self.alive -= freed
         return freed
@@ -188,8 +189,8 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def spared(self, layout: Layout) -> float:
-        """Bytes by which what is alive shrinks where products keep their factors in a narrow format: the wide tensor stays only where
-        something else keeps it too."""
+        """Bytes saved by keeping the inputs of products in a narrow format: the wide tensor stays only if another operation keeps
+        it too."""
         found = 0.0
         for key, times in self._factors.items():
             both = TWELVE_BITS if layout.sparing else layout.width + layout.kept

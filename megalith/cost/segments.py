@@ -10,7 +10,7 @@ from megalith.spec.plan import AUTO
 
 
 def decided(workload: Workload) -> Workload:
-    """Return the workload with the segments that take the least memory in the place of `segments:auto`, or as it is.
+    """Return the workload with `segments:auto` replaced by the segments that need the least memory; other workloads unchanged.
 
     A segment of K blocks keeps one input for K blocks, and all of K blocks while it runs again (Chen et al. 2016, section 4.3). So the
     best K depends on the bytes of an input and of a block, which are traced, and on the microbatches in flight, which the schedule says.

@@ -23,12 +23,12 @@ TRAINER = Practice(generation="eager", loss="chunked", overlap_tensor=False)
 """This project's own trainer, uncompiled: plain PyTorch, fp32 gradients, and a loss of a few rows at a time."""
 
 OURS = "megalith"
-"""The name of this project's trainer, and what is planned for unless another is named."""
+"""The name of this project's trainer, which plans assume by default."""
 
 
 @dataclass(frozen=True)
 class Software:
-    """A program that trains: what it is called in full, and how it runs a plan."""
+    """A training program: its full name, and how it runs a plan."""
 
     title: str
     practice: Practice

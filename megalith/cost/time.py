@@ -29,7 +29,7 @@ UNFUSED = 72 - 31
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of one phase, by what they are spent on. The collectives' are what computation does not hide."""
+    """Seconds of one phase, by use. The collectives' are what computation does not hide."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -66,7 +66,7 @@ class Setting:
     device: Device
     generation: Generation
     slower: float
-    """How much longer than an x86 host what is beside the device takes to start an operation."""
+    """Launch time of the device's host, relative to an x86 host."""
     wires: Wires
 
     @classmethod
@@ -167,7 +167,7 @@ def line(axis: str, workload: Workload) -> Line:
 
 
 def exchange_seconds(exchange: Exchange, setting: Setting, router: RouterSpec | None) -> float:
-    """One collective, as if nothing ran beside it."""
+    """Seconds of one collective, without contention."""
     where, wires = line(_way(exchange), setting.workload), setting.wires
     if exchange.kind == "sum":
         once = network.reduce(exchange.size, where, wires)

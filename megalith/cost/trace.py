@@ -1,8 +1,8 @@
 """Parts of a model built from the trainer's own modules on the meta device, run forward and backward, and counted.
 
-Nothing is computed: shapes alone go through. Counted are the operations that reach the dispatcher, the collectives that stand at
-the boundaries of split modules, and the storages that are alive, so that what a recomputation policy keeps is measured and not
-derived from its name.
+Nothing is computed: shapes alone go through. A trace counts the operations that reach the dispatcher, the collectives at the
+boundaries of split modules, and the live storages. So the bytes that a recomputation policy keeps are measured, not derived from
+its name.
 """
 
 from contextlib import AbstractContextManager

@@ -28,7 +28,7 @@ class Matrices(NamedTuple):
     """The matrices of a block that an update needs whole."""
 
     numbers: int
-    """Elements of them all."""
+    """Elements of all of them."""
     work: float
     """FLOPs of the iteration on them all."""
     largest: tuple[int, int]
@@ -56,8 +56,8 @@ def work(rows: int, columns: int) -> float:
 
 
 def rest_bytes(workload: Workload, parts: "Parts", here: "Held") -> float:
-    """Return the bytes that some parameters keep beyond those of the optimizer's own slots, on one rank: what another rule updates, and
-    what keeps moments in fp32 where others do not."""
+    """Return the bytes on one rank beyond the optimizer's own slots: for parameters that another rule updates, and for parameters
+    that keep moments in fp32 although others do not."""
     one_rule = OPTIMIZERS[workload.optimizer].rest is None and workload.moments.number == "fp32"
     if one_rule or workload.frozen or workload.practice.moment_bytes is not None:
         return 0.0
@@ -100,8 +100,8 @@ def _kept_beyond(block: BlockSpec, dim: int, kind: str, moments: Moments) -> flo
 
 
 def home_bytes(workload: Workload, here: "Held") -> float:
-    """Return the bytes that an update holds on the rank with most of whole matrices: its shares and what it sends of them, what arrives and
-    the matrices from it, and the iteration's own on the largest."""
+    """Return the bytes of an update on the rank with the most whole matrices: its shares and send buffers, the receive buffers
+    and the matrices made of them, and the iteration's buffers for the largest matrix."""
     found = _whole(workload, here)
     if found is None:
         return 0.0
@@ -111,7 +111,8 @@ def home_bytes(workload: Workload, here: "Held") -> float:
 
 
 def seconds(workload: Workload, setting: Setting, here: "Held") -> float:
-    """Return the seconds that whole matrices add to an update: their iteration on the rank with most of them, and two all-to-alls."""
+    """Return the seconds that whole matrices add to an update: the iteration on the rank with the most matrices, and two
+    all-to-alls."""
     found = _whole(workload, here)
     if found is None:
         return 0.0

@@ -28,21 +28,21 @@ class Practice:
     gradient_bytes: float = bytes_each([GRADIENT])
     """Bytes of an accumulated gradient."""
     moment_bytes: float | None = None
-    """Bytes that the optimizer keeps for a parameter beside its own copy of it; None: what the optimizer's row says."""
+    """Bytes that the optimizer keeps for a parameter besides its own copy of it; None: as in the optimizer's row."""
     master_bytes: float = bytes_each([MASTER])
     """Bytes of the optimizer's own copy of a parameter: 2 where it keeps only what bf16 leaves out (Apex's distributed Adam)."""
     loss: Literal["copied", "whole", "fused", "chunked"] = "fused"
-    """Logits of all tokens are there at once, in fp32 with copies (`copied`: torch's own) or in place (`whole`: Megatron-LM's), or in
+    """Logits of all tokens exist at once, in fp32 with copies (`copied`: torch's own) or in place (`whole`: Megatron-LM's), or in
     16 bits with their gradient in their place (`fused`); or of a few rows at a time (`chunked`: this project's own trainer)."""
     gathers: Literal["block", "module", "rank"] = "block"
     """Unit that ZeRO 3 gathers at a time: a block and the next one, or a module of a block (DeepSpeed). ZeRO 1 by `rank`: each rank sends
     what it updated to all others, one after the other, before the next step (InternEvo)."""
     overlap_data: bool = True
-    """Gradients are reduced, and weights gathered, beside the computation."""
+    """Gradient reductions and weight gathers overlap computation."""
     overlap_tensor: bool = True
     """The collectives of the tensor axis are pipelined with their matrix products."""
     overlap_expert: bool = False
-    """Experts' all-to-all of one microbatch runs beside another's computation (DualPipe, combined 1F1B)."""
+    """The experts' all-to-all of one microbatch overlaps another's computation (DualPipe, combined 1F1B)."""
     deduplicated: bool = True
     """A token that goes to several experts of one rank, or of one node, travels there once (DeepEP, HybridEP)."""
     permute: bool = True
@@ -50,7 +50,8 @@ class Practice:
     rotary: bool = True
     """Queries and keys are rotated by one kernel, in software that is fused."""
     grouped: bool = False
-    """The products of all experts are one kernel; else one after the other is launched (Transformer Engine's grouped linear)."""
+    """The products of all experts are one kernel; else one kernel each, launched in turn (Transformer Engine's grouped
+    linear)."""
     router: Literal["fused", "plain"] = "fused"
     """A router's arithmetic is fused into few kernels, or each step of it is one of torch's operations (`plain`)."""
     scattered: int = 0
@@ -59,7 +60,8 @@ class Practice:
     graphs: Literal["none", "router", "parts", "whole"] = "none"
     """Kernels launched from recorded CUDA graphs: those of the whole step, all but the experts' (`parts`), or the router's."""
     waits: bool = True
-    """True if the host waits in each expert layer for the number of arriving tokens. It does not if each expert takes a fixed number."""
+    """True if the host waits in each expert layer for the number of arriving tokens. The host need not wait if each expert takes
+    a fixed number of tokens."""
     causal_half: bool = True
     """The attention kernel skips what the causal mask hides."""
     sparing: bool = False
@@ -149,7 +151,7 @@ class Workload:
 
     @cached_property
     def state_bytes(self) -> float:
-        """Bytes of all that the optimizer keeps for a parameter: its own copy of it too, where weights are narrower than that."""
+        """Bytes that the optimizer keeps for a parameter, including its own copy if the weights are narrower."""
         return self.moment_bytes + (self.master_bytes if self.width < 4 else 0)
 
     @cached_property

@@ -237,7 +237,9 @@ def _loaded(question: Question, problems: list[Problem]) -> Resolved | None:
     if question.path is None:
         if question.overrides:
             way_out = "Give a RUN.toml, or use --model, --cluster, --seq-len and --global-batch."
-            problems.append(problem("--set", question.overrides[0], "there is no run file whose value it could set", way_out))
+            problems.append(
+                problem("--set", question.overrides[0], "sets a value of a run file, but no run file was given", way_out)
+            )
         return None
     try:
         found = files.load(question.path, overrides=question.overrides)
@@ -321,7 +323,7 @@ def _format(question: Question, spec: RunSpec | None, cluster: ClusterSpec | Non
     rate = PRECISIONS[named].factors.rate
     if cluster is not None and cluster.accelerator.peak and rate not in cluster.accelerator.peak:
         able = ", ".join(name for name, one in PRECISIONS.items() if one.factors.rate in cluster.accelerator.peak)
-        reason = f"{cluster.accelerator.name} does not compute in it, as far as anybody published"
+        reason = f"{cluster.accelerator.name} does not compute in it, according to published figures"
         problems.append(problem("--format", named, reason, f"It computes in {able}."))
     if question.out and question.software != OURS:
         reason = "is planned for, and a run file is for Megalith, which takes other memory and time"

@@ -53,7 +53,7 @@ def trials(
 ) -> Iterator[Trial]:
     """Yield the branches from a checkpoint of a run, each as long as `steps` steps of the run's batch.
 
-    Raises ValueError for a batch that is no whole number, or does not read the same samples as the others in whole steps.
+    Raises ValueError for a batch that is not a whole number, or does not read the same samples as the others in whole steps.
     """
     phases = Phases.of(spec)
     now = phases.at(samples)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megalith.events import Step
 
 WARM = 3
-"""First steps of a run that say nothing: compilation, caches."""
+"""First steps of a run, which are not representative: compilation, caches."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _run(folder: Path) -> Own:
 
 
 def spec_of(folder: Path) -> RunSpec:
-    """Return the run in a folder. Raises ValueError if it names no cluster to predict it for, OSError if it is no run's."""
+    """Return the run in a folder. Raises ValueError if the run names no cluster, OSError if the folder is not a run's."""
     spec = RunSpec.model_validate_json((folder / SPEC_FILE).read_text(encoding="utf-8"))
     if spec.cluster == "local":
         raise ValueError('the run names no cluster to predict it for (cluster = "local")')
@@ -105,7 +105,7 @@ def spec_of(folder: Path) -> RunSpec:
 
 
 def steps_of(folder: Path) -> "list[Step]":
-    """Return the steps of a run but its first ones, of each the last try. Raises ValueError if there is none."""
+    """Return the last attempt of each step of a run, without the first steps. Raises ValueError if there is none."""
     from megalith import events  # most searches measure nothing, and these take long to import
 
     tries = {step.step: step for step in events.of_kind(events.read(folder), events.Step)}

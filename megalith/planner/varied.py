@@ -26,7 +26,7 @@ def vary(question: Question, change: str) -> Asked:
         nearest = near(key, known)
         hint = f"Did you mean {nearest!r}? " if nearest and nearest != key else ""
         way_out = f"{hint}Write KEY=VALUE with one of: {', '.join(known)}; such as accelerator=h200 or scale_out=25 (GB/s)."
-        raise SpecErrors([problem("--what-if", change, "is no change that is known", way_out)])
+        raise SpecErrors([problem("--what-if", change, "is not a change that is known", way_out)])
     if key in LINKS:
         asked = ask(question)
         rate = (number or 0.0) * 1e9

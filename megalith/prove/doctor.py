@@ -123,7 +123,7 @@ def _summed(bad: list[int], world: int) -> Finding:
     limit = "the exact sum on every rank"
     if bad:
         ranks = ", ".join(map(str, bad))
-        way_out = "Check these ranks' devices and links; if all ranks are named, one of them sent wrong numbers"
+        way_out = "Check these ranks' devices and links; if all ranks are named, any one of them may have sent wrong numbers"
         return Finding("all-reduce", "fail", f"wrong on rank {ranks} of {world}", limit, way_out)
     return Finding("all-reduce", "ok", f"{world} ranks agree", limit)
 

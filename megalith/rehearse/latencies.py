@@ -14,7 +14,7 @@ from megalith.spec.cluster import ClusterSpec
 
 @dataclass(frozen=True)
 class Latencies:
-    """All in seconds, but `verify`: the share of time that recomputation takes.
+    """All figures are in seconds except `verify`: the share of the run's time that recomputation takes.
 
     `crash`, `hang`, `node_lost`: from a fault to the decision. `restart`: from the decision to ranks that can restore; `restore` by
     tier, what comes after. `replace`: more when a spare joins. `stall` by tier: how long a copy stops the work; `write`: until a
@@ -71,7 +71,7 @@ def of_cluster(
     A blocking save takes state / storage, an asynchronous one that long to be whole. Raises ValueError for an unknown profile.
     """
     if profile not in PROFILES:
-        raise ValueError(f"{profile!r} is no profile of latencies. Use one of {', '.join(PROFILES)}")
+        raise ValueError(f"{profile!r} is not a profile of latencies. Use one of {', '.join(PROFILES)}")
     return at_rates(PROFILES[profile], cluster, state_bytes=state_bytes, storage=storage)
 
 
@@ -100,8 +100,8 @@ _SEEN_AS = {RankFailed.kind: "crash", Hang.kind: "hang", NodesLost.kind: "node_l
 
 
 def calibrated(events: Iterable[Event], base: Latencies, *, typical: Callable[[Sequence[float]], float] = median) -> Latencies:
-    """`base` with what a run's incidents and saves typically took (events `Incident`, `Recovery`, `Checkpoint`). `typical`: the median, or
-    the mean where totals are to come right.
+    """`base` with what a run's incidents and saves typically took (events `Incident`, `Recovery`, `Checkpoint`). `typical`: the
+    median, or the mean if the totals must be correct.
 
     The log knows recovery as a whole, so restart and restore are not told apart: restart takes the fastest tier's time, and a slower
     tier what its own is above that; of a tier that nothing was restored from, what `base` says.

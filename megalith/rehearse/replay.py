@@ -63,7 +63,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A campaign's record, and what the simulator makes of its list of faults. `seconds` by what they went to."""
+    """A campaign's record, and what the simulator makes of its list of faults. `seconds` by use."""
 
     recorded: Goodput
     figures: Figures

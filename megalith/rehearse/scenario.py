@@ -99,10 +99,10 @@ def scenario(
     known = tables()
     problems = []
     if cluster.reliability.faults not in known:
-        problems.append(f"reliability.faults = {cluster.reliability.faults!r} is no known table. Use one of {', '.join(known)}")
+        problems.append(f"reliability.faults = {cluster.reliability.faults!r} is unknown. Use one of {', '.join(known)}")
     for name, value in {"days": days, "store_every": store_every, "step_seconds": step_seconds}.items():
         if not value > 0:
-            problems.append(f"{name} = {value} is no time. Use a number above 0")
+            problems.append(f"{name} = {value} is not a time. Use a number above 0")
     if not 1 <= sites <= cluster.nodes:
         problems.append(f"sites = {sites}: the cluster has {cluster.nodes} nodes to share out. Use 1 to {cluster.nodes}")
     if problems:

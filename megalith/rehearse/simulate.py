@@ -16,7 +16,7 @@ from megalith.rehearse.site import Site
 class Life:
     """One seed's run.
 
-    `seconds` by what they went to. `faults` by cause and `fates` by what they did: either adds up to all faults. `restarts` by reason,
+    `seconds` by use. `faults` by cause and `fates` by what they did: either adds up to all faults. `restarts` by reason,
     of which those "for a fault" are as many as the faults that restarted the ranks. `stops` for a person; `ended`: ends for want of
     nodes, after which the command was started again. `curve`: (seconds, share of that time that was useful so far).
     """

@@ -119,7 +119,7 @@ def _messages(program: Program) -> Iterator[str]:
             if wanted.get(action) != rank:
                 yield f"rank {rank}: {action} has no other end; nothing there makes or uses it"
         if len(ranks) > 1:
-            yield f"{action} stands {len(ranks)} times (ranks {ranks}), not once"
+            yield f"{action} occurs {len(ranks)} times (ranks {ranks}), not once"
     if all(wanted.get(action) == ranks[0] and len(ranks) == 1 for action, ranks in there.items() if ranks):
         yield from _crossed(program)
 

@@ -133,7 +133,7 @@ class _Stays(urllib.request.HTTPRedirectHandler):
 def post(target: str, alert: Alert) -> None:
     """Post the alert as JSON to an address, or to the one that an environment variable holds. Follows no redirection.
 
-    Raises ValueError for what is no address, RuntimeError when nobody took it."""
+    Raises ValueError for what is not an address, RuntimeError when nobody took it."""
     address = address_of(target, os.environ)
     body = json.dumps(asdict(alert)).encode()
     request = urllib.request.Request(address, data=body, headers={"Content-Type": "application/json"}, method="POST")

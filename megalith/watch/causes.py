@@ -256,7 +256,7 @@ def _of_step(source: Source) -> Iterator[Cause]:
     if predicted and predicted["communication"] > 0:
         over = shares["communication"] * whole / predicted["communication"]
         if over > FABRIC:
-            words = f"The fabric: communication that nothing hides takes {over:.1f} times what was predicted"
+            words = f"The fabric: exposed communication takes {over:.1f} times what was predicted"
             gain = shares["communication"] * (1 - 1 / over)
             yield Cause("slow fabric", words, "Check links and the placement of nodes (megalith doctor).", gain)
     elif shares["communication"] > PART["communication"]:
@@ -277,7 +277,7 @@ def _of_saving(source: Source, whole: float) -> Iterator[Cause]:
         return
     share = float(np.mean([one.wait_seconds for one in saved])) / (every * whole)
     if share > PART["saving"]:
-        words = f"Saving: training stands still {units.percent(share)} of the time for checkpoints"
+        words = f"Saving: training is paused {units.percent(share)} of the time for checkpoints"
         yield Cause("saving", words, "Save less often (checkpoint.every), or asynchronously (checkpoint.asynchronous).", share)
 
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from megalith.watch.law import Law
 
 Answer = Skipped | Spike | Rewound | Lowered | PrecisionWatched
-"""A spike, and what the run did about it, about an update that could not be made, or about a large rounding error."""
+"""A spike, an impossible update or a large rounding error, and the run's response to it."""
 
 KEPT = 2000  # events of a kind that are held; the newest count
 SPANS = 8  # drawings of the pipeline that are held
