@@ -1,1 +1,1 @@
-"""Fast versions of hot operations, each beside its plain definition."""
+"""Fast versions of hot operations, each with its plain definition."""

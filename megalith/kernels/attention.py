@@ -170,8 +170,8 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, rows: tuple[Rows, ...], kernel: Kernel, scale: float) -> Tensor:
-    """softmax(scale q kᵀ) v over the pairs in `rows`; costs what they hold and keeps nothing larger than its inputs. Every query must
-    see a key."""
+    """softmax(scale q kᵀ) v over the pairs in `rows`. The cost is proportional to the pairs; nothing larger than the inputs is
+    kept. Every query must see a key."""
     return _Attention.apply(q, k, v, rows, kernel, scale)  # pyright: ignore[reportReturnType]
 
 
@@ -249,9 +249,9 @@ flash_cuda = _equal_channels(Kernel(_cuda_forward, _cuda_backward), FLASH_WIDTH)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention on CUDA, with a graph (`flash_takes` says of which tensors). By its own name: on an H100 torch prefers cuDNN's,
-    which is faster for long rows, but prepares for each new length anew, and whose backward gave gradients of 1e35 for a document of 6
-    tokens (torch 2.11, cuDNN 9.19)."""
+    """Causal attention on CUDA with gradients, for tensors that `flash_takes` accepts. By its own name: on an H100 torch prefers
+    cuDNN's, which is faster for long rows, but prepares for each new length anew, and whose backward gave gradients of 1e35 for a
+    document of 6 tokens (torch 2.11, cuDNN 9.19)."""
     wide = (_padded(x, _width(q, v, FLASH_WIDTH)) for x in (q, k, v))
     return aten._scaled_dot_product_flash_attention(*wide, 0.0, True, False, scale=scale)[0][..., : v.shape[-1]]
 
@@ -290,7 +290,7 @@ def chunked(softcap: float | None = None, rows: int = ROWS) -> Kernel:
         return found
 
     def parts(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-        """Some queries, and the keys that any of them sees."""
+        """A set of queries, and all keys that any of them sees."""
         for first in range(0, q.shape[2], rows):
             end = min(first + rows, q.shape[2])
             yield slice(first, end), slice(0, end if causal else k.shape[2])

@@ -127,7 +127,7 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: floa
 def blocked_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v that come from these keys, where `out` and `lse` are of all keys the queries see."""
+    """The gradients of q, k and v from these keys; `out` and `lse` are over all keys that the queries see."""
     of_q, of_k, of_v = (torch.empty_like(x) for x in (q, k, v))
     chances_of, changes_of = _Scratch(q, k), _Scratch(q, k)
     for some in _heads(q, k):

@@ -44,7 +44,7 @@ _tokens: Tokens | None = None  # of the process, not of a thread: on CUDA, torch
 
 @contextmanager
 def working_on(tokens: Tokens | None) -> Iterator[None]:
-    """Inside, forwards and backwards are those of `tokens`."""
+    """Inside the block, forwards and backwards compute `tokens`."""
     global _tokens
     before, _tokens = _tokens, tokens
     try:

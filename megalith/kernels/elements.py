@@ -1,4 +1,4 @@
-"""Number formats of at most 8 bits, to the bit: their codes, what each stands for, and rounding to them.
+"""Bit-exact number formats of at most 8 bits: their codes, the value of each code, and rounding.
 
 E4M3 and E5M2: Micikevicius et al. 2022, arXiv:2209.05433. E2M1 and E8M0: OCP Microscaling Formats 1.0, section 5.3. Nothing here relies on
 what torch's casts do beyond a format's largest number: that differs between its releases, and 2.15 turns an infinity into 448.
@@ -70,7 +70,8 @@ def rounded(values: Tensor, element: Element, draws: Tensor | None = None) -> Te
 
 
 def stochastic(steps: Tensor, draws: Tensor) -> Tensor:
-    """One of the two whole numbers beside each of `steps` (fp32), to each as often as the other is far away. `draws`: uniform in [0, 1)."""
+    """One of the two integers around each of `steps` (fp32), drawn so that the mean is the step (stochastic rounding). `draws`:
+    uniform in [0, 1)."""
     size = steps.abs()
     below = size.floor()
     below += draws < size.sub_(below)  # never of a whole number: then nothing is left
@@ -78,7 +79,7 @@ def stochastic(steps: Tensor, draws: Tensor) -> Tensor:
 
 
 def encode(values: Tensor, element: Element, draws: Tensor | None = None) -> Tensor:
-    """The codes (uint8) of `rounded` values. A format without a NaN has 0 for it: its block's scale says what it is."""
+    """The codes (uint8) of `rounded` values. A format without NaN has the code 0 for it: the scale of its block is NaN."""
     held = rounded(values, element, draws)
     if element.dtype is not None:
         return held.to(element.dtype).view(torch.uint8)
@@ -117,7 +118,7 @@ def _beyond(element: Element, fraction: float) -> float:
 def exponent_up(amax: Tensor, element: Element) -> Tensor:
     """The smallest k with amax <= largest * 2^k, from -127 to 127: by a scale of 2^k nothing saturates. amax: fp32; int32.
 
-    0 has k = 0. A NaN or an infinity has 128, of which the scale is NaN.
+    0 has k = 0. A NaN or an infinity gives 128, whose scale is NaN.
     """
     bits = amax.view(torch.int32)
     fraction = bits & (1 << MANTISSA) - 1

@@ -1,8 +1,8 @@
-"""Master weights in two halves: the bf16 weight that computes, and what it leaves of the fp32 one.
+"""Master weights in two halves: the bf16 compute weight, and the remaining bits of the fp32 weight.
 
 The upper half is the master weight rounded to bf16 with ties away from zero: half of its last place is added to the bits, and the lower 16
-are cut off. The difference fits 16 bits exactly. With ties to even it would not: both ties beside an even number belong to it, so it
-stands for 65,537 numbers. With 8 bits of the difference a weight has 24 bits (FlashOptim, arXiv:2602.23349).
+are cut off. The difference fits 16 bits exactly. With ties to even this would fail: both neighbouring ties round to an even
+number, so it represents 65,537 numbers. With 8 bits of the difference a weight has 24 bits (FlashOptim, arXiv:2602.23349).
 """
 
 import torch

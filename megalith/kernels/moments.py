@@ -1,8 +1,8 @@
 """Moments in few bits: how an optimizer's tensors are kept between two updates, to the bit.
 
 In 8 bits a row [..., n] is cut into blocks, each of which is its codes in E4M3 followed by one byte of E8M0: the power of two that they are
-multiplied by. It is the smallest by which nothing saturates. A mean of squares is kept as its root. Whole blocks can be cut off a row, so
-ranks that cut a tensor between blocks hold parts of the same bytes as one that holds it whole.
+multiplied by. It is the smallest power at which no number saturates. A mean of squares is kept as its root. Whole blocks can be
+cut off a row, so ranks that cut a tensor between blocks hold parts of the same bytes as one that holds it whole.
 
 Rounding is stochastic: a moment moves by a tenth or a hundredth of its distance from a gradient, and rounding to the nearest of few numbers
 would leave most of them where they are (Gupta et al. 2015, arXiv:1502.02551, section 3). Draws are a function of the update and of an
@@ -32,7 +32,8 @@ def seed_of_draws(name: str, slot: str, number: int) -> int:
 
 
 def mixed(word: int) -> int:
-    """Mix 32 bits: a bijection in which each of them changes half of the others (Wellons 2018, nullprogram.com, "lowbias32")."""
+    """Mix 32 bits: a bijection in which each input bit flips half of the output bits (Wellons 2018, nullprogram.com,
+    "lowbias32")."""
     word = (word ^ word >> 16) * _ODD[0] & _WORD
     word = (word ^ word >> 15) * _ODD[1] & _WORD
     return word ^ word >> 16

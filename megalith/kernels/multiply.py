@@ -39,7 +39,7 @@ class Multiply(nn.Module):
 
     @classmethod
     def of(cls, choices: PrecisionSpec) -> Self:
-        """Return the recipe by the choices of a run; the plain one has none."""
+        """Return the recipe for a run's choices; the plain recipe has no choices."""
         return cls()
 
     @property

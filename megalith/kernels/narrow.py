@@ -3,7 +3,7 @@
 Where scales are powers of two, every such number is one of bf16's, and a product here is one bf16 product of rounded factors. NVFP4's
 scales and those in fp32 are not, so these products are computed in fp32 and rounded once. The definition adds up fp32 partial sums, one for
 each tile of the inner dim: the same numbers in another order of sums. Each factor is rounded along the dim that its product sums over.
-Nothing here is faster than bf16: only the numbers are those of hardware that multiplies in few bits.
+Nothing here is faster than bf16: it only computes the numbers of hardware that multiplies in few bits.
 """
 
 from abc import ABC, abstractmethod
@@ -135,7 +135,8 @@ class Narrow(Multiply, ABC):
         self.latest.zero_()
 
     def followed(self) -> dict[str, "Noted"]:
-        """Return the maxima that the next step's scales follow, by layer and factor, but for gradients that are a rank's part of a sum."""
+        """Return the maxima that the next step's scales follow, by layer and factor, except for gradients that are partial sums
+        of a rank."""
         assert self.history is not None
         largest = zip(FACTORS.items(), self.history.amax(1).tolist(), strict=True)
         return {
@@ -297,7 +298,8 @@ _seen: dict[str, Noted] | None = None
 
 @contextmanager
 def maxima() -> Iterator[dict[str, Noted]]:
-    """Inside, note by layer and factor which maxima scales follow, but for gradients that are only a rank's part of a sum."""
+    """Inside the block, record the maxima that scales follow, by layer and factor, except for gradients that are partial sums of
+    a rank."""
     global _seen
     before, _seen = _seen, {}
     try:
@@ -329,8 +331,8 @@ class Microscaled(Narrow):
 
 
 class Rowwise(Narrow):
-    """A scale for all numbers along the inner dim of a product: of a token, of an output of the weight, of a channel over all tokens of a
-    microbatch (torchao's `rowwise`)."""
+    """One scale for all numbers along the inner dim of a product: for each token, each output of the weight, or each channel over
+    all tokens of a microbatch (torchao's `rowwise`)."""
 
     @classmethod
     def blocks(cls, tile: int) -> Blocks:

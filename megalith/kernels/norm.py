@@ -27,7 +27,7 @@ def _some(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 @library.custom_op("megalith::rms_norm", mutates_args=())
 def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm, and what each row was multiplied by: fp32 [..., 1]."""
+    """The normalised rows, and the factor of each row: fp32 [..., 1]."""
     out, factor = _empty(x)
     wide_weight = weight.float()
     for some_x, some_out, some_factor in _some(x, out, factor):

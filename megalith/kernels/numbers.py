@@ -27,5 +27,5 @@ class Dtypes(NamedTuple):
 
     @classmethod
     def of(cls, precision: str, *, gradients: str = GRADIENT.number) -> "Dtypes":
-        """Return those of a row of PRECISIONS, and of sums of gradients in the format `gradients`."""
+        """Return the formats of a row of PRECISIONS, with gradient sums in the format `gradients`."""
         return cls(DTYPE[PRECISIONS[precision].compute.name], DTYPE[MASTER.number], DTYPE[gradients])

@@ -54,7 +54,8 @@ class _Spot(NamedTuple):
 def rows_of(
     queries: Runs, keys: Runs, *, batch: int, pieces: Sequence[tuple[int, ...]] | None = None, window: int | None = None
 ) -> tuple[Rows, ...]:
-    """Return the visible keys at `keys` of rows of queries at the positions `queries`; neighbouring rows cut alike stand together.
+    """Return the visible keys at `keys` of rows of queries at the positions `queries`; neighbouring rows with the same cut are
+    grouped.
 
     `pieces` are the lengths of the documents of each whole row, None: each row is one document.
     """

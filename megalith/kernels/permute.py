@@ -12,8 +12,8 @@ from torch import Tensor
 class Order:
     """A permutation of the `tokens * copies` copies of a batch of tokens, of which the first `rows` are used.
 
-    `order` [tokens * copies]: the copy that stands at each place (copy c of token t is number t * copies + c); `places`
-    [tokens, copies]: where each copy stands.
+    `order` [tokens * copies]: the copy at each place (copy c of token t is number t * copies + c); `places` [tokens, copies]: the
+    place of each copy.
     """
 
     order: Tensor
@@ -63,7 +63,7 @@ def rows_of(x: Tensor, order: Order) -> Tensor:
 
 
 def factors_of(weights: Tensor, order: Order) -> Tensor:
-    """The weight [rows] of each row, from those of the tokens' copies [tokens, copies]."""
+    """The weight [rows] of each row, from the weights of the tokens' copies [tokens, copies]."""
     return weights.flatten().index_select(0, order.order[: order.rows])
 
 

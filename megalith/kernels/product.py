@@ -2,7 +2,7 @@
 
 There torch's bf16 products take many times as long as those in fp32, and so do its fp16 products (benchmarks/parts.py). The same product
 is then made of the factors in fp32, which hold all that they say, and rounded once: what native instructions do as well. For fp16 this is
-the definition on a CPU. To whoever counts operations it is one product, with its result and nothing beside it.
+the definition on a CPU. Counters of operations see one product and its result, and no other operation or tensor.
 """
 
 import functools
@@ -31,7 +31,7 @@ def widened(a: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """a [..., k] b [k, n] -> [..., n], without a graph. `out`, which must have that shape, is written where it is given."""
+    """a [..., k] b [k, n] -> [..., n], without a graph. If `out` is given, it must have that shape, and gets the result."""
     if not widened(a):
         return a @ b if out is None else torch.mm(a, b, out=out)
     if out is not None:

@@ -2,7 +2,7 @@
 
 A block is a rectangle of a matrix [..., rows, columns]; matrices before these dims are apart. The last block of a row or column may be
 short. A number is its code's times its block's scale, times the whole tensor's where there is one (NVFP4: arXiv:2509.25149, appendix B).
-A block with a NaN or an infinity in it has the scale NaN: all of its numbers are NaN, and so is what is multiplied with them.
+A block with a NaN or an infinity has the scale NaN: all of its numbers, and all products with them, are NaN.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ Share = Callable[[Tensor], Tensor]
 """Maxima (fp32) of the blocks here -> those over all ranks that hold a part of these blocks. In place."""
 
 ALL = 0
-"""Block size that stands for the whole dimension."""
+"""Block size that means the whole dimension."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Scaling:
 
     @property
     def exact(self) -> bool:
-        """True if every number is one of bf16's: its code times a power of two."""
+        """True if bf16 represents every number exactly, because scales are powers of two."""
         return self.scale in ("up", "down")
 
     @property
@@ -66,9 +66,9 @@ class Narrowed:
     codes: Tensor
     """uint8 [..., rows, columns]"""
     scales: Tensor
-    """fp32 [..., blocks of rows, blocks of columns]: what a code's number is multiplied by"""
+    """fp32 [..., blocks of rows, blocks of columns]: the factor of the codes in a block"""
     whole: Tensor | None
-    """fp32 [..., 1, 1]: what all numbers of a matrix are multiplied by besides"""
+    """fp32 [..., 1, 1]: a further factor of all numbers of a matrix"""
     scaling: Scaling
 
     def factors(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -90,8 +90,8 @@ def quantise(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: 
 
 
 def narrowed(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: Tensor | None = None) -> Tensor:
-    """The numbers of `quantise(x, scaling)`, without codes and in a few passes: in the dtype of x where scales are powers of two, else in
-    fp32, since they are none of bf16's.
+    """The numbers of `quantise(x, scaling)`, without codes and in a few passes: in the dtype of x if scales are powers of two,
+    else in fp32, because bf16 cannot represent them.
 
     Where scales are powers of two, they are the same for every block whose largest number is at least 2^-90; in smaller ones, differences
     of 2^-126 are lost.

@@ -13,7 +13,7 @@ Pieces = tuple[tuple[int, ...], ...]
 class Batch:
     """One microbatch. Tensors are [batch, seq]; a part that needs none of them ignores it.
 
-    Under context parallelism a rank has its part of each sequence, and `pieces` still speaks of whole ones.
+    Under context parallelism a rank has its part of each sequence, and `pieces` still describes whole sequences.
     """
 
     tokens: Tensor

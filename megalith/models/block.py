@@ -51,7 +51,7 @@ class Block(nn.Module):
         return x if self.mlp is None else self.join(x, self.mlp(normal, batch))
 
     def attend(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """x with what the mixer makes of it added, and what the MLP takes."""
+        """x plus the mixer's output, and the input of the MLP."""
         normal = x
         if self.attention is not None:
             normal = _through(self.attention_norm, x)

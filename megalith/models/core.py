@@ -16,9 +16,10 @@ WHOLE = 128  # rows of so many tokens, or a multiple, fill the blocks of any ker
 class CausalCore(nn.Module):
     """softmax(scale q kᵀ) v over the past: no seq x seq matrix, no dense mask. `scale` is 1 / sqrt(channels of q) unless given.
 
-    With `window`, a token sees itself and the `window - 1` before it, at the cost of what it sees (Mistral 7B, Jiang et al. 2023,
-    arXiv:2310.06825, section 2). With `softcap`, scores s become softcap tanh(s / softcap) (Gemma 2, Grok-1). With `batch.pieces` each
-    document attends to itself alone. v may have other channels than q and k (multi-head latent attention).
+    With `window`, a token sees itself and the `window - 1` tokens before it, and the cost is proportional to the window (Mistral
+    7B, Jiang et al. 2023, arXiv:2310.06825, section 2). With `softcap`, scores s become softcap tanh(s / softcap) (Gemma 2,
+    Grok-1). With `batch.pieces` each document attends to itself alone. v may have other channels than q and k (multi-head latent
+    attention).
     """
 
     def __init__(self, *, scale: float | None = None, window: int | None = None, softcap: float | None = None) -> None:

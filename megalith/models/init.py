@@ -42,8 +42,8 @@ def initialise(
     """Fill a plain part: norms so that they multiply by 1, biases and buffers with 0, matrices with N(0, init_std²), those that write to
     the residual stream with init_std / sqrt(2 · layers), so that its variance does not grow with depth (GPT-2, Radford et al. 2019,
     §2.3); with other factors where sizes are scaled (`spec.families.parametrization`). What Mamba-2 has besides starts as in its own code
-    (RATES). Own parts declare theirs. Each expert is drawn by itself, so that whoever holds some need not draw the others; `held`: of
-    experts, which are."""
+    (RATES). Own parts declare theirs. Each expert is drawn separately, so a rank draws only its own experts; `held`: the numbers
+    of these experts."""
     tied, declared = tied_names(spec), dict[str, First]()
     for path, module in part.named_modules():
         if (own := declaration(module)) is not None:

@@ -16,8 +16,8 @@ from megalith.spec.model import LatentAttentionSpec
 class LatentAttention(nn.Module):
     """Keys and values of all heads come from one small latent vector a token, and so may the queries.
 
-    A head's query and key have `nope_dim` channels that are not rotated and then `rope_dim` that are; the rotated part of the key is
-    one for all heads. Heads are inferred (-1), so a copy that holds a share of the heads runs the same lines; the way down to the
+    A head's query and key have `nope_dim` channels that are not rotated and then `rope_dim` that are; all heads share the rotated
+    part of the key. Heads are inferred (-1), so a copy that holds a share of the heads runs the same lines; the way down to the
     latents (`q_down`, `kv_down` and the norms) is whole in every copy.
     """
 

@@ -52,7 +52,7 @@ class Mlp(nn.Module):
         self.down = Linear(spec.hidden, dim, spec.bias)
 
     def forward(self, x: Float[Tensor, "batch seq dim"], batch: Batch | None = None) -> Float[Tensor, "batch seq dim"]:
-        """`batch` is there for blocks, which call every kind of MLP alike; this one does not read it."""
+        """`batch` is unused; blocks pass it to every kind of MLP."""
         if self.gate is None:
             return self.down(self.activation(self.up(x)))
         return self.down(self.activation(self.gate(x)) * self.up(x))

@@ -285,7 +285,7 @@ class Moe(nn.Module):
         return out if self.shared_gate is None else out * F.sigmoid(self.shared_gate(x))
 
     def end_of_step(self, counts: Tensor) -> None:
-        """Take in what all ranks counted, `router.counts` summed over them, once after each step."""
+        """Update the router from `counts` summed over all ranks, once after each step."""
         self.router.end_of_step(counts)
 
     def metrics(self) -> dict[str, float]:

@@ -70,7 +70,7 @@ def declaration(module: nn.Module) -> Declared | None:
 
 
 def mixes_in_core(attention: nn.Module) -> bool:
-    """True if tokens see each other through `attention.core` alone, so that it may be swapped: Megalith's own attention, or an own part
-    that declares `core`."""
+    """True if tokens see each other only through `attention.core`, so that the core may be replaced: Megalith's own attention, or
+    an own part that declares `core`."""
     found = declaration(attention)
     return found is None or PARTS[found.name].core

@@ -120,7 +120,7 @@ class Router(nn.Module):
             buffer.zero_()
 
     def forward(self, x: Tensor, batch: Batch, sets: Sets) -> Routing:
-        """x [batch, seq, dim]. Without data (meta and fake tensors) there are no scores to go by, and tokens are dealt evenly."""
+        """x [batch, seq, dim]. Without data (meta and fake tensors) there are no scores, and tokens are distributed evenly."""
         logits = _Logits.apply(x, self.weight)
         assert isinstance(logits, Tensor)
         scores = logits.softmax(-1) if self.spec.scores == "softmax" else logits.sigmoid()
@@ -143,8 +143,8 @@ class Router(nn.Module):
         return Routing(choices, weights, kept, dealt)
 
     def end_of_step(self, counts: Tensor) -> None:
-        """Take in `counts`, summed over all ranks, after the step: experts with less than the mean load get a higher bias, the others
-        a lower one (Wang et al. 2024, arXiv:2408.15664, algorithm 1)."""
+        """Update the biases from `counts`, summed over all ranks, after the step: experts with less than the mean load get a
+        higher bias, the others a lower one (Wang et al. 2024, arXiv:2408.15664, algorithm 1)."""
         load = counts[:-1].float()
         self.load.copy_(load)
         self.dropped.copy_(counts[-1])
@@ -265,7 +265,7 @@ class Dealing:
     experts: int
 
     def counts(self, spans: Sequence[range]) -> tuple[int, ...]:
-        """Choices of each expert by the tokens that stand at `spans` of each of `batch` sequences."""
+        """Number of tokens at `spans` of each of `batch` sequences that choose each expert."""
         return tuple(
             self.batch * sum(self._below(s.stop * self.active, e) - self._below(s.start * self.active, e) for s in spans)
             for e in range(self.experts)

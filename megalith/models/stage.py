@@ -53,8 +53,8 @@ class Stage(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """One parameter for all names that stand for it, whether or not this stage has the part it belongs to. To be called again after
-        `to_empty`, which gives each name memory of its own."""
+        """One parameter for all names that are tied to it, even if this stage lacks the part that owns it. To be called again
+        after `to_empty`, which gives each name memory of its own."""
         tied, owners = tied_names(self.spec), dict[str, nn.Parameter]()
         for name, parameter in list(self.named_parameters()):
             owner = owners.setdefault(tied.get(name, name), parameter)
@@ -84,7 +84,7 @@ class Stage(nn.Module):
         return x
 
     def prepare(self, batch: Batch) -> Batch:
-        """The batch with what all parts of the stage share: the rotary tables."""
+        """The batch with the rotary tables, which all parts of the stage share."""
         return replace(batch, rotary=self._rotary(batch))
 
     def _rotary(self, batch: Batch) -> tuple[tuple[Tensor, Tensor], ...]:

@@ -1,8 +1,8 @@
 """A plan applied to one stage, part by part, in this order: experts, first weights, the recipe for products, tensor split, context,
 recomputation, compilation, data shards.
 
-Each part is built whole, but for the experts of other ranks, filled, split and sharded before the next one exists: no rank ever holds more
-than one whole part.
+Each part is built whole (without other ranks' experts), filled, split and sharded before the next one is built, so no rank ever
+holds more than one whole part.
 """
 
 import torch
@@ -30,7 +30,7 @@ from megalith.spec.sizes import tied_names
 
 
 class Builder:
-    """Builds the stages of one rank. Stages on one rank share what is tied between them."""
+    """Builds the stages of one rank. Stages on one rank share tied parameters."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Communication that gradients pass through: functions in pairs, of which each is the other's way back."""
+"""Communication with gradients: pairs of functions, each of which is the other's backward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ Move = Callable[..., Tensor]
 
 
 def conjugates(there: Move, back: Move) -> tuple[Move, Move]:
-    """`there` and `back` as functions with gradients: the gradient of one is the other, of the gradient that arrives, in the same way."""
+    """Wrap `there` and `back` as functions with gradients: the backward of each applies the other to the incoming gradient."""
     return _differentiable(there, back), _differentiable(back, there)
 
 

@@ -1,17 +1,18 @@
 """Context parallelism: ranks have parts of each sequence, and attention's cores bring queries and keys together.
 
-A causal token works with all tokens before it, so late parts are dear and early ones cheap: of 2n chunks a sequence is cut in, rank i has
-the i-th from the front and the i-th from the back, and all ranks score equally many pairs (zigzag; Brandon et al. 2023,
+A causal token attends to all tokens before it, so later chunks cost more than earlier ones. The sequence is cut into 2n chunks,
+and rank i has the i-th chunk from each end, so that all ranks score equally many pairs (zigzag; Brandon et al. 2023,
 arXiv:2311.09431, and Llama 3, arXiv:2407.21783, section 3.3.2).
 
-- **ring**: keys and values travel from rank to rank, attention to what is there is computed while the next part is on its way (Liu et al.
+- **ring**: keys and values are passed from rank to rank; attention to the current part is computed while the next part is in
+flight (Liu et al.
   2023, arXiv:2310.01889). In backward they travel again, and their gradients with them.
 - **gather**: every rank gathers all keys and values, in backward again (Llama 3).
 - **ulysses**: all-to-all from a part of the sequence with all heads to all of the sequence with some heads, and back (DeepSpeed-Ulysses,
   Jacobs et al. 2023, arXiv:2309.14509). With it inside (neighbours) and a ring or gather outside, both at once (Fang and Zhao 2024,
   arXiv:2405.07719).
 
-Whatever the method, a rank keeps for backward only what it came with. Partial sums, log-sum-exps and the gradients of keys and values
+With each method, a rank saves only its local inputs for backward. Partial sums, log-sum-exps and the gradients of keys and values
 are added up in fp32 and travel so.
 """
 
@@ -102,7 +103,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Arriving:
-    """A block on its way; what was sent must stay as it is until it arrived."""
+    """A block in flight; the sent tensor must not change until the block has arrived."""
 
     block: Tensor
     sent: Tensor

@@ -38,7 +38,8 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a parameter's shares: mesh axes (copies, shards, then those that split it for computing), and how the latter split it."""
+    """Location of a parameter's shares: mesh axes (copies, shards, then the axes that split it for computing), and how these axes
+    split it."""
 
     mesh: DeviceMesh
     split: tuple[Placement, ...]
@@ -111,8 +112,8 @@ class Weight:
         return (local(self.kept) if self._moved is None else self._moved).movedim(self.dim, 0)
 
     def move_out(self) -> Tensor:
-        """Hand over the master weights, of the share's shape: they are kept elsewhere from now on. What computes is gathered from a share
-        in its own format, or stays whole if there is one shard."""
+        """Hand over the master weights, in the share's shape; the caller keeps them from now on. What computes is gathered from a
+        share in its own format, or stays whole if there is one shard."""
         master = local(self.kept).clone(memory_format=torch.contiguous_format)
         self._compute_from(master)
         return master
@@ -193,7 +194,7 @@ def _get(rows: Tensor, flat: Tensor, chunk: int) -> None:
 
 
 Probe = Callable[[Sequence[Tensor]], bool]
-"""Looks at a bucket's gradients before they are reduced, those of this rank alone, one by one or put together; False: they are dropped."""
+"""Inspects a bucket's gradients of this rank before they are reduced, one by one or concatenated; False drops them."""
 
 
 Observe = Callable[[Sequence[Tensor | None]], None]
@@ -270,7 +271,8 @@ class Bucket:
     # --- gradients ---
 
     def reduce(self) -> "Reduction | None":
-        """Begin to add up the gradients of all ranks that hold these weights; each gets the sum for its share when it is finished."""
+        """Start the reduction of the gradients over all ranks that hold these weights; once finished, each rank has the sum for
+        its share."""
         grads = [weight.take() for weight in self.weights]
         there = [grad for grad in grads if grad is not None]
         if not there:
@@ -337,14 +339,14 @@ class Reduction:
 
 
 class Reducer:
-    """The reductions a rank has under way: at most one in each half, so that what they hold does not grow with their number."""
+    """A rank's reductions in progress: at most one in each half, so that their memory does not grow with their number."""
 
     def __init__(self) -> None:
         self.first: Reduction | None = None
         self.last: Reduction | None = None
 
     def add(self, reduction: Reduction | None) -> None:
-        """Take a new one; the one before goes on to its second half, and the one before that is finished."""
+        """Add a reduction. The previous one starts its second half, and the one before that is finished."""
         if reduction is None:
             return
         self._advance()

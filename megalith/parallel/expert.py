@@ -1,7 +1,7 @@
 """Expert parallelism (GShard, Lepikhin et al. 2020, arXiv:2006.16668): ranks share out the experts, and tokens travel to them and back.
 
 Every rank routes its own tokens. On an `expert` line of e ranks, rank i holds experts [i E/e, (i + 1) E/e). The ranks of an
-`expert_tensor` group hold the same experts and split their hidden width, so each sees the tokens of them all.
+`expert_tensor` group hold the same experts and split their hidden width, so each rank sees the tokens of the whole group.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ SPLITS: dict[
 
 
 def split_experts(moe: Moe, groups: Groups, plan: Plan) -> dict[str, Place]:
-    """Keep this rank's experts, which may still be without memory, and swap the seams by which tokens travel and sets of tokens are
-    counted; where the parameters that were split lie, by their names in `moe`. All others are whole.
+    """Keep this rank's experts, which may still be on the meta device, and replace the objects that dispatch tokens and count
+    sets of tokens. Return the location of each split parameter by its name in `moe`. All others are whole.
 
     A rank's x is its part of each sequence: under context parallelism an early and a late chunk, and with `plan.sequence` its tensor
     rank's share of that. Raises ValueError for experts or widths that do not divide.
@@ -68,7 +68,7 @@ def share_experts(experts: Experts, by_expert: tuple[int, int], by_width: tuple[
 
 
 def held_of(weight: Tensor, place: Place) -> Held:
-    """Return the experts, and the part of each, of a weight that `split_experts` made."""
+    """Return the experts in a weight that `split_experts` made, and the part of each."""
     _, by_width = place.split
     assert isinstance(by_width, Shard)
     first = place.mesh.get_local_rank(2) * weight.shape[0]
@@ -102,7 +102,7 @@ def spans_of(seq: int, *, context: int, contexts: int, share: int = 0, shares: i
 
 
 class ByRank:
-    """Sets of tokens of which each rank has a part. Without `sequence`, the ranks of a tensor group have the same part."""
+    """Sets of tokens that are spread over ranks. Without `sequence`, the ranks of a tensor group have the same part."""
 
     def __init__(self, groups: Groups, *, sequence: bool) -> None:
         here, mesh = groups.coordinates, groups.mesh

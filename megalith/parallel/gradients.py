@@ -1,4 +1,4 @@
-"""Gradients after the last backward of a step: what is still partial is added up, the global norm is taken, and the norm is clipped.
+"""Gradients after the last backward of a step: partial gradients are summed, and the global norm is computed and clipped.
 
 Which elements a rank counts follows from one rule: an element is counted by the first rank that holds it.
 """
@@ -71,7 +71,7 @@ def _first_holder(parameter: nn.Parameter) -> bool:
 
 
 LARGE = 1 << 16
-"""Numbers of which a CPU adds up the squares in fp32 without losing a millionth."""
+"""Largest count of squares that a CPU sums in fp32 with a relative error below a millionth."""
 ROW, ROWS = 4096, 256
 """Numbers in a row of a larger tensor, and rows that are added up at once."""
 
@@ -107,8 +107,9 @@ def scale(grads: Iterable[Tensor], factor: float) -> None:
 def not_finite_elements(
     parameters: Mapping[str, nn.Parameter], *, world: dist.ProcessGroup, forward: Iterable[str] = ()
 ) -> dict[str, int]:
-    """Return how many NaN or infinite elements gradients hold on all ranks, of each that holds some. They come in the order of backward
-    if `forward` names the model's parameters in the order of forward, else by name. Every rank of `world` calls this together."""
+    """Return the number of NaN or infinite elements over all ranks, for each gradient that has some. They come in the order of
+    backward if `forward` names the model's parameters in the order of forward, else by name. Every rank of `world` calls this
+    together."""
     bad = {name: int((~_grad(p).isfinite()).sum()) for name, p in parameters.items() if p.grad is not None}
     everywhere: list[dict[str, int]] = [{} for _ in range(world.size())]
     dist.all_gather_object(everywhere, {name: count for name, count in bad.items() if count}, group=world)
@@ -129,7 +130,7 @@ def where_not_finite(parameters: Mapping[str, nn.Parameter], *, world: dist.Proc
 
 
 def not_finite(step: int, *, reason: str, where: str) -> NotFinite:
-    """The error for a step, of a run with `step` steps done, whose loss or gradient norm is not finite."""
+    """The error for the step after step `step` if its loss or gradient norm is not finite."""
     return NotFinite(
         f"step {step + 1}: {reason}; NaN or Inf in {where}. No weight was changed. "
         f"{NUMERICS} Any checkpoint of this run is from before this step."

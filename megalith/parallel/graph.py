@@ -1,4 +1,4 @@
-"""Graphs of parts, or of pieces of them, and computations in steps that pause while something travels.
+"""Graphs of parts or of pieces of parts, and computations that pause during communication.
 
 A graph holds what autograd saved for it. It holds neither its inputs nor its outputs for their own sake, as leaves and roots would: of
 many microbatches in flight, these would be much of the memory.
@@ -18,7 +18,7 @@ from megalith.models.moe import Pending
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Pending, Tensor, T]
-"""A computation in steps: it gives rows that are on their way, and goes on with those that arrived."""
+"""A computation in steps: it yields rows in flight, and resumes with the received rows."""
 
 
 def finish(steps: Steps[T]) -> T:
@@ -40,7 +40,7 @@ class Graph(Protocol):
         ...
 
     def backward(self, grad: Tensor | None, queue: Queue | None) -> Steps[Tensor | None]:
-        """The gradient of the input. Those of the weights are added to theirs; with a `queue`, only those that cannot be put off."""
+        """The gradient of the input. Weight gradients are accumulated; with a `queue`, only those that cannot be deferred."""
         ...
 
 
@@ -104,7 +104,7 @@ class Piece:
 
 
 def record(lines: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[tuple[Tensor, ...], Piece]:
-    """Run lines on inputs, of which those of floats have gradients: what they give, detached, and the graph."""
+    """Run `lines` on inputs (floating-point ones have gradients), and return the detached outputs and the graph."""
     inlets = [Inlet() if x.is_floating_point() else None for x in inputs]
     outs = lines(*(x if inlet is None else inlet.enter(x) for x, inlet in zip(inputs, inlets, strict=True)))
     entered = tuple(inlet for inlet in inlets if inlet is not None)
@@ -112,7 +112,8 @@ def record(lines: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[t
 
 
 class Replay:
-    """Lines whose graph is made in forward, or, if they run `again`, from what they were given when their backward is near."""
+    """A function whose graph is built in forward, or, with `again` (recomputation), rebuilt from its inputs shortly before
+    backward."""
 
     def __init__(self, lines: Callable[..., tuple[Tensor, ...]], *, again: bool) -> None:
         self.lines, self.again = lines, again

@@ -71,7 +71,7 @@ class Groups:
 
     @cached_property
     def coordinates(self) -> Coordinates:
-        """Place of this rank on each axis of work: what it computes."""
+        """Place of this rank on each axis of work, which determines its computations."""
         return self.mesh.coordinates(self.rank)
 
     @property
@@ -113,21 +113,21 @@ def _device_mesh(
 
 
 MESSAGES_ONLY = "messages"
-"""Describes a group whose members send each other messages, not all equally many: how many they began says nothing of who is late."""
+"""Description of a group whose members send unequal numbers of messages: the counts do not show which rank is late."""
 
 
 def group_of(world: dist.ProcessGroup, ranks: Sequence[int], *, purpose: str | None = None) -> dist.ProcessGroup:
     """A process group of some ranks of `world`, made by its members alone: with thousands of ranks, making every group on every rank would
     take minutes.
 
-    All ranks must make equally many, each its own, or those that follow never form: torch names them by their count.
+    All ranks must create equally many groups, or later ones never form: torch names groups by their count.
     """
     everyone = dist.get_process_group_ranks(world)
     return _made(dist.new_group([everyone[rank] for rank in ranks], use_local_synchronization=True, group_desc=purpose))
 
 
 def another(world: dist.ProcessGroup, *, timeout: timedelta, purpose: str | None = None) -> dist.ProcessGroup:
-    """A further group of all ranks of `world`, for CPU tensors: what is sent in it waits for nothing that is sent elsewhere."""
+    """A further group of all ranks of `world`, for CPU tensors: its messages do not wait for those of other groups."""
     ranks = dist.get_process_group_ranks(world)
     return _made(dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc=purpose))
 
@@ -144,5 +144,6 @@ def ranks_in(world: dist.ProcessGroup, group: dist.ProcessGroup) -> list[int]:
 
 
 def wait_for(work: Any) -> None:
-    """Wait for what travels, in a call whose name says so: a rank whose stack ends here waits for another (`control.watch`)."""
+    """Wait for communication, in a function with a telling name: a rank whose stack ends here waits for another
+    (`control.watch`)."""
     work.wait()

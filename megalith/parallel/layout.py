@@ -73,8 +73,8 @@ SEAMS: dict[type[nn.Module], Seams] = {  # where the journeys at a module's boun
 
 
 def split_part(part: nn.Module, split: Split) -> nn.Module:
-    """Split every module of `part` that has a row in LAYOUT; a module that its owner's row names has no say of its own. A user's own part
-    is split as it declares.
+    """Split every module of `part` that has a row in LAYOUT; a module that is named in its owner's row is not split by its own
+    row. A user's own part is split as it declares.
 
     Raises TypeError for parameters no row covers: never silently replicated.
     """

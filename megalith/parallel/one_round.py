@@ -1,12 +1,11 @@
-"""Small collectives of CPU tensors in one round of messages.
+"""Small collectives of CPU tensors in one round of messages. In gloo, a gather takes N - 1 steps around a ring, and a sum twice
+as many; in each step every rank needs a processor. Where ranks share a few cores that wait is nearly all that a small collective
+takes (benchmarks/collectives.py). Here every rank sends each other rank its part at once, in one all-to-all, which moves as many
+bytes as the ring (for an all-reduce N / 2 times as many). What is added is added in the order of ranks, so that all have the same
+bits.
 
-gloo passes what it gathers around a ring, in N - 1 steps, and what it adds up in twice as many; in each step every rank has to get a
-processor. Where ranks share a few cores that wait is nearly all that a small collective takes (benchmarks/collectives.py). Here every rank
-sends each other rank its part at once, in one all-to-all, which moves as many bytes as the ring (for an all-reduce N / 2 times as many).
-What is added is added in the order of ranks, so that all have the same bits.
-
-These are kernels of torch's own operations for CPU tensors: who calls the operations, or counts them, sees nothing of it. Larger tensors,
-other operators and other backends take the way they always took.
+These are kernels of torch's own operations for CPU tensors: callers and counters of these operations see no difference. Larger
+tensors, other operators and other backends take the way they always took.
 """
 
 import warnings

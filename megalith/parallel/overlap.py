@@ -2,9 +2,9 @@
 dependent computation via decomposition", ASPLOS).
 
 What the boundary of a split module does all at once is done inside its first and its last products. First: pieces of the sequence are
-gathered, and each is multiplied when it is here, while later ones travel. Last: each piece of the product leaves for its sum as soon as it
-is there. Backward is the other way round; and while the last piece of the input's gradient is on its way, that of the weights is computed.
-The same bytes travel, in more calls.
+gathered, and each is multiplied when it is here, while later ones travel. Last: each piece of the product is reduced as soon as
+it is computed. Backward is the other way round; and while the last piece of the input's gradient is on its way, that of the
+weights is computed. The same bytes travel, in more calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ class Moving:
 @dataclass(frozen=True)
 class Pieces:
     """How activations travel among the ranks of `group`, in `count` pieces. With `sequence`, each rank has a share of the sequence between
-    split modules; otherwise all have all of it."""
+    split modules; otherwise every rank has the whole sequence."""
 
     group: dist.ProcessGroup
     sequence: bool
@@ -186,8 +186,8 @@ class _InPieces(nn.Module):
 class Overlapped:
     """A split module's forward, with the journeys at its boundary inside its first and last products.
 
-    Its own lines are not touched: what they ask of the first layers has been computed when they run, and the last gives the share that
-    the boundary would have.
+    Its own code does not change: the outputs of the first layers are computed before it runs, and the last layer returns the
+    share that the boundary would return.
     """
 
     def __init__(

@@ -19,7 +19,8 @@ from megalith.parallel.graph import Graph, Piece, Steps, record
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive parts of which forward kept only the first one's input. Before their backward they run again, with their graphs."""
+    """Consecutive parts for which forward saved only the first part's input. Before their backward they run again, with their
+    graphs."""
 
     parts: range
     x: Tensor
@@ -100,7 +101,7 @@ class Runner:
     # --- computation ---
 
     def forward(self, x: Tensor, batch: Batch) -> Steps[tuple[Tensor | Loss, list[Kept]]]:
-        """Return the stage's output, detached, or its loss; and, of each part, what its backward needs."""
+        """Return the stage's detached output, or its loss, and the saved state of each part for backward."""
         batch = self.stage.prepare(batch)
         kept: list[Kept] = []
         out: Tensor | Loss = x
@@ -176,7 +177,8 @@ class Runner:
         return grad
 
     def input_backward(self, kept: list[Kept], grad: Tensor | None) -> Steps[tuple[Tensor | None, list[Rest]]]:
-        """The first half of a backward: the gradient of the stage's input, and what is left to do. `kept` is used up."""
+        """The first half of a backward: return the gradient of the stage's input, and the rest for the second half. `kept` is
+        used up."""
         rests: list[Rest] = []
         for number in reversed(range(len(self.parts))):
             graph, rest = (yield from self._next_graph(kept)), Rest(Queue())

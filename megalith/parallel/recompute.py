@@ -11,7 +11,7 @@ from megalith.models.moe import Moe
 from megalith.spec.plan import Plan, recomputed
 
 SEAMS = {"attend": "attend", "mlp.experts": "mlp.run", "mlp.shared": "mlp.common"}
-"""Parts of a block that are no modules, or more than one: the methods that compute them."""
+"""Parts of a block that do not correspond to exactly one module, and the methods that compute them."""
 
 
 class Checkpointed:
@@ -37,7 +37,7 @@ def unwrapped(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 def apply_recompute(block: nn.Module, number: int, *, blocks: int, plan: Plan) -> None:
-    """Make a block, or the parts of it that `plan` names, run again in backward; a block that is one half alone has not all of them.
+    """Recompute a block, or the parts of it that `plan` names, in backward. A block with only one half lacks some of these parts.
     Raises AttributeError for a part that no block has."""
     if plan.recompute == "selective":
         for name in plan.recompute_parts:

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism (Megatron-LM: Shoeybi et al. 2019; Korthikanti et al. 2022) on local tensors.
 
 A split module computes on its shares of the weights; collectives stand at its boundary, as pairs of conjugate functions:
-what is gathered in forward is summed and scattered in backward, and the other way round.
+a gather in forward is a reduce-scatter in backward, and vice versa.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -26,7 +26,7 @@ from megalith.parallel.overlap import Overlapped, Pieces
 
 @dataclass
 class Split:
-    """The tensor axis as a module's splitter sees it, and what it did to each parameter.
+    """The tensor axis for a module's splitter, and the cut of each parameter.
 
     `sequence`: activations between split modules are split along the sequence. `placed`: how the axis holds a parameter. `partial`: the
     parameters whose gradient on a rank is only its part of the sum.

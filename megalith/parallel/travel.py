@@ -4,9 +4,10 @@ Attention and routing, the shared expert, the experts, and the sum are an autogr
 something else: the other microbatch of an overlap, or at least the shared expert. A backward makes the same journeys with gradients, the
 other way round.
 
-Rows are the widest tensors there are, and of a microbatch in flight as few are kept as can be: those that arrived, for the experts'
-weights. Results that came back are not, though the gradients of the routing weights ask for them: each weight goes out beside the gradient
-of its result, meets the result where it was made, and their product comes home. Multiplied in the same order, they are the same bits.
+Dispatched rows are the largest tensors, so only the received rows of a microbatch in flight are kept, for the gradients of the
+experts' weights. Combined results are not kept, although the gradients of the routing weights need them: each weight is sent with
+the gradient of its result, their product is computed on the expert's rank, and sent back. Multiplied in the same order, they are
+the same bits.
 """
 
 from collections.abc import Sequence

@@ -314,6 +314,6 @@ def own_name(given: str | None) -> str:
     name = given or socket.gethostname()
     if not name or set(name) & set("/, "):
         raise ValueError(
-            f"{name!r} is no name for a node: it becomes part of folders and lists. Leave out slashes, commas and spaces"
+            f"{name!r} is not a name for a node: it becomes part of folders and lists. Leave out slashes, commas and spaces"
         )
     return name

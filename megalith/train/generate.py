@@ -34,7 +34,8 @@ def load_model(path: Path, *, device: torch.device) -> Stage:
 
 
 def find_tokenizer(run_dir: Path, data: str | None) -> Tokenizer:
-    """The tokenizer of a run, which keeps a copy so that it stands alone. Raises FileNotFoundError saying where it was looked for."""
+    """The tokenizer of a run, which keeps a copy so that it stands alone. Raises FileNotFoundError with the paths that were
+    tried."""
     places = [place / TOKENIZER_FILE for place in (run_dir, *([Path(data)] if data else []))]
     found = next((path for path in places if path.is_file()), None)
     if found is None:

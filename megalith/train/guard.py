@@ -1,6 +1,6 @@
 """Keeps watch over one rank's state: digests it while it rests, compares it with its replicas, repeats what went wrong, and copies it.
 
-What it finds it reports as a sign (`megalith.fleet.signs`), and then ends the rank: what is to be done is for the fleet's policy to say.
+It reports a finding as a sign (`megalith.fleet.signs`) and ends the rank; the fleet's policy decides on the response.
 A step whose gradients are not finite is run again in place first. (Google's Gemini report and Meta's studies of silent corruption motivate
 the checks; the sums are our own choice, see `megalith.fleet.tiers.copies`.)
 """

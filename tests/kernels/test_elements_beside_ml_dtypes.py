@@ -93,7 +93,7 @@ def test_every_scale_of_e8m0_is_the_same() -> None:
 @EVERY
 @pytest.mark.parametrize("scale", ["up", "down", "fp32", "e4m3"])
 def test_a_quantised_tensor_has_the_codes_of_its_scaled_numbers(element: Element, scale: str) -> None:
-    """Blocks of very different sizes. A scale that is no power of two is a quotient in fp32, as in `quantise`."""
+    """Blocks of very different sizes. A scale that is not a power of two is a quotient in fp32, as in `quantise`."""
     random = torch.Generator().manual_seed(1)
     x = torch.randn(64, 256, generator=random) * torch.exp2(
         torch.randint(-9, 10, (64, 16), generator=random).float()

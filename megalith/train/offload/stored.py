@@ -48,7 +48,7 @@ class Stored:
             yield first, self._values(body, start, count)
 
     def fill(self, offset: Sequence[int], values: Tensor) -> None:
-        """Write a box of the share, which begins at `offset`. It counts at once."""
+        """Write the box of the share that begins at `offset`. It counts at once."""
         if tuple(values.shape) != self.shape:
             box = whole = torch.cat([piece.clone() for _, piece in self.pieces()]).view(self.shape)
             for dim, (start, size) in enumerate(zip(offset, values.shape, strict=True)):

@@ -1,4 +1,5 @@
-"""Moments and master weights in few bits: fp32 for as long as a rule looks at them, a piece at a time where it may."""
+"""Moments and master weights in few bits: a rule gets them in fp32, and one piece at a time if it updates each element by
+itself."""
 
 from collections.abc import Iterator, Sequence
 from math import gcd

@@ -86,13 +86,13 @@ class Callbacks:
         return asked
 
     def dump(self) -> dict[str, Any]:
-        """Return the states by name. Raises own.OwnPartError for one that is no JSON, or too long."""
+        """Return the states by name. Raises own.OwnPartError for one that is not JSON, or too long."""
         found = {name: self._all[name].state() for name in sorted(self._stateful)}
         for name, state in found.items():
             try:
                 size = len(json.dumps(state))
             except (TypeError, ValueError) as error:
-                raise own.OwnPartError(f"the state of {name} is no JSON: {error}") from error
+                raise own.OwnPartError(f"the state of {name} cannot be stored as JSON: {error}") from error
             if size > ROOM:
                 raise own.OwnPartError(f"the state of {name} takes {size:,} bytes as JSON, and {ROOM:,} is the most")
         return found

@@ -226,7 +226,7 @@ class Council:
             hoped = here | may_come | {site for site in self._followers() if self._is_near(site, waited)}
             if not self.quorum(hoped) or (due and not got | may_come) or waited >= self._patience:
                 away = (set(range(self.spec.count)) - here) | (due - got)
-                raise PeerGone(f"{_are(away)} away, and the others are no quorum: waited {waited:.0f} s at step {step}")
+                raise PeerGone(f"{_are(away)} away, and the others do not form a quorum: waited {waited:.0f} s at step {step}")
             return None
         left = (due - got) | {site for site in members if site != self.site and not self._takes_part(site)}
         leaving = {site for site, one in self._there(fragment, sent).items() if site in got and one.stop}

@@ -100,7 +100,7 @@ def parsed(address: str) -> Address:
     """Return host and port of "HOST:PORT". Raises ValueError for anything else."""
     host, _, port = address.strip().rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"{address!r} is no address of a site. Write HOST:PORT")
+        raise ValueError(f"{address!r} is not an address of a site. Write HOST:PORT")
     return host.strip("[]"), int(port)
 
 

@@ -36,7 +36,7 @@ def recorded(folders: Sequence[Path]) -> dict[int, Verdict]:
     _refuse_changes(events, merges)
     last = read_manifest(find(folders[0])).meta.get("sites")
     if last is None:
-        raise RecordError(f"{folders[0]} is no run across sites. Without sites, the same run file makes the same bits")
+        raise RecordError(f"{folders[0]} is not a run across sites. Without sites, the same run file makes the same bits")
     if not last["merges"]:
         raise RecordError(
             f"the newest checkpoint of {folders[0]} was saved before the run's first merge, so there is none to repeat. Resume the run "

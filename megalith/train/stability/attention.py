@@ -54,7 +54,7 @@ class HeadClip:
 
         core.register_forward_pre_hook(look)
 
-    @torch.compiler.disable  # it is no part of the model: a compiled block would be compiled again for what it changes
+    @torch.compiler.disable  # it is not part of the model: a compiled block would be compiled again for what it changes
     def _see(self, longest: Tensor, first: int, x: Tensor, factor: float) -> None:
         """Let the longest vectors of heads know of x [batch, seq, heads, channels], whose heads begin at `first`."""
         found = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32).amax((0, 1)) * factor

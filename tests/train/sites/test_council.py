@@ -193,7 +193,7 @@ def test_a_site_that_decides_and_does_not_train_may_join() -> None:
 def test_without_a_quorum_nobody_merges() -> None:
     councils = _all(Hub())
     councils[0].post(_difference(4))
-    with pytest.raises(PeerGone, match="sites 1, 2 are away, and the others are no quorum"):
+    with pytest.raises(PeerGone, match="sites 1, 2 are away, and the others do not form a quorum"):
         councils[0].decide(0, 0, 4, 4, members=MEMBERS)
 
 
@@ -409,7 +409,7 @@ def test_a_half_with_followers_goes_on_only_if_it_is_a_quorum(half: tuple[int, .
         if len(half) > 2:
             assert councils[0].decide(0, 0, 8, 8, members={0: 0, 1: 0}).merged == (0, 1)
         else:
-            with pytest.raises(PeerGone, match="sites 2, 3 are away, and the others are no quorum"):
+            with pytest.raises(PeerGone, match="sites 2, 3 are away, and the others do not form a quorum"):
                 councils[0].decide(0, 0, 8, 8, members={0: 0, 1: 0})
     alone = [_council(hub, site, start="later", count=4) for site in rest]
     _listen(alone)
@@ -424,7 +424,7 @@ def test_a_follower_that_is_silent_does_not_count(monkeypatch: pytest.MonkeyPatc
     hub.cut([0], [1])
     monkeypatch.setattr(Wire, "connected", lambda *_: True)
     councils[0].post(_difference(8))
-    with pytest.raises(PeerGone, match="site 1 is away, and the others are no quorum"):
+    with pytest.raises(PeerGone, match="site 1 is away, and the others do not form a quorum"):
         councils[0].decide(0, 0, 8, 8, members={0: 0})
 
 
