@@ -77,7 +77,7 @@ def test_all_of_it_in_small(benchmark: str, tmp_path: Path) -> None:
 
 
 def test_two_sites_wait_over_a_relay_where_no_wire_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent crosses it, and takes its time."""
+    """Everything that is sent crosses the relay, and takes the time of the link."""
     monkeypatch.setattr(wire, "missing", lambda: "needs root")
     data = prepare_text(tmp_path)
     spec = link.run_of(str(data), "0.1M", 2, {"inner_steps": 1})

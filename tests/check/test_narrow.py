@@ -90,7 +90,7 @@ FP4 = ("train.precision=nvfp4", *FP8[1:])
 def test_four_bits_are_legal_where_their_tiles_are() -> None:
     for precision in ("nvfp4", "mxfp4"):
         assert not errors(f"train.precision={precision}", *FP8[1:], "plan.tensor=4", "plan.context=2")
-    assert "no multiple of a tile's 16 tokens" in reasons(*FP4, "train.seq_len=4104")["train.seq_len"]
+    assert "not a multiple of a tile's 16 tokens" in reasons(*FP4, "train.seq_len=4104")["train.seq_len"]
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_branches_are_trained_once_and_judged_on_what_the_run_validates(tmp_path
         "tolerance": 0.005,
         "out": None,
     }
-    with pytest.raises(SpecErrors, match=r"no multiple of plan.data 2"):
+    with pytest.raises(SpecErrors, match=r"not a multiple of plan.data 2"):
         advise(folder, **asked | {"factors": [0.25, 1.0]}, train=train)
     assert trained == []
     found = advise(folder, **asked, train=train)
