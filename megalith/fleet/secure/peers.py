@@ -7,6 +7,7 @@ connection loses are the caller's to send again.
 """
 
 import contextlib
+import hashlib
 import queue
 import secrets
 import socket
@@ -40,7 +41,8 @@ PROOF_SECONDS = 5.0  # that one end of a new connection may take to prove itself
 AGAIN_SECONDS = 0.25  # between attempts to connect
 CUT_SECONDS = 20  # without an acknowledgement, after which a connection counts as broken
 AT_ONCE = 64  # connections that have not proved themselves yet; a further one is closed
-_HELLO = struct.Struct(">I8s")  # the number of a site, and the name of this start of its ranks
+RESUMED = 1 << 63  # added to a length: the message goes on behind so many bytes that the other end has
+_HELLO = struct.Struct(">I8sQ32s")  # the number of a site, the name of this start of its ranks, and the `_Part` that it has
 _LENGTH = struct.Struct(">Q")
 
 Address = tuple[str, int]
@@ -60,15 +62,28 @@ class News(NamedTuple):
     message: bytes | None
 
 
+class _Part(NamedTuple):
+    """The beginning of a message, length and all, that had come when its connection broke."""
+
+    data: bytes = b""
+    digest: bytes = bytes(32)
+
+    @classmethod
+    def of(cls, data: bytes) -> "_Part":
+        """Return so much as one, or an empty one if it is not worth a digest."""
+        return cls(data, hashlib.sha256(data).digest()) if len(data) > _LENGTH.size else cls()
+
+
 @dataclass
 class _Peer:
-    """One other site, while it is connected."""
+    """One other site, while it is connected. `has`: bytes of a message that it has the beginning of, and their digest."""
 
     site: int
     start: bytes
     connection: Connection
     sealer: Sealer
     opener: Opener
+    has: tuple[int, bytes]
     out: "queue.SimpleQueue[bytes | None]" = field(default_factory=queue.SimpleQueue)
     threads: list[threading.Thread] = field(default_factory=list)
     broken: threading.Event = field(default_factory=threading.Event)
@@ -98,8 +113,8 @@ class Peers:
         self._key, self._address_of, self._most_waiting = key, address_of, most_waiting
         self._tls = tls
         self._troubles: dict[int, str] = {}
-        self._hello = _HELLO.pack(own, self.start)
         self._peers: dict[int, _Peer] = {}
+        self._parts: dict[int, _Part] = {}
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._closed = threading.Event()
@@ -162,7 +177,8 @@ class Peers:
         if self._server is not None:
             _cut(self._server)  # closing alone does not wake the thread that waits for connections
             self._server.close()
-        peers = list(self._peers.values())
+        with self._changed:
+            peers = list(self._peers.values())
         for peer in peers:
             peer.out.put(None)
         threads = [thread for peer in peers for thread in peer.threads]
@@ -172,31 +188,38 @@ class Peers:
 
     # --- one connection ---
 
-    def _take(self, site: int, start: bytes, connection: Connection, sealer: Sealer, opener: Opener) -> _Peer:
+    def _take(
+        self, site: int, start: bytes, has: tuple[int, bytes], connection: Connection, sealer: Sealer, opener: Opener
+    ) -> _Peer:
         connection.settimeout(None)
-        peer = _Peer(site, start, connection, sealer, opener)
+        peer = _Peer(site, start, connection, sealer, opener, has)
         with self._changed:
             before, self._peers[site] = self._peers.get(site), peer
             self._news.put(News(site, start, None))
+            # With the lock: whoever finds the peer can wait for its threads.
+            peer.threads += [
+                self._begin(self._send_all, f"to-{site}", peer),
+                self._begin(self._receive_all, f"from-{site}", peer),
+            ]
         if before is not None:
             self._lose(before)
-        peer.threads += [self._begin(self._send_all, f"to-{site}", peer), self._begin(self._receive_all, f"from-{site}", peer)]
         return peer
 
     def _send_all(self, peer: _Peer) -> None:
         while (message := peer.out.get()) is not None:
-            data = _LENGTH.pack(len(message)) + message
+            data, waiting = _rest(peer, _LENGTH.pack(len(message)) + message), len(message)
             try:
                 for at in range(0, len(data), PIECE_BYTES):
                     frame = peer.sealer.seal(data[at : at + PIECE_BYTES])
                     peer.connection.sendall(frame)
+                    left = min(waiting, len(data) - at - PIECE_BYTES) if at + PIECE_BYTES < len(data) else 0
                     with self._changed:
                         self.sent += len(frame)
+                        peer.waiting -= waiting - left
+                    waiting = left
             except OSError:
                 self._lose(peer)
                 return
-            with self._changed:
-                peer.waiting -= len(message)
         with contextlib.suppress(OSError):
             peer.connection.shutdown(socket.SHUT_WR)
 
@@ -211,12 +234,18 @@ class Peers:
                 self._deliver(peer, came)
                 data = peer.connection.recv(READ_BYTES)
                 open_ = bool(data)
+        if len(came) > len(self._parts.get(peer.site, _Part()).data):
+            self._parts[peer.site] = _Part.of(bytes(came))
         self._lose(peer)
 
     def _deliver(self, peer: _Peer, came: bytearray) -> None:
         """Take the whole messages out of what came. Raises TooLong for one that cannot be."""
         while len(came) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(came)
+            part = self._parts.get(peer.site, _Part())
+            if part.data and length == RESUMED | len(part.data):
+                came[: _LENGTH.size] = self._parts.pop(peer.site).data
+                continue
             if length > MOST_MESSAGE_BYTES:
                 raise TooLong(f"a message says that it has {length} bytes")
             end = _LENGTH.size + length
@@ -224,6 +253,17 @@ class Peers:
                 return
             self._news.put(News(peer.site, peer.start, bytes(came[_LENGTH.size : end])))
             del came[:end]
+            if end > len(part.data):  # nothing longer is under way that it could be the beginning of
+                self._parts.pop(peer.site, None)
+
+    def _hello(self, peer: _Peer | None, site: int) -> bytes:
+        """Return what this site says first to another, once nothing comes any more from the connection `peer` that it had before."""
+        if peer is not None:
+            self._lose(peer)
+            for thread in peer.threads[1:]:  # the one that receives
+                thread.join(PROOF_SECONDS / 2)
+        part = self._parts.get(site, _Part())
+        return _HELLO.pack(self.own, self.start, len(part.data), part.digest)
 
     def _lose(self, peer: _Peer) -> None:
         with self._changed:
@@ -238,12 +278,14 @@ class Peers:
 
     def _keep_connected(self, site: int) -> None:
         """Connect to a site, and again whenever the connection breaks. Nobody may be there, or strangers take its places."""
+        last = None
         while not self._closed.is_set():
-            if (peer := self._connect(site)) is not None:
+            if (peer := self._connect(site, self._hello(last, site))) is not None:
                 peer.broken.wait()
+            last = peer
             self._closed.wait(AGAIN_SECONDS)
 
-    def _connect(self, site: int) -> _Peer | None:
+    def _connect(self, site: int, hello: bytes) -> _Peer | None:
         """Connect to a site, if who listens at its address proves the key within PROOF_SECONDS; else note why not."""
         connection: Connection | None = None
         timer: threading.Timer | None = None
@@ -261,11 +303,11 @@ class Peers:
             first = _exactly(connection, 1)
             ends = None if first == REFUSED else handshake.finish(first + _exactly(connection, REPLY_BYTES - 1))
             if ends is not None:
-                connection.sendall(ends[0].seal(self._hello))
-                number, start = _HELLO.unpack(_first(connection, ends[1]))
+                connection.sendall(ends[0].seal(hello))
+                number, start, *has = _HELLO.unpack(_first(connection, ends[1]))
                 if number == site:
                     timer.cancel()
-                    return self._take(site, start, connection, *ends)
+                    return self._take(site, start, (has[0], has[1]), connection, *ends)
                 trouble = f"site {number} listens there"
         except OSError as error:
             trouble = error.strerror or str(error)
@@ -308,15 +350,15 @@ class Peers:
             if ends is None:
                 raise ValueError("another key")
             opener, sealer = ends
-            number, start = _HELLO.unpack(_first(connection, opener))
+            number, start, *has = _HELLO.unpack(_first(connection, opener))
             if not self.own < number < self.count:
                 raise ValueError("no site that is awaited")
-            connection.sendall(sealer.seal(self._hello))
+            connection.sendall(sealer.seal(self._hello(self._peers.get(number), number)))
         except (OSError, EOFError, ValueError, struct.error):
             self._turn_away(plain)
         else:
             timer.cancel()
-            self._take(number, start, connection, sealer, opener)
+            self._take(number, start, (has[0], has[1]), connection, sealer, opener)
         finally:
             timer.cancel()
             places.release()
@@ -325,6 +367,15 @@ class Peers:
         connection.close()
         with self._changed:
             self._turned_away += 1
+
+
+def _rest(peer: _Peer, data: bytes) -> bytes:
+    """Return what is to be sent of a message: all, or what comes behind the part that the other end has of it."""
+    size, digest = peer.has
+    if not _LENGTH.size < size < len(data) or hashlib.sha256(data[:size]).digest() != digest:
+        return data
+    peer.has = (0, b"")
+    return _LENGTH.pack(RESUMED | size) + data[size:]
 
 
 def _prepare(connection: socket.socket) -> None:

@@ -151,6 +151,74 @@ def test_a_link_that_is_too_slow_fills_no_memory() -> None:
         assert there.waiting <= 64 * PIECE_BYTES
 
 
+def _break_after(peers: Peers, site: int, frames: int) -> None:
+    """Break the connection to a site once so many more frames have been sent."""
+    there, left = peers._peers[site], [frames]
+    seal = there.sealer.seal
+
+    def counted(data: bytes) -> bytes:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError("the link is cut")
+        return seal(data)
+
+    there.sealer.seal = counted  # type: ignore[method-assign]
+
+
+MIDDLE = {"the same message": (0, 3), "another one": (1, 0), "another one of the same beginning": (9 * PIECE_BYTES, 3)}
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+@pytest.mark.parametrize("what", MIDDLE)
+def test_a_message_that_was_cut_goes_on_where_it_was(what: str, sender: int) -> None:
+    """No byte that has arrived is sent again, if it is the beginning of what is sent next."""
+    differs, arrived = MIDDLE[what]
+    message = bytearray(bytes(range(256)) * (10 * PIECE_BYTES // 256))
+    with _sites(2) as sites:
+        one, other = sites[sender], sites[1 - sender]
+        _open(sites)
+        assert _greeted(one) == other.own and _greeted(other) == one.own
+        _break_after(one, other.own, 3)
+        one.send(bytes(message))
+        assert _greeted(one) == other.own and _greeted(other) == one.own
+        before = one.sent
+        message[differs] ^= what != "the same message"
+        one.send(b"short")
+        one.send(bytes(message))
+        one.send(bytes(message))
+        assert _messages(other, 3) == {one.own: [b"short", bytes(message), bytes(message)]}
+        until(lambda: one._peers[other.own].waiting == 0, seconds=PATIENCE)
+        rest = 8 + len(message) - arrived * PIECE_BYTES + (8 if arrived else 0)
+        whole = 8 + len(message)
+        frames = sum(-(-size // PIECE_BYTES) for size in (rest, whole, 13))
+        assert one.sent - before == rest + whole + 13 + 44 * frames
+        assert not other._parts
+
+
+def test_what_has_left_waits_no_longer() -> None:
+    """A site gets all weights, as long as a link takes more than comes new: half a message counts as half."""
+    with _sites(2) as sites:
+        sites[0]._most_waiting = 80 * PIECE_BYTES
+        _open(sites)
+        slow, there = sites[1]._peers[0], sites[0]._peers[1]
+        feed, go_on, taken = slow.opener.feed, threading.Event(), [0]
+
+        def some(data: bytes) -> Iterator[bytes]:
+            taken[0] += len(data)
+            if taken[0] > 40 * PIECE_BYTES:
+                go_on.wait(PATIENCE)
+            return feed(data)
+
+        slow.opener.feed = some  # type: ignore[method-assign]
+        sites[0].send(bytes(64 * PIECE_BYTES))
+        until(lambda: there.waiting < 30 * PIECE_BYTES, seconds=PATIENCE)
+        sites[0].send(bytes(40 * PIECE_BYTES))
+        assert sites[0].connected(1), "104 MiB would be too much"
+        go_on.set()
+        assert [len(message) for message in _messages(sites[1], 2)[0]] == [64 * PIECE_BYTES, 40 * PIECE_BYTES]
+        until(lambda: there.waiting == 0, seconds=PATIENCE)
+
+
 STRANGERS = {
     "garbage": bytes(range(256)) * 4,
     "a huge length": b"\xff" * (PROOF_BYTES + 64),
