@@ -9,6 +9,7 @@ have one in common. A site that has no quorum, or loses the site that decides, e
 checkpoint that they share, or takes part anew in what they do (`Council.begin`).
 """
 
+import math
 import secrets
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from megalith.spec.sites import SitesSpec
 from megalith.train.sites import messages
 from megalith.train.sites.cuts import called
 from megalith.train.sites.messages import LINE_BYTES, Cut, Difference, Held, Hello, Message, Ready, Start, Told, Verdict
+from megalith.train.sites.roll import Roll
 from megalith.train.sites.wire import Wire
 
 TURN_SECONDS = 0.25  # between looks at the clock while nothing comes
@@ -87,8 +89,7 @@ class Council:
         self._since: float | None = None  # when this site began to wait for the others
         self.line, self.decider = "", site
         self._cuts: Sequence[Cut] = ()
-        self._here: dict[int, bytes] = {}  # each other site, by the newest start of its ranks that came
-        self._ours: dict[int, bytes] = {}  # those that take part in this line, by the start that does
+        self._roll = Roll(site)
         self._hellos: dict[int, Hello] = {}
         self._start: tuple[int, Start] | None = None
         self._differences: dict[tuple[str, int, int], dict[int, Difference]] = {}  # by line, fragment and step
@@ -100,9 +101,10 @@ class Council:
         self._asks: Hello | Ready | None = None  # what this site wants of the one that decides
         self._asking: set[int] = set()
         self._ready: set[int] = set()
-        self._spoke: dict[int, tuple[bytes, float]] = {}  # the start that took part in this line or followed it last, and when
-        self._due_since = 0.0  # when the newest merge became due, at the site that decides
-        self._said = 0.0  # when this site last told the one that decides that it is there
+        self._due: int | None = None  # the number of the merge that waits for its verdict
+        self._due_since = 0.0  # when it became due here
+        self._decided_at = 0.0  # when the newest verdict was there
+        self._said = 0.0  # when this site last told the others that it is there
         self._rounds: deque[float] = deque(maxlen=ROUNDS)
         self._last: dict[int, float] = {}  # when each fragment was merged last
         self._leaving_since: float | None = None
@@ -138,7 +140,7 @@ class Council:
             self._hear(TURN_SECONDS)
             lines = {site: hello.line for site, hello in self._hellos.items() if hello.line}
             for site, line in lines.items():
-                if (decider := self._hellos[site].decides) in self._here and lines.get(decider) == line:
+                if (decider := self._hellos[site].decides) in self._roll and lines.get(decider) == line:
                     self._follow(line, decider)
                     self.ask()
                     return Beginning(None, anew=True)
@@ -163,7 +165,7 @@ class Council:
 
     def _begun(self, start: Start, decider: int) -> Beginning:
         self._follow(start.line, decider)
-        self._ours = dict(self._here)
+        self._roll.begin()
         if start.cut is None or start.cut in self._cuts:
             return Beginning(None if start.cut is None else start.cut.step)
         self.ask()
@@ -186,28 +188,34 @@ class Council:
         self._note(self.site, difference)
         self._post(difference)
 
-    def decide(self, number: int, fragment: int, sent: int, step: int, *, members: Mapping[int, int]) -> Verdict:
+    def decide(
+        self, number: int, fragment: int, sent: int, step: int, *, members: Mapping[int, int], seconds: float = math.inf
+    ) -> Verdict | None:
         """Return the verdict about the merge of a fragment after `step` steps, of differences that were taken after `sent` steps: this
-        site's, if it decides, or the one that comes. `members`: as in a `Deal`. Raises PeerGone, and OutOfStepError."""
+        site's, if it decides, or the one that comes; None if `seconds` were not enough, and the call is to be made again. `members`: as in
+        a `Deal`. Raises PeerGone, and OutOfStepError."""
         began = time.monotonic()
+        if self._due != number:
+            self._due, self._due_since = number, began
         self._hear(0.0)  # who was connected since the last merge may lack what this site has sent
         merge = Pending(number, fragment, sent, step, members)
-        verdict = self._decided(merge) if self.decides else self._awaited(merge)
+        while (verdict := self._decided(merge) if self.decides else self._awaited(merge)) is None:
+            if time.monotonic() - began >= seconds:
+                return None
+            self._hear(TURN_SECONDS)
         if fragment in self._last:
-            self._rounds.append(began - self._last[fragment])  # without what this merge waits
-        self._last[fragment] = time.monotonic()
+            self._rounds.append(self._due_since - self._last[fragment])  # without what this merge waits
+        self._due, self._decided_at = None, time.monotonic()
+        self._last[fragment] = self._decided_at
         self._asks = None if self.site in verdict.joined else self._asks
         return verdict
 
-    def _decided(self, merge: Pending) -> Verdict:
-        """Wait for what the others send, decide, and tell them."""
-        verdict = None
-        self._due_since = began = time.monotonic()
-        while verdict is None:
-            got = merge.due & self._there(merge.fragment, merge.sent).keys()
-            verdict = self._judged(merge._replace(got=got, waited=time.monotonic() - began))
-            if verdict is None:
-                self._hear(TURN_SECONDS)
+    def _decided(self, merge: Pending) -> Verdict | None:
+        """Decide with what the others have sent, and tell them; None if it is not time for that."""
+        got = merge.due & self._there(merge.fragment, merge.sent).keys()
+        verdict = self._judged(merge._replace(got=got, waited=time.monotonic() - self._due_since))
+        if verdict is None:
+            return None
         verdict = replace(verdict, line=self.line)
         self._ready -= set(verdict.joined)
         self._given.append(verdict)
@@ -218,51 +226,36 @@ class Council:
         """Return the verdict, if it is time for one."""
         number, fragment, sent, step, members, got, waited = merge
         due = merge.due
-        may_come = {site for site in due - got if self._takes_part(site)}
+        may_come = {site for site in due - got if self._roll.takes_part(site)}
         if may_come and waited < self.grace:
             return None
-        here = got | self._present()
+        here = got | self._roll.present(self._due_since)
         if not self.quorum(here) or (due and not got):
-            hoped = here | may_come | {site for site in self._followers() if self._is_near(site, waited)}
+            hoped = here | may_come | {site for site in self._roll.followers() if self._is_near(site, waited)}
             if not self.quorum(hoped) or (due and not got | may_come) or waited >= self._patience:
                 away = (set(range(self.spec.count)) - here) | (due - got)
                 raise PeerGone(f"{_are(away)} away, and the others do not form a quorum: waited {waited:.0f} s at step {step}")
             return None
-        left = (due - got) | {site for site in members if site != self.site and not self._takes_part(site)}
+        left = (due - got) | {site for site in members if site != self.site and not self._roll.takes_part(site)}
         leaving = {site for site, one in self._there(fragment, sent).items() if site in got and one.stop}
         stop = bool(leaving) and (self.site in leaving or not (got - leaving and self.quorum(here - leaving)))
         left |= set() if stop else leaving
-        joined = {site for site in self._ready - members.keys() if self._takes_part(site)}
+        joined = {site for site in self._ready - members.keys() if self._roll.takes_part(site)}
         sets = [tuple(sorted(each)) for each in (got, left, joined)]
         return Verdict(number, fragment, sent, step, *sets, count=self.spec.count, stop=stop)
-
-    def _takes_part(self, site: int) -> bool:
-        """True for a site whose newest start takes part in this line: one that was started again since knows nothing of it."""
-        return site == self.site or (site in self._ours and self._here.get(site) == self._ours[site])
-
-    def _present(self) -> set[int]:
-        """Return this site, and those whose words came since the merge was due: they are in no other half."""
-        spoke = {site for site, (start, at) in self._spoke.items() if self._here.get(site) == start and at >= self._due_since}
-        return {self.site} | spoke
-
-    def _followers(self) -> set[int]:
-        """Return the other sites whose newest start takes part in this line or follows its merges, as far as is known here."""
-        spoke = {site for site, (start, _) in self._spoke.items() if self._here.get(site) == start}
-        return spoke | {site for site in self._ours if self._takes_part(site)}
 
     def _is_near(self, site: int, waited: float) -> bool:
         """True if a site is connected, or may be again within the grace."""
         assert self._wire is not None
         return waited < self.grace or self._wire.connected(site)
 
-    def _awaited(self, merge: Pending) -> Verdict:
-        """Wait for the verdict of the site that decides."""
+    def _awaited(self, merge: Pending) -> Verdict | None:
+        """Return the verdict of the site that decides; None if it has not come."""
         number, fragment, sent, step = merge[:4]
-        began = time.monotonic()
-        while (self.line, number) not in self._verdicts:
-            self._hear(TURN_SECONDS)
-            self._need_decider(began, step)
-        verdict = self._verdicts.pop((self.line, number))
+        verdict = self._verdicts.pop((self.line, number), None)
+        if verdict is None:
+            self._need_decider(self._due_since, step)
+            return None
         if (verdict.fragment, verdict.sent, verdict.step) != (fragment, sent, step):
             raise OutOfStepError(
                 f"site {self.decider} merges fragment {verdict.fragment} of step {verdict.sent} at step {verdict.step}, and site "
@@ -271,26 +264,35 @@ class Council:
         return verdict
 
     def _need_decider(self, began: float, step: int) -> None:
-        """Raise PeerGone if the site that decides was started again, has been cut off for a grace, or silent for the patience."""
+        """Raise PeerGone if the site that decides was started again, has been cut off for a grace, or silent for the patience. It may
+        compute or wait for longer than that: it speaks after each step."""
         assert self._wire is not None
         now = time.monotonic()
         connected = self._wire.connected(self.decider)
         self._lost_since = None if connected else now if self._lost_since is None else self._lost_since
         lost = self._lost_since is not None and now - self._lost_since >= self.grace
-        if lost or not self._takes_part(self.decider) or now - began >= self._patience:
+        silent = now - max(began, self._roll.last_word(self.decider))
+        if lost or not self._roll.takes_part(self.decider) or silent >= self._patience:
             raise PeerGone(f"site {self.decider}, which decides, is away: waited {now - began:.0f} s at step {step}")
 
-    def differences(self, verdict: Verdict, *, bytes_each: int) -> list[Difference]:
-        """Return what a verdict merges, in the order of the sites. Raises PeerGone for what does not come, and OutOfStepError."""
-        there = self._there(verdict.fragment, verdict.sent)
+    def gather(self, verdict: Verdict, seconds: float) -> bool:
+        """Wait for what a verdict merges; True once it is there, False if `seconds` were not enough, and the call is to be made again.
+        Raises PeerGone for what does not come within the grace."""
         began = time.monotonic()
-        while missing := set(verdict.merged) - there.keys():
-            if time.monotonic() - began >= self.grace:
+        while missing := set(verdict.merged) - self._there(verdict.fragment, verdict.sent).keys():
+            if time.monotonic() - self._decided_at >= self.grace:
                 raise PeerGone(
                     f"{_are(missing)} away from site {self.site}, and the others have merged what was sent after step {verdict.sent}"
                 )
+            if time.monotonic() - began >= seconds:
+                return False
             self._hear(TURN_SECONDS)
-            there = self._there(verdict.fragment, verdict.sent)
+        return True
+
+    def differences(self, verdict: Verdict, *, bytes_each: int) -> list[Difference]:
+        """Return what a verdict merges, in the order of the sites. Raises as `gather` does, and OutOfStepError."""
+        self.gather(verdict, math.inf)
+        there = self._there(verdict.fragment, verdict.sent)
         found = [there[site] for site in verdict.merged]
         for site, one in zip(verdict.merged, found, strict=True):
             if len(one.encoded) != bytes_each:
@@ -323,7 +325,7 @@ class Council:
         """Return what a site that takes part anew must know, once it and the weights of all fragments are there; None after `seconds`.
         Raises PeerGone if the site that decides is lost."""
         began = time.monotonic()
-        self._ours.setdefault(self.decider, self._here[self.decider])
+        self._roll.expect(self.decider)
         while self._told is None or len(self._held) < self.spec.fragments:
             if time.monotonic() - began >= seconds:
                 return None
@@ -388,26 +390,25 @@ class Council:
             news = self._wire.next(0.0)
 
     def _speak(self) -> None:
-        """Tell the site that decides, now and then, that this one is there and takes part in the same line."""
+        """Tell the site that decides, now and then, that this one is there and takes part in the same line; as that site, tell all."""
         now = time.monotonic()
-        if self.line and not self.decides and now - self._said >= SPEAK_SECONDS:
+        if self.line and now - self._said >= SPEAK_SECONDS:
             self._said = now
-            self._post(Hello(self.line, self.decider), to=self.decider)
+            self._post(Hello(self.line, self.decider), to=None if self.decides else self.decider)
 
     def _take(self, news: News) -> None:
         site, start, data = news
         if data is None:
-            if self._here.get(site) != start:
-                self._here[site] = start
+            if self._roll.came(site, start):
                 self._hellos.pop(site, None)
                 self._asking.discard(site)
                 self._ready.discard(site)
             self._greet(site)
-        elif self._here.get(site) == start:
+        elif self._roll.is_newest(site, start):
             message = messages.unpack(data)
             self._note(site, message)
             if self.line and getattr(message, "line", "") == self.line:
-                self._spoke[site] = start, time.monotonic()
+                self._roll.spoke(site)
 
     def _greet(self, site: int) -> None:
         """Tell a site that has just been connected how this one stands, and what a broken connection may have lost."""
@@ -425,7 +426,7 @@ class Council:
                 self._hellos[site] = message
                 if message.asks and message.line == self.line:
                     self._asking.add(site)
-                    self._ours.pop(site, None)  # until it has all merges, nobody waits for it
+                    self._roll.leave(site)  # until it has all merges, nobody waits for it
             case Start():
                 self._start = self._start or (site, message)
             case Difference():
@@ -439,7 +440,7 @@ class Council:
                 self._held[message.fragment] = message
             case Ready() if message.line == self.line:
                 self._ready.add(site)
-                self._ours[site] = self._here[site]
+                self._roll.join(site)
             case _:  # of a line that is over
                 pass
 

@@ -40,9 +40,7 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object]) -> Site
     """
     run, spec = trainer.run, trainer.run.sites
     assert spec is not None
-    lanes = another(
-        trainer.groups.world, timeout=timedelta(seconds=3 * run.launch.timeout)
-    )  # the leader waits twice that in between
+    lanes = another(trainer.groups.world, timeout=timedelta(seconds=run.launch.timeout))
     tensors = {name.removeprefix("weights."): tensor for name, tensor in trainer.state.tensors("weights").items()}
     wholes = Wholes(tensors, lanes)
     cut = fragments({name: wholes.shapes[name] for name in sorted(wholes.shapes)}, spec)
@@ -55,7 +53,7 @@ def build(trainer: Trainer, folder: Path, *, beat: Callable[[], object]) -> Site
         patience, start = run.launch.timeout, run.launch.start_timeout
         kind = partial(Recorded, record=recorded([Path(folder) for folder in spec.replay])) if spec.replay else Council
         council = kind(spec, site, peers, patience=patience, start=start, limit=run.fleet.wait_limit, beat=beat)
-    return Sites(run, cut, state, wholes, site=site, council=council)
+    return Sites(run, cut, state, wholes, site=site, council=council, beat=beat)
 
 
 def _most_waiting(cut: Sequence[Fragment]) -> int:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -88,14 +88,15 @@ class Sites:
         *,
         site: int,
         council: Council | None,
+        beat: Callable[[], object] = lambda: None,
     ) -> None:
-        """`council`: on the rank that leads its site; None on others."""
+        """`council`: on the rank that leads its site; None on others. `beat` is called now and then while other sites are waited for."""
         assert spec.sites is not None
         self.spec, self.fragments, self.state, self.site = spec.sites, tuple(fragments), state, site
         self.progress = Progress(Deal.first(spec.sites.count, spec.sites.shares))
         self._phases = Phases.of(spec)
         self._total = self._phases.after(0, spec.train.steps)
-        self._wholes, self._council, self._party = wholes, council, Party(wholes.group)
+        self._wholes, self._council, self._party, self._beat = wholes, council, Party(wholes.group), beat
         self._stop = False
         self._trains = True
         self.enters = False
@@ -131,9 +132,7 @@ class Sites:
 
     def begin(self, cuts: Sequence[Cut]) -> Beginning:
         """Agree with the other sites where to begin. `cuts`: the site's checkpoints, on the rank that leads it."""
-        beginning = None
-        while beginning is None:
-            beginning = self._tell(self._council.begin(cuts, WAIT_SECONDS) if self._council is not None else None)
+        beginning = self._wait_for(lambda council: council.begin(cuts, WAIT_SECONDS))
         self.enters = beginning.anew
         return beginning
 
@@ -149,8 +148,7 @@ class Sites:
 
     def enter(self) -> int:
         """Take part anew: wait for the merged weights of the others, and return the steps that they have done."""
-        while (told := self._tell(self._council.told(WAIT_SECONDS) if self._council is not None else None)) is None:
-            pass
+        told = self._wait_for(lambda council: council.told(WAIT_SECONDS))
         for fragment in self.fragments:
             size = sum(piece.numel for piece in fragment.pieces)
             values = torch.empty(2 * size) if self._council is None else self._council.held(fragment.number).values
@@ -171,6 +169,13 @@ class Sites:
         """Say that this site could train, if it does not."""
         if not self._trains and self._council is not None:
             self._council.say_ready()
+
+    def _wait_for(self, ask: Callable[[Council], T | None]) -> T:
+        """Return the answer of the council on every rank of the site. `ask` is called again as long as it returns None, and all ranks know
+        each time that the leading one still waits: none of them runs out of time, however long the other sites take."""
+        while (found := self._tell(ask(self._council) if self._council is not None else None)) is None:
+            self._beat()
+        return found
 
     def _tell(self, value: T) -> T:
         """The leading rank's value, on every rank of the site."""
@@ -226,8 +231,7 @@ class Sites:
 
     def close(self) -> None:
         """End the connections to the other sites, once they have what this one has sent. All ranks of a site call it together."""
-        while not self._tell(self._council is None or self._council.close(WAIT_SECONDS)):
-            pass
+        self._wait_for(lambda council: council.close(WAIT_SECONDS) or None)
 
     def _arriving(self, step: int) -> list[int]:
         """The fragments that are merged after `step` steps, among those that were sent before."""
@@ -290,13 +294,11 @@ class Sites:
         """Wait for the verdict about a fragment and for what it merges, and update the merged weights and the site's own."""
         fragment, state, progress = self.fragments[number], self.state, self.progress
         began, sent = time.perf_counter(), int(state.sent[number])
-        verdict, messages = None, list[Difference]()
-        if self._council is not None:
-            verdict = self._council.decide(progress.merges, number, sent, step, members=progress.deal.members)
-            messages = self._council.differences(verdict, bytes_each=fragment.bytes)
+        due = (progress.merges, number, sent, step)
+        verdict = self._wait_for(lambda council: council.decide(*due, members=progress.deal.members, seconds=WAIT_SECONDS))
+        self._wait_for(lambda council: council.gather(verdict, WAIT_SECONDS) or None)
+        messages = [] if self._council is None else self._council.differences(verdict, bytes_each=fragment.bytes)
         waited = time.perf_counter() - began
-        verdict = self._tell(verdict)
-        assert verdict is not None
         table = torch.zeros(len(verdict.merged), fragment.bytes, dtype=torch.uint8)
         for row, message in zip(table, messages, strict=False):
             row.copy_(message.encoded)

@@ -197,6 +197,26 @@ def test_without_a_quorum_nobody_merges() -> None:
         councils[0].decide(0, 0, 4, 4, members=MEMBERS)
 
 
+def test_a_site_that_decides_late_is_waited_for() -> None:
+    """It computes, and speaks after each step, for longer than the patience; then it decides."""
+    councils = _all(Hub(), patience=0.6)
+    for one in councils:
+        one.post(_difference(4))
+    with _waiting(councils[:1]):
+        began = time.monotonic()
+        while time.monotonic() - began < 2.0:
+            assert councils[1].decide(0, 0, 4, 4, members=MEMBERS, seconds=0.3) is None
+    verdict = councils[0].decide(0, 0, 4, 4, members=MEMBERS)
+    assert councils[1].decide(0, 0, 4, 4, members=MEMBERS) == verdict
+
+
+def test_a_site_that_decides_and_says_nothing_is_lost() -> None:
+    councils = _all(Hub())
+    councils[1].post(_difference(4))
+    with pytest.raises(PeerGone, match="site 0, which decides, is away"):
+        councils[1].decide(0, 0, 4, 4, members=MEMBERS)
+
+
 def test_without_the_site_that_decides_the_others_end() -> None:
     hub = Hub()
     councils = _all(hub)

@@ -261,6 +261,19 @@ def test_a_site_that_begins_anew_forgets_moments_and_usual_norms() -> None:
     assert set(run_ranks(_anew, 1, spec)[0]) == {0.0, float("inf")}
 
 
+def _waits(rank: int, spec: RunSpec) -> tuple[str, int]:
+    beats = list[int]()
+    trainer = assemble(spec, groups=mesh_groups(spec, torch.device("cpu"), everyone()), device=torch.device("cpu"))
+    sites = build(trainer, Path(), beat=lambda: beats.append(rank))
+    answers = iter((None, None, None, "there"))
+    return sites._wait_for(lambda _: next(answers)), len(beats)
+
+
+def test_all_ranks_of_a_site_say_that_they_wait() -> None:
+    """None of them seems hung while their leader waits for other sites."""
+    assert run_ranks(_waits, 2, tiny_run(sites={"count": 1}, plan={"data": 2})) == [("there", 3)] * 2
+
+
 def test_an_eager_step_that_is_not_corrected_is_found() -> None:
     assert _different(_run("alone", "eager", 2), "half a step")
 
