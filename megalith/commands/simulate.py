@@ -53,7 +53,10 @@ Profile = Annotated[
     str | None, typer.Option(help="Assumed speed of recovery: cold, warm or memory. Default: warm.", show_default=False)
 ]
 Sites = Annotated[
-    int | None, typer.Option(help="Divide the nodes among this many sites, joined by outer steps.", show_default=False)
+    int | None,
+    typer.Option(
+        help="Divide the nodes among this many sites, which merge their weights. Default: the run's.", show_default=False
+    ),
 ]
 SweepOver = Annotated[str | None, typer.Option(help="Try a range: intervals (between checkpoints) or spares.")]
 Out = Annotated[Path | None, typer.Option(help="Draw the result into this file (.svg).")]
@@ -80,7 +83,7 @@ def command(
     Needs no GPU, and torch only to predict a step of RUN.toml not predicted before (or give it: --set step_seconds=12).
 
     Keys of --set: step_seconds, state_bytes and storage (bytes/s of the store, for the time that checkpoints take), planned (stops a day),
-    outer (wait, skip), outer_every and outer_seconds (between sites), interruptions (a device-hour), fleet.KEY as in a run file,
+    merge_every, merge_seconds, grace, return_seconds, patience, decides (sites), interruptions (a device-hour), fleet.KEY as in a run file,
     reliability.KEY as in a cluster's (repairs, idle nodes, racks, switches, lemon nodes), latencies.KEY. All of them: docs/reliability.md.
 
     Example:  megalith simulate --cluster h100:16384 --days 54 --profile memory --checkpoint-every 5
@@ -93,7 +96,7 @@ def command(
 
     Racks, switches and lemon nodes:  megalith simulate --cluster clusters/h100-16k-outages.toml --set reliability.rack_outages=0.5
 
-    Four sites:  megalith simulate --cluster h100:16384 --sites 4 --set outer_every=600 --set outer_seconds=30 --set outer=skip
+    Four sites:  megalith simulate --cluster h100:16384 --sites 4 --set merge_every=60 --set grace=10 --profile memory
 
     Latencies that were measured:  megalith simulate --cluster h100:16384 --latencies runs/NAME-campaign
 
@@ -273,6 +276,7 @@ def _setting(plan: "Scenario", seeds: int, *, besides: str = "") -> str:
     spares = "" if besides == "spares" else f" and {counted(plan.fleet.spares, 'spare')}"
     store = "" if besides == "intervals" else f", a checkpoint every {plan.store_every / 60:.3g} minutes"
     tiers = [tier for tier in plan.fleet.tiers if tier != "store"]
+    tiers = tiers if plan.sites == 1 else []
     copies = f"copies in {' and '.join(tiers)}" if tiers else "no copies but checkpoints"
     return f"{plan.name}: {plan.days:g} days, {sites}{counted(plan.nodes, 'node')}{spares}{store}, {copies}, {counted(seeds, 'seed')}"
 
@@ -295,6 +299,13 @@ def _show_simulated(found: "Simulated") -> None:
     print(
         f"{stops:,.1f} stops for a person; {ended:,.1f} ends for lack of nodes (status 71), after which the same command is started again"
     )
+    if plan.sites > 1:
+        merges, left, anew = (
+            found.mean(count) for count in (lambda life: life.merges, lambda life: life.left, lambda life: life.anew)
+        )
+        print(
+            f"{merges:,.1f} merges; sites left {left:,.1f} times; all sites started anew {anew:,.1f} times, without the one that decides"
+        )
     print(f"latencies: {plan.latencies.source}")
     missing = sum(share for what, _, share in rows if what == "waiting for nodes")
     if missing > 0.02:

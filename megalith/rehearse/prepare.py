@@ -10,6 +10,7 @@ from megalith import epochs, events
 from megalith.check.own import admit
 from megalith.events import Incident
 from megalith.rehearse import latencies
+from megalith.rehearse.between import BETWEEN_SITES, between_sites, site_count
 from megalith.rehearse.campaign import FAULTED
 from megalith.rehearse.latencies import PROFILES, Latencies
 from megalith.rehearse.scenario import DAY, Scenario, scenario
@@ -118,7 +119,11 @@ def _sorted(wanted: Wanted, problems: list[Problem]) -> tuple[list[Layer], list[
         table = next(iter(layer.values))
         if table == "fleet" and isinstance(layer.values[table], dict):
             problems += _ineffective(layer.values[table])
-        of_run = table == "fleet" or table not in SimulationSpec.model_fields
+        of_run = (
+            table == "fleet"
+            or table not in SimulationSpec.model_fields
+            or (isinstance(layer.values[table], dict) and table == "sites")
+        )
         others.append(text) if wanted.run and of_run and table in RunSpec.model_fields else own.append(layer)
     return own, others
 
@@ -203,14 +208,16 @@ def _measured(wanted: Wanted, spec: SimulationSpec, problems: list[Problem]) -> 
 
 def _contradictions(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec | None) -> Iterator[Problem]:
     """Yield the contradictions between values."""
-    if cluster is not None and spec.sites > cluster.nodes:
+    sites = site_count(spec, run.spec if run else None)
+    if cluster is not None and sites > cluster.nodes:
         reason = f"the cluster has {cluster.nodes} nodes to share out"
-        yield _problem("sites", spec.sites, reason, f"Use 1 to {cluster.nodes}.")
-    if spec.sites == 1:
-        for key in ("outer", "outer_every", "outer_seconds"):
-            if key in spec.model_fields_set:
-                reason = "is between sites, and there is one"
-                yield _problem(key, getattr(spec, key), reason, "Use --sites 2 or more, or leave it out.")
+        yield _problem("sites", sites, reason, f"Use 1 to {cluster.nodes}.")
+    for key in BETWEEN_SITES if sites == 1 else ():
+        if key in spec.model_fields_set:
+            reason = "is between sites, and there is one"
+            yield _problem(key, getattr(spec, key), reason, "Use --sites 2 or more, or leave it out.")
+    if spec.decides is not None and spec.decides >= sites > 1:
+        yield _problem("decides", spec.decides, f"is none of the sites 0 to {sites - 1}", "Name one of these.")
     if spec.storage is not None and spec.state_bytes is None and run is None:
         way_out = "Add --set state_bytes=BYTES, such as 6.5e12 for 405e9 parameters of 16 bytes, or give a RUN.toml."
         yield _problem("storage", spec.storage, "a rate alone gives no time: the bytes of the state are not known", way_out)
@@ -274,12 +281,14 @@ def _prepared(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec, 
         )
     if fleet.verify_every and not spec.latencies.verify:
         notes.append("fleet.verify_every: assumed to cost nothing; --set latencies.verify=SHARE of the time changes it")
-    if left := cluster.nodes % spec.sites:
-        notes.append(f"{left} of {cluster.nodes} nodes are in no site: {spec.sites} sites are of the same size")
+    sites = site_count(spec, run.spec if run else None)
+    if left := cluster.nodes % sites:
+        notes.append(f"{left} of {cluster.nodes} nodes are in no site: {sites} sites are of the same size")
+    between = between_sites(spec, run.spec if run else None, step) if sites > 1 else {}
     rated = latencies.at_rates(base, cluster, state_bytes=spec.state_bytes, storage=spec.storage)
     plan = scenario(
         cluster, days=spec.days, latencies=_with_said(rated, spec), fleet=fleet, store_every=every, step_seconds=step,
-        sites=spec.sites, outer=spec.outer, outer_every=spec.outer_every, outer_seconds=spec.outer_seconds,
+        sites=sites, **between,
     )  # fmt: skip
     return Prepared(replace(plan, planned=spec.planned), tuple(notes))
 
@@ -288,7 +297,9 @@ def _fleet(spec: SimulationSpec, run: Resolved | None, cluster: ClusterSpec) -> 
     """The policy's numbers; a spare for every 128 nodes of a site where nobody says."""
     fleet = run.spec.fleet if run else spec.fleet
     said = run.provenance["fleet.spares"] != "default" if run else "spares" in spec.fleet.model_fields_set
-    update: dict[str, Any] = {} if said else {"spares": max(1, cluster.nodes // spec.sites // 128)}
+    update: dict[str, Any] = (
+        {} if said else {"spares": max(1, cluster.nodes // site_count(spec, run.spec if run else None) // 128)}
+    )
     notes: list[str] = []
     if fleet.no_spare == "shrink" and fleet.fallback is None:
         update["fallback"] = Plan()  # which one does not matter here: work goes on in proportion to the nodes that are left

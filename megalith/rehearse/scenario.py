@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any
 
 from megalith.rehearse.latencies import Latencies
 from megalith.spec.cluster import ClusterSpec
@@ -43,8 +43,9 @@ class Scenario:
     """Subject of a simulation. `nodes` in the mesh of each site; `fleet.spares` come on top. Rates are per node-hour, times in seconds.
 
     `store_every`: seconds of work between checkpoints in the shared store. `planned`: planned stops a day. `sites`: each trains on its
-    own between outer synchronisations, every `outer_every` seconds of work, which take `outer_seconds`; `outer` = "wait": all wait for
-    the last, "skip": a site that is away is left out of them.
+    own between merges, every `merge_every` seconds of work, each of which holds it up for `merge_seconds`. A merge waits for a site for
+    `grace` seconds, and others `patience` seconds for the site that decides (`decides`: always this one) and for a quorum. A site that was
+    away has the weights of the others `return_seconds` after it has started.
     """
 
     name: str
@@ -60,9 +61,12 @@ class Scenario:
     store_every: float = 1800.0
     planned: float = 0.0
     sites: int = 1
-    outer: Literal["wait", "skip"] = "wait"
-    outer_every: float = 600.0
-    outer_seconds: float = 0.0
+    merge_every: float = 300.0
+    merge_seconds: float = 0.0
+    grace: float = 300.0
+    patience: float = 600.0
+    return_seconds: float = 0.0
+    decides: int | None = None
 
     @property
     def outages(self) -> tuple[Outage, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megalith.rehearse.merges import Merged, alone, merged
 from megalith.rehearse.scenario import DAY, Scenario, Spent
 from megalith.rehearse.site import Site
 
@@ -18,7 +19,8 @@ class Life:
 
     `seconds` by use. `faults` by cause and `fates` by what they did: either adds up to all faults. `restarts` by reason,
     of which those "for a fault" are as many as the faults that restarted the ranks. `stops` for a person; `ended`: ends for want of
-    nodes, after which the command was started again. `curve`: (seconds, share of that time that was useful so far).
+    nodes, after which the command was started again. Of several sites: `merges`, times that a site `left`, starts of all sites `anew`.
+    `curve`: (seconds, share of that time that was useful so far).
     """
 
     seed: int
@@ -30,13 +32,16 @@ class Life:
     restored: Mapping[str, int] = field(default_factory=dict)
     stops: int = 0
     ended: int = 0
+    merges: int = 0
+    left: int = 0
+    anew: int = 0
     least_spares: int = 0
     curve: tuple[tuple[float, float], ...] = ()
 
 
 SETTING = (
-    "name", "nodes", "devices_per_node", "days", "faults", "step_seconds", "store_every", "planned", "sites", "outer", "outer_every",
-    "outer_seconds",
+    "name", "nodes", "devices_per_node", "days", "faults", "step_seconds", "store_every", "planned", "sites", "merge_every",
+    "merge_seconds", "grace", "patience", "return_seconds", "decides",
 )  # fmt: skip
 """Plain values of a scenario, for programs."""
 
@@ -88,6 +93,8 @@ class Simulated:
             "fates": self.means(lambda life: life.fates),
             "restarts": self.mean(lambda life: sum(life.restarts.values())), "reasons": self.means(lambda life: life.restarts),
             "stops": self.mean(lambda life: life.stops), "ended": self.mean(lambda life: life.ended),
+            "merges": self.mean(lambda life: life.merges), "left": self.mean(lambda life: life.left),
+            "anew": self.mean(lambda life: life.anew),
             "curves": [life.curve for life in self.lives], "seeds": [life.goodput for life in self.lives],
         }  # fmt: skip
 
@@ -142,11 +149,11 @@ def _tried(value: float, result: Simulated) -> Tried:
 
 def _life(plan: Scenario, seed: int) -> Life:
     streams = np.random.SeedSequence(seed).spawn(plan.sites)
-    sites = [Site(plan, np.random.default_rng(stream)).live() for stream in streams]
+    sites = [Site(alone(plan), np.random.default_rng(stream)).live() for stream in streams]
     horizon = plan.days * DAY
     seconds = {what: sum(site.seconds[what] for site in sites) / len(sites) for what in Spent}
-    if plan.sites > 1:
-        seconds = _joined(plan, sites, seconds)
+    made = merged(plan, sites) if plan.sites > 1 else Merged(seconds=seconds)
+    seconds = made.seconds
     return Life(
         seed=seed,
         goodput=float(seconds[Spent.USEFUL]) / horizon,
@@ -157,6 +164,9 @@ def _life(plan: Scenario, seed: int) -> Life:
         restored=_added(site.tally.restored for site in sites),
         stops=sum(site.tally.stops for site in sites),
         ended=sum(site.tally.ended for site in sites),
+        merges=made.merges,
+        left=made.left,
+        anew=made.anew,
         least_spares=min(site.least_spares for site in sites),
         curve=_thin(sites[0].curve if len(sites) == 1 else _mean_curve(sites, horizon)),
     )
@@ -168,27 +178,6 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     for count in counts:
         total.update(count)
     return dict(total)
-
-
-def _joined(plan: Scenario, sites: Sequence["Site"], alone: dict[Spent, float]) -> dict[Spent, float]:
-    """Return what is left of each site's own useful time when rounds of all sites must meet.
-
-    "skip" costs a site only the synchronisation. "wait" makes each round as long as its slowest site's; faults have no memory, so the
-    time that the others stand still does not change when the next one comes.
-    """
-    horizon, per_round = plan.days * DAY, plan.outer_every
-    if plan.outer == "skip":
-        useful = alone[Spent.USEFUL] * per_round / (per_round + plan.outer_seconds)
-        return alone | {Spent.USEFUL: useful, Spent.SYNC: alone[Spent.USEFUL] - useful}
-    rounds = int(min(site.progress for site in sites) // per_round)
-    marks = np.arange(rounds + 1) * per_round
-    reached = [site.first_reached() for site in sites]
-    times = np.array([np.interp(marks, progress, at) for progress, at in reached])
-    ends = np.cumsum(np.diff(times, axis=1).max(axis=0) + plan.outer_seconds)
-    done = int(np.searchsorted(ends, horizon, side="right"))
-    useful = done * per_round
-    shares = {what: seconds * useful / alone[Spent.USEFUL] for what, seconds in alone.items()} if alone[Spent.USEFUL] else alone
-    return shares | {Spent.SYNC: max(0.0, horizon - sum(shares.values()))}
 
 
 def _mean_curve(sites: Sequence["Site"], horizon: float) -> list[tuple[float, float]]:

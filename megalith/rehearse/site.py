@@ -48,6 +48,7 @@ class Site:
         self.least_spares = plan.fleet.spares
         self.curve = [(0.0, 1.0)]
         self.reached: list[tuple[float, float]] = [(0.0, 0.0)]
+        self.starts: list[float] = []  # when it began to work, again
         self.turn = 0  # of the group: what was scheduled for an earlier one is void
         self.queue: list[tuple[float, int, Callable[[], object]]] = []
         self.overhead = self._overhead()
@@ -78,11 +79,15 @@ class Site:
         return self
 
     def first_reached(self) -> tuple[np.ndarray, np.ndarray]:
-        """Progress, and when it was first reached: two rising series, for interpolation."""
+        """Progress, and when it was first reached: two rising series, for interpolation. Work that is done again reaches nothing new."""
         times, progress = np.array(self.reached).T
-        best = np.maximum.accumulate(progress)
-        rising = np.concatenate([[True], np.diff(best) > 0])
-        return best[rising], times[rising]
+        best = np.maximum.accumulate(progress)[:-1]
+        begins, ends = progress[:-1], progress[1:]
+        new = ends > best
+        share = (best[new] - begins[new]) / (ends[new] - begins[new])  # of the stretch, after which it is beyond what was reached
+        passed = times[:-1][new] + share * np.diff(times)[new]
+        found = np.stack([best[new] + 1e-9, ends[new]], axis=1).ravel(), np.stack([passed, times[1:][new]], axis=1).ravel()
+        return np.concatenate([[0.0], found[0]]), np.concatenate([[0.0], found[1]])
 
     # Time
 
@@ -366,6 +371,8 @@ class Site:
 
     def _ready(self) -> None:
         self.running = True
+        self.starts.append(self.now)
+        self.reached.append((self.now, self.progress))
         self.state = replace(self.state, copies=self._copies())
         if self.state.fruitless or self.state.repeats or self.state.reruns or self.state.bad:
             self.state = policy.decide(

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megalith.spec.base import Spec
 from megalith.spec.faults import Reliability
@@ -55,13 +55,27 @@ class SimulationSpec(Spec):
     )
     profile: Literal["cold", "warm", "memory"] = Field(default="warm", description="how fast recovery is assumed to be")
     planned: NonNegativeFloat = Field(default=0.0, description="planned stops a day; Llama 3 405B had 47 in 54 days: 0.87")
-    sites: PositiveInt = Field(default=1, description="groups of nodes, each training on its own between outer steps")
-    outer: Literal["wait", "skip"] = Field(
-        default="wait", description="outer steps: all sites wait for the last, or leave out one that is away"
+    sites: PositiveInt | None = Field(
+        default=None, description="groups of nodes that train apart and merge their weights; else the run's sites.count, or 1"
     )
-    outer_every: PositiveFloat = Field(default=600.0, description="seconds of work between outer steps")
-    outer_seconds: NonNegativeFloat = Field(
-        default=0.0, description="of one outer step: the bytes exchanged over the rate of the link between sites"
+    merge_every: PositiveFloat | None = Field(
+        default=None, description="seconds of work between two merges; else the run's inner_steps / fragments steps, or 300"
+    )
+    merge_seconds: NonNegativeFloat | None = Field(
+        default=None, description="for which a merge holds a site up; else as predicted for the run's sites.link, or 0"
+    )
+    return_seconds: NonNegativeFloat | None = Field(
+        default=None,
+        description="until a site that was away has the weights of the others; else 8 bytes a parameter over the run's link, or 60",
+    )
+    grace: PositiveFloat | None = Field(
+        default=None, description="seconds that a merge waits for a site; else the run's, or as long as all its inner_steps take"
+    )
+    patience: PositiveFloat | None = Field(
+        default=None, description="seconds that sites wait for the one that decides, or a quorum; else the run's launch.timeout"
+    )
+    decides: NonNegativeInt | None = Field(
+        default=None, description="number of the site that always decides; else the run's, or one of those that are there"
     )
     interruptions: NonNegativeFloat | None = Field(
         default=None, description="unexpected ones a device-hour; else as the cluster says"

@@ -2,6 +2,7 @@
 
 import json
 import re
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from typer.testing import CliRunner
 
 from megalith.cli import app
 from megalith.rehearse.latencies import PROFILES
-from megalith.rehearse.prepare import WITHOUT_EFFECT
+from megalith.rehearse.prepare import WITHOUT_EFFECT, Prepared, Wanted, prepare
+from megalith.spec import files
 from megalith.spec.fleet import FleetSpec
 from megalith.spec.simulation import LatencySpec, SimulationSpec
+from megalith.spec.sizes import model_parameters
 
 ROOT = Path(__file__).parents[2]
 CAMPAIGN = ROOT / "tests/rehearse/campaign"
@@ -68,9 +71,13 @@ def run(tmp_path: Path) -> Path:
         (["--profile", "cold"], "latencies/restart", 600.0),
         (["--sites", "4"], "nodes", 2),
         (["--set", "sites=4"], "sites", 4),
-        (["--set", "sites=2", "--set", "outer=skip"], "outer", "skip"),
-        (["--set", "sites=2", "--set", "outer_every=60"], "outer_every", 60.0),
-        (["--set", "sites=2", "--set", "outer_seconds=30"], "outer_seconds", 30.0),
+        (["--set", "sites=2", "--set", "merge_every=60"], "merge_every", 60.0),
+        (["--set", "sites=2", "--set", "merge_every=60"], "grace", 60.0),
+        (["--set", "sites=2", "--set", "merge_seconds=30"], "merge_seconds", 30.0),
+        (["--set", "sites=2", "--set", "return_seconds=7"], "return_seconds", 7.0),
+        (["--set", "sites=2", "--set", "grace=9"], "grace", 9.0),
+        (["--set", "sites=2", "--set", "patience=11"], "patience", 11.0),
+        (["--set", "sites=2", "--set", "decides=1"], "decides", 1),
         (["--set", "planned=0.87"], "planned", 0.87),
         (["--set", "step_seconds=7"], "step_seconds", 7.0),
         (["--set", "interruptions=1e-3"], "faults", 8e-3),
@@ -92,25 +99,29 @@ def test_planned_stops_take_time() -> None:
     assert _on_64("--set", "planned=2")["seconds"]["planned"] > 0 == _on_64()["seconds"]["planned"]
 
 
-def test_outer_steps_take_time_between_sites() -> None:
-    rounds = (
-        "--sites",
-        "2",
-        "--set",
-        "outer_every=100",
-        "--set",
-        "outer_seconds=100",
-        "--set",
-        "outer=skip",
-        "--set",
-        "interruptions=0",
-    )
+def test_merges_take_time_between_sites() -> None:
+    rounds = ("--sites", "2", "--set", "merge_every=100", "--set", "merge_seconds=100", "--set", "interruptions=0")
     assert 0.4 < _on_64(*rounds)["goodput"] < 0.5
 
 
-def test_a_site_that_may_be_left_out_holds_nobody_up() -> None:
-    rough = ("--sites", "4", "--set", "interruptions=5e-3", "--set", "outer_every=1800")
-    assert _on_64(*rough, "--set", "outer=skip")["goodput"] > _on_64(*rough)["goodput"] + 0.02
+def test_a_runs_own_sites_are_played(tmp_path: Path) -> None:
+    """Their number, steps, grace and link; 8 bytes a parameter come over it to a site that was away."""
+    run = tmp_path / "run.toml"
+    run.write_text(
+        'model.preset = "tiny"\ndata.path = "unused"\n[train]\nsteps = 100\nglobal_batch = 32\nseq_len = 128\n[sites]\ncount = 2\n'
+        "inner_steps = 20\nfragments = 4\ngrace = 33\ndecides = 1\n[sites.link]\nmegabits = 10\nmilliseconds = 100\n"
+    )
+    plan = _prepared_of(run, "step_seconds=3").scenario
+    assert (plan.sites, plan.merge_every, plan.grace, plan.decides) == (2, 15.0, 33.0, 1)
+    size = sum(prod(each.shape) for each in model_parameters(files.load(run).spec.model.build()).values())
+    assert plan.return_seconds == pytest.approx(8 * size * 8 / 10e6) and plan.merge_seconds > 0.1
+    assert _prepared_of(run, "step_seconds=3", "sites.inner_steps=8").scenario.merge_every == 6.0
+    assert _prepared_of(run, "step_seconds=3", "merge_every=7").scenario.merge_every == 7.0
+    assert _prepared_of(run, "step_seconds=3", "sites=1").scenario.sites == 1
+
+
+def _prepared_of(run: Path, *settings: str) -> Prepared:
+    return prepare(Wanted(cluster="h100:64", run=run, overrides=settings))
 
 
 def test_verification_finds_what_is_wrong_silently() -> None:
@@ -217,13 +228,13 @@ def test_a_sweep_names_the_best_for_programs() -> None:
 
 def test_every_mistake_is_said_at_once(tmp_path: Path) -> None:
     wrong = [
-        "days=0", "outer=skip", "storage=1e9", "reliability.faults=llama", "fleet.hang_floor=3", "fleet.verify_evry=3", "nothing",
+        "days=0", "grace=7", "storage=1e9", "reliability.faults=llama", "fleet.hang_floor=3", "fleet.verify_evry=3", "nothing",
         "latencies.restor=1", "spare=2",
     ]  # fmt: skip
     settings = [word for one in wrong for word in ("--set", one)]
     found = _mistakes("--cluster", "h10:64", "--latencies", str(tmp_path), *settings)
     said = {
-        "days": "it must be more than 0", "outer": "Use --sites 2", "storage": "state_bytes=BYTES", "cluster": "Did you mean 'h100'",
+        "days": "it must be more than 0", "grace": "Use --sites 2", "storage": "state_bytes=BYTES", "cluster": "Did you mean 'h100'",
         "fleet.hang_floor": "Use latencies.hang", "fleet.verify_evry": "fleet.verify_every", "--latencies": "megalith campaign",
         "latencies.restor": "Did you mean latencies.restore", "--set nothing": "a value are needed",
         "spare": "Did you mean fleet.spares",

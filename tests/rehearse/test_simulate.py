@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from megalith.rehearse import closed_form
 from megalith.rehearse.latencies import PROFILES, Latencies, calibrated, of_cluster
 from megalith.rehearse.scenario import DAY, HOUR, Scenario, Spent, scenario
 from megalith.rehearse.simulate import Simulated, simulate, try_intervals, try_spares
+from megalith.rehearse.site import Site
 from megalith.spec import cluster as clusters
 from megalith.spec.faults import FaultCause, Reliability, Repair, Shows, tables
 from megalith.spec.fleet import FleetSpec
@@ -20,7 +22,7 @@ from tests.processor import cost
 
 BUG = FaultCause(name="bug", count=1, shows="bug", repair="none")
 PATIENT = FleetSpec(memory_every=0, same_failure=99, fruitless=10**6, backoff=0.0)
-NOTHING = dict.fromkeys(("memory", "buddy", "disk", "store"), 0.0)
+NOTHING: dict[str, float] = dict.fromkeys(("memory", "buddy", "disk", "store"), 0.0)
 
 
 def _plain(mtbf: float, **rest: Any) -> Scenario:
@@ -257,19 +259,64 @@ def test_unverified_corruption_is_counted_as_undetected() -> None:
     assert seeing.restarts["for a fault"] > 100
 
 
-def test_sites_that_wait_go_at_the_pace_of_the_slowest() -> None:
-    plan = _plain(HOUR, nodes=64, days=20.0)
-    alone = simulate(plan, seeds=2).goodput
-    wait = simulate(replace(plan, sites=4, outer_every=600.0), seeds=2).goodput
-    skip = simulate(replace(plan, sites=4, outer="skip"), seeds=2).goodput
-    assert wait < skip - 0.05
-    assert skip == pytest.approx(alone, abs=0.02)
+def _four(mtbf: float = HOUR, **rest: Any) -> Simulated:
+    return simulate(_plain(mtbf, **({"days": 20.0, "sites": 4, "grace": 5.0} | rest)), seeds=2)
 
 
-def test_longer_rounds_average_the_faults_of_waiting_sites() -> None:
-    plan = _plain(HOUR, days=20.0, sites=4)
-    short, long = (simulate(replace(plan, outer_every=seconds), seeds=2).goodput for seconds in (300.0, 20_000.0))
-    assert long > short
+def test_sites_without_faults_merge_all_that_they_do() -> None:
+    found = _four(faults=0.0, merge_seconds=30.0, latencies=Latencies(restart=300.0, restore=NOTHING, stall=NOTHING))
+    assert found.goodput == pytest.approx(300 / 330, abs=0.002)
+    life = found.lives[0]
+    assert (life.left, life.anew) == (0, 0) and life.merges == pytest.approx(20 * DAY / 330, abs=2)
+    assert found.seconds[Spent.SYNC] == pytest.approx(20 * DAY * 30 / 330, rel=0.01)
+
+
+def test_work_that_is_done_again_reaches_nothing_new() -> None:
+    """A site's life as a path: at work for 100 s, back to 60 after 200 s away, and on."""
+    site = Site(_plain(HOUR), np.random.default_rng(0))
+    site.reached = [(0.0, 0.0), (100.0, 100.0), (300.0, 60.0), (740.0, 500.0)]
+    progress, at = site.first_reached()
+    assert np.all(np.diff(progress) > 0) and np.all(np.diff(at) >= 0)
+    assert np.interp([50.0, 100.0, 120.0, 500.0], progress, at) == pytest.approx([50.0, 100.0, 360.0, 740.0])
+
+
+def test_seconds_of_sites_add_up_to_the_wall_time() -> None:
+    for found in (_four(), _four(grace=1000.0), _four(decides=0), _four(mtbf=HOUR / 4)):
+        assert sum(found.seconds.values()) == pytest.approx(20 * DAY, rel=1e-3)
+        assert found.goodput == pytest.approx(found.seconds[Spent.USEFUL] / (20 * DAY))
+
+
+def test_a_restarted_site_leaves_and_holds_nobody_up_beyond_the_grace() -> None:
+    """It takes no part in the merge of that period, however patient the others are."""
+    quick, patient = _four(decides=0), _four(decides=0, grace=1000.0)
+    assert min(life.left for life in quick.lives) > 1000 and min(life.left for life in patient.lives) > 500
+    assert quick.seconds[Spent.SYNC] < patient.seconds[Spent.SYNC]
+
+
+def test_all_start_anew_where_the_site_that_decides_is_started_again() -> None:
+    """Each of its faults does so, and loses what merges took since the newest checkpoint."""
+    often, rare = _four(store_every=300.0), _four(store_every=6000.0)
+    assert 300 < often.lives[0].anew < 480, "one fault an hour"
+    assert rare.goodput < often.goodput - 0.1
+    assert _four(mtbf=8 * HOUR).lives[0].anew == pytest.approx(20 * 24 / 8, rel=0.4)
+
+
+def test_longer_periods_lose_more_to_each_fault() -> None:
+    short, long = _four(merge_every=60.0, store_every=300.0), _four(merge_every=1200.0, store_every=1200.0)
+    assert short.goodput > long.goodput + 0.1
+
+
+def test_two_sites_need_each_other_unless_one_decides_alone() -> None:
+    """A site that is away for long stops the other, which is no quorum."""
+    rest = {
+        "sites": 2,
+        "merge_every": 100.0,
+        "grace": 5.0,
+        "patience": 1e9,
+        "latencies": Latencies(restart=1800.0, restore=NOTHING, stall=NOTHING, crash=0.0),
+    }
+    both, one = _four(mtbf=10 * HOUR, **rest), _four(mtbf=10 * HOUR, decides=0, **rest)
+    assert one.lives[0].merges > both.lives[0].merges
 
 
 def test_results_survive_json() -> None:

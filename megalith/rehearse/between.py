@@ -1,0 +1,43 @@
+"""Settings of merges between simulated sites: as said, else as the run has them, else as assumed."""
+
+from typing import Any
+
+from megalith.cost.across import across
+from megalith.spec.run import RunSpec
+from megalith.spec.simulation import SimulationSpec
+from megalith.spec.sizes import model_parameters
+
+BETWEEN_SITES = ("merge_every", "merge_seconds", "return_seconds", "grace", "patience", "decides")
+"""Keys of a simulation that mean something with several sites alone."""
+MERGE_SECONDS, RETURN_SECONDS, PATIENCE, LEAST_GRACE = 300.0, 60.0, 600.0, 5.0
+"""Assumed where nobody says; the last is the least that a run's own pace gives."""
+
+
+def site_count(spec: SimulationSpec, run: RunSpec | None) -> int:
+    """Return the number of sites."""
+    return spec.sites or (run.sites.count if run is not None and run.sites is not None else 1)
+
+
+def between_sites(spec: SimulationSpec, run: RunSpec | None, step: float) -> dict[str, Any]:
+    """Return the fields of a scenario that say how several sites merge. A run's are those of its table `[sites]`."""
+    sites = None if run is None else run.sites
+    every, round_seconds, held, back = MERGE_SECONDS, MERGE_SECONDS, 0.0, RETURN_SECONDS
+    if run is not None and sites is not None:
+        round_seconds = sites.inner_steps * step
+        every = round_seconds / sites.fragments
+        if sites.link is not None:
+            shapes = {name: each.shape for name, each in model_parameters(run.model.build()).items()}
+            found = across(shapes, sites, step)
+            held = found.waited / sites.fragments if found is not None else 0.0
+            # weights and velocities, 8 bytes a parameter: twice a difference in fp32
+            weights = 0 if found is None else 2 * found.instead / (sites.count - 1) / sites.inner_steps
+            back = weights * 8e-6 / sites.link.megabits
+    said = {name: getattr(spec, name) for name in BETWEEN_SITES if getattr(spec, name) is not None}
+    return {
+        "merge_every": every,
+        "merge_seconds": held,
+        "return_seconds": back,
+        "grace": (sites.grace if sites is not None else None) or max(LEAST_GRACE, said.get("merge_every", round_seconds)),
+        "patience": run.launch.timeout if run is not None else PATIENCE,
+        "decides": sites.decides if sites is not None else None,
+    } | said

@@ -1,0 +1,171 @@
+"""Sites of a simulated run: each lives through its own faults, and what it did counts once a merge has taken it, as the trainer's council
+decides (`train.sites.council`): grace, quorum, sites that leave and return, and a start of all anew where the site that decides is lost."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+import numpy as np
+
+from megalith.rehearse.scenario import DAY, Scenario, Spent
+from megalith.rehearse.site import Site
+
+
+def alone(plan: Scenario) -> Scenario:
+    """Return the scenario of one of several sites between merges. It has no copies of its own but checkpoints, and a fault takes it back to
+    the last merge: it gets the weights of the others, or loads what all hold, in `return_seconds`."""
+    if plan.sites == 1:
+        return plan
+    times, each = plan.latencies, plan.merge_every / plan.store_every
+    stall = {**times.stall, "store": times.stall["store"] * each}
+    return replace(
+        plan,
+        fleet=plan.fleet.model_copy(update={"memory_every": 0, "disk_every": 0}),
+        store_every=plan.merge_every,
+        latencies=replace(times, stall=stall, restore={**times.restore, "store": plan.return_seconds}, write=0.0),
+    )
+
+
+@dataclass(frozen=True)
+class _Period:
+    """A part of a site's life with the work of one merge: its seconds, and after how many of them its ranks were last started again; None
+    if they were not."""
+
+    seconds: float
+    started: float | None
+
+
+@dataclass
+class _Member:
+    """One site. `since`: when it began with the period `number`; `follows`: it does not train, and can from `since` on; `merged`, `lost`:
+    periods whose work a merge has taken, or none; `lived`: seconds of its life that have passed."""
+
+    periods: list[_Period]
+    number: int = 0
+    since: float = 0.0
+    follows: bool = False
+    merged: int = 0
+    lost: int = 0
+    lived: float = 0.0
+
+    @property
+    def period(self) -> _Period:
+        """The period that it is in; one that never ends, where the run is over before."""
+        return self.periods[self.number] if self.number < len(self.periods) else _Period(inf, None)
+
+    @property
+    def restarted(self) -> bool:
+        """True if its ranks were started in this period: the merges of the others go on without it, as with one that is away."""
+        return not self.follows and self.period.started is not None
+
+    @property
+    def ready(self) -> float:
+        """When it has done the work of its period, or is there again to follow the merges of others."""
+        return self.since + (0.0 if self.follows else self.period.seconds if self.period.started is None else self.period.started)
+
+    def end(self, now: float, *, taken: bool) -> None:
+        """End its period: its work was done and taken, or it was done or begun for nothing. It trains on, if it is there."""
+        if self.follows:
+            self.since, self.follows = max(now, self.since), self.since > now
+            return
+        done = not self.restarted and self.ready <= now
+        self.lived += min(now, self.ready) - self.since
+        self.merged, self.lost = self.merged + taken, self.lost + (done and not taken)
+        away = self.restarted and self.ready > now
+        self.number, self.since, self.follows = self.number + 1, self.ready if away else now, away
+
+
+@dataclass
+class Merged:
+    """The merges of a simulated run. `left`: times that one of the sites left; `anew`: starts of all sites, since the one that decides was
+    started again, or no quorum was there; `seconds`: by use, in the mean of the sites."""
+
+    merges: int = 0
+    left: int = 0
+    anew: int = 0
+    seconds: dict[Spent, float] = field(default_factory=dict)
+
+
+def merged(plan: Scenario, sites: Sequence[Site]) -> Merged:
+    """Merge the lives of all sites, one merge after the other, until the run is over.
+
+    Faults have no memory, so the time that a site stands still for others does not change when its next one comes.
+    """
+    horizon, work = plan.days * DAY, plan.merge_every
+    members = [_Member(_periods(site, work)) for site in sites]
+    found, now, decides = Merged(), 0.0, plan.decides or 0
+    unsaved: list[_Member] = []  # each time that a merge took work of a site since the last checkpoint
+    each_save = max(1, round(plan.store_every / work))
+    while now < horizon:
+        own = members[decides]
+        now = _decided(plan, members, own) if not own.restarted and not own.follows else inf
+        goes_on = now < inf
+        now = now if goes_on else _started_anew(plan, members, own)
+        if now >= horizon:
+            break
+        if not goes_on:
+            found.anew += 1
+            for member in unsaved:
+                member.merged, member.lost = member.merged - 1, member.lost + 1
+            unsaved.clear()
+            for member in members:
+                member.end(now, taken=False)
+            there = [number for number, member in enumerate(members) if not member.follows]
+            decides = decides if plan.decides is not None else min(there, default=decides)
+            continue
+        found.merges += 1
+        ended = now + plan.merge_seconds
+        for member in members:
+            taken = not member.follows and not member.restarted and member.ready <= now
+            found.left += not taken and not member.follows
+            unsaved += [member] * taken
+            member.end(ended if taken or member.ready <= now else now, taken=taken)
+        now = ended
+        if found.merges % each_save == 0:
+            unsaved.clear()
+    shares = [_used(member, site, work, horizon) for member, site in zip(members, sites, strict=True)]
+    found.seconds = {what: sum(share[what] for share in shares) / len(shares) for what in Spent}
+    return found
+
+
+def _decided(plan: Scenario, members: Sequence[_Member], own: _Member) -> float:
+    """Return when the site that decides merges: it waits for all that train until they are there, done or started again, for at most a
+    grace, and then for a quorum; inf if that takes longer than its patience."""
+    latest = max(member.ready for member in members if not member.follows)
+    now = max(own.ready, min(latest, own.ready + plan.grace), _quorum(plan, members, own))
+    return now if now - own.ready <= plan.patience or now == own.ready else inf
+
+
+def _started_anew(plan: Scenario, members: Sequence[_Member], own: _Member) -> float:
+    """Return when all sites train again from the newest checkpoint: once the others hear that the site which decides was started again, or
+    have not heard it for a grace, or no quorum for their patience. What they hear, they hear at a merge."""
+    waiting = min((one.ready for one in members if one is not own and not one.follows and not one.restarted), default=own.ready)
+    heard = max(waiting, min(own.ready, waiting + plan.grace)) if own.restarted or own.follows else own.ready + plan.patience
+    return max(heard + plan.latencies.restart + plan.return_seconds, _quorum(plan, members, own))
+
+
+def _quorum(plan: Scenario, members: Sequence[_Member], own: _Member) -> float:
+    """Return when more than half of the sites are there, or the one that always decides."""
+    return own.ready if plan.decides is not None else sorted(member.ready for member in members)[len(members) // 2]
+
+
+def _periods(site: Site, work: float) -> list[_Period]:
+    """Cut a site's life at the marks of its merges. The first period begins with its first start, which is no restart."""
+    progress, at = site.first_reached()
+    ends = np.interp(np.arange(1, int(site.progress // work) + 1) * work, progress, at)
+    begins = np.concatenate([[0.0], ends[:-1]])
+    starts = np.array(site.starts[1:])
+    before = np.searchsorted(starts, ends) - 1
+    return [
+        _Period(float(end - begin), float(starts[i] - begin) if i >= 0 and starts[i] > begin else None)
+        for begin, end, i in zip(begins, ends, before, strict=True)
+    ]
+
+
+def _used(member: _Member, site: Site, work: float, horizon: float) -> dict[Spent, float]:
+    """Return a site's seconds by use: of its life, as far as it has passed, what it waited on top, and work that no merge took as lost."""
+    other = {what: seconds for what, seconds in site.seconds.items() if what is not Spent.USEFUL}
+    scale = max(0.0, member.lived - (member.merged + member.lost) * work) / (sum(other.values()) or 1.0)
+    shares = {what: scale * seconds for what, seconds in other.items()} | {Spent.USEFUL: member.merged * work}
+    shares[Spent.LOST] += member.lost * work
+    return shares | {Spent.SYNC: shares[Spent.SYNC] + max(0.0, horizon - sum(shares.values()))}
