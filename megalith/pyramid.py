@@ -4,8 +4,9 @@ Level 0 has a record for each step. A record of level n + 1 covers FAN records o
 numbers their mean. A reader takes the finest level with no more records than it has columns to draw. Each level keeps its newest
 `keep` bytes; older steps remain at coarser levels, so the files of a run of any length have a bounded size.
 
-Files are only appended to. `PIECE-LEVEL-STEP.bin` holds records from STEP on: a piece is what one writer wrote without going back to an
-earlier step. A record that was cut off, by a full disk or a dead writer, ends its file; whoever writes next begins another file.
+Files are only appended to. `PIECE-LEVEL-STEP.bin` holds records from STEP on: a piece is the output of one writer between two
+returns to an earlier step. A record that was cut off, by a full disk or a dead writer, ends its file; whoever writes next begins
+another file.
 """
 
 import contextlib
@@ -172,7 +173,7 @@ class Writer:
         return file
 
     def close(self) -> None:
-        """Write what is not whole yet as shorter records, and close the files. No OSError is raised."""
+        """Write incomplete records as shorter ones, and close the files. No OSError is raised."""
         with contextlib.suppress(OSError):
             for level in range(1, LEVELS):
                 if level in self._open:

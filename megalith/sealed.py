@@ -1,4 +1,4 @@
-"""Files that must stay as they are while a command holds a run: their digests when it began, and a look whether they still have them."""
+"""Files that must not change while a command holds a run: their digests at its start, and a check for changes."""
 
 import contextlib
 import hashlib
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class AlteredError(ValueError):
-    """A file that must stay as it is has changed."""
+    """A sealed file has changed."""
 
 
 def digest(content: bytes) -> str:
@@ -34,7 +34,7 @@ def read(path: Path, sealed: Mapping[str, str]) -> bytes:
 
 @contextlib.contextmanager
 def unchanged(sealed: Mapping[str, str]) -> Iterator[None]:
-    """Read sealed files in the block: they are as they were before it and after it. Raises as `check` does."""
+    """Read sealed files in the block; they are checked before and after it. Raises as `check` does."""
     check(sealed)
     yield
     check(sealed)

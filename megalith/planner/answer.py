@@ -54,7 +54,7 @@ class Answer:
     phases: tuple[InPhase, ...] = ()
     """The best plan in each phase of the run, if it has several."""
     measured: tuple[Own, ...] = ()
-    """Rows of the asker's own, which times follow as far as they can be trusted."""
+    """The user's own rows; predicted times move toward them as far as they can be trusted."""
     linked: Linked | None = None
     """Prediction of the run's sites; None without a link between them."""
 
@@ -131,9 +131,9 @@ def answer(
     measured: Sequence[Own] = (),
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Answer:
-    """Search; with `why` work out what each neighbour of the best plan would cost, with `pareto` also look at fewer devices, and find the
-    best plan for each of `what_ifs` (words, the question so changed). `tick` hears how many new parts the search has traced, of how many.
-    `measured` are rows of the asker's own. Raises SpecErrors where nothing fits."""
+    """Search; with `why` also compute the cost of each neighbour of the best plan; with `pareto` also search fewer devices; and
+    find the best plan for each of `what_ifs` (words, the changed question). `tick` hears how many new parts the search has
+    traced, of how many. `measured` are rows of the asker's own. Raises SpecErrors where nothing fits."""
     asked = replace(asked, factor=sure(asked, measured).factor)
     scorer = scorer_of(asked)
     found = find(asked, top=top, tick=tick)
@@ -216,7 +216,7 @@ def scorer_of(asked: Asked) -> Scorer:
 
 @dataclass(frozen=True)
 class Point:
-    """A layout than which none is faster, cheaper and leaves more memory free at once; perhaps on some of the devices."""
+    """A layout on the Pareto frontier of time, cost and free memory; it may use only some of the devices."""
 
     devices: int
     choice: Choice
@@ -286,7 +286,7 @@ def _what_if(words: str, asked: Asked) -> WhatIf:
 
 
 def workload_of(asked: Asked, plan: Plan) -> Workload:
-    """A step of what was asked, under a plan."""
+    """A step of the question's training under a plan."""
     train, optimizer = asked.run.train, asked.run.optimizer
     return decided(
         Workload(
@@ -317,10 +317,10 @@ def spare() -> float:
 
 
 def short(plan: Plan) -> str:
-    """A layout in a few letters: t8 c2 p16x4 e64 d128 z1 m1; what is 1 is left out, but for data, ZeRO and microbatch. A schedule other
-    than (interleaved) 1F1B is named behind the pipeline, copies of the state (HSDP) behind ZeRO's stage, parts of each expert behind the
-    ranks that share them out: p16x2 zb-v d8 z1 m1, d64 z3 r8 m1, t4 e8x4 d16 z1 m1. Behind all, percents of the optimizer's state that
-    are offloaded to host memory: d8 z1 m1 o50; or to disk: d8 z1 m1 disk100.
+    """A layout in a few letters: t8 c2 p16x4 e64 d128 z1 m1; values of 1 are left out, except for data, ZeRO and microbatch. A
+    schedule other than (interleaved) 1F1B is named behind the pipeline, copies of the state (HSDP) behind ZeRO's stage, parts of
+    each expert behind the ranks that share them out: p16x2 zb-v d8 z1 m1, d64 z3 r8 m1, t4 e8x4 d16 z1 m1. Behind all, percents
+    of the optimizer's state that are offloaded to host memory: d8 z1 m1 o50; or to disk: d8 z1 m1 disk100.
     """
     tensor, context = (f"{letter}{size} " if size > 1 else "" for letter, size in (("t", plan.tensor), ("c", plan.context)))
     parts = f"x{plan.expert_tensor}" if plan.expert_tensor > 1 else ""
@@ -382,7 +382,7 @@ def _ways_out(asked: Asked, memory: Memory, largest: str, scorer: Scorer) -> str
 
 
 def cheapest_remedy(asked: Asked) -> str:
-    """Return the first of a few changes, those that cost less time first, with which a legal plan fits; empty: none does."""
+    """Return the first of a few changes, the cheapest in time first, with which a legal plan fits; empty if none helps."""
     small, away = asked.run.optimizer.moments != "fp8", not asked.offload
     few = "--small-state, which rounds moments,"
     remedies = [(few, asked.changed(small=True))] if small else []

@@ -57,7 +57,7 @@ class Question:
     """Train on as many tokens as Chinchilla's rule says."""
     format: str | None = None
     forward_only: bool = False
-    """No training, but the prefill of long prompts."""
+    """The prefill of long prompts instead of training."""
     offload: bool = False
     """Also look at layouts with some of the optimizer's state in host memory or on disk."""
     small: bool = False
@@ -71,7 +71,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question that can be answered. `run` has everything but the plan that is looked for."""
+    """A question that can be answered. `run` has everything except the plan to search for."""
 
     run: RunSpec
     model: ModelSpec

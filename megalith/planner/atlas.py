@@ -38,7 +38,7 @@ class Square:
 
 @dataclass(frozen=True)
 class Atlas:
-    """All squares, model by model, and what they have in common."""
+    """All squares by model, and their common settings."""
 
     asked: Asked
     models: tuple[str, ...]
@@ -72,7 +72,8 @@ def atlas(question: Question, models: Sequence[str], *, tick: Callable[[str], No
 
 
 def columns(nodes: int) -> tuple[int, ...]:
-    """At most MOST numbers of nodes from 1 to all of them, each the same power of two times the one before, but the last."""
+    """At most MOST numbers of nodes from 1 to all nodes. Each is the previous one times the same power of two, except the
+    last."""
     found = [1 << bit for bit in range(nodes.bit_length())]
     step = -(-len(found) // (MOST - 1))
     return tuple(dict.fromkeys((*found[::step], nodes)))

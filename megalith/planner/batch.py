@@ -1,8 +1,8 @@
 """The critical batch size by its definition: the largest batch whose loss after the same tokens is no worse. No torch.
 
 From one checkpoint, branches train on the same samples with a half, once, twice, four times the batch (Merrill et al. 2025,
-arXiv:2505.23971). Where a branch of a larger batch ends with a worse loss, a token has begun to teach less. Replicas of all branches begin
-further on in the data, so that the spread over samples shows.
+arXiv:2505.23971). Where a branch of a larger batch ends with a worse loss, a token has begun to teach less. Replicas begin later
+in the data, which shows the spread over samples.
 """
 
 import math
@@ -23,7 +23,7 @@ Scaling = Literal["root", "linear", "none"]
 
 @dataclass(frozen=True)
 class Trial:
-    """One branch: its batch, as a factor of the run's, which replica it is of, and the run that it is."""
+    """One branch: its batch as a factor of the run's, the number of its replica, and its run."""
 
     factor: float
     replica: int
@@ -117,7 +117,7 @@ class Advice:
     rows: tuple[Judged, ...]
     tolerance: float
     critical: int | None
-    """Sequences a step; None: not even the run's own is known to be as good as half of it, or nothing was decided."""
+    """Sequences a step; None if nothing was decided, or if not even the run's own batch is known to be as good as half of it."""
     begins: int | None
     """The smallest batch above it whose loss is worse; None: none that was tried is."""
 
@@ -137,14 +137,14 @@ class Advice:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, by name."""
+        """All fields, by name."""
         return asdict(self) | {"words": self.words}
 
 
 def judge(losses: Mapping[float, Sequence[float]], *, batch: int, seq_len: int, tolerance: float) -> Advice:
     """Return the advice from the losses of each factor's replicas, in the order of replicas. `batch`: the run's own, in sequences; factor 1
-    must be there. A loss is worse if it is above the one of the run's batch by more than `tolerance` of it, also at the near end of its
-    interval; as good if it is not even at the far end."""
+    must be there. A loss is worse if its whole interval lies more than `tolerance` above the loss of the run's batch, and as good
+    if no part of the interval does."""
     own = losses[1.0]
     rows = list[Judged]()
     for factor in sorted(losses):

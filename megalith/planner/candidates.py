@@ -26,7 +26,7 @@ SEGMENTS, NESTED = "segments", "sqrt"
 MICROBATCHES = (1, 2, 4, 8)
 
 LONG = 16_384
-"""Tokens of a sequence from which splitting it is usual; a quarter of that is the least a rank is given."""
+"""Sequence length in tokens from which context parallelism is usual; a rank gets at least a quarter of it."""
 
 
 def searched() -> tuple[str, ...]:
@@ -56,12 +56,12 @@ class Space:
     compile: bool = False
     """Compile blocks, where the schedule does not put weights' gradients off, which are compiled with the rest."""
     compile_split: bool = True
-    """Also those that are split among ranks."""
+    """Also compile blocks that are split among ranks."""
     again: tuple[str, ...] = (SEGMENTS, NESTED)
     """Recomputation with less in memory, for plans with full recomputation that do not fit."""
     offload: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
-    """Shares of the optimizer's state in host memory, for plans that do not fit without: the least that does; where the host has no
-    room for it, all of it on disk."""
+    """Shares of the optimizer's state in host memory, for plans that do not fit on the device: the smallest share that fits, or
+    all of it on disk if the host has no room."""
 
     def compiles(self, schedule: str, *, split: bool) -> bool:
         """Return True if blocks are compiled under a schedule."""

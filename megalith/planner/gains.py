@@ -7,7 +7,7 @@ TERMS = {
     "compute": ("forward", "backward"), "communication": ("communication",), "bubble": ("bubble",), "optimizer": ("optimizer",),
     "other": ("other", "data"),
 }  # fmt: skip
-"""A term of a predicted step -> the kinds of a measured one that it stands for."""
+"""A term of a predicted step -> the kinds of measured time that it covers."""
 
 NOTABLE = 0.01
 """Share of a step below which a difference or a gain is none."""
@@ -15,7 +15,8 @@ NOTABLE = 0.01
 
 @dataclass(frozen=True)
 class Try:
-    """A change of the plan, and the seconds of a step that it should gain, each term taken as much longer as it was measured."""
+    """A change of the plan, and the seconds of a step that it should save. Each term is scaled by its measured over its predicted
+    time."""
 
     change: str
     gain: float

@@ -1,5 +1,5 @@
-"""Measurements of a user: rows of a table, or finished runs, as logarithms over what is predicted of them. No torch unless a part must
-be traced."""
+"""Measurements of a user, from rows of a table or finished runs, as logarithms of measured over predicted values. No torch unless
+a part must be traced."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

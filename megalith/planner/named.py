@@ -123,7 +123,8 @@ DEEPSEEK = Practice(overlap_expert=True, moment_bytes=4, sparing=True)
 and activations are kept in few bits (section 3.3.3)."""
 
 CHECKPOINTED_2023 = replace(EAGER_2023, flash=1)
-"""LLaMA's: xformers' attention of the first generation; what is dear to compute again is kept (arXiv:2302.13971, section 2.4)."""
+"""LLaMA's: xformers' attention of the first generation; activations that are expensive to recompute are kept (arXiv:2302.13971,
+section 2.4)."""
 
 
 def _llama3(devices: int, published: float, *, seq_len: int = 8192, context: int = 1) -> Named:
@@ -182,7 +183,7 @@ NAMED: tuple[Named, ...] = (
 
 
 def table() -> str:
-    """All of them, as lines of a Markdown table."""
+    """All rows, as lines of a Markdown table."""
     lines = ["| run | published | predicted | | GiB of the fullest rank |", "|---|---|---|---|---|"]
     for named in NAMED:
         found = replay(named)

@@ -52,7 +52,7 @@ def workload_in(asked: Asked, plan: Plan, phase: Phase) -> Workload:
 
 
 def fits_all(asked: Asked, plan: Plan, scorer: Scorer) -> bool:
-    """Return True if the plan fits in every phase but the one that is searched for, in which only what fits is found."""
+    """Return True if the plan fits in every other phase. The search itself only finds plans that fit in its own phase."""
     if asked.whole is None:
         return True
     workloads = (workload_in(asked, plan, phase) for phase in Phases.of(asked.whole).shapes)

@@ -29,7 +29,7 @@ class Price:
     seconds: float
     """A step is longer by so much than if the rule were followed; below 0: following it would be slower."""
     share: float
-    """The same over a step as it is."""
+    """The same, relative to the step of the unchanged plan."""
     memory: float
     """Bytes of the fullest rank beyond those if it were followed."""
     fits: bool

@@ -30,7 +30,7 @@ IDLE_POWER = 1.35
 
 @dataclass(frozen=True)
 class Choice:
-    """One plan and what it is predicted to take."""
+    """One plan with its predicted time and memory."""
 
     plan: Plan
     estimate: Estimate
@@ -117,8 +117,8 @@ def search(
     scorer: "Scorer | None" = None,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Found:
-    """The `top` fastest plans that fit, for software of a name in `cost.software`. `global_batch` counts sequences; plans that `legal`
-    denies are left out of what is shown, and so are those for which `differ` gives what it gave for a faster one. `tick` hears how many
+    """The `top` fastest plans that fit, for software of a name in `cost.software`. `global_batch` counts sequences; the result
+    leaves out plans that `legal` refuses, and plans with the same value of `differ` as a faster one. `tick` hears how many
     new parts are traced, of how many."""
     scorer, space = scorer or Scorer(calibration()), space or Space()
     plans = candidates(model, cluster, seq_len=seq_len, global_batch=global_batch, space=space)
@@ -194,8 +194,8 @@ def _but_microbatch(plan: Plan) -> tuple[Any, ...]:
 
 
 class Waiting(NamedTuple):
-    """A plan that is looked at only where it could be among the best: its step takes `bound` seconds at least, which is more where that
-    is `close` to what it takes."""
+    """A plan that is estimated only if it could be among the best: `bound` is a lower bound of its step's seconds, and `close`
+    says that the bound is tight."""
 
     bound: float
     workload: Workload
@@ -208,10 +208,10 @@ def _choice(workload: Workload, held: Memory, scorer: "Scorer") -> Choice:
 
 
 CLOSE = 0.25
-"""The part of its memory by which a plan may be off whose memory is counted quickly."""
+"""Largest relative error of the quick memory count."""
 
 Sized = tuple[Workload, Memory]
-"""A workload and what it holds."""
+"""A workload and its memory."""
 
 
 def _again(workload: Workload, held: Memory, scorer: "Scorer", policies: Sequence[str]) -> list[Sized]:
@@ -309,8 +309,9 @@ def pareto(ranked: Sequence[Choice]) -> tuple[Choice, ...]:
 
 
 class Scorer:
-    """Estimates many plans of one model: what they share is worked out once. `forward_only`: no training, but the prefill of prompts.
-    `factor`: what measured steps make of all predicted times."""
+    """Estimates many plans of one model, and computes common quantities once. `forward_only`: the prefill of prompts instead of
+    training.
+    `factor`: correction of all predicted times by measured steps."""
 
     def __init__(self, figures: Calibration, *, forward_only: bool = False, factor: float = 1.0) -> None:
         self.figures, self.forward_only, self.factor = figures, forward_only, factor
@@ -359,7 +360,7 @@ class Scorer:
         return self.factor * busy_seconds(workload, traced, self._part_times(workload, traced))
 
     def bound(self, workload: Workload) -> float:
-        """Seconds that a step of a training takes at least: those of a schedule with a closed form, if its ranks never idled."""
+        """Lower bound of a training step in seconds: that of a schedule with a closed form whose ranks never idle."""
         plan, traced = workload.plan, self.parts(workload)
         plain = plan.model_copy(update={"schedule": interleaving(plan.chunks)})
         closed = replace(workload, plan=plain)

@@ -1,4 +1,4 @@
-"""Why a run is slower than predicted: the terms of its step beside those of the prediction, and what to try, by what that would gain. No
+"""Why a run is slower than predicted: the terms of its step compared with the prediction, and changes to try, ordered by gain. No
 torch unless a part must be traced."""
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,8 @@ class Term:
 
 @dataclass(frozen=True)
 class Slower:
-    """A run's step beside its prediction: the terms that take longest over it first, and what to try, the most gain first."""
+    """A run's step compared with its prediction: the terms with the largest excess first, and the changes with the largest gain
+    first."""
 
     name: str
     predicted: float

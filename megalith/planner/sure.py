@@ -1,4 +1,5 @@
-"""How sure an answer is: intervals of 80 % around its times and bytes, what they rest on, and what own measurements change. No torch."""
+"""How sure an answer is: 80 % intervals around its times and bytes, their evidence, and the effect of the user's measurements. No
+torch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from megalith.spec.model import MoeSpec
 
 @dataclass(frozen=True)
 class Sure:
-    """Intervals of 80 %, as factors on what is predicted."""
+    """80 % intervals, as factors on predicted values."""
 
     time: Interval
     memory: Interval
@@ -35,7 +36,7 @@ class Sure:
 
 
 def sure(asked: Asked, own: Sequence[Own] = ()) -> Sure:
-    """Return how sure predictions for a question are, after what was measured of the same software on the same machines."""
+    """Return how sure predictions for a question are, given measurements of the same software on the same machines."""
     kind = "time.expert" if any(isinstance(block.mlp, MoeSpec) for block in set(asked.model.blocks)) else "time.dense"
     time, memory = doubt.bundled()[kind], doubt.bundled()["memory"]
     far = (

@@ -25,7 +25,7 @@ CLOSE = 3
 
 @dataclass(frozen=True)
 class Technique:
-    """One way of splitting or sparing, and what it does, in a sentence."""
+    """One way to split work or save memory, and its effect in a sentence."""
 
     name: str
     does: str
@@ -80,7 +80,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Walk:
-    """The three stages of a walk. `answered` is None where nothing fits, and `problems` say what would."""
+    """The three stages of a walk. `answered` is None if nothing fits; `problems` then say which change would make a plan fit."""
 
     asked: Asked
     parameters: int
@@ -115,7 +115,7 @@ class Walk:
 
 
 def walk(asked: Asked, *, measured: Sequence[Own] = (), tick: Callable[[int, int], None] = lambda done, total: None) -> Walk:
-    """Walk through fit, batch and throughput for what was asked. `measured` and `tick` as `planner.answer.answer` takes them."""
+    """Walk through fit, batch and throughput for a question. `measured` and `tick` as `planner.answer.answer` takes them."""
     parameters = count_model(asked.model).total
     state = parameters * _state(asked)
     asked = replace(asked, offload=False)

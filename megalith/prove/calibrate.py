@@ -37,7 +37,7 @@ TRIES = 3
 
 
 class Sizes(NamedTuple):
-    """Sizes of what is measured: large enough that rates no longer grow, on such a device."""
+    """Sizes of the measured operations, large enough that rates no longer grow on such a device."""
 
     product: int
     """Rows and columns of a product, and its longest inner size."""

@@ -49,7 +49,7 @@ class Recording:
     first step that delayed scales follow in the second."""
 
     def first(self) -> "Recording":
-        """The first step alone. Weights are those of the end all the same."""
+        """The first step alone. The weights are still those at the end."""
         return Recording(self.losses[:1], self.norms[:1], self.gradients[:1], self.routing[:1], self.weights)
 
 
@@ -68,7 +68,8 @@ class Row:
 
 
 def ties(expected: Recording, found: Recording, *, tie: float) -> int:
-    """Tokens that went elsewhere than in the reference where the choice was closer than `tie`: such a run proves nothing, draw another."""
+    """Tokens with another expert than in the reference, although the scores differ by less than `tie`. Such a run proves nothing;
+    draw another."""
     return sum(int((moved & ~clear).sum()) for moved, clear, _ in moved_tokens(expected, found, tie=tie))
 
 

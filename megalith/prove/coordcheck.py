@@ -1,9 +1,10 @@
 """The coordinate check: whether what a model computes, and how far an update moves it, keeps its size as the model grows (Yang et al. 2022,
 "Tensor Programs V", arXiv:2203.03466, appendix D.1). If it does, a learning rate that is found on a small model holds for a large one.
 
-Models of several widths, or depths, are trained for a few steps on the same random tokens, in one process and in fp32. After each step the
-root mean square is taken of what leaves half of the blocks and all of them, of the scores of attention, and of the change of the
-logits since the start. A slope is that of the logarithm of such a number over the logarithm of the size: 0 is flat.
+Models of several widths, or depths, are trained for a few steps on the same random tokens, in one process and in fp32. After each
+step it takes the root mean square of the output of the first half of the blocks, of the output of all blocks, of the attention
+scores, and of the change of the logits since the start. A slope is that of the logarithm of such a number over the logarithm of
+the size: 0 is flat.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,7 +65,7 @@ class Checked:
         return max(self.series, key=lambda one: abs(one.slope))
 
     def to_json(self, limit: float) -> dict[str, Any]:
-        """Return all of it as JSON can hold it, and whether no slope is steeper than `limit`."""
+        """Return all values for JSON, and whether no slope is steeper than `limit`."""
         series = [{**one._asdict(), "slope": one.slope if np.isfinite(one.slope) else None} for one in self.series]
         named = {"parametrization": self.parametrization, "axis": self.axis, "sizes": list(self.sizes)}
         return {**named, "flat": abs(self.worst.slope) <= limit, "worst": self.worst.quantity, "series": series}

@@ -1,10 +1,10 @@
 """The doctor's checks that need torch: does this device compute the same twice, do the ranks agree on a collective, how fast are links?
 
-All give `machine.health.Finding`s. A device that fails them must not train: what it gets wrong nobody sees in the loss at first.
+All give `machine.health.Finding`s. A device that fails them must not train: its errors are not visible in the loss at first.
 
     python -m megalith.prove.doctor --seconds 2 --device auto
 
-burns in every device of this machine and says the findings as JSON: what a fleet asks before a node returns that was taken out.
+burns in every device of this machine and prints the findings as JSON: a fleet runs it before an excluded node returns.
 """
 
 import argparse
@@ -156,7 +156,8 @@ SLOW = 2.0  # times slower than the median of its kind: a link to look at
 def links(
     device: torch.device | str = "cpu", *, group: dist.ProcessGroup, node: str = "", size: int | None = None
 ) -> list[Finding]:
-    """How fast bytes go from each rank to the next one, around in a ring and all at once, and whether they arrive as they were sent.
+    """Measure the bandwidth from each rank to the next in a ring, with all ranks at once, and check that the bytes arrive
+    unchanged.
 
     Every rank of the group must call it. `node`: the machine's name, by which links between machines are told apart: their slowest is
     what a ring over all machines waits for.

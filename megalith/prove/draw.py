@@ -116,7 +116,7 @@ class Draw:
 
     @property
     def name(self) -> str:
-        """The choices in words, without those that ask for nothing."""
+        """The choices in words, without the default ones."""
         return "; ".join(value if axis == "model" else f"{axis} {value}" for axis, value in self.choices if value not in PLAIN)
 
     @property

@@ -1,4 +1,4 @@
-"""Does what a rank holds fit its device, and what would make it fit: arithmetic on what a dry run counted."""
+"""Whether a rank's memory fits its device, and which changes would make it fit: arithmetic on the counts of a dry run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ LEVERS: tuple[Callable[[RunSpec], Lever | None], ...] = (
 def does_not_fit(spec: RunSpec, memory: Memory, limit: int) -> Problem | None:
     """The problem, if more than `limit` bytes are held at once; it names the category that holds most, and ways out, cheapest first.
 
-    A way out is said to suffice if by proportion it would; a dry run with it tells.
+    A change counts as sufficient if it is so by proportion; only a dry run with it is exact.
     """
     if memory.total <= limit:
         return None

@@ -28,7 +28,7 @@ Category: TypeAlias = Literal["weights", "gradients", "optimizer", "activations"
 CATEGORIES: tuple[Category, ...] = (*STATE_CATEGORIES, "activations", "buffers")
 ACTIVATIONS = CATEGORIES.index("activations")
 ELSEWHERE = len(CATEGORIES)
-"""Label of what is not on the device, and not counted there."""
+"""Label of bytes that are not on the device and not counted there."""
 
 KINDS = {
     "_allgather_base_": "all-gather",
@@ -45,7 +45,7 @@ KINDS = {
 }
 STATE_AXES = frozenset({"shards", "copies", "expert shards", "expert copies"})
 REDUCTIONS = frozenset({"all-gather", "reduce-scatter", "all-reduce"})
-"""How weights and gradients travel, and along which axes: what they travel in is a buffer."""
+"""Collectives of weights and gradients, and their axes; their tensors count as buffers."""
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"})
 ATTENTION = {  # operation: matrix products of queries by keys that it takes; forward two, backward five
@@ -64,7 +64,8 @@ ATTENTION = {  # operation: matrix products of queries by keys that it takes; fo
 
 @dataclass(frozen=True)
 class Traffic:
-    """Calls of one kind along one axis. `bytes`: of the whole tensor each time: what a gather gives, what a reduce-scatter takes."""
+    """Calls of one kind along one axis. `bytes`: bytes of the whole tensor for each call: the output of a gather, the input of a
+    reduce-scatter."""
 
     kind: str
     axis: str
@@ -157,7 +158,7 @@ class Meter(TorchDispatchMode):
         weight.collect, weight.add = collected, added
 
     def label(self, tensor: Tensor | None, category: Category) -> None:
-        """Say what a tensor's storage is for."""
+        """Label a tensor's storage with its use."""
         if tensor is not None:
             number = self._number(tensor.untyped_storage())
             self._labels[number] = CATEGORIES.index(category)

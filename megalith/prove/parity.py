@@ -250,7 +250,7 @@ def _reference_step(
 
 
 def gradient_scale_of(spec: RunSpec) -> float:
-    """Return the loss scale of the first step, which is that of all of a run that is compared."""
+    """Return the loss scale of the first step, which a compared run keeps throughout."""
     return float(spec.loss_scale.initial) if PRECISIONS[spec.train.precision].scaled else 1.0
 
 

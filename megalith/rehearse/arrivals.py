@@ -11,8 +11,8 @@ from megalith.spec.faults import FaultCause
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that may come. `time`: in seconds; `nodes` by number; `hours`: how long what it breaks is away; `hardware`: the machine is
-    at fault, and not the program; `idle`: it comes to a node that computes nothing as well."""
+    """A fault that may come. `time`: in seconds; `nodes` by number; `hours`: how long the broken part is unavailable; `hardware`:
+    the machine is at fault, not the program; `idle`: the fault also hits idle nodes."""
 
     shows: str
     name: str
@@ -24,8 +24,9 @@ class Fault:
 
 
 def arrivals(plan: Scenario, random: np.random.Generator, *, nodes: int) -> list[Fault]:
-    """Return all faults of a run on so many nodes, as if all of them computed all the time: whether a node does is known when its fault
-    comes. The list is in the order in which they were drawn, which decides between those that come at one time."""
+    """Return all faults of a run on this many nodes, as if all nodes computed all the time: only the simulation knows whether a
+    node is idle when its fault occurs. The list is in the order in which they were drawn, which decides between those that come
+    at one time."""
     own = plan.reliability
     weights = np.ones(nodes)
     lemons = random.random(nodes) < own.lemon_share
@@ -65,7 +66,7 @@ def _outages(
 
 
 def planned_stops(plan: Scenario, random: np.random.Generator) -> list[float]:
-    """Return the seconds at which somebody stops the run on purpose."""
+    """Return the seconds at which a user stops the run on purpose."""
     return _poisson(plan, random, plan.planned / DAY).tolist()
 
 

@@ -1,4 +1,4 @@
-"""A campaign: a run with faults on purpose beside the same run without.
+"""A campaign: a run with injected faults, and the same run without faults.
 
 The runs are the command that a user would type, as processes of their own. When a fault kills the supervisor itself, the same command
 is typed again. `rehearse.judge` judges both.
@@ -38,9 +38,9 @@ WRITTEN = 2  # steps within which a checkpoint that was due is on the disk
 def possible(
     fleet: FleetSpec, *, own_disk: bool, own_data: bool, no_network: str | None, agents: bool = False
 ) -> tuple[dict[str, str], list[str]]:
-    """The kinds of fault that a run with this fleet can stand, and why the others are left out. `own_disk`: its checkpoints go to a file
-    system that nobody else needs (`small_disk`); `own_data`: so does its data (`data_of`); `no_network`: why its nodes cannot have
-    one of their own (`networks.missing`); `agents`: each node has one (`rehearse.crew`)."""
+    """The kinds of fault that a run with this fleet can survive, and the reasons why others are left out. `own_disk`: its
+    checkpoints go to a file system that nobody else needs (`small_disk`); `own_data`: so does its data (`data_of`); `no_network`:
+    why its nodes cannot have one of their own (`networks.missing`); `agents`: each node has one (`rehearse.crew`)."""
     out: dict[str, str] = {}
     for name, kind in KINDS.items():
         missing = [need for need in kind.needs if not getattr(fleet, need)]
@@ -187,7 +187,7 @@ def run(
     tick: Callable[[], None] = lambda: None,
 ) -> Ran:
     """Run a command to its end, again and again where its supervisor was killed; lost `nodes` (their folders) come back meanwhile, and
-    so do interfaces of their `network`. `crew`: the command is an agent's, and the run is that of all of them."""
+    so do interfaces of their `network`. `crew`: the command starts one agent, and the run is that of all agents."""
     environment = os.environ | ({injection.VARIABLE: str(injections.resolve())} if injections else {})
     environment |= {networks.VARIABLE: network.family} if network else {}
     mend = mender(injections, network) if injections else lambda: None

@@ -1,6 +1,6 @@
-"""The machines of a run as agents on this one, kept going as an engine would: those that are killed are started again.
+"""The machines of a run as agents on this machine, supervised as an engine would: killed agents are started again.
 
-For a campaign, which kills some. The first of them directs the run; whoever starts that one calls `tend` for the others.
+For a campaign, which kills some. The first agent directs the run; the process that starts it calls `tend` for the others.
 """
 
 import signal
@@ -45,7 +45,7 @@ class Crew:
         return ["--machine", name], variables
 
     def tend(self, begin: Begin) -> None:
-        """Start the agents that are not there: all at first; later those that ended, once their machines are repaired."""
+        """Start the missing agents: all at first; later those that ended, once their machines are repaired."""
         for name in self.names[1:]:
             if name not in self._running:
                 self._running[name] = begin(*self.place(name))

@@ -16,7 +16,8 @@ from megalith.spec.faults import FaultTable
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault. `moment` is when it comes, `needs` what the run's fleet must have for it to be survived or seen.
+    """A kind of fault. `moment` is when it is injected, `needs` the settings of the run's fleet that are needed to survive or
+    detect it.
 
     `blames`: whether a rank, or its node, is to be named. `lasts`: steps; `room`: steps until it can have been noticed, in which no other
     fault comes.

@@ -3,8 +3,8 @@
 The watch (`control.watch`) looks twice, half a limit apart, at turns of its loop: a silence is its limit and two turns at most, which is
 what ALLOWED_SECONDS is for. There are two ways to be later, and the log does not tell them apart: ranks that waited for a processor half
 of the time are given another half of a limit, again and again up to MOST_LIMITS of them; and a watch that gets no processor looks late.
-Both are about the machine, so hangs that were late are counted and told. More than MOST_LIMITS and two turns, of which each counts for a
-second at most, can be on no machine: that is held against the run.
+Both are about the machine, so hangs that were late are counted and told. A delay above MOST_LIMITS limits and two turns (each
+counted as a second at most) is impossible on any machine, so it counts against the run.
 
 The limit is `max(hang_floor, hang_factor * the rolling 99th percentile of a step)` over the steps of all ranks (`control.pace`). The
 log has those of rank 0, so a limit is compared with what the slowest of as many of its steps would give: with so few of each rank in

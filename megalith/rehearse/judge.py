@@ -1,7 +1,7 @@
 """The judgement of a campaign, read from the two runs' event logs, from the marks that the faults left, and from their last checkpoints.
 
-Hangs that were found late (`rehearse.hangs`) and starts of the supervisor itself, which are no recovery of the run's own, are listed
-apart.
+Hangs found late (`rehearse.hangs`) and starts of the supervisor itself, which the run does not recover from on its own, are
+listed separately.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,8 +72,9 @@ class Row:
 class Judgement:
     """Everything a campaign shows. `problems` is empty when it was passed.
 
-    `same_end`: weights, moments, position, random numbers and every step's loss are those of the run without faults. `blamed`: right, of
-    those that are not `hidden`, `among` of them with other nodes. `recovery_*` are the run's own, without `supervisor_restarts`.
+    `same_end`: weights, moments, position, random numbers and every step's loss are those of the run without faults. `blamed`:
+    faults (except `hidden` ones) whose node was blamed, `among` of them together with other nodes. `recovery_*` are the run's
+    own, without `supervisor_restarts`.
     """
 
     rows: tuple[Row, ...]

@@ -1,4 +1,4 @@
-"""How long the parts of a recovery take: assumed profiles, what a cluster's figures allow, or measured in a run with faults."""
+"""Durations of the parts of a recovery: assumed profiles, derived from a cluster's figures, or measured in a run with faults."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,7 +60,7 @@ PROFILES: dict[str, Latencies] = {
         source="assumed: processes kept ready, state in memory every step",
     ),
 }  # fmt: skip
-"""Named assumptions to begin with; none is a measurement. `calibrated` replaces what a run's log knows."""
+"""Named assumptions to begin with; none is a measurement. `calibrated` replaces the durations that a run's log contains."""
 
 
 def of_cluster(
@@ -100,8 +100,8 @@ _SEEN_AS = {RankFailed.kind: "crash", Hang.kind: "hang", NodesLost.kind: "node_l
 
 
 def calibrated(events: Iterable[Event], base: Latencies, *, typical: Callable[[Sequence[float]], float] = median) -> Latencies:
-    """`base` with what a run's incidents and saves typically took (events `Incident`, `Recovery`, `Checkpoint`). `typical`: the
-    median, or the mean if the totals must be correct.
+    """`base` with the typical durations of a run's incidents and saves (events `Incident`, `Recovery`, `Checkpoint`). `typical`:
+    the median, or the mean if the totals must be correct.
 
     The log knows recovery as a whole, so restart and restore are not told apart: restart takes the fastest tier's time, and a slower
     tier what its own is above that; of a tier that nothing was restored from, what `base` says.

@@ -62,7 +62,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A scenario, and what was taken for granted in it."""
+    """A scenario and its assumptions."""
 
     scenario: Scenario
     notes: tuple[str, ...] = ()

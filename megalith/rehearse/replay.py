@@ -1,6 +1,6 @@
 """A campaign played through the simulator: the same faults at the same steps, decided by the same policy, with the latencies of its log.
 
-So the simulator is held to a run that really was hurt: what it says of goodput, and of every cause of lost time, stands beside the record.
+So the simulator is compared with a run that had real faults: its goodput and each cause of lost time against the record.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -72,7 +72,7 @@ class Replayed:
 
     @property
     def wall(self) -> float:
-        """Seconds that the run is predicted to take, without those in which nobody was there."""
+        """Predicted seconds of the run, without the time that it waited for a person."""
         return sum(self.seconds.values()) - self.seconds[Spent.PERSON]
 
     @property
@@ -130,7 +130,7 @@ def replay(folder: Path, *, like: Path | None = None) -> Replayed:
 
 
 def measured(records: Sequence[Event]) -> Figures:
-    """The figures in a log: means, for totals are to come right."""
+    """The figures in a log: means, so that totals are correct."""
     incidents = of_kind(records, Incident)
     over = {one.incident: one.time for one in of_kind(records, Recovery)}
     failed = [b.time - a.time for a, b in pairwise(incidents) if _restarts(a) and b.time < over.get(a.incident, 0.0)]

@@ -17,8 +17,8 @@ from megalith.rehearse.site import Site
 class Life:
     """One seed's run.
 
-    `seconds` by use. `faults` by cause and `fates` by what they did: either adds up to all faults. `restarts` by reason,
-    of which those "for a fault" are as many as the faults that restarted the ranks. `stops` for a person; `ended`: ends for want of
+    `seconds` by use. `faults` by cause and `fates` by effect: each adds up to all faults. `restarts` by reason; the number "for a
+    fault" equals the number of faults that restarted the ranks. `stops` for a person; `ended`: ends for want of
     nodes, after which the command was started again. Of several sites: `merges`, times that a site `left`, starts of all sites `anew`.
     `curve`: (seconds, share of that time that was useful so far).
     """
@@ -122,7 +122,7 @@ def simulate(plan: Scenario, *, seeds: int = 20, first: int = 0, tick: Callable[
 
 @dataclass(frozen=True)
 class Tried:
-    """One value of a setting, and what came of it."""
+    """One value of a setting, and the result."""
 
     value: float
     goodput: float

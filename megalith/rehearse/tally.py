@@ -66,7 +66,7 @@ class Tally:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """Faults by what they did."""
+        """Faults by effect."""
         return dict(Counter(fate.value for fate in self.fates.values()))
 
     @property
@@ -92,7 +92,7 @@ class Tally:
         return self._leaving[0] if self._leaving else None
 
     def decided(self, sign: Sign, orders: Iterable[Order], fault: Fault | None) -> None:
-        """Count what a decision ordered; `fault` is what it was about."""
+        """Count the commands of a decision on `fault`."""
         for order in orders:
             match order:
                 case Grow():

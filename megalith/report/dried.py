@@ -1,4 +1,4 @@
-"""A dry run beside its prediction: as tables for a terminal of 80 columns, as a picture, and as a page."""
+"""A dry run compared with its prediction: as tables for a terminal of 80 columns, as a picture, and as a page."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape

@@ -19,9 +19,10 @@ account share one."""
 
 
 def shares(accounts: Mapping[str, Mapping[str, float]], *, width: float = 620) -> str:
-    """A bar for each account (name -> seconds by cause): what is not useful, as shares of its wall time, so that small parts show.
+    """A bar for each account (name -> seconds by cause): the lost time as shares of the wall time, so that small parts are
+    visible.
 
-    Useful time is not drawn: at 97 % it would leave no room for what is to be compared. It stands in each bar's name.
+    Useful time is not drawn, because at 97 % it would leave no room for the parts to compare. Each bar's name has it.
     """
     rows: dict[str, dict[str, float]] = {}
     for name, seconds in accounts.items():

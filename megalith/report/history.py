@@ -91,7 +91,7 @@ class History:
 
     @property
     def state(self) -> str:
-        """How the run stands: finished, stopped, lost, failed, or that its end is not recorded."""
+        """State of the run: finished, stopped, lost, failed, or without a recorded end."""
         if not self.starts and not self.steps:
             return "not started"
         return self.finished.reason if self.finished else "running, or ended without a word"

@@ -35,8 +35,9 @@ class Follow:
     """Shows how far a run is, from the events written after this was made.
 
     On a terminal: one line, redrawn at each `poll`, with problems and validations above it. Elsewhere: a plain line at the first
-    step, then every `seconds` seconds, and for the last step when closed. `errors`: also show the errors that ranks log. A command that
-    prints the cause of a failure at the end leaves them out: they would say it again, and those of ranks that lost a peer say nothing.
+    step, then every `seconds` seconds, and for the last step when closed. `errors`: also show the errors that ranks log. A
+    command that prints the cause of a failure at the end leaves them out: they would repeat it, and reports of ranks that only
+    lost a peer are useless.
 
     No method raises anything: what only shows must not end what trains. `failed` says why something was not shown. `on_event` is called
     with each event; `raised` is the first exception that it raised, after which it is called no more.
@@ -70,7 +71,7 @@ class Follow:
         self._task: TaskID | None = None
 
     def poll(self) -> None:
-        """Read what was written since the last call and show it."""
+        """Read and show the events since the last call."""
         with self._whatever_happens():
             for event in self._new():
                 self._pass_on(event)

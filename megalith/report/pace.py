@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import median
 
 RECENT = 50
-"""Steps that they stand on."""
+"""Number of newest steps that these figures use."""
 
 
 def usual(values: Sequence[float | None]) -> float | None:

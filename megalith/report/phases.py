@@ -11,7 +11,7 @@ HEADS = ("phase", "from sample", "from step", "sequences a step", "tokens a sequ
 
 
 def phase_table(run: History) -> str:
-    """Return what each phase reads, from which sample on, and the tokens of each step, as HTML; empty for a run of one phase."""
+    """Return the data, the first sample and the tokens per step of each phase as HTML; empty for a run of one phase."""
     if not run.phases:
         return ""
     rows = ""

@@ -32,7 +32,7 @@ def heading(found: Answer) -> str:
 
 
 def best(found: Answer) -> str:
-    """The answer in sentences: how long, with what layout, what it costs, and how sure that is."""
+    """The answer in sentences: the time, the layout, the cost, and the uncertainty."""
     choice, sure = found.found.best, found.sure
     if choice is None:
         return ""
@@ -65,7 +65,7 @@ def dollars(value: float) -> str:
 
 
 def table(found: Answer) -> Table:
-    """Layouts, best first, with what there is to choose by among those as fast as the best; the run's own plan last."""
+    """Layouts, best first, with the criteria for a choice among those as fast as the best; the run's own plan last."""
     choices, own = found.found.choices, found.own
     drawn = columns("layout", "again", "MFU", "step", "80 %", "GiB", "waits", "beside the first")
     drawn.columns[-1].justify, drawn.columns[-1].no_wrap = "left", False
@@ -204,7 +204,8 @@ def _offloaded(found: Answer) -> str:
 
 
 def beaten(found: Answer) -> str:
-    """A line on what the best plan has over the run's own, by the terms of a step; empty where there is no own, or none is faster."""
+    """A line on the gain of the best plan over the run's own, by the terms of a step; empty without an own plan, or if no plan is
+    faster."""
     if found.own is None:
         return ""
     best, own = found.found.choices[0].estimate.time, found.own.estimate.time

@@ -1,4 +1,4 @@
-"""The timeline of a run's pipeline as its schedule predicts it, beside what was measured."""
+"""The timeline of a run's pipeline: predicted from its schedule, and measured."""
 
 from collections.abc import Sequence
 from statistics import mean
@@ -14,7 +14,7 @@ MOST_BARS = 4000
 
 
 def predict(run: History) -> tuple[Timeline, str, int]:
-    """The simulated timeline of the plan's schedule, what its costs stand on, and for how many microbatches it is.
+    """The simulated timeline of the plan's schedule, the source of its costs, and its number of microbatches.
 
     Costs are the measured means of each computation of each stage; without recorded spans, the run's mean forward and backward
     time shared among microbatches and chunks; without these, 1 and 2.

@@ -1,4 +1,5 @@
-"""Warning signs of a plan that does not suit its machine, read from what a run recorded. Each says what was seen and what helps."""
+"""Warning signs of a plan that does not suit its machine, read from what a run recorded. Each sign has an observation and a way
+out."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ MOST = 0.5
 
 
 def signs(run: History) -> list[str]:
-    """Return what a person should look at; empty if nothing was seen."""
+    """Return the signs that a user should look at; empty if there are none."""
     return [*_tensor(run), *_taking_turns(run), *_experts(run)]
 
 

@@ -83,7 +83,7 @@ class _Frame:
 
 
 def picture(width: float, height: float, body: str, label: str) -> str:
-    """An SVG element of that many units; it takes the width of what it stands in."""
+    """An SVG element of the given size in units; it scales to the width of its container."""
     return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}">{body}</svg>'
 
 
@@ -118,7 +118,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def thin(points: Sequence[Point], most: int = 500) -> list[Point]:
-    """The points, or of many the lowest and the highest of each stretch, so that no spike is lost."""
+    """The points; if there are many, only the lowest and the highest of each stretch, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     size = ceil(2 * len(points) / most)

@@ -52,7 +52,7 @@ def predicted(timeline: Timeline) -> list[Bar]:
 
 
 def measured(spans: Iterable[Span], ranks: int) -> list[Bar]:
-    """The bars of a Spans event (`[rank, action, start, end]`); what is not an action of a schedule keeps its name."""
+    """The bars of a Spans event (`[rank, action, start, end]`); other entries keep their names."""
     bars: list[Bar] = []
     for rank, name, start, end in spans:
         try:

@@ -58,7 +58,7 @@ Row: TypeAlias = tuple[Slot, ...]
 
 
 def parse(text: str) -> Slot:
-    """The action or overlap a text stands for; the inverse of `str`. Raises ValueError on anything else."""
+    """Parse a text as an action or overlap; the inverse of `str`. Raises ValueError on anything else."""
     if text.startswith("(") and text.endswith(")"):
         halves = [parse(half) for half in text[1:-1].split(";")]
         match halves:
@@ -77,7 +77,7 @@ def format_row(row: Row) -> str:
 
 
 def parse_row(text: str) -> Row:
-    """The row a line of text stands for; the inverse of `format_row`."""
+    """Parse a line of text as a row; the inverse of `format_row`."""
     return tuple(parse(word) for word in text.split())
 
 

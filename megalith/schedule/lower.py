@@ -1,4 +1,4 @@
-"""From a schedule (what is computed) to a program (what each rank does): communication is added here."""
+"""Lower a schedule (computations) to a program (the actions of each rank) by adding communication."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping

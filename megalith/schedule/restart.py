@@ -12,7 +12,7 @@ from megalith.schedule.lower import Channel, Program
 
 
 def head(row: Row) -> Row:
-    """The slots before the first that holds a backward: what they do leaves no trace on weights or gradients."""
+    """The slots before the first one with a backward: their actions do not change weights or gradients."""
     for number, slot in enumerate(row):
         if any(action.kind in COMPUTATIONS and action.kind != "F" for action in parts(slot)):
             return row[:number]

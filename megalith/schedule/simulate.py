@@ -1,4 +1,4 @@
-"""When everything in a program happens, given what each action costs: the predicted timeline, its bubble, memory in flight."""
+"""Simulate a program, given the cost of each action: the predicted timeline, its bubble, and memory in flight."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Times of the actions of each of `ranks` ranks. `transfers` are messages in flight, on the sender's rank, beside the computations."""
+    """Times of the actions of each of `ranks` ranks. `transfers` are messages in flight, listed under the sender's rank."""
 
     ranks: int
     spans: tuple[Span, ...]

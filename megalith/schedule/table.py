@@ -169,7 +169,7 @@ SCHEDULES: dict[str, Kind] = {
         instead="dualpipev", in_flight=_one_a_rank, enough=_two_rounds_both_ways, idle=_dualpipe_idle,
     ),
 }  # fmt: skip
-"""Name in a plan -> the schedule. DualPipe's rank has one of the plan's stages, and the copy of another."""
+"""Name in a plan -> the schedule. A rank of DualPipe has one of the plan's stages and a copy of another one."""
 
 
 def kind(name: str) -> Kind:
@@ -224,7 +224,7 @@ def _holds(name: str, chunks: int) -> bool:
 
 
 def enough(name: str, *, ranks: int, microbatches: int) -> int:
-    """Return the fewest microbatches that show what all of them do: how many are in flight at most, and how long ranks idle (except
+    """Return the smallest number of microbatches with the same peak in flight and the same idle time as all of them (except
     under interleaved 1F1B with uneven rounds)."""
     return kind(name).enough(ranks, microbatches)
 

@@ -1,7 +1,7 @@
 """Zero-bubble schedules of one stage a rank, ZB-H1 and ZB-H2 (Qi et al. 2024, arXiv:2401.10241, section 2).
 
 A backward is split in two: I, the gradient of the input, which the stage before waits for, and W, the gradient of the weights,
-which nothing waits for until the step ends. W then fills what was a bubble. The paper's T_B is the time of I here.
+which nothing waits for until the step ends. W then fills the former bubble. The paper's T_B is the time of I here.
 """
 
 from megalith.schedule.action import Action, Row, Schedule, loop

@@ -1,4 +1,4 @@
-"""A published row as workloads: the model, the plan and the cluster it speaks of, in the project's own words.
+"""A published row as workloads: its model, plan and cluster in the project's own types.
 
 What a source does not state (recomputation, the microbatch, interleaving) is left open: every choice is a workload of its own, and
 the planner's pick among them, the fastest that fits, is the prediction. A row that cannot be said gives the reason instead.
@@ -51,8 +51,8 @@ PARTS = {  # a recomputed part, as Megatron-Core names it -> the modules of a bl
 
 @dataclass(frozen=True)
 class Expressed:
-    """A row in the project's words: `choices` holds one workload, or several where the source leaves something open. With a
-    `reason` there is none."""
+    """A row in the project's words: `choices` holds one workload, or several where the source leaves something open. If there is
+    a `reason`, the row has no workload."""
 
     row: Row
     choices: tuple[Workload, ...] = ()

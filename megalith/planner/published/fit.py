@@ -28,7 +28,7 @@ from megalith.planner.published.rows import Row, read
 COMMAND = "python -m megalith.planner.published.fit"
 
 SWEEPS = 6
-"""Over all figures; the bundled ones were found in so many."""
+"""Passes over all figures; the bundled figures were fitted with this number."""
 
 LEFT_OUT = "left_out.toml"
 
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 _shared: dict[str, Any] = {}
-"""The arguments of every fit, which forked processes inherit: what is traced is known by identity."""
+"""The arguments of every fit, which forked processes inherit: traces are looked up by identity."""
 
 
 def _job(group: str) -> Calibration:

@@ -26,7 +26,7 @@ CLEAR = 1.1
 
 
 def others_of(groups: Groups) -> Callable[[str], Spread]:
-    """Return what gives the spread of all groups but one."""
+    """Return a function that gives the spread of all groups except one."""
     known = {group: spread({name: logs for name, logs in groups.items() if name != group}) for group in groups}
     return known.__getitem__
 
@@ -65,7 +65,8 @@ def _score(interval: Interval, value: float) -> float:
 
 
 def coverage(groups: Groups, others: Callable[[str], Spread], constant: Interval) -> dict[str, Covered]:
-    """Return how intervals do for stacks of which no row is known, for those of which all other rows are, and one for all rows."""
+    """Return the scores of intervals for stacks without known rows, for stacks whose other rows are all known, and of one
+    interval for all rows."""
     alone = {group: others(group).interval() for group in groups}
     several = {group: logs for group, logs in groups.items() if len(logs) > 1}
 
@@ -81,14 +82,15 @@ def coverage(groups: Groups, others: Callable[[str], Spread], constant: Interval
 
 
 def one_for_all(groups: Sequence[Groups]) -> Interval:
-    """Return the one interval that holds four fifths of all rows of all kinds, each group alike: what is to be beaten."""
+    """Return the single interval that holds four fifths of all rows of all kinds, with equal weight for each group: the
+    baseline."""
     weighted = [(value, 1 / len(logs)) for kind in groups for logs in kind.values() for value in logs]
     return Interval(*(exp(quantile(weighted, share)) for share in ((1 - SHARE) / 2, 0.5, (1 + SHARE) / 2)))
 
 
 def few_shot(groups: Groups, others: Callable[[str], Spread], rows: int) -> dict[str, dict[str, float]]:
-    """Return by stack the median error of its other rows: as they are predicted, after some of its rows are known, and after one of those
-    was twice as long as it was; with the share of draws in which that one was named."""
+    """Return for each stack the median error of its other rows: as predicted, with some rows known, and with one known row
+    doubled; and the share of draws in which the doubled row was detected."""
     found: dict[str, dict[str, float]] = {}
     for group, logs in groups.items():
         if len(logs) < ENOUGH:
@@ -133,7 +135,7 @@ LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "dp", "micro_batch", "recompute", "shar
 
 
 def sets(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Return the results by what a choice among layouts leaves as it is, where there are two layouts or more."""
+    """Group the results by all that a choice of layout leaves unchanged, for groups of two layouts or more."""
     known: dict[str, dict[tuple[str, ...], Result]] = defaultdict(dict)
     for one in results:
         if one.seconds is None or one.kind == "hybrid":

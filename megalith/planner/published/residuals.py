@@ -1,4 +1,4 @@
-"""Published rows beside their predictions: what each row measured over what is predicted of it, in logarithms."""
+"""Published rows and their predictions: the logarithm of measured over predicted values for each row."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Result:
     seconds: float | None
     """Measured."""
     memory: float
-    """Predicted peak bytes of the rank the source speaks of."""
+    """Predicted peak bytes of the rank that the source reports."""
 
     @property
     def time_error(self) -> float | None:
@@ -63,7 +63,7 @@ def _memory(row: Row, workload: Workload, found: Estimate, figures: Calibration)
 
 
 def residuals(rows: Sequence[Row], left_out: Mapping[str, Calibration], whole: Calibration) -> list[Residual]:
-    """Return the residuals of all scored rows, each by the fit that its source group had no part in."""
+    """Return the residuals of all scored rows, each with the fit that excludes its source group."""
     found = []
     for said in (express(row) for row in rows if row.scored):
         if said.choices and said.transformer:

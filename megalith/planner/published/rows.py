@@ -63,8 +63,8 @@ class Row:
 
     @property
     def memory(self) -> float | None:
-        """Peak bytes of the rank the source speaks of. What is printed as GB is read as GiB, torch's own unit, but for `DECIMAL`. What
-        torch's allocator reserved is no peak: it keeps what was freed, as much as there is."""
+        """Peak bytes of the rank that the source reports. What is printed as GB is read as GiB, torch's own unit, but for
+        `DECIMAL`. Bytes reserved by torch's allocator are not a peak, because it keeps freed memory."""
         found = None if "max reserved" in self.text("peak_mem_kind") else self.number("peak_mem_gib")
         printed = "gb as printed" in self.text("peak_mem_kind").lower()
         return None if found is None else found * (1e9 if printed and self.group in DECIMAL else GIB)
