@@ -1,4 +1,4 @@
-"""The base every specification stands on: frozen, strict, unknown keys refused."""
+"""The base class of every specification: frozen and strict; unknown keys are refused."""
 
 from typing import TYPE_CHECKING, Any
 

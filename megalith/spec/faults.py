@@ -1,4 +1,4 @@
-"""Published tables of what broke in a long run, and what a cluster's owner says of its own."""
+"""Published tables of the faults in long runs, and the fault rates that a cluster file states."""
 
 import tomllib
 from functools import cache

@@ -68,8 +68,8 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> Resolved:
 
 
 def read(path: str | Path, *, overrides: Sequence[str] = (), saved: bool = False) -> Reading:
-    """The same, with the problems beside what is right. `saved`: the file is a run folder's own, in which keys that have another name now
-    mean what they meant. Raises SpecErrors where the file or a setting is not TOML."""
+    """The same, but return the problems together with the valid values. `saved`: the file is a run folder's own, in which renamed
+    keys keep their old meaning. Raises SpecErrors where the file or a setting is not TOML."""
     path = Path(path)
     problems: list[Problem] = []
     layers: list[Layer] = []

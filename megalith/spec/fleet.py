@@ -1,4 +1,4 @@
-"""How a run meets faults: spares, copies of its state, what is checked, and when it stops for a person."""
+"""A run's response to faults: spares, copies of its state, checks, and when it stops for the user."""
 
 from typing import Literal
 
@@ -93,7 +93,7 @@ class FleetSpec(Spec):
         return tuple(tier for tier in ("memory", "buddy", "disk", "store") if kept[tier])
 
     def buddy_distance(self, nodes: int) -> int:
-        """How many nodes further the copy of a node's state lies; 0: there is none, or no other node."""
+        """Distance in nodes from a node to the one with the copy of its state; 0 without such a copy, or with a single node."""
         if self.buddy == "none" or nodes < 2:
             return 0
         return 1 if self.buddy == "next" else nodes // 2

@@ -1,4 +1,4 @@
-"""Names that other trainers use for what a run file says: each with the key here, and what that key means.
+"""Names of settings in other trainers, each with the corresponding key of a run file and the meaning of that key.
 
 Only unknown keys and options are looked up, so a name in this table that a later version takes as a key of its own is never refused.
 """
@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 
 class Meaning(NamedTuple):
-    """The key of a run file that a foreign name stands for, and what a user of that name should know. `key` is "" if there is none."""
+    """The key of a run file that a foreign name stands for, and what a user of that name should know. `key` is "" if Megalith has
+    no such key."""
 
     key: str
     note: str = ""
@@ -159,7 +160,7 @@ _GROUPS: dict[str, tuple[str, str]] = {
 """Names that mean the same -> the key here, and a note."""
 
 MEANINGS: dict[str, Meaning] = {name: Meaning(*found) for names, found in _GROUPS.items() for name in names.split()}
-"""Each foreign name -> what it means here."""
+"""Each foreign name -> its meaning here."""
 
 MEANINGS_IN_MODEL: dict[str, Meaning] = {
     name: Meaning("model.context", "the longest sequence that the model takes, in tokens.")
@@ -169,7 +170,7 @@ MEANINGS_IN_MODEL: dict[str, Meaning] = {
 
 
 def meaning(word: str, *, table: str = "") -> Meaning | None:
-    """Return what a foreign name means under the table `table` of a run file; None for a name that is not known here."""
+    """Return the meaning of a foreign name under the table `table` of a run file; None for an unknown name."""
     name = word.lower().replace("-", "_")
     return (MEANINGS_IN_MODEL.get(name) if table == "model" else None) or MEANINGS.get(name)
 

@@ -20,8 +20,8 @@ DECAYING = ("wsd", "1-sqrt")
 
 
 def convert(tree: Tree, sources: MutableMapping[str, str]) -> None:
-    """Turn the lengths of a tree of values into numbers. `sources` notes what was written. A text that is no length, or whose value
-    depends on one that is faulty, is left for `spec.validate` to refuse."""
+    """Turn the lengths of a tree of values into numbers. `sources` records the original text. A text that is not a length, or
+    that depends on a faulty value, is left unchanged; `spec.validate` refuses it."""
     train, optimizer = _table(tree, "train"), _table(tree, "optimizer")
     length, batch = (_number(TrainSpec, name, train.get(name)) for name in ("seq_len", "global_batch"))
     if not _whole(length) or not _whole(batch):

@@ -231,7 +231,7 @@ class HeadSpec(Spec):
 
 
 class Growth(Spec):
-    """A model's sizes over those that its learning rates were found at (`spec.families.parametrization`)."""
+    """A model's sizes, divided by those at which its learning rates were tuned (`spec.families.parametrization`)."""
 
     width: PositiveFloat = 1.0
     depth: PositiveFloat = 1.0
@@ -257,7 +257,8 @@ class ModelSpec(Spec):
 
     @property
     def balances_microbatches(self) -> bool:
-        """Is there a loss over the loads of microbatch i of all data ranks? Then what is learnt depends on how many sequences that is."""
+        """True if there is a loss over the loads of microbatch i of all data ranks. Then the result depends on the number of
+        sequences in it."""
         blocks = [*self.blocks, *([self.head.ahead.block] if self.head.ahead else [])]
         routers = [block.mlp.router for block in blocks if isinstance(block.mlp, MoeSpec) and not block.mlp.router.balanced]
         return any(router.balance_set == "batch" and router.balance_weight > 0 for router in routers)

@@ -1,7 +1,7 @@
 """The gradient noise scale of McCandlish et al. 2018 (arXiv:1812.06162, appendix A.1), and where a plan shows it. No torch.
 
-Gradients of two batch sizes are enough for an estimate without bias: those of the parts that a step's gradients are added up from, and
-their sum. A rank has its part in hand right before the reduction.
+Gradients of two batch sizes are enough for an estimate without bias: the partial gradients of a step, and their sum. A rank has
+its part in hand right before the reduction.
 """
 
 from typing import NamedTuple

@@ -40,7 +40,7 @@ class Number:
 
     @property
     def bytes(self) -> float:
-        """Bytes of one number with its share of the block's scale. A tensor's scale is nothing beside the tensor."""
+        """Bytes of one number with its share of the block's scale. A tensor's scale is negligible in size."""
         return self.width + (self.scale_bits / 8 / self.block if self.block else 0)
 
     @property
@@ -115,8 +115,8 @@ class Rounded:
     tie: float
     """Scores closer than this may be ranked either way."""
     maxima: float = 0.15
-    """|log2| of the ratio of the maxima that scales of rows and tensors follow to one process's, in the first step. Of 12 correct runs the
-    largest is 0.06; of those in which each rank takes its part for the whole the smallest is 0.35."""
+    """|log2| of the ratio of the maxima that scales of rows and tensors follow to one process's, in the first step. The largest
+    value of 12 correct runs is 0.06. The smallest value of runs in which each rank mistakes its part for the whole is 0.35."""
     router: float = 1e-6
     """|difference| of loads and biases, while every token goes where one process sends it"""
 
@@ -127,7 +127,7 @@ class Precision:
 
     name: str
     compute: Number
-    """Weights as they compute, activations and their gradients, and what of these travels between ranks."""
+    """Compute weights, activations and their gradients, and messages with these."""
     factors: Number
     """Weights and activations as inputs of the products in blocks, and what these keep of activations for weight gradients (DeepSeek-V3,
     arXiv:2412.19437, section 3.3.3; Transformer Engine). Embedding and head multiply in `compute`."""
@@ -142,7 +142,7 @@ class Precision:
     draws: bool = False
     """True if gradients are rounded stochastically, and factors of weight gradients are rotated first, unless a run chooses otherwise."""
     emulated: bool = False
-    """The trainer's numbers are those of the format, its speed and memory those of `compute`."""
+    """The trainer computes the format's numbers, but with the speed and memory of `compute`."""
 
     @property
     def rate(self) -> str:
@@ -321,7 +321,7 @@ def tile_of(choices: PrecisionSpec, precision: str) -> int:
 
 
 def settled(choices: PrecisionSpec, precision: str) -> PrecisionSpec:
-    """Return the choices with the precision's own in place of those that a run leaves open."""
+    """Return the choices; those that a run leaves open are set to the precision's defaults."""
     draws = PRECISIONS[precision].draws
     rounding = choices.rounding or ("stochastic" if draws else "nearest")
     return choices.model_copy(update={"rounding": rounding, "hadamard": draws if choices.hadamard is None else choices.hadamard})

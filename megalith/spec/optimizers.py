@@ -21,7 +21,7 @@ class Kind(NamedTuple):
     """Tensors that it keeps for each parameter between two updates."""
     unit: Unit = "element"
     passes: float = 1.0
-    """How often an update reads and writes what it changes."""
+    """Number of times that an update reads and writes the weights and slots."""
     rest: str | None = None
     """The optimizer of all parameters but true matrices (`spec.treatment.is_matrix`); None: this one updates every parameter."""
     width: float | None = None

@@ -1,8 +1,8 @@
 """The phases of a run: a pure function from the samples consumed to mixture, sequence length and global batch.
 
-`train.batch_ramp` and `data.phases` are points: each sets what it names from a sample on, and the last point that names a value sets it.
-A step's samples are all read alike, so a phase begins with the first step that begins at its point or after it. Every number here follows
-from the run file alone: any plan, and any resumed run, finds the same. No torch.
+`train.batch_ramp` and `data.phases` are points: each sets the values that it names from a sample on; for each value, the last
+point that names it counts. A step's samples are all read alike, so a phase begins with the first step that begins at its point or
+after it. Every number here follows from the run file alone: any plan, and any resumed run, finds the same. No torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

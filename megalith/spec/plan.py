@@ -127,8 +127,8 @@ class Plan(Spec):
     def bounds(self, blocks: int) -> tuple[tuple[int, int], ...]:
         """First and past-the-last part of each stage; part 0 is the embedding, part `blocks + 1` the head.
 
-        Blocks are dealt as evenly as possible; what is left over goes to the first stages, since the last also has the output
-        projection. `layers` decides otherwise.
+        Blocks are dealt as evenly as possible; the first stages get the remaining blocks, because the last stage also has the
+        output projection. `layers` decides otherwise.
         """
         return _bounds(self.layers, self.stages, blocks)
 

@@ -1,5 +1,5 @@
-"""Keys of run files that had another name before. A run file is told the new one; descriptions of runs that exist are read as they were
-meant (`spec.run.OptimizerSpec`)."""
+"""Keys of run files that had another name before. For a run file the message gives the new name; saved descriptions of existing
+runs keep their old meaning (`spec.run.OptimizerSpec`)."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

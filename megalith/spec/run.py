@@ -39,7 +39,7 @@ Begin = Annotated[
 
 
 class PhaseSpec(Spec):
-    """A phase of the data: what changes from a sample on. What it does not name stays as it was."""
+    """A phase of the data: what changes from a sample on. Values that it does not name do not change."""
 
     begin: Begin
     weights: dict[str, NonNegativeFloat] | None = Field(default=None, description="share of each domain in the mixture")
@@ -330,8 +330,8 @@ FOLLOWING: dict[type[Spec], tuple[str, ...]] = {
     LaunchSpec: ("start_timeout",),
     FleetSpec: ("node_timeout", "hang_floor", "wait_limit"),
 }
-"""Limits that follow `launch.timeout` where nobody sets them: twice the default of it, twice their defaults. They never shrink: how long a
-busy machine may say nothing does not depend on how soon somebody wants to hear of it."""
+"""Limits that follow `launch.timeout` where nobody sets them: twice the default of it, twice their defaults. They never shrink:
+the longest normal silence of a busy machine does not depend on how early a user wants a report."""
 
 
 class RunSpec(Spec):
@@ -373,7 +373,7 @@ class RunSpec(Spec):
 
     @property
     def ranks(self) -> int:
-        """Ranks that meet in one world: those of the plan, which is that of one site in a run with sites."""
+        """Number of ranks in one world: those of the plan, which in a run with sites is the plan of one site."""
         return self.plan.ranks
 
     @property

@@ -51,7 +51,7 @@ class Count(NamedTuple):
     """Elements of some parameters."""
 
     dense: int
-    """Elements of all but the experts."""
+    """Number of elements without the experts."""
     experts: int
     """Elements of the experts."""
 

@@ -90,8 +90,8 @@ def kinds(optimizer: OptimizerSpec) -> tuple[str, ...]:
 
 
 def amplifies(optimizer: OptimizerSpec) -> bool:
-    """Return True if rounding in a gradient can change a later update by a visible part of it: by the rule, or because it takes a moment
-    of few bits to another number."""
+    """Return True if rounding in a gradient can visibly change a later update: because of the rule, or because a moment in few
+    bits rounds to another number."""
     return optimizer.moments != "fp32" or any(OPTIMIZERS[kind].amplifies for kind in kinds(optimizer))
 
 
@@ -101,13 +101,14 @@ def slots_of(optimizer: OptimizerSpec) -> tuple[Slot, ...]:
 
 
 def masters_of(optimizer: OptimizerSpec) -> tuple[Slot, ...]:
-    """Return the slots of a large parameter's master weights, beside the weights that compute."""
+    """Return the slots of a large parameter's master weights, in addition to the compute weights."""
     return (LOWER.get(optimizer.master, MASTER),)
 
 
 def kept_of(optimizer: OptimizerSpec, compute: str, *, gradients: str = "fp32") -> str:
-    """Say what is kept of one number of a large parameter, as a sum of bytes. `compute`: the format that products compute in; where it
-    is the master weights' own, these are the ones that compute. `gradients`: the format in which they are added up."""
+    """Return the bytes kept for one number of a large parameter, as a sum in words. `compute`: the format that products compute
+    in; where it is the master weights' own, these are the ones that compute. `gradients`: the format in which they are added
+    up."""
     words = {"compute": "compute", "weights": "master", "lower": "correction", "gradients": "gradient"}
     found: dict[str, float] = {}
     for slot in kept(compute, slots_of(optimizer), master=optimizer.master, gradients=gradients):
@@ -188,8 +189,8 @@ def heads_of(model: ModelSpec) -> list[Heads]:
     """Return all layers of attention whose queries and keys have no norm of their own, in the order of the model.
 
     A factor f of a head's scores is shared out as in QK-clip (Kimi K2, arXiv:2507.20534, section 2.1): sqrt(f) for queries and for keys,
-    f for the rotated part of latent attention's queries, whose rotated key all heads share. Likewise, where several heads of queries share
-    one of keys, queries take all of it.
+    f for the rotated part of latent attention's queries, whose rotated key all heads share. Likewise, if several query heads
+    share a key head, the queries take the whole factor.
     """
     return [found for name, attention in attentions(model) if (found := _heads(name, attention)) is not None]
 

@@ -71,8 +71,8 @@ ALIKE = 0.8
 
 @dataclass(frozen=True)
 class Examined(Generic[S]):
-    """A spec and what is wrong with it. Faulty values are not in it, nor those that an unknown key or preset may have been meant to give:
-    reading one raises AbsentError."""
+    """A spec and what is wrong with it. It lacks faulty values, and values that an unknown key or preset may have been meant to
+    set; reading one raises AbsentError."""
 
     spec: S
     problems: list[Problem]
@@ -87,7 +87,7 @@ def validate(tree: Tree, spec: type[S], *, source: Callable[[str], str]) -> S:
 
 
 def examine(tree: Tree, spec: type[S], *, source: Callable[[str], str], preset_failed: bool = False) -> Examined[S]:
-    """The same, with the problems beside what is right.
+    """The same, but return the problems together with the valid values.
 
     Types are strict: "4" is not a number and 4.0 is not a whole number. "none" stands for no value where a key may have none.
     After a misspelt preset (`preset_failed`) the sizes it would have given are not missed, and other families' sizes are not

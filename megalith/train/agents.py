@@ -1,9 +1,9 @@
 """A run on many machines: one process a node, started by an engine or by hand, and a controller where the store is.
 
-All of them know the run's key, and the store talks to nobody else (docs/security.md).
+All agents know the run's key, and the store accepts no other clients (docs/security.md).
 
-What the engine says of a process decides only who serves the store and in which order nodes get the first places. Which ranks a node has,
-and which nodes wait as spares, is decided by the run's controller.
+The engine's variables only decide which process serves the store, and in which order nodes get the first places. Which ranks a
+node has, and which nodes wait as spares, is decided by the run's controller.
 """
 
 import contextlib
@@ -81,8 +81,8 @@ def directs(place: Place | None) -> bool:
 
 
 def serve_node(host: Host, place: Place | None) -> int:
-    """Be a machine of a run that another process directs; the exit status of the run. Raises ValueError where nothing says how to meet,
-    NoKey where nothing gives the run's key, WrongKey where it is another than the store's."""
+    """Run as a machine of a run that another process directs, and return the run's exit status. Raises ValueError where nothing
+    says how to meet, NoKey where nothing gives the run's key, WrongKey where it is another than the store's."""
     if MEETING in os.environ:
         _take_key(host, os.environ[MEETING])
         return _serve(host, os.environ[MEETING], order=sys.maxsize, cut_off=_begin_anew)

@@ -132,7 +132,7 @@ class Trainer:
                 recipe.take_in(each)
 
     def forget(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         for tensor in self.counted():
             tensor.zero_()
 
@@ -143,7 +143,7 @@ class Trainer:
             self.heads.clear()
 
     def drop(self) -> None:
-        """Drop what a step has left: gradients, and what was counted in it."""
+        """Drop the gradients and counts of a step."""
         self.state.drop_gradients()
         self.forget()
 
@@ -293,7 +293,7 @@ def program_of(spec: RunSpec, groups: Groups) -> Program:
 
 
 def hidden_of(spec: RunSpec, device: torch.device) -> Hidden:
-    """Return the shape of what one stage gives the next."""
+    """Return the shape of a stage's output."""
     plan = spec.plan
     split = plan.context * (plan.tensor if plan.sequence else 1)
     shape = plan.microbatch, spec.train.seq_len // split, spec.model.build().dim

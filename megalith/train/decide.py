@@ -1,8 +1,8 @@
 """Decision about a step's update: a pure function of numbers that all ranks have, so that all ranks decide alike.
 
-The plain step and post-validation both ask `decide` and carry out what it says. Clipping is a factor; numbers that are not finite are
-computed again, left out, or end the run; a spike is answered by the ladder of `stability.answers`. Each reason is a function from vitals
-to a decision, or to None if it has nothing to say.
+The plain step and post-validation both call `decide` and carry out its decision. Clipping is a factor; numbers that are not
+finite are computed again, left out, or end the run; a spike is answered by the ladder of `stability.answers`. Each reason is a
+function from vitals to a decision, or to None if it has nothing to say.
 """
 
 import math
@@ -67,7 +67,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Rerun:
-    """Compute the step again: what was seen may have been an accident of the hardware."""
+    """Compute the step again: the departure may be a transient hardware error."""
 
     reason: Literal["not finite", "spike"] = "not finite"
 
@@ -127,7 +127,7 @@ def departures(vitals: Vitals, stability: StabilitySpec, history: History) -> tu
 
 
 def known_after(decision: Decision, vitals: Vitals, *, stability: StabilitySpec, history: History) -> History:
-    """Return what the run remembers once the decision is carried out; what a rewind adds only its copy knows (`History.rewound`)."""
+    """Return the run's history after the decision. A rewind also needs the history in its copy (`History.rewound`)."""
     if isinstance(decision, Skip) and decision.scale is not None:
         return history  # an overflow is the scale's affair, no spike
     strayed = not vitals.finite or bool(departures(vitals, stability, history))

@@ -85,7 +85,7 @@ class Guard:
             self._verify(step)
 
     def before_update(self, trainer: Trainer, step: int) -> None:
-        """The state must be what it was after the last update."""
+        """Check that the state has not changed since the last update."""
         if step + 1 not in self._digests:  # else that update was undone: routers have taken in their loads meanwhile
             self.look(step)
         if self.updates and self._verifies(step):
@@ -116,7 +116,7 @@ class Guard:
     def look(self, step: int) -> None:
         """The state after `step` steps must be what the last update left; told and raised (Reported) if it is not.
 
-        To be called as well before anything lasting is made of it: a checkpoint of an altered state would be whole by its own digests.
+        Also call this before the state is saved: a checkpoint of an altered state would pass its own digests.
         """
         known = self._digests.get(step)
         if known is not None and (found := self._digest()) != (known := self._whole(known)):
@@ -167,7 +167,7 @@ class Guard:
         self.put_back(step)
 
     def put_back(self, step: int) -> None:
-        """Drop what a step has left, so that it can be computed again."""
+        """Drop the records of a step, so that it can be computed again."""
         self.trainer.drop()
         seed_step(self.trainer, step)
         self.probe.clear()
@@ -279,7 +279,8 @@ class Guard:
 
 
 class Split:
-    """Ranks that must hold the same bits and do not. `odd`: those unlike most; all of them where there is no majority."""
+    """Ranks that must hold the same bits and do not. `odd`: the ranks that differ from the majority; all ranks without a
+    majority."""
 
     def __init__(self, ranks: Sequence[int], digests: Sequence[int]) -> None:
         self.ranks = tuple(ranks)

@@ -25,7 +25,7 @@ class Joined:
 
     @property
     def upper(self) -> Tensor:
-        """The half that computes, or this rank's share of it: bf16, of the share's shape."""
+        """The compute half, or this rank's share of it: bf16, in the share's shape."""
         assert self.weight.moved is not None
         return self.weight.moved
 

@@ -45,7 +45,7 @@ class Probe:
             bucket.probe = self
 
     def clear(self) -> None:
-        """Forget what was seen."""
+        """Drop the recorded digests."""
         self._sums, self._before, self._words = [], [], []
 
     def next(self) -> None:
@@ -196,7 +196,7 @@ class Updates:
         ]
 
     def check(self, step: int) -> int | None:
-        """Right after the update: the rank whose update is not what it must be, if this rank found one."""
+        """Right after the update: return the rank with a wrong update, if this rank found one."""
         if self._grads is None:
             return None
         after = digest(self.trainer.state.changed())

@@ -45,8 +45,9 @@ class OtherRunError(ValueError):
 
 @dataclass(frozen=True)
 class Position:
-    """Steps tried, samples consumed, updates made, and what is known of spikes. With the seed, data order and random numbers depend on the
-    first two alone; bias correction and the learning rate follow the third. A step whose update was left out consumed its samples."""
+    """Steps tried, samples consumed, updates made, and the history of spikes. With the seed, data order and random numbers depend
+    on the first two alone; bias correction and the learning rate follow the third. A step whose update was left out consumed its
+    samples."""
 
     step: int = 0
     samples: int = 0

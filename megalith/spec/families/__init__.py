@@ -1,8 +1,8 @@
 """Model families: what `[model]` may hold, one flat spec a family, told apart by `family` ("llama" where it is not said).
 
 A family is a frozen Spec with `name`, `layers`, `dim`, `vocab`, `context`, `tied` and `init_std` among its sizes, `build()`, which
-gives the model as parts, and `small(layers, unit, heads_unit)`, the same family in sizes that every split divides; `common.py` has what
-they share. A new one is a module beside it and a line in `Model`.
+gives the model as parts, and `small(layers, unit, heads_unit)`, the same family in sizes that every split divides; `common.py`
+has their common code. A new family is a module in this folder and a line in `Model`.
 """
 
 from collections.abc import Mapping

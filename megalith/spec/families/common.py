@@ -63,7 +63,7 @@ class Attends(Protocol):
 
 
 class Chooses(Protocol):
-    """Keys of a family with experts, if any of them may be chosen together."""
+    """Keys of a family with experts in which every combination of experts may be chosen."""
 
     @property
     def active(self) -> int: ...
@@ -104,7 +104,7 @@ def model_of(
 
 
 def attention_of(sizes: Attends, **own: Any) -> AttentionSpec:
-    """The attention of these heads; `own` is what not every family says of it."""
+    """The attention of these heads; `own` are settings that only some families have."""
     return AttentionSpec.model_validate(
         {
             "heads": sizes.heads,
@@ -130,8 +130,8 @@ def shrunk(family: Family, *, layers: int, unit: int, **own: Any) -> Family:
 
 
 def few_heads(heads: int, kv_heads: int | None, *, unit: int) -> dict[str, int]:
-    """Heads in multiples of `unit`, that share keys as they did: each its own, some together, or all of them one. Fewer heads of keys than
-    `unit`, which is by how many ranks heads are split, stay so few: ranks share these."""
+    """Heads in multiples of `unit` that share keys as before: each with its own, in groups, or all with the same. Fewer heads of
+    keys than `unit`, which is by how many ranks heads are split, stay so few: ranks share these."""
     grouped = kv_heads is not None and kv_heads < heads
     few = kv_heads is not None and (grouped or kv_heads == 1) and unit % kv_heads == 0
     return {"heads": unit * (2 if grouped else 1), "kv_heads": kv_heads if kv_heads and few else unit, "head_dim": 8}

@@ -29,7 +29,7 @@ Parametrization = Literal["standard", "mup", "completep"]
 
 
 class ParametrizedSpec(Spec):
-    """A family of models whose sizes may differ from those that its learning rates were found at."""
+    """A family of models whose sizes may differ from those at which its learning rates were tuned."""
 
     parametrization: Parametrization = Field(
         default="standard", description="how first weights, multipliers and learning rates follow the sizes"
@@ -41,7 +41,7 @@ class ParametrizedSpec(Spec):
     )
 
     def scaling(self, dim: int, layers: int) -> Growth:
-        """Return the model's sizes over those of the base. Without a base, which `check` refuses, they are 1."""
+        """Return the model's sizes divided by those of the base. Without a base, which `check` refuses, they are 1."""
         if self.parametrization == "standard":
             return Growth()
         deep = self.parametrization == "completep" and self.base_layers
@@ -53,7 +53,7 @@ class ParametrizedSpec(Spec):
 
 
 def applied(model: ModelSpec, sizes: ParametrizedSpec) -> ModelSpec:
-    """Return the model with the multipliers of its sizes. A model at the base sizes stays as it is."""
+    """Return the model with the multipliers of its sizes. A model with the base sizes is unchanged."""
     scaling = sizes.scaling(model.dim, len(model.blocks))
     if scaling == Growth():
         return model

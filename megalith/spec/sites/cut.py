@@ -23,7 +23,7 @@ FRAME_BYTES, FRAME_PAYLOAD = 44, 1 << 20
 
 
 class Piece(NamedTuple):
-    """One whole tensor of a fragment, as it is sent."""
+    """One unsharded tensor of a fragment, in the form that is sent."""
 
     name: str
     shape: tuple[int, ...]
@@ -114,7 +114,7 @@ def _piece(name: str, shape: tuple[int, ...], sites: SitesSpec) -> Piece:
 
 
 def wire_bytes(fragment: Fragment) -> int:
-    """Return the bytes that one site sends to another for a fragment: what is below TCP comes on top."""
+    """Return the bytes that one site sends to another for a fragment, without the overhead below TCP."""
     message = HEAD_BYTES + fragment.bytes
     return message + FRAME_BYTES * -(-message // FRAME_PAYLOAD)
 

@@ -1,7 +1,7 @@
 """The samples that each site reads in each step: a pure function of the run file and of the merges that were recorded. No torch.
 
-In an undisturbed run, site i of M reads the i-th part of each step's batch. A site that leaves hands back what no merge has taken from it.
-What was handed back is dealt out first, to whoever is there, so that no sample is lost or read twice.
+In an undisturbed run, site i of M reads the i-th part of each step's batch. A site that leaves hands back its samples that no
+merge contains. Returned samples are dealt out first, to the sites that are present, so that no sample is lost or read twice.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +21,7 @@ class Share(NamedTuple):
 
 @dataclass
 class Deal:
-    """The samples of a run, as far as they are dealt out. `count`: sites among which a step's batch is shared out."""
+    """The samples of a run that are dealt out so far. `count`: sites among which a step's batch is shared out."""
 
     count: int
     members: dict[int, int]

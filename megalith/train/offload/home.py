@@ -109,7 +109,7 @@ class Host:
 
     @property
     def sum(self) -> int:
-        """0: what is here is in memory, where others look at it."""
+        """0 in host memory, where other code reads the state directly."""
         return 0
 
     @property

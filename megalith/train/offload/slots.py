@@ -84,7 +84,7 @@ class SlotFile:
     def read(self, chunk: int, into: Tensor, segment: int | None = None) -> None:
         """Read a chunk, or one of its segments, into memory of its padded size. What was never written is zeros.
 
-        Raises StateFileError if it is not what was written.
+        Raises StateFileError if the content differs from what was written.
         """
         if self._file is None:
             return
@@ -120,7 +120,7 @@ class SlotFile:
         (self._used if counts else self._fresh)[chunk] = slot
 
     def settle(self) -> None:
-        """Let what was written count, once it is on the disk."""
+        """Sync to disk, then make the written slots valid."""
         if self._file is None:
             return
         try:

@@ -68,7 +68,7 @@ def share_out(items: Iterable[tuple[Item, Sequence[int]]], loads: dict[int, floa
 def homes_of(whole: Whole, names: Sequence[str]) -> list[Placed]:
     """Place the matrices of some of this rank's parameters among the ranks of its own copy of the state.
 
-    Every copy shares them out alike. No message is sent: each rank works out what all others hold.
+    Every copy shares them out alike. No message is sent: each rank computes the holdings of all ranks.
     """
     if whole.groups is None:
         return [Placed(item, 0, {0: box}) for name in names for item, box in _items(name, whole.cuts[name].shape, None)]
@@ -144,7 +144,8 @@ class Exchange:
         return [each for each in self.placed if each.home == self.rank]
 
     def gather(self, shares: Mapping[str, Tensor]) -> Callable[[], dict[Item, Tensor]]:
-        """Send this rank's shares of all parameters to the homes; what is returned waits, and gives the whole matrices at home here."""
+        """Send this rank's shares of all parameters to the homes. The returned function waits, and returns the whole matrices
+        whose home is here."""
         sent = [
             [(each, box) for each in self.placed if each.home == rank and (box := each.senders.get(self.rank))]
             for rank in range(self.ranks)

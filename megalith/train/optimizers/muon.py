@@ -31,7 +31,7 @@ class Muon:
         self._exchange: Exchange | None = None
 
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> Callable[[], None]:
-        """Update the moments and send them to the homes of their matrices; what is returned updates the weights."""
+        """Update the moments and send them to the homes of their matrices; the returned function updates the weights."""
         exchange = self._exchange = self._exchange or Exchange(self.whole, homes_of(self.whole, [part.name for part in parts]))
         arrive = exchange.gather({part.name: self._direction(part) for part in opened(parts)})
 

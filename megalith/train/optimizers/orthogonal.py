@@ -23,7 +23,8 @@ POLAR_EXPRESS: tuple[Step, ...] = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
-"""Steps that are each best for what the last one left (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1); the last one repeats."""
+"""Steps, each optimal for the result of the previous one (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1); the last one
+repeats."""
 
 SAFETY = 1.01
 """Singular values are taken to be this much larger than they are, so that rounding above 1 does not grow (section 4 of the same paper)."""

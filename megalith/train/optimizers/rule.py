@@ -93,9 +93,10 @@ class Rule(Protocol):
     def update(self, parts: Sequence[Part], *, number: int, lr: float) -> Callable[[], None] | None:
         """Update all parts from their gradients. `number` counts the updates before this one.
 
-        A rule that waits for other ranks may return what is left to do: it is called when the other rules are done. All ranks of a
-        pipeline place call it together, with shares of the same parameters in the same order. A rule whose unit is one element gets no
-        share that is empty on this rank; any other gets them all. Weights and slots are read and changed within `opened` alone.
+        A rule that waits for other ranks may return the rest of its work as a function, which is called after the other rules.
+        All ranks of a pipeline place call it together, with shares of the same parameters in the same order. A rule whose unit is
+        one element gets no share that is empty on this rank; any other gets them all. Weights and slots are read and changed
+        within `opened` alone.
         """
         ...
 

@@ -61,7 +61,7 @@ class Whole:
     def of(
         cls, parameters: Mapping[str, nn.Parameter], described: Mapping[str, Parameter], shared: Shared, groups: Groups
     ) -> "Whole":
-        """Look at what this rank holds. `described`: by names in the whole model."""
+        """Inspect this rank's shares. `described`: by names in the whole model."""
         first = {name for name, p in parameters.items() if not isinstance(p, DTensor)}
         first.update(counted(parameters, Shared(shared.partial, ()), groups))
         cuts = {name: _cut(name, parameter, name in first) for name, parameter in parameters.items()}

@@ -86,7 +86,7 @@ class Callbacks:
         return asked
 
     def dump(self) -> dict[str, Any]:
-        """Return the states by name. Raises own.OwnPartError for one that is not JSON, or too long."""
+        """Return the states by name. Raises own.OwnPartError for a state that is not JSON, or too long."""
         found = {name: self._all[name].state() for name in sorted(self._stateful)}
         for name, state in found.items():
             try:

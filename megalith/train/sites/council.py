@@ -317,13 +317,13 @@ class Council:
         return found
 
     def tell(self, sites: Sequence[int], message: Told | Held) -> None:
-        """Send what was asked for."""
+        """Send the requested data."""
         for site in sites:
             self._post(message, to=site)
 
     def told(self, seconds: float) -> Told | None:
-        """Return what a site that takes part anew must know, once it and the weights of all fragments are there; None after `seconds`.
-        Raises PeerGone if the site that decides is lost."""
+        """Return the data for a site that joins anew, once it has arrived with the weights of all fragments; None after
+        `seconds`. Raises PeerGone if the site that decides is lost."""
         began = time.monotonic()
         self._roll.expect(self.decider)
         while self._told is None or len(self._held) < self.spec.fragments:
@@ -369,7 +369,7 @@ class Council:
         return True
 
     def listen(self) -> None:
-        """Take in what has come, and answer whoever has been connected. Returns at once."""
+        """Process the received messages, and answer newly connected sites. Returns at once."""
         self._hear(0.0)
 
     # --- what comes ---
