@@ -78,7 +78,8 @@ class Run:
         return self.request.run_dir or self.request.folder(self.spec)
 
     def check(self, *, ranks: int | None = None, here: bool = False) -> "list[Problem]":
-        """Return everything that is wrong with the run, or unwise: errors first, then advice. `ranks`: those there will be.
+        """Return everything that is wrong with the run, or unwise: errors first, then advice. `ranks`: the number of ranks to
+        start.
         `here`: also report what this machine lacks, as errors."""
         from megalith.commands.shared import runs
         from megalith.spec.problem import SpecErrors

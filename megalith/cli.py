@@ -86,7 +86,7 @@ GROUPS = {
 """A first word that several commands share -> its help."""
 
 LONG = frozenset({"train", "resume", "replay", "agent", "campaign", "quickstart", "advise batch"})
-"""Commands whose work goes on when nobody can read their output any more. Others end then, as programs in a pipe do."""
+"""Commands that continue after their output is closed. Others end then, as programs in a pipe do."""
 
 VERBS = {
     "run": "train",

@@ -44,7 +44,7 @@ def is_away(error: BaseException) -> bool:
 
 
 def leads_to(path: Path, inode: int) -> bool:
-    """True if a path is that of a file which was opened before. If nobody can tell, it counts as such."""
+    """True if a path is that of a file which was opened before. If this is unknown, True."""
     try:
         return path.stat().st_ino == inode
     except OSError as error:
@@ -86,7 +86,7 @@ def bare_mount(path: Path, *, table: Path = Path("/etc/fstab")) -> Path | None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder that was asked for, and those above it, where they are not there yet. Raises OSError naming it, with the way out."""
+    """Make a requested folder and its parents if they are missing. Raises OSError naming it, with the way out."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -104,7 +104,7 @@ def check_mounted(path: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, whole or not at all: a reader, or another process that writes the same file meanwhile, never meets half of one."""
+    """Write a file atomically: neither readers nor other writers of the same file ever see half of it."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -236,8 +236,8 @@ def parse(line: str) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def if_available(path: Path | None = None) -> Iterator[None]:
-    """Leave the block when a path that was used before cannot be used now, and go on without `path`, if one is given. It is named once,
-    and again if it was of use meanwhile. Raises any other OSError."""
+    """Leave the block when a path that was used before cannot be used now, and go on without `path`, if one is given. The path is
+    reported once, and again if it was usable in between. Raises any other OSError."""
     try:
         yield
         _UNAVAILABLE.discard(path)
@@ -253,8 +253,8 @@ _UNAVAILABLE: set[Path | None] = set()
 
 
 class Output(io.FileIO):
-    """A process's output to a pipe that nobody may read any more, or a disk that may be full or away: what cannot be written is lost, and
-    not the process. `lost` counts its bytes, `why` is the first reason."""
+    """A process's output to a pipe that may be closed, or to a disk that may be full or unavailable: the output is lost, but the
+    process continues. `lost` counts its bytes, `why` is the first reason."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)

@@ -25,7 +25,7 @@ def fallback_is_the_same_run(case: Case) -> Found:
 
 
 def verification_has_a_replica(case: Case) -> Found:
-    """Gradients computed again by whoever computed them show only errors that come and go."""
+    """If a rank recomputes its own gradients, only transient errors show."""
     plan, fleet = case.plan, case.spec.fleet
     if fleet.recover and fleet.verify_every and not Mesh.of(plan).replica_shift:
         reason = f"finds no gradient that is wrong alike each time: with plan.data = {plan.data} ranks can but repeat their own"
@@ -40,7 +40,7 @@ def verification_repeats_bits(case: Case) -> Found:
     compute = PRECISIONS[train.precision].compute
     gpu = train.device == "cuda" or (cluster is not None and not cluster.accelerator.is_processor and train.device == "auto")
     if gpu and compute.width < 4 and fleet.recover and fleet.verify_every:
-        reason = f"would blame ranks that are right: on GPUs, attention in {compute.name} does not give the same bits twice"
+        reason = f"would blame healthy ranks: on GPUs, attention in {compute.name} does not give the same bits twice"
         yield error("fleet.verify_every", fleet.verify_every, reason, 'Use verify_every = 0, or train.precision = "fp32".')
 
 

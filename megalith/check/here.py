@@ -22,7 +22,7 @@ class Here:
     machine: Machine
     count: Callable[[RunSpec], int]
     processor: str = ""
-    """The machine's processor by name; empty where nobody asked."""
+    """The name of the machine's processor; empty if not queried."""
 
     @property
     def ranks(self) -> int:

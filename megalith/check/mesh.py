@@ -1,4 +1,4 @@
-"""Rules about the mesh: the axes multiply to the ranks there are, and each divides what it splits."""
+"""Rules about the mesh: the product of the axes is the number of ranks, and each axis divides the dimension that it splits."""
 
 from math import gcd
 
@@ -20,7 +20,7 @@ def replicate_divides_data(case: Case) -> Found:
 
 
 def ranks_match_the_plan(case: Case) -> Found:
-    """A plan uses every rank there is, and no more."""
+    """A plan uses exactly the available ranks."""
     plan = case.plan
     axes = [("data", plan.data), ("context", plan.context), ("tensor", plan.tensor), ("pipeline", plan.pipeline)]
     sizes = " x ".join(f"{name} {size}" for name, size in axes if name != "context" or size > 1)

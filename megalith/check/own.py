@@ -80,7 +80,7 @@ def state_is_at_hand(case: Case) -> Found:
 
 
 def callbacks_are_the_same_everywhere(case: Case) -> Found:
-    """Each callback is named once, and all ranks give it the same numbers."""
+    """Each callback is listed once, and all ranks pass it the same numbers."""
     callbacks = case.spec.train.callbacks
     twice = [name for name, count in Counter(callbacks).items() if count > 1]
     if twice:

@@ -88,7 +88,7 @@ OF_A_PHASE = frozenset(
 """Subjects, and single rules, that look at a step. The others look at a whole run."""
 
 SET_BY_PHASES = {"train.global_batch": "global_batch", "train.seq_len": "seq_len", "data.weights": "weights"}
-"""Keys that a phase may have set, and what it calls them."""
+"""Keys that a phase may set, with their names in a phase."""
 
 
 def _of_later_phases(case: Case, known: Sequence[Problem]) -> list[Problem]:
@@ -254,4 +254,4 @@ RULES: tuple[Rule, ...] = (
     Rule("weights", weights.first_weights_fit),
     Rule("weights", weights.branch_fits),
 )
-"""Every rule. Problems of one severity come in this order."""
+"""Every rule. Problems of one severity are listed in this order."""

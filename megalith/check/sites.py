@@ -73,7 +73,7 @@ def sites_stay_together(case: Case) -> Found:
         reason = "may undo the update of a step after its weights have been sent to the other sites"
         yield error("plan.post_validation", True, reason, "Use post_validation = false.")
     if spec.fleet.fallback is not None:
-        reason = "would give one site fewer ranks, and with sites all have the ranks of the plan"
+        reason = "would give one site fewer ranks, but every site needs the plan's ranks"
         yield error("fleet.fallback", spec.fleet.fallback.ranks, reason, "Leave it out.")
     if spec.branch is not None:
         reason = "begins with the state of a run, and the state of one with sites is several runs'"

@@ -27,7 +27,7 @@ def rewinds_have_copies(case: Case) -> Found:
         way_out = "Use fleet.recover = true and fleet.memory_every = 1, or set checkpoint.every."
         yield error("stability.answers", list(spec.stability.answers), reason, way_out)
     elif not in_memory:
-        reason = f"asks for rewinds, and only checkpoints can be gone back to, one every {spec.checkpoint.every} steps"
+        reason = f"asks for rewinds, but the run can only go back to checkpoints, one every {spec.checkpoint.every} steps"
         way_out = (
             "Use fleet.recover = true and fleet.memory_every = 1: copies in memory are at most stability.keep_every steps old."
         )

@@ -66,9 +66,9 @@ class _Job:
 class Checkpointer:
     """Saves to and loads from `folder`. All ranks make one at the same time and call its methods in the same order.
 
-    `group` carries its own messages; it must be a gloo group that nobody else uses, because an asynchronous save talks while
-    training talks elsewhere. None: made here of all ranks if torch.distributed is initialised, else there is only this process.
-    `warn` is called on the first rank with what a person should know (a damaged checkpoint, an old one that cannot be removed).
+    `group` carries its own messages; it must be a gloo group that nothing else uses, because an asynchronous save communicates
+    while training does. None: made here of all ranks if torch.distributed is initialised, else there is only this process.
+    `warn` is called on the first rank with warnings for the user (a damaged checkpoint, an old one that cannot be removed).
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Checkpointer:
     ) -> None:
         """Save what this rank holds of the state, and `meta` (JSON, the same on all ranks), as the checkpoint of `step`.
 
-        Never raises because of the save: its outcome comes out of `poll` or `wait`. Returns when the tensors may change again:
+        Never raises because of the save: `poll` or `wait` return its outcome. Returns when the tensors may change again:
         once they are copied if `asynchronous`, else when the checkpoint is committed. A save under way is waited for first.
         Shares that are not in memory are not copied, so such a state is not saved asynchronously.
         `check` looks at the state once it is copied (if not `asynchronous`: before it is read) and raises if it must not be

@@ -75,8 +75,8 @@ Index = dict[str, Entry]
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a checkpoint. `order` counts commits, so that a run that was rewound resumes from what it saved since, not from what it
-    saved before at a later step."""
+    """The files of a checkpoint. `order` counts commits, so that a rewound run resumes from a checkpoint saved after the rewind,
+    not from one that an earlier attempt saved at a later step."""
 
     step: int
     order: int

@@ -103,10 +103,10 @@ def export(
 ) -> list[Path]:
     """Write a folder that transformers (4.46 and later) loads, and return the files written.
 
-    `weights` maps our parameter names to whole tensors, which are written as `dtype` but for those that transformers keeps in fp32;
-    `tokenizer` goes along with them, and says what ends a text. Weights beyond `file_bytes` go to several files. Raises ValueError for a
-    family that transformers has not, and naming all weights that are missing, left over or of another shape; FileExistsError if `out` has
-    files; OSError naming `out` if it cannot be made.
+    `weights` maps our parameter names to whole tensors, which are written as `dtype`, except for tensors that transformers keeps
+    in fp32. `tokenizer` is copied too, and defines the end of a text. Weights beyond `file_bytes` go to several files. Raises
+    ValueError for a family that transformers has not, and naming all weights that are missing, left over or of another shape;
+    FileExistsError if `out` has files; OSError naming `out` if it cannot be made.
     """
     spec, weights = folded(spec, weights)
     foreign = _foreign(spec)
@@ -311,8 +311,8 @@ class Imported:
 def import_(folder: Path, out: Path) -> Imported:
     """Make a checkpoint of the model in `folder`: step 0, weights only, its spec in the meta.
 
-    It becomes `out/checkpoints/step-00000000`; a tokenizer goes along. What training keeps besides, such as routers' loads, is zero as in a
-    first step. Raises ForeignModelError, FileExistsError if `out` has checkpoints already, OSError if it cannot be written.
+    It becomes `out/checkpoints/step-00000000`; a tokenizer goes along. Other training state, such as routers' loads, is zero as
+    in a first step. Raises ForeignModelError, FileExistsError if `out` has checkpoints already, OSError if it cannot be written.
     """
     spec, left_out = read_model(folder)
     weights = read_weights(folder, spec)

@@ -58,7 +58,7 @@ def load(
 ) -> Loaded:
     """Fill the tensors of `state` in place from the newest intact checkpoint that `path` means (see `folder.locate`).
 
-    Every rank of `group` (gloo; None: this process alone) calls it with what it holds, in whatever layout. Digests are
+    Every rank of `group` (gloo; None: this process alone) calls it with its own shares, in any layout. Digests are
     verified first, each file by one rank. `partial`: the checkpoint may hold more than is asked for. `cast`: convert values
     to the dtype of their destination. `rows`: tensors that may have more or fewer rows in the checkpoint; the rows that both have are
     read, and the others stay as they are. `accept` is called on every rank, before a checkpoint is read, with its path and its

@@ -1,9 +1,9 @@
 """One rank's copies in its node's memory: written every few steps, sent to a buddy on another node, restored bit for bit.
 
-Nothing here is agreed on between ranks: each writes what it holds, in the form of `megalith.fleet.tiers.copies`, and whoever starts the
-next generation looks which steps are whole. A copy is made into a buffer that holds none that is still needed, so a rank may be killed at
-any moment. Buddies are as many slots apart as the fleet says; their copies travel while the next step is computed. (In-memory copies at a
-peer: GEMINI, Wang et al., SOSP 2023.)
+Ranks do not coordinate here: each writes its own shares in the format of `megalith.fleet.tiers.copies`. The process that starts
+the next generation finds the complete steps. A copy is made into a buffer that holds none that is still needed, so a rank may be
+killed at any moment. Buddies are as many slots apart as the fleet says; their copies travel while the next step is computed.
+(In-memory copies at a peer: GEMINI, Wang et al., SOSP 2023.)
 """
 
 import contextlib
@@ -103,10 +103,10 @@ class Damaged(RuntimeError):  # noqa: N818  # it says what was found
 class Memory:
     """The copies of the rank at `seat`, of `state`: its tensors by name, always the same ones.
 
-    `pinned`: one more copy is kept, that of the last `pin`. `good`: as many more, those that were last copied as good ones. `told`: bytes
-    of text that each copy may hold besides the state. `disk`: the root of copies on the nodes' disks. `warn` hears of files that were
-    removed. Raises OSError where there is no room, or where others may reach the folder. Copies carry a MAC by the seat's key; others
-    than those are none.
+    `pinned`: one more copy is kept, that of the last `pin`. `good`: this many more, the last ones that were marked as good.
+    `told`: bytes of text that each copy may hold in addition to the state. `disk`: the root of copies on the nodes' disks. `warn`
+    hears of files that were removed. Raises OSError where there is no room, or where others may reach the folder. Copies carry a
+    MAC by the seat's key; copies without a valid MAC are ignored.
     """
 
     def __init__(
@@ -361,11 +361,11 @@ class Memory:
         return label
 
     def forget_after(self, step: int) -> None:
-        """Copies of later steps are none any more."""
+        """Invalidate copies of later steps."""
         self.forget(after=step)
 
     def forget(self, *, after: int, before: int | None = None) -> None:
-        """Copies of steps after `after`, and before `before` if it is given, are none any more."""
+        """Invalidate copies of steps after `after`, and before `before` if it is given."""
         for buffers in (self.own, self.kept):
             if buffers is not None:
                 buffers.forget(after=after, before=before)

@@ -183,7 +183,8 @@ def _layout(tensor: Tensor) -> str:
 def owners(held: Sequence[Sequence[Held]]) -> tuple[list[set[Place]], list[str]]:
     """Assign each box to one rank that writes it, bytes spread evenly; also return the contradictions, as text.
 
-    `held[rank]` is what each rank holds. Replicas of a box go to the holder with the least to write so far, largest boxes first.
+    `held[rank]` is what each rank holds. Each replicated box is assigned to the holder with the fewest bytes to write so far,
+    largest boxes first.
     """
     holders: dict[Place, list[int]] = {}
     boxes: dict[Place, Held] = {}

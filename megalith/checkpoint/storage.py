@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint's planning over our own files: it decides who reads and writes which box, we never write a pickle.
+"""torch.distributed.checkpoint's planning over our own files: it decides which rank reads and writes which box; no pickle is
+written.
 
 The extension points are public: a planner turns our shares into its items, a storage writer and reader move their bytes.
 """

@@ -13,8 +13,8 @@ from megalith.spec.toml import literal
 def settings(checkpoint: Path, decay: int, folder: Path | None) -> tuple[str, ...]:
     """Return the settings of a branch from a checkpoint (its folder, or a run's: its newest) that decays over `decay` updates.
 
-    `folder`: of the branch. If it holds such a branch already, its settings are taken from there: the other run may have newer checkpoints,
-    or that one no more. Raises SpecErrors if there is no such checkpoint.
+    `folder`: of the branch. If it holds such a branch already, its settings are taken from there: the other run may have newer
+    checkpoints by now, or may have deleted that one. Raises SpecErrors if there is no such checkpoint.
     """
     if begun := _begun(checkpoint, decay, folder):
         return begun

@@ -232,7 +232,7 @@ def sentences(found: "Judgement") -> Iterator[str]:
     for problem in found.problems:
         yield f"not met: {problem}"
     if found.hidden:
-        yield f"{counted(found.hidden, 'fault')} within another fault's incident: the run went on from both, blame is not counted for them"
+        yield f"{counted(found.hidden, 'fault')} within another fault's incident: the run resumed from both, and their blame is not counted"
     verdict = "passed" if found.passed else "NOT passed"
     right, of = found.blamed
     others = f" ({found.among} of them named with another node)" if found.among else ""
@@ -245,7 +245,7 @@ def _hangs(hangs: "Hangs") -> Iterator[str]:
     if hangs.most is None:
         return
     limits = "" if hangs.limits is None else f" (limits {hangs.limits[0]:.2f} to {hangs.limits[1]:.2f} s)"
-    late = f"; {hangs.late} found late: ranks, or who watches them, got no processor" if hangs.late else ""
+    late = f"; {hangs.late} found late: ranks, or the process that watches them, got no processor" if hangs.late else ""
     yield f"hangs: {hangs.found}, silence at most {hangs.most:.2f} of its limit{limits}{late}"
     if hangs.elsewhere:
         yield f"hangs: {hangs.elsewhere} of them not in a running step, where other limits hold: {hangs.elsewhere_limit:.2f} s at most"

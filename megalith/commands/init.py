@@ -30,7 +30,7 @@ FURTHER_LR = 2e-5
 """Learning rate of a run that starts from trained weights."""
 
 LOCAL_LENGTH, LOCAL_BATCH, LOCAL_STEPS = 512, 32, 1000
-"""Tokens of a sequence at most, sequences of a step, and steps of a run on this machine, if nobody said."""
+"""Tokens of a sequence at most, sequences of a step, and steps of a run on this machine, by default."""
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,8 @@ def of_draws(
     """Prove `count` combinations of parallelisms, drawn such that soon every pair of choices occurs: `{"equal", "asked", "seed",
     "outcomes", "cases": [...]}`.
 
-    `starting` is called with the name and ranks of each before it runs, `ended` with its outcome. All is equal if as many as were asked
-    for are: a tie counts for nothing.
+    `starting` is called with the name and ranks of each before it runs, `ended` with its outcome. The proof holds if as many are
+    equal as were asked for; ties do not count.
     """
     from megalith.prove import prove
 

@@ -55,7 +55,7 @@ class _Open:
 
 class Controller:
     """One run, from the first start of its ranks to its end. `store` lists the checkpoints that all nodes can read, `say` is
-    called with messages for the user, `epoch` is that of who owns the run folder."""
+    called with messages for the user, `epoch` is that of the run folder's owner."""
 
     def __init__(
         self,
@@ -355,7 +355,7 @@ class Controller:
         except OSError as error:
             if self._listed is None:
                 raise
-            self._log.write(Problem("warning", f"checkpoints cannot be listed, so those known last count: {error}"))
+            self._log.write(Problem("warning", f"checkpoints cannot be listed, so the last known list is used: {error}"))
         return self._listed
 
     def _tell_of_plan(self, order: Start) -> None:

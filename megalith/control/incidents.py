@@ -14,8 +14,8 @@ FOLDER = "incidents"
 
 def write(outcome: Outcome, run_dir: Path, *, number: int | None = None, epoch: int = 0) -> Outcome:
     """Write down what failed, and return the outcome with the file's name. Without a failure, or if storage is unavailable,
-    return it unchanged. `number` is the incident's in the event log; None: the next that is free. `epoch` is that of who owns the
-    run folder."""
+    return it unchanged. `number` is the incident's in the event log; None: the next that is free. `epoch` is that of the run
+    folder's owner."""
     if outcome.first_cause is None:
         return outcome
     folder = run_dir / epochs.name(FOLDER, epoch)

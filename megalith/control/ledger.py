@@ -277,7 +277,7 @@ class PostMortem:
 
     @property
     def recovery(self) -> float | None:
-        """Seconds from the decision until the ranks went on."""
+        """Seconds from the decision until the ranks continued."""
         return None if self.over is None else max(0.0, self.over - self.decided)
 
     def as_json(self) -> dict[str, Any]:

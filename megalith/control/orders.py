@@ -20,8 +20,7 @@ KNOWN = ("save", "stop", "quarantine")
 
 
 def write(run_dir: Path, what: str, node: str = "") -> Path:
-    """Write an order atomically, and return its file. Raises ValueError for an order that is none, OSError if it cannot be
-    written."""
+    """Write an order atomically, and return its file. Raises ValueError for an invalid order, OSError if it cannot be written."""
     if what not in KNOWN:
         raise ValueError(f"{what!r} is no order. Order {', '.join(KNOWN[:-1])} or {KNOWN[-1]}.")
     if (what == "quarantine") != bool(node):

@@ -1,4 +1,4 @@
-"""Ownership of a run folder: one command at a time writes to it, and a second one is told who owns it.
+"""Ownership of a run folder: one command at a time writes to it; the error of a second command names the owner.
 
 On a local file system the owner holds a lock, which ends with its process. Where others see the folder too, a lock may not reach
 them: there an owner has a lease, which it renews. Owners leave numbered claims in `ranks/owners/`, each created atomically:
@@ -76,8 +76,9 @@ class TakenError(LeaseError):
 
 @dataclass(frozen=True)
 class Claim:
-    """An owner's claim. `born`: what tells its process from a later one of its number; `place`: the machine since it was started, and
-    where its processes count; `lease` in seconds, 0: a lock holds the folder. `wide`: its ranks are on several machines."""
+    """An owner's claim. `born`: start time that distinguishes its process from a later one with the same number; `place`: the
+    machine's boot and the namespace of its process numbers; `lease` in seconds, 0: a lock holds the folder. `wide`: its ranks are
+    on several machines."""
 
     number: int
     epoch: int

@@ -1,6 +1,6 @@
 """How long a run's own phases take, and so how long a silence is too long.
 
-A fixed limit is either too short for one run or too long for another: what counts as a hang follows from what this run did so far.
+A fixed limit is either too short for one run or too long for another: the limit of a hang follows from the run's own pace.
 """
 
 from collections import deque

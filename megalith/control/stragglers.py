@@ -15,7 +15,8 @@ NOISE_SECONDS = 0.05  # what a step may take longer without anybody being slow
 
 
 class Stragglers:
-    """Looks at the seconds of own work that ranks tell with their beats. Pipeline stages differ: a rank is measured by its usual share."""
+    """Compares the seconds of own work in the ranks' heartbeats. Pipeline stages differ: a rank is measured by its usual
+    share."""
 
     def __init__(self, fleet: FleetSpec) -> None:
         self._fleet = fleet
@@ -30,7 +31,7 @@ class Stragglers:
         self._named: set[tuple[int, bool]] = set()
 
     def note(self, beats: Sequence[Beat], *, nodes: Sequence[str], replacing: float) -> Straggler | None:
-        """A rank that is slow now: told when it is first seen, and once more when it has cost `replacing` seconds."""
+        """A slow rank: reported when first detected, and again when it has cost `replacing` seconds."""
         for rank, beat in enumerate(beats):
             if beat.compute > 0 and beat.step > self._counted:
                 self._told.setdefault(beat.step, {})[rank] = beat.compute

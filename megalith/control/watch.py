@@ -93,7 +93,7 @@ class Watch:
 
     @property
     def failures(self) -> list[Failure]:
-        """All that ended wrongly so far."""
+        """All failed ranks so far."""
         return list(self._failures)
 
     def until_all_ended(self, tick: Callable[[], None]) -> Outcome:

@@ -87,7 +87,7 @@ class Host:
     """The host that launches the devices' operations, if it is not an x86 server."""
 
     slower: float
-    """How many times as long as an x86 server it takes for that."""
+    """Its launch time relative to an x86 server."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Calibration:
         return replace(known, host=host, **dict.fromkeys(alone, 1.0), **({"contention": 0.0} if measured.in_turn else {}))
 
     def slower(self, accelerator: Accelerator) -> float:
-        """How many times as long as an x86 server what hosts an accelerator takes to start an operation."""
+        """Time that an accelerator's host takes to launch an operation, relative to an x86 server."""
         return self.hosts[self.beside[accelerator.name]].slower if accelerator.name in self.beside else 1.0
 
     def changed(self, values: dict[str, float]) -> "Calibration":

@@ -58,7 +58,7 @@ class Estimate:
     memory: Memory
     fits: bool
     limit: float | None
-    """Bytes of the device; None where nobody published them."""
+    """Bytes of the device; None if not published."""
     flops: float
     """FLOPs of a step on all ranks: attention in full, recomputation not counted (PaLM's convention)."""
     tokens: int

@@ -165,7 +165,7 @@ class EvenShare(OneProcess):
 class Away(Here):
     """Experts of several ranks: this rank's experts are traced, and messages are recorded.
 
-    Tensor ranks that all have the whole sequence send a share of its tokens each, and gather what comes back.
+    If all tensor ranks have the whole sequence, each dispatches a share of its tokens, and the results are gathered.
     """
 
     def __init__(self, recorder: Recorder, layout: Layout) -> None:

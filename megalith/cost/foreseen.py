@@ -30,7 +30,7 @@ from megalith.spec.run import RunSpec
 from megalith.spec.sites import outer_slots, within
 
 KINDS = {"gather": "all-gather", "scatter": "reduce-scatter", "sum": "all-reduce", "all_to_all": "all-to-all"}
-"""Exchange of a profile -> collective as it is counted. A ring is sends and receives."""
+"""Exchange of a profile -> the collective under which a dry run counts it. A ring is sends and receives."""
 
 DOES: dict[str, tuple[Phase, ...]] = {"F": ("F",), "B": ("I", "W"), "I": ("I",), "W": ("W",)}
 """Computation of a schedule -> phases of a profile."""

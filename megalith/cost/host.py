@@ -40,18 +40,18 @@ def room(cluster: ClusterSpec) -> float:
 
 
 def room_on_disk(cluster: ClusterSpec) -> float | None:
-    """Return the bytes of disk that the state of one device may take; None: nobody says."""
+    """Return the bytes of disk that the state of one device may take; None if unknown."""
     return None if cluster.host.disk is None else cluster.host.disk / _devices(cluster)
 
 
 def has_room(cluster: ClusterSpec, *, memory: float, disk: float) -> bool:
-    """True if a device's share of its host has room for so many bytes in memory and on disk."""
+    """True if a device's share of its host has room for these bytes in memory and on disk."""
     most = room_on_disk(cluster)
     return memory <= room(cluster) and (most is None or disk <= most)
 
 
 def held(workload: Workload, numbers: float) -> float:
-    """Bytes of host memory for so many parameters: their state, and gradients and weights on their way."""
+    """Bytes of host memory for this many parameters: their state, and the buffers of gradients and weights in transfer."""
     return numbers * (workload.state_bytes + _carried(workload))
 
 

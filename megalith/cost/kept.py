@@ -1,4 +1,4 @@
-"""Cache on disk of computed results, valid as long as the code that computed them stays the same. No torch."""
+"""Cache on disk of computed results, valid while the code that computed them is unchanged. No torch."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ def read(path: Path | None) -> Any:
 
 
 def write(path: Path | None, value: Any) -> None:
-    """Keep a value for the next run. A folder that cannot be written spares that run nothing, and this one can go on."""
+    """Keep a value for the next run. A folder that cannot be written only means that later runs save no time."""
     if path is None:
         return
     with suppress(OSError):

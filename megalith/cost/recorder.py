@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def is_product(self, tensor: Tensor) -> bool:
-        """Did a matrix product give this?"""
+        """True if the tensor is the result of a matrix product."""
         return tensor.untyped_storage()._cdata in self._results
 
     def formed_again(self, size: int) -> None:

@@ -1,4 +1,5 @@
-"""Software that a step can be predicted for, by name: this project's trainer, and others that published figures come from. No torch."""
+"""Software for which steps can be predicted, by name: this project's trainer, and the programs behind published figures. No
+torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

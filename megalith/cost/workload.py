@@ -35,8 +35,8 @@ class Practice:
     """Logits of all tokens exist at once, in fp32 with copies (`copied`: torch's own) or in place (`whole`: Megatron-LM's), or in
     16 bits with their gradient in their place (`fused`); or of a few rows at a time (`chunked`: this project's own trainer)."""
     gathers: Literal["block", "module", "rank"] = "block"
-    """Unit that ZeRO 3 gathers at a time: a block and the next one, or a module of a block (DeepSpeed). ZeRO 1 by `rank`: each rank sends
-    what it updated to all others, one after the other, before the next step (InternEvo)."""
+    """Unit that ZeRO 3 gathers at a time: a block and the next one, or a module of a block (DeepSpeed). ZeRO 1 by `rank`: before
+    the next step, the ranks broadcast their updated weights one after the other (InternEvo)."""
     overlap_data: bool = True
     """Gradient reductions and weight gathers overlap computation."""
     overlap_tensor: bool = True

@@ -27,7 +27,7 @@ class SampleSource(Protocol):
 
 
 class OwnStream(Stream):
-    """Prepared data whose training samples a user's own source gives."""
+    """Prepared data with training samples from a user's own source."""
 
     def __init__(self, *args: Any, name: str, source: Any, **how: Any) -> None:
         """`source`: what `name` names; it is called with the prepared stream. The rest is as for `Stream`."""
@@ -36,7 +36,7 @@ class OwnStream(Stream):
         self._source: SampleSource = source(Stream(*args, **how))
 
     def sample(self, index: int) -> Sample:
-        """Return the source's sample. Raises DataError if it is none for this run."""
+        """Return the source's sample. Raises DataError if it does not fit this run."""
         found = self._source.sample(index)
         if faults := list(self._faults(found, index)):
             raise DataError.of(faults, title=f"data.source = {self._name} gives a sample {index} that cannot be trained on")

@@ -233,7 +233,7 @@ def _no_room_told(folder: Path, out: Path, read: _Read) -> Iterator[None]:
         written = sum(path.stat().st_size for path in folder.iterdir())
         estimate = f"; all of it will take about {wanted:,} bytes" if (wanted := read.wanted()) else ""
         raise DataError(
-            f"{out} found no room ({error.strerror}) after {written:,} bytes{estimate}",
+            f"{out} has no room ({error.strerror}) after {written:,} bytes{estimate}",
             f"Make room in {out.resolve().parent}, or choose another folder.",
         ) from error
 

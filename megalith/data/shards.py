@@ -102,7 +102,7 @@ class SplitWriter:
 class SplitReader:
     """One split of one domain as one long sequence of tokens, in a prepared folder or, where a file of it is damaged, in `copies` of it.
 
-    `tell` hears of each damage once. Reading raises DamagedDataError where no copy is right.
+    `tell` is called once for each damage. Reading raises DamagedDataError where no copy is right.
     """
 
     def __init__(

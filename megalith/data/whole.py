@@ -69,7 +69,7 @@ def sums_file(shard: Shard) -> str:
 
 
 class Files:
-    """Shards of one split, in a prepared folder and in `copies` of it. `tell` hears once of each thing that is damaged."""
+    """Shards of one split, in a prepared folder and in `copies` of it. `tell` is called once for each damaged file or block."""
 
     def __init__(
         self, folder: Path, copies: Sequence[Path] = (), *, tell: Callable[[Damage], None] = lambda damage: None

@@ -76,7 +76,7 @@ def missing() -> str | None:
     if shutil.which("ip") is None:
         return "needs `ip` (apt install iproute2)"
     if os.geteuid() != 0:
-        return "needs root, who alone may make network namespaces"
+        return "needs root, because only root may make network namespaces"
     try:
         with joined(["probe"]):
             return None

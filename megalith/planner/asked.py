@@ -33,13 +33,13 @@ OPTIMAL = 20
 """Tokens a parameter of a compute-optimal training (Hoffmann et al. 2022, arXiv:2203.15556, table 3)."""
 
 LENGTH, BATCH_TOKENS = 8192, 4 * 2**20
-"""Tokens of a sequence at most, and of a step, if nobody said: what most large trainings begin with."""
+"""Default limit for the tokens of a sequence, and default tokens of a step, as in most large trainings."""
 
 SIZE = re.compile(r"[\d.]+[bBmMtT]")
 """A number of parameters, as people write it: 7b."""
 
 STEPS = 10_000
-"""How long a run that is written is, if nobody said."""
+"""Default length of a run that is written."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _tokens_of(span: tuple[Phase, int]) -> int:
 
 def compute_optimal(model: ModelSpec) -> tuple[float, str]:
     """Tokens on which a training of this model is spent best (Hoffmann et al. 2022, arXiv:2203.15556: about 20 a parameter), and how
-    that was found. Of experts those count that a token meets."""
+    that was found. Of the experts, only the active ones count."""
     parameters = active_parameters(model)
     tokens = float(f"{OPTIMAL * parameters:.3g}")
     return tokens, (

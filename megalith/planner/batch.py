@@ -130,7 +130,7 @@ class Advice:
         if self.begins is None and self.critical <= own:
             return f"No batch above the run's own {own} sequences is decided: use more --replicas or --steps."
         if self.begins is None:
-            return f"Up to {self.critical} sequences a step, the largest batch decided, the loss after as many tokens is as good."
+            return f"Up to {self.critical} sequences a step (the largest batch with a decision), the loss after the same tokens is as good."
         return (
             f"The loss per token begins to suffer between {self.critical} and {self.begins} sequences a step: "
             f"{self.critical} is the largest batch that is as good."

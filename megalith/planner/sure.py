@@ -67,7 +67,7 @@ def _words(asked: Asked, mine: Sequence[Own], learnt: Learnt | None, far: str) -
     """Return what an interval rests on, and which rows of the same stack were not followed."""
     where = f"{SOFTWARE[asked.software].title} on {asked.cluster.accelerator.name}"
     if learnt is None:
-        return f"{where} was not measured: the interval is that of software nobody measured{f', and {far}' * bool(far)}"
+        return f"{where} was not measured: the interval is the one for unmeasured software{f', and {far}' * bool(far)}"
     wrong = [mine[place] for place in learnt.wrong]
     followed = len(mine) - len(wrong)
     said = (

@@ -37,7 +37,7 @@ def _fit_words(found: Walk) -> str:
     )
     return (
         f"{plans.amount(found.parameters)} parameters x {a_parameter(asked)} = {found.state / GIB:,.0f} GiB of state; {room}. "
-        "Activations, logits and buffers come on top. Each row may use one technique more, and shows the layout that needs least:"
+        "Activations, logits and buffers are added to this. Each row may use one technique more, and shows the layout that needs least:"
     )
 
 

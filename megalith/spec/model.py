@@ -72,7 +72,7 @@ class AttentionSpec(Spec):
     window: PositiveInt | None = Field(default=None, description="a token sees itself and the window - 1 before it (Gemma 2)")
     softcap: PositiveFloat | None = Field(default=None, description="scores become cap * tanh(scores / cap) (Gemma 2, Grok-1)")
     scale: PositiveFloat | None = Field(default=None, description="factor of the scores; None: 1 / sqrt(head_dim)")
-    own: str | None = Field(default=None, description="own module in its place, `module:object` (`spec.parts`)")
+    own: str | None = Field(default=None, description="own module in place of this part, `module:object` (`spec.parts`)")
 
 
 class LatentAttentionSpec(Spec):
@@ -121,7 +121,7 @@ class MlpSpec(Spec):
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
-    own: str | None = Field(default=None, description="own module in its place, `module:object` (`spec.parts`)")
+    own: str | None = Field(default=None, description="own module in place of this part, `module:object` (`spec.parts`)")
 
 
 class RouterSpec(Spec):
@@ -139,7 +139,7 @@ class RouterSpec(Spec):
     groups: PositiveInt = Field(default=1, description="groups the experts form; a token is limited to a few of them")
     active_groups: PositiveInt = Field(default=1, description="groups whose experts a token may go to")
     group_score: Literal["max", "top2"] = Field(
-        default="max", description="what a group is chosen by (V2: max, V3: sum of the best two)"
+        default="max", description="score by which groups are chosen (V2: max, V3: sum of the best two)"
     )
     bias_rate: NonNegativeFloat = Field(default=0.0, description="step of the auxiliary-loss-free bias (DeepSeek-V3); 0: no bias")
     balance_weight: NonNegativeFloat = Field(default=0.0, description="weight of the load-balancing loss")
@@ -172,9 +172,9 @@ class NormSpec(Spec):
 
     kind: Literal["rms", "layer"] = "rms"
     eps: PositiveFloat = 1e-5
-    offset: bool = Field(default=False, description="the weight is 1 + what is stored (Gemma)")
+    offset: bool = Field(default=False, description="the weight is 1 + the stored number (Gemma)")
     bias: bool = Field(default=False, description='for "layer": a bias as well')
-    own: str | None = Field(default=None, description="own module in its place, `module:object` (`spec.parts`)")
+    own: str | None = Field(default=None, description="own module in place of this part, `module:object` (`spec.parts`)")
 
 
 class BlockSpec(Spec):
@@ -189,7 +189,7 @@ class BlockSpec(Spec):
     norm: NormSpec = NormSpec()
     parallel: bool = Field(default=False, description="x + attention(norm(x)) + mlp(norm(x)), one norm for both (PaLM)")
     post_norms: bool = Field(default=False, description="attention's and the MLP's outputs are normalised too (Gemma 2, Grok-1)")
-    residual: PositiveFloat = Field(default=1.0, description="factor of what each half adds (`spec.families.parametrization`)")
+    residual: PositiveFloat = Field(default=1.0, description="factor of each half's output (`spec.families.parametrization`)")
 
     @model_validator(mode="after")
     def _halves_make_a_block(self) -> Self:

@@ -59,7 +59,7 @@ class DataSpec(Spec):
 
     path: str = Field(description="folder with manifest.json")
     copies: tuple[str, ...] = Field(
-        default=(), description="folders with the same data, best on other disks: what is damaged in one is read from the next"
+        default=(), description="folders with the same data, best on other disks: a damaged block is read from the next folder"
     )
     weights: dict[str, NonNegativeFloat] | None = Field(
         default=None, description="share of each domain in the mixture; default: in proportion to its tokens"
@@ -241,7 +241,7 @@ class StabilitySpec(Spec):
     extremes_every: NonNegativeInt = Field(
         default=10, description="steps from one measurement of largest outputs and attention logits to the next; 0: never"
     )
-    window: int = Field(default=64, ge=8, le=1024, description="updates whose numbers make the bands: the newest ones")
+    window: int = Field(default=64, ge=8, le=1024, description="number of newest updates from which the bands are computed")
     width: PositiveFloat = Field(
         default=8.0,
         description="where a band ends: standard deviations above the newest 16, of logarithms, from the median change of an update",
@@ -254,7 +254,9 @@ class StabilitySpec(Spec):
     margin: NonNegativeInt = Field(
         default=2, description="rewind: steps that a good copy is older than the first number outside its band"
     )
-    keep_every: PositiveInt = Field(default=20, description="rewind: steps between copies that memory keeps to go back to")
+    keep_every: PositiveInt = Field(
+        default=20, description="rewind: steps between the copies in memory that a run can go back to"
+    )
     lower_by: PositiveFloat = Field(default=0.5, lt=1.0, description="lower: factor of the learning rate")
     lower_for: PositiveInt = Field(default=200, description="lower: updates for which the rate stays lower")
 

@@ -48,10 +48,11 @@ class SimulationSpec(Spec):
         default=None, description="of one step without faults; else the planner's prediction of the run, or 10"
     )
     state_bytes: PositiveFloat | None = Field(
-        default=None, description="of weights and moments, all ranks; gives buddy copies their time; else the run's model's"
+        default=None,
+        description="of weights and moments over all ranks, for the time of buddy copies; default: those of the run's model",
     )
     storage: PositiveFloat | None = Field(
-        default=None, description="bytes/s of the shared store; gives checkpoints their time; else the profile's, or the log's"
+        default=None, description="bytes/s of the shared store, for the time of checkpoints; default: the profile's, or the log's"
     )
     profile: Literal["cold", "warm", "memory"] = Field(default="warm", description="how fast recovery is assumed to be")
     planned: NonNegativeFloat = Field(default=0.0, description="planned stops a day; Llama 3 405B had 47 in 54 days: 0.87")

@@ -158,7 +158,7 @@ class State:
     def tensors(self, *categories: Category) -> dict[str, Tensor]:
         """All shares as tensors of whole shapes that know how they are cut. All must be on the device: see `laid`."""
         found = {key: tensor for key, tensor in self.laid(*categories).items() if isinstance(tensor, Tensor)}
-        assert self.home is None, "what is kept elsewhere has no such tensors"
+        assert self.home is None, "state that lies elsewhere has no such tensors"
         return found
 
     def laid(self, *categories: Category) -> dict[str, Tensor | Laid]:

@@ -1,5 +1,5 @@
-"""Tells a person when something is wrong with a run, by a command or an address that the run file names. Follows the run's log in a process
-of its own, as the page does: no rank waits for anybody's answer."""
+"""Tells a person when something is wrong with a run, by a command or an address that the run file names. Follows the run's log in
+a separate process, as the page does, so no rank waits for a reply."""
 
 import json
 import os

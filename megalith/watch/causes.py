@@ -227,7 +227,9 @@ def _of_samples(one: Replay, seen: Window, share: float, slow: set[int]) -> Iter
     if np.median(ratios) < UNEVEN or most > 0.6:
         return
     times = f"{np.median(ratios):.2f} times"
-    words = f"Uneven samples: in the median step the slowest data rank works {times} as long as the median one, each time another"
+    words = (
+        f"Uneven samples: in the median step, the slowest data rank works {times} as long as the median one, each time another"
+    )
     change = "Documents differ in length: pack them, keep data.document_mask in mind, or use larger microbatches."
     yield Cause("uneven samples", words, change, share * (1 - 1 / float(np.median(ratios))))
 

@@ -26,7 +26,8 @@ Recent = dict[str, Any]
 
 
 class Say(NamedTuple):
-    """A sentence about a run. `sign`: what alerts know it as, empty where none is sent. `cause`: what is likely behind it, if known."""
+    """A sentence about a run. `sign`: its name in alerts; empty if no alert is sent. `cause`: what is likely behind it, if
+    known."""
 
     level: Health
     words: str

@@ -161,7 +161,7 @@ assert set(KINDS) == set(SINKS)
 
 
 class Feed:
-    """The log of one run on its way to the tools that the run asks for. No method raises what a tool raises."""
+    """The log of one run on its way to the tools that the run asks for. Its methods catch the exceptions of the tool."""
 
     def __init__(self, run_dir: Path, log: LogSpec, *, warn: Callable[[str], None]) -> None:
         self._folder, self._warn = run_dir, warn

@@ -293,7 +293,7 @@ def test_a_full_disk_is_told_with_the_folder_and_the_size_wanted(tmp_path, monke
     with pytest.raises(DataError) as error:
         prepare([source], tokenizer=BYTES, out=tmp_path / "out", shard_tokens=500_000, validation=0)
     told = re.search(
-        r"out found no room \(No space left on device\) after ([\d,]+) bytes.* will take about ([\d,]+)", str(error.value)
+        r"out has no room \(No space left on device\) after ([\d,]+) bytes.* will take about ([\d,]+)", str(error.value)
     )
     assert told
     written, wanted = (int(number.replace(",", "")) for number in told.groups())

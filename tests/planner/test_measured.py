@@ -102,7 +102,7 @@ def test_everything_that_cannot_be_used_is_said_at_once(tmp_path: Path):
 def test_without_rows_nothing_is_moved():
     found = sure(ask(Question(**WORDS)))
     assert found.factor == 1.0
-    assert "was not measured: the interval is that of software nobody measured" in found.words
+    assert "was not measured: the interval is the one for unmeasured software" in found.words
     elsewhere: dict[str, Any] = {"cluster": "mi300x:4"}
     far = sure(ask(Question(**(WORDS | elsewhere))))
     assert far.time.half_width > found.time.half_width and "a device like mi300x" in far.words

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, and Kimi K2, which is written as the latter, both ways.
+"""Import and export of DeepSeek-V2 and V3, and of Kimi K2, which has the format of V3.
 
 Neighbouring rotary channels turn together in their files, and channel i with i + rope_dim / 2 here, so the rows that make them are put
 into another order. Multi-token prediction is in further layers after the model's, each with copies of the embedding and the output.

@@ -69,7 +69,7 @@ def convert_to_theirs(pieces: Iterable[Piece], weights: Mapping[str, Tensor]) ->
 
 
 def convert_to_ours(pieces: Iterable[Piece], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their weights as ours; what the pieces do not name is left out."""
+    """Convert their weights to ours; tensors that no piece names are left out."""
     found: dict[str, Tensor] = {}
     for piece in pieces:
         found |= zip(piece.ours, piece.to_ours([weights[name] for name in piece.theirs]), strict=True)

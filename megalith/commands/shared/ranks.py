@@ -50,7 +50,7 @@ def start(
     """Start the plan's ranks on this machine and wait until they end. With `recover`, restart them after faults as the run's fleet says.
 
     Each rank calls `entry` ("module:function") with `arguments`. `owner`: this process, which owns the run folder. `tick` is called
-    several times a second, `say` gets what a person should read at once. Raises LeaseError if it owns the folder no more.
+    several times a second, `say` is called with messages for the user. Raises LeaseError if it no longer owns the folder.
     """
     from megalith.control import controller, supervisor  # numpy, which a run that is refused does not need
 
@@ -215,7 +215,8 @@ def store_of(owner: Owner) -> "Callable[[], tuple[Copy, ...]]":
 
 
 def admit(spec: RunSpec, folder: Path) -> None:
-    """Check this machine briefly before ranks are first started on it, and print what is short. Raises UnfitError if it is unfit."""
+    """Check this machine briefly before ranks are first started on it, and print the resources that are short. Raises UnfitError
+    if it is unfit."""
     if spec.fleet.looks_before_start:
         admission.admit(folder)
 

@@ -51,8 +51,8 @@ def check(
     """Read a run file and find everything that is wrong with it, or unwise.
 
     `world` is the number of ranks there will be, to compare with the plan. With `look`, files and folders that the run names are looked
-    for; a run that its folder already holds does not need what only a first start does. With `here`, what this machine is short of for
-    the run's ranks (or those that `count` says would start on it) is found too, and is at most that grave. Raises SpecErrors, with
+    for; a run that its folder already holds does not need what only a first start does. With `here`, also report what this
+    machine lacks for the run's ranks (or for `count` ranks), with at most this severity. Raises SpecErrors, with
     everything that was found, if the file cannot be read as a run. Imports the user's own parts that the run names.
     """
     reading = files.read(request.file, overrides=request.overrides, saved=request.saved)

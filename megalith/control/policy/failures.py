@@ -56,7 +56,8 @@ def _after_fault_of_node(
 
 
 def hang(state: State, sign: signs.Hang, fleet: FleetSpec) -> Decision:
-    """Everybody waits for one. Who it is was judged from phases and collectives; if nobody can say, nobody is blamed."""
+    """Everybody waits for one. The hanging rank was inferred from phases and collectives; if these do not show it, no node is
+    blamed."""
     reason = f"no sign of life for {sign.silence:.3g} s (limit {sign.limit:.3g} s) in phase `{sign.phase}`"
     if sign.node is None:
         return after_failure(state, [], sign, fleet, key=f"hang in {sign.phase}", reason=reason)

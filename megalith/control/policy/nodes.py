@@ -16,7 +16,7 @@ Kept = TypeVar("Kept")
 
 
 def nodes_lost(state: State, sign: signs.NodesLost, fleet: FleetSpec) -> Decision:
-    """Machines that went away take the memory and disks of their slots along. A lost spare is only struck off."""
+    """If a machine is lost, so are the memory and disks of its slots. A lost spare is only struck off."""
     slots = tuple(slot for slot, node in enumerate(state.placement) if node in sign.nodes)
     gone = dict.fromkeys(sign.nodes, sign.time)
     spares = tuple(node for node in state.spares if node not in sign.nodes)

@@ -31,7 +31,7 @@ def evict(state: State, slot: int, sign: Sign, fleet: FleetSpec, *, because: str
 
 
 def blame(state: State, node: str, sign: Sign, fleet: FleetSpec) -> tuple[State, bool]:
-    """Note a fault against a node; whether it has had so many lately that it should go."""
+    """Count a fault of a node; return True if it had enough recent faults to be excluded."""
     since = sign.time - fleet.lemon_hours * HOUR
     times = (*(time for time in state.faults.get(node, ()) if time > since), sign.time)
     return replace(state, faults={**state.faults, node: times}), len(times) >= fleet.lemon_faults

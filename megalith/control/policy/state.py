@@ -59,7 +59,7 @@ class State:
 
 @dataclass(frozen=True)
 class Decision:
-    """Commands, in this order, and their reason. `blamed` is the node at fault, None when it is nobody's or unknown."""
+    """Commands, in this order, and their reason. `blamed` is the node at fault; None if there is none, or if it is unknown."""
 
     commands: tuple[Order, ...]
     state: State

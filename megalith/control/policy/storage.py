@@ -64,7 +64,7 @@ def save_works(state: State, sign: signs.SaveWorks, fleet: FleetSpec) -> Decisio
 
 
 def data_damaged(state: State, sign: signs.DataDamaged, fleet: FleetSpec) -> Decision:
-    """The reader has gone on with the other copy already, and does so again whenever it meets the damage: nobody else need do anything."""
+    """The reader already continues with another copy, and does so whenever it meets the damage, so no other action is needed."""
     if sign.other_copy is not None:
         if sign.error in state.damaged:
             return Decision((), state, f"shard {sign.shard}: known already")
@@ -85,8 +85,8 @@ def not_this_run(state: State, sign: signs.NotThisRun, fleet: FleetSpec) -> Deci
 
 
 def store_away(state: State, sign: signs.StoreAway, fleet: FleetSpec) -> Decision:
-    """Start again, each time after as long as the store has been away: whoever obeys waits for the path besides. Nobody is blamed, and no
-    start is counted; after `wait_limit` the run stops, to be started again."""
+    """Start again; each wait is as long as the store has been unavailable. The process that starts the ranks also waits for the
+    path. Nobody is blamed, and no start is counted; after `wait_limit` the run stops, to be started again."""
     since = sign.time if state.away is None else state.away
     gone = sign.time - since
     reason = f"{sign.path} cannot be used just now: {sign.error}"

@@ -86,7 +86,7 @@ def problems(spec: RunSpec, launch: Launch) -> list[str]:
     found += [f"environment: {name!r} is not the name of a variable. Use letters, digits and underscores" for name in wrong]
     if key.VARIABLE in launch.environment:
         found.append(
-            f"environment: {key.VARIABLE} would stand in the artefact for all to read. Leave it out: {key.FILE_VARIABLE} names a file"
+            f"environment: {key.VARIABLE} would be readable by all in the artefact. Leave it out: {key.FILE_VARIABLE} names a file"
         )
     return found
 

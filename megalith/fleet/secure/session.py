@@ -98,7 +98,7 @@ class ClientHandshake:
     def __init__(self, key: Key, greeting: bytes) -> None:
         """`greeting`: the server's GREETING_BYTES. Raises ValueError if it is no greeting."""
         if not greeting.startswith(MAGIC):
-            raise ValueError("who listens there is no store of a run")
+            raise ValueError("the process that listens there is not the store of a run")
         self._key, own = key, secrets.token_bytes(NONCE_BYTES)
         self._nonces = greeting[len(MAGIC) :] + own
         self.proof = own + key.mac("client", self._nonces)

@@ -1,4 +1,5 @@
-"""A process's connection to the store of its run. It has what `rendezvous.Store` asks for, and what torch asks of a store besides."""
+"""A process's connection to the store of its run. It has the methods of `rendezvous.Store`, and those that torch needs of a
+store."""
 
 import socket
 import threading

@@ -85,7 +85,8 @@ class SitesSpec(Spec):
         description='"HOST:PORT" of each site\'s first machine, by which the others reach it; default: all on this machine',
     )
     decides: NonNegativeInt | None = Field(
-        default=None, description="number of the site that others go on with; default: more than half of the sites must be there"
+        default=None,
+        description="number of a site that is enough for a quorum; default: more than half of the sites must be present",
     )
     grace: PositiveFloat | None = Field(
         default=None,

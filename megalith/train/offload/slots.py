@@ -177,7 +177,7 @@ class SlotFile:
                 raise self._failed(error, self._said(chunk)) from error
             if not moved:
                 raise StateFileError(
-                    errno.EIO, f"{self._said(chunk)} ends early: somebody cut the file off. It belongs to this run alone"
+                    errno.EIO, f"{self._said(chunk)} ends early: the file was truncated. It belongs to this run alone"
                 )
             done += moved
 

@@ -33,7 +33,9 @@ def try_rule(kind: str, spec: OptimizerSpec, *, away: bool = False) -> None:
         )
     at_once, anew = _updated(kind, spec, [slice(None)]), _updated(kind, spec, [slice(None)], anew=True)
     if not torch.equal(at_once, anew):
-        raise own.OwnPartError(f"{kind} gives another second update when its rule is made anew: keep what lasts in slots alone")
+        raise own.OwnPartError(
+            f"{kind} gives another second update after its rule is created again: keep lasting state only in slots"
+        )
     if row.unit == "element":
         halves = _updated(kind, spec, [slice(0, ROWS // 2), slice(ROWS // 2, ROWS)])
         if not torch.allclose(at_once, halves, rtol=1e-5, atol=1e-7):

@@ -282,7 +282,7 @@ class Council:
         while missing := set(verdict.merged) - self._there(verdict.fragment, verdict.sent).keys():
             if time.monotonic() - self._decided_at >= self.grace:
                 raise PeerGone(
-                    f"{_are(missing)} away from site {self.site}, and the others have merged what was sent after step {verdict.sent}"
+                    f"{_are(missing)} away from site {self.site}, and the others have merged the differences sent after step {verdict.sent}"
                 )
             if time.monotonic() - began >= seconds:
                 return False

@@ -67,7 +67,7 @@ class HeadClip:
         return tensor.rank() * heads // tensor.size()
 
     def clear(self) -> None:
-        """Forget what was seen: a step begins, or what was computed is lost."""
+        """Reset the maxima when a step begins or its results are dropped."""
         self._longest.zero_()
 
     @torch.no_grad()
