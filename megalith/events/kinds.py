@@ -88,7 +88,7 @@ class Step(Event):
 
     @property
     def left_out(self) -> int:
-        """Updates that the run has left out so far."""
+        """Updates that the run has skipped so far."""
         return 0 if self.updates is None else self.step - self.updates
 
 
@@ -205,8 +205,9 @@ class Spike(Event):
 
 @dataclass(frozen=True)
 class Rewound(Event):
-    """The run went back to the state after `to` steps, which undid `undone` updates, and goes on after step `step`. Samples `first` to
-    `last` are never read again. `tier`: where the copy was; `seconds`: to get it; `replayed`: steps computed once more to find the cause.
+    """The run went back to the state after `to` steps, which undid `undone` updates, and continues after step `step`. Samples
+    `first` to `last` are never read again. `tier`: where the copy was; `seconds`: to get it; `replayed`: steps computed once more
+    to find the cause.
     `left`: times that the run may still rewind."""
 
     kind: ClassVar[str] = "rewound"
@@ -341,7 +342,7 @@ class Incident(Event):
 
 @dataclass(frozen=True)
 class Recovery(Event):
-    """An incident is over: the ranks go on, `time` is when. `restored`: "step 12 in memory"; None when they went on in place."""
+    """An incident is over: the ranks continue at `time`. `restored`: "step 12 in memory"; None if they continued in place."""
 
     kind: ClassVar[str] = "recovery"
     incident: int

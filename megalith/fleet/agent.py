@@ -43,8 +43,8 @@ class Agent:
     """A node of a run. `order` is the engine's number for it, by which the first places are given out.
 
     `store` and `beating` are two connections to one store: a wait for one must not silence the other. `seconds` without reaching it
-    call `cut_off` in a thread, for a call to the store may never come back: it should end the process at once. `pieces` gives the
-    copies of the state that this node holds.
+    call `cut_off` in a thread, because a call to the store may never return: `cut_off` should end the process at once. `pieces`
+    gives the copies of the state that this node holds.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class Failure:
     """Something that ended wrongly. `rank` None: the fork server. `error` is one line, empty when there was no Python error.
 
     `traceback` is the evidence (of the Python error, or the last lines of the log), `code` the exit status it asks for, `status` how
-    its process ended, as in `Exit`. `hardware`: a device reported a fault of its own.
+    its process ended, as in `Exit`. `hardware`: a device reported its own fault.
     """
 
     rank: int | None

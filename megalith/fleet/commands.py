@@ -1,4 +1,4 @@
-"""The commands that the policy gives, and the notes it makes beside them. Plain values that survive JSON."""
+"""The commands and the notes of the policy. Plain values that survive JSON."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -40,7 +40,7 @@ class Place:
 def find(environment: Mapping[str, str] = os.environ) -> Place | None:
     """The place that our own supervisor, torchrun, Slurm's `srun` or a launcher that sets RANK gave this process.
 
-    None: nobody started this process as a rank, so it may start ranks of its own. That includes a batch script of Slurm's, a step
+    None: no launcher started this process as a rank, so it may start ranks. That includes a batch script of Slurm's, a step
     of one task and a world of one in plain variables, which are machines to run on rather than ranks.
     Raises ValueError if the environment is incomplete: otherwise each such process would train alone.
     """

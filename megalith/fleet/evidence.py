@@ -89,8 +89,8 @@ def dumps(
     """Ask processes for their stacks, wait until the `able` ones have written them to their logs, and read what all wrote.
 
     A rank of a training run also writes its position, a moment after its stack. Waiting for a rank without such an entry is in
-    vain. `waited` gives the seconds for which each process has waited for a processor. They do not count: a rank that cannot run
-    cannot answer, and would be blamed for the hang of another.
+    vain. `waited` returns the seconds for which each process has waited for a processor. They do not count: a rank that cannot
+    run cannot answer, and would be blamed for the hang of another.
     """
     before = {rank: size(log) for rank, log in logs.items()}
     expected, clock = list(able), _ProcessorClock(waited)

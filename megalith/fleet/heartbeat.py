@@ -113,8 +113,8 @@ class Heartbeat:
         return _unpack(self._memory[self._offset : self._offset + _USED]) or Beat()
 
     def beat(self, phase: str, step: int = -1, *, compute: float = 0.0, measured: Measured | None = None) -> None:
-        """Say "alive, in this phase of this step", and what is known of the newest step that was `measured`. The phase `ready` ends the
-        start-up; at most 32 bytes of a name are kept."""
+        """Report that the rank is alive in this phase of this step, and the figures of the newest `measured` step. The phase
+        `ready` ends the start-up; at most 32 bytes of a name are kept."""
         last = self.read()
         now = Beat(last.count + 1, time.time(), step, last.ready or phase == READY, phase, compute)
         if measured is not None:
@@ -150,7 +150,7 @@ class Heartbeats:
             return cls(path, mmap.mmap(file.fileno(), ranks * SLOT_BYTES), ranks)
 
     def read(self) -> list[Beat]:
-        """The last beat of each rank, in rank order. A slot that is being written just now gives the beat before."""
+        """The last beat of each rank, in rank order. A slot that is just being written returns the previous beat."""
         for rank in range(len(self._last)):
             offset = rank * SLOT_BYTES
             beat = _unpack(self._memory[offset : offset + _USED])

@@ -96,7 +96,7 @@ class LocalNodes:
 
     @property
     def memory(self) -> Path | None:
-        """Folder of the copies in memory: another one than before if somebody else has taken that one."""
+        """Folder of the copies in memory; a new one if another user has taken the old one."""
         return self._memory
 
     def _make_memory(self, memory: Path, names: Sequence[str]) -> None:
@@ -155,7 +155,7 @@ class LocalNodes:
                 self._make_memory(self._memory, self._there)
 
     def warm(self) -> None:
-        """Import what ranks need before there are any to start, and come back once that is done; `wait` tells if it failed."""
+        """Import the modules of ranks before any rank starts, and return once that is done; `wait` reports a failure."""
         assignment = self._assign(Generation("warm", self._names))
         processes = self._processes = STARTS[method()](assignment, preload=self._job.preload, secret=self._secret())
         end = time.monotonic() + self._job.start_timeout

@@ -121,8 +121,8 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
 class ForkServer:
     """Ranks as forks of `megalith.fleet.server`, which has imported `preload` and reports their ends.
 
-    It takes its environment, module path and lifeline from the first assignment. `secret`: variables that the ranks find besides, and
-    that no file may hold.
+    It takes its environment, module path and lifeline from the first assignment. `secret`: further variables for the ranks that
+    must not be in a file.
     """
 
     def __init__(

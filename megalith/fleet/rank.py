@@ -93,7 +93,7 @@ class Assignment:
         return self.folder / f"rank-{rank}.error.json"
 
     def variables(self, rank: int) -> dict[str, str]:
-        """Return the environment variables of `rank` besides those it inherits."""
+        """Return the environment variables of `rank` in addition to inherited ones."""
         fixed = {
             "RANK": rank,
             "WORLD_SIZE": self.ranks,

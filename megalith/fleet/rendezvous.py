@@ -48,8 +48,8 @@ def agree(store: Store, value: str, *, rank: int, world: int, seconds: float) ->
     """Rank 0's `value`, on every rank of this very start.
 
     An engine may start ranks again beside a store that lives on, and its own count of starts is no common one: agents of several
-    machines count apart. So each rank draws a word that nobody used before and rank 0 answers it: an answer to a fresh word cannot be
-    an old one. Rank 0 leaves when all have thanked it for this meeting, and meanwhile answers old words too, which nobody reads.
+    machines count apart. So each rank draws a fresh random word, and rank 0 answers it: the answer to a fresh word cannot be
+    stale. Rank 0 returns once all ranks have confirmed this meeting. Until then it also answers stale words, which no rank reads.
     Raises TimeoutError on rank 0, naming ranks that did not come within `seconds`; elsewhere whatever the store's `get` raises.
     """
     if rank:

@@ -33,7 +33,7 @@ class Unreachable(Reported):
 
 
 def report(sign: Sign, environment: Mapping[str, str] = os.environ) -> None:
-    """Tell the supervisor. Where nobody listens (ranks of another launcher) it is printed."""
+    """Tell the supervisor. Without a supervisor (ranks of another launcher) it is printed."""
     text = json.dumps(signs.dump(sign))
     folder = environment.get(REPORTS)
     if folder is None:
@@ -48,7 +48,7 @@ def report(sign: Sign, environment: Mapping[str, str] = os.environ) -> None:
 def refusing(*errors: type[Exception]) -> Iterator[None]:
     """End this rank if the block raises one of `errors`: the files do not belong to this run, and a restart would not help.
 
-    Where nobody listens (ranks of another launcher) the error itself goes on.
+    Without a supervisor (ranks of another launcher) the error is raised.
     """
     try:
         yield

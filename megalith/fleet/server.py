@@ -1,7 +1,7 @@
 """The fork server: imports what all ranks need once, then forks ranks in milliseconds, reaps them, and reports.
 
-It stays pristine: one thread, no process group, no store, no accelerator context. A fork of anything else inherits locks that
-nobody will release and threads that do not exist. Commands come on standard input and reports go to standard output, one JSON
+It stays pristine: one thread, no process group, no store, no accelerator context. A fork of any other process inherits locks that
+are never released and threads that do not exist. Commands come on standard input and reports go to standard output, one JSON
 object a line:
 
     {"prepare": {"path": [...], "preload": [...]}}   ->  {"prepared": seconds}  or  {"problem": text}

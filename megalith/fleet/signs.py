@@ -55,9 +55,10 @@ class RankFailed(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class Hang(Sign):
-    """No rank goes on. `slot` None: nobody is furthest behind, so nobody can be blamed. `limit` and `silence` in seconds.
+    """No rank goes on. `slot` None: no rank is furthest behind, so no node can be blamed. `limit` and `silence` in seconds.
 
-    `hardware`: the blamed node's machine is known to be broken. Only the simulator knows that of a hang: nobody asks the machine then.
+    `hardware`: the blamed node's machine is known to be broken. For a hang only the simulator knows this, because a run does not
+    ask the machine then.
     """
 
     kind: ClassVar[str] = "hang"
@@ -131,7 +132,7 @@ class CopyAway(Sign):
 class GradientWrong(Sign):
     """Two replicas got different gradients from the same microbatch. States up to `good_step` are known to be right.
 
-    One suspect: a third computation named it. Two: nobody could say which of them erred.
+    One suspect: a third computation named it. Two suspects: it is unknown which of them erred.
     """
 
     kind: ClassVar[str] = "gradient_wrong"
@@ -154,7 +155,7 @@ class Straggler(Sign):
 
 @dataclass(frozen=True, kw_only=True)
 class Preempted(Sign):
-    """The scheduler takes a node away, in `grace` seconds. `rank`: one of its ranks was told, None: the node itself."""
+    """The scheduler takes a node away, in `grace` seconds. `rank`: the rank that got the signal; None: the node itself."""
 
     kind: ClassVar[str] = "preempted"
     node: str
@@ -268,8 +269,8 @@ def signature(text: str) -> str:
 
 
 def of_failure(failure: Failure, *, time: float, step: int, slot: int, node: str) -> RankFailed:
-    """The sign that a rank's end is. A Python error of its own is the program's, unless it tells of a device's fault, and anything else
-    the node's, until others say more."""
+    """The sign that a rank's end is. A rank's own Python error counts as the program's, unless it reports a device fault.
+    Anything else counts as the node's until there is more evidence."""
     what = failure.error or failure.reason
     return RankFailed(
         time=time,

@@ -88,7 +88,7 @@ class Running(NamedTuple):
         )
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """Merge what other keys give; in place."""
+        """Merge the output and log-sum-exp of other keys in place."""
         total = torch.logaddexp(self.lse, lse)
         self.out.mul_((self.lse - total).exp_().unsqueeze(-1))
         self.out.add_(out * (lse - total).exp_().unsqueeze(-1))

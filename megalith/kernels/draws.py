@@ -54,7 +54,7 @@ def working_on(tokens: Tokens | None) -> Iterator[None]:
 
 
 def tokens_at_work() -> Tokens | None:
-    """Return the tokens that this process works on now; None: nobody said which."""
+    """Return the tokens that this process works on now; None if not set."""
     return _tokens
 
 

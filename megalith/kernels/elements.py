@@ -58,9 +58,10 @@ def spacing(values: Tensor, element: Element) -> Tensor:
 
 def rounded(values: Tensor, element: Element, draws: Tensor | None = None) -> Tensor:
     """The number of the format that stands for each of `values` (fp32): the nearest, of two as near the one whose last bit is 0, and at
-    most the largest. NaN stays NaN; an infinity becomes the largest number, so whoever calls this looks for it first.
+    most the largest. NaN stays NaN; an infinity becomes the largest number, so callers must check for infinities first.
 
-    With `draws`, uniform in [0, 1), stochastically: to one of the two neighbours, to each as often as the other is far away.
+    With `draws`, uniform in [0, 1), rounding is stochastic: to one of the two neighbours, with probabilities that make the mean
+    exact.
     """
     held = values.clamp(-element.largest, element.largest)  # keeps NaN
     step = spacing(held, element)

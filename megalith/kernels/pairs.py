@@ -1,7 +1,7 @@
 """Visible keys of each query, cut into whole rectangles and triangles. Pure arithmetic on positions: no mask is ever made.
 
-A token sees itself and the tokens of its document before it, or the last `window` of them. What a set of queries sees of a set of keys
-is then a staircase, and a staircase is made of rectangles and triangles, which attention kernels compute at full speed.
+A token sees itself and the tokens of its document before it, or the last `window` of them. The mask between a set of queries and
+a set of keys is then a staircase. It consists of rectangles and triangles, which attention kernels compute at full speed.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """a b of matrices, in bf16 also on processors that have no instructions for it, and in fp16 on every processor.
 
-There torch's bf16 products take many times as long as those in fp32, and so do its fp16 products (benchmarks/parts.py). The same product
-is then made of the factors in fp32, which hold all that they say, and rounded once: what native instructions do as well. For fp16 this is
+There torch's bf16 products take many times as long as those in fp32, and so do its fp16 products (benchmarks/parts.py). The same
+product is then computed from the factors in fp32, which is exact, and rounded once, as native instructions do. For fp16 this is
 the definition on a CPU. Counters of operations see one product and its result, and no other operation or tensor.
 """
 

@@ -1,4 +1,5 @@
-"""May this machine begin, and may it come back? A quick look before a first start; all checks before a node returns that was taken out."""
+"""Checks of a machine before a start, and before it returns from quarantine. A quick look before a first start; all checks before
+a node returns that was taken out."""
 
 import json
 import platform
@@ -81,8 +82,8 @@ def before_return(folder: Path, *, burn_in: Sequence[str] = (), seconds: float =
 
 
 def burnt(command: Sequence[str], *, seconds: float) -> list[Finding]:
-    """The findings of a burn-in in a process of its own, for it needs torch. A burn-in without output, or without output in time,
-    fails."""
+    """The findings of a burn-in, which runs in a separate process because it needs torch. A burn-in without output, or without
+    output in time, fails."""
     check, limit = "burn-in", f"done within {seconds:g} s"
     way_out = "`megalith doctor` on this machine shows more"
     try:

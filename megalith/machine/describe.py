@@ -14,7 +14,7 @@ from megalith.machine import capacity
 
 GIB = 2.0**30
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16", "svebf16")
-"""Names by which Linux tells that a processor multiplies bf16: Intel's and AMD's, then ARM's."""
+"""Linux's names for a processor's bf16 multiplication: Intel's and AMD's, then ARM's."""
 AMPERE = 8.0
 """The first compute capability whose tensor cores take bf16."""
 QUERY = "name,memory.total,compute_cap,driver_version"
@@ -119,7 +119,7 @@ def processor(proc: Path = capacity.PROC) -> tuple[str, bool | None]:
 
 
 def read_gpus(text: str) -> list[GpuModel]:
-    """Return the GPUs that `nvidia-smi --query-gpu` printed as CSV without units; lines that are none are left out."""
+    """Return the GPUs that `nvidia-smi --query-gpu` printed as CSV without units; other lines are left out."""
     found = list[GpuModel]()
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]

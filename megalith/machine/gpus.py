@@ -32,7 +32,8 @@ HARDWARE = {
     120: "the GPU's system processor failed",
     140: "unrecovered ECC error",
 }
-"""The numbers of Xid messages that tell of the device. The many other codes can also come from a program, or report a repair."""
+"""Numbers of the Xid messages that report a fault of the device. The many other codes can also come from a program, or report a
+repair."""
 
 
 def doctor(*, diagnose: bool = True) -> list[Finding]:

@@ -18,7 +18,7 @@ _ROUTE = 0  # NETLINK_ROUTE
 
 
 def named(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The interface that ranks are told to communicate by; None where none, or more than one, is named."""
+    """The interface set for the ranks' communication; None if none or several are named."""
     name = next((environment[variable] for variable in NAMES if environment.get(variable)), "")
     return name if name in {known for _, known in socket.if_nameindex()} else None
 

@@ -71,8 +71,8 @@ class Output(nn.Module):
 
 
 class Ahead(nn.Module):
-    """One depth of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): what the depth before made of each token and
-    the embedding of a token further on, through one more block. The embedding's table is the model's own."""
+    """One depth of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): the previous depth's output for each
+    token and the embedding of a later token pass through one more block. The embedding's table is the model's own."""
 
     def __init__(self, dim: int, spec: AheadSpec, embedding: EmbeddingSpec, rope_slot: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Ahead(nn.Module):
         self.norm = norm(dim, spec.block.norm)
 
     def forward(self, hidden: Float[Tensor, "batch seq dim"], tokens: Tensor, batch: Batch) -> Float[Tensor, "batch seq dim"]:
-        """`hidden` is normalised, as the output takes it; so is what comes out. `tokens` [batch, seq] are those further on."""
+        """`hidden` is normalised, as the output takes it; so is what comes out. `tokens` [batch, seq] are the later tokens."""
         embedded = self.norm_embedding(self.embedding(tokens, batch))
         x = torch.cat((embedded, self.norm_hidden(hidden)), dim=-1)  # in the order of the released weights
         return self.norm(self.block(self.project(x), batch))

@@ -9,7 +9,8 @@ from megalith.kernels.multiply import Multiply
 class Linear(nn.Linear):
     """torch's linear layer, except that `multiply` computes its products: a seam, which recipes and overlap swap. No bias unless asked for.
 
-    A copy that holds a share of a layer may compute the outputs `rows` alone, or leave the bias to whoever adds up its partial sums.
+    A copy that holds a share of a layer may compute the outputs `rows` alone, or leave the bias to the function that adds up its
+    partial sums.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:

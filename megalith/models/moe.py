@@ -70,7 +70,7 @@ class Traffic:
 
 
 class Exchange(Protocol):
-    """How tokens reach the experts and come back."""
+    """Dispatch of tokens to experts, and combination of the results."""
 
     def enter(self, x: Tensor) -> Tensor:
         """Select the tokens of [batch, seq, ...] that this rank sends to the experts. Differentiable."""
@@ -105,7 +105,7 @@ class Exchange(Protocol):
         ...
 
     def run(self, experts: Experts, rows: Tensor, traffic: Traffic) -> Tensor:
-        """The experts this rank holds on the rows that arrived; results in the order in which those came."""
+        """Apply this rank's experts to the received rows; the results have the order of the rows."""
         ...
 
 
@@ -176,7 +176,7 @@ class _Packed(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Deal:
-    """One microbatch's tokens on their way: the order they are sent in, the weights of what comes back, and how much goes where."""
+    """One microbatch's tokens in flight: their order, the weights of the results, and the counts for each rank."""
 
     order: Order
     weights: Tensor  # [tokens sent, active], fp32
@@ -189,7 +189,7 @@ class Moe(nn.Module):
 
     The steps of `forward`, for an executor that runs each in an autograd graph of its own and other work while rows travel:
     `route`, `enter` and `deal` (attention's side), `start_dispatch`, `run` (the experts), `exchange.start_combine`, `leave`;
-    `common` whenever there is time. The backward of one way is the other way with gradients.
+    `common` whenever there is time. The backward of a dispatch is a combine of gradients, and vice versa.
     """
 
     def __init__(self, dim: int, spec: MoeSpec) -> None:

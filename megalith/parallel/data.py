@@ -255,7 +255,7 @@ class Bucket:
         self.whole, self._arriving = True, None
 
     def free(self) -> None:
-        """Drop the whole weights, and those on their way."""
+        """Free the unsharded weights, and those being gathered."""
         if self._arriving is not None:
             work, _ = self._arriving
             if work is not None:

@@ -3,8 +3,8 @@ dependent computation via decomposition", ASPLOS).
 
 What the boundary of a split module does all at once is done inside its first and its last products. First: pieces of the sequence are
 gathered, and each is multiplied when it is here, while later ones travel. Last: each piece of the product is reduced as soon as
-it is computed. Backward is the other way round; and while the last piece of the input's gradient is on its way, that of the
-weights is computed. The same bytes travel, in more calls.
+it is computed. Backward does the reverse. While the last piece of the input's gradient is in flight, the weight gradient is
+computed. The same bytes travel, in more calls.
 """
 
 from collections.abc import Callable, Sequence

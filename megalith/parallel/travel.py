@@ -1,8 +1,8 @@
 """A block whose tokens travel to their experts, as graphs with the journeys between them.
 
 Attention and routing, the shared expert, the experts, and the sum are an autograd graph each. While rows are on their way, an executor runs
-something else: the other microbatch of an overlap, or at least the shared expert. A backward makes the same journeys with gradients, the
-other way round.
+something else: the other microbatch of an overlap, or at least the shared expert. A backward dispatches and combines gradients in
+the reverse order.
 
 Dispatched rows are the largest tensors, so only the received rows of a microbatch in flight are kept, for the gradients of the
 experts' weights. Combined results are not kept, although the gradients of the routing weights need them: each weight is sent with

@@ -12,7 +12,7 @@ from megalith.spec.cluster import ClusterSpec
 from megalith.spec.problem import Problem, SpecErrors
 
 MODELS = ("llama3.2-1b", "llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "dense-2t")
-"""Looked at if nobody names others."""
+"""Default models of a map."""
 
 SPACE = Space(microbatches=(1, 2, 4), most_chunks=4, again=(), offload=())
 """A map has many squares, and each is a search; it shows only what the trainer runs."""

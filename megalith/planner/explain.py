@@ -15,7 +15,7 @@ from megalith.spec.sizes import own_tensors
 
 @dataclass(frozen=True)
 class Neighbour:
-    """One thing changed, and what that does."""
+    """One change of the plan, and its effect."""
 
     change: str
     """Such as "tensor 8 -> 4"."""

@@ -10,7 +10,7 @@ TERMS = {
 """A term of a predicted step -> the kinds of measured time that it covers."""
 
 NOTABLE = 0.01
-"""Share of a step below which a difference or a gain is none."""
+"""Share of a step below which a difference or a gain counts as zero."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megalith.spec.plan import Plan
 from megalith.spec.problem import Problem
 
 GAINED = 1e-3
-"""Share of a step below which a difference is none."""
+"""Share of a step below which a difference counts as zero."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ REMEDIES: Mapping[str, Callable[[Plan, Asked], Followed]] = {
 
 
 def prices(asked: Asked, plan: Plan) -> tuple[Price, ...]:
-    """Each broken rule that has a price, the dearest first; of several ways to follow it the fastest that fits."""
+    """Each broken rule that has a price, the most expensive first; if a rule can be followed in several ways, the fastest that
+    fits."""
     found = check(asked.run.model_copy(update={"plan": plan}), files=False)
     advice = [problem for problem in found if problem.severity == "advice" and problem.key in REMEDIES]
     scorer = Scorer(calibration())

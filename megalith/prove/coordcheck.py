@@ -78,7 +78,7 @@ class Checked:
 def sized(model: Model, axis: Axis, size: int, base: int, parametrization: Parametrization) -> Model:
     """Return the model with another width or number of blocks, parametrized from `base` (a width or a number of blocks).
 
-    Raises ValueError where the heads do not come out whole.
+    Raises ValueError if the number of heads is not whole.
     """
     changes: dict[str, Any] = {"parametrization": parametrization}
     changes |= {"base_dim": None, "base_layers": None}

@@ -258,7 +258,7 @@ def check_place(place: Place, own: Sequence[Finding], *, burn_in_seconds: float,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Burn in this machine's devices, and say the findings as JSON. It ends with whoever started it."""
+    """Burn in this machine's devices, and say the findings as JSON. It ends with the process that started it."""
     lifeline.die_with_parent(os.getppid())
     parser = argparse.ArgumentParser(prog="python -m megalith.prove.doctor", description="Burn in this machine's devices.")
     parser.add_argument("--seconds", type=float, default=2.0)

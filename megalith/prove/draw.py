@@ -29,7 +29,7 @@ SAMPLES = 8
 """Samples of a global batch: a rank's are two microbatches, in a pipeline four, or two for four data ranks."""
 
 PHASES = ({"begin": SAMPLES, "global_batch": 2 * SAMPLES}, {"begin": 3 * SAMPLES, "global_batch": SAMPLES, "seq_len": 24})
-"""Each of three steps is of a phase of its own."""
+"""Each of the three steps is in a different phase."""
 
 Axes = Mapping[str, Mapping[str, dict[str, Any]]]
 

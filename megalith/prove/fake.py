@@ -39,8 +39,8 @@ def groups_of(world: int, *, rank: int) -> Iterator[None]:
 
 
 class Fakes(FakeTensorMode):
-    """Inside, tensors have no data. Those on the meta device stay as they are: torch cannot give a fake module's parameters to another
-    device. Where data would decide, an answer is given that is always the same.
+    """Inside, tensors have no data. Modules on the meta device do not change, because torch cannot move a fake module's
+    parameters to another device. Where data would decide, an answer is given that is always the same.
 
     A mode of torch's with three more lines, rather than a mode above it: every operation, and every look at a device, passes each mode.
     """

@@ -1,4 +1,4 @@
-"""Whether a rank's memory fits its device, and which changes would make it fit: arithmetic on the counts of a dry run."""
+"""Check of a rank's memory against its device, with changes that would make it fit: arithmetic on the counts of a dry run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

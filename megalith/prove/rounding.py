@@ -1,9 +1,9 @@
 """Compare a run in a rounded precision with one process in the same precision, both measured from one process in fp32.
 
-In bf16 a plan's numbers are not those of one process: each rounds to 8 bits where its own partial sums end. One process in bf16 lies some
-way from fp32: a hundredth of a gradient, a few hundred roundings that mostly cancel out. A plan rounds about as often (it adds
-only the partial sums of a few ranks), so its distance from the exact result is similar, in another direction. Its distance
-therefore detects errors larger than rounding: a missing reduction, a shifted tensor.
+In bf16, a plan's numbers differ from those of one process, because each rounds its own partial sums to 8 bits. One process in
+bf16 lies some way from fp32: a hundredth of a gradient, a few hundred roundings that mostly cancel out. A plan rounds about as
+often (it adds only the partial sums of a few ranks), so its distance from the exact result is similar, in another direction. Its
+distance therefore detects errors larger than rounding: a missing reduction, a shifted tensor.
 
 Less is found where rounding cancels out. Along one process's own gradient thousands of roundings become one number, the factor by which the
 gradient is longer, and it is 1 within a thousandth. So is the weight that each microbatch has in the sum of their gradients.

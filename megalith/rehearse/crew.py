@@ -21,7 +21,7 @@ Begin = Callable[[Sequence[str], Mapping[str, str]], "subprocess.Popen[bytes]"]
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 @dataclass
 class Crew:
-    """The machines `names`, which meet at `port`. `unexplained`: ends of agents that nobody's signal explains."""
+    """The machines `names`, which meet at `port`. `unexplained`: ends of agents without a signal from this process."""
 
     names: tuple[str, ...]
     repair_seconds: float

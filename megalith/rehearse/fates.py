@@ -48,11 +48,11 @@ _OfRank = signs.RankFailed | signs.Hang | signs.Nonfinite | signs.StateCorrupt |
 
 @dataclass(frozen=True)
 class Fate:
-    """Fate of one fault. Seconds; None: not known. `blamed` None: nobody is to be blamed.
+    """Fate of one fault. Seconds; None: not known. `blamed` None: no node is at fault.
 
     `interrupted`: the supervisor was killed before the run went on, which the next one's start is counted for.
     `among`: its node was named, and others with it. `hidden`: the incident is another fault's: it has another cause than this kind is
-    seen as, or came for several faults at once and names another. The run went on from both; only that is known of this one.
+    seen as, or came for several faults at once and names another. The run resumed from both; nothing else is known of this fault.
     """
 
     injection: Injection
@@ -68,12 +68,12 @@ class Fate:
 
     @property
     def own_recovery(self) -> float | None:
-        """Seconds that the run itself took to go on."""
+        """Seconds that the run itself took to resume."""
         return None if self.interrupted else self.recovery
 
     @property
     def handled(self) -> bool:
-        """It came, was seen, and the run went on."""
+        """The fault was injected and detected, and the run resumed."""
         return self.came is not None and self.recovery is not None
 
     @property
@@ -84,7 +84,7 @@ class Fate:
 
 @dataclass(frozen=True)
 class FalseAlarm:
-    """An incident that no fault explains. `seconds` until the run went on, None: it did not; `lost_steps` were done again."""
+    """An incident that no fault explains. `seconds` until the run resumed, None if it did not; `lost_steps` were repeated."""
 
     incident: int
     cause: str

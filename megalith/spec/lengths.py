@@ -1,4 +1,5 @@
-"""Lengths that a run file gives in steps, samples or tokens ("500M tokens"), turned into what the run counts in: once, without torch.
+"""Lengths that a run file gives in steps, samples or tokens ("500M tokens"), converted once, without torch, to the run's own
+units.
 
 Points of a ramp and phases become samples, which data order follows; the rest become steps, which the learning rate follows, of a run
 that leaves out no update.

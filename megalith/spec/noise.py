@@ -29,7 +29,8 @@ def estimate(*, small: float, large: float, part: float, batch: float) -> Noise:
 
 
 def parts(plan: Plan, microbatches: int) -> int:
-    """Return from how many parts, each of other sequences, a step's gradients are added up by a reduction; 1: they cannot be told apart."""
+    """Return the number of partial gradients, each from other sequences, that a reduction sums in a step; 1 if there are none to
+    compare."""
     if plan.context > 1:
         return 1
     each = microbatches if plan.zero >= 2 and plan.sides == 1 else 1

@@ -94,7 +94,7 @@ class Phases:
         return cls(tuple(found))
 
     def at(self, samples: int) -> Phase:
-        """The phase of the step that begins when so many samples are consumed."""
+        """The phase of the step that begins after this many consumed samples."""
         return next(phase for phase in reversed(self.all) if phase.first <= samples)
 
     @cached_property
@@ -113,7 +113,7 @@ class Phases:
         return tuple(found)
 
     def begun(self, samples: int) -> tuple[Phase, ...]:
-        """The phases that have begun when so many samples are consumed."""
+        """The phases that have begun after this many consumed samples."""
         return tuple(phase for phase in self.all if phase.number == 0 or phase.first < samples)
 
     def after(self, samples: int, steps: int) -> int:

@@ -11,7 +11,7 @@ OLD = "optimizer.min_lr"
 
 
 def take(tree: dict[str, Any], source: Callable[[str], str]) -> Iterator[Problem]:
-    """Take old keys out of a tree of values, and yield the problem that each is. `source(key)` tells where a value came from.
+    """Take old keys out of a tree of values, and yield the problem that each is. `source(key)` returns the origin of a value.
 
     `optimizer.min_lr` was a share of `lr`, which most trainers call a ratio; under the name `min_lr` they expect a learning rate.
     """

@@ -231,7 +231,7 @@ ANSWERS = ("skip", "rewind", "lower", "stop")
 
 
 class StabilitySpec(Spec):
-    """How a run answers a step whose numbers cannot be used, or are far outside what they were."""
+    """A run's response to a step whose numbers are not finite, or far outside the usual range."""
 
     not_finite: Literal["stop", "skip"] = Field(
         default="stop", description="loss or gradients that are NaN or infinite: end the run, or skip the update"
@@ -307,7 +307,7 @@ SINKS = ("tensorboard", *SERVED)
 
 
 class LogSpec(Spec):
-    """Output besides the event log."""
+    """Output in addition to the event log."""
 
     tensorboard: bool = Field(default=False, description="also log to TensorBoard (needs the extra `tensorboard`)")
     wandb: bool = Field(default=False, description="also log to Weights & Biases (needs the extra `wandb`)")
@@ -332,12 +332,12 @@ FOLLOWING: dict[type[Spec], tuple[str, ...]] = {
     LaunchSpec: ("start_timeout",),
     FleetSpec: ("node_timeout", "hang_floor", "wait_limit"),
 }
-"""Limits that follow `launch.timeout` where nobody sets them: twice the default of it, twice their defaults. They never shrink:
+"""Limits that are scaled with `launch.timeout` unless set: twice its default gives twice their defaults. They never shrink:
 the longest normal silence of a busy machine does not depend on how early a user wants a report."""
 
 
 class RunSpec(Spec):
-    """A whole run. Nothing else decides what is computed."""
+    """A whole run. Only these keys determine the computation."""
 
     name: str = "run"
     cluster: str = Field(

@@ -10,7 +10,7 @@ from megalith.spec.fleet import FleetSpec
 
 
 class TierSeconds(Spec):
-    """Seconds by tier of copies; what is not said stays as it is."""
+    """Seconds by tier of copies; tiers not given keep their values."""
 
     memory: NonNegativeFloat | None = None
     buddy: NonNegativeFloat | None = None

@@ -104,7 +104,7 @@ def bytes_each(slots: Iterable[Slot]) -> float:
 
 
 def lasting(slots: Iterable[Slot]) -> tuple[Slot, ...]:
-    """Return the slots that training resumes from: what a checkpoint holds and an update changes."""
+    """Return the slots that training resumes from: those that a checkpoint holds and an update changes."""
     return tuple(slot for slot in slots if slot.lasting)
 
 

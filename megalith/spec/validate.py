@@ -79,7 +79,8 @@ class Examined(Generic[S]):
 
 
 def validate(tree: Tree, spec: type[S], *, source: Callable[[str], str]) -> S:
-    """The spec a tree of TOML values describes. `source(key)` tells where a value came from. Raises SpecErrors with every problem."""
+    """The spec a tree of TOML values describes. `source(key)` returns the origin of a value. Raises SpecErrors with every
+    problem."""
     found = examine(tree, spec, source=source)
     if found.problems:
         raise SpecErrors(found.problems)

@@ -81,8 +81,8 @@ def directs(place: Place | None) -> bool:
 
 
 def serve_node(host: Host, place: Place | None) -> int:
-    """Run as a machine of a run that another process directs, and return the run's exit status. Raises ValueError where nothing
-    says how to meet, NoKey where nothing gives the run's key, WrongKey where it is another than the store's."""
+    """Run as a machine of a run that another process directs, and return the run's exit status. Raises ValueError without
+    settings for the meeting, NoKey without the run's key, WrongKey if it differs from the store's."""
     if MEETING in os.environ:
         _take_key(host, os.environ[MEETING])
         return _serve(host, os.environ[MEETING], order=sys.maxsize, cut_off=_begin_anew)
@@ -127,9 +127,9 @@ def direct(
 ) -> Outcome:
     """Serve the store, run this node's own agent beside it, and direct the run to its end, as the owner of its folder.
 
-    Must be called while there is one thread: the store's process and the agent are forked from this one. Raises TimeoutError when too
-    few nodes come, NoKey where several machines have no key, OSError where nobody can listen at the address, and LeaseError if this
-    process owns the folder no more.
+    Must be called while there is one thread: the store's process and the agent are forked from this one. Raises TimeoutError if
+    too few nodes join, NoKey if several machines have no key, OSError if the address is unusable, and LeaseError if this process
+    no longer owns the folder.
     """
     known = _take_key(host, place.store, alone=place.world == 1)
     address, _, port = place.store.rpartition(":")

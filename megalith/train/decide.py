@@ -1,7 +1,7 @@
 """Decision about a step's update: a pure function of numbers that all ranks have, so that all ranks decide alike.
 
-The plain step and post-validation both call `decide` and carry out its decision. Clipping is a factor; numbers that are not
-finite are computed again, left out, or end the run; a spike is answered by the ladder of `stability.answers`. Each reason is a
+The plain step and post-validation both call `decide` and carry out its decision. Clipping is a factor; a step with non-finite
+numbers is repeated, skipped, or ends the run; a spike triggers the responses in `stability.answers`, in order. Each reason is a
 function from vitals to a decision, or to None if it has nothing to say.
 """
 
@@ -29,7 +29,7 @@ class Vitals:
     updates: int = 0
     """Made so far."""
     skipped: int = 0
-    """Updates that the run has left out so far because numbers were not finite."""
+    """Updates that the run has skipped so far because numbers were not finite."""
     tries: int = 0
     """How often this step was computed before, with numbers that were not finite or outside their bands."""
     repeatable: bool = False
@@ -84,8 +84,8 @@ class Skip:
 
 @dataclass(frozen=True)
 class Rewind:
-    """Go back to the newest copy of at most `at_most` steps, and leave out the updates made since. Samples stay consumed, so steps and
-    samples go on as if each of those updates had been left out. `otherwise`: what to do if there is no such copy."""
+    """Go back to the newest copy of at most `at_most` steps, and leave out the updates made since. Samples stay consumed, so
+    steps and samples continue as if each of those updates had been skipped. `otherwise`: what to do if there is no such copy."""
 
     reason: str
     at_most: int

@@ -16,8 +16,8 @@ from megalith.train.join import choose_device
 
 
 def load_model(path: Path, *, device: torch.device) -> Stage:
-    """The whole model of the newest intact checkpoint that `path` means, in fp32. Raises own.OwnPartError for own parts that nobody
-    imported."""
+    """The whole model of the newest intact checkpoint that `path` means, in fp32. Raises own.OwnPartError for own parts that were
+    not imported."""
     sizes = families.read(folder.read_manifest(path).meta["spec"]["model"])
     parts.need(sizes)
     spec = sizes.build()

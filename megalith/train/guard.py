@@ -103,7 +103,7 @@ class Guard:
                 self.replicas.start(self._whole(known))
 
     def skipped(self, trainer: Trainer, step: int) -> None:
-        """The state must be what it was before the step; it is known by the next step's number from now on."""
+        """Check that the state is the one before the step, and record it under the next step's number."""
         if self.fleet.digest and (known := self._digests.get(step)) is not None:
             self.look(step)
             self._digests = {step: known, step + 1: known}
@@ -114,7 +114,7 @@ class Guard:
         """No-op."""
 
     def look(self, step: int) -> None:
-        """The state after `step` steps must be what the last update left; told and raised (Reported) if it is not.
+        """Check that the state after `step` steps is the last update's result; else report it and raise Reported.
 
         Also call this before the state is saved: a checkpoint of an altered state would pass its own digests.
         """
@@ -159,8 +159,8 @@ class Guard:
         self._together(sign, f"step {step + 1}: ranks {ranks} {found.text}", reporter=reporter)
 
     def rerun(self, step: int) -> None:
-        """Report that a gradient of the step is not finite, and put everything back to where the step began: computed again it gives the
-        same bits, if the first time was an accident."""
+        """Report that a gradient of the step is not finite, and restore the state at the start of the step. After a transient
+        error, a repeated step then has the right bits."""
         origin = self._origin()
         if self.seat.rank == (origin or 0):
             self.report(self._nonfinite(step, origin, "not asked"))
@@ -196,7 +196,8 @@ class Guard:
         return Nonfinite(**here, name=bad[0] if bad else "no single parameter", elsewhere=elsewhere)
 
     def blame(self, error: NotFinite, step: int) -> None:
-        """Report a gradient that was not finite twice, and whether another replica gets it too. Raises Reported if somebody listens."""
+        """Report a gradient that was not finite twice, and whether another replica gets it too. Raises Reported if there is a
+        supervisor."""
         origin = self._origin()
         sign = self._nonfinite(step, origin, "reproduced" if origin is None else self._elsewhere(step, origin))
         self._together(sign, str(error), reporter=origin or 0)

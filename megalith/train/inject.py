@@ -63,7 +63,7 @@ class Injector:
         """The update has been made."""
 
     def skipped(self, trainer: Trainer, step: int) -> None:
-        """The update was left out."""
+        """The update was skipped."""
 
     def resting(self, trainer: Trainer, step: int) -> None:
         """It has been looked at; the state rests until the next step."""

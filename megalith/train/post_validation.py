@@ -4,8 +4,8 @@ section 4).
 The norm decides whether gradients are clipped, and needs every rank's last backward: waiting for it between two steps puts all ranks at
 one point of time, and a schedule that fills its bubble with the next step's forwards (ZB-H2) has nothing left to gain. Most steps neither
 clip nor diverge. So each rank updates as if this one did not, runs the next forwards, and looks at the norm before its first backward.
-What was kept is put back, bit for bit, if the guess was wrong, and the forwards run again: results never differ from those of a
-synchronous run.
+If the guess was wrong, the saved tensors are restored bit for bit, and the forwards run again, so results never differ from those
+of a synchronous run.
 """
 
 import time
@@ -39,7 +39,7 @@ from megalith.train.tally import NO_OUTCOME, Accumulated, Balance, Gathering, Ma
 
 
 class Undone(Exception):  # noqa: N818  # it says what was done
-    """An update was undone, since its numbers are not finite or far outside what they were; its step is to be computed again."""
+    """An update was undone because its numbers are not finite or far outside the usual range; its step must be computed again."""
 
     def __init__(self, before: Before) -> None:
         super().__init__(before.reason)
@@ -47,7 +47,8 @@ class Undone(Exception):  # noqa: N818  # it says what was done
 
 
 class Unchecked:
-    """A step's update, made before all ranks' totals are known. Until they are, it keeps the gradients, and copies of what it changed."""
+    """A step's update, made before all ranks' totals are known. Until then it keeps the gradients, and copies of the tensors that
+    it changed."""
 
     totals: Totals  # once it is checked, as are
     decision: Decision
@@ -100,7 +101,8 @@ class Unchecked:
 
     @torch.no_grad()
     def correct(self) -> None:
-        """Undo the update, then do what was decided. Raises gradients.NotFinite, or Undone if the step is to be computed again."""
+        """Undo the update, then carry out the decision. Raises gradients.NotFinite, or Undone if the step is to be computed
+        again."""
         torch._foreach_copy_(self.trainer.state.changed(), self._before)
         for norms, before in zip(self.trainer.state.usual.values(), self._usual_before, strict=True):
             norms.copy_(before)

@@ -18,7 +18,8 @@ from megalith.train.state import like
 
 
 def receive(trainer: Trainer, load: Callable[[Wanted], Loaded | None], warn: Warn = silent) -> Loaded | None:
-    """Fill a trainer's state by `load`, and convert the moments that were saved in another number format. `warn` is told once of those."""
+    """Fill a trainer's state by `load`, and convert the moments that were saved in another number format. `warn` is called once
+    for these."""
     received = _Received(trainer)
     loaded = load(received.wanted)
     if loaded is not None and received.scratch:

@@ -2,8 +2,8 @@
 
 A wrong gradient is the same on every rank once it is reduced, so no comparison of states finds it. Before the reduction it can be
 compared with what another data replica gets from the same samples: the same weights, kernels and order give the same bits. Faults that
-persist are found within `verify_every` steps; an error that happened once is found only if it fell into what is compared: with
-`verify = "all"` that is the whole step, with `"one"` nothing that training uses. With one data rank everybody can but repeat itself, which
+persist are found within `verify_every` steps; a one-off error is found only if it hits the compared computation: the whole step
+with `verify = "all"`, and with `"one"` nothing that training uses. With one data rank everybody can but repeat itself, which
 finds what comes and goes, and not a fault that errs alike each time. (Silent data corruption in training: arXiv:2502.12340, 2604.00726.)
 """
 
@@ -70,15 +70,15 @@ class Probe:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Ranks whose gradients others did not get. `suspects`: one where a further computation told, else both; none: nothing could be
-    compared, since some gradient is not finite."""
+    """Ranks whose gradients others did not get. `suspects`: one if a further computation identified it, else both; empty if a
+    non-finite gradient prevented the comparison."""
 
     suspects: tuple[int, ...]
     text: str
 
 
 class Recomputer:
-    """Computes gradients again. Built by all ranks together, since it has message lanes of its own."""
+    """Computes gradients again. Built by all ranks together, because it creates its own message lanes."""
 
     def __init__(self, trainer: Trainer, probe: Probe, *, read: Read, microbatches: Literal["one", "all"]) -> None:
         self.trainer, self.probe, self.read, self.whole = trainer, probe, read, microbatches == "all"

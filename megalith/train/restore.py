@@ -40,7 +40,7 @@ from megalith.train.stability.history import History
 
 
 class OtherRunError(ValueError):
-    """The checkpoint to go on from is another run's."""
+    """The checkpoint to resume from belongs to another run."""
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ HOPELESS = tuple(int(code) for code, meaning in MEANINGS.items() if not meaning.
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run is started, besides what its RunSpec says. Paths are those on the machines, and shared by them.
+    """How a run is started, in addition to its RunSpec. Paths are those on the machines, and shared by them.
 
     `ranks_per_node` ranks run on each node, which gives the number of nodes. `agent`: torchrun starts one agent a node, which starts the
-    ranks itself; else every rank. `spares` are nodes beyond those (only agents know what to do with them). `grace`: seconds before the
-    end in which a run that is told may save. `restarts`: of the whole job, by the engine; `rank_restarts`: by torchrun.
+    ranks itself; else every rank. `spares` are nodes beyond those (only agents know what to do with them). `grace`: seconds
+    before the end in which a run that gets the signal may save. `restarts`: of the whole job, by the engine; `rank_restarts`: by
+    torchrun.
     """
 
     run_file: str
@@ -50,7 +51,7 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def nodes(self, spec: RunSpec) -> int:
-        """Nodes in the mesh; spares come on top."""
+        """Nodes in the mesh, without spares."""
         return -(-spec.ranks // self.ranks_per_node)
 
 

@@ -31,7 +31,7 @@ class Key:
     text: str = field(repr=False)
 
     def mac(self, purpose: str, *parts: bytes) -> bytes:
-        """Return the HMAC-SHA256 of `parts`, 32 bytes. Another purpose, or other borders between the parts, gives another one."""
+        """Return the HMAC-SHA256 of `parts`, 32 bytes. Another purpose, or another division into parts, gives another MAC."""
         message = b"".join(len(part).to_bytes(8, "big") + part for part in (purpose.encode(), *parts))
         return hmac.digest(self.text.encode(), message, "sha256")
 
@@ -71,8 +71,8 @@ def of_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Key:
     """The key of a run whose processes are all on this machine: the given one, or the run folder's, which is made if missing.
 
     A damaged file is replaced, with a line that says so: copies of the state that were made under the old key are not used then. One
-    that others may read is used, with a warning, because some file systems keep no modes and no port depends on it. Raises NoKey where
-    the file belongs to somebody else, and OSError.
+    that others may read is used, with a warning, because some file systems keep no modes and no port depends on it. Raises NoKey
+    if the file belongs to another user, and OSError.
     """
     if (key := given(environment)) is not None:
         return key

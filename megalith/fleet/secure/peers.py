@@ -2,8 +2,8 @@
 
 A site connects to those before it, again and again while they are away. Both ends of a connection prove that they know the run's key
 (`fleet.secure.session`), and each frame carries a MAC and a counter, encrypted or not (`fleet.secure.tls`). Threads send and receive, so
-that a rank computes meanwhile. Messages of one connection arrive whole, and in the order in which they were sent; those that a broken
-connection loses are the caller's to send again.
+that a rank computes meanwhile. Messages of one connection arrive whole and in order. The caller must resend messages that a
+broken connection loses.
 """
 
 import contextlib
@@ -125,7 +125,7 @@ class Peers:
         self.address: Address = (host, self._server.getsockname()[1] if self._server else 0)
 
     def open(self) -> None:
-        """Begin to let others in and to connect to them. What they say comes out of `next`."""
+        """Begin to let others in and to connect to them. `next` returns their messages."""
         if self._server is not None:
             self._begin(self._accept, "accept")
         for site in range(self.own):

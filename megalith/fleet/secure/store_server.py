@@ -1,4 +1,4 @@
-"""A key-value store for the processes of one run, and for nobody else: bounded, authenticated, bound to one address.
+"""A key-value store for the processes of one run only: bounded, authenticated, bound to one address.
 
 One process, one thread. What strangers can make it do is bounded: a connection that has not proved itself gets no memory beyond its
 proof, a few seconds, and one of few places, of which the newest takes the oldest's. So 4,000 idle connections cost the run's own

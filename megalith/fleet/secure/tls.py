@@ -1,7 +1,7 @@
 """Encrypted connections: TLS 1.3, in which each end verifies the other's certificate.
 
 The socket is read by one thread and written by another at the same time, which OpenSSL does not allow on one connection. So records are
-made and opened in memory, under a lock that nobody holds while the network is waited for.
+made and opened in memory, under a lock that is never held while waiting for the network.
 """
 
 import contextlib

@@ -157,7 +157,7 @@ class Buffer:
             return cls(path, mmap.mmap(file.fileno(), 0), key, inode=os.fstat(file.fileno()).st_ino)
 
     def is_removed(self) -> bool:
-        """True if the file is no longer the one in its folder. It stays mapped, and nobody else finds it."""
+        """True if the file is no longer the one in its folder. It stays mapped, but no other process can find it."""
         return not disk.leads_to(self.path, self._inode)
 
     @property
@@ -273,7 +273,7 @@ def _labelled(folder: Path, key: Key) -> Iterator[tuple[Path, Buffer, Label]]:
 def together(found: Iterable[Piece], *, world: int, slots: int) -> tuple[Copy, ...]:
     """Combine the pieces of all nodes: for each tier and step, the slots in which some rank's piece is missing or damaged.
 
-    Pieces of a world of another size are of another plan, and are left out.
+    Pieces from a world of another size belong to another plan, and are left out.
     """
     usable = sorted((p for p in found if p.world == world), key=lambda piece: (piece.tier.depth, -piece.step))
     copies = []

@@ -21,8 +21,9 @@ OWNER = "owner"  # the file that says which run has copies in a folder of shared
 
 
 def memory_root(run_dir: Path, identity: str) -> Path:
-    """Return the folder for a run's copies: the same for the same run and `identity`, whoever asks, however often. A run folder that was
-    removed and made again is another run. If another user has taken the name, the run uses another one and reports it."""
+    """Return the folder for a run's copies; every call with the same run and `identity` returns the same folder. A run folder
+    that was removed and made again is another run. If another user has taken the name, the run uses another one and reports
+    it."""
     return _root(copies_place(), run_dir, identity)
 
 
@@ -99,13 +100,14 @@ def _short(text: str) -> str:
 
 
 def clear_memory(run_dir: Path, *, keep: Path | None = None) -> None:
-    """Remove what earlier runs in this folder left in memory, and what runs left there that nobody can go on with."""
+    """Remove copies in memory that earlier runs in this folder left, and copies of runs that can no longer resume."""
     _clear(copies_place(), run_dir, keep=keep)
     clear_abandoned(copies_place())
 
 
 def clear_disk(run_dir: Path, fleet: FleetSpec, *, keep: Path | None = None) -> None:
-    """Remove what earlier runs in this folder left on this machine's disk; nobody else's, whose folder may not be mounted yet."""
+    """Remove copies on this machine's disk that earlier runs in this folder left; not those of other runs, whose folder may not
+    be mounted yet."""
     _clear(_disk(fleet), run_dir, keep=keep)
 
 
@@ -123,7 +125,8 @@ def clear_abandoned(place: Path) -> None:
 
 
 def claim(memory: Path, owner: str) -> IO[str]:
-    """Say whose copies these are. The lock goes with the process: until then they are in use, whatever others see of the run folder."""
+    """Say whose copies these are. The lock ends with the process. Until then the copies are in use, even if others cannot see the
+    run folder."""
     private.make(memory)  # others have no business with a run's weights
     with private.opened(memory) as folder:
         file = os.fdopen(private.open_file(folder, memory / OWNER, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8")

@@ -1,7 +1,7 @@
 """A published row as workloads: its model, plan and cluster in the project's own types.
 
 What a source does not state (recomputation, the microbatch, interleaving) is left open: every choice is a workload of its own, and
-the planner's pick among them, the fastest that fits, is the prediction. A row that cannot be said gives the reason instead.
+the planner's pick among them, the fastest that fits, is the prediction. A row that cannot be expressed has the reason instead.
 """
 
 import re

@@ -64,8 +64,8 @@ class ModelPart(NamedTuple):
 
     Under tensor ranks each gets the whole sequence and its shares of the cut parameters, and Megalith adds up what they return. An MLP
     or norm that cuts nothing works on each rank's part of the sequence; an attention that cuts nothing is computed by every rank.
-    Pipeline ranks hold whole blocks. Context ranks get their part of the sequence, and generation one token at a time: positions come from
-    `batch.positions` or `batch.rotary`, and are never counted from x.
+    Pipeline ranks hold whole blocks. Context ranks get their part of the sequence, and generation one token at a time: take
+    positions from `batch.positions` or `batch.rotary`, and never count them from x.
     """
 
     kind: PartKind

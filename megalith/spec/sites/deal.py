@@ -29,7 +29,7 @@ class Deal:
     next: int = 0
     """The first sample that was never dealt out."""
     returned: list[Share] = field(default_factory=list)
-    """Shares that sites handed back, and nobody has got since; in order."""
+    """Shares that sites handed back and that are not dealt out again yet, in order."""
     open: dict[int, list[tuple[int, Share]]] = field(default_factory=dict)
     """Shares of each site that no merge has taken yet, each with the steps that are done once it is trained."""
     shares: tuple[int, ...] = ()

@@ -141,7 +141,8 @@ class SitesSpec(Spec):
 
     @property
     def lead(self) -> int:
-        """Steps that a site may be ahead of another: as many as it does between two merges, and while a fragment is under way."""
+        """Number of steps that a site may be ahead of another: the steps between two merges plus the steps while a fragment is in
+        flight."""
         return -(-self.inner_steps // self.fragments) + self.overlap
 
 

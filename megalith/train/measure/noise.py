@@ -15,8 +15,8 @@ from megalith.spec.run import RunSpec
 
 
 class NoiseMeter:
-    """Looks at the gradients of the weights that each data rank has a whole gradient of: not those of experts, which have tokens of all
-    ranks, nor those that tensor ranks or the ends of a pipeline add up later."""
+    """Inspects the weights for which each data rank has a whole gradient. It leaves out experts, which have tokens of all ranks,
+    and weights whose gradients tensor ranks or the ends of a pipeline add up later."""
 
     def __init__(
         self, weights: dict[str, Weight], buckets: Iterable[Bucket], shared: Shared, groups: Groups, spec: RunSpec

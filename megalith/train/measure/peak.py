@@ -43,7 +43,7 @@ def yardstick_of(trainer: Trainer, folder: Path) -> Yardstick:
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s of one device, None where the catalogue does not say, where that is from, and what was asked for `instead`."""
+    """FLOP/s of one device (None if the catalogue has none), their source, and the device that was asked for (`instead`)."""
 
     rate: float | None
     source: str

@@ -27,7 +27,7 @@ MIB = 1 << 20
 MASTER_BYTES = 4
 """Bytes of a number of the widest slots."""
 ROUND = 1024
-"""Numbers to whose multiples a parameter is cut, so that a kernel's vectors lie in the pieces as in the whole."""
+"""Parameters are cut at multiples of this number, so that a kernel's vectors are the same in the pieces as in the whole."""
 
 
 class Lot(NamedTuple):
@@ -158,7 +158,7 @@ class Disk:
         return any(slot == MASTER or slot in LOWER.values() for slot, _ in self.held)
 
     def stream(self, parts: Sequence[Part]) -> Iterator[Part]:
-        """Yield the parts piece by piece with their state, while the next ones are read and those before are written."""
+        """Yield the parts piece by piece with their state, while the next pieces are read and the previous ones are written."""
         order = [(part, first, count) for part in parts for _, first, count in self.pieces[part.name]]
         bodies = self._stream.over([chunk for part in parts for chunk, _, _ in self.pieces[part.name]])
         for (part, first, count), (_, body) in zip(order, bodies, strict=True):
@@ -207,7 +207,8 @@ class Disk:
 
 
 def home_of(lots: Mapping[str, Lot], state: StateSpec, *, folder: Path | None, rank: int) -> Host | Disk | None:
-    """The home of what is elsewhere; None: nothing is. `folder`: where a file goes if the plan names no place; None: with temporary files.
+    """The home of the state that is not on the device; None if all of it is. `folder`: where a file goes if the plan names no
+    place; None: with temporary files.
 
     Raises StateFileError where a disk has no room.
     """

@@ -1,7 +1,8 @@
-"""Chunks of bytes in a file, each with two slots: what is written goes into the slot that is not in use, and counts once all is synced.
+"""Chunks of bytes in a file, each with two slots: a write goes to the unused slot, and becomes valid once everything is synced.
 
 So an update that stops halfway, or turns out to be wrong, has its state from before whole in the other slots. The file belongs to one
-process, and has no name once it is open: it is gone with the process, whatever ends that. What starts next starts from a checkpoint.
+process, and has no name once it is open: it disappears when the process ends for any reason. What starts next starts from a
+checkpoint.
 """
 
 import errno

@@ -17,11 +17,12 @@ from megalith.train.optimizers.rule import Part
 from megalith.train.optimizers.whole import Cut
 
 PIECE = 1 << 18
-"""About how many numbers of a part are wide at once, where each is updated by itself: they stay in a processor's cache."""
+"""Approximate number of elements in fp32 at once, if each element is updated by itself; they stay in a processor's cache."""
 WORD = 16
 """Bits that bf16 leaves of an fp32 number."""
 LANES = 64
-"""A piece is filled up to whole vectors: kernels round what is left behind them in another way, and then a cut would decide about bits."""
+"""A piece is padded to whole vectors: kernels round the elements after the last whole vector differently, so a cut would change
+bits."""
 
 
 class Small(NamedTuple):

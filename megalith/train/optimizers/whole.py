@@ -23,7 +23,7 @@ class Cut(NamedTuple):
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
     counted: bool = True
-    """True on the first of the ranks that hold the same share: of a sum over ranks it alone gives its part."""
+    """True on the first of the ranks that hold the same share; only this rank contributes to a sum over ranks."""
 
     @property
     def first_column(self) -> bool:
@@ -40,7 +40,7 @@ class Sum(NamedTuple):
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     counts: bool = True
-    """False: this rank gives nothing, because another one gives the same."""
+    """False: this rank contributes nothing, because another one contributes the same."""
 
 
 @dataclass(frozen=True)

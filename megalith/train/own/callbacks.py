@@ -44,7 +44,7 @@ class Callback(Protocol):
         ...
 
     def state(self) -> Any:
-        """Return what lasts, as JSON of at most 4,096 bytes: it goes with every checkpoint and every copy in memory."""
+        """Return the lasting state as JSON of at most 4,096 bytes; every checkpoint and every copy in memory contains it."""
         ...
 
     def load(self, state: Any) -> None:
@@ -98,7 +98,7 @@ class Callbacks:
         return found
 
     def add_to(self, told: str) -> str:
-        """Return a JSON object as text with the states in it: what goes with a copy in memory."""
+        """Return the states as the text of a JSON object, which a copy in memory contains."""
         states = self.dump()
         return json.dumps(json.loads(told) | {CALLBACKS: states}, separators=(",", ":")) if states else told
 

@@ -1,4 +1,4 @@
-"""A trial of a user's own optimizer on small tensors: does its rule see no more, and keep no more, than its row says?"""
+"""A trial of a user's own optimizer on small tensors: its rule must read and keep only the tensors that its row declares."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
