@@ -27,7 +27,13 @@ from megalith.train.assemble import assemble, mesh_groups
 from megalith.train.batches import indices
 from megalith.train.step import train_step
 
-PLACES = ("device", "host", "disk")
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {"optimizer": "device"},
+    "host": {"optimizer": "host"},
+    "disk": {"optimizer": "disk"},
+    "released": {"optimizer": "disk", "release": True},
+}
+"""Places of the state by the names of their rows; in the last one, gradients are freed inside the backward as well."""
 MODEL = {"layers": 4, "dim": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1536, "vocab": 16384, "context": 64}
 
 
@@ -40,8 +46,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
-    for place in PLACES:
-        state = {"optimizer": place, "chunk": given.chunk, "folder": given.folder or tempfile.gettempdir()}
+    for place, asked in PLACES.items():
+        state = asked | {"chunk": given.chunk, "folder": given.folder or tempfile.gettempdir()}
         (found[place],) = run_ranks(measure, 1, run_of(state, given.steps), timeout=3600.0)
     if len({tuple(each["losses"]) for each in found.values()}) != 1:
         raise SystemExit(f"the losses differ: {[each['losses'] for each in found.values()]}")
@@ -49,10 +55,11 @@ def main() -> None:
         print(json.dumps(found))
         return
     print(f"{found['device']['parameters'] / 1e6:.1f}M parameters in bf16, AdamW; the losses are the same bits")
-    print("state     peak memory  on the disk  read a step  written a step  update")
+    print("state     peak memory  on the disk  read a step  written a step  update  passes a step")
     for place, one in found.items():
         sizes = (f"{one[key] / 2**20:,.0f} MiB" for key in ("peak", "disk", "read", "written"))
-        print("{:8s}{:>13s}{:>13s}{:>13s}{:>16s}{:>8s}".format(place, *sizes, f"{one['update']:.2f} s"))
+        rest = f"{one['update']:.2f} s", f"{one['passes']:.2f}"
+        print("{:8s}{:>13s}{:>13s}{:>13s}{:>16s}{:>8s}{:>15s}".format(place, *sizes, *rest))
 
 
 def run_of(state: dict[str, Any], steps: int) -> RunSpec:
@@ -72,7 +79,7 @@ def measure(rank: int, spec: RunSpec) -> dict[str, Any]:
     """Train and measure; bytes, and seconds of an update."""
     before, device = resident_bytes(), torch.device("cpu")
     trainer = assemble(spec, groups=mesh_groups(spec, device), device=device)
-    text, losses, updates = RandomText(spec), list[float](), list[float]()
+    text, losses, updates, passes = RandomText(spec), list[float](), list[float](), 0
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     read, written = _moved()
     for step in range(spec.train.steps):
@@ -80,6 +87,7 @@ def measure(rank: int, spec: RunSpec) -> dict[str, Any]:
         done = train_step(trainer, samples, step=step)
         losses.append(done.loss)
         updates.append(done.breakdown["optimizer"])
+        passes += done.passes
     read_since, written_since = _moved()
     return {
         "parameters": sum(parameter.numel() for parameter in trainer.parameters.values()),
@@ -88,6 +96,7 @@ def measure(rank: int, spec: RunSpec) -> dict[str, Any]:
         "read": (read_since - read) / spec.train.steps,
         "written": (written_since - written) / spec.train.steps,
         "update": statistics.median(updates),
+        "passes": passes / spec.train.steps,
         "losses": losses,
     }
 

@@ -84,7 +84,7 @@ def test_an_event_is_written_as_an_old_log_has_it() -> None:
         expected = line
         if isinstance(event, Step):
             experts = "" if event.experts else ',"experts":{}'
-            expected = line.removesuffix("}\n") + experts + ',"updates":null,"noise":{},"scale":null}\n'
+            expected = line.removesuffix("}\n") + experts + ',"updates":null,"noise":{},"scale":null,"passes":1}\n'
         if isinstance(event, Holding):
             expected = line.removesuffix("}\n") + ',"host_bytes":0,"disk_bytes":0}\n'
         if isinstance(event, Merge):

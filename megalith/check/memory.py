@@ -115,6 +115,51 @@ def state_elsewhere_can_be_had(case: Case) -> Found:
         yield error("plan.state.optimizer", state.optimizer, reason, way_out)
 
 
+def released_gradients_can_be_taken_back(case: Case) -> Found:
+    """A step that updates inside its backward, before the norm is known, can be undone, and saves memory."""
+    state, spec, key = case.plan.state, case.spec, "plan.state.release"
+    if not state.release:
+        return
+    lasting = [MASTER, *slots_of(spec.optimizer)]
+    if state.optimizer != "disk" or state.share < 1:
+        taken, saved = bytes_each(lasting), bytes_each([gradient(spec.train.gradients)])
+        reason = (
+            "updates before the norm is known, and undoes updates that turn out wrong: on disk from the other slot, elsewhere from "
+            f"copies that would take {taken:g} bytes a parameter and save {saved:g}"
+        )
+        yield error(key, True, reason, 'Use plan.state.optimizer = "disk" with share = 1.')
+    if spec.microbatches > 1:
+        reason = f"saves nothing with {spec.microbatches} microbatches a step: all gradients are added up before the first can be freed"
+        yield error(key, True, reason, f"Use plan.microbatch = {spec.microbatches * case.plan.microbatch}, or release = false.")
+    if PRECISIONS[spec.train.precision].compute.name == MASTER.number:
+        reason = (
+            f"undoes updates from the disk, and with train.precision = {spec.train.precision!r} the master weights stay in memory"
+        )
+        yield error(key, True, reason, 'Use train.precision = "bf16", or release = false.')
+    if spec.optimizer.master in LOWER:
+        reason = f"undoes updates from the disk, and with optimizer.master = {spec.optimizer.master!r} half of each weight stays in memory"
+        yield error(key, True, reason, 'Use optimizer.master = "fp32".')
+    yield from _released_one_by_one(case)
+
+
+def _released_one_by_one(case: Case) -> Found:
+    """An update inside the backward sees one part's gradients, on one rank."""
+    spec, key = case.spec, "plan.state.release"
+    whole = next((kind for kind in kinds(spec.optimizer) if OPTIMIZERS[kind].unit != "element"), None)
+    if whole is not None:
+        reason = f"updates part by part inside the backward, and {whole} looks at a whole {OPTIMIZERS[whole].unit} on all ranks together"
+        yield error(key, True, reason, 'Use optimizer.kind = "adamw", "sgd" or "lion", or release = false.')
+    for other, value in (
+        ("optimizer.adaptive_clip", spec.optimizer.adaptive_clip),
+        ("optimizer.qk_clip", spec.optimizer.qk_clip),
+        ("fleet.verify_every", spec.fleet.verify_every),
+        ("plan.post_validation", case.plan.post_validation),
+    ):
+        if value:
+            reason = f"frees gradients inside the backward, and {other} = {str(value).lower()} needs them all after it"
+            yield error(key, True, reason, f"Leave out {other}, or use release = false.")
+
+
 def disk_takes_the_state(case: Case) -> Found:
     """State on disk has room in a folder that can be written to, and has no copies in memory."""
     state, fleet = case.plan.state, case.spec.fleet
@@ -220,7 +265,7 @@ def _held(case: Case, plan: Plan, parameters: Count, places: int) -> float:
         ]  # whole until the end of a step, below ZeRO-2
         own = kept + numbers * bytes_each([gradient(case.spec.train.gradients)]) / shards
         undoing = own if plan.post_validation else 0  # gradients and copies, once those are gone
-        held += kept + max(gradients, undoing) + whole
+        held += kept + (0 if plan.state.release else max(gradients, undoing)) + whole
     return held
 
 

@@ -194,6 +194,7 @@ RULES: tuple[Rule, ...] = (
     Rule("memory", memory.optimizer_is_sharded),
     Rule("memory", memory.state_elsewhere_can_be_had),
     Rule("memory", memory.disk_takes_the_state),
+    Rule("memory", memory.released_gradients_can_be_taken_back),
     Rule("memory", memory.segments_lie_in_a_stage),
     Rule("memory", memory.long_sequences_recompute),
     Rule("device", device.cluster_is_known),

@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
+from megalith.cost import released
 from megalith.cost.constants import Calibration, calibration
 from megalith.cost.host import SLOTS, streamed
 from megalith.cost.memory import Memory, compared_bytes, every_rank, non_torch, numbers, shares, updated
@@ -204,7 +205,8 @@ def _memory(workload: Workload, traced: Parts, here: _Here, place: int, figures:
     else:  # a share is kept beside the whole weights, unless it is all of them
         apart = plan.zero in (1, 2) and plan.shards > 1
         weights, optimizer = found.weights + apart * own, found.optimizer
-    gradients, activations = max(_moments(workload, traced, here), key=sum)
+    moments = _released_moments if plan.state.release else _moments
+    gradients, activations = max(moments(workload, traced, here), key=sum)
     gradients += compared_bytes(workload, numbers(workload, traced, shares(workload, traced).held[place]))
     return {
         "weights": weights,
@@ -250,6 +252,26 @@ def _moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[f
     yield sum(shares.values()) + sum(adding.values()), kept
 
 
+def _released_moments(workload: Workload, traced: Parts, here: _Here) -> Iterator[tuple[float, float]]:
+    """Bytes of gradients and of activations where gradients are released: in the midst of each computation, and of a backward also while
+    the head's is under way, whose logits are gone before the blocks' begin."""
+    ends = [
+        any(profile is part for profiles in here.stages.values() for profile in profiles)
+        for part in (traced.embedding, traced.head)
+    ]
+    waits = released.waiting(workload, traced.embedding.weights, first=ends[0], last=ends[1])
+    kept, largest = 0.0, released.held(workload, _largest(here))
+    for action in here.actions:
+        if action.kind not in DOES:
+            continue
+        saved = _kept(traced, here, action.stage)
+        kept += saved if action.kind == "F" else 0.0
+        yield waits, kept + _temporary(traced, here, action)
+        if action.kind in WEIGHT_GRADIENTS:
+            yield waits + largest, kept + _working(traced, here, action.stage)
+            kept -= saved
+
+
 def _kept(traced: Parts, here: _Here, stage: int) -> float:
     """Bytes that a microbatch's forward through a stage leaves for its backward. The head leaves nothing: its backward follows."""
     within = [traced.blocks[number].saved for run in here.segments[stage] for number in run[1:]]
@@ -274,9 +296,13 @@ def _temporary(traced: Parts, here: _Here, action: Action) -> float:
     logits = traced.head.saved + traced.head.working if any(profile is traced.head for profile in profiles) else 0.0
     if action.kind == "F":
         return logits
-    return max(
-        logits, *(profile.working for profile in profiles if profile is not traced.head), _inside(traced, here, action.stage)
-    )
+    return max(logits, _working(traced, here, action.stage))
+
+
+def _working(traced: Parts, here: _Here, stage: int) -> float:
+    """The most that a block's backward works with."""
+    working = (profile.working for profile in here.stages[stage] if profile is not traced.head)
+    return max(_inside(traced, here, stage), *working, 0.0)
 
 
 def _inside(traced: Parts, here: _Here, stage: int) -> float:
@@ -298,6 +324,9 @@ def _inside(traced: Parts, here: _Here, stage: int) -> float:
 def _travelling(workload: Workload, here: _Here) -> float:
     """Bytes that weights and gradients of the largest part travel in while a backward runs: below ZeRO 2 none do."""
     plan = workload.plan
+    if plan.state.release:
+        gathered = workload.width if plan.zero == 3 and plan.shards > 1 else 0
+        return released.travelling(workload, _largest(here)) + gathered * _largest(here)
     if plan.zero < 2 or plan.shards == 1:
         return 0.0
     return _largest(here) * (workload.gradient_bytes + (workload.width if plan.zero == 3 else 0))

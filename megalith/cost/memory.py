@@ -8,7 +8,7 @@ from operator import mul
 from typing import NamedTuple
 
 from megalith import schedule as schedules
-from megalith.cost import host, update
+from megalith.cost import host, released, update
 from megalith.cost.constants import Generation
 from megalith.cost.kept import kept
 from megalith.cost.parts import Numbers, Parts, Segments
@@ -194,7 +194,12 @@ def _rank(
     on_disk = workload.plan.state.optimizer == "disk"
     return Memory(
         weights=sum(s[0] for s in state) + whole,
-        gradients=sum(s[1] for s in state) + whole / workload.width * workload.gradient_bytes + compared_bytes(workload, held),
+        gradients=compared_bytes(workload, held)
+        + (
+            _released(workload, parts, here)
+            if workload.plan.state.release
+            else sum(s[1] for s in state) + whole / workload.width * workload.gradient_bytes
+        ),
         optimizer=sum(s[2] for s in state) + rest * (1 - away),
         activations=saved,
         working=max(working - logits, updating - logits, 0.0),
@@ -205,6 +210,15 @@ def _rank(
         host=sum(s[3] for s in state) + (0.0 if on_disk else rest * away),
         disk=sum(s[4] for s in state) + (host.SLOTS * rest * away if on_disk else 0.0),
     )
+
+
+def _released(workload: Workload, parts: Parts, here: Held) -> float:
+    """Bytes of gradients that are released part by part, with what they travel in."""
+    embedding = float(parts.embedding.weights)
+    ends = (embedding if here.embedding else 0.0, float(sum(parts.output)) if here.head else 0.0)
+    largest = max(_own(parts, here).largest, *ends)
+    waiting = released.waiting(workload, embedding, first=here.embedding, last=here.head)
+    return released.held(workload, largest) + released.travelling(workload, largest) + waiting
 
 
 def updated(workload: Workload, held: Numbers) -> float:

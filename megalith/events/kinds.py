@@ -85,6 +85,7 @@ class Step(Event):
         default_factory=dict
     )  # what the gradients say of their noise; empty: the plan does not show it
     scale: float | None = None  # the loss scale of fp16; None: the run has none
+    passes: int = 1  # forwards and backwards that the update took: a second one where released gradients were clipped
 
     @property
     def left_out(self) -> int:
@@ -170,6 +171,26 @@ class Skipped(Event):
         if self.scale_before is not None:
             return f"the update of step {self.step} was left out: {self.reason}."
         return f"the update of step {self.step} was left out: {self.reason}. The run may leave out {self.left} more (stability.skips)."
+
+
+@dataclass(frozen=True)
+class ReleasePaused(Event):
+    """Another way to begin steps with released gradients, as `clipped` of the last `window` updates were clipped. `paused`: from the next
+    step on a first pass only measures the norm; else steps update inside their first pass again."""
+
+    kind: ClassVar[str] = "release"
+    step: int
+    clipped: int
+    window: int
+    paused: bool = False
+
+    @property
+    def words(self) -> str:
+        """The event in a sentence."""
+        what = "only measure the norm in their first pass" if self.paused else "update inside their first pass again"
+        return (
+            f"{self.clipped} of the last {self.window} updates were clipped: steps after {self.step} {what} (plan.state.release)."
+        )
 
 
 @dataclass(frozen=True)

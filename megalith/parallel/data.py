@@ -215,6 +215,8 @@ class Bucket:
         self._arriving: tuple[Any, Tensor] | None = None
         self.probe: Probe | None = None
         self.observe: Observe | None = None
+        self.done: Callable[[Bucket], None] | None = None
+        """Called when the reduced gradients are on the parameters."""
         self.free()  # what computes is made from what is kept, also when that is loaded later
 
     # --- weights ---
@@ -282,6 +284,7 @@ class Bucket:
                 for weight, grad in zip(self.weights, grads, strict=True):
                     if grad is not None:
                         weight.add(grad)
+                self._hand_on()
             return None
         flat = self._together(grads)  # looked at while it is in the cache
         return Reduction(self, flat) if self._take_in([flat], grads) else None
@@ -308,6 +311,11 @@ class Bucket:
         """Hand out the sums: mine [numbers], this rank's shares."""
         for weight, where in zip(self.weights, self.slices, strict=True):
             weight.add(mine[where].view(weight.chunk, *weight.row)[: weight.share().shape[0]])
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        if self.done is not None:
+            self.done(self)
 
 
 class Reduction:

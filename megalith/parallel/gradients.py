@@ -3,8 +3,9 @@
 Which elements a rank counts follows from one rule: an element is counted by the first rank that holds it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -76,26 +77,47 @@ ROW, ROWS = 4096, 256
 """Numbers in a row of a larger tensor, and rows that are added up at once."""
 
 
-def sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements: an fp64 scalar, within 1e-6 of the exact one.
+class Norms(NamedTuple):
+    """Norms of the pieces of one gradient, from which the sum of its squares follows."""
+
+    rest: Tensor
+    """The norm of all, or of what is left beside whole rows: fp32."""
+    rows: tuple[Tensor, ...] = ()
+    """The norms of rows: fp32 [rows], one after another."""
+
+
+def norms_of(grads: Iterable[Tensor]) -> list[Norms]:
+    """Measure each gradient for `total_of`.
 
     A CPU adds up a whole tensor in a few fp32 accumulators, which grow until they no longer take in the numbers added: of 33 million, a
     third of a percent is lost. So large tensors are added up row by row, and rows in fp64. A GPU adds up in rows anyway.
     """
-    small, norms = list[Tensor](), list[Tensor]()
+    rests, rows = list[Tensor](), list[tuple[Tensor, ...]]()
     for share in map(local, grads):
         if share.device.type == "cpu" and share.numel() > LARGE:
-            rows, rest = share.reshape(-1).split([share.numel() // ROW * ROW, share.numel() % ROW])
-            norms += [
-                torch.linalg.vector_norm(some, dim=1, dtype=torch.float32)  # a copy in fp32, if the gradient is in bf16
-                for some in rows.view(-1, ROW).split(ROWS)
-            ]
-            small.append(rest)
+            whole, rest = share.reshape(-1).split([share.numel() // ROW * ROW, share.numel() % ROW])
+            cut = whole.view(-1, ROW).split(ROWS)
+            rows.append(
+                tuple(torch.linalg.vector_norm(some, dim=1, dtype=torch.float32) for some in cut)
+            )  # a bf16 piece is copied
+            rests.append(rest)
         else:
-            small.append(share)
-    if not small:
+            rows.append(())
+            rests.append(share)
+    return [*map(Norms, torch._foreach_norm(rests, dtype=torch.float32), rows)] if rests else []
+
+
+def total_of(norms: Sequence[Norms]) -> Tensor:
+    """Return the sum of the squares of all gradients that were measured: an fp64 scalar, within 1e-6 of the exact one."""
+    if not norms:
         return torch.zeros((), dtype=torch.float64)
-    return torch.cat([torch.stack(torch._foreach_norm(small, dtype=torch.float32)), *norms]).double().square().sum()
+    rows = [row for each in norms for row in each.rows]
+    return torch.cat([torch.stack([each.rest for each in norms]), *rows]).double().square().sum()
+
+
+def sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
+    """Return the sum of the squares of all elements: an fp64 scalar, within 1e-6 of the exact one."""
+    return total_of(norms_of(grads))
 
 
 def scale(grads: Iterable[Tensor], factor: float) -> None:
@@ -104,13 +126,24 @@ def scale(grads: Iterable[Tensor], factor: float) -> None:
         torch._foreach_mul_([local(grad) for grad in grads], factor)
 
 
+def odd_elements(grad: Tensor) -> Tensor:
+    """Return how many elements of this rank's share are NaN or infinite, as a scalar on its device."""
+    pieces = local(grad).reshape(-1).split(ROW * ROWS)  # a mask of it all would take a quarter of its memory
+    return torch.stack([piece.numel() - piece.isfinite().sum() for piece in pieces]).sum()
+
+
 def not_finite_elements(
-    parameters: Mapping[str, nn.Parameter], *, world: dist.ProcessGroup, forward: Iterable[str] = ()
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    world: dist.ProcessGroup,
+    forward: Iterable[str] = (),
+    freed: Mapping[str, Tensor] | None = None,
 ) -> dict[str, int]:
     """Return the number of NaN or infinite elements over all ranks, for each gradient that has some. They come in the order of
-    backward if `forward` names the model's parameters in the order of forward, else by name. Every rank of `world` calls this
-    together."""
-    bad = {name: int((~_grad(p).isfinite()).sum()) for name, p in parameters.items() if p.grad is not None}
+    backward if `forward` names the model's parameters in the order of forward, else by name. `freed`: the `odd_elements` of
+    gradients that are no longer held. Every rank of `world` calls this together."""
+    bad = {name: int(odd_elements(_grad(p))) for name, p in parameters.items() if p.grad is not None}
+    bad |= {name: int(count) for name, count in (freed or {}).items()}
     everywhere: list[dict[str, int]] = [{} for _ in range(world.size())]
     dist.all_gather_object(everywhere, {name: count for name, count in bad.items() if count}, group=world)
     total: dict[str, int] = {}
@@ -121,9 +154,15 @@ def not_finite_elements(
     return {name: total[name] for name in sorted(total, key=lambda name: (place.get(name, 1), name))}
 
 
-def where_not_finite(parameters: Mapping[str, nn.Parameter], *, world: dist.ProcessGroup, forward: Iterable[str] = ()) -> str:
+def where_not_finite(
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    world: dist.ProcessGroup,
+    forward: Iterable[str] = (),
+    freed: Mapping[str, Tensor] | None = None,
+) -> str:
     """Name the parameters whose gradients hold NaN or infinite elements, and how many. Arguments as of `not_finite_elements`."""
-    total = not_finite_elements(parameters, world=world, forward=forward)
+    total = not_finite_elements(parameters, world=world, forward=forward, freed=freed)
     worst = ", ".join(f"{name} ({count} elements)" for name, count in [*total.items()][:5])
     more = f" and {len(total) - 5} more" if len(total) > 5 else ""
     return f"gradients of {worst}{more}" if total else "no single gradient: the sum of their squares overflowed"

@@ -26,7 +26,8 @@ from megalith.spec.state import LOWER
 MOST_RANKS = 8
 LAYERS = 4
 SAMPLES = 8
-"""Samples of a global batch: a rank's are two microbatches, in a pipeline four, or two for four data ranks."""
+"""Samples of a global batch: a rank's are two microbatches, in a pipeline four, or two for four data ranks; one where gradients are
+released."""
 
 PHASES = ({"begin": SAMPLES, "global_batch": 2 * SAMPLES}, {"begin": 3 * SAMPLES, "global_batch": SAMPLES, "seq_len": 24})
 """Each of the three steps is in a different phase."""
@@ -88,7 +89,8 @@ AXES: Axes = {
     | {"fp8, tokens sent in fp8": {"precision": "fp8", "dispatch": "fp8"}}
     | {"fp8, delayed scales of tensors": {"precision": "fp8", "granularity": "tensor", "history": 2}}
     | {f"bf16, master {form}": {"precision": "bf16", "master": form} for form in LOWER}
-    | {"bf16, also gradients": {"precision": "bf16", "gradients": "bf16"}},
+    | {"bf16, also gradients": {"precision": "bf16", "gradients": "bf16"}}
+    | {"bf16, gradients released": {"precision": "bf16", "release": True}},
 }
 
 PLAIN = ("1", "none", "known at once", "on the device", "adamw", "fp32", "by the global norm")
@@ -236,6 +238,8 @@ def legal(choices: tuple[Choice, ...]) -> RunSpec | None:
     clipping = {name: asked.pop(name) for name in ("adaptive_clip", "qk_clip") if name in asked}
     data = asked.get("data", 1) * asked.get("replicate", 1)
     microbatches = 4 if "pipeline" in asked else 2
+    if asked.pop("release", False):  # `check` refuses it in any other place
+        asked["state"], microbatches = asked.get("state", {}) | {"release": True}, 1
     plan = Plan.model_validate(asked | {"data": data, "microbatch": max(1, SAMPLES // data // microbatches)})
     if plan.ranks > MOST_RANKS or (OPTIMIZERS[kind].amplifies and precision != "fp32"):
         return None

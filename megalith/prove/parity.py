@@ -45,7 +45,7 @@ from megalith.train.optimizers.rates import learning_rate
 from megalith.train.own.admit import admit
 from megalith.train.own.loss import use_loss
 from megalith.train.post_validation import Unchecked
-from megalith.train.step import accumulate, conclude, update
+from megalith.train.step import accumulate, conclude, train_step, update
 from megalith.train.tally import Accumulated, Totals
 
 OPTIMIZER = {"warmup": 0, "adaptive_clip_after": 1, "lr": 1e-4, "schedule": "constant", "eps": 1e-5, "iteration": "fp32"}
@@ -281,7 +281,9 @@ def record(trainer: Trainer) -> Recording:
         kept.gradients.append(_together({name: _gradient(p) for name, p in trainer.parameters.items()}, trainer))
         kept.routing.append(_all_routed(trainer, accumulated, routings))
         kept.maxima = kept.maxima if step else _noted(seen, trainer)
-        if spec.plan.post_validation:
+        if trainer.release is not None:
+            totals.append(_released(trainer, samples, step))
+        elif spec.plan.post_validation:
             late = Unchecked(trainer, accumulated, step=step)
         else:
             computed = conclude(trainer, accumulated, step=step)
@@ -295,6 +297,14 @@ def record(trainer: Trainer) -> Recording:
     weights = trainer.state.laid("weights")
     kept.weights = _together({key.removeprefix("weights."): each for key, each in weights.items()}, trainer)
     return kept
+
+
+def _released(trainer: Trainer, samples: list[Samples], step: int) -> Totals:
+    """Train a step that frees its gradients, which a pass that kept them has shown; what all ranks know of it."""
+    trainer.drop()
+    trainer.noise.take(trainer.device)
+    done = train_step(trainer, samples, step=step)
+    return Totals(squares=done.grad_norm**2, loss=done.loss, stop=False, resident=0)
 
 
 def _noted(seen: dict[str, Noted], trainer: Trainer) -> dict[str, Noted]:

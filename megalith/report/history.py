@@ -18,6 +18,7 @@ from megalith.events import (
     PhaseBegan,
     PrecisionWatched,
     Problem,
+    ReleasePaused,
     Rewound,
     RunFinished,
     RunStarted,
@@ -170,7 +171,7 @@ def gather(records: Iterable[Event]) -> History:
                 holdings[record.rank] = record
             case Skipped(spike=True):
                 pass  # the spike's own events say more
-            case Spike() | Rewound() | Lowered():
+            case Spike() | Rewound() | Lowered() | ReleasePaused():
                 problems.append(Problem("warning", record.words, time=record.time))
             case Skipped():
                 problems.append(Problem("warning", record.words, time=record.time))

@@ -21,6 +21,7 @@ from megalith.events import (
     PrecisionWatched,
     Problem,
     Recovery,
+    ReleasePaused,
     Rewound,
     RunStarted,
     Skipped,
@@ -167,7 +168,7 @@ class Follow:
                 self._print(Text.assemble(("phase", "cyan"), f": {event.words}"))
             case PrecisionWatched(raised=""):
                 pass
-            case Skipped() | Spike() | Rewound() | Lowered() | PrecisionWatched():
+            case Skipped() | Spike() | Rewound() | Lowered() | PrecisionWatched() | ReleasePaused():
                 self._print(Text.assemble(("warning", "yellow"), f": {event.words}"))
             case Problem(severity="error") if not self._errors:
                 pass

@@ -33,6 +33,11 @@ class StateSpec(Spec):
     chunk: PositiveInt = Field(
         default=16, description="disk: MiB of one tensor that are read and written at once; three chunks are in memory"
     )
+    release: bool = Field(
+        default=False,
+        description="disk, one microbatch a step: update each part inside the backward and free its gradient; a step that turns out to "
+        "be clipped is computed again",
+    )
 
     @property
     def away(self) -> float:

@@ -33,6 +33,7 @@ from megalith.spec.state import LOWER, gradient
 from megalith.spec.treatment import treatments
 from megalith.train.measure.noise import NoiseMeter
 from megalith.train.offload.home import home_of, lots_of
+from megalith.train.offload.release import Asked, Release
 from megalith.train.optimizers.rates import decays, learning_rate
 from megalith.train.optimizers.update import Optimizer
 from megalith.train.optimizers.whole import Whole
@@ -65,6 +66,7 @@ class Trainer:
     callbacks: Callbacks = field(default_factory=Callbacks)
     adaptive: AdaptiveClip | None = None
     heads: HeadClip | None = None
+    release: Release | None = None
     schedule: int | None = None  # steps of the schedule of learning rates that are done; None: as many as the state has updates
 
     def enter(self, phase: Phase, size: int | None = None) -> None:
@@ -177,6 +179,18 @@ class Trainer:
     def update(self) -> None:
         """Update all weights from their gradients, which stay."""
         self.advance(number=self.state.updates, lr=self.lr)
+        self._count_update()
+
+    def asked(self, factor: float | None) -> Asked:
+        """Return the next update, with this factor of its gradients, as one that is made inside the backward."""
+        return Asked(factor, self.state.updates, self.lr)
+
+    def keep_update(self) -> None:
+        """Let the update that was made inside the backward count."""
+        self.state.settle()
+        self._count_update()
+
+    def _count_update(self) -> None:
         self.state.updates += 1
         if self.state.scale is not None:
             self.state.scale = self.state.scale.updated(self.spec.loss_scale)
@@ -254,6 +268,12 @@ def assemble(
     stages = {number: runner.stage for number, runner in runners.items()}
     heads = HeadClip(optimizer.qk_clip, model, stages.values(), groups=groups, device=device) if optimizer.qk_clip else None
     looks = spec.stability.extremes_every if spec.stability.watch else 0
+    executor = Executor(program, runners, reducer=builder.reducer, groups=groups, hidden=hidden_of(spec, device))
+    home = home_of(lots, plan.state, folder=folder, rank=groups.rank)
+    state = State(parameters, buffers, slots, scale, home, usual, halved, gradient(spec.train.gradients))
+    rule = Optimizer(spec.optimizer, treated, Whole.of(parameters, described, partly, groups))
+    used = [[bucket for part in runner.buckets for bucket in part] for runner in runners.values()]
+    within_backward = {"state": state, "rule": rule, "parameters": parameters, "clock": executor.clock}
     return Trainer(
         run=whole,
         spec=spec,
@@ -263,23 +283,15 @@ def assemble(
         runners=runners,
         parameters=parameters,
         shared=partly,
-        executor=Executor(program, runners, reducer=builder.reducer, groups=groups, hidden=hidden_of(spec, device)),
-        state=State(
-            parameters,
-            buffers,
-            slots,
-            scale,
-            home_of(lots, plan.state, folder=folder, rank=groups.rank),
-            usual,
-            halved,
-            gradient(spec.train.gradients),
-        ),
-        rule=Optimizer(spec.optimizer, treated, Whole.of(parameters, described, partly, groups)),
+        executor=executor,
+        state=state,
+        rule=rule,
         noise=NoiseMeter(builder.by_name, buckets, partly, groups, spec),
         extremes=Extremes(model, stages, every=looks, groups=groups, device=device, compiled=plan.compile),
         callbacks=callbacks or Callbacks(),
         adaptive=adaptive,
         heads=heads,
+        release=Release(builder.by_name, used, partly, **within_backward) if plan.state.release else None,
     )
 
 

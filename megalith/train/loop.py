@@ -337,6 +337,7 @@ class Loop:
                 updates=done.updates,
                 noise=self._noise_of(done),
                 scale=done.scale,
+                passes=done.passes,
             )
         )
 

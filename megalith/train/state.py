@@ -102,10 +102,11 @@ class State:
 
     def parts(self) -> list[Part]:
         """Return every parameter's share on this rank, with its gradient. A share that is empty here may have none."""
-        return [self._part(name, share) for name, share in self._shares.items()]
+        return [self.part(name) for name in self._shares]
 
-    def _part(self, name: str, share: Tensor) -> Part:
-        gradient = self.parameters[name].grad
+    def part(self, name: str) -> Part:
+        """Return one parameter's share, with its gradient."""
+        share, gradient = self._shares[name], self.parameters[name].grad
         assert gradient is not None or not share.numel(), f"{name} is a parameter without gradient"
         gradient = torch.zeros_like(share) if gradient is None else local(gradient)
         share = self._upper(name, share)
@@ -123,6 +124,11 @@ class State:
         """Let an update count that is complete on this rank."""
         if self.home is not None:
             self.home.settle()
+
+    def drop_update(self) -> None:
+        """Forget an update that does not count yet. All of the state is on disk."""
+        assert isinstance(self.home, Disk), "what is in memory has no second slot"
+        self.home.drop()
 
     def undo(self) -> None:
         """Go back to before the last update in what is not in memory; `changed` is for the caller to put back."""

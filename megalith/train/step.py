@@ -15,12 +15,12 @@ from megalith.models.batch import Batch
 from megalith.models.init import seed_of
 from megalith.parallel import gradients
 from megalith.parallel.execute import Check
-from megalith.spec.sizes import model_parameters
 from megalith.train.assemble import Trainer
 from megalith.train.batches import Cut, count_valid, to_batch
 from megalith.train.decide import Decision, Rerun, Rewind, Skip, Stop, Update, Vitals, decide, departures, known_after
 from megalith.train.stability.findings import Findings, Reason, SpikeError, lowered_event, spike_event
-from megalith.train.stability.loss_scale import Overflow, Scale
+from megalith.train.stability.loss_scale import Scale
+from megalith.train.stability.refusal import overflowed, refusal, where_not_finite
 from megalith.train.tally import Accumulated, Balance, Gathering, Outcome, Stepped, Totals, stepped
 
 Moment = Literal["before_step", "reduced", "before_update", "updated", "skipped", "resting"]
@@ -148,7 +148,7 @@ def train_step(
     """
     findings = _put_back(before, step, referee=referee, healer=healer)
     began = time.perf_counter()
-    accumulated = accumulate(trainer, microbatches)
+    accumulated = first_pass(trainer, microbatches, step=step, watchers=watchers)
     tell(watchers, "reduced", trainer, step)
     computed = gathered(trainer, accumulated, stop=stop)
     if before is not None:
@@ -158,12 +158,14 @@ def train_step(
     who = {"before": before, "referee": referee, "healer": healer, "sound": findings.sound}
     known = vitals_of(trainer, computed.totals, accumulated.scale, step=step, **who)
     decision = decision_of(trainer, known)
+    if trainer.release is not None and not isinstance(decision, Update):
+        trainer.release.take_back()
     if isinstance(decision, Rerun):
         again = {"step": step, "stop": stop, "watchers": watchers, "referee": referee, "healer": healer}
         return train_step(trainer, microbatches, **again, before=Before(decision.reason, computed.totals))
     start, lr = trainer.executor.clock.mark(), trainer.lr
     after = {"totals": computed.totals, "watchers": watchers, "referee": referee, "healer": healer, "findings": findings}
-    outcome = carry_out(trainer, decision, known, **after)
+    outcome = carry_out(trainer, decision, known, microbatches=microbatches, **after)
     optimizer = ("optimizer", start, trainer.executor.clock.mark())
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)
@@ -228,6 +230,28 @@ def accumulate(trainer: Trainer, microbatches: Sequence[Samples], *, check: Chec
         trainer.heads.gather()
     trainer.extremes.end(step)
     return Accumulated(executed, batches, [("data", start, ready), ("communication", done, clock.mark())], trainer.state.scale)
+
+
+def first_pass(trainer: Trainer, microbatches: Sequence[Samples], *, step: int, watchers: Sequence[Watcher] = ()) -> Accumulated:
+    """The step's gradients, which are complete on the parameters, or released as they come."""
+    if trainer.release is None:
+        return accumulate(trainer, microbatches)
+    return releasing(trainer, microbatches, None if trainer.release.pace.pauses else 1.0, step=step, watchers=watchers)
+
+
+def releasing(
+    trainer: Trainer, microbatches: Sequence[Samples], factor: float | None, *, step: int, watchers: Sequence[Watcher]
+) -> Accumulated:
+    """Forwards and backwards that free each part's gradients once they are reduced and clipped by `factor`, and the part is updated; None:
+    they are measured alone. The update does not count yet."""
+    release = trainer.release
+    assert release is not None and len(microbatches) == 1, "gradients of several microbatches are complete with the last one"
+    if factor is not None:
+        tell(watchers, "before_update", trainer, step)
+    with release.during(trainer.asked(factor), loss_scale=trainer.gradient_scale):
+        found = accumulate(trainer, microbatches)
+    executed = replace(found.executed, marks=[*found.executed.marks, *release.marks])
+    return replace(found, executed=executed)
 
 
 def to_batches(trainer: Trainer, microbatches: Sequence[Samples], *, valid: int, wide: bool = False) -> list[Batch]:
@@ -333,8 +357,10 @@ def carry_out(
     healer: Healer | None = None,
     findings: Findings | None = None,
     late: bool = False,
+    microbatches: Sequence[Samples] = (),
 ) -> Outcome:
-    """Do what was decided for a step whose gradients are there, and drop them. `late`: see Healer.rewind.
+    """Do what was decided for a step whose gradients are there, and drop them. `late`: see Healer.rewind. `microbatches`: those of the
+    step, if its gradients are released.
 
     Raises gradients.NotFinite, or what the referee raises, or SpikeError, if the run is to stop.
     """
@@ -344,10 +370,14 @@ def carry_out(
         decision = decision if target is not None else decision.otherwise
     more = {"totals": totals, "lr": trainer.lr, "healer": healer, "findings": findings or Findings()}
     found = remember(trainer, decision, vitals, **more)
-    skipped, spike, events, overflow = "", False, list[Event](), None
+    skipped, spike, events, overflow, passes = "", False, list[Event](), None, 1
     match decision:
         case Update(factor, lowered):
-            clipped_update(trainer, factor, step=step, watchers=watchers)
+            if trainer.release is None:
+                clipped_update(trainer, factor, step=step, watchers=watchers)
+            else:
+                passes, paused = released_update(trainer, microbatches, factor, step=step, watchers=watchers)
+                events += paused
             trainer.take_in_loads()
             tell(watchers, "updated", trainer, step)
             events += [lowered_event(trainer.spec.stability, vitals)] if lowered else []
@@ -356,7 +386,7 @@ def carry_out(
                 skipped, overflow = overflowed(trainer, skipped, after)
                 trainer.state.scale = after
             elif not spike:
-                skipped += f"; NaN or Inf in {_where(trainer)}"
+                skipped += f"; NaN or Inf in {where_not_finite(trainer)}"
             trainer.drop()
             trainer.state.skipped += 1
             tell(watchers, "skipped", trainer, step)
@@ -378,27 +408,7 @@ def carry_out(
     tell(watchers, "resting", trainer, step)
     if found.tell or found.accident:
         events.insert(0, spike_event(vitals, decision, found))
-    return Outcome(skipped, spike, tuple(events), overflow)
-
-
-def overflowed(trainer: Trainer, reason: str, after: Scale) -> tuple[str, Overflow]:
-    """Look at gradients that overflowed: `reason` with names. `after`: the next step's loss scale. All ranks call it together."""
-    assert trainer.state.scale is not None
-    found = {"world": trainer.groups.world, "forward": model_parameters(trainer.model)}
-    tensor = next(iter(gradients.not_finite_elements(trainer.parameters, **found)), "")
-    overflow = Overflow(tensor, trainer.state.scale.value, after.value)
-    first = f"first in {overflow.part}, in the gradient of {tensor}" if tensor else "in their norm alone"
-    return f"{reason}, {first}; the scale of the next step is {after.value:,.0f}", overflow
-
-
-def _where(trainer: Trainer) -> str:
-    """The parameters whose gradients are not finite, in words. All ranks call it together."""
-    return gradients.where_not_finite(trainer.parameters, world=trainer.groups.world, forward=model_parameters(trainer.model))
-
-
-def refusal(trainer: Trainer, reason: str, *, step: int) -> gradients.NotFinite:
-    """The error of a step that ends the run, which names the parameters. All ranks call it together."""
-    return gradients.not_finite(step, reason=reason, where=_where(trainer))
+    return Outcome(skipped, spike, tuple(events), overflow, passes)
 
 
 def update(trainer: Trainer, computed: Computed, *, step: int, watchers: Sequence[Watcher] = ()) -> None:
@@ -417,3 +427,22 @@ def clipped_update(
     tell(watchers, "before_update", trainer, step)
     trainer.update()
     trainer.state.drop_gradients()
+
+
+def released_update(
+    trainer: Trainer, microbatches: Sequence[Samples], factor: float, *, step: int, watchers: Sequence[Watcher]
+) -> tuple[int, list[Event]]:
+    """Let the update that was made inside the backward count, if it was made with this factor and learning rate. Else drop it, and compute
+    the step again with them. Return the passes that were made, and what is to be logged."""
+    release = trainer.release
+    assert release is not None
+    again = release.asked != trainer.asked(factor)
+    if again:
+        release.take_back()
+        trainer.forget()
+        seed_step(trainer, step)
+        releasing(trainer, microbatches, factor, step=step, watchers=watchers)
+        trainer.noise.take(trainer.device)  # the first pass's sum is known
+    trainer.keep_update()
+    release.asked = None
+    return 1 + again, [*release.pace.note(factor != 1.0, step=step + 1)]

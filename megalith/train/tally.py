@@ -1,7 +1,7 @@
 """Totals of a step over all ranks, balance of the experts' load, and the summary for the log."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,12 +56,13 @@ class Accumulated:
 @dataclass(frozen=True)
 class Outcome:
     """Result of a step besides its update. `skipped`: why it was skipped, if it was, and whether a spike was why; `events`: events about
-    spikes; `overflow`: the reason for a smaller loss scale."""
+    it; `overflow`: the reason for a smaller loss scale; `passes`: forwards and backwards that the update took."""
 
     skipped: str = ""
     spike: bool = False
     events: tuple[Event, ...] = ()
     overflow: Overflow | None = None
+    passes: int = 1
 
 
 NO_OUTCOME = Outcome()
@@ -93,6 +94,11 @@ class Stepped:
         return self.outcome.overflow
 
     @property
+    def passes(self) -> int:
+        """Forwards and backwards that the update took: a second one where released gradients were clipped."""
+        return self.outcome.passes
+
+    @property
     def skipped(self) -> str:
         """Why the update was left out, if it was."""
         return self.outcome.skipped
@@ -103,11 +109,11 @@ class Gathering:
 
     def __init__(self, trainer: Trainer, executed: Executed, *, stop: bool) -> None:
         names = gradients.counted(trainer.parameters, trainer.shared, trainer.groups)
-        squares = gradients.sum_of_squares(_graded(trainer, names))
+        squares = gradients.total_of(_measured(trainer, names))
         loss = executed.nll.double() * (trainer.groups.coordinates["tensor"] == 0)  # tensor ranks all have the whole loss
         other = torch.tensor([float(stop), float(resident_bytes())], dtype=torch.float64, device=trainer.device)
         seen = trainer.noise
-        together = squares if seen.all else gradients.sum_of_squares(_graded(trainer, (n for n in names if n in seen.names)))
+        together = squares if seen.all else gradients.total_of(_measured(trainer, [n for n in names if n in seen.names]))
         apart = seen.take(trainer.device) / trainer.gradient_scale**2  # seen before the loss scale was taken out
         noise = torch.stack((apart, together.to(trainer.device)))
         self._mine = torch.cat((torch.stack((squares.to(trainer.device), loss)), other, noise))
@@ -139,9 +145,12 @@ class Gathering:
         )
 
 
-def _graded(trainer: Trainer, names: Iterable[str]) -> Iterator[Tensor]:
-    """The gradients of some parameters, where they have any."""
-    return (grad for name in names if (grad := trainer.parameters[name].grad) is not None)
+def _measured(trainer: Trainer, names: Sequence[str]) -> list[gradients.Norms]:
+    """The norms of some parameters' gradients: of those that were released as they were, of the others that are there as they are."""
+    grads = {name: grad for name in names if (grad := trainer.parameters[name].grad) is not None}
+    found = dict(zip(grads, gradients.norms_of(grads.values()), strict=True))
+    found |= trainer.release.norms if trainer.release is not None else {}
+    return [found[name] for name in names if name in found]
 
 
 class Balance:
@@ -202,11 +211,13 @@ def _breakdown(trainer: Trainer, executed: Executed, parts: list[Mark]) -> dict[
     for name, start, end in executed.marks:
         kind = name.lstrip("0123456789").rstrip("0123456789")
         seconds[_WENT_TO.get(kind, "communication")] += clock.seconds(start, end)
+        seconds["backward"] -= clock.seconds(start, end) if kind == "UPDATE" else 0.0
     return seconds
 
 
 _WENT_TO = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "WAIT": "bubble", "CHECK": "bubble"}
 _WENT_TO |= {"LOST": "bubble", "UNDO": "optimizer"}  # of a row that was begun with an update that had to be undone
+_WENT_TO |= {"UPDATE": "optimizer"}  # inside a backward
 
 
 def _spans(trainer: Trainer, accumulated: Accumulated) -> list[tuple[str, float, float]]:

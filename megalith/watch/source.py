@@ -31,6 +31,7 @@ from megalith.events import (
     PrecisionWatched,
     Problem,
     Recovery,
+    ReleasePaused,
     Rewound,
     RunFinished,
     RunStarted,
@@ -52,8 +53,8 @@ from megalith.watch import index, predict
 if TYPE_CHECKING:
     from megalith.watch.law import Law
 
-Answer = Skipped | Spike | Rewound | Lowered | PrecisionWatched
-"""A spike, an impossible update or a large rounding error, and the run's response to it."""
+Answer = Skipped | Spike | Rewound | Lowered | PrecisionWatched | ReleasePaused
+"""A spike, an impossible update, a large rounding error or a pause of released gradients, and the run's response to it."""
 
 KEPT = 2000  # events of a kind that are held; the newest count
 SPANS = 8  # drawings of the pipeline that are held
@@ -193,7 +194,7 @@ class Source:
                 self.incidents.append(event)
             case Recovery():
                 self.recoveries[event.incident] = event
-            case Problem() | Skipped() | Spike() | Rewound() | Lowered():
+            case Problem() | Skipped() | Spike() | Rewound() | Lowered() | ReleasePaused():
                 self.problems.append(event)
             case Order():
                 words = f"ordered: {event.what} {event.node}".rstrip() + f": {event.answer}"

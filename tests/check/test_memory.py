@@ -15,6 +15,9 @@ from megalith.spec.plan import Plan
 from megalith.spec.presets import presets
 from tests.check.runs import HYBRID, advice, errors, found, is_named, spec
 
+RELEASED = ["plan.state.optimizer=disk", "plan.state.release=true", "train.precision=bf16", "train.global_batch=1"]
+"""Settings with which gradients can be released."""
+
 
 @pytest.mark.parametrize(
     ("settings", "key", "said"),
@@ -33,6 +36,16 @@ from tests.check.runs import HYBRID, advice, errors, found, is_named, spec
             "plan.state.optimizer",
             "would update by muon in host memory, but it needs each whole matrix, parts of which are on other GPUs",
         ),
+        (["plan.state.release=true"], "plan.state.release", "copies that would take 12 bytes a parameter and save 4"),
+        ([*RELEASED, "plan.state.share=0.5"], "plan.state.release", 'Use plan.state.optimizer = "disk" with share = 1.'),
+        ([*RELEASED, "train.global_batch=4"], "plan.state.release", "saves nothing with 4 microbatches a step"),
+        ([*RELEASED, "train.precision=fp32"], "plan.state.release", "the master weights stay in memory"),
+        ([*RELEASED, "optimizer.master=split16"], "plan.state.release", "half of each weight stays in memory"),
+        ([*RELEASED, "optimizer.kind=muon"], "plan.state.release", "muon looks at a whole matrix on all ranks together"),
+        ([*RELEASED, "optimizer.adaptive_clip=1.05"], "plan.state.release", "optimizer.adaptive_clip = 1.05 needs them all"),
+        ([*RELEASED, "optimizer.qk_clip=100"], "plan.state.release", "optimizer.qk_clip = 100.0 needs them all"),
+        ([*RELEASED, "fleet.verify_every=10"], "plan.state.release", "fleet.verify_every = 10 needs them all"),
+        ([*RELEASED, "plan.post_validation=true"], "plan.state.release", "plan.post_validation = true needs them all"),
     ],
 )
 def test_an_illegal_value_is_named_with_its_reason_and_a_way_out(settings: list[str], key: str, said: str):
@@ -61,6 +74,7 @@ def test_what_is_legal_but_unwise_is_advice(settings: list[str], key: str):
         ["train.seq_len=256", "plan.recompute=full"],
         ["plan.state.optimizer=host", "plan.state.share=0.5"],
         ["plan.state.optimizer=disk", "fleet.memory_every=0"],
+        [*RELEASED, "fleet.memory_every=0"],
         ["optimizer.kind=muon", "plan.state.optimizer=host"],
     ],
 )

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 from megalith.models.stage import Stage
 from megalith.parallel.gradients import LARGE, ROW, NotFinite, counted, local, scale, sum_of_squares
 from megalith.train.assemble import Trainer
-from megalith.train.step import compute, refusal, train_step
+from megalith.train.stability.refusal import refusal
+from megalith.train.step import compute, train_step
 from tests.models.plain import stage
 from tests.parallel.running import microbatches, trainer_of
 from tests.ranks import run_ranks

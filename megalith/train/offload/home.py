@@ -186,6 +186,11 @@ class Disk:
         """Let an update count."""
         self.file.settle()
 
+    def drop(self) -> None:
+        """Forget an update that does not count yet: the weights that compute are made from the master weights before it."""
+        self.file.drop()
+        self.publish()
+
     def undo(self) -> None:
         """Go back to the state before the last update."""
         self.file.undo()

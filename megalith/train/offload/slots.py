@@ -135,6 +135,10 @@ class SlotFile:
         self._used |= self._fresh
         self._fresh = {}
 
+    def drop(self) -> None:
+        """Forget what was written since the last `settle`."""
+        self._fresh = {}
+
     def undo(self) -> None:
         """Go back to what counted before the last `settle`."""
         self._used = {chunk: slot for chunk, slot in (self._used | self._before).items() if slot >= 0}

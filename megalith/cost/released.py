@@ -1,0 +1,27 @@
+"""Bytes of gradients that are released inside the backward (`plan.state.release`): those of one part, and what travels. No torch."""
+
+from megalith.cost.workload import Workload
+
+SHARES = 3
+"""Reduced shares of a part in memory at once: of the part that is reduced, and of the two before it, each in its own half."""
+TOGETHER = 2
+"""Gradients of a part put together for a reduction, at once."""
+
+
+def held(workload: Workload, largest: float) -> float:
+    """Return the bytes of gradients while the largest part, of so many numbers, is reduced and updated."""
+    part = workload.gradient_bytes * largest
+    return part * (1 + SHARES / workload.shards[0]) if workload.plan.holders > 1 else part
+
+
+def travelling(workload: Workload, largest: float) -> float:
+    """Return the bytes that gradients of parts of so many numbers travel in."""
+    return TOGETHER * workload.gradient_bytes * largest if workload.plan.holders > 1 else 0.0
+
+
+def waiting(workload: Workload, embedding: float, *, first: bool, last: bool) -> float:
+    """Return the bytes of a tied embedding's gradient, of so many numbers, that waits from the head's backward on for its other part: as
+    it was computed if both ends are on this rank, else as a reduced share."""
+    if not workload.model.head.tied or not last:
+        return 0.0
+    return embedding * (workload.width if first else workload.gradient_bytes / workload.shards[0])

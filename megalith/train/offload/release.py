@@ -1,0 +1,135 @@
+"""Updates inside the backward: a part is updated once its gradients are reduced, and they are freed, so that no step holds them all.
+
+The global norm, which decides whether gradients are clipped, is known only after the last backward. Most steps do not clip. So a pass
+updates as if its step did not, into the slots on disk that are not in use. If the step does clip, these slots are dropped, and a second
+pass computes the same gradients and updates with the factor, which is known by then: no bit differs from an update after the backward.
+Where most steps clip, a first pass only measures the norm, and nothing is written in vain.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megalith.events import ReleasePaused
+from megalith.parallel import gradients
+from megalith.parallel.clock import Clock
+from megalith.parallel.data import Bucket, Weight
+from megalith.parallel.gradients import Norms, Shared
+from megalith.train.optimizers.update import Optimizer
+from megalith.train.state import State
+
+WINDOW = 10
+"""Updates that decide how the next step begins."""
+MOST = 5
+"""Clipped updates among these up to which a step begins with an update. A second pass costs the same either way; above half, the updates
+that are written in vain cost more than the passes that a guess saves."""
+
+
+class Pace:
+    """How a step begins, as a pure function of the last updates, which all ranks know."""
+
+    def __init__(self) -> None:
+        self._clipped = deque[bool](maxlen=WINDOW)
+
+    @property
+    def clipped(self) -> int:
+        """Updates among the last `WINDOW` whose gradients were clipped."""
+        return sum(self._clipped)
+
+    @property
+    def pauses(self) -> bool:
+        """True if a step begins with a pass that only measures."""
+        return self.clipped > MOST
+
+    def note(self, clipped: bool, *, step: int) -> Iterator[ReleasePaused]:
+        """Add the update of step `step`. Yield an event if `pauses` changed."""
+        before = self.pauses
+        self._clipped.append(clipped)
+        if self.pauses != before:
+            yield ReleasePaused(step=step, clipped=self.clipped, window=WINDOW, paused=self.pauses)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A pass: the factor of all gradients (None: it only measures them), and the update that it makes."""
+
+    factor: float | None
+    number: int
+    lr: float
+
+
+class Release:
+    """Per-rank updates inside the backward. All of the optimizer's state is on disk, and rules look at one number at a time."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Weight],
+        stages: Iterable[Iterable[Bucket]],
+        shared: Shared,
+        *,
+        state: State,
+        rule: Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        clock: Clock,
+    ) -> None:
+        """`stages`: the buckets that each of this rank's stages uses."""
+        self.state, self.rule, self.parameters, self.clock = state, rule, parameters, clock
+        used = Counter(bucket for buckets in stages for bucket in {*buckets})
+        # what other ranks or another stage of this rank add to is complete only after the last backward
+        apart = {*shared.partial, *shared.tied}
+        apart |= {name for name, weight in weights.items() if any(weight in b.weights for b, times in used.items() if times > 1)}
+        self._names = {weight: name for name, weight in weights.items() if name not in apart}
+        self._late = [name for name in weights if name in apart]
+        self._buckets = tuple(used)
+        self.pace = Pace()
+        self.norms: dict[str, Norms] = {}
+        """Norms of the last pass's gradients, before any clipping, by parameter."""
+        self.odd: dict[str, Tensor] = {}
+        """How many elements of them were not finite."""
+        self.marks: list[tuple[str, object, object]] = []
+        """When the last pass updated."""
+        self.asked: Asked | None = None
+        """The last pass; None: it was taken back, or its update counts."""
+
+    @contextmanager
+    def during(self, asked: Asked, *, loss_scale: float) -> Iterator[None]:
+        """Free each gradient that is reduced meanwhile, and make the update. `loss_scale`: factor of the gradients until then."""
+        self.norms, self.odd, self.marks = {}, {}, []
+
+        def reduced(bucket: Bucket) -> None:
+            names = [self._names[weight] for weight in bucket.weights if weight in self._names]
+            self._take(names, asked, loss_scale)
+
+        for bucket in self._buckets:
+            bucket.done = reduced
+        try:
+            yield
+        finally:
+            for bucket in self._buckets:
+                bucket.done = None
+        self._take(self._late, asked, 1.0)
+        self.asked = asked
+
+    @torch.no_grad()
+    def _take(self, names: Sequence[str], asked: Asked, loss_scale: float) -> None:
+        start = self.clock.mark()
+        there = {name: grad for name in names if (grad := self.parameters[name].grad) is not None}
+        gradients.scale(there.values(), 1 / loss_scale)
+        self.norms |= zip(there, gradients.norms_of(there.values()), strict=True)
+        self.odd |= {name: gradients.odd_elements(grad) for name, grad in there.items()}
+        if asked.factor is not None and there:
+            gradients.scale(there.values(), asked.factor)
+            self.rule.update([self.state.part(name) for name in there], number=asked.number, lr=asked.lr)
+        for name in there:
+            self.parameters[name].grad = None
+        self.marks.append(("UPDATE", start, self.clock.mark()))
+
+    def take_back(self) -> None:
+        """Forget the last pass: drop its update, if it made one."""
+        if self.asked is not None and self.asked.factor is not None:
+            self.state.drop_update()
+        self.asked, self.norms = None, {}

@@ -1,0 +1,36 @@
+"""Gradients that are not finite, in words: which parameters they are of."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from megalith.parallel import gradients
+from megalith.spec.sizes import model_parameters
+from megalith.train.assemble import Trainer
+from megalith.train.stability.loss_scale import Overflow, Scale
+
+
+def overflowed(trainer: Trainer, reason: str, after: Scale) -> tuple[str, Overflow]:
+    """Look at gradients that overflowed: `reason` with names. `after`: the next step's loss scale. All ranks call it together."""
+    assert trainer.state.scale is not None
+    found = {"world": trainer.groups.world, "forward": model_parameters(trainer.model), "freed": _freed(trainer)}
+    tensor = next(iter(gradients.not_finite_elements(trainer.parameters, **found)), "")
+    overflow = Overflow(tensor, trainer.state.scale.value, after.value)
+    first = f"first in {overflow.part}, in the gradient of {tensor}" if tensor else "in their norm alone"
+    return f"{reason}, {first}; the scale of the next step is {after.value:,.0f}", overflow
+
+
+def where_not_finite(trainer: Trainer) -> str:
+    """The parameters whose gradients are not finite, in words. All ranks call it together."""
+    found = {"forward": model_parameters(trainer.model), "freed": _freed(trainer)}
+    return gradients.where_not_finite(trainer.parameters, world=trainer.groups.world, **found)
+
+
+def _freed(trainer: Trainer) -> Mapping[str, Tensor]:
+    """Return how many elements were not finite in each gradient that was released."""
+    return {} if trainer.release is None else trainer.release.odd
+
+
+def refusal(trainer: Trainer, reason: str, *, step: int) -> gradients.NotFinite:
+    """The error of a step that ends the run, which names the parameters. All ranks call it together."""
+    return gradients.not_finite(step, reason=reason, where=where_not_finite(trainer))

@@ -1,0 +1,255 @@
+"""Gradients that are released inside the backward: the bits of a run that holds them all, whether a step is clipped, left out or computed
+again, in less memory."""
+
+import os
+import signal
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.shares import shares, whole_of
+from megalith.cost.foreseen import foresee, of_run
+from megalith.events import ReleasePaused, Step, of_kind, read
+from megalith.parallel.gradients import NotFinite
+from megalith.planner.beside import beside
+from megalith.prove.dryrun import count, single_documents
+from megalith.prove.meter import CATEGORIES
+from megalith.spec.run import RunSpec
+from megalith.train.assemble import Trainer
+from megalith.train.loop import stepper_of
+from megalith.train.offload.release import MOST, WINDOW, Pace
+from megalith.train.offload.slots import SlotFile
+from megalith.train.step import train_step
+from megalith.train.tally import Stepped
+from tests.parallel.running import microbatches, trainer_of
+from tests.promises.test_state_elsewhere import _chunks, _dying
+from tests.prove.dry import dry
+from tests.ranks import run_ranks
+from tests.runs import assert_same_bits, final_state, finish, prepare_text, start, train
+from tests.specs import tiny_run
+
+FULL = os.environ.get("MEGALITH_FULL") == "1"
+DISK = {"optimizer": "disk"}
+RELEASED = DISK | {"release": True}
+Trained = tuple[list[Stepped], dict[str, Tensor]]
+
+
+def _run(
+    plan: dict[str, Any], model: dict[str, Any] | None = None, *, optimizer: dict[str, Any] | None = None, **train: Any
+) -> RunSpec:
+    """One microbatch a step."""
+    batch = plan.get("data", 1) * plan.get("replicate", 1) * plan.get("microbatch", 1)
+    asked = {"global_batch": batch, "precision": "bf16", "steps": 12} | train
+    return tiny_run(plan=plan, model={"layers": 3} | (model or {}), train=asked, optimizer=optimizer or {})
+
+
+def _placed(spec: RunSpec, state: dict[str, Any], clip: float | None = None) -> RunSpec:
+    plan = spec.plan.model_validate(spec.plan.model_dump() | {"state": state})
+    optimizer = spec.optimizer if clip is None else spec.optimizer.model_copy(update={"clip": clip})
+    return spec.model_copy(update={"plan": plan, "optimizer": optimizer})
+
+
+def _held(trainer: Trainer) -> dict[str, Tensor]:
+    return {key: whole_of(share).clone() for key, share in shares(trainer.state.laid()).items()}
+
+
+def _trained(rank: int, specs: list[RunSpec], steps: int) -> list[Trained]:
+    found = []
+    for spec in specs:
+        trainer = trainer_of(spec)
+        stepper, told = stepper_of(trainer), []
+        for step in range(steps):
+            told += stepper.step(microbatches(trainer, step), step=step)
+        assert all(parameter.grad is None for parameter in trainer.parameters.values())
+        found.append((told, _held(trainer)))
+    return found
+
+
+def _assert_same(found: list[Trained]) -> None:
+    (told, state), *others = found
+    for other, held in others:
+        for one, two in zip(told, other, strict=True):
+            assert (one.loss, one.grad_norm, one.lr, one.updates) == (two.loss, two.grad_norm, two.lr, two.updates)
+        assert held.keys() == state.keys()
+        assert not [key for key in state if not torch.equal(held[key], state[key])]
+
+
+PLANS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({}, {"tied": True}, {}),
+    ({"data": 2, "zero": 3}, {}, {}),
+    ({"data": 2, "tensor": 2, "zero": 1}, {}, {}),
+    ({"pipeline": 2}, {"tied": True}, {}),
+    ({"data": 2, "expert": 2, "zero": 2}, {"preset": "deepseek-tiny"}, {}),
+]
+PLANS += [
+    ({"recompute": "sqrt"}, {}, {"gradients": "bf16"}),
+    ({"data": 2, "zero": 0}, {}, {"precision": "fp16"}),
+    ({"pipeline": 2, "schedule": "zb-h1", "data": 2, "zero": 2}, {}, {}),
+    ({"context": 2}, {"preset": "mixtral-8x7b"}, {"precision": "fp8"}),
+] * FULL
+
+
+def _compared(rank: int, spec: RunSpec, steps: int) -> list[Trained]:
+    """A run that holds its gradients, and one that releases them: where no step is clipped, some are, and all are."""
+    (free,) = _trained(rank, [_placed(spec, {}, clip=0.0)], steps)
+    norms = sorted(each.grad_norm for each in free[0])
+    some = (norms[steps // 2] + norms[steps // 2 - 1]) / 2
+    made = [_placed(spec, place, clip) for clip in (0.0, some, 0.05) for place in ({}, RELEASED)]
+    return _trained(rank, made, steps)
+
+
+@pytest.mark.parametrize(("plan", "model", "train"), PLANS, ids=str)
+def test_no_bit_changes_under_any_plan(plan: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) -> None:
+    """A step that is clipped takes two passes, another one."""
+    spec = _run(plan, model, **train)
+    for found in run_ranks(_compared, spec.plan.ranks, spec, 4):
+        for one, passes in enumerate(({1}, {1, 2}, {2})):
+            pair = found[2 * one : 2 * one + 2]
+            _assert_same(pair)
+            assert {each.passes for each in pair[1][0]} == passes
+
+
+KINDS = [("sgd", {}), ("lion", {"moments": "bf16"}), *[("adamw", {"moments": "fp8"})] * FULL]
+
+
+@pytest.mark.parametrize(("kind", "more"), KINDS, ids=str)
+def test_no_bit_changes_under_any_rule_that_looks_at_one_number(kind: str, more: dict[str, Any]) -> None:
+    spec = _run({}, optimizer={"kind": kind, "clip": 0.05, "nesterov": False} | more)
+    (found,) = run_ranks(_trained, 1, [_placed(spec, place) for place in (DISK, RELEASED)], 3)
+    _assert_same(found)
+
+
+def test_a_share_of_clipped_steps_above_half_pauses_updates_before_the_norm() -> None:
+    """Steps then measure first, and no bit changes."""
+    spec = _run({}, {"layers": 2}, optimizer={"clip": 0.05})
+    (found,) = run_ranks(_trained, 1, [_placed(spec, place) for place in (DISK, RELEASED)], MOST + 3)
+    _assert_same(found)
+    told = found[1][0]
+    (paused,) = [event for each in told for event in each.outcome.events]
+    assert isinstance(paused, ReleasePaused)
+    assert (paused.step, paused.clipped, paused.window, paused.paused) == (MOST + 1, MOST + 1, WINDOW, True)
+    assert {each.passes for each in told} == {2}
+
+
+def test_a_pause_ends_once_few_of_the_last_updates_were_clipped() -> None:
+    pace, told = Pace(), list[ReleasePaused]()
+    for step in range(1, 40):
+        told += pace.note(step <= 12, step=step)
+    assert [(each.step, each.paused) for each in told] == [(MOST + 1, True), (12 + WINDOW - MOST, False)]
+
+
+def _writes(rank: int, spec: RunSpec, steps: int) -> list[int]:
+    """The number of chunks, and how many each step writes."""
+    trainer, written, write = trainer_of(spec), list[int](), SlotFile.write
+
+    def counted(self: SlotFile, chunk: int, body: Tensor, *, counts: bool = False) -> None:
+        written.append(chunk)
+        write(self, chunk, body, counts=counts)
+
+    found = [_chunks(rank, spec)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlotFile, "write", counted)
+        for step in range(steps):
+            written.clear()
+            train_step(trainer, microbatches(trainer, step), step=step)
+            found.append(len(written))
+    return found
+
+
+def test_a_step_that_measures_first_writes_nothing_in_vain() -> None:
+    spec = _placed(_run({}, {"layers": 2}, optimizer={"clip": 0.05}), RELEASED)
+    ((chunks, *written),) = run_ranks(_writes, 1, spec, MOST + 3)
+    assert written == [2 * chunks] * (MOST + 1) + [chunks] * 2
+
+
+def _poisoned(rank: int, spec: RunSpec) -> tuple[str, bool]:
+    """The error of a step with a gradient that is not finite, and whether the state is that from before it."""
+    trainer = trainer_of(spec)
+    train_step(trainer, microbatches(trainer), step=0)
+    before, (runner,) = _held(trainer), trainer.runners.values()
+
+    def spoil(grads: Any) -> None:
+        grads[0].view(-1)[0] = float("nan")
+
+    runner.buckets[1][0].observe = spoil
+    try:
+        train_step(trainer, microbatches(trainer, 1), step=1)
+    except NotFinite as error:
+        after = _held(trainer)
+        return str(error), all(torch.equal(before[key], after[key]) for key in before)
+    return "", False
+
+
+def test_a_step_that_is_not_finite_leaves_the_state_alone_and_names_the_parameter() -> None:
+    ((text, same),) = run_ranks(_poisoned, 1, _placed(_run({}, {"layers": 2}), RELEASED))
+    assert same
+    assert "NaN or Inf in gradients of blocks.0." in text and "(1 elements)" in text
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+def _long(data: Path, place: dict[str, Any]) -> RunSpec:
+    return tiny_run(
+        model={"layers": 2, "vocab": 264},
+        plan={"data": 2, "zero": 1, "state": place},
+        data={"path": str(data)},
+        train={"steps": 8, "global_batch": 2, "seq_len": 32, "precision": "bf16"},
+        optimizer={"clip": 1.4},
+        checkpoint={"every": 2},
+    )
+
+
+def test_kill_9_in_the_midst_of_an_update_inside_the_backward_changes_no_bit(data: Path, tmp_path: Path) -> None:
+    """A rank dies when half of a chunk is written; with MEGALITH_FULL at fifty moments, else at three."""
+    train(_long(data, {}), tmp_path / "whole")
+    spec, folder, random = _long(data, RELEASED), tmp_path / "killed", Random(7)
+    train(spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 2})}), folder)
+    chunks = run_ranks(_chunks, 2, spec)[1]
+    for _ in range(50 if FULL else 3):
+        with pytest.MonkeyPatch.context() as patch:  # the first writes are the master weights, and what is loaded
+            patch.setattr(SlotFile, "write", _dying(1, at=5 * chunks + random.randrange(2 * chunks)))
+            codes = finish(start(spec, folder))
+        assert codes[1] == -signal.SIGKILL
+    train(spec, folder)
+    assert_same_bits(final_state(tmp_path / "whole"), final_state(folder))
+    steps = {one.step: one.passes for one in of_kind(read(folder), Step)}
+    assert {1, 2} == set(steps.values()), "some steps are clipped"
+
+
+LARGE = {"layers": 8, "dim": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn": 768, "vocab": 1024}
+SIZED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"data": 2, "zero": 1}, {}),
+    ({"tensor": 2}, {}),
+    ({}, {"tied": True}),
+]
+
+
+@pytest.mark.parametrize(("plan", "model"), SIZED, ids=str)
+def test_the_peak_is_lower_and_as_predicted(plan: dict[str, Any], model: dict[str, Any]) -> None:
+    held, released = (
+        _placed(_run({"recompute": "full"} | plan, LARGE | model), place | {"chunk": 1}) for place in (DISK, RELEASED)
+    )
+    counted = dry(released, 0)
+    lines = {line.name: line for line in beside(foresee(of_run(released), rank=0), counted)}
+    assert lines["memory.gradients"].gap == pytest.approx(0, abs=0.03)
+    assert sum(counted.memory.peak.values()) < 0.9 * sum(dry(held, 0).memory.peak.values())
+    everything = sum(line.foreseen or 0.0 for name, line in lines.items() if name in {f"memory.{each}" for each in CATEGORIES})
+    assert everything == pytest.approx(sum(counted.memory.peak.values()), rel=0.06)
+
+
+def _counted(rank: int, spec: RunSpec) -> list[Any]:
+    made = [single_documents(spec)] * spec.microbatches
+    return [(found.memory, found.work) for found in (count(spec, made, unreal=unreal) for unreal in (False, True))]
+
+
+def test_a_real_step_holds_what_a_dry_one_counts() -> None:
+    real, unreal = run_ranks(_counted, 1, _placed(_run({"recompute": "full"}), RELEASED))[0]
+    assert real == unreal
