@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megalith.check import check
 from megalith.prove.meter import Memory
 from megalith.spec.problem import Problem
 from megalith.spec.run import RunSpec
@@ -19,6 +20,18 @@ class Lever:
     saves: float
 
 
+def _release(spec: RunSpec) -> Lever | None:
+    """The release of gradients, where `check` lets the run have it: those of one part are left."""
+    state = spec.plan.state
+    if state.optimizer != "disk" or state.release:
+        return None
+    plan = spec.plan.model_copy(update={"state": state.model_copy(update={"release": True})})
+    released = spec.model_copy(update={"plan": plan})
+    if any(problem.key == "plan.state.release" for problem in check(released, files=False)):
+        return None
+    return Lever("plan.state.release = true", "gradients", 1 - 1 / (spec.model.layers + 2))
+
+
 LEVERS: tuple[Callable[[RunSpec], Lever | None], ...] = (
     lambda s: Lever("plan.zero = 1", "optimizer", 1 - 1 / s.plan.holders) if s.plan.zero == 0 and s.plan.holders > 1 else None,
     lambda s: Lever("plan.zero = 2", "gradients", 1 - 1 / s.plan.holders) if s.plan.zero < 2 and s.plan.holders > 1 else None,
@@ -26,6 +39,7 @@ LEVERS: tuple[Callable[[RunSpec], Lever | None], ...] = (
     lambda s: Lever("plan.replicate = 1", "optimizer", 1 - 1 / s.plan.replicate) if s.plan.replicate > 1 else None,
     lambda s: Lever('plan.recompute = "full"', "activations", 0.9) if s.plan.recompute != "full" else None,
     lambda s: Lever('plan.state.optimizer = "host"', "optimizer", 1.0) if not s.plan.state.away else None,
+    _release,
     lambda s: Lever(f"plan.microbatch = {s.plan.microbatch // 2}", "activations", 0.5) if s.plan.microbatch > 1 else None,
     lambda s: Lever(f"plan.context = {2 * s.plan.context}", "activations", 0.5),
 )

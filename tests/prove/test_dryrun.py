@@ -186,6 +186,14 @@ def test_a_change_that_saves_too_little_is_not_said_to_suffice() -> None:
     assert "3 times as many ranks" in problem.way_out
 
 
+@pytest.mark.parametrize(("batch", "named"), [(1, True), (2, False)])
+def test_release_of_gradients_is_named_where_check_lets_the_run_have_it(batch: int, named: bool) -> None:
+    run = tiny_run(plan={"state": {"optimizer": "disk"}}, train={"precision": "bf16", "global_batch": batch})
+    problem = does_not_fit(run, _memory(weights=40, gradients=50), 80 * GIB)
+    assert problem is not None
+    assert ("plan.state.release = true" in problem.way_out) == named
+
+
 def test_building_can_be_what_does_not_fit() -> None:
     problem = does_not_fit(tiny_run(), _memory(weights=10, building=90), 80 * GIB)
     assert problem is not None
