@@ -3,12 +3,13 @@
     megalith data prepare bundled:austen --tokenizer bytes --validation 0.03 --out data/austen-bytes
     python benchmarks/link.py --data data/austen-bytes                          # what `make sites` shows
     python benchmarks/link.py --data data/austen-bytes --size 6.5M --rounds 10
+    python benchmarks/link.py --data data/austen-bytes --size 6.5M --step-seconds 0.8 --rounds 16   # waits alone: steps sleep
     python benchmarks/link.py --data data/austen-bytes --links                  # twelve links: predicted and measured use
 
 As root each site is in a network namespace of its own, and a wire in user space joins them (`megalith.machine.wire`). Else one reaches the
 other through a relay on loopback that is as slow. Use is the share of the time in which a site computes: compute over compute and exposed
 waits, from the first step to the last merge, which waits for all of the model. Compute is processor time, since two sites that share few
-processors slow each other down. With --links a step sleeps for a set time instead, and all else is the trainer's.
+processors slow each other down. With --links and --step-seconds a step sleeps for a set time instead, and all else is the trainer's.
 """
 
 import argparse
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="1.5M")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--links", action="store_true", help="compare predicted with measured use on twelve links")
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="let each step sleep for so long instead of training")
     parser.add_argument("--only", default="", help="cases whose names have this in them")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -110,13 +112,15 @@ def _methods(given: argparse.Namespace) -> None:
             continue
         steps = given.rounds * method["inner_steps"]
         spec = run_of(given.data, given.size, steps, method)
-        ran, crossed = measured(spec, LINK)
-        expected = predicted(spec, LINK, ran.processor / steps)
+        ran, crossed = measured(spec, LINK, step_seconds=given.step_seconds)
+        computed = ran.seconds - ran.waited if given.step_seconds else ran.processor
+        expected = predicted(spec, LINK, computed / steps)
         gradients = 4 * steps * _parameters(spec)
+        loss = "" if given.step_seconds else f"{ran.loss:.4f}"
         print(
-            f"{name:34s} {steps:5d}  {ran.processor / (ran.processor + ran.waited):6.1%}  {expected:9.1%}  "
+            f"{name:34s} {steps:5d}  {computed / (computed + ran.waited):6.1%}  {expected:9.1%}  "
             f"{ran.waited / given.rounds:12.2f} s  {ran.sent / given.rounds / 1e6:10.2f}  {crossed / 1e6:7.2f}  "
-            f"{gradients / ran.sent:18.0f} x  {ran.loss:.4f}",
+            f"{gradients / ran.sent:18.0f} x  {loss}",
             flush=True,
         )
 

@@ -12,6 +12,8 @@ ROUNDS = 20
 INTERVALS = (1, 2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 750, 1000)
 GOOD = 0.99
 """Share of the time in which a site computes that is good enough."""
+HEADROOM = 0.8
+"""Share of a link's rate that a chosen method counts on: lost packets, and what else crosses it, take some."""
 CHOSEN = ("inner_steps", "fragments", "overlap", "bits")
 """Keys of `[sites]` that are chosen where a run file leaves them out."""
 FRAGMENTS, OVERLAPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), (0, 1, 2, 3, 5, 7, 10)
@@ -84,14 +86,17 @@ def across(shapes: Shapes, sites: SitesSpec, step: float, *, steps: int | None =
 def choose(shapes: Shapes, sites: SitesSpec, step: float, *, free: Collection[str], rounds_well: bool) -> SitesSpec:
     """Choose the keys `free` of CHOSEN for the link of `sites`, where a step takes `step` seconds.
 
-    The shortest interval with a use of GOOD is taken, since loss grows with it; with it the most bits, then the least overlap, then the
-    fewest fragments. Where none has that use, the one with the most use is taken. `rounds_well`: differences are little hurt by 2 bits,
-    as those of Muon (Thérien et al. 2025, arXiv:2505.23725).
+    The shortest interval with a use of GOOD at HEADROOM of the link's rate is taken, since loss grows with it; with it the most bits, then
+    the least overlap, then the fewest fragments. Where none has that use, the one with the most use is taken. `rounds_well`: differences
+    are little hurt by 2 bits, as those of Muon (Thérien et al. 2025, arXiv:2505.23725).
     """
+    assert sites.link is not None
+    counted_on = sites.link.model_copy(update={"megabits": HEADROOM * sites.link.megabits})
     best: tuple[float, SitesSpec] | None = None
     for interval in INTERVALS if "inner_steps" in free else (sites.inner_steps,):
         tried = sites.model_copy(update={"inner_steps": interval})
-        found = [(_use(fragments(shapes, one), one, step), one) for one in _variants(shapes, tried, free, rounds_well)]
+        variants = _variants(shapes, tried, free, rounds_well)
+        found = [(_use(fragments(shapes, one), one.model_copy(update={"link": counted_on}), step), one) for one in variants]
         good = next((one for use, one in found if use >= GOOD), None)
         if good is not None:
             return good
