@@ -268,7 +268,8 @@ class Lowered(Event):
 class PrecisionWatched(Event):
     """A microbatch's gradients after `step` steps, compared with those of wide products. `errors`: the relative error of each part's
     gradient; None: not finite. `raised`: the part whose products are wide from now on, since its error was above `limit`
-    (`precision.auto`); empty: none. `seconds`: of the comparison, on the first rank."""
+    (`precision.auto`); empty: none. `seconds`: of the comparison, on the first rank. `saturated` and `zeroed`: shares of the numbers that
+    products of a part round, of those that are cut off at the format's largest and of those other than 0 that become 0."""
 
     kind: ClassVar[str] = "precision_watched"
     step: int
@@ -276,6 +277,8 @@ class PrecisionWatched(Event):
     seconds: float
     limit: float = 0.0
     raised: str = ""
+    saturated: dict[str, float] = field(default_factory=dict)
+    zeroed: dict[str, float] = field(default_factory=dict)
 
     @property
     def words(self) -> str:

@@ -26,9 +26,9 @@ SLAB = 1 << 16
 """Numbers that are rounded at once: their copies in fp32 stay in a processor's cache."""
 
 
-def in_slabs(x: Tensor, scaling: Scaling, draws: Tensor | None = None) -> Tensor:
+def in_slabs(x: Tensor, scaling: Scaling, draws: Tensor | None = None, lost: Tensor | None = None) -> Tensor:
     """Return the numbers of `narrowed(x, scaling)`, x and draws [..., rows, columns], worked out some rows at a time: in the dtype of x
-    where scales are powers of two, else in fp32."""
+    where scales are powers of two, else in fp32. `lost` as there."""
     height, columns = scaling.block[0], x.shape[-1]
     matrices = x.flatten(0, -2)[None] if height == 1 else x[None].flatten(0, -3)
     dtype = x.dtype if scaling.exact else torch.float32
@@ -38,7 +38,7 @@ def in_slabs(x: Tensor, scaling: Scaling, draws: Tensor | None = None) -> Tensor
     for matrix, rounded, random in zip(matrices, out, drawn, strict=True):
         for first in range(0, matrix.shape[0], rows):
             part = slice(first, first + rows)
-            rounded[part] = narrowed(matrix[part], scaling, draws=None if random is None else random[part])
+            rounded[part] = narrowed(matrix[part], scaling, draws=None if random is None else random[part], lost=lost)
     return out.view(x.shape)
 
 
@@ -222,20 +222,30 @@ class Narrow(Multiply, ABC):
         if grouped and scaling.block[0] == ALL:
             scaling = replace(scaling, block=(1, scaling.block[1]))
         if not _spans(scaling):
-            return in_slabs(x, scaling, draws)
+            return in_slabs(x, scaling, draws, self._lost(x))
         rows = x.reshape(-1, x.shape[-1])
         if grouped and scaling.scale == "e4m3":
             rows = rows.unsqueeze(1)  # each token is a matrix with a scale of its own
         elif scaling.block[0] != 1 or scaling.scale == "e4m3":
             rows = rows if self.microbatch == ALL else rows.unflatten(0, (-1, self.microbatch))
         share = self._share(scaling, TOKENS, channels, whole=scaling.whole and not grouped)
-        return narrowed(rows, scaling, share=share, draws=None if draws is None else draws.view(rows.shape)).view(x.shape)
+        draws = None if draws is None else draws.view(rows.shape)
+        return narrowed(rows, scaling, share=share, draws=draws, lost=self._lost(x)).view(x.shape)
 
     def _weight(self, weight: Tensor, scaling: Scaling) -> Tensor:
         """Round a weight [out, in], or those of experts [experts, out, in]."""
         if not _spans(scaling):
-            return in_slabs(weight, scaling)
-        return narrowed(weight, scaling, share=self._share(scaling, OUTPUTS, INPUTS, whole=scaling.whole))
+            return in_slabs(weight, scaling, lost=self._lost(weight))
+        share = self._share(scaling, OUTPUTS, INPUTS, whole=scaling.whole)
+        return narrowed(weight, scaling, share=share, lost=self._lost(weight))
+
+    def _lost(self, x: Tensor) -> Tensor | None:
+        """Return the counts of the layer's part, on the device of x, if somebody wants them."""
+        if _counts is None:
+            return None
+        if self.part not in _counts:
+            _counts[self.part] = torch.zeros(3, dtype=torch.int64, device=x.device)
+        return _counts[self.part]
 
     def _share(self, scaling: Scaling, rows: str, columns: str, *, whole: bool) -> Share | None:
         """Return how maxima are taken over the ranks that hold a part of a block, or of a matrix that has a scale. `whole`: each maximum
@@ -306,6 +316,20 @@ def maxima() -> Iterator[dict[str, Noted]]:
         yield _seen
     finally:
         _seen = before
+
+
+_counts: dict[str, Tensor] | None = None
+
+
+@contextmanager
+def losses() -> Iterator[dict[str, Tensor]]:
+    """Inside, count by part of the model, int64 [3]: the numbers that products round, those that saturate, and those that become 0."""
+    global _counts
+    before, _counts = _counts, {}
+    try:
+        yield _counts
+    finally:
+        _counts = before
 
 
 class Blockwise(Narrow):

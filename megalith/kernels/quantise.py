@@ -89,17 +89,23 @@ def quantise(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: 
     return Narrowed(encode(scaled.nan_to_num_(0.0), scaling.element, draws), scales, whole, scaling)
 
 
-def narrowed(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: Tensor | None = None) -> Tensor:
+def narrowed(
+    x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: Tensor | None = None, lost: Tensor | None = None
+) -> Tensor:
     """The numbers of `quantise(x, scaling)`, without codes and in a few passes: in the dtype of x if scales are powers of two,
-    else in fp32, because bf16 cannot represent them.
+    else in fp32, because bf16 cannot represent them. `lost`, int64 [3], counts: numbers, those that saturate, and those other than 0
+    that become 0.
 
     Where scales are powers of two, they are the same for every block whose largest number is at least 2^-90; in smaller ones, differences
     of 2^-126 are lost.
     """
     if not scaling.exact:
         scaled, scales, whole = _scaled(x, scaling, share)
+        if lost is not None:  # a scale in fp32 is rounded, so the largest number may lie a little above the format's
+            lost[1] += (scaled.abs() > scaling.element.largest * (1 + 2.0**-20)).sum()
         blocks = _blocked(rounded(scaled, scaling.element, draws), scaling.block).mul_(scales[..., :, None, :, None])
         numbers = _unblocked(blocks, x.shape)
+        _count_zeros(numbers, x, lost)
         return numbers if whole is None else numbers * whole
     element, blocks = scaling.element, _blocked(x.float(), scaling.block)
     amax, _ = _maxima(blocks, scaling, share)
@@ -112,8 +118,18 @@ def narrowed(x: Tensor, scaling: Scaling, *, share: Share | None = None, draws: 
     numbers = numbers.mul_(step)
     if scaling.scale == "down" or scaling.saturates:
         most = power(k) * element.largest
+        if lost is not None:
+            lost[1] += (numbers.abs() > most).sum()
         numbers = numbers.clamp_(-most, most)
-    return _unblocked(numbers.masked_fill_(k > 127, torch.nan), x.shape).to(x.dtype)
+    numbers = _unblocked(numbers.masked_fill_(k > 127, torch.nan), x.shape)
+    _count_zeros(numbers, x, lost)
+    return numbers.to(x.dtype)
+
+
+def _count_zeros(numbers: Tensor, x: Tensor, lost: Tensor | None) -> None:
+    if lost is not None:
+        lost[0] += x.numel()
+        lost[2] += ((numbers == 0) & (x != 0)).sum()
 
 
 def _scaled(x: Tensor, scaling: Scaling, share: Share | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -250,9 +250,15 @@ def _rounding(watched: Sequence[PrecisionWatched], digits: Callable[[float], str
     series = [Series(part, points, i, dots=True) for i, (part, points) in enumerate(errors.items()) if points]
     if watched[-1].limit:
         series.append(Series("precision.auto", [(one.step, one.limit) for one in watched], 8))
+    most = {"cut off": "saturated", "became 0": "zeroed"}
+    shares = {name: [(one.step, max(getattr(one, key).values(), default=0.0)) for one in watched] for name, key in most.items()}
+    lost = [Series(name, points, 1 + i, dots=True) for i, (name, points) in enumerate(shares.items())]
     raised = sum(bool(one.raised) for one in watched)
     words = f"Relative error of gradients beside wide products; {raised} {'block' if raised == 1 else 'blocks'} made wide"
-    return _figure(words, line_chart(series, x_label="step", y_format=digits, from_zero=True))
+    return _figure(words, line_chart(series, x_label="step", y_format=digits, from_zero=True)) + _figure(
+        "Share of the numbers that products round, in the part with the most",
+        line_chart(lost, x_label="step", y_format=units.percent, from_zero=True),
+    )
 
 
 def _speed(run: History) -> str:

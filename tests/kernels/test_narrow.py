@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.draws import Tokens, working_on
-from megalith.kernels.elements import E4M3
+from megalith.kernels.elements import E2M1, E4M3
 from megalith.kernels.grouped import Sizes
 from megalith.kernels.multiply import Multiply
 from megalith.kernels.narrow import (
@@ -23,6 +23,7 @@ from megalith.kernels.narrow import (
     Rowwise,
     Tensorwise,
     in_slabs,
+    losses,
     maxima,
     rotated,
 )
@@ -440,3 +441,33 @@ def test_a_rotation_saves_what_outliers_would_hide(recipe: type[Narrow]) -> None
     grad, x = 1 + 0.2 * ordinary(512, 80, seed=0), 1 + 0.2 * ordinary(512, 96, seed=1)
     grad[5::16], x[5::16] = 0, 32
     assert ratio_of_errors(recipe, grad.bfloat16(), x.bfloat16()) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("scaling", "saturated", "zeroed"),
+    [
+        (Scaling(E4M3, (1, 4), "up"), 0, 1),
+        (Scaling(E4M3, (1, 4), "down"), 1, 1),
+        (Scaling(E4M3, (1, 4), "fp32"), 0, 1),
+        (Scaling(E2M1, (1, 4), "e4m3"), 0, 2),
+    ],
+    ids=str,
+)
+def test_numbers_that_are_cut_off_or_become_0_are_counted(scaling: Scaling, saturated: int, zeroed: int) -> None:
+    """511 is above 448, where OCP's scale leaves it; 2^-12 of the largest number lies below E4M3's subnormals, and 1 below E2M1's too."""
+    x = torch.tensor([[511.0, 2.0**-12, 1.0, 0.0]])
+    lost = torch.zeros(3, dtype=torch.int64)
+    found = in_slabs(x, scaling, lost=lost)
+    assert lost.tolist() == [4, saturated, zeroed] and int((found == 0).sum()) == zeroed + 1
+
+
+def test_counts_are_those_of_a_part_and_of_narrow_products_alone() -> None:
+    one, other = Tensorwise(), Tensorwise()
+    one.layer, other.layer = "blocks.1.mlp.up", "blocks.2.mlp.up"
+    x, weight = torch.ones(8, 4), torch.ones(2, 4)
+    with losses() as lost:
+        one.fprop(x, weight)
+        with working_on(Tokens(torch.arange(1), torch.arange(8), raised=frozenset({"blocks.2"}))):
+            other.fprop(x, weight)
+            one.fprop(x, weight)
+    assert {part: counts.tolist() for part, counts in lost.items()} == {"blocks.1": [80, 0, 0]}

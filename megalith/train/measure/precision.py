@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megalith.data.stream import Batch as Samples
 from megalith.events import EventLog, PrecisionWatched
+from megalith.kernels.narrow import losses
 from megalith.parallel import gradients
 from megalith.parallel.data import local
 from megalith.spec.numbers import is_narrow
@@ -25,6 +26,26 @@ Read = Callable[[int], Sequence[Samples]]
 Beat = Callable[[str, int], object]
 Gradients = Mapping[str, Tensor]
 """This rank's shares of gradients, by parameter."""
+
+
+class Compared(NamedTuple):
+    """One comparison on this rank."""
+
+    wide: Gradients
+    narrow: Gradients
+    lost: Mapping[str, Tensor]
+    """Counts of `kernels.narrow.losses`, by part."""
+
+
+class Found(NamedTuple):
+    """A part's figures, the same on all ranks."""
+
+    error: float | None
+    """The relative error of its gradient, infinite if the narrow one alone is not finite; None: the wide one is 0 or not finite."""
+    narrow: bool
+    """True if it has narrow products now."""
+    saturated: float
+    zeroed: float
 
 
 class PrecisionWatch:
@@ -68,21 +89,29 @@ class PrecisionWatch:
     def compare(self, step: int) -> PrecisionWatched:
         """Return the errors after `step` steps, and the block that is to be wide."""
         began, limit = time.perf_counter(), self.trainer.spec.precision.auto
-        errors, candidates = self._errors(*self.gradients(step))
-        told = {part: error if math.isfinite(error) else None for part, error in errors.items()}
-        raised = worst(errors, candidates, limit)
-        return PrecisionWatched(step=step, errors=told, seconds=time.perf_counter() - began, limit=limit, raised=raised)
+        found = self._found(self.gradients(step))
+        errors = {part: one.error for part, one in found.items() if one.error is not None}
+        raised = worst(errors, frozenset(part for part, one in found.items() if one.narrow), limit)
+        return PrecisionWatched(
+            step=step,
+            errors={part: error if math.isfinite(error) else None for part, error in errors.items()},
+            seconds=time.perf_counter() - began,
+            limit=limit,
+            raised=raised,
+            saturated={part: one.saturated for part, one in found.items() if one.narrow},
+            zeroed={part: one.zeroed for part, one in found.items() if one.narrow},
+        )
 
-    def gradients(self, step: int) -> tuple[Gradients, Gradients]:
-        """Return the gradients of wide products, and those as the step computes them, of the weights that this rank counts."""
+    def gradients(self, step: int) -> Compared:
+        """Compute the gradients of the weights that this rank counts, with wide products and as the step does."""
         trainer, count = self.trainer, self.executor.program.microbatches
         if self.executor.hidden != trainer.executor.hidden:  # the run is in another phase
             self.executor.adopt(self.executor.program, trainer.executor.hidden)
         samples = self.read(step)
         valid = count_valid(samples, groups=trainer.groups)  # of the whole step, so that balance losses weigh as much as in it
-        with uncounted(trainer), unobserved(trainer):
+        with uncounted(trainer), unobserved(trainer), losses() as lost:
             wide, narrow = (self._once(samples[:count], step, valid=valid, wide=wide) for wide in (True, False))
-        return wide, narrow
+        return Compared(wide, narrow, lost)
 
     def _once(self, samples: Sequence[Samples], step: int, *, valid: int, wide: bool) -> Gradients:
         trainer = self.trainer
@@ -94,29 +123,29 @@ class PrecisionWatch:
         trainer.state.drop_gradients()
         return found
 
-    def _errors(self, wide: Gradients, narrow: Gradients) -> tuple[dict[str, float], frozenset[str]]:
-        """Return each part's relative error, infinite if its narrow gradient alone is not finite, and the parts that have narrow products
-        now. A part without a gradient, or whose wide one is not finite, has none."""
+    def _found(self, mine: Compared) -> dict[str, Found]:
+        """Return the figures of each part, over all ranks."""
         trainer, parts = self.trainer, self.trainer.model.part_names
-        mine = {recipe.part for recipe in trainer.narrow()} - trainer.raised
-        table = torch.zeros(len(parts), 3, dtype=torch.float64, device=trainer.device)
+        here = {recipe.part for recipe in trainer.narrow()} - trainer.raised
+        table = torch.zeros(len(parts), 6, dtype=torch.float64, device=trainer.device)
         for row, part in zip(table, parts, strict=True):
-            names = [name for name in wide if part_of(name) == part]
-            differences = (narrow[name].float() - wide[name].float() for name in names)
+            names = [name for name in mine.wide if part_of(name) == part]
+            differences = (mine.narrow[name].float() - mine.wide[name].float() for name in names)
             row[0] = gradients.sum_of_squares(differences)
-            row[1] = gradients.sum_of_squares(wide[name] for name in names)
-            row[2] = part in mine
+            row[1] = gradients.sum_of_squares(mine.wide[name] for name in names)
+            row[2] = part in here
+            row[3:] = mine.lost.get(part, 0)
         everyone = table.new_empty(trainer.groups.world.size(), *table.shape)
         dist.all_gather_into_tensor(everyone, table, group=trainer.groups.world)
-        rows = dict(
-            zip(parts, everyone.sum(0).tolist(), strict=True)
-        )  # added in the order of ranks: the same bits on all of them
-        errors = {
-            part: (of_difference / of_wide) ** 0.5 if math.isfinite(of_difference) else math.inf
-            for part, (of_difference, of_wide, _) in rows.items()
-            if math.isfinite(of_wide) and of_wide > 0
-        }
-        return errors, frozenset(part for part, (_, _, ranks) in rows.items() if ranks)
+        rows = everyone.sum(0).tolist()  # added in the order of ranks: the same bits on all of them
+        return {part: _figures(*row) for part, row in zip(parts, rows, strict=True)}
+
+
+def _figures(difference: float, wide: float, ranks: float, numbers: float, saturated: float, zeroed: float) -> Found:
+    error = None
+    if math.isfinite(wide) and wide > 0:
+        error = (difference / wide) ** 0.5 if math.isfinite(difference) else math.inf
+    return Found(error, ranks > 0, saturated / max(1.0, numbers), zeroed / max(1.0, numbers))
 
 
 def worst(errors: Mapping[str, float], candidates: frozenset[str], limit: float) -> str:

@@ -32,7 +32,10 @@ def compared(rank: int, spec: RunSpec) -> PrecisionWatched:
 
 def errors(plan: dict[str, Any], **rest: Any) -> dict[str, float | None]:
     everyone = run_ranks(compared, watched(plan=plan, **rest).ranks, watched(plan=plan, **rest))
-    assert all(one.errors == everyone[0].errors and one.raised == everyone[0].raised for one in everyone)
+    (first, *_) = everyone
+    assert all((one.errors, one.raised, one.zeroed) == (first.errors, first.raised, first.zeroed) for one in everyone)
+    assert first.zeroed.keys() == {"blocks.1", "blocks.2"} and all(0 <= share < 0.1 for share in first.zeroed.values())
+    assert set(first.saturated.values()) == {0.0}, "scales are those at which nothing saturates"
     return everyone[0].errors
 
 
@@ -113,7 +116,7 @@ def test_blocks_stay_wide_in_a_run_that_resumes_and_under_another_plan(tmp_path:
     train(spec.model_copy(update={"plan": spec.plan.model_copy(update={"data": 1, "pipeline": 2}), "train": longer}), other)
     assert looks(other) == [*looks(whole), (6, "")]
     last = of_kind(read(other), PrecisionWatched)[-1]
-    assert set(last.errors.values()) == {0.0}
+    assert set(last.errors.values()) == {0.0} and last.zeroed == last.saturated == {}, "nothing is narrow any longer"
 
 
 def test_a_dry_run_has_the_second_copy_of_the_gradients() -> None:
