@@ -38,7 +38,7 @@ class Memory:
     rank: int
     """The pipeline rank that this is for."""
     host: float = 0.0
-    """Bytes in the memory of its host, which are not in `total`."""
+    """Bytes in the memory of its host, which are not in `total`: state, or the buffers of what is on disk."""
     disk: float = 0.0
     """Bytes in a file on its host's disk."""
 
@@ -207,7 +207,7 @@ def _rank(
         reserve=generation.reserve,
         non_torch=outside + _apart(workload, parts, here, graphed),
         rank=rank,
-        host=sum(s[3] for s in state) + (0.0 if on_disk else rest * away),
+        host=sum(s[3] for s in state) + (host.streamed(workload) if on_disk else rest * away),
         disk=sum(s[4] for s in state) + (host.SLOTS * rest * away if on_disk else 0.0),
     )
 

@@ -223,9 +223,11 @@ def test_a_full_host_does_not_fit():
 def test_a_full_disk_does_not_fit():
     load = workload(dense(), offloaded(Plan(), 1.0, "disk"))
     found = memory(load, parts(load), GENERATION)
-    assert found.disk > 0 and found.host == 0 and fits(load, found, GENERATION)
+    assert found.disk > 0 and found.host == host.streamed(load) > 0 and fits(load, found, GENERATION)
     for room, enough in ((int(found.disk) + 1, True), (int(found.disk) - 1, False)):
         assert fits(_on(load, disk=room), found, GENERATION) == enough
+    for room, enough in ((found.host, True), (found.host - 1, False)):
+        assert fits(_on(load, memory=int(room / host.USABLE)), found, GENERATION) == enough
 
 
 def test_an_update_elsewhere_takes_what_the_host_of_the_cluster_file_takes():

@@ -4,6 +4,7 @@ from functools import partial
 import pytest
 
 from megalith.cost.constants import calibration
+from megalith.cost.host import USABLE
 from megalith.cost.parts import parts
 from megalith.cost.workload import Workload
 from megalith.planner.candidates import Space, candidates, offloaded, segmented
@@ -188,12 +189,16 @@ def test_without_offloading_the_rest_is_found_as_it_was():
 
 
 def test_a_host_that_is_full_leaves_the_state_to_its_disk():
-    found = _tight(host=HostSpec(memory=1))[1]
+    """It has room for the buffers that state on disk passes through, and for nothing more."""
+    model, devices, room = dense(16), 8, 5e6
+    small = HostSpec(memory=int(devices * room / USABLE))
+    found = _tight(model, host=small)[1]
     away = [choice for choice in found.choices if choice.offload]
     assert found.offloaded > 0 and away
     assert {(choice.plan.state.optimizer, choice.offload) for choice in away} == {("disk", 1.0)}
-    assert all(choice.estimate.memory.disk > 0 for choice in away)
-    assert _tight(host=HostSpec(memory=1, disk=1))[1].offloaded == 0
+    assert all(choice.estimate.memory.disk > room >= choice.estimate.memory.host > 0 for choice in away)
+    assert _tight(model, host=small.model_copy(update={"disk": 1}))[1].offloaded == 0
+    assert _tight(model, host=HostSpec(memory=1))[1].offloaded == 0
 
 
 @pytest.mark.parametrize(("share", "policy"), [(0.8, "segments"), (0.3, "sqrt")])
